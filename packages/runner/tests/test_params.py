@@ -37,6 +37,7 @@ def test_defaults_and_names() -> None:
         "bad_words": (),
         "skip_special_tokens": True,
         "detokenize": True,
+        "return_tags": False,
         "truncate_prompt_tokens": None,
         "output_kind": RequestOutputKind.CUMULATIVE,
         "structured_outputs": None,

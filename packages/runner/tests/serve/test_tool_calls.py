@@ -151,7 +151,7 @@ def test_a_template_may_begin_the_reasoning(scripted: Scripted) -> None:
 def test_a_model_may_call_only_where_its_calls_are_read(client: Any) -> None:
     error = client.error(400, PATH, {"messages": HELLO, "tools": TOOLS})
     assert error["param"] == "tool_choice"
-    assert "--enable-auto-tool-choice" in error["message"]
+    assert "--tool-call-parser" in error["message"]
     assert (
         client.ask(
             PATH, {"messages": HELLO, "tools": TOOLS, "tool_choice": "none", "max_tokens": 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -30,6 +30,16 @@ class Logprob:
     decoded_token: str
 
 
+class TextTag(NamedTuple):
+    """A tag in a text, such as <think>, that the model wrote as one token."""
+
+    start: int
+    """Characters of the text before it."""
+    end: int
+    """Characters of the text before what follows it; `start` if the token is a special one and has no text."""
+    token_id: int
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One continuation of a prompt: all of it, or with `RequestOutputKind.DELTA` what came since the last report."""
@@ -47,9 +57,13 @@ class CompletionOutput:
     """The stop token id or stop string that ended it (None for end-of-sequence), or what went wrong."""
     drafted: list[bool] = field(default_factory=list)
     """Per token: it was a draft, which verification confirmed."""
+    tags: list[TextTag] = field(default_factory=list)
+    """Tags in `text`, in their order; empty unless `return_tags` was asked for."""
 
     def add(self, later: CompletionOutput) -> None:
         """Append what came after this."""
+        before = len(self.text)
+        self.tags += (TextTag(tag.start + before, tag.end + before, tag.token_id) for tag in later.tags)
         self.text += later.text
         self.token_ids += later.token_ids
         self.drafted += later.drafted

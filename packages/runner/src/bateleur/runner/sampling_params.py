@@ -145,6 +145,8 @@ class SamplingParams(Checked):
     """Special tokens have no text."""
     detokenize: bool = option(True, flag)
     """Outputs have text; without it there are no stop strings either."""
+    return_tags: bool = option(False, flag)
+    """List the tags in the text that the model wrote as one token, such as <think>, with their places."""
     truncate_prompt_tokens: int | None = option(None, _truncation)
     """Of a longer prompt take the last so many tokens; -1: as many as leave room for max_tokens."""
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)

@@ -153,8 +153,8 @@ class _Runs:
             return
         names: list[str] = []
         try:
-            for prompt in asked.prompts_for(self._llm.tokenizer):
-                names.append(self._llm.add_request(prompt, asked.params, priority=asked.priority))
+            for prompt, params in self._form.prepared(asked, self._llm.tokenizer):
+                names.append(self._llm.add_request(prompt, params, priority=asked.priority))
         except ValueError as error:
             for name in names:
                 self._llm.abort(name)
@@ -175,7 +175,4 @@ class _Runs:
     def _ended(self, request: LineRequest, outputs: list[RequestOutput]) -> Result:
         ends = (each for output in outputs for each in output.outputs if each.finish_reason == "error")
         error = next((f"{request.where}: {each.stop_reason}" for each in ends), None)
-        return request.line, self._form.ended(request, outputs, error, self._decode), error
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._llm.tokenizer.decode(token_ids)
+        return request.line, self._form.ended(request, outputs, error, self._llm.tokenizer), error

@@ -6,12 +6,12 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from bateleur.runner.arguments import listed, refuse
 from bateleur.runner.openai.names import require_served
-from bateleur.runner.openai.replies import Decode, chat_reply, completion_reply, error_body
+from bateleur.runner.openai.replies import chat_reply, completion_reply, error_body
 from bateleur.runner.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -20,7 +20,11 @@ from bateleur.runner.openai.requests import (
 )
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.parsers.chat_format import ChatFormat, ChatTurn, turn_of
+from bateleur.runner.serve.parsers.message import chat_message
 from bateleur.runner.serve.parsers.options import ParserOptions
+from bateleur.runner.text.chat import ChatPrompt
+from bateleur.runner.text.tokenizer import Tokenizer
 
 Asked = CompletionRequest | ChatRequest
 
@@ -52,8 +56,16 @@ class Form(Protocol):
         """What the other fields ask for. Raises ValueError if that can't be told."""
         ...
 
+    def prepared(self, asked: Asked, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
+        """The prompts of a request, each with its parameters. Raises ValueError for one that can't run."""
+        ...
+
     def ended(
-        self, request: LineRequest, outputs: Sequence[RequestOutput], error: str | None, decode: Decode
+        self,
+        request: LineRequest,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+        tokenizer: Tokenizer,
     ) -> dict[str, Any]:
         """The result of a request that ran; error: what went wrong, if anything."""
         ...
@@ -92,8 +104,16 @@ class OwnForm:
             )
         return CompletionRequest(prompts=(prompt,), params=params)
 
+    def prepared(self, asked: Asked, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
+        """The prompt as it is."""
+        return [(prompt, asked.params) for prompt in asked.prompts_for(tokenizer)]
+
     def ended(
-        self, request: LineRequest, outputs: Sequence[RequestOutput], error: str | None, decode: Decode
+        self,
+        request: LineRequest,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+        tokenizer: Tokenizer,
     ) -> dict[str, Any]:
         """What `LLM` reports, under its names."""
         (output,) = outputs
@@ -149,6 +169,7 @@ class BatchForm:
         self, defaults: Mapping[str, Any], names: Sequence[str], parsers: ParserOptions | None = None
     ) -> None:
         self._defaults, self._names, self._parsers = defaults, names, parsers or ParserOptions()
+        self._chat_format: ChatFormat | None = None
 
     def ident(self, fields: dict[str, Any], line: int) -> str | int:
         """The `custom_id`."""
@@ -169,21 +190,43 @@ class BatchForm:
         asked = _ENDPOINTS[url](body, self._defaults)
         require_served(asked.model, self._names)
         if isinstance(asked, ChatRequest):
-            asked = self._parsers.readable(asked)
+            asked = replace(asked, chat_template=self._parsers.chat_template)
         if asked.stream:
             refuse("stream", True, "false: the results of a batch are whole")
         return asked
 
+    def prepared(self, asked: Asked, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
+        """A chat as its template writes it, with what its answer needs."""
+        if not isinstance(asked, ChatRequest):
+            return [(prompt, asked.params) for prompt in asked.prompts_for(tokenizer)]
+        (prompt,) = asked.prompts_for(tokenizer)
+        return [(prompt, self._turn(asked, prompt, tokenizer).params)]
+
+    def _turn(self, asked: ChatRequest, prompt: ChatPrompt, tokenizer: Tokenizer) -> ChatTurn:
+        if self._chat_format is None:
+            self._chat_format = ChatFormat(self._parsers, tokenizer)
+        return turn_of(self._chat_format, asked, prompt)
+
     def ended(
-        self, request: LineRequest, outputs: Sequence[RequestOutput], error: str | None, decode: Decode
+        self,
+        request: LineRequest,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+        tokenizer: Tokenizer,
     ) -> dict[str, Any]:
         """The reply to the body."""
         if error is not None:
             return self._result(request, 500, error_body(error, kind="server_error", code=500))
-        told: dict[str, Any] = {"model": self._names[0], "created": int(time.time()), "decode": decode}
+        told: dict[str, Any] = {
+            "model": self._names[0],
+            "created": int(time.time()),
+            "decode": tokenizer.decode,
+        }
         if isinstance(request.asked, ChatRequest):
             chat, (output,) = request.asked, outputs
-            told["message"] = lambda each: self._parsers.message(chat, output.prompt).whole(each.text)
+            prompt = ChatPrompt(prompt=output.prompt or "", prompt_token_ids=output.prompt_token_ids)
+            turn = self._turn(chat, prompt, tokenizer)
+            told["message"] = lambda each: chat_message(turn.reader().read(each))
             reply = chat_reply(chat, output, reply_id=f"chatcmpl-{request.digest}", **told)
         else:
             assert request.asked is not None

@@ -86,7 +86,7 @@ _TITLES = {
 _NOT_FLAGS = ("model", "drafter", "seed")
 """Options of `LLM` that are no flags of this kind: the folder stands by itself, a shell has no objects, and here every
 request has a seed."""
-_NOT_SAMPLING_FLAGS = ("n", "output_kind", "skip_special_tokens", "detokenize")
+_NOT_SAMPLING_FLAGS = ("n", "output_kind", "skip_special_tokens", "detokenize", "return_tags")
 """Sampling parameters that are no flags: what is written decides them, or a flag cannot say no."""
 _ENGINE = {
     part: [each for each in options_of(config) if each.name not in _NOT_FLAGS]

@@ -121,15 +121,17 @@ class _Engine:
             return request.line, form.failed(request, said), said
         ends = (each for output in outputs for each in output.outputs if each.finish_reason == "error")
         wrong = next((f"{request.where}: {each.stop_reason}" for each in ends), None)
-        return request.line, form.ended(request, outputs, wrong, self._llm.llm.tokenizer.decode), wrong
+        return request.line, form.ended(request, outputs, wrong, self._llm.llm.tokenizer), wrong
 
     async def _outputs(self, request: LineRequest) -> list[RequestOutput]:
         """Of its prompts, in their order."""
         asked = request.asked
         assert asked is not None
-        prompts = await self._llm.aside(lambda: asked.prompts_for(self._llm.llm.tokenizer))
-        names = [f"{request.line}-{number}" for number in range(len(prompts))]
-        params = replace(asked.params, output_kind=RequestOutputKind.FINAL_ONLY)
+        tokenizer = self._llm.llm.tokenizer
+        prepared = await self._llm.aside(lambda: self._reader.form.prepared(asked, tokenizer))
+        names = [f"{request.line}-{number}" for number in range(len(prepared))]
+        prompts, params = [prompt for prompt, _ in prepared], prepared[0][1]  # which are those of all prompts
+        params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
         reader = await self._llm.submit(prompts, params, request_ids=names, priority=asked.priority)
         ended: dict[str, RequestOutput] = {}
         try:

@@ -25,7 +25,7 @@ from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.bad_words import bad_words_token_ids
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
-from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
+from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer, tag_tokens
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`; of both the ids run, and the text is shown."""
@@ -54,6 +54,7 @@ class InputProcessor:
         self._seed = config.model.seed
         self._by_priority = config.scheduler.scheduling_policy == "priority"
         self.grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
+        self._tags = tag_tokens(tokenizer)
         self._lock = Lock()
         """Around the two numbers below; what takes time is done outside of it."""
         self._num_admitted = self._num_named = 0
@@ -147,7 +148,7 @@ class InputProcessor:
     def _detokenizer(
         self, params: SamplingParams, ids: list[int], *, stream: bool
     ) -> IncrementalDetokenizer | None:
-        if not params.detokenize or not (stream or params.stop):
+        if not params.detokenize or not (stream or params.stop or params.return_tags):
             return None
         return IncrementalDetokenizer(
             self._tokenizer,
@@ -156,6 +157,7 @@ class InputProcessor:
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            tags=self._tags if params.return_tags else {},
         )
 
     def _matchers(

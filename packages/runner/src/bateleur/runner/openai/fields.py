@@ -21,7 +21,7 @@ IGNORED = frozenset(
     ]
 )
 """Fields that say nothing about the text: taken, whatever they hold."""
-_NOT_OF_A_BODY = frozenset(("output_kind", "detokenize"))
+_NOT_OF_A_BODY = frozenset(("output_kind", "detokenize", "return_tags"))
 """Parameters that decide in which form the engine reports, which is up to whoever answers the body."""
 
 _PRIORITY = Integer(-(1 << 31), (1 << 31) - 1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from bateleur.runner.outputs import CompletionOutput, RequestOutput, RequestOutputKind
+from bateleur.runner.outputs import CompletionOutput, RequestOutput, RequestOutputKind, TextTag
 from bateleur.runner.requests.request import Request
 
 
@@ -15,6 +15,7 @@ class Told(NamedTuple):
 
     num_tokens: int = 0
     num_characters: int = 0
+    num_tags: int = 0
     logprob: float = 0.0
     """Sum over these tokens."""
     ended: bool = False
@@ -83,6 +84,7 @@ def _completion(request: Request, told: Told) -> CompletionOutput:
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         drafted=request.drafted[first:],
+        tags=_tags(request, told),
     )
 
 
@@ -92,10 +94,22 @@ def _text(request: Request, first: int) -> str:
     return "" if request.detokenizer is None else request.detokenizer.text_from(first)
 
 
+def _tags(request: Request, told: Told) -> list[TextTag]:
+    """Tags that were not reported yet, with places in the text that is reported with them."""
+    if request.detokenizer is None or not request.params.return_tags:
+        return []
+    before = told.num_characters
+    return [
+        TextTag(tag.start - before, tag.end - before, tag.token_id)
+        for tag in request.detokenizer.tags_from(told.num_tags)
+    ]
+
+
 def _after(told: Told, output: CompletionOutput) -> Told:
     return Told(
         told.num_tokens + len(output.token_ids),
         told.num_characters + len(output.text),
+        told.num_tags + len(output.tags),
         output.cumulative_logprob or 0.0,
         output.finish_reason is not None,
     )

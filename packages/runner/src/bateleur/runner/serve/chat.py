@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.chunks import Chunks
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.json_text import JSONText
-from bateleur.runner.serve.parsers.message import Message
+from bateleur.runner.serve.parsers.chat_format import AnswerReader, ChatTurn, turn_of
+from bateleur.runner.serve.parsers.message import chat_delta, chat_message
 from bateleur.runner.serve.service import Service, new_id
 from bateleur.runner.serve.sse import EventStream
 
@@ -29,38 +31,40 @@ def router(service: Service) -> APIRouter:
     async def chat(request: Request) -> Response:
         body = await read_object(request, service.config)
         with refusing():
-            asked = service.config.readable(chat_request(body, service.defaults))
+            asked = replace(chat_request(body, service.defaults), chat_template=service.config.chat_template)
         service.check_model(asked.model)
         with refusing():
             long = service.is_long(len(repr((asked.messages, asked.tools))))
             prompts = await service.llm.aside(lambda: asked.prompts_for(service.llm.llm.tokenizer), long=long)
+            turn = turn_of(service.chat_format, asked, prompts[0])
+        asked = replace(asked, params=turn.params)
         reply_id, created = new_id("chatcmpl", asked), int(time.time())
         reader = await service.submit(prompts, asked, reply_id)
         if asked.stream:
             kind, model = "chat.completion.chunk", service.names[0]
             head = {"id": reply_id, "object": kind, "created": created, "model": model}
-            return EventStream(_ChatChunks(service, asked, head).events(reader))
+            return EventStream(_ChatChunks(service, asked, turn, head).events(reader))
         (output,) = await service.finish(reader, request)
         told = partial(chat_reply, reply_id=reply_id, model=service.names[0], created=created)
-        read = partial(_whole, service, asked, output)
-        return JSONText(told(asked, output, decode=service.decode, message=read))
+        return JSONText(
+            told(
+                asked,
+                output,
+                decode=service.decode,
+                message=lambda each: chat_message(turn.reader().read(each)),
+            )
+        )
 
     return routes
-
-
-def _whole(
-    service: Service, asked: ChatRequest, output: RequestOutput, completion: CompletionOutput
-) -> dict[str, Any]:
-    return service.config.message(asked, output.prompt).whole(completion.text)
 
 
 class _ChatChunks(Chunks):
     """What is new of a message, by continuation."""
 
-    def __init__(self, service: Service, asked: ChatRequest, head: dict[str, Any]) -> None:
+    def __init__(self, service: Service, asked: ChatRequest, turn: ChatTurn, head: dict[str, Any]) -> None:
         super().__init__(service, asked, head)
-        self._body = asked
-        self._readers: dict[int, Message] = {}
+        self._body, self._turn = asked, turn
+        self._readers: dict[int, AnswerReader] = {}
         self._called: set[int] = set()
         """Continuations that have called a tool."""
 
@@ -69,9 +73,8 @@ class _ChatChunks(Chunks):
         index, asked = completion.index, self._body
         first, beginning = index not in self._readers, not self._readers
         if first:
-            self._readers[index] = self._service.config.message(asked, output.prompt)
-        reader, text = self._readers[index], completion.text
-        said = reader.feed(text) if completion.finish_reason is None else reader.end(text)
+            self._readers[index] = self._turn.reader()
+        said = chat_delta(self._readers[index].read(completion))
         if said.get("tool_calls"):
             self._called.add(index)
         delta = {"role": "assistant", "content": "", **said} if first else said

@@ -27,6 +27,7 @@ from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve import metrics
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.errors import refusal, refusing
+from bateleur.runner.serve.parsers.chat_format import ChatFormat
 
 T = TypeVar("T")
 
@@ -56,6 +57,11 @@ class Service:
     def decode(self, token_ids: list[int]) -> str:
         """The text of some tokens, special ones included."""
         return self.llm.llm.tokenizer.decode(token_ids)
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the model writes reasoning and tool calls."""
+        return ChatFormat(self.config, self.llm.llm.tokenizer)
 
     async def metrics(self) -> bytes:
         """What is told to Prometheus."""

@@ -6,8 +6,9 @@ text that may yet turn out to be the beginning of a stop string. Everything else
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from bateleur.runner.outputs import TextTag
 from bateleur.runner.text.stop_strings import stop_strings
 from bateleur.runner.text.tokenizer import Tokenizer
 
@@ -29,6 +30,7 @@ class IncrementalDetokenizer:
     min_tokens: a stop string complete before this many tokens is ordinary text.
     include_stop: the text ends behind the stop string, not before it.
     skip_special_tokens: special tokens have no text.
+    tags: ids and texts of the tokens whose places `tags_from` reports, whether they have text or not.
 
     The pieces returned by `push` and `finish` join to `text`. Without a stop that is what decoding all tokens
     at once gives, less an incomplete character at the very end (`decode_all`).
@@ -46,8 +48,10 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        tags: Mapping[int, str] | None = None,
     ) -> None:
         self._tokenizer, self._min_tokens = tokenizer, min_tokens
+        self._tags = tags or {}
         self._stop = stop_strings(tuple(stop)) if stop else None
         self._include_stop, self._skip = include_stop, skip_special_tokens
         self.restart(prompt_token_ids)
@@ -64,6 +68,7 @@ class IncrementalDetokenizer:
         self._held, self._state = "", 0  # settled text that may still become a stop string
         self._pieces: list[str] = []
         self._num_characters = 0
+        self._found: list[TextTag] = []
         self._finished = False
         for token_id in token_ids:
             self.push(token_id)
@@ -86,6 +91,10 @@ class IncrementalDetokenizer:
             fresh.append(piece)
         return "".join(reversed(fresh))[max(0, first - at) :]
 
+    def tags_from(self, first: int) -> list[TextTag]:
+        """Tags in the text that was handed out so far, without the first ones of them."""
+        return [tag for tag in self._found[first:] if tag.end <= self._num_characters]
+
     def push(self, token_id: int) -> str:
         """Take the next token and return the text that is now certain; "" after a stop string or `finish`."""
         if self.stopped is not None or self._finished:
@@ -95,16 +104,24 @@ class IncrementalDetokenizer:
         text = self._decode(self._window)
         if text == self._shown and not self._decode([token_id, token_id]):
             self._window.pop()  # shows nothing anywhere (a special token): keep it out of byte sequences
+            self._note_tag(token_id, "", "")
             return ""
         self._shown = text
         certain = len(text.rstrip(_REPLACEMENT))
         if certain < len(text) and len(self._window) >= _WINDOW:
             return self._hand_out(self._shorten_partial())
         fresh = text[self._settled : certain]
+        self._note_tag(token_id, self._tags.get(token_id, ""), fresh)
         self._settled = max(self._settled, certain)
         if certain == len(text):
             self._shorten_clean()
         return self._hand_out(fresh)
+
+    def _note_tag(self, token_id: int, shown: str, fresh: str) -> None:
+        """Keep the place of a tag. It ends the text `fresh`, which is about to be handed out, by `shown`."""
+        if token_id in self._tags and fresh.endswith(shown):
+            end = self._num_characters + len(self._held) + len(fresh)
+            self._found.append(TextTag(end - len(shown), end, token_id))
 
     def finish(self) -> str:
         """Return what was withheld, less an incomplete character at the end, which is dropped."""

@@ -1,8 +1,12 @@
-"""The little that the engine needs of a tokenizer."""
+"""What the engine needs of a tokenizer."""
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
+
+_TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+"""Form of a tag that a tokenizer may have as an ordinary added token, such as <think>."""
 
 
 class Tokenizer(Protocol):
@@ -29,3 +33,27 @@ class NoTokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """The empty text."""
         return ""
+
+
+def tag_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Ids and texts of the tokens that are markup and not text: special tokens, and added tokens in the form of a tag.
+
+    Empty for a tokenizer without the tokenizers library.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {}
+    added = backend.get_added_tokens_decoder()
+    return {
+        token: each.content
+        for token, each in sorted(added.items())
+        if each.special or _TAG.fullmatch(each.content)
+    }
+
+
+def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Ids of the special tokens. Empty for a tokenizer without the tokenizers library."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return frozenset()
+    return frozenset(token for token, each in backend.get_added_tokens_decoder().items() if each.special)

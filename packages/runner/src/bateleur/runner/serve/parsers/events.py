@@ -1,81 +1,75 @@
-"""What parsers find in the text of a model, in its order, and the protocol of parsers."""
+"""Events: the parts of a model's answer, in the order in which they were written.
+
+Texts of neighbouring events of one kind join. What a stream reports joins to what one report of the whole answer says.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """Text for whoever asked."""
+class Content:
+    """Text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
-    """Text of the model for itself."""
+class Reasoning:
+    """Text of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
-    """A call of a tool begins."""
+class ToolCall:
+    """A call of a tool begins. Its arguments follow."""
 
+    index: int
+    """Its number among the calls of the answer, from 0."""
+    id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Argued:
-    """A part of the arguments of the last call: JSON, as text."""
+class Arguments:
+    """The next part of the arguments of a call, as JSON text.
 
+    All parts together are a JSON object, unless `End` says that the answer was cut.
+    """
+
+    index: int
+    """Of the call."""
     text: str
 
 
-Event: TypeAlias = Said | Thought | Called | Argued
+@dataclass(frozen=True, slots=True)
+class End:
+    """The answer ends. Nothing follows."""
+
+    finish_reason: str
+    """`stop`, `tool_calls`, `length`, `abort` or `error`."""
+    stop_reason: int | str | None
+    """The stop token or stop string that ended it, or what went wrong."""
 
 
-class Parser(Protocol):
-    """Reads text that comes in pieces.
-
-    What it finds doesn't depend on where the pieces are cut, but for how events of one kind are divided. Everything but
-    tags, and white space around them, is in the events, once.
-    """
-
-    def feed(self, text: str) -> list[Event]:
-        """Take the next piece; what is certain by now."""
-        ...
-
-    def finish(self) -> list[Event]:
-        """Nothing more will come; the rest."""
-        ...
+Event: TypeAlias = Content | Reasoning | ToolCall | Arguments | End
 
 
 def merged(events: Sequence[Event]) -> list[Event]:
-    """The same, with neighbours of one kind as one; a call stays alone."""
+    """The same with neighbours of one kind joined, and without empty texts."""
     result: list[Event] = []
-    parts: list[str] = []
     for event in events:
-        if isinstance(event, Called):
-            _flush(result, parts)
+        if isinstance(event, ToolCall | End):
             result.append(event)
             continue
-        if result and parts and type(result[-1]) is not type(event):
-            _flush(result, parts)
-        if not parts:
+        last = result[-1] if result else None
+        if type(last) is type(event) and getattr(last, "index", 0) == getattr(event, "index", 0):
+            assert isinstance(last, Content | Reasoning | Arguments)
+            result[-1] = replace(last, text=last.text + event.text)
+        elif event.text:
             result.append(event)
-        parts.append(event.text)
-    _flush(result, parts)
     return result
-
-
-def _flush(result: list[Event], parts: list[str]) -> None:
-    """Give the last event all of its text."""
-    if parts:
-        last = result.pop()
-        assert not isinstance(last, Called)
-        result.append(type(last)("".join(parts)))
-        parts.clear()

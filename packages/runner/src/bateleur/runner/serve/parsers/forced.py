@@ -1,44 +1,46 @@
-"""Calls that a body forced: the text then follows a schema of ours, whatever the model would write by itself."""
+"""Calls that a request forces: the answer follows a schema of ours, whatever the model would write by itself."""
 
 from __future__ import annotations
 
-from bateleur.runner.openai.tools import Tools
-from bateleur.runner.serve.parsers.events import Argued, Called, Event
-from bateleur.runner.serve.parsers.hermes import Hermes
+import re
+
+from bateleur.runner.serve.parsers.arguments import Calls
+from bateleur.runner.serve.parsers.json_calls import read_calls
+from bateleur.runner.serve.parsers.source import Reader, Source
+from bateleur.runner.serve.parsers.tool_format import ToolFormat
+
+_BEGUN = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)$')
 
 
-class NamedCall:
-    """All of the text is the arguments of one call."""
+class NamedCall(ToolFormat):
+    """All of the answer is the arguments of the only tool."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._begun = False
+    BARE = "{"
 
-    def feed(self, text: str) -> list[Event]:
-        """Take the next piece; what is certain by now."""
-        if not text:
-            return []
-        events: list[Event] = [Argued(text)] if self._begun else [Called(self._name), Argued(text)]
-        self._begun = True
-        return events
-
-    def finish(self) -> list[Event]:
-        """Nothing more will come."""
-        return []
+    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+        """See `ToolFormat`."""
+        (name,) = calls.names
+        writer = calls.begin(name)
+        while True:
+            writer.write(source.take(len(source.text)))
+            if source.final:
+                return True
+            yield
 
 
-class ListedCalls(Hermes):
-    """The text is a JSON list of calls, objects as those of `Hermes`."""
+class ListedCalls(ToolFormat):
+    """All of the answer is a JSON list of calls."""
 
-    def __init__(self, tools: Tools) -> None:
-        super().__init__(tools)
-        self._state = self._content
+    BARE = "["
 
-    def _content(self, text: str, at: int) -> int:
-        """Between objects."""
-        if text[at] == "{":
-            self._opened("{")
-            return at
-        if text[at] not in "[,] \t\r\n":
-            self._say(text[at])
-        return at + 1
+    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+        """See `ToolFormat`. An answer that is cut in a name is a call if only one tool's name begins so."""
+        yield from read_calls(source, 0, calls)
+        while not source.final:
+            yield
+        if begun := _BEGUN.search(source.text):
+            names = [name for name in calls.names if name.startswith(begun[1])]
+            if len(names) == 1:
+                calls.begin(names[0])
+        source.take(len(source.text))
+        return True

@@ -1,109 +1,50 @@
-"""Calls as Hermes models and many after them write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+"""Calls between <tool_call> and </tool_call>: JSON objects, or functions as `qwen3_coder` has them.
+
+<tool_call>
+{"name": "weather", "arguments": {"city": "Oslo"}}
+</tool_call>
+
+Hermes models, Qwen 2.5 and 3, Granite 4 and Falcon-H1 write JSON.
+"""
 
 from __future__ import annotations
 
-import json
+from typing import ClassVar
 
-from bateleur.runner.openai.tools import Tools
-from bateleur.runner.serve.parsers.json_object import JsonObject
-from bateleur.runner.serve.parsers.scanner import Scanner
+from bateleur.runner.serve.parsers.arguments import Calls
+from bateleur.runner.serve.parsers.functions import FUNCTION, read_functions
+from bateleur.runner.serve.parsers.json_calls import read_calls
+from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
+from bateleur.runner.serve.parsers.tool_format import ToolFormat
 
 
-class Hermes(Scanner):
-    """Finds such calls.
+class Hermes(ToolFormat):
+    """JSON objects, or functions, between tags."""
 
-    Arguments are told as they come, where the name stands before them. What is no object with the name of a tool, and
-    an object of arguments if it has any, is content. Where one breaks off after its name was told, the rest is. Members
-    of other names are passed over.
-    """
+    OPENERS: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    CLOSERS = ("</tool_call>",)
 
-    OPENING = ("<tool_call>",)
-
-    def __init__(self, tools: Tools, most: int | None = None) -> None:
-        super().__init__(most)
-        self._names = {tool["function"]["name"] for tool in tools}
-        self._object = JsonObject()
-        self._name = self._arguments = ""
-        self._begun = self._streams = False
-
-    def _opened(self, tag: str) -> None:
-        self._object = JsonObject()
-        self._name = self._arguments = ""
-        self._begun = self._streams = False
-        self._state = self._member
-
-    def _member(self, text: str, at: int) -> int:
-        """Within the object."""
-        read = self._object
-        place = read.feed(text, at)
-        if not self._begun:
-            self._raw.append(text[at:place])
-            if self._name and read.key == "arguments" and read.pieces[:1] == ["{"]:
-                self._begin()
-        if self._streams:
-            self._argue("".join(read.pieces))
-            read.pieces.clear()
-            self._streams = not read.value_ended
-        elif read.value_ended:
-            self._value(read.key, "".join(read.pieces))
-            read.pieces.clear()
-        if self._state == self._member:
-            self._object_ends(read)
-        return place
-
-    def _begin(self) -> None:
-        self._call(self._name)
-        self._begun = self._streams = True
-
-    def _value(self, key: str, value: str) -> None:
-        """A member is whole."""
-        if self._begun or key not in ("name", "arguments"):
-            return
-        if key == "name":
-            self._name = _name(value)
-            if self._name not in self._names:
-                self._no_call()
+    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+        """See `ToolFormat`."""
+        opener = self.opener_of(source)
+        bare = opener == FUNCTION
+        at = 0 if bare else (yield from skip_space(source, len(opener)))
+        if source.text.startswith(("[", "{"), at):
+            found = yield from read_calls(source, at, calls)
         else:
-            self._arguments = _arguments(value)
-            if not self._arguments:
-                self._no_call()
-
-    def _object_ends(self, read: JsonObject) -> None:
-        if read.done and not self._begun and self._name:
-            self._call(self._name)
-            self._argue(self._arguments or "{}")
-            self._state = self._content
-        elif read.done or read.broken:
-            if self._begun:
-                self._state = self._content
-            else:
-                self._no_call()
-
-    def _end_state(self, held: str) -> None:
-        if self._state == self._member and self._begun:
-            self._argue(held if self._streams else "")
-        else:
-            super()._end_state(held)
+            found = yield from read_functions(source, at, calls, self.table, bare=bare)
+        if found:
+            yield from take_tags(source, self.closers)
+        return found
 
 
-def _name(value: str) -> str:
-    """The text that a value is; empty for all else."""
-    read = _read(value)
-    return read if isinstance(read, str) else ""
+class Qwen3Coder(Hermes):
+    """The same, and functions without the tags around them."""
+
+    OPENERS = ("<tool_call>", FUNCTION)
 
 
-def _arguments(value: str) -> str:
-    """Arguments as JSON: an object, one that was written as text, or none; empty for all else."""
-    read = _read(value)
-    if isinstance(read, str):
-        value, read = read, _read(read)
-    if read is None and value == "null":
-        return "{}"
-    return value if isinstance(read, dict) else ""
+class Granite(Hermes):
+    """The same, or a list of JSON objects behind <|tool_call|>, as Granite 3 writes it."""
 
-
-def _read(value: str) -> object:
-    try:
-        return json.loads(value, strict=False)
-    except (ValueError, RecursionError):
-        return None
+    OPENERS = ("<|tool_call|>", "<tool_call>")

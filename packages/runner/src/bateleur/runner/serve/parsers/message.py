@@ -1,76 +1,67 @@
-"""The text of a model as the message of a chat, at once or as deltas."""
+"""Events as the message of a chat completion, whole or in deltas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from bateleur.runner.serve.parsers.events import Argued, Called, Event, Parser, Said, Thought
+from bateleur.runner.serve.parsers.answer import AnswerParser
+from bateleur.runner.serve.parsers.arguments import new_call_id
+from bateleur.runner.serve.parsers.events import Arguments, Content, Event, Reasoning, ToolCall
+from bateleur.runner.serve.parsers.think import Think
+from bateleur.runner.serve.parsers.tool_format import ToolFormat
+
+
+def chat_delta(events: Sequence[Event]) -> dict[str, Any]:
+    """What events add to a message, as the `delta` of a chunk; empty if they add nothing."""
+    content = "".join(each.text for each in events if isinstance(each, Content))
+    reasoning = "".join(each.text for each in events if isinstance(each, Reasoning))
+    calls: list[dict[str, Any]] = []
+    for each in events:
+        if isinstance(each, ToolCall):
+            function = {"name": each.name, "arguments": ""}
+            calls.append({"index": each.index, "id": each.id, "type": "function", "function": function})
+        elif isinstance(each, Arguments):
+            if not calls or calls[-1]["index"] != each.index:
+                calls.append({"index": each.index, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += each.text
+    delta: dict[str, Any] = {}
+    if reasoning:
+        delta = {"reasoning": reasoning, "reasoning_content": reasoning}  # both names are in use
+    if content:
+        delta["content"] = content
+    return delta | ({"tool_calls": calls} if calls else {})
+
+
+def chat_message(events: Sequence[Event]) -> dict[str, Any]:
+    """All events of an answer as a message, but for its role."""
+    delta = chat_delta(events)
+    for call in delta.get("tool_calls", ()):
+        del call["index"]
+    return {"content": None if "tool_calls" in delta else "", **delta}
 
 
 class Message:
-    """Reads the text of one choice, and tells it in OpenAI's form.
-
-    reasoning: takes what the model thinks out of the text; calls: takes calls out of what is left. make_id: names for
-    calls.
-    """
+    """Reads an answer of text, without token ids, as the message of a chat completion."""
 
     def __init__(
-        self, *, reasoning: Parser | None = None, calls: Parser | None = None, make_id: Callable[[], str]
+        self,
+        *,
+        reasoning: Think | None = None,
+        calls: ToolFormat | None = None,
+        make_id: Callable[[], str] = new_call_id,
     ) -> None:
-        self._reasoning, self._calls, self._make_id = reasoning, calls, make_id
-        self.num_calls = 0
+        """`reasoning` and `calls`: what is looked for in the text. `make_id`: names calls."""
+        self._parser = AnswerParser(reasoning=reasoning, calls=calls, make_id=make_id)
 
     def feed(self, text: str) -> dict[str, Any]:
-        """What a further piece of text adds to the message, as the `delta` of a chunk; empty if nothing yet."""
-        found: list[Event] = [Said(text)] if self._reasoning is None else self._reasoning.feed(text)
-        return self._delta(self._called(found))
+        """What the next piece of text adds to the message."""
+        return chat_delta(self._parser.feed(text))
 
     def end(self, text: str = "") -> dict[str, Any]:
-        """What the last piece adds, and the end of the text."""
-        found: list[Event] = [Said(text)] if self._reasoning is None else self._reasoning.feed(text)
-        found = self._called(found + ([] if self._reasoning is None else self._reasoning.finish()))
-        return self._delta(found + ([] if self._calls is None else self._calls.finish()))
+        """What the last piece of text adds to the message."""
+        return chat_delta(self._parser.feed(text) + self._parser.finish())
 
     def whole(self, text: str) -> dict[str, Any]:
-        """All of a message, but for its role; this reads one text."""
-        delta = self.end(text)
-        message = {"content": None if "tool_calls" in delta else "", **delta}
-        for call in message.get("tool_calls", ()):
-            del call["index"]
-        return message
-
-    def _called(self, events: list[Event]) -> list[Event]:
-        """The same, with the calls in what is said."""
-        if self._calls is None:
-            return events
-        found: list[Event] = []
-        for each in events:
-            found += self._calls.feed(each.text) if isinstance(each, Said) else [each]
-        return found
-
-    def _delta(self, events: list[Event]) -> dict[str, Any]:
-        said: list[str] = []
-        thought: list[str] = []
-        calls: list[dict[str, Any]] = []
-        for each in events:
-            match each:
-                case Said(text):
-                    said.append(text)
-                case Thought(text):
-                    thought.append(text)
-                case Called(name):
-                    function: dict[str, Any] = {"name": name, "arguments": ""}
-                    named = {"id": self._make_id(), "type": "function", "function": function}
-                    calls.append({"index": self.num_calls, **named})
-                    self.num_calls += 1
-                case Argued(text):
-                    if not calls:
-                        calls.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
-                    calls[-1]["function"]["arguments"] += text
-        delta: dict[str, Any] = {}
-        if reasoning := "".join(thought):
-            delta = {"reasoning": reasoning, "reasoning_content": reasoning}  # both names are in use
-        if content := "".join(said):
-            delta["content"] = content
-        return delta | ({"tool_calls": calls} if calls else {})
+        """The message of a whole text."""
+        return chat_message(self._parser.feed(text) + self._parser.finish())

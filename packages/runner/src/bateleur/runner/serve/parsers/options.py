@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from bateleur.runner.arguments import OneOf, flag, maybe, refuse, text
-from bateleur.runner.openai.requests import ChatRequest
-from bateleur.runner.openai.tools import Named, Tools
 from bateleur.runner.options import Checked, option
-from bateleur.runner.serve.parsers.events import Parser
-from bateleur.runner.serve.parsers.forced import ListedCalls, NamedCall
-from bateleur.runner.serve.parsers.hermes import Hermes
-from bateleur.runner.serve.parsers.message import Message
-from bateleur.runner.serve.parsers.qwen3_coder import Qwen3Coder
-from bateleur.runner.serve.parsers.think import Think
-
-TOOL_PARSERS: dict[str, Callable[[Tools, int | None], Parser]] = {"hermes": Hermes, "qwen3_coder": Qwen3Coder}
-REASONING_PARSERS: dict[str, type[Think]] = {"think": Think, "qwen3": Think}
+from bateleur.runner.serve.parsers.names import (
+    AUTO,
+    NONE,
+    REASONING_PARSER_ALIASES,
+    REASONING_PARSERS,
+    TOOL_PARSER_ALIASES,
+    TOOL_PARSERS,
+)
 
 
 def _template(name: str, value: Any) -> str:
-    """What a file holds, or a template as it is."""
+    """A template, or the contents of a file with one."""
     if "{{" in text(name, value) or "{%" in value:
         return str(value)
     try:
@@ -33,58 +29,28 @@ def _template(name: str, value: Any) -> str:
         refuse(name, value, f"a template, which has {{{{ or {{% in it, or a file with one ({error})")
 
 
+def _parser(parsers: Collection[str], aliases: Mapping[str, str]) -> Callable[[str, Any], str]:
+    """The check of a parser's name; returns our name of it. None is `none`."""
+    check = OneOf((AUTO, NONE, *parsers, *aliases))
+
+    def checked(name: str, value: Any) -> str:
+        spelled: str = NONE if value is None else check(name, value)
+        return aliases.get(spelled, spelled)
+
+    return checked
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParserOptions(Checked):
     """How chats are written, and their answers read."""
 
     chat_template: str | None = option(None, maybe(_template))
-    """Jinja template that writes chats, or a file with one; default: the checkpoint's."""
-    tool_call_parser: str | None = option(None, maybe(OneOf(tuple(TOOL_PARSERS))))
-    """How the model writes calls of tools: hermes or qwen3_coder."""
-    reasoning_parser: str | None = option(None, maybe(OneOf(tuple(REASONING_PARSERS))))
-    """How the model marks its reasoning: think or qwen3, which are one, for <think>; default: it is told as content."""
-    enable_auto_tool_choice: bool = option(False, flag)
-    """Let the model decide whether it calls a tool, as tools without a tool_choice ask for; needs tool_call_parser."""
-
-    def __post_init__(self) -> None:
-        Checked.__post_init__(self)
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            refuse("enable_auto_tool_choice", True, "False without tool_call_parser")
-
-    def readable(self, asked: ChatRequest) -> ChatRequest:
-        """The same by the template given here, if any, and so that calls can be read: some models have their tags as
-        special tokens, which text leaves out.
-
-        Raises ValueError for calls that nobody here could read.
-        """
-        asked = replace(asked, chat_template=self.chat_template)
-        if asked.tool_choice != "auto":
-            return asked
-        if not self.enable_auto_tool_choice:
-            rule = (
-                "none, required or a tool, unless there are --enable-auto-tool-choice and --tool-call-parser"
-            )
-            refuse("tool_choice", "auto", rule)
-        return replace(asked, params=replace(asked.params, skip_special_tokens=False))
-
-    def message(self, asked: ChatRequest, prompt: str | None) -> Message:
-        """A reader for one continuation. prompt: its text, which may have begun the reasoning.
-
-        Text that has to follow a grammar has no reasoning in it.
-        """
-        reasoning: Parser | None = None
-        if self.reasoning_parser is not None and asked.params.structured_outputs is None:
-            kind = REASONING_PARSERS[self.reasoning_parser]
-            reasoning = kind(opened=(prompt or "").rstrip().endswith(kind.TAG))
-        return Message(
-            reasoning=reasoning, calls=self._calls(asked), make_id=lambda: f"call_{uuid4().hex[:24]}"
-        )
-
-    def _calls(self, asked: ChatRequest) -> Parser | None:
-        if isinstance(asked.tool_choice, Named):
-            return NamedCall(asked.tool_choice.name)
-        if asked.tool_choice == "required":
-            return ListedCalls(asked.tools)
-        if asked.tool_choice == "none" or self.tool_call_parser is None:
-            return None
-        return TOOL_PARSERS[self.tool_call_parser](asked.tools, None if asked.parallel_tool_calls else 1)
+    """Jinja template that writes chats, or a file with one (default: the checkpoint's)."""
+    tool_call_parser: str = option(AUTO, _parser(TOOL_PARSERS, TOOL_PARSER_ALIASES))
+    """Notation of the model's tool calls: granite, hermes, kimi_k2, lfm2, llama3_json, olmo3, qwen3_coder, none, or
+    auto, which chooses by the chat template (default: auto)."""
+    reasoning_parser: str = option(AUTO, _parser(REASONING_PARSERS, REASONING_PARSER_ALIASES))
+    """Marks of the model's reasoning: think for <think>, none, which leaves the reasoning in the content, or auto,
+    which chooses by the chat template (default: auto)."""
+    enable_auto_tool_choice: bool = option(True, flag)
+    """Let the model decide whether it calls a tool, if a request has tools and no tool_choice (default: true)."""

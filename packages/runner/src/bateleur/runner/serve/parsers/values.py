@@ -1,44 +1,75 @@
-"""Values that a model wrote without quotes, as JSON of the types that a schema wants."""
+"""Values that a model wrote in JSON, in Python or as bare text, as JSON of the types that a schema wants."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from math import isfinite
+from typing import Any, NoReturn
 
 _DEEPEST = 16
-"""Schemas that lie in one another deeper than this say nothing."""
-_TYPES: dict[type, str] = {
+"""Levels of nested schemas that are looked at for types."""
+_KINDS: dict[type, str] = {
     **{str: "string", bool: "boolean", int: "integer", float: "number"},
     **{dict: "object", list: "array", type(None): "null"},
 }
+_NAMES = {
+    "string": "string str text char varchar enum",
+    "integer": "integer int long short int8 int16 int32 int64 uint uint8 uint16 uint32 uint64",
+    "number": "number num float double decimal float16 float32 float64",
+    "boolean": "boolean bool",
+    "object": "object dict map mapping struct",
+    "array": "array arr list tuple sequence set",
+    "null": "null none nonetype",
+}
+_STANDARD = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 _INTEGER = re.compile(r"[+-]?\d{1,400}(\.0*)?")
+_NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_PARTS = re.compile(
+    r"""
+      (?P<string> "(?:[^"\\]|\\.)*(?:"|\\?$) | '(?:[^'\\]|\\.)*(?:'|\\?$) )
+    | (?P<open> [\[({] ) | (?P<close> [\])}] ) | (?P<comma> , ) | (?P<colon> : )
+    | (?P<space> \s+ ) | (?P<word> [^\s"'\[\](){},:]+ )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPE = re.compile(
+    r"\\(u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)",
+    re.DOTALL,
+)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
+
+
+def standard_type(name: object) -> str | None:
+    """JSON Schema's name of a type, such as integer for `int` and array for `list[str]`; None for no type's name."""
+    return _STANDARD.get(name.partition("[")[0].strip().lower()) if isinstance(name, str) else None
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """JSON types that an object's schema allows for a key; text alone where it says nothing."""
+    """JSON types that an object's schema allows for a key; none if it says nothing."""
     properties = schema.get("properties")
     found: set[str] = set()
     if isinstance(properties, Mapping):
         _collect(properties.get(key), schema, found, 0)
-    return frozenset(found or {"string"})
+    return frozenset(found)
 
 
 def _collect(part: Any, root: Mapping[str, Any], found: set[str], depth: int) -> None:
     if not isinstance(part, Mapping) or depth > _DEEPEST:
         return
-    told = part.get("type")
-    for each in told if isinstance(told, list) else [told]:
-        if isinstance(each, str) and each in _TYPES.values():
-            found.add(each)
+    given = part.get("type")
+    for each in given if isinstance(given, list) else [given]:
+        if (kind := standard_type(each)) is not None:
+            found.add(kind)
     for name in ("anyOf", "oneOf", "allOf"):
         for each in part[name] if isinstance(part.get(name), list) else ():
             _collect(each, root, found, depth + 1)
-    if isinstance(part.get("enum"), list) and told is None:
-        found.update(_TYPES[type(each)] for each in part["enum"] if type(each) in _TYPES)
-    if "const" in part and type(part["const"]) in _TYPES:
-        found.add(_TYPES[type(part["const"])])
+    if isinstance(part.get("enum"), list) and given is None:
+        found.update(_KINDS[type(each)] for each in part["enum"] if type(each) in _KINDS)
+    if "const" in part and type(part["const"]) in _KINDS:
+        found.add(_KINDS[type(part["const"])])
     if part.get("nullable") is True:
         found.add("null")
     if isinstance(part.get("$ref"), str):
@@ -53,30 +84,144 @@ def _at(root: Any, pointer: str) -> Any:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """The value as JSON of one of these types; as text if it is of none."""
+    """Bare text as JSON of one of these types; as a string if it is of none of them."""
     bare = text.strip()
     small = bare.lower()
-    if small == "null" and ("null" in types or "string" not in types):
+    if small in ("null", "none") and ("null" in types or "string" not in types):
         return "null"
     if small in ("true", "false") and "boolean" in types:
         return small
     if "integer" in types and _INTEGER.fullmatch(bare):
         return str(int(bare.partition(".")[0]))
-    read = _read(bare)
-    if type(read) is float or type(read) is int:
-        kind = "number"
-    else:
-        kind = _TYPES.get(type(read), "")
-    if kind in types and kind in ("number", "object", "array"):
-        return json.dumps(read, ensure_ascii=False)
+    try:
+        written = literal(bare)
+    except ValueError:
+        if "number" in types and _NUMBER.fullmatch(bare) and isfinite(float(bare)):
+            return repr(float(bare))
+        return as_string(text)
+    kind = _KINDS[type(json.loads(written))]
+    if "number" in types and kind in ("integer", "number"):
+        return written
+    return written if kind in types and kind in ("object", "array") else as_string(text)
+
+
+def literal_as_json(text: str, types: frozenset[str]) -> str:
+    """A value that was written as JSON or Python, as JSON: of one of these types if it can be read so."""
+    try:
+        written = literal(text)
+    except ValueError:
+        return as_json(text, types)
+    value = json.loads(written)
+    kind = _KINDS[type(value)]
+    if not types or kind in types or kind == "null" or (kind == "integer" and "number" in types):
+        return written
+    if kind == "string":
+        return as_json(value, types)
+    converted = as_json(text, types)
+    return written if converted.startswith('"') and "string" not in types else converted
+
+
+def as_string(text: str) -> str:
+    """Text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def _read(text: str) -> object:
-    """None for what is no JSON; NaN and infinities are none."""
+def literal(text: str, *, whole: bool = False) -> str:
+    """A value in JSON or Python notation as JSON text. What is open at the end is closed, unless `whole` refuses it.
+
+    Raises ValueError for text that is no value, such as NaN, which JSON does not have.
+    """
     try:
-        value = json.loads(text, strict=False)
-        json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        return None
-    return value
+        try:
+            _check(text)
+        except ValueError:
+            text = _repaired(text, whole=whole)
+            _check(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return text
+
+
+def _check(text: str) -> None:
+    json.loads(text, parse_constant=_no_value, parse_float=_finite)
+
+
+def _no_value(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no value in JSON")
+
+
+def _finite(text: str) -> float:
+    return float(text) if isfinite(float(text)) else _no_value(text)
+
+
+def is_whole(text: str) -> bool:
+    """Whether the text is a value in JSON or Python notation, with nothing open at its end."""
+    try:
+        literal(text.strip(), whole=True)
+    except ValueError:
+        return False
+    return True
+
+
+def _repaired(text: str, *, whole: bool) -> str:
+    """The same in JSON's notation: quotes, words, brackets and commas."""
+    parts: list[str] = []
+    opened: list[str] = []
+    for found in _PARTS.finditer(text):
+        part = found[0]
+        match found.lastgroup:
+            case "string":
+                ended = len(part) > 1 and part.endswith(part[0])
+                if whole and not ended:
+                    raise ValueError("a string is open at the end")
+                parts.append(as_string(unescaped(part[1:-1] if ended else part[1:])))
+            case "open":
+                opened.append("}" if part == "{" else "]")
+                parts.append("{" if part == "{" else "[")
+            case "close":
+                wanted = "}" if part == "}" else "]"
+                if wanted not in opened:
+                    raise ValueError("a bracket is closed that was not opened")
+                while opened[-1] != wanted:
+                    _close(parts, opened.pop())
+                _close(parts, opened.pop())
+            case "word":
+                parts.append(_WORDS.get(part, part))
+            case _:
+                parts.append(part)
+    if whole and opened:
+        raise ValueError("a bracket is open at the end")
+    while opened:
+        _close(parts, opened.pop())
+    return "".join(parts)
+
+
+def _close(parts: list[str], bracket: str) -> None:
+    """Close a bracket behind the last whole value in it."""
+    while parts and (parts[-1].isspace() or parts[-1] == ","):
+        parts.pop()
+    if parts and parts[-1] == ":":
+        parts.append("null")
+    elif (
+        bracket == "}"
+        and len(parts) > 1
+        and parts[-1].startswith('"')
+        and parts[-2].strip(" \n") in ("{", ",")
+    ):
+        parts.append(": null")
+    parts.append(bracket)
+
+
+def unescaped(text: str) -> str:
+    """The text that a string in JSON or Python stands for, without its quotes."""
+    return _ESCAPE.sub(_character, text)
+
+
+def _character(found: re.Match[str]) -> str:
+    escape = found[1]
+    if len(escape) > 6:  # two halves of a surrogate pair
+        return str(json.loads(f'"\\{escape}"'))
+    if len(escape) > 1:
+        code = int(escape[1:], 16)
+        return "\ufffd" if 0xD800 <= code < 0xE000 else chr(code)
+    return _ESCAPES.get(escape, escape if escape in "\"'\\/" else found[0])

@@ -1,0 +1,188 @@
+"""From the text of one answer to its events: reasoning first, then content and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from bateleur.runner.outputs import TextTag
+from bateleur.runner.serve.parsers.arguments import Calls, new_call_id
+from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall, merged
+from bateleur.runner.serve.parsers.source import Reader, Search, Source, TagTable, skip_space
+from bateleur.runner.serve.parsers.think import Think
+from bateleur.runner.serve.parsers.tool_format import ToolFormat
+
+_LONGEST_PIECE = 512
+"""Characters that are read at once. Taking text from the front of a longer one would copy the rest each time."""
+
+
+class AnswerParser:
+    """Reads one answer that comes in pieces. How it is cut changes no event, but for how texts are divided.
+
+    Reasoning ends at its end tag, or at a call of a tool that no end tag follows. White space around tags is dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        reasoning: Think | None = None,
+        calls: ToolFormat | None = None,
+        table: TagTable | None = None,
+        make_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        """`reasoning` and `calls`: what is looked for; None is content. `table`: which tags are tokens of the model."""
+        self._think, self._format = reasoning, calls
+        self._table = TagTable() if table is None else table
+        self._make_id = make_id
+        self._source = Source()
+        self._events: list[Event] = []
+        self._space = ""
+        """White space that is reported with the text behind it, or dropped if a tag follows."""
+        self._behind_call = False
+        tools, most = ((), None) if calls is None else (calls.tools, calls.most)
+        self._calls = Calls(tools, most, self._table, self._report, make_id)
+        openers = () if calls is None else calls.openers
+        begin, end = (self._table.of(Think.BEGIN), self._table.of(Think.END)) if reasoning else ("", "")
+        again = begin if self._table.is_token(Think.BEGIN) else ""
+        self._begin, self._end = begin, end
+        self._in_reasoning = Search(filter(None, (end, *openers)))
+        self._in_content = Search(filter(None, (again, end, *openers)))
+        self._read = self._answer()
+
+    def feed(self, text: str, tags: Sequence[TextTag] = ()) -> list[Event]:
+        """Read the next piece of text, with the places of tags in it; returns the events that are certain by now."""
+        marked = self._table.marked(text, tags)
+        for at in range(0, len(marked), _LONGEST_PIECE):
+            self._source.text += marked[at : at + _LONGEST_PIECE]
+            next(self._read, None)
+        return self._taken()
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """Nothing more will come; returns the remaining events. `cut`: the text ends at a limit."""
+        self._source.final, self._source.cut = True, cut
+        for _ in self._read:
+            raise AssertionError("a reader waits although nothing more will come")
+        if not self._behind_call:
+            self._say("", whole=True)
+        return self._taken()
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return merged(events)
+
+    def _report(self, event: Event) -> None:
+        if isinstance(event, ToolCall):
+            self._space, self._behind_call = "", True
+        self._events.append(event)
+
+    # --- parts of an answer ---------------------------------------------------------------------------------
+
+    def _answer(self) -> Reader[None]:
+        if self._think is not None:
+            opened = yield from self._takes_begin()
+            if opened or self._think.opened:
+                yield from self._reasoning()
+        if self._format is not None and self._format.BARE:
+            source, at = self._source, (yield from skip_space(self._source, 0))
+            if source.text.startswith(tuple(self._format.BARE), at):
+                self._space += source.take(at)
+                yield from self._format.read(source, self._calls)
+        yield from self._content()
+
+    def _takes_begin(self) -> Reader[bool]:
+        """Take the tag that begins the reasoning, if the text begins with it."""
+        source = self._source
+        at = yield from skip_space(source, 0)
+        while (
+            not source.final and self._begin.startswith(source.text[at:]) and source.text[at:] != self._begin
+        ):
+            yield
+        if source.text.startswith(self._begin, at):
+            source.take(at + len(self._begin))
+            return True
+        return False
+
+    def _reasoning(self) -> Reader[None]:
+        source = self._source
+        source.take((yield from skip_space(source, 0)))
+        while True:
+            start, tag = self._in_reasoning.first(source)
+            self._reason(source.take(start))
+            if tag == self._end:
+                source.take(len(tag))
+                self._space = ""
+                source.take((yield from skip_space(source, 0)))
+                return
+            if tag:
+                end = yield from self._wait_for_end()
+                if end >= 0:
+                    self._reason(source.take(end))
+                elif self._begins_call(source):
+                    self._space = ""
+                    return
+                else:
+                    self._reason(source.take(len(source.text)))
+            elif source.final:
+                self._reason("", whole=True)
+                return
+            else:
+                yield
+
+    def _wait_for_end(self) -> Reader[int]:
+        """Position of the tag that ends the reasoning; -1 if none comes."""
+        source, at = self._source, 0
+        while (found := source.text.find(self._end, at)) < 0:
+            if source.final:
+                return -1
+            at = max(0, len(source.text) - len(self._end))
+            yield
+        return found
+
+    def _begins_call(self, source: Source) -> bool:
+        """Whether the text, which is whole, begins with a call."""
+        assert self._format is not None
+        calls = Calls(self._format.tools, self._format.most, self._table, lambda event: None)
+        reader = self._format.read(Source(source.text, final=True), calls)
+        try:
+            next(reader)
+        except StopIteration as end:
+            return bool(end.value)
+        raise AssertionError("a reader waits although nothing more will come")
+
+    def _content(self) -> Reader[None]:
+        """Content and calls. A second end of the reasoning is dropped, and a second beginning of it is one."""
+        source = self._source
+        while True:
+            start, tag = self._in_content.first(source)
+            self._say(source.take(start))
+            if not tag:
+                if source.final:
+                    return
+                yield
+            elif tag == self._end:
+                source.take(len(tag))
+            elif tag == self._begin:
+                source.take(len(tag))
+                yield from self._reasoning()
+            else:
+                assert self._format is not None
+                if not (yield from self._format.read(source, self._calls)):
+                    self._say(source.take(len(tag)))
+
+    # --- texts ----------------------------------------------------------------------------------------------
+
+    def _say(self, text: str, *, whole: bool = False) -> None:
+        """Report content. White space at its end waits for what follows, unless this is the end of it."""
+        if text := self._without_space(text, whole=whole):
+            self._behind_call = False
+            self._events.append(Content(self._table.plain(text)))
+
+    def _reason(self, text: str, *, whole: bool = False) -> None:
+        """Report reasoning in the same way."""
+        if text := self._without_space(text, whole=whole):
+            self._events.append(Reasoning(self._table.plain(text)))
+
+    def _without_space(self, text: str, *, whole: bool) -> str:
+        text = self._space + text
+        body = text if whole else text.rstrip()
+        self._space = text[len(body) :]
+        return body

@@ -1,0 +1,112 @@
+"""Calls of tools that a format has found: their arguments become valid JSON of the schema's types, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from uuid import uuid4
+
+from bateleur.runner.openai.tools import Tools
+from bateleur.runner.serve.parsers.events import Arguments, Content, Event, ToolCall
+from bateleur.runner.serve.parsers.source import TagTable
+from bateleur.runner.serve.parsers.values import as_json, as_string, literal_as_json, types_of
+
+
+def new_call_id() -> str:
+    """An id for a call that the model did not name."""
+    return f"call_{uuid4().hex[:24]}"
+
+
+class ArgumentsWriter:
+    """Writes the arguments of one call as a JSON object, a key and its value at a time."""
+
+    def __init__(self, write: Callable[[str], None], schema: Mapping[str, Any]) -> None:
+        """`schema`: the parameters of the tool."""
+        self.write, self._schema = write, schema
+        """`write` takes the next part of the JSON text."""
+        self.keys: list[str] = []
+        """Keys that were written."""
+
+    @property
+    def properties(self) -> list[str]:
+        """Names of the parameters, in the order of the schema."""
+        properties = self._schema.get("properties")
+        return list(properties) if isinstance(properties, Mapping) else []
+
+    def types(self, key: str) -> frozenset[str]:
+        """JSON types of the key's value; none if the schema says nothing."""
+        return types_of(self._schema, key)
+
+    def key(self, key: str, *, before: str = "", colon: str = ": ") -> None:
+        """Write a key. `before`: white space, with the comma or brace, in place of ", " or "{"."""
+        self.write(before or (", " if self.keys else "{"))
+        self.write(as_string(key) + colon)
+        self.keys.append(key)
+
+    def begin_text(self) -> None:
+        """Begin a value that is a string; `text` writes it and `end_text` ends it."""
+        self.write('"')
+
+    def text(self, text: str) -> None:
+        """Write more of a string."""
+        self.write(as_string(text)[1:-1])
+
+    def end_text(self) -> None:
+        """End a string."""
+        self.write('"')
+
+    def bare(self, key: str, text: str) -> None:
+        """Write the value of a key from text without quotes."""
+        self.write(as_json(text, self.types(key) or frozenset(("string",))))
+
+    def literal(self, key: str, text: str) -> None:
+        """Write the value of a key from text in the notation of JSON or Python."""
+        self.write(literal_as_json(text, self.types(key)))
+
+    def close(self, before: str = "") -> None:
+        """End the object. `before`: white space in front of its brace."""
+        self.write((before if self.keys else "{") + "}")
+
+
+class Calls:
+    """The tools that may be called, and the calls that were found."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        most: int | None,
+        table: TagTable,
+        emit: Callable[[Event], None],
+        make_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        """`most`: calls that are looked for, None for any number; `emit` takes the events."""
+        functions = [tool["function"] for tool in tools]
+        self._schemas: dict[str, Mapping[str, Any]] = {
+            each["name"]: each.get("parameters") or {} for each in functions
+        }
+        self._most, self._table, self._emit, self._make_id = most, table, emit, make_id
+        self.num_calls = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tools."""
+        return list(self._schemas)
+
+    def knows(self, name: str) -> bool:
+        """Whether a call of this tool may come now."""
+        return name in self._schemas and (self._most is None or self.num_calls < self._most)
+
+    def begin(self, name: str, call_id: str = "") -> ArgumentsWriter:
+        """A call begins; returns what writes its arguments."""
+        index = self.num_calls
+        self.num_calls += 1
+        self._emit(ToolCall(index, call_id or self._make_id(), name))
+
+        def write(text: str) -> None:
+            self._emit(Arguments(index, self._table.plain(text)))
+
+        return ArgumentsWriter(write, self._schemas[name])
+
+    def say(self, text: str) -> None:
+        """Text between the parts of a call, which is content."""
+        self._emit(Content(self._table.plain(text)))

@@ -1,0 +1,141 @@
+"""How one model writes reasoning and tool calls: what its requests need, and what its answers become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bateleur.runner.arguments import refuse
+from bateleur.runner.openai.requests import ChatRequest
+from bateleur.runner.openai.tools import Named, ToolChoice, Tools
+from bateleur.runner.outputs import CompletionOutput
+from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.parsers.answer import AnswerParser
+from bateleur.runner.serve.parsers.events import End, Event, ToolCall
+from bateleur.runner.serve.parsers.forced import ListedCalls, NamedCall
+from bateleur.runner.serve.parsers.names import (
+    AUTO,
+    NONE,
+    TOOL_PARSERS,
+    reasoning_parser_of,
+    template_text,
+    tool_parser_of,
+)
+from bateleur.runner.serve.parsers.options import ParserOptions
+from bateleur.runner.serve.parsers.source import TagTable
+from bateleur.runner.serve.parsers.think import Think
+from bateleur.runner.serve.parsers.tool_format import ToolFormat
+from bateleur.runner.text.chat import ChatPrompt
+from bateleur.runner.text.tokenizer import Tokenizer, special_token_ids, tag_tokens
+
+
+class AnswerReader:
+    """Makes events of the reports of one continuation: of deltas as they come, or of one report of all."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+        self._called = False
+
+    def read(self, completion: CompletionOutput) -> list[Event]:
+        """Events of the next report. The last one ends with `End`."""
+        events = self._parser.feed(completion.text, completion.tags)
+        reason = completion.finish_reason
+        if reason is not None:
+            events += self._parser.finish(cut=reason != "stop")
+        self._called = self._called or any(isinstance(each, ToolCall) for each in events)
+        if reason is not None:
+            told = "tool_calls" if reason == "stop" and self._called else reason
+            events.append(End(told, completion.stop_reason))
+        return events
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """One request for an answer to a conversation."""
+
+    params: SamplingParams
+    """The parameters to submit."""
+    _table: TagTable
+    _reasoning: Think | None
+    _format: type[ToolFormat] | None
+    _tools: Tools
+    _most: int | None
+
+    def reader(self) -> AnswerReader:
+        """What reads one continuation."""
+        calls = None if self._format is None else self._format(self._tools, self._most, self._table)
+        return AnswerReader(AnswerParser(reasoning=self._reasoning, calls=calls, table=self._table))
+
+
+class ChatFormat:
+    """Notation of one model. Immutable; any thread may use it."""
+
+    def __init__(self, options: ParserOptions, tokenizer: Tokenizer) -> None:
+        """Choose parsers by the options, and by the chat template if they say `auto`."""
+        template = options.chat_template or template_text(getattr(tokenizer, "chat_template", None))
+        tags = tag_tokens(tokenizer)
+        named = options.tool_call_parser, options.reasoning_parser
+        calls = tool_parser_of(template, tags.values()) if named[0] == AUTO else named[0]
+        think = reasoning_parser_of(template, tags.values()) if named[1] == AUTO else named[1]
+        self.tool_call_parser: str | None = None if calls == NONE else calls
+        """Name of the notation of tool calls; None if there is none."""
+        self.reasoning_parser: str | None = None if think == NONE else think
+        """Name of the marks of reasoning; None if there are none."""
+        self._format = None if self.tool_call_parser is None else TOOL_PARSERS[self.tool_call_parser]
+        self._may_decide = options.enable_auto_tool_choice
+        wanted = {Think.BEGIN, Think.END, *(() if self._format is None else self._format.tags())}
+        self._table = TagTable({token: tag for token, tag in tags.items() if tag in wanted})
+        self._think_ids = {tag: token for token, tag in tags.items() if tag in (Think.BEGIN, Think.END)}
+        self._special = special_token_ids(tokenizer)
+
+    def turn(
+        self,
+        params: SamplingParams,
+        prompt: ChatPrompt,
+        *,
+        tools: Tools = (),
+        tool_choice: ToolChoice = "none",
+        parallel_tool_calls: bool = True,
+    ) -> ChatTurn:
+        """A request that answers this prompt with these parameters.
+
+        tools: those that the model may call; tool_choice: whether it may or must. Raises ValueError for calls in a
+        notation that is not known.
+        """
+        reasoning = None
+        if self.reasoning_parser is not None and params.structured_outputs is None:
+            reasoning = Think(opened=self._ends_in_reasoning(prompt))
+        kind: type[ToolFormat] | None = None
+        if isinstance(tool_choice, Named):
+            kind, tools = NamedCall, [each for each in tools if each["function"]["name"] == tool_choice.name]
+        elif tool_choice == "required":
+            kind = ListedCalls
+        elif tool_choice == "auto":
+            if self._format is None or not self._may_decide:
+                flag = "--tool-call-parser" if self._may_decide else "--enable-auto-tool-choice"
+                refuse("tool_choice", "auto", f"none, required or a tool, unless {flag} is given")
+            kind = self._format
+        most = None if parallel_tool_calls else 1
+        return ChatTurn(replace(params, return_tags=True), self._table, reasoning, kind, tools, most)
+
+    def _ends_in_reasoning(self, prompt: ChatPrompt) -> bool:
+        """Whether the answer begins within the reasoning: its tag stands in what the prompt gives of the answer."""
+        begin, end = self._think_ids.get(Think.BEGIN), self._think_ids.get(Think.END)
+        if begin is None or end is None:
+            return prompt["prompt"].rstrip().endswith(Think.BEGIN)
+        for token in reversed(prompt["prompt_token_ids"]):
+            if token in (begin, end):
+                return token == begin
+            if token in self._special:  # it ends another message
+                return False
+        return False
+
+
+def turn_of(chat_format: ChatFormat, asked: ChatRequest, prompt: ChatPrompt) -> ChatTurn:
+    """The turn of a body of `/v1/chat/completions`."""
+    return chat_format.turn(
+        asked.params,
+        prompt,
+        tools=asked.tools,
+        tool_choice=asked.tool_choice,
+        parallel_tool_calls=asked.parallel_tool_calls,
+    )

@@ -1,0 +1,247 @@
+"""Functions with values in the open, as Qwen3-Coder writes them:
+
+<function=name>
+<parameter=key>
+value
+</parameter>
+</function>
+
+Models leave tags out, repeat them, put spaces into them, and write values that contain the same tags. So an end tag in
+a value ends it only if what follows fits: another parameter, further end tags, another call, or the end of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
+from bateleur.runner.serve.parsers.source import Reader, Source, TagTable, skip_space
+from bateleur.runner.serve.parsers.values import is_whole
+
+FUNCTION, _PARAMETER = "<function=", "<parameter="
+_BEGIN_FUNCTION = r"<\s{0,4}function\s{0,4}=\s{0,4}[^<>\n]{0,200}>"
+_BEGIN_PARAMETER = r"<\s{0,4}parameter\s{0,4}=\s{0,4}[^<>\n]{0,200}>"
+_END_FUNCTION = r"<\s{0,4}/\s{0,4}function\s{0,4}>"
+_END_PARAMETER = r"<\s{0,4}/\s{0,4}parameter\s{0,4}>"
+_LONGEST = 240
+"""Characters of a tag."""
+_REPEATED_END = re.compile(rf"(\s*{_END_PARAMETER})+\s*$")
+
+
+def read_functions(source: Source, at: int, calls: Calls, table: TagTable, *, bare: bool) -> Reader[bool]:
+    """Read the function that stands at a position, and take it; False, and nothing taken, if there is no call.
+
+    bare: no <tool_call> stands before it.
+    """
+    return (yield from _Function(source, calls, table, bare=bare).read(at))
+
+
+class _Function:
+    """Reads one function."""
+
+    def __init__(self, source: Source, calls: Calls, table: TagTable, *, bare: bool) -> None:
+        self._source, self._calls, self._bare = source, calls, bare
+        begin, end = table.of("<tool_call>"), table.of("</tool_call>")
+        self._tags = (FUNCTION, _PARAMETER, "</function>", "</parameter>", begin, end)
+        self._tag = re.compile(
+            rf"(?P<parameter>{_BEGIN_PARAMETER})|(?P<call>{_BEGIN_FUNCTION}|{re.escape(begin)})"
+            rf"|(?P<end>{_END_PARAMETER}|{_END_FUNCTION}|{re.escape(end)})"
+        )
+        self._ends = re.compile(
+            rf"(?P<parameter>{_END_PARAMETER}\s*)?(?P<function>(?:{_END_FUNCTION}\s*)*)(?P<call>(?:{re.escape(end)}\s*)*)"
+        )
+
+    def read(self, at: int) -> Reader[bool]:
+        """See `read_functions`."""
+        source = self._source
+        found = yield from self._tag_at(at)
+        name = _name(found[0]) if found is not None and found[0].lstrip("< ").startswith("function") else ""
+        if found is None or not self._calls.knows(name):
+            return False
+        source.take(found.end())
+        writer = self._calls.begin(name)
+        while True:
+            source.take((yield from skip_space(source, 0)))
+            found = yield from self._tag_at(0)
+            if found is None:
+                if source.final and not source.text:
+                    break
+                yield from self._say()
+            elif found["parameter"]:
+                source.take(found.end())
+                if not (yield from self._value(writer, _name(found[0]))):
+                    return True
+            elif found["end"] and "parameter" in found[0]:
+                source.take(found.end())
+            else:
+                yield from self._take_ends()
+                writer.close()
+                return True
+        if not source.cut:
+            writer.close()
+        return True
+
+    def _tag_at(self, at: int) -> Reader[re.Match[str] | None]:
+        """The tag at a position, if there is one."""
+        while True:
+            found = self._tag.match(self._source.text, at)
+            if found is not None or self._num_certain() > at or self._source.final:
+                return found
+            yield
+
+    def _num_certain(self) -> int:
+        """Characters of the text without an end that may become a tag."""
+        text = self._source.text
+        at = text.rfind("<", max(0, len(text) - _LONGEST))
+        if at < 0 or self._source.final:
+            return len(text)
+        end = "".join(text[at:].split())
+        opens = any(tag.startswith(end) or (tag.endswith("=") and end.startswith(tag)) for tag in self._tags)
+        return at if opens and ">" not in end else len(text)
+
+    def _say(self) -> Reader[None]:
+        """Text between parameters is content."""
+        found = self._tag.search(self._source.text)
+        end = self._num_certain() if found is None else found.start()
+        if end:
+            self._calls.say(self._source.take(end))
+        else:
+            yield
+
+    def _take_ends(self) -> Reader[None]:
+        """Take the end tags of the function."""
+        while (found := (yield from self._tag_at(0))) is not None and found["end"] and "function" in found[0]:
+            self._source.take(found.end())
+            at = yield from skip_space(self._source, 0)
+            if not (following := (yield from self._tag_at(at))) or "function" not in following[0]:
+                return
+            self._source.take(at)
+
+    def _value(self, writer: ArgumentsWriter, key: str) -> Reader[bool]:
+        """Take the value of a parameter. False if it was cut."""
+        source = self._source
+        while not source.text and not source.final:
+            yield
+        own_line = source.text.startswith("\n")
+        source.take(int(own_line))
+        value = _Value(writer, key, own_line=own_line)
+        at, possible_end = 0, -1
+        while True:
+            found = self._tag.search(source.text, at)
+            if found is None:
+                if source.final:
+                    break
+                at = self._num_certain()
+                if possible_end < 0:
+                    last = at - 1 if source.text.endswith("\n", 0, at) else at  # it may belong to the end tag
+                    value.add(source.take(last))
+                    at = 0
+                yield
+                continue
+            verdict = yield from self._verdict(found, value)
+            if verdict == "end":
+                possible_end = found.start()
+                break
+            at = found.end()
+            if verdict == "possible end" and possible_end < 0:
+                possible_end = found.start()
+            elif possible_end < 0:
+                value.add(source.take(at))
+                at = 0
+        if possible_end >= 0:
+            value.end(source.take(possible_end))
+            return True
+        value.end(source.take(len(source.text)), cut=source.cut)
+        return not source.cut
+
+    def _verdict(self, found: re.Match[str], value: _Value) -> Reader[Literal["end", "possible end", "text"]]:
+        """Whether a tag in a value ends it."""
+        source, start = self._source, found.start()
+        at_line_start = source.text[start - 1] == "\n" if start else value.empty
+        on_line = at_line_start or not value.own_line
+        if value.is_whole(source.text[:start]):
+            return "end"
+        if found["call"]:
+            value.holds_call = value.holds_call or "function" in found[0]
+            return "text"
+        if found["parameter"]:
+            while found.end() == len(source.text) and not source.final:
+                yield
+            whole_line = not value.own_line or (on_line and source.text.startswith("\n", found.end()))
+            blank = value.blank and not source.text[:start].strip()
+            return "end" if whole_line and not blank and value.may_precede(_name(found[0])) else "text"
+        ends, following = yield from self._ends_at(start)
+        parameter, function, call = (bool(ends[name]) for name in ("parameter", "function", "call"))
+        if ends.end() == len(source.text):
+            return "end"
+        if following is not None and following["end"]:
+            return "text"
+        if following is not None and following["parameter"]:
+            return "end" if parameter and not function and not call else "text"
+        if following is not None:
+            return "end"
+        if parameter and (call or (function and self._bare)) and on_line and not value.holds_call:
+            return "end"
+        return "possible end" if function and (parameter or call) else "text"
+
+    def _ends_at(self, at: int) -> Reader[tuple[re.Match[str], re.Match[str] | None]]:
+        """All end tags from a position on, as many as follow each other in their order, and the tag behind them."""
+        while True:
+            ends = self._ends.match(self._source.text, at)
+            assert ends is not None, "it matches nothing as well"
+            following = yield from self._tag_at(ends.end())
+            if ends.end() < len(self._source.text) or self._source.final:
+                again = self._ends.match(self._source.text, at)
+                if again is not None and again.end() == ends.end():
+                    return ends, following
+            else:
+                yield
+
+
+class _Value:
+    """The value of one parameter, which is written as it comes if it is a string."""
+
+    def __init__(self, writer: ArgumentsWriter, key: str, *, own_line: bool) -> None:
+        """`own_line`: the value begins on a line of its own, so that its end tag should stand on one, too."""
+        self._writer, self._key, self.own_line = writer, key, own_line
+        self._is_text = (writer.types(key) or {"string"}) == {"string"}
+        self._parts: list[str] = []
+        self.empty = self.blank = True
+        self.holds_call = False
+        writer.key(key)
+        if self._is_text:
+            writer.begin_text()
+
+    def may_precede(self, key: str) -> bool:
+        """Whether a parameter of this name may follow, although no end tag does."""
+        known = self._writer.properties
+        return not self.holds_call and key not in self._writer.keys and (key in known or not known)
+
+    def is_whole(self, text: str) -> bool:
+        """Whether the value is no string, and whole with this text at its end."""
+        return not self._is_text and is_whole("".join(self._parts) + text)
+
+    def add(self, text: str) -> None:
+        """More of the value."""
+        self.empty = self.empty and not text
+        self.blank = self.blank and not text.strip()
+        if self._is_text:
+            self._writer.text(text)
+        else:
+            self._parts.append(text)
+
+    def end(self, text: str, *, cut: bool = False) -> None:
+        """The last of the value, in front of a newline that belongs to the end tag."""
+        self.add(text if cut else text.removesuffix("\n"))
+        if cut:
+            return
+        if self._is_text:
+            self._writer.end_text()
+        else:
+            self._writer.bare(self._key, _REPEATED_END.sub("", "".join(self._parts)))
+
+
+def _name(tag: str) -> str:
+    """What a tag such as <function=name> names."""
+    return tag.partition("=")[2].removesuffix(">").strip(" \t\"'")

@@ -1,0 +1,64 @@
+"""Calls as Kimi K2 and Kimi Linear write them:
+
+<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Oslo"}
+<|tool_call_end|><|tool_calls_section_end|>
+"""
+
+from __future__ import annotations
+
+import re
+
+from bateleur.runner.serve.parsers.arguments import Calls
+from bateleur.runner.serve.parsers.json_calls import read_object
+from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
+from bateleur.runner.serve.parsers.tool_format import ToolFormat
+
+_SECTION, _CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
+_ARGUMENTS, _END, _END_SECTION = (
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+_LONGEST = 300
+"""Characters of the name of a call."""
+_ID = re.compile(r"\s*((?:functions\.)?([\w.-]+?)(?::\d+)?)\s*")
+
+
+class KimiK2(ToolFormat):
+    """Calls with ids of the model, such as functions.weather:0."""
+
+    OPENERS = (_SECTION, _CALL)
+    CLOSERS = (_END, _END_SECTION)
+    INNER = (_ARGUMENTS,)
+
+    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+        """See `ToolFormat`."""
+        section, call, begin = (self.table.of(tag) for tag in (_SECTION, _CALL, _ARGUMENTS))
+        at, found = 0, False
+        while True:
+            for tag in (section, call):
+                at = yield from skip_space(source, at)
+                while not source.final and tag.startswith(source.text[at:]) and tag != source.text[at:]:
+                    yield
+                at += len(tag) * source.text.startswith(tag, at)
+            if not source.text[:at].strip():
+                return found
+            while (
+                not source.final
+                and begin not in source.text[at : at + _LONGEST]
+                and len(source.text) < at + _LONGEST
+            ):
+                yield
+            head, tag, _ = source.text[at : at + _LONGEST].partition(begin)
+            named = _ID.fullmatch(head)
+            if not tag or named is None or not calls.knows(named[2]):
+                return found
+            source.take(at + len(head) + len(begin))
+            writer, found = calls.begin(named[2], named[1] if ":" in named[1] else ""), True
+            source.take((yield from skip_space(source, 0)))
+            if source.text.startswith("{"):
+                yield from read_object(source, writer)
+            elif not (source.final and source.cut):
+                writer.close()
+            yield from take_tags(source, self.closers)
+            at = 0

@@ -1,0 +1,42 @@
+"""What every notation of tool calls has: the tags that begin and end a call, and a reader."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from bateleur.runner.openai.tools import Tools
+from bateleur.runner.serve.parsers.arguments import Calls
+from bateleur.runner.serve.parsers.source import Reader, Source, TagTable
+
+
+class ToolFormat:
+    """Reads the calls of one answer in one notation."""
+
+    OPENERS: ClassVar[tuple[str, ...]] = ()
+    """Tags that may begin a call."""
+    CLOSERS: ClassVar[tuple[str, ...]] = ()
+    """Tags that stand behind a call; repeated ones count as one."""
+    INNER: ClassVar[tuple[str, ...]] = ()
+    """Other tags within a call."""
+    BARE: ClassVar[str] = ""
+    """Characters with which a call may begin the answer, without a tag."""
+
+    def __init__(self, tools: Tools, most: int | None = None, table: TagTable | None = None) -> None:
+        """`most`: calls that are looked for, None for any number; `table`: which tags are tokens."""
+        self.tools, self.most = tools, most
+        self.table = TagTable() if table is None else table
+        self.openers = tuple(map(self.table.of, self.OPENERS))
+        self.closers = tuple(map(self.table.of, self.CLOSERS))
+
+    @classmethod
+    def tags(cls) -> tuple[str, ...]:
+        """Every tag of the notation."""
+        return (*cls.OPENERS, *cls.CLOSERS, *cls.INNER)
+
+    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+        """Read the calls that the text begins with, and take them. False, and nothing taken, if there are none."""
+        raise NotImplementedError
+
+    def opener_of(self, source: Source) -> str:
+        """The tag that the text begins with; empty if it is none that may begin a call."""
+        return next((tag for tag in self.openers if source.text.startswith(tag)), "")
