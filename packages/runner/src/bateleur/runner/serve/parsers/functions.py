@@ -62,13 +62,11 @@ class _Function:
         source.take(found.end())
         writer = self._calls.begin(name)
         while True:
-            source.take((yield from skip_space(source, 0)))
+            yield from self._say()
             found = yield from self._tag_at(0)
             if found is None:
-                if source.final and not source.text:
-                    break
-                yield from self._say()
-            elif found["parameter"]:
+                break
+            if found["parameter"]:
                 source.take(found.end())
                 if not (yield from self._value(writer, _name(found[0]))):
                     return True
@@ -81,6 +79,19 @@ class _Function:
         if not source.cut:
             writer.close()
         return True
+
+    def _say(self) -> Reader[None]:
+        """Take the text in front of the next tag. It is content, but for white space at its beginning."""
+        begun = False
+        while True:
+            found = self._tag.search(self._source.text)
+            text = self._source.take(self._num_certain() if found is None else found.start())
+            if text := text if begun else text.lstrip():
+                begun = True
+                self._calls.say(text)
+            if found is not None or self._source.final:
+                return
+            yield
 
     def _tag_at(self, at: int) -> Reader[re.Match[str] | None]:
         """The tag at a position, if there is one."""
@@ -99,15 +110,6 @@ class _Function:
         end = "".join(text[at:].split())
         opens = any(tag.startswith(end) or (tag.endswith("=") and end.startswith(tag)) for tag in self._tags)
         return at if opens and ">" not in end else len(text)
-
-    def _say(self) -> Reader[None]:
-        """Text between parameters is content."""
-        found = self._tag.search(self._source.text)
-        end = self._num_certain() if found is None else found.start()
-        if end:
-            self._calls.say(self._source.take(end))
-        else:
-            yield
 
     def _take_ends(self) -> Reader[None]:
         """Take the end tags of the function."""
