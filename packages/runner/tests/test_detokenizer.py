@@ -195,3 +195,59 @@ def test_cost_per_token_is_bounded(ids: list[int]) -> None:
     run(detokenizer, ids)
     assert tokenizer.num_decoded < 60 * len(ids)
     assert detokenizer.text == without_partial_end(Bytes().decode(ids, skip_special_tokens=True))
+
+
+TAG, SHOWN = "<think>", {300: "<think>"}
+
+
+class Tagged(Bytes):
+    """One token per byte, a special token, 256, and a tag that has text, 300."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        special = b"" if skip_special_tokens else SPECIAL.encode()
+        known = {256: special, 300: TAG.encode()}
+        return b"".join(known.get(i) or (b"" if i in known else bytes([i])) for i in token_ids).decode(
+            errors="replace"
+        )
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(tricky | st.just(300), max_size=60), st.booleans(), st.booleans())
+def test_tags_are_where_their_tokens_are(ids: list[int], skip: bool, stops: bool) -> None:
+    """Whatever was handed out when, each tag that has text stands where the text says so."""
+    tags = {256: SPECIAL, 300: TAG}
+    detokenizer = IncrementalDetokenizer(
+        Tagged(), skip_special_tokens=skip, tags=tags, stop=("b" * 9,) if stops else ()
+    )
+    known, told = [], ""
+    for i in ids:
+        told += detokenizer.push(i)
+        fresh = detokenizer.tags_from(len(known))
+        assert all(tag.end <= len(told) for tag in fresh)
+        known += fresh
+    detokenizer.finish()
+    known += detokenizer.tags_from(len(known))
+    assert [tag.token_id for tag in known] == [i for i in ids if i in tags]
+    for tag in known:
+        shown = TAG if tag.token_id == 300 else "" if skip else SPECIAL
+        assert detokenizer.text[tag.start : tag.end] == shown
+    places = [tag.start for tag in known]
+    assert places == sorted(places)
+
+
+def test_a_tag_is_held_back_and_cut_with_its_text() -> None:
+    detokenizer = IncrementalDetokenizer(Tagged(), stop=(f"{TAG}a", "bc"), tags={256: SPECIAL, 300: TAG})
+    assert detokenizer.push(300) == ""
+    assert detokenizer.tags_from(0) == [], "it may become a stop string"
+    assert detokenizer.push(ord("b")) == TAG
+    assert detokenizer.tags_from(0) == [(0, len(TAG), 300)]
+    detokenizer.push(300)
+    detokenizer.push(ord("a"))
+    assert (detokenizer.stopped, detokenizer.text) == (f"{TAG}a", f"{TAG}b")
+    assert len(detokenizer.tags_from(0)) == 1
+    hidden = IncrementalDetokenizer(Tagged(), stop=("bc",), tags={256: SPECIAL})
+    for i in (ord("a"), 256, ord("b")):
+        hidden.push(i)
+    assert hidden.tags_from(0) == [(1, 1, 256)]
+    assert hidden.push(ord("c")) == ""
+    assert hidden.text == "a"

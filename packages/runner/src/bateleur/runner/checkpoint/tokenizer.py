@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,8 @@ from bateleur.runner.text.tokenizer import Tokenizer
 
 _ANY_LENGTH = 1 << 62
 """Prompts are measured here, so that the tokenizer's own limit has nothing to warn about."""
+_END_TOKENS = ("eos_token", "eot_token")
+"""Names of special tokens that end a text."""
 _INSTEAD = "With skip_tokenizer_init it takes token ids"
 
 
@@ -36,6 +39,24 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
             stacklevel=2,
         )
     return cast(Tokenizer, tokenizer)
+
+
+def with_end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Checkpoint:
+    """The checkpoint with the end tokens of its tokenizer beside those of its configuration files.
+
+    A fine-tuned model often ends its turns by a token that only the tokenizer names, as `eos_token` or `eot_token`.
+    """
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    named = (vocabulary.get(_named_token(tokenizer, name)) for name in _END_TOKENS)
+    known = [token for token in named if token is not None and token < checkpoint.spec.vocab_size]
+    ends = tuple(dict.fromkeys((*checkpoint.spec.eos_token_ids, *known)))
+    return replace(checkpoint, spec=replace(checkpoint.spec, eos_token_ids=ends))
+
+
+def _named_token(tokenizer: Tokenizer, name: str) -> str:
+    """The text of a special token; "" if there is none of this name. transformers leaves some as in the file."""
+    given = getattr(tokenizer, name, None) or getattr(tokenizer, "init_kwargs", {}).get(name)
+    return str(given.get("content", "")) if isinstance(given, dict) else str(given or "")
 
 
 def _ask_transformers(folder: Path) -> Any:

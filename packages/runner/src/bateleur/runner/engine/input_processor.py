@@ -25,7 +25,7 @@ from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.bad_words import bad_words_token_ids
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
-from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer, tag_tokens
+from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer, special_token_ids, tag_tokens
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`; of both the ids run, and the text is shown."""
@@ -55,6 +55,9 @@ class InputProcessor:
         self._by_priority = config.scheduler.scheduling_policy == "priority"
         self.grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
         self._tags = tag_tokens(tokenizer)
+        special = special_token_ids(tokenizer)
+        self._special = {text: token for token, text in self._tags.items() if token in special}
+        """Special tokens by their text, which need not be visible: such a stop string is a stop token."""
         self._lock = Lock()
         """Around the two numbers below; what takes time is done outside of it."""
         self._num_admitted = self._num_named = 0
@@ -81,8 +84,12 @@ class InputProcessor:
         priority = self._check_priority(priority)
         words, ids = self._tokens_of(prompt)
         ids = self._cut(ids, params)
-        stop_ids = frozenset(params.stop_token_ids) | frozenset(
-            () if params.ignore_eos else self._spec.eos_token_ids
+        stop_ids = frozenset(
+            (
+                *params.stop_token_ids,
+                *(() if params.ignore_eos else self._spec.eos_token_ids),
+                *(self._special[text] for text in params.stop if text in self._special),
+            )
         )
         self._refuse_foreign(ids)
         limit = self._admit(ids, params, stop_ids)

@@ -15,6 +15,7 @@ from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.verified import Verified
+from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.text.detokenizer import decode_all
 from bateleur.runner.text.tokenizer import Tokenizer
 
@@ -191,11 +192,23 @@ class OutputProcessor:
                 return
         if stops:
             request.finish_reason = "stop"
-            request.stop_reason = token if token in request.params.stop_token_ids else None
+            request.stop_reason = self._stop_reason(request.params, token)
         elif _follows_to_its_end(request, token):
             request.finish_reason = "stop"
         elif len(request.prompt_token_ids) + len(request.output_token_ids) >= request.max_total_tokens:
             request.finish_reason = "length"
+
+    def _stop_reason(self, params: SamplingParams, token: int) -> int | str | None:
+        """What the request says of the token that ended it: its id, the stop string that it is, or nothing."""
+        if token in params.stop_token_ids:
+            return token
+        return text if params.stop and (text := self._text_of(token)) in params.stop else None
+
+    def _text_of(self, token: int) -> str:
+        """The text of one token, special or not."""
+        if token not in self._decoded:
+            self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._decoded[token]
 
     def close(self, request: Request) -> None:
         """Settle the final text of a request that has ended."""
@@ -249,9 +262,7 @@ class OutputProcessor:
         return entry
 
     def _logprob(self, token: int, value: float, rank: int) -> Logprob:
-        if token not in self._decoded:
-            self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
-        return Logprob(value, rank, self._decoded[token])
+        return Logprob(value, rank, self._text_of(token))
 
 
 def _leading(flags_SK: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ from bateleur.runner.cache.costs import CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
-from bateleur.runner.checkpoint.tokenizer import load_tokenizer
+from bateleur.runner.checkpoint.tokenizer import load_tokenizer, with_end_tokens
 from bateleur.runner.config.async_scheduling import choose_async
 from bateleur.runner.config.attention_backend import choose_backend
 from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, SpeculativeConfig
@@ -102,6 +102,7 @@ class EngineSetup:
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         limits = EngineLimits.of(config, checkpoint.spec, device)
         tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)
+        checkpoint = with_end_tokens(checkpoint, tokenizer)
         widest = checkpoint.spec.widest_head
         backend = choose_backend(config.model.attention_backend, device, dtype, widest)
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)

@@ -42,25 +42,14 @@ class FileTokenizer:
         """Every special token that has a name or is listed, once."""
         return list(dict.fromkeys((*self.special_tokens_map.values(), *self.extra_special_tokens)))
 
-    @property
-    def bos_token(self) -> str | None:
-        """What a text begins with."""
-        return self.special_tokens_map.get("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        """What a text ends with."""
-        return self.special_tokens_map.get("eos_token")
-
-    @property
-    def pad_token(self) -> str | None:
-        """What fills up shorter texts of a batch; nobody here needs it."""
-        return self.special_tokens_map.get("pad_token")
-
-    @property
-    def unk_token(self) -> str | None:
-        """What stands for text without tokens."""
-        return self.special_tokens_map.get("unk_token")
+    def __getattr__(self, name: str) -> Any:
+        """Special tokens by name, and their ids: `eos_token`, `eos_token_id`. None for one that the tokenizer lacks."""
+        if name.endswith("_token"):
+            return self.special_tokens_map.get(name)
+        if name.endswith("_token_id"):
+            token = self.special_tokens_map.get(name.removesuffix("_id"))
+            return None if token is None else self.backend_tokenizer.token_to_id(token)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text, with the special tokens that the tokenizer puts around a prompt, or without."""
