@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from random import Random
 from typing import Any
 
@@ -33,6 +34,18 @@ TREE = {
     "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
     "$ref": "#/$defs/tree",
 }
+TAG = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[a-c]+"}, "end": ">"}
+TAGGED = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "[", "content": {"type": "any_text"}, "end": ["]", ")"]},
+            {"type": "optional", "content": {"type": "const_string", "value": "--"}},
+            {"type": "tags_with_separator", "tags": [TAG], "separator": ";", "stop_after_first": False},
+        ],
+    },
+}
 FORMS: list[dict[str, Any]] = [
     {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": False}},
     {"json": '{"enum": ["x", 7, null, "\\u00e9\\n"]}'},
@@ -56,6 +69,13 @@ FORMS: list[dict[str, Any]] = [
     {"choice": [f"number {i}" for i in range(3000)]},
     {"grammar": 'start: "(" start ")" | "x"'},
     {"grammar": 'root ::= "<" [a-c]+ ">" tail?\ntail ::= ";" root'},
+    {"structural_tag": TAGGED},
+    {
+        "structural_tag": {
+            "structures": [{"begin": "<f=", "schema": {"type": "integer"}, "end": ">"}],
+            "triggers": ["<f"],
+        }
+    },
 ]
 
 
@@ -107,6 +127,13 @@ def follows(params: dict[str, Any], text: str) -> bool:
         if kind["type"] == "string":
             return re.fullmatch(r"\d{4}-\d\d-\d\d", value) is not None
         return set(value) <= set(kind["properties"])
+    if "structural_tag" in params:
+        pattern = (
+            r"[^<]*(<[^f][^<]*|<f=-?\d+>[^<]*)*<?"
+            if "structures" in params["structural_tag"]
+            else r"\[[^\])]*[\])](--)?(<[a-c]+>(;<[a-c]+>)*)?"
+        )
+        return re.fullmatch(pattern, text) is not None
     if params["grammar"].startswith("start"):
         return re.fullmatch(r"\(*x\)*", text) is not None and text.count("(") == text.count(")")
     return re.fullmatch("<[a-c]+>(;<[a-c]+>)*", text) is not None
@@ -278,6 +305,34 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"grammar": CHAIN}, "it is too large or too deep"),
     ({"grammar": "root ::= ("}, "it can't be read as EBNF"),
     ({"grammar": "root ::= " + "(" * 20000}, "it can't be read as EBNF"),
+    ({"structural_tag": {}}, "format is None; it must be an object"),
+    ({"structural_tag": {"format": {"type": "x"}}}, r"format.type is 'x'; it must be one of const_string"),
+    ({"structural_tag": {"format": {"type": "regex"}}}, r"format.pattern is None; it must be text"),
+    (
+        {"structural_tag": {"format": {"type": "or", "elements": []}}},
+        r"format.elements is \[\]; it must be a list",
+    ),
+    (
+        {"structural_tag": {"structures": [{"begin": "<a>"}], "triggers": ["<b"]}},
+        r"format.tags\[0\].begin is '<a>'; it must be text that begins with one of the triggers",
+    ),
+    (
+        {"structural_tag": {"format": {"type": "triggered_tags", "triggers": "<b", "tags": [{}]}}},
+        r"format.triggers is '<b'; it must be a list of texts",
+    ),
+    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"enum": []}}}}, "nsatisfiable"),
+    (
+        {
+            "structural_tag": json.dumps(
+                {
+                    "format": reduce(
+                        lambda inner, _: {"type": "star", "content": inner}, range(80), {"type": "any_text"}
+                    )
+                }
+            )
+        },
+        "is nested too deeply",
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What the text of a request must be, in one of five forms. The names are vLLM's."""
+"""What the text of a request must be, in one of six forms. The names are vLLM's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bateleur.runner.vllm_names import STRUCTURED, without
 MAX_BYTES = 1 << 17
 """Most that a schema, a pattern, a grammar or all choices together may take as UTF-8."""
 MAX_CHOICES = 10_000
-FORMS = ("json", "json_object", "regex", "choice", "grammar")
+FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 """Of these exactly one is given."""
 
 
@@ -26,7 +26,15 @@ def _bounded(name: str, value: Any) -> str:
 
 def _schema(name: str, value: Any) -> str:
     """A JSON schema as text, written in one way."""
-    rule = "a JSON schema: an object, or JSON text of one"
+    return _json_object(name, value, "a JSON schema: an object, or JSON text of one")
+
+
+def _structural_tag(name: str, value: Any) -> str:
+    """A structural tag as text, written in one way."""
+    return _json_object(name, value, "a structural tag: an object, or JSON text of one")
+
+
+def _json_object(name: str, value: Any, rule: str) -> str:
     try:
         known = (
             json_text.loads(_bounded(name, value), parse_constant=_no_number)
@@ -63,7 +71,7 @@ def _choice(name: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams(Checked):
-    """What the text of a request must be; immutable, checked when made. Exactly one of the five forms is given.
+    """What the text of a request must be; immutable, checked when made. Exactly one of the six forms is given.
 
     Any other name, and any value outside its rule, is a `ValueError` that names it, after `structured_outputs.`.
     """
@@ -78,6 +86,9 @@ class StructuredOutputsParams(Checked):
     """One of these texts."""
     grammar: str | None = option(None, maybe(_bounded))
     """A context-free grammar: Lark's notation, whose first rule is `start`, or EBNF with `root ::=`."""
+    structural_tag: str | Mapping[str, Any] | None = option(None, maybe(_structural_tag))
+    """Parts that follow grammars with free text between them, in xgrammar's notation, as JSON text or as an object;
+    kept as text."""
     disable_any_whitespace: bool = option(False, flag)
     """JSON comes without whitespace between its parts."""
 
@@ -95,7 +106,7 @@ class StructuredOutputsParams(Checked):
 
     @property
     def form(self) -> str:
-        """Which of the five forms is given."""
+        """Which of the six forms is given."""
         return self._given()[0]
 
 

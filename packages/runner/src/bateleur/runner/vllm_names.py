@@ -60,7 +60,6 @@ STRUCTURED = _table(
     ("disable_fallback", (False, True), "there is one library, and nothing to fall back to"),
     ("disable_additional_properties", (False,), "a schema says additionalProperties itself"),
     ("whitespace_pattern", (None,), "whitespace is as JSON has it, or none: say disable_any_whitespace"),
-    ("structural_tag", (None,), "say it as a grammar"),
 )
 """Parameters of vLLM's `StructuredOutputsParams`."""
 

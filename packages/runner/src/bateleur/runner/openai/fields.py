@@ -88,4 +88,6 @@ def response_format(name: str, value: Any) -> dict[str, Any] | None:
             if "schema" not in inner:
                 raise ValueError(f"{name}.json_schema has no schema")
             return {"json": mapping(f"{name}.json_schema.schema", inner["schema"])}
-    refuse(f"{name}.type", fields.get("type"), "one of text, json_object, json_schema")
+        case "structural_tag":
+            return {"structural_tag": fields}
+    refuse(f"{name}.type", fields.get("type"), "one of text, json_object, json_schema, structural_tag")

@@ -13,10 +13,11 @@ from bateleur.runner.errors import MissingExtra
 from bateleur.runner.structured.limits import parser_limits, said
 from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.structured.source import grammar_source
+from bateleur.runner.structured.structural_tag import TagTokens
 from bateleur.runner.structured.trial import Trials
 from bateleur.runner.structured.vocabulary import SPECIAL, token_bytes
 from bateleur.runner.structured_outputs import StructuredOutputsParams
-from bateleur.runner.text.tokenizer import Tokenizer
+from bateleur.runner.text.tokenizer import Tokenizer, special_token_ids, tag_tokens
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -86,6 +87,9 @@ class Grammars:
         """Nothing is made, and nothing of the extra `structured` imported, before it is asked for."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
+        tags = {text: token for token, text in tag_tokens(tokenizer).items() if token < vocab_size}
+        special = frozenset(token for token in special_token_ids(tokenizer) if token < vocab_size)
+        self._tag_tokens = TagTokens(tags, special, self._eos_token_ids)
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._lock = Lock()
@@ -101,7 +105,7 @@ class Grammars:
         vocabulary = self.prepare()
         name = f"structured_outputs.{params.form}"
         try:
-            source = grammar_source(params)
+            source = grammar_source(params, self._tag_tokens)
             return Matcher(self._grammar(vocabulary, source, tried=tried), stop_token_ids)
         except ValueError as error:
             raise ValueError(f"{name} is {shown(getattr(params, params.form))}; {error}") from error
@@ -119,7 +123,7 @@ class Grammars:
             if (found := self._kept.get(source)) is not None:
                 self._kept.move_to_end(source)
                 return found
-        if not tried and (error := _TRIALS.error(source)):
+        if not tried and (error := _TRIALS.error(source, self._vocab_size)):
             raise ValueError(said(error))
         made = CompiledGrammar(vocabulary, self._eos_token_ids, source)
         with self._lock:

@@ -7,7 +7,11 @@ refuse drafts that say the same in other tokens.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
+from bateleur.runner.structured.structural_tag import TagTokens, compile_structural_tag, escaped
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 
 _HEAD = '%llguidance {"no_forcing": true}\n'
@@ -17,15 +21,30 @@ _SPACE = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
 """Between the parts of JSON. Without a bound a weak model may write nothing else."""
 
 
-def grammar_source(params: StructuredOutputsParams) -> str:
-    """The text that a grammar is compiled from, and is known by. Raises ValueError for EBNF that can't be read."""
+def grammar_source(params: StructuredOutputsParams, tokens: TagTokens) -> str:
+    """The text that a grammar is compiled from, and is known by.
+
+    Raises ValueError for EBNF that cannot be read, and for a wrong structural tag.
+    """
+    if params.structural_tag is not None:
+        grammars = compile_structural_tag(
+            json.loads(str(params.structural_tag)),
+            tokens,
+            head=_HEAD,
+            json_grammar=partial(_json_grammar, compact=params.disable_any_whitespace),
+            pattern=_pattern,
+            lark=_rules,
+        )
+        return json.dumps({"grammars": grammars}, ensure_ascii=False)
     if params.json is not None or params.json_object:
         schema = '{"type": "object"}' if params.json is None else str(params.json)
-        return _with_schema(schema, compact=params.disable_any_whitespace)
+        grammar = _json_grammar(json.loads(schema), compact=params.disable_any_whitespace)
+        grammars = [{"lark_grammar": _SCHEMA}, {"name": "schema", **grammar}]
+        return json.dumps({"grammars": grammars}, ensure_ascii=False)
     if params.regex is not None:
         return _lark(_HEAD + f"start: /{_pattern(params.regex)}/\n")
     if params.choice is not None:
-        return _lark(_HEAD + f"start: /{'|'.join(map(_literal, params.choice))}/\n")
+        return _lark(_HEAD + f"start: /{'|'.join(map(escaped, params.choice))}/\n")
     assert params.grammar is not None
     return _lark(_HEAD + _rules(params.grammar))
 
@@ -34,18 +53,11 @@ def _lark(rules: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": rules}]}, ensure_ascii=False)
 
 
-def _with_schema(schema: str, *, compact: bool) -> str:
+def _json_grammar(schema: Mapping[str, Any], *, compact: bool) -> dict[str, Any]:
     """The grammar of a JSON schema."""
-    known = json.loads(schema)
-    own = known.get("x-guidance")
-    known["x-guidance"] = {**(_COMPACT if compact else _SPACE), **(own if isinstance(own, dict) else {})}
-    grammars = [{"lark_grammar": _SCHEMA}, {"name": "schema", "json_schema": known}]
-    return json.dumps({"grammars": grammars}, ensure_ascii=False)
-
-
-def _literal(text: str) -> str:
-    """A pattern of this text alone. Choices are one pattern, for as rules they would be as many items of the parser."""
-    return "".join(c if c.isalnum() or not c.isascii() else f"\\x{ord(c):02X}" for c in text)
+    own = schema.get("x-guidance")
+    space = {**(_COMPACT if compact else _SPACE), **(own if isinstance(own, dict) else {})}
+    return {"json_schema": {**schema, "x-guidance": space}}
 
 
 def _pattern(regex: str) -> str:

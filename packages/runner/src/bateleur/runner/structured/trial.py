@@ -9,13 +9,21 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from functools import lru_cache
 from select import select
 from subprocess import PIPE, Popen
+from typing import TYPE_CHECKING
 
 from bateleur.runner.structured.limits import parser_limits
+from bateleur.runner.structured.vocabulary import SPECIAL
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 MOST_SECONDS = 5.0
 """That compiling a grammar may take there."""
+_TOKEN_ID = "<["
+"""Begins a token id in the notation of llguidance."""
 _MOST_BYTES = 4 << 30
 _STACK_BYTES = 2 << 20
 """A quarter of what threads have elsewhere."""
@@ -27,15 +35,18 @@ class Trials:
     def __init__(self) -> None:
         self._idle: list[Popen[str]] = []
 
-    def error(self, source: str) -> str:
-        """What is wrong with the text of a grammar; empty if nothing is. Waits for up to `MOST_SECONDS`."""
+    def error(self, source: str, num_tokens: int) -> str:
+        """What is wrong with the text of a grammar; empty if nothing is. Waits for up to `MOST_SECONDS`.
+
+        num_tokens: size of the vocabulary, whose token ids the grammar may name.
+        """
         child = self._take()
         pipe, answer = child.stdin, child.stdout
         assert pipe is not None
         assert answer is not None
         told = ""
         try:
-            pipe.write(json.dumps(source) + "\n")
+            pipe.write(json.dumps([source, num_tokens]) + "\n")
             pipe.flush()
             if ready := bool(select([answer], [], [], MOST_SECONDS)[0]):
                 told = answer.readline()
@@ -69,10 +80,34 @@ def _end(child: Popen[str]) -> None:
         pass
 
 
-def _try(source: str) -> str:
-    from llguidance import LLMatcher, LLTokenizer
+class _Bytes:
+    """A vocabulary of bytes, with as many tokens without text as a model has more."""
 
-    parser = LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=parser_limits())
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, num_tokens: int) -> None:
+        more = max(0, num_tokens - 256)
+        self.tokens = [*(bytes([i]) for i in range(256)), *[b""] * more, SPECIAL]
+        self.eos_token_id = len(self.tokens) - 1
+        self.special_token_ids: list[int] = []
+
+    def __call__(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+
+@lru_cache(1)
+def _tokenizer(num_tokens: int) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(_Bytes(num_tokens))  # type: ignore[arg-type]
+
+
+def _try(source: str, num_tokens: int) -> str:
+    from llguidance import LLMatcher
+
+    tokenizer = _tokenizer(num_tokens if _TOKEN_ID in source else 0)
+    parser = LLMatcher(tokenizer, source, log_level=0, limits=parser_limits())
     if not parser.is_error():
         parser.compute_bitmask()
     return parser.get_error()
@@ -84,7 +119,7 @@ def _serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
-        print(json.dumps(_try(json.loads(line))), flush=True)
+        print(json.dumps(_try(*json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

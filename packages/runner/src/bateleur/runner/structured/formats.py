@@ -1,0 +1,64 @@
+"""Parts of structural tags. See `structural_tag` for what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+Format: TypeAlias = Mapping[str, Any]
+
+
+def const(text: str) -> Format:
+    """This text."""
+    return {"type": "const_string", "value": text}
+
+
+def pattern(regex: str) -> Format:
+    """Text that matches a regular expression."""
+    return {"type": "regex", "pattern": regex}
+
+
+def json_of(schema: Mapping[str, Any]) -> Format:
+    """JSON of this schema."""
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def sequence(*elements: Format) -> Format:
+    """All of these, in this order."""
+    return {"type": "sequence", "elements": elements}
+
+
+def either(*elements: Format) -> Format:
+    """One of these."""
+    return {"type": "or", "elements": elements}
+
+
+def optional(content: Format) -> Format:
+    """This or nothing."""
+    return {"type": "optional", "content": content}
+
+
+def star(content: Format) -> Format:
+    """This, any number of times."""
+    return {"type": "star", "content": content}
+
+
+def tagged(begin: str, content: Format, end: str) -> Format:
+    """Content between a beginning and an end."""
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def listed(tags: Sequence[Format], separator: str, *, once: bool) -> Format:
+    """At least one of these tags, several with a text between them, unless `once`."""
+    kinds = {"at_least_one": True, "stop_after_first": once}
+    return {"type": "tags_with_separator", "tags": tags, "separator": separator, **kinds}
+
+
+def triggered(tags: Sequence[Format], trigger: str) -> Format:
+    """Free text, in which the trigger begins one of these tags."""
+    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
+
+
+def up_to_tag(tags: Sequence[Format], trigger: str, excludes: Sequence[str]) -> Format:
+    """The same without `excludes` in the text, which ends with one of the tags. xgrammar has no such format."""
+    return {**triggered(tags, trigger), "excludes": excludes, "last": True}

@@ -1,0 +1,375 @@
+"""Structural tags: the parts of a text that follow grammars, and free text between them. The notation is xgrammar's.
+
+Tags that are one token of the model are recognised by token id, so that free text may quote them. Other tags are
+recognised in the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bateleur.runner.arguments import refuse, shown
+
+_TEXT = "/(?s:.+)/"
+_DEEPEST = 64
+"""Levels of formats in formats."""
+_END_OF_PARAMETER = "\n</parameter>\n"
+_REPEATS = {"optional": "?", "star": "*", "plus": "+"}
+_TYPES = (
+    *("const_string", "json_schema", "qwen_xml_parameter", "regex", "grammar", "any_text", "sequence", "or"),
+    *("optional", "star", "plus", "tag", "triggered_tags", "tags_with_separator"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TagTokens:
+    """Tokens of a model that are no text."""
+
+    tags: Mapping[str, int] = field(default_factory=dict)
+    """Ids of tags by their text: special tokens, and added tokens in the form of a tag."""
+    special: frozenset[int] = frozenset()
+    """Ids of special tokens."""
+    ends: frozenset[int] = frozenset()
+    """Ids of tokens that end a text."""
+
+
+def compile_structural_tag(
+    tag: Mapping[str, Any],
+    tokens: TagTokens,
+    *,
+    head: str,
+    json_grammar: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    pattern: Callable[[str], str],
+    lark: Callable[[str], str],
+) -> list[dict[str, Any]]:
+    """Grammars for llguidance, the first of which refers to the others. Raises ValueError that names a wrong field.
+
+    head: the beginning of the first grammar; json_grammar: makes the grammar of a JSON schema; pattern: makes a regular
+    expression one of llguidance's; lark: translates EBNF.
+    """
+    compiler = _Compiler(tokens, json_grammar, pattern, lark)
+    start = compiler.format("format", _format_of(tag), 0)
+    rules = "\n".join([f"start: {start}", *compiler.rules])
+    return [{"lark_grammar": f"{head}{rules}\n"}, *compiler.grammars]
+
+
+def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The schema of one property as a schema of its own."""
+    value = schema["properties"][key]
+    value = {} if value is True else {"not": {}} if value is False else value
+    if not isinstance(value, Mapping):
+        refuse(f"properties.{key}", value, "a JSON schema")
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return {**definitions, **value} if "$ref" in json.dumps(value) else value
+
+
+class _Compiler:
+    """Collects the rules of one structural tag."""
+
+    def __init__(
+        self,
+        tokens: TagTokens,
+        json_grammar: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        pattern: Callable[[str], str],
+        lark: Callable[[str], str],
+    ) -> None:
+        self._tokens, self._json_grammar, self._pattern, self._lark = tokens, json_grammar, pattern, lark
+        self.rules: list[str] = []
+        self.grammars: list[dict[str, Any]] = []
+        self._names: dict[str, str] = {}
+        """Names of rules and grammars by their text."""
+        known = sorted(tokens.tags, key=len, reverse=True)
+        self._tag = re.compile("|".join(map(re.escape, known)) or "(?!)")
+
+    def format(self, place: str, given: object, depth: int) -> str:
+        """The expression of a format."""
+        part = _mapping(place, given)
+        if depth > _DEEPEST:
+            raise ValueError(f"format is nested too deeply: it has more than {_DEEPEST} levels")
+        match part.get("type"):
+            case "sequence" | "or":
+                return self._elements(place, part, depth)
+            case "optional" | "star" | "plus" as kind:
+                content = self.format(f"{place}.content", part.get("content"), depth + 1)
+                return f"({content}){_REPEATS[kind]}"
+            case "tag":
+                begin = self._literal(_text(f"{place}.begin", part.get("begin")))
+                return f"({begin} {self._behind_begin(place, part, depth)})"
+            case "structural_tag":
+                return self.format(f"{place}.format", _format_of(part), depth + 1)
+            case "triggered_tags":
+                return self._triggered(place, part, (), depth)
+            case "tags_with_separator":
+                return self._separated(place, part, depth)
+        return self._leaf(place, part)
+
+    def _leaf(self, place: str, part: Mapping[str, Any]) -> str:
+        """The expression of a format that holds no other."""
+
+        def text(name: str) -> str:
+            return _text(f"{place}.{name}", part.get(name))
+
+        match part.get("type"):
+            case "const_string":
+                return self._literal(text("value"))
+            case "json_schema":
+                return self._json(f"{place}.json_schema", part.get("json_schema"))
+            case "qwen_xml_parameter":
+                return self._parameters(_mapping(f"{place}.json_schema", part.get("json_schema")))
+            case "regex":
+                return f"/{self._pattern(text('pattern'))}/"
+            case "grammar":
+                return self._grammar({"lark_grammar": self._lark(text("grammar"))})
+            case "any_text":
+                return self._segments({}, (), _texts(f"{place}.excludes", part.get("excludes", ())))
+        refuse(f"{place}.type", part.get("type"), f"one of {', '.join(_TYPES)}")
+
+    # --- formats ---------------------------------------------------------------------------------------------
+
+    def _elements(self, place: str, part: Mapping[str, Any], depth: int) -> str:
+        given = _several(f"{place}.elements", part.get("elements"))
+        between = " " if part["type"] == "sequence" else " | "
+        if between == " | " and all(
+            isinstance(each, Mapping) and each.get("type") == "const_string" for each in given
+        ):
+            texts = [_text(f"{place}.elements[{i}].value", each.get("value")) for i, each in enumerate(given)]
+            if not any(map(self._tag.search, texts)):
+                return f"/{'|'.join(map(escaped, texts))}/"
+        elements = [self.format(f"{place}.elements[{i}]", each, depth + 1) for i, each in enumerate(given)]
+        return f"({between.join(elements)})"
+
+    def _behind_begin(self, place: str, part: Mapping[str, Any], depth: int) -> str:
+        """Content and end of a tag."""
+        given = part.get("end", "")
+        ends = (given,) if isinstance(given, str) else _texts(f"{place}.end", given)
+        stops = tuple(filter(None, ends))
+        at, content = f"{place}.content", _mapping(f"{place}.content", part.get("content"))
+        if stops and content.get("type") == "any_text":
+            return self._segments({}, stops, _texts(f"{at}.excludes", content.get("excludes", ())))
+        if stops and content.get("type") == "triggered_tags":
+            return self._triggered(at, content, stops, depth + 1)
+        return f"{self.format(at, content, depth + 1)} ({' | '.join(map(self._literal, ends))})"
+
+    def _triggered(self, place: str, part: Mapping[str, Any], ends: Sequence[str], depth: int) -> str:
+        """Free text in which tags follow their triggers, up to one of the ends if there are any."""
+        triggers = _texts(f"{place}.triggers", part.get("triggers"))
+        bodies: dict[str, list[str]] = {}
+        for i, each in enumerate(_several(f"{place}.tags", part.get("tags"))):
+            at, tag = f"{place}.tags[{i}]", _mapping(f"{place}.tags[{i}]", each)
+            begin = _text(f"{at}.begin", tag.get("begin"))
+            trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
+            if trigger is None:
+                refuse(f"{at}.begin", begin, f"text that begins with one of the triggers {shown(triggers)}")
+            rest = f"{self._literal(begin.removeprefix(trigger))} {self._behind_begin(at, tag, depth + 1)}"
+            bodies.setdefault(trigger, []).append(rest)
+        calls = {trigger: self._rule(" | ".join(each)) for trigger, each in bodies.items()}
+        excludes = _texts(f"{place}.excludes", part.get("excludes", ()))
+        if part.get("last"):
+            return self._segments(calls, (), excludes, last=True)
+        once, first = bool(part.get("stop_after_first")), bool(part.get("at_least_one"))
+        end = f"({' | '.join(map(self._literal, ends))})" if ends else ""
+        if not first:
+            return self._segments(calls, ends, excludes, behind=end if once else None)
+        call = " | ".join(f"{self._literal(trigger)} {body}" for trigger, body in calls.items())
+        return f"({call}) {end if once else self._segments(calls, ends, excludes)}"
+
+    def _separated(self, place: str, part: Mapping[str, Any], depth: int) -> str:
+        """Tags with the same text between them."""
+        given = _several(f"{place}.tags", part.get("tags"))
+        tags = [self.format(f"{place}.tags[{i}]", each, depth + 1) for i, each in enumerate(given)]
+        one = self._rule(" | ".join(tags))
+        separator = self._literal(_text(f"{place}.separator", part.get("separator")))
+        several = one if part.get("stop_after_first") else f"{one} ({separator} {one})*"
+        return f"({several})" if part.get("at_least_one") else f"({several})?"
+
+    def _parameters(self, schema: Mapping[str, Any]) -> str:
+        """Parameters of a function as Qwen3-Coder writes them, in the order of the schema."""
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping) or not properties:
+            if schema.get("additionalProperties") is False:
+                return '""'
+            value = self._lazy(f"(?s:.*){escaped(_END_OF_PARAMETER)}")
+            return rf"({self._literal('<parameter=')} /[^<>\n=]{{1,64}}>\n/ {value})*"
+        parts = []
+        for key in properties:
+            single = property_schema(schema, key)
+            begin, text = self._literal(f"<parameter={key}>\n"), _pattern_of_text(single)
+            if text is None:
+                rest = f"{self._json(key, single)} {self._literal(_END_OF_PARAMETER)}"
+            else:
+                rest = self._lazy(f"({self._pattern(text)}){escaped(_END_OF_PARAMETER)}")
+            required = key in (schema.get("required") or ())
+            parts.append(f"{begin} {rest}" if required else f"({begin} {rest})?")
+        return " ".join(parts)
+
+    # --- parts of rules --------------------------------------------------------------------------------------
+
+    def _segments(
+        self,
+        calls: Mapping[str, str],
+        ends: Sequence[str],
+        excludes: Sequence[str],
+        *,
+        behind: str | None = None,
+        last: bool = False,
+    ) -> str:
+        """Free text with calls behind their triggers, up to and with one of the ends if there are any.
+
+        calls: rules by trigger; excludes: tags that the text does not hold; behind: what follows a call, in place of
+        more text; last: the text ends with a call.
+        """
+        tags, known = (*calls, *ends, *excludes), self._tokens
+        ids = known.ends | {known.tags[tag] for tag in tags if tag in known.tags}
+        if all(tag in known.tags for tag in tags):
+            text = f"<[^{_listed(ids)}]>*" if ids else "<[*]>*"
+            head: Callable[[str], str] = self._literal
+        else:
+            text, head = self._text(excludes, known.special - ids), self._text_up_to
+        name = f"r{len(self._names)}"
+        self._names[name] = name
+        behind = f"{name}?" if last else name if behind is None else behind
+        parts = [f"{head(trigger)} {body} {behind}" for trigger, body in calls.items()]
+        if parts := [*parts, *map(head, ends)]:
+            self.rules.append(f"{name}: {text} ({' | '.join(parts)}){'' if ends or last else '?'}")
+            return name
+        return text
+
+    def _text(self, excludes: Sequence[str], special: Collection[int]) -> str:
+        """Text that does not hold these tags, with any of these special tokens in it."""
+        texts = "|".join(escaped(tag) for tag in excludes if not self._is_special(tag))
+        text = self._rule(f"{_TEXT} & ~/(?s:.*)({texts})(?s:.*)/", terminal=True) if texts else _TEXT
+        return f"({text} | <[{_listed(special)}]>)*" if special else f"{text}?"
+
+    def _text_up_to(self, tag: str) -> str:
+        """Text that ends with a tag and does not hold it before; only the tag if it is a special token."""
+        return self._literal(tag) if self._is_special(tag) else self._lazy(f"(?s:.*){escaped(tag)}")
+
+    def _is_special(self, tag: str) -> bool:
+        return self._tokens.tags.get(tag) in self._tokens.special
+
+    def _literal(self, text: str) -> str:
+        """This text. Tags that are tokens are these tokens."""
+        parts, at = [], 0
+        for found in self._tag.finditer(text):
+            parts += [_quoted(text[at : found.start()]), f"<[{self._tokens.tags[found[0]]}]>"]
+            at = found.end()
+        return " ".join(filter(None, [*parts, _quoted(text[at:])])) or '""'
+
+    def _json(self, place: str, schema: object) -> str:
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        return self._grammar(self._json_grammar(_mapping(place, schema)))
+
+    def _grammar(self, grammar: Mapping[str, Any]) -> str:
+        """A grammar of its own."""
+        known = json.dumps(grammar)
+        if known not in self._names:
+            self._names[known] = name = f"g{len(self._names)}"
+            self.grammars.append({"name": name, **grammar})
+        return f"@{self._names[known]}"
+
+    def _lazy(self, pattern: str) -> str:
+        """The shortest text of a pattern."""
+        return self._rule(f"/{pattern}/", options="[lazy]")
+
+    def _rule(self, body: str, *, options: str = "", terminal: bool = False) -> str:
+        """The name of a rule."""
+        known = f"{options}: {body}"
+        if known not in self._names:
+            self._names[known] = name = f"{'T' if terminal else 'r'}{len(self._names)}"
+            self.rules.append(name + known)
+        return self._names[known]
+
+
+def escaped(text: str) -> str:
+    """A pattern of this text alone."""
+    return "".join(c if c.isalnum() or not c.isascii() else f"\\x{ord(c):02X}" for c in text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _listed(tokens: Collection[int]) -> str:
+    return ",".join(map(str, sorted(tokens)))
+
+
+def _pattern_of_text(schema: Mapping[str, Any]) -> str | None:
+    """The pattern of the bare text of a string; None if the value is written as JSON."""
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        found: Any = schema
+        for step in reference.removeprefix("#/").split("/"):
+            found = found.get(step) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping) and found.get("$ref") != reference:
+            definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+            return _pattern_of_text({**definitions, **found})
+    values = (
+        schema["enum"]
+        if isinstance(schema.get("enum"), list)
+        else [schema["const"]]
+        if "const" in schema
+        else []
+    )
+    if any(isinstance(each, str) for each in values):
+        return "|".join(escaped(each if isinstance(each, str) else json.dumps(each)) for each in values)
+    kind = schema.get("type")
+    if kind == "string":
+        if isinstance(given := schema.get("pattern"), str):
+            begin, end = "" if given.startswith("^") else "(?s:.*)", "" if given.endswith("$") else "(?s:.*)"
+            return f"{begin}({given.removeprefix('^').removesuffix('$')}){end}"
+        if "minLength" in schema or "maxLength" in schema:
+            return f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})"
+        return "(?s:.*)"
+    parts = [
+        each for name in ("anyOf", "oneOf") for each in schema.get(name) or () if isinstance(each, Mapping)
+    ]
+    holds = "string" in kind if isinstance(kind, list) else any(_pattern_of_text(each) for each in parts)
+    return "(?s:.*)" if holds or not (values or schema.keys() - _SILENT) else None
+
+
+_SILENT = {"description", "title", "default", "examples", "deprecated", "$defs", "definitions"}
+"""Fields of a schema that do not say which values are right."""
+
+
+def _format_of(tag: Mapping[str, Any]) -> object:
+    """The format of a structural tag. An older notation has structures with triggers in its place."""
+    if "structures" not in tag:
+        return tag.get("format")
+    tags = [
+        {
+            **{"type": "tag", "begin": each.get("begin"), "end": each.get("end", "")},
+            "content": {"type": "json_schema", "json_schema": each.get("schema", {})},
+        }
+        for i, given in enumerate(_several("structures", tag["structures"]))
+        for each in [_mapping(f"structures[{i}]", given)]
+    ]
+    return {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
+
+
+def _mapping(place: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        refuse(place, value, "an object")
+    return value
+
+
+def _text(place: str, value: object) -> str:
+    if not isinstance(value, str):
+        refuse(place, value, "text")
+    return value
+
+
+def _several(place: str, value: object) -> Sequence[Any]:
+    if not isinstance(value, list | tuple) or not value:
+        refuse(place, value, "a list that is not empty")
+    return value
+
+
+def _texts(place: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        refuse(place, value, "a list of texts")
+    return tuple(value)
