@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from bateleur.runner.arguments import refuse, shown, text
 from bateleur.runner.openai.fields import mapping
+from bateleur.runner.openai.schema_types import standard_types
 from bateleur.runner.text.messages import checked_tools
 
 
@@ -76,6 +77,16 @@ def forced_schema(choice: ToolChoice, known: Tools, *, parallel: bool) -> dict[s
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
 
 
+def is_strict(tool: Mapping[str, Any]) -> bool:
+    """Whether calls of a tool must follow its schema."""
+    return tool["function"].get("strict") is True
+
+
+def arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments of a call must be if the model decides: any object, unless the tool is strict."""
+    return _arguments(tool["function"]) if is_strict(tool) else {"type": "object"}
+
+
 def _call_schema(function: Mapping[str, Any], i: int) -> dict[str, Any]:
     arguments = _moved(_arguments(function), f"#/items/anyOf/{i}/properties/arguments")
     return {
@@ -87,7 +98,11 @@ def _call_schema(function: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "object", **(function.get("parameters") or {})}
+    """The schema of the arguments of a function. One without parameters takes no arguments."""
+    parameters = function.get("parameters")
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **standard_types(parameters)}
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from bateleur.runner.arguments import refuse
 from bateleur.runner.openai.requests import ChatRequest
-from bateleur.runner.openai.tools import Named, ToolChoice, Tools
+from bateleur.runner.openai.tools import Named, ToolChoice, Tools, arguments_of, is_strict
 from bateleur.runner.outputs import CompletionOutput
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.parsers.answer import AnswerParser
@@ -21,9 +21,11 @@ from bateleur.runner.serve.parsers.names import (
     tool_parser_of,
 )
 from bateleur.runner.serve.parsers.options import ParserOptions
+from bateleur.runner.serve.parsers.phases import ReasoningPhase, answer_grammar
 from bateleur.runner.serve.parsers.source import TagTable
 from bateleur.runner.serve.parsers.think import Think
-from bateleur.runner.serve.parsers.tool_format import ToolFormat
+from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
+from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.text.tokenizer import Tokenizer, special_token_ids, tag_tokens
 
@@ -101,9 +103,8 @@ class ChatFormat:
         tools: those that the model may call; tool_choice: whether it may or must. Raises ValueError for calls in a
         notation that is not known.
         """
-        reasoning = None
-        if self.reasoning_parser is not None and params.structured_outputs is None:
-            reasoning = Think(opened=self._ends_in_reasoning(prompt))
+        phase: ReasoningPhase = "none" if self.reasoning_parser is None else self._phase_behind(prompt)
+        reasoning = None if self.reasoning_parser is None else Think(opened=phase == "opened")
         kind: type[ToolFormat] | None = None
         if isinstance(tool_choice, Named):
             kind, tools = NamedCall, [each for each in tools if each["function"]["name"] == tool_choice.name]
@@ -115,19 +116,31 @@ class ChatFormat:
                 refuse("tool_choice", "auto", f"none, required or a tool, unless {flag} is given")
             kind = self._format
         most = None if parallel_tool_calls else 1
-        return ChatTurn(replace(params, return_tags=True), self._table, reasoning, kind, tools, most)
+        params = replace(params, return_tags=True)
+        decides = kind if tool_choice == "auto" else None
+        asked = params.structured_outputs
+        assert asked is None or isinstance(asked, StructuredOutputsParams), "parameters are checked when made"
+        if asked is not None or (decides is not None and any(map(is_strict, tools))):
+            functions = [Function(each["function"]["name"], arguments_of(each)) for each in tools]
+            params = replace(
+                params, structured_outputs=answer_grammar(asked, phase, decides, functions, once=most == 1)
+            )
+        return ChatTurn(params, self._table, reasoning, kind, tools, most)
 
-    def _ends_in_reasoning(self, prompt: ChatPrompt) -> bool:
-        """Whether the answer begins within the reasoning: its tag stands in what the prompt gives of the answer."""
+    def _phase_behind(self, prompt: ChatPrompt) -> ReasoningPhase:
+        """Whether the answer has reasoning, as far as the part of the answer tells that the prompt gives."""
         begin, end = self._think_ids.get(Think.BEGIN), self._think_ids.get(Think.END)
         if begin is None or end is None:
-            return prompt["prompt"].rstrip().endswith(Think.BEGIN)
+            text = prompt["prompt"].rstrip()
+            return (
+                "opened" if text.endswith(Think.BEGIN) else "none" if text.endswith(Think.END) else "possible"
+            )
         for token in reversed(prompt["prompt_token_ids"]):
             if token in (begin, end):
-                return token == begin
+                return "opened" if token == begin else "none"
             if token in self._special:  # it ends another message
-                return False
-        return False
+                return "possible"
+        return "possible"
 
 
 def turn_of(chat_format: ChatFormat, asked: ChatRequest, prompt: ChatPrompt) -> ChatTurn:

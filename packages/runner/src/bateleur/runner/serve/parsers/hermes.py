@@ -9,13 +9,16 @@ Hermes models, Qwen 2.5 and 3, Granite 4 and Falcon-H1 write JSON.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import ClassVar
 
 from bateleur.runner.serve.parsers.arguments import Calls
 from bateleur.runner.serve.parsers.functions import FUNCTION, read_functions
 from bateleur.runner.serve.parsers.json_calls import read_calls
 from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
-from bateleur.runner.serve.parsers.tool_format import ToolFormat
+from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
+from bateleur.runner.structured.formats import Format, json_of, listed, tagged
 
 
 class Hermes(ToolFormat):
@@ -37,14 +40,47 @@ class Hermes(ToolFormat):
             yield from take_tags(source, self.closers)
         return found
 
+    @classmethod
+    def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
+        """See `ToolFormat`."""
+        return [
+            tagged(
+                f'<tool_call>\n{{"name": {json.dumps(each.name)}, "arguments": ',
+                json_of(each.schema),
+                "}\n</tool_call>",
+            )
+            for each in functions
+        ]
+
 
 class Qwen3Coder(Hermes):
     """The same, and functions without the tags around them."""
 
     OPENERS = ("<tool_call>", FUNCTION)
 
+    @classmethod
+    def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
+        """See `ToolFormat`."""
+        return [
+            tagged(
+                f"<tool_call>\n<function={each.name}>\n",
+                {"type": "qwen_xml_parameter", "json_schema": each.schema},
+                "</function>\n</tool_call>",
+            )
+            for each in functions
+        ]
+
 
 class Granite(Hermes):
     """The same, or a list of JSON objects behind <|tool_call|>, as Granite 3 writes it."""
 
     OPENERS = ("<|tool_call|>", "<tool_call>")
+
+    @classmethod
+    def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
+        """See `ToolFormat`."""
+        calls = [
+            tagged(f'{{"name": {json.dumps(each.name)}, "arguments": ', json_of(each.schema), "}")
+            for each in functions
+        ]
+        return [tagged("<|tool_call|>[", listed(calls, ", ", once=once), "]")]

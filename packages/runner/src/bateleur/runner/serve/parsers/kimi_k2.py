@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from bateleur.runner.serve.parsers.arguments import Calls
 from bateleur.runner.serve.parsers.json_calls import read_object
 from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
-from bateleur.runner.serve.parsers.tool_format import ToolFormat
+from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
+from bateleur.runner.structured.formats import Format, const, json_of, listed, pattern, sequence, tagged
 
 _SECTION, _CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
 _ARGUMENTS, _END, _END_SECTION = (
@@ -62,3 +64,12 @@ class KimiK2(ToolFormat):
                 writer.close()
             yield from take_tags(source, self.closers)
             at = 0
+
+    @classmethod
+    def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
+        """See `ToolFormat`."""
+        calls = []
+        for each in functions:
+            arguments = sequence(pattern("[0-9]{1,3}"), const(_ARGUMENTS), json_of(each.schema))
+            calls.append(tagged(f"{_CALL}functions.{each.name}:", arguments, _END))
+        return [tagged(_SECTION, listed(calls, "", once=once), _END_SECTION)]

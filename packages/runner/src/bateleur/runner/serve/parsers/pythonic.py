@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
 from bateleur.runner.serve.parsers.json_calls import read_calls, read_value
 from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
-from bateleur.runner.serve.parsers.tool_format import ToolFormat
+from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
+from bateleur.runner.structured.formats import (
+    Format,
+    const,
+    either,
+    json_of,
+    listed,
+    optional,
+    pattern,
+    sequence,
+    star,
+    tagged,
+)
+from bateleur.runner.structured.structural_tag import property_schema
 
 _CALL = re.compile(r"([A-Za-z_][\w.-]{0,200})\s*\(")
 _MAY_CALL = re.compile(r"[A-Za-z_][\w.-]{0,200}\s*$")
@@ -18,16 +33,26 @@ _MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
 class Pythonic(ToolFormat):
     """Function calls with keyword arguments between tags, or JSON objects there."""
 
+    AROUND: ClassVar[tuple[str, str, str]]
+    """Text before, between and behind calls, inside of the tags."""
+
+    @classmethod
+    def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
+        """See `ToolFormat`."""
+        calls = [tagged(f"{each.name}(", _keywords(each.schema), ")") for each in functions]
+        before, between, behind = cls.AROUND
+        return [tagged(cls.OPENERS[0] + before, listed(calls, between, once=once), behind + cls.CLOSERS[0])]
+
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
         """See `ToolFormat`."""
         start = yield from skip_space(source, len(self.opener_of(source)))
-        listed = source.text.startswith("[", start)
-        at = (yield from skip_space(source, start + 1)) if listed else start
+        in_list = source.text.startswith("[", start)
+        at = (yield from skip_space(source, start + 1)) if in_list else start
         if source.text.startswith("{", at):
             found = yield from read_calls(source, start, calls)
         else:
             found = yield from _read_functions(source, at, calls)
-            if found and listed:
+            if found and in_list:
                 yield from take_tags(source, ("]",))
         if found:
             yield from take_tags(source, self.closers)
@@ -39,6 +64,7 @@ class Lfm2(Pythonic):
 
     OPENERS = ("<|tool_call_start|>",)
     CLOSERS = ("<|tool_call_end|>",)
+    AROUND = ("[", ", ", "]")
 
 
 class Olmo3(Pythonic):
@@ -46,6 +72,7 @@ class Olmo3(Pythonic):
 
     OPENERS = ("<function_calls>",)
     CLOSERS = ("</function_calls>",)
+    AROUND = ("\n", "\n", "\n")
 
 
 def _read_functions(source: Source, at: int, calls: Calls) -> Reader[bool]:
@@ -103,3 +130,38 @@ def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> Reader[tu
     if found := _KEYWORD.match(source.text, at):
         return found[1], found.end()
     return next((key for key in writer.properties if key not in writer.keys), ""), at
+
+
+def _keywords(schema: Mapping[str, Any]) -> Format:
+    """Keyword arguments as a part of a grammar: required ones in the order of the schema, then the others."""
+    properties = schema.get("properties") or {}
+    if not properties and schema.get("additionalProperties") is False:
+        return const("")
+    if not properties:
+        name = pattern(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+        one = sequence(name, const("="), json_of({}))
+        return optional(sequence(one, star(sequence(const(", "), one))))
+    known = {key: sequence(const(f"{key}="), _value(property_schema(schema, key))) for key in properties}
+    required = [key for key in properties if key in (schema.get("required") or ())]
+    others = [key for key in properties if key not in required]
+    if required:
+        return sequence(*_with_commas([known[key] for key in required], [known[key] for key in others]))
+    rest = [
+        _with_commas([known[key]], [known[later] for later in others[i + 1 :]])
+        for i, key in enumerate(others)
+    ]
+    return optional(either(*(sequence(*each) for each in rest)))
+
+
+def _with_commas(required: Sequence[Format], others: Sequence[Format]) -> list[Format]:
+    """Arguments with commas in front of all but the first, and those that may be left out."""
+    first, *more = required
+    behind = [sequence(const(", "), each) for each in more]
+    return [first, *behind, *(optional(sequence(const(", "), each)) for each in others)]
+
+
+def _value(schema: Mapping[str, Any]) -> Format:
+    """A value as a part of a grammar. Python and JSON have different words only for booleans and null."""
+    if schema.get("type") == "boolean":
+        return either(const("True"), const("False"))
+    return json_of(schema)

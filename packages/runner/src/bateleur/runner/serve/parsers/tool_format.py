@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from bateleur.runner.openai.tools import Tools
 from bateleur.runner.serve.parsers.arguments import Calls
 from bateleur.runner.serve.parsers.source import Reader, Source, TagTable
+from bateleur.runner.structured.formats import Format
+
+
+class Function(NamedTuple):
+    """A tool that may be called, and what its arguments must be."""
+
+    name: str
+    schema: Mapping[str, Any]
 
 
 class ToolFormat:
@@ -20,6 +29,9 @@ class ToolFormat:
     """Other tags within a call."""
     BARE: ClassVar[str] = ""
     """Characters with which a call may begin the answer, without a tag."""
+
+    SEPARATOR: ClassVar[str] = "\n"
+    """Text between two calls, as the model writes it."""
 
     def __init__(self, tools: Tools, most: int | None = None, table: TagTable | None = None) -> None:
         """`most`: calls that are looked for, None for any number; `table`: which tags are tokens."""
@@ -35,6 +47,14 @@ class ToolFormat:
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
         """Read the calls that the text begins with, and take them. False, and nothing taken, if there are none."""
+        raise NotImplementedError
+
+    @classmethod
+    def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
+        """Calls of these functions as tags of a grammar, each of which begins with the first opener if there is one.
+
+        once: one call at most.
+        """
         raise NotImplementedError
 
     def opener_of(self, source: Source) -> str:

@@ -8,22 +8,14 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any, NoReturn
 
+from bateleur.runner.openai.schema_types import standard_type
+
 _DEEPEST = 16
 """Levels of nested schemas that are looked at for types."""
 _KINDS: dict[type, str] = {
     **{str: "string", bool: "boolean", int: "integer", float: "number"},
     **{dict: "object", list: "array", type(None): "null"},
 }
-_NAMES = {
-    "string": "string str text char varchar enum",
-    "integer": "integer int long short int8 int16 int32 int64 uint uint8 uint16 uint32 uint64",
-    "number": "number num float double decimal float16 float32 float64",
-    "boolean": "boolean bool",
-    "object": "object dict map mapping struct",
-    "array": "array arr list tuple sequence set",
-    "null": "null none nonetype",
-}
-_STANDARD = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 _INTEGER = re.compile(r"[+-]?\d{1,400}(\.0*)?")
 _NUMBER = re.compile(r"[+-]?(\d{1,400}\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -40,11 +32,6 @@ _ESCAPE = re.compile(
     re.DOTALL,
 )
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
-
-
-def standard_type(name: object) -> str | None:
-    """JSON Schema's name of a type, such as integer for `int` and array for `list[str]`; None for no type's name."""
-    return _STANDARD.get(name.partition("[")[0].strip().lower()) if isinstance(name, str) else None
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:

@@ -1,0 +1,229 @@
+"""Structural tags without an engine: which tokens may follow if tags are special tokens, added tokens or text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from bateleur.runner.serve.parsers.answer import AnswerParser
+from bateleur.runner.serve.parsers.events import Arguments, Content, Reasoning, ToolCall, merged
+from bateleur.runner.serve.parsers.names import TOOL_PARSERS
+from bateleur.runner.serve.parsers.phases import ReasoningPhase, answer_grammar
+from bateleur.runner.serve.parsers.source import TagTable
+from bateleur.runner.serve.parsers.think import Think
+from bateleur.runner.serve.parsers.tool_format import Function
+from bateleur.runner.structured.grammar import Grammars
+from bateleur.runner.structured.matcher import Matcher, fill
+from bateleur.runner.structured_outputs import StructuredOutputsParams
+from bateleur.runner.text.detokenizer import IncrementalDetokenizer
+from bateleur.runner.text.tokenizer import tag_tokens
+
+llguidance = pytest.importorskip("llguidance")
+
+EOS = "<|im_end|>"
+TAGS = sorted(
+    {Think.BEGIN, Think.END, *(tag for each in TOOL_PARSERS.values() for tag in each.tags())} - {"<function="}
+)
+KINDS = ("special", "added", "text")
+
+
+class Model:
+    """A tokenizer with a token for each byte, and one for each tag unless tags are text."""
+
+    def __init__(self, kind: str) -> None:
+        words = {piece: i for i, piece in enumerate(_bytes())}
+        made = Tokenizer(models.BPE(words, []))
+        made.decoder = decoders.ByteLevel()
+        made.add_special_tokens([AddedToken(EOS, special=True), AddedToken("<|other|>", special=True)])
+        if kind == "special":
+            made.add_special_tokens([AddedToken(tag, special=True) for tag in TAGS])
+        elif kind == "added":
+            made.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+        self.tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=made)
+        self.size = made.get_vocab_size()
+        self.ids: dict[str, int] = {text: token for token, text in tag_tokens(self.tokenizer).items()}
+        self.end = self.ids[EOS]
+        self.grammars = Grammars(self.tokenizer, self.size, (self.end,))
+        self._split = re.compile("|".join(map(re.escape, sorted(self.ids, key=len, reverse=True))))
+
+    def matcher(self, params: StructuredOutputsParams) -> Matcher:
+        return self.grammars.matcher(params, {self.end}, tried=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Tags as tokens, everything else as bytes."""
+        tokens, at = list[int](), 0
+        for found in self._split.finditer(text):
+            tokens += [*text[at : found.start()].encode(), self.ids[found[0]]]
+            at = found.end()
+        return [*tokens, *text[at:].encode()]
+
+    def allows(self, params: StructuredOutputsParams, text: str) -> bool:
+        """Whether the whole text may be written, and ended."""
+        tokens = [*self.encode(text), self.end]
+        return self.matcher(params).allowed_prefix(tokens) == len(tokens)
+
+    def reads(self, name: str, phase: ReasoningPhase, tokens: Sequence[int]) -> list[Any]:
+        """Reasoning in sets, content, and calls as pairs."""
+        tags = {token: text for text, token in self.ids.items() if text in TAGS}
+        table = TagTable(tags)
+        calls = TOOL_PARSERS[name](TOOLS, None, table)
+        reader = AnswerParser(reasoning=Think(opened=phase == "opened"), calls=calls, table=table)
+        detokenizer = IncrementalDetokenizer(self.tokenizer, tags=tags)
+        for token in tokens:
+            detokenizer.push(token)
+        detokenizer.finish()
+        found: list[Any] = []
+        events = reader.feed(detokenizer.text, detokenizer.tags_from(0)) + reader.finish()
+        for event in merged(events):
+            match event:
+                case Reasoning(text):
+                    found.append({text})
+                case Content(text):
+                    found.append(text)
+                case ToolCall(_, _, called):
+                    found.append([called, ""])
+                case Arguments(_, text):
+                    found[-1][1] += text
+        return found
+
+
+def _bytes() -> list[str]:
+    itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256))
+    return [chr(byte if byte in itself else 256 + next(others)) for byte in range(256)]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest) -> Model:
+    return Model(request.param)
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 9},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "hot": {"type": "boolean"},
+        "unit": {"enum": ["c", "f"]},
+        "at": {"$ref": "#/$defs/at"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {
+        "at": {"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0}, "maxItems": 2}
+    },
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "ping", "parameters": NOTHING}},
+]
+FUNCTIONS = [Function("weather", PARAMETERS), Function("ping", NOTHING)]
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}]',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Oslo", "days": 3}<|tool_call_end|><|tool_calls_section_end|>',
+    "lfm2": '<|tool_call_start|>[weather(city="Oslo", days=3)]<|tool_call_end|>',
+    "olmo3": '<function_calls>\nweather(city="Oslo", days=3)\n</function_calls>',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}',
+}
+FOUND = ["weather", '{"city": "Oslo", "days": 3}']
+NUMBER = StructuredOutputsParams(regex="[0-9]{1,3}")
+
+
+def grammar(
+    name: str | None, phase: ReasoningPhase, answer: StructuredOutputsParams | None, *, once: bool = False
+) -> StructuredOutputsParams:
+    kind = None if name is None else TOOL_PARSERS[name]
+    found = answer_grammar(answer, phase, kind, FUNCTIONS, once=once)
+    assert found is not None
+    return found
+
+
+def test_every_notation_is_tried() -> None:
+    assert CALLS.keys() == TOOL_PARSERS.keys()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_stand_in_free_text(model: Model, name: str) -> None:
+    call, params = CALLS[name], grammar(name, "none", None)
+    before = "" if name == "llama3_json" else "I look \u00e9\n"
+    assert model.allows(params, "It is five. {} < <too \u00e9")
+    assert model.allows(params, "")
+    assert model.allows(params, before + call)
+    assert not model.allows(params, before + call.replace("3", '"x"'))
+    assert not model.allows(params, before + call.replace("weather", "nobody"))
+    assert not model.allows(params, before + call.replace("city", "town"))
+    separator = TOOL_PARSERS[name].SEPARATOR
+    assert model.allows(params, call + separator + call)
+    assert model.reads(name, "none", model.encode(before + call)) == [*filter(None, [before.strip()]), FOUND]
+
+
+@pytest.mark.parametrize("name", [*CALLS, None])
+def test_an_answer_follows_the_reasoning(model: Model, name: str | None) -> None:
+    opened, possible = (grammar(name, phase, NUMBER) for phase in ("opened", "possible"))
+    for params, begin in ((opened, ""), (possible, "<think>\n")):
+        assert model.allows(params, f"{begin}Is it 5 or {{?</think>\n\n5")
+        assert not model.allows(params, f"{begin}Hm.</think>\n\nfive")
+        assert not model.allows(params, f"{begin}Hm. 5")
+        if name is not None:
+            assert model.allows(params, f"{begin}Hm.</think>\n\n{CALLS[name]}")
+            assert not model.allows(params, f"{begin}Hm.</think>\n\n{CALLS[name]}5")
+    assert model.allows(possible, "5")
+    assert not model.allows(possible, "five")
+    assert not model.allows(opened, "5")
+    if name is not None:
+        assert model.allows(possible, CALLS[name])
+        assert model.allows(opened, f"Hm.\n{CALLS[name]}") == (name != "llama3_json")
+        assert not model.allows(grammar(name, "none", NUMBER), f"Hm. {CALLS[name]}")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_call_is_enough(model: Model, name: str) -> None:
+    call = CALLS[name]
+    params = grammar(name, "none", NUMBER, once=True)
+    assert model.allows(params, call)
+    assert not model.allows(params, call + TOOL_PARSERS[name].SEPARATOR + call)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("seed", range(6))
+def test_calls_that_are_drawn_are_read(model: Model, name: str, seed: int) -> None:
+    """Whatever tokens a model draws, the parser finds calls of the schema in them."""
+    from jsonschema import validate
+
+    rng = Random(seed)
+    matcher = model.matcher(grammar(name, "none", StructuredOutputsParams(regex="never"), once=seed % 2 == 1))
+    tokens = list[int]()
+    while len(tokens) < 3000:
+        masks = np.full((1, matcher.num_words), -1, np.int32)
+        fill(llguidance.LLExecutor(), [(matcher, 0, [])], masks)
+        allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
+        wanted = [t for t in allowed if t == model.end or t in (10, 34, 93, 125) or rng.random() < 0.2]
+        token = int(rng.choice(wanted or allowed.tolist()))
+        if token == model.end:
+            break
+        if tokens[-4:] == [token] * 4:
+            continue
+        tokens.append(token)
+        matcher.accept(token)
+    else:
+        pytest.fail("it never ends")
+    found = model.reads(name, "none", tokens)
+    if found == ["never"]:
+        return
+    assert found
+    for called, arguments in found:
+        schema = next(each.schema for each in FUNCTIONS if each.name == called)
+        validate(json.loads(arguments), dict(schema))
