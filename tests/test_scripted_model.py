@@ -59,3 +59,24 @@ def test_tags_are_tokens(folder: Path, make_llm: Callable[..., LLM]) -> None:
     (output,) = llm.generate(marker("weather"), SamplingParams(max_tokens=None))
     written = output.outputs[0].token_ids
     assert [written.count(vocabulary[tag]) for tag in ("<think>", "</think>", "<tool_call>")] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"draft": "ngram", "num_speculative_tokens": 3}])
+def test_log_probabilities_have_the_bytes_of_tokens(folder: Path, options: dict[str, Any]) -> None:
+    llm = LLM(folder, device="cpu", max_model_len=512, **options)
+    asked = SamplingParams(max_tokens=None, temperature=1.0, logprobs=1, prompt_logprobs=0)
+    prompt = "n\u00e9 \U0001f985!" + marker("cut")
+    (output,) = llm.generate(prompt, asked)
+    done, known = output.outputs[0], output.prompt_logprobs
+    entries = [place[token] for token, place in zip(done.token_ids, done.logprobs or (), strict=True)]
+    assert [each.token_bytes for each in entries[:3]] == [b"\xf0\x9f", b"\xa6\x85", b"!"]
+    assert [each.decoded_token for each in entries] == ["", "\U0001f985", "!", EOS]
+    assert known is not None
+    ids = output.prompt_token_ids[1:]
+    texts = [place[token].decoded_token for token, place in zip(ids, known[1:], strict=True) if place]
+    assert "".join(map(str, texts)) == prompt[1:]
+    (bare,) = llm.generate(prompt, SamplingParams(max_tokens=2, logprobs=0, detokenize=False))
+    assert [each.decoded_token for place in bare.outputs[0].logprobs or () for each in place.values()] == [
+        None,
+        None,
+    ]

@@ -16,8 +16,17 @@ HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def decode(ids: list[int]) -> str:
-    return "".join(map(chr, ids))
+class Decode:
+    """Every token is a character."""
+
+    def __call__(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def name_of(self, token: int) -> str:
+        return chr(token)
+
+
+decode = Decode()
 
 
 def output(text: str = "ab", logprobs: Any = None, **more: Any) -> RequestOutput:
@@ -221,8 +230,20 @@ def test_log_probabilities_have_two_forms() -> None:
     assert second["top_logprobs"] == [{"token": "b", "logprob": -0.1, "bytes": [98]}]
     never = completion_logprobs([1], [{1: Logprob(float("-inf"), 9, "n")}], 1)
     assert never["token_logprobs"] == [-9999.0]
-    alike = {1: Logprob(-1.0, 1, "\ufffd"), 2: Logprob(-2.0, 2, "\ufffd")}
-    assert completion_logprobs([2], [alike], 2)["top_logprobs"] == [{"\ufffd": -1.0}]
+    alike = {1: Logprob(-1.0, 1, "a"), 2: Logprob(-2.0, 2, "a")}
+    assert completion_logprobs([2], [alike], 2)["top_logprobs"] == [{"a": -1.0}]
+
+
+def test_log_probabilities_of_parts_of_characters_have_their_bytes() -> None:
+    """A character is told with its last token, so that tokens join to the text and offsets are those of the text."""
+    first, last = Logprob(-0.5, 1, "", b"\xc3"), Logprob(-0.1, 1, "\u00e9", b"\xa9")
+    places = [{1: first, 3: Logprob(-2.0, 2, "", b"\xe2\x82")}, {2: last}, {4: Logprob(-1.0, 1, "!", b"!")}]
+    told = completion_logprobs([1, 2, 4], places, 2)
+    assert (told["tokens"], told["text_offset"]) == (["", "\u00e9", "!"], [0, 0, 1])
+    assert told["top_logprobs"][0] == {"": -0.5, "bytes:\\xe2\\x82": -2.0}
+    content = chat_logprobs([1, 2, 4], places, 2)["content"]
+    assert bytes(byte for each in content for byte in each["bytes"]).decode() == "\u00e9!"
+    assert [each["bytes"] for each in content[0]["top_logprobs"]] == [[0xC3], [0xE2, 0x82]]
 
 
 def test_replies_are_openais() -> None:

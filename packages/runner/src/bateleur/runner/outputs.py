@@ -27,7 +27,11 @@ class Logprob:
     logprob: float
     rank: int
     """1 for the most likely token."""
-    decoded_token: str
+    decoded_token: str | None
+    """What the token adds to the text: a character that several tokens write is added by the last of them. None without
+    detokenization."""
+    token_bytes: bytes = b""
+    """The token itself, which may be a part of a character."""
 
 
 class TextTag(NamedTuple):

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from bateleur.runner.arguments import listed, refuse
@@ -24,6 +24,7 @@ from bateleur.runner.serve.parsers.chat_format import ChatFormat, ChatTurn, turn
 from bateleur.runner.serve.parsers.message import chat_message
 from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.text.chat import ChatPrompt
+from bateleur.runner.text.token_bytes import TokenText
 from bateleur.runner.text.tokenizer import Tokenizer
 
 Asked = CompletionRequest | ChatRequest
@@ -149,7 +150,10 @@ def _continuation(completion: CompletionOutput) -> dict[str, Any]:
 
 
 def _told(position: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
-    return {token: asdict(each) for token, each in position.items()}
+    return {
+        token: {"logprob": each.logprob, "rank": each.rank, "decoded_token": each.decoded_token}
+        for token, each in position.items()
+    }
 
 
 def _own(request: LineRequest) -> dict[str, Any]:
@@ -170,6 +174,7 @@ class BatchForm:
     ) -> None:
         self._defaults, self._names, self._parsers = defaults, names, parsers or ParserOptions()
         self._chat_format: ChatFormat | None = None
+        self._token_text: TokenText | None = None
 
     def ident(self, fields: dict[str, Any], line: int) -> str | int:
         """The `custom_id`."""
@@ -202,6 +207,11 @@ class BatchForm:
         (prompt,) = asked.prompts_for(tokenizer)
         return [(prompt, self._turn(asked, prompt, tokenizer).params)]
 
+    def _decoded(self, tokenizer: Tokenizer) -> TokenText:
+        if self._token_text is None:
+            self._token_text = TokenText(tokenizer)
+        return self._token_text
+
     def _turn(self, asked: ChatRequest, prompt: ChatPrompt, tokenizer: Tokenizer) -> ChatTurn:
         if self._chat_format is None:
             self._chat_format = ChatFormat(self._parsers, tokenizer)
@@ -220,7 +230,7 @@ class BatchForm:
         told: dict[str, Any] = {
             "model": self._names[0],
             "created": int(time.time()),
-            "decode": tokenizer.decode,
+            "decode": self._decoded(tokenizer),
         }
         if isinstance(request.asked, ChatRequest):
             chat, (output,) = request.asked, outputs

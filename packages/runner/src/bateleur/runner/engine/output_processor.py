@@ -17,10 +17,13 @@ from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.verified import Verified
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.text.detokenizer import decode_all
+from bateleur.runner.text.token_bytes import TokenText
 from bateleur.runner.text.tokenizer import Tokenizer
 
 NO_NUMBERS = "the model's logits are not numbers (NaN)"
 _NO_TOKEN = "no token is left that the request's own parameters allow"
+_CONTEXT = 3
+"""Tokens before one that may have begun its character."""
 _BAD = (None, NO_NUMBERS, _NO_TOKEN)
 
 
@@ -61,7 +64,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer, table: RequestTable, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._table = table
-        self._decoded: dict[int, str] = {}
+        self._token_text = TokenText(tokenizer)
         self._stops: tuple[frozenset[int], NDArray[np.bool_]] = (
             frozenset(),
             np.zeros(vocab_size + 1, np.bool_),
@@ -202,13 +205,7 @@ class OutputProcessor:
         """What the request says of the token that ended it: its id, the stop string that it is, or nothing."""
         if token in params.stop_token_ids:
             return token
-        return text if params.stop and (text := self._text_of(token)) in params.stop else None
-
-    def _text_of(self, token: int) -> str:
-        """The text of one token, special or not."""
-        if token not in self._decoded:
-            self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
-        return self._decoded[token]
+        return text if params.stop and (text := self._token_text.text_of(token)) in params.stop else None
 
     def close(self, request: Request) -> None:
         """Settle the final text of a request that has ended."""
@@ -239,7 +236,14 @@ class OutputProcessor:
                 continue
             for spot in range(int(taken[i])):
                 at = int(first[i]) + spot
-                request.logprobs.append(self._entry(told, at, int(tokens_SJ[i, spot]), wanted))
+                before = [
+                    *request.prompt_token_ids[-_CONTEXT:],
+                    *(next(iter(each)) for each in request.logprobs[-_CONTEXT:]),
+                ]
+                entry = self._entry(
+                    told, at, int(tokens_SJ[i, spot]), wanted, before, request.params.detokenize
+                )
+                request.logprobs.append(entry)
                 request.chosen_logprobs.append(told.sampled[at])
 
     def add_prompt_logprobs(self, scored: Scored) -> None:
@@ -250,19 +254,28 @@ class OutputProcessor:
             wanted = request.params.prompt_logprobs
             assert wanted is not None
             for spot in range(at, at + count) if request.finish_reason is None else ():
-                request.prompt_logprobs.append(self._entry(told, spot, tokens[spot], wanted))
+                known = len(request.prompt_logprobs)
+                before = request.prompt_token_ids[max(0, known - _CONTEXT) : known]
+                entry = self._entry(told, spot, tokens[spot], wanted, before, request.params.detokenize)
+                request.prompt_logprobs.append(entry)
             at += count
 
-    def _entry(self, told: _Told, at: int, token: int, num_top: int) -> dict[int, Logprob]:
-        """Of one place: its token, and the most likely ones."""
-        entry = {token: self._logprob(token, told.sampled[at], told.rank[at])}
+    def _entry(
+        self, told: _Told, at: int, token: int, num_top: int, before: Sequence[int], detokenize: bool
+    ) -> dict[int, Logprob]:
+        """Of one place: its token, and the most likely ones. before: the tokens before it."""
+
+        def logprob(token: int, value: float, rank: int) -> Logprob:
+            if not detokenize:
+                return Logprob(value, rank, None)
+            text = self._token_text
+            return Logprob(value, rank, text.added_text(before, token), text.bytes_of(token))
+
+        entry = {token: logprob(token, told.sampled[at], told.rank[at])}
         for rank in range(num_top):
             other = told.top_ids[at][rank]
-            entry.setdefault(other, self._logprob(other, told.top_values[at][rank], rank + 1))
+            entry.setdefault(other, logprob(other, told.top_values[at][rank], rank + 1))
         return entry
-
-    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
-        return Logprob(value, rank, self._text_of(token))
 
 
 def _leading(flags_SK: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -7,7 +7,6 @@ most: how many of the most likely are told.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from bateleur.runner.outputs import Logprob
@@ -32,7 +31,7 @@ def completion_logprobs(
     offsets: list[int] = []
     for token, place in zip(token_ids, known, strict=True):
         offsets.append(offset)
-        tokens.append(beginning if place is None else place[token].decoded_token)
+        tokens.append(beginning if place is None else _text(place[token]))
         chosen.append(None if place is None else _number(place[token]))
         likely.append(None if place is None else _likely(place, token, most))
         offset += len(tokens[-1])
@@ -40,11 +39,12 @@ def completion_logprobs(
 
 
 def _likely(place: Mapping[int, Logprob], token: int, most: int) -> dict[str, float]:
-    """By text; of tokens that read alike the most likely counts."""
+    """By text, or by bytes for parts of characters; of tokens that read alike the most likely counts."""
     told: dict[str, float] = {}
     for i, each in enumerate(sorted(place, key=lambda each: place[each].rank)):
         if i < most or each == token:
-            told.setdefault(place[each].decoded_token, _number(place[each]))
+            name = _text(place[each]) if each == token else _name(place[each])
+            told.setdefault(name, _number(place[each]))
     return told
 
 
@@ -64,14 +64,26 @@ def prompt_logprobs(known: Sequence[Mapping[int, Logprob] | None]) -> list[dict[
     return [
         None
         if place is None
-        else {str(token): asdict(each) | {"logprob": _number(each)} for token, each in place.items()}
+        else {
+            str(token): {"logprob": _number(each), "rank": each.rank, "decoded_token": each.decoded_token}
+            for token, each in place.items()
+        }
         for place in known
     ]
 
 
 def _told(known: Logprob) -> dict[str, Any]:
-    text = known.decoded_token
-    return {"token": text, "logprob": _number(known), "bytes": list(text.encode("utf-8", "replace"))}
+    data = known.token_bytes or _text(known).encode("utf-8", "replace")
+    return {"token": _text(known), "logprob": _number(known), "bytes": list(data)}
+
+
+def _text(known: Logprob) -> str:
+    return known.decoded_token or ""
+
+
+def _name(known: Logprob) -> str:
+    """The text of a token, or its bytes as OpenAI writes them if it adds no text."""
+    return known.decoded_token or "".join(["bytes:", *(f"\\x{byte:02x}" for byte in known.token_bytes)])
 
 
 def _number(known: Logprob) -> float:

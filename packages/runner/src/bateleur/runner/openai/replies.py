@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from bateleur.runner.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from bateleur.runner.openai.requests import Asked, ChatRequest, CompletionRequest
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 
-Decode = Callable[[list[int]], str]
-"""Token ids to text, special tokens included."""
+
+class Decode(Protocol):
+    """Token ids as text, special tokens included."""
+
+    def __call__(self, token_ids: list[int]) -> str:
+        """The text of some tokens."""
+        ...
+
+    def name_of(self, token: int) -> str:
+        """The text of one token, or its bytes if it is a part of a character."""
+        ...
 
 
 def error_body(
@@ -162,7 +171,7 @@ def chat_choice(
 
 def _marked(completion: CompletionOutput, token_ids: list[int], decode: Decode) -> dict[str, Any]:
     """The tokens, what each alone reads, and which of them were drafts that verification confirmed."""
-    texts = [decode([each]) for each in token_ids]
+    texts = [decode.name_of(each) for each in token_ids]
     return {"token_ids": token_ids, "token_texts": texts, "drafted": completion.drafted[: len(token_ids)]}
 
 
@@ -173,7 +182,7 @@ def of_prompt(
     told: dict[str, Any] = {}
     if asked.return_token_ids:
         ids = output.prompt_token_ids
-        told = {"prompt_token_ids": ids, "prompt_token_texts": [decode([each]) for each in ids]}
+        told = {"prompt_token_ids": ids, "prompt_token_texts": [decode.name_of(each) for each in ids]}
     if logprobs and output.prompt_logprobs is not None:
         told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
     return told

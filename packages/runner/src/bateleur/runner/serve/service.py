@@ -28,6 +28,7 @@ from bateleur.runner.serve import metrics
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.errors import refusal, refusing
 from bateleur.runner.serve.parsers.chat_format import ChatFormat
+from bateleur.runner.text.token_bytes import TokenText
 
 T = TypeVar("T")
 
@@ -54,9 +55,10 @@ class Service:
         except ValueError as error:
             raise refusal(404, str(error), param="model", code="model_not_found") from error
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of some tokens, special ones included."""
-        return self.llm.llm.tokenizer.decode(token_ids)
+    @cached_property
+    def decode(self) -> TokenText:
+        """Decodes tokens, special ones included."""
+        return TokenText(self.llm.llm.tokenizer)
 
     @cached_property
     def chat_format(self) -> ChatFormat:
