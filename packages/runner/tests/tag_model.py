@@ -86,8 +86,8 @@ class TagModel:
                     found.append(text)
                 case ToolCall(_, _, called):
                     found.append([called, ""])
-                case Arguments(_, text):
-                    found[-1][1] += text
+                case Arguments(index, text):
+                    [call for call in found if isinstance(call, list)][index][1] += text
         return found
 
 

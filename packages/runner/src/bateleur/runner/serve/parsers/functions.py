@@ -85,11 +85,12 @@ class _Function:
         begun = False
         while True:
             found = self._tag.search(self._source.text)
-            text = self._source.take(self._num_certain() if found is None else found.start())
+            text = self._source.take(self._num_outside(self._source.text) if found is None else found.start())
             if text := text if begun else text.lstrip():
                 begun = True
                 self._calls.say(text)
             if found is not None or self._source.final:
+                self._source.take(0 if found is not None else len(self._source.text))  # a tag that is cut off
                 return
             yield
 
@@ -102,10 +103,14 @@ class _Function:
             yield
 
     def _num_certain(self) -> int:
-        """Characters of the text without an end that may become a tag."""
+        """Characters of the text without an end that may become a tag, unless nothing more will come."""
         text = self._source.text
+        return len(text) if self._source.final else self._num_outside(text)
+
+    def _num_outside(self, text: str) -> int:
+        """Characters of a text without an end that is the beginning of a tag."""
         at = text.rfind("<", max(0, len(text) - _LONGEST))
-        if at < 0 or self._source.final:
+        if at < 0:
             return len(text)
         end = "".join(text[at:].split())
         opens = any(tag.startswith(end) or (tag.endswith("=") and end.startswith(tag)) for tag in self._tags)
@@ -128,7 +133,7 @@ class _Function:
         own_line = source.text.startswith("\n")
         source.take(int(own_line))
         value = _Value(writer, key, own_line=own_line)
-        at, possible_end = 0, -1
+        at, possible_end, ended = 0, -1, False
         while True:
             found = self._tag.search(source.text, at)
             if found is None:
@@ -136,14 +141,16 @@ class _Function:
                     break
                 at = self._num_certain()
                 if possible_end < 0:
-                    last = at - 1 if source.text.endswith("\n", 0, at) else at  # it may belong to the end tag
-                    value.add(source.take(last))
+                    certain = (
+                        source.text[:at].removesuffix("\n").removesuffix("\n")
+                    )  # the end tag may have both
+                    value.add(source.take(len(certain)))
                     at = 0
                 yield
                 continue
             verdict = yield from self._verdict(found, value)
             if verdict == "end":
-                possible_end = found.start()
+                possible_end, ended = found.start(), True
                 break
             at = found.end()
             if verdict == "possible end" and possible_end < 0:
@@ -151,11 +158,19 @@ class _Function:
             elif possible_end < 0:
                 value.add(source.take(at))
                 at = 0
+        if source.cut and not ended:
+            rest = source.take(len(source.text))
+            value.cut(rest[:possible_end] if possible_end >= 0 else rest[: self._num_outside(rest)])
+            return False
         if possible_end >= 0:
-            value.end(source.take(possible_end))
+            value.end(source.take(possible_end), lacks_tag=not self._ends_parameter(source.text))
             return True
-        value.end(source.take(len(source.text)), cut=source.cut)
-        return not source.cut
+        value.end(source.take(len(source.text)))
+        return True
+
+    def _ends_parameter(self, text: str) -> bool:
+        found = self._ends.match(text)
+        return found is not None and bool(found["parameter"])
 
     def _verdict(self, found: re.Match[str], value: _Value) -> Reader[Literal["end", "possible end", "text"]]:
         """Whether a tag in a value ends it."""
@@ -175,17 +190,27 @@ class _Function:
             return "end" if whole_line and not blank and value.may_precede(_name(found[0])) else "text"
         ends, following = yield from self._ends_at(start)
         parameter, function, call = (bool(ends[name]) for name in ("parameter", "function", "call"))
-        if ends.end() == len(source.text):
-            return "end"
+        if source.final and not source.text[ends.end() : self._num_outside(source.text)].strip():
+            return "possible end" if source.cut else "end"
         if following is not None and following["end"]:
             return "text"
         if following is not None and following["parameter"]:
             return "end" if parameter and not function and not call else "text"
-        if following is not None:
+        if following is not None and (yield from self._is_call(ends.end())):
             return "end"
         if parameter and (call or (function and self._bare)) and on_line and not value.holds_call:
             return "end"
         return "possible end" if function and (parameter or call) else "text"
+
+    def _is_call(self, at: int) -> Reader[bool]:
+        """Whether a call of a known function stands at a position, as far as there is text."""
+        found = yield from self._tag_at(at)
+        if found is not None and found["call"] and "function" not in found[0]:
+            behind = yield from skip_space(self._source, found.end())
+            if self._source.text.startswith("{", behind) or behind == len(self._source.text):
+                return True
+            found = yield from self._tag_at(behind)
+        return found is not None and found["call"] is not None and self._calls.knows(_name(found[0]))
 
     def _ends_at(self, at: int) -> Reader[tuple[re.Match[str], re.Match[str] | None]]:
         """All end tags from a position on, as many as follow each other in their order, and the tag behind them."""
@@ -233,11 +258,16 @@ class _Value:
         else:
             self._parts.append(text)
 
-    def end(self, text: str, *, cut: bool = False) -> None:
-        """The last of the value, in front of a newline that belongs to the end tag."""
-        self.add(text if cut else text.removesuffix("\n"))
-        if cut:
-            return
+    def cut(self, text: str) -> None:
+        """The value ends at a limit. Newlines at its end may belong to the end tag."""
+        self.add(text.removesuffix("\n").removesuffix("\n"))
+
+    def end(self, text: str, *, lacks_tag: bool = False) -> None:
+        """The last of the value, in front of a newline that belongs to the end tag.
+
+        lacks_tag: the end tag is left out, so that there may be two of these newlines.
+        """
+        self.add(text.removesuffix("\n").removesuffix("\n" if lacks_tag else ""))
         if self._is_text:
             self._writer.end_text()
         else:

@@ -125,7 +125,9 @@ def _read_keywords(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
 
 def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> Reader[tuple[str, int]]:
     """Name of an argument and the position of its value; no name if there is none left."""
-    while not source.final and _MAY_KEYWORD.match(source.text, at):
+    while _MAY_KEYWORD.match(source.text, at):
+        if source.final:  # it is cut off
+            return "", at
         yield
     if found := _KEYWORD.match(source.text, at):
         return found[1], found.end()
