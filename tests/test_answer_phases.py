@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ TEXTS: dict[str, Any] = {
     "quoted": ("The tag is '", "</", "think", ">'. Hm.", "</think>", NUMBERED, EOS),
     "free": "I think.\n</think>\n\nIt is five.",
     "plain": NUMBERED,
+    "twice": "a\n</think>b</think>c",
     "call": f"I look.\n</think>\n\n{CALL}",
     "calls": f"I look.\n</think>\n\n{CALL}\n{CALL}",
     "unclosed": f"I look.\n{CALL}",
@@ -164,14 +165,50 @@ def test_reasoning_is_free_and_the_answer_is_not(
 
 def test_an_answer_that_does_not_follow_is_made_to(llm: LLM) -> None:
     """The model would write something else here."""
-    reasoning, said, _ = answer(llm, "free", response_format=FORMAT, max_tokens=60)
-    assert (reasoning, said[:5]) == ({"I think."}, '{"n":')
-    found = answer(llm, "invents", tools=TOOLS, tool_choice="required", max_tokens=60)
-    assert found[1][0] == "ping"
-    assert json.loads(found[1][1] or "{}") == {}, "a tool without parameters takes no arguments"
+    reasoning, said, _ = answer(llm, "free", structured_outputs={"choice": ["[5]", "[six]"]})
+    assert (reasoning, said in ("[5]", "[six]")) == ({"I think."}, True)
+    _, (called, arguments), _ = answer(llm, "invents", tools=TOOLS, tool_choice="required", max_tokens=60)
+    assert (called, arguments) == ("ping", "{}"), "a tool without parameters takes no arguments"
     _, (called, arguments), _ = answer(llm, "loose", tools=STRICT, max_tokens=60)
     assert called == "weather"
-    assert arguments.startswith('{"city"')
+    assert "town" not in arguments
+    assert re.match(r'\{\s*"c', arguments)
+
+
+# --- tags that are special tokens ---------------------------------------------------------------------------------
+
+WITHOUT_GRAMMAR: list[tuple[str, dict[str, Any], list[Any]]] = [
+    ("free", {}, [{"I think."}, "It is five.", "stop"]),
+    ("free", {"tools": TOOLS}, [{"I think."}, "It is five.", "stop"]),
+    ("free", {"tools": TOOLS, "tool_choice": "none"}, [{"I think."}, "It is five.", "stop"]),
+    ("free", {"skip_special_tokens": False}, [{"I think."}, "It is five.", "stop"]),
+    ("quoted", {}, [{"The tag is '</think>'. Hm."}, NUMBERED, "stop"]),
+    ("twice", {}, [{"a"}, "bc", "stop"]),
+    ("call", {"tools": TOOLS}, [{"I look."}, CALLED, "tool_calls"]),
+    ("unclosed", {"tools": TOOLS}, [{"I look."}, CALLED, "tool_calls"]),
+    ("drafted", {"tools": TOOLS}, [{f"Maybe {CALL} or not."}, NUMBERED, "stop"]),
+    ("call", {"tools": TOOLS, "max_tokens": 12}, [{"I look."}, ["weather", ""], "length"]),
+]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "added"])
+def tagged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("tagged")
+    write_scripted_model(folder, TEXTS, tags=dict.fromkeys(TAGS, request.param))
+    return LLM(folder, device="cpu", max_model_len=512)
+
+
+@pytest.mark.parametrize(("name", "body", "found"), WITHOUT_GRAMMAR)
+def test_tags_are_known_by_their_tokens(
+    tagged: LLM, name: str, body: dict[str, Any], found: list[Any]
+) -> None:
+    """Whether special tokens are shown or not."""
+    assert answer(tagged, name, **body) == found
+
+
+@pytest.mark.parametrize(("name", "body", "found"), CASES)
+def test_grammars_know_special_tags(tagged: LLM, name: str, body: dict[str, Any], found: list[Any]) -> None:
+    assert answer(tagged, name, **body) == found
 
 
 # --- the same tokens, however it runs -----------------------------------------------------------------------------

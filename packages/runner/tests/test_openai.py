@@ -304,3 +304,26 @@ def test_an_error_has_one_form() -> None:
     assert error_body("no", param="n", code=400) == {
         "error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": 400}
     }
+
+
+@pytest.mark.parametrize("more", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_tool_without_parameters_takes_no_arguments(more: dict[str, Any]) -> None:
+    known = [{"type": "function", "function": {"name": "ping", **more}}]
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert forced_schema(Named("ping"), known, parallel=True) == nothing
+    listed = forced_schema("required", known, parallel=True)
+    assert listed is not None
+    assert listed["items"]["anyOf"][0]["properties"]["arguments"] == nothing
+
+
+def test_types_of_forced_calls_may_have_other_names() -> None:
+    fields = {"type": {"type": "str"}, "n": {"type": ["int", "null"]}, "of": {"enum": [{"type": "int"}]}}
+    known = [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "dict", "properties": fields}}}
+    ]
+    schema = forced_schema(Named("f"), known, parallel=True)
+    assert schema is not None
+    assert (schema["type"], schema["properties"]) == (
+        "object",
+        {"type": {"type": "string"}, "n": {"type": ["integer", "null"]}, "of": {"enum": [{"type": "int"}]}},
+    )
