@@ -49,6 +49,7 @@ TEXTS: dict[str, Any] = {
     "quoted": ("The tag is '", "</", "think", ">'. Hm.", "</think>", NUMBERED, EOS),
     "free": "I think.\n</think>\n\nIt is five.",
     "plain": NUMBERED,
+    "begins": f"<think>\nHm.\n</think>\n\n{NUMBERED}",
     "twice": "a\n</think>b</think>c",
     "call": f"I look.\n</think>\n\n{CALL}",
     "calls": f"I look.\n</think>\n\n{CALL}\n{CALL}",
@@ -75,6 +76,8 @@ def llm(folder: Path) -> LLM:
 def asked(llm: LLM, name: str, parser: str = "hermes", **body: Any) -> tuple[ChatTurn, list[int]]:
     """The turn of a request, and its prompt."""
     thinks = {"chat_template_kwargs": {"enable_thinking": body.pop("enable_thinking", True)}}
+    if thinks["chat_template_kwargs"]["enable_thinking"] is None:
+        thinks = {}
     message = {"role": "user", "content": name}
     request = chat_request({"messages": [message], "temperature": 1, "seed": 7, **thinks, **body}, {})
     (prompt,) = request.prompts_for(llm.tokenizer)
@@ -173,6 +176,17 @@ def test_an_answer_that_does_not_follow_is_made_to(llm: LLM) -> None:
     assert called == "weather"
     assert "town" not in arguments
     assert re.match(r'\{\s*"c', arguments)
+
+
+@pytest.mark.parametrize(
+    "off", [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}]
+)
+def test_no_reasoning_comes_before_an_answer_if_it_is_off(llm: LLM, off: dict[str, Any]) -> None:
+    """The model would begin with it here, and may if it is on."""
+    begun = {"response_format": FORMAT, "enable_thinking": None, "max_tokens": 40}
+    assert answer(llm, "begins", **begun) == [{"Hm."}, NUMBERED, "stop"]
+    said, _ = answer(llm, "begins", **begun, chat_template_kwargs=off)
+    assert said.startswith("{")
 
 
 # --- tags that are special tokens ---------------------------------------------------------------------------------

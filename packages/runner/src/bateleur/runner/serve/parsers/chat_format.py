@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from bateleur.runner.arguments import refuse
 from bateleur.runner.openai.requests import ChatRequest
@@ -97,13 +99,17 @@ class ChatFormat:
         tools: Tools = (),
         tool_choice: ToolChoice = "none",
         parallel_tool_calls: bool = True,
+        thinking: bool = True,
     ) -> ChatTurn:
         """A request that answers this prompt with these parameters.
 
-        tools: those that the model may call; tool_choice: whether it may or must. Raises ValueError for calls in a
-        notation that is not known.
+        tools: those that the model may call; tool_choice: whether it may or must. thinking: whether the model may begin
+        its answer with reasoning if the prompt has not begun it, which matters to grammars. Raises ValueError for calls
+        in a notation that is not known.
         """
         phase: ReasoningPhase = "none" if self.reasoning_parser is None else self._phase_behind(prompt)
+        if phase == "possible" and not thinking:
+            phase = "none"
         reasoning = None if self.reasoning_parser is None else Think(opened=phase == "opened")
         kind: type[ToolFormat] | None = None
         if isinstance(tool_choice, Named):
@@ -151,4 +157,11 @@ def turn_of(chat_format: ChatFormat, asked: ChatRequest, prompt: ChatPrompt) -> 
         tools=asked.tools,
         tool_choice=asked.tool_choice,
         parallel_tool_calls=asked.parallel_tool_calls,
+        thinking=thinks(asked.template),
     )
+
+
+def thinks(template: Mapping[str, Any]) -> bool:
+    """Whether arguments of a chat template leave the model's reasoning on."""
+    off = any(template.get(name) is False for name in ("enable_thinking", "thinking"))
+    return not off and template.get("reasoning_effort") != "none"
