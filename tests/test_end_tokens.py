@@ -64,6 +64,7 @@ def test_an_end_that_is_ignored_or_too_early_is_none(llm: LLM) -> None:
 
 
 def test_a_grammar_ends_by_the_end_of_the_tokenizer(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
     done = generate(llm, "eos", structured_outputs={"regex": "[a-z]+"})
     assert (done.text, done.finish_reason) == ("abc", "stop")
     assert llm.tokenizer.decode(done.token_ids[-1:]) == EOS

@@ -6,9 +6,8 @@ import json
 from functools import cache
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jsonschema import validate
 from tag_model import KINDS, TAGS, TagModel
 
 from bateleur.runner.serve.parsers.names import TOOL_PARSERS
@@ -130,8 +129,13 @@ def _split(text: str) -> list[str]:
 NAMES, KIND = st.sampled_from(sorted(TOOL_PARSERS)), st.sampled_from(KINDS)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(given=values(TEXT), python=st.booleans(), quoted=st.booleans(), name=NAMES, kind=KIND)
+@example({"city": "t", "either": "t </tool_call> <function=ping> t"}, False, False, "qwen3_coder", "special")
+@example({"city": "t </parameter> <parameter=days> t"}, False, False, "qwen3_coder", "text")
+@example(
+    {"city": "t </parameter> </function> </tool_call> <tool_call> t"}, False, False, "qwen3_coder", "text"
+)
 def test_values_come_back(given: dict[str, Any], python: bool, quoted: bool, name: str, kind: str) -> None:
     tokens = tokens_of(kind, written(name, given, python=python), given, quoted=quoted)
     for each in (False, True):
@@ -139,7 +143,7 @@ def test_values_come_back(given: dict[str, Any], python: bool, quoted: bool, nam
         assert (called, json.loads(arguments)) == ("weather", given)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(given=values(TEXT), python=st.booleans(), name=NAMES, kind=KIND, data=st.data())
 def test_a_text_may_end_anywhere(
     given: dict[str, Any], python: bool, name: str, kind: str, data: st.DataObject
@@ -159,7 +163,7 @@ def test_a_text_may_end_anywhere(
         assert not isinstance(each, list) or whole[0][1].startswith(each[1])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(given=values(PLAIN), python=st.booleans(), name=NAMES, kind=KIND, data=st.data())
 def test_a_closing_tag_may_be_left_out(
     given: dict[str, Any], python: bool, name: str, kind: str, data: st.DataObject
@@ -174,7 +178,7 @@ def test_a_closing_tag_may_be_left_out(
     assert [json.loads(arguments) for _, arguments in found] == [given] * text.count("weather")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(given=values(TEXT), python=st.booleans(), kind=KIND, data=st.data())
 def test_arguments_have_their_types_whatever_is_left_out(
     given: dict[str, Any], python: bool, kind: str, data: st.DataObject
@@ -216,4 +220,3 @@ def test_a_call_behind_or_within_reasoning(
         return
     (reasoning, (called, arguments)) = found
     assert (reasoning, called, json.loads(arguments)) == ({"I think."}, "weather", given)
-    validate(json.loads(arguments), {"type": "object"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def model(request: pytest.FixtureRequest) -> Model:
     return Model(request.param)
 
 
-PARAMETERS = {
+PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "maxLength": 9},
@@ -135,8 +136,6 @@ def test_one_call_is_enough(model: Model, name: str) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_calls_that_are_drawn_are_read(model: Model, name: str, seed: int) -> None:
     """Whatever tokens a model draws, the parser finds calls of the schema in them."""
-    from jsonschema import validate
-
     rng = Random(seed)
     matcher = model.matcher(grammar(name, "none", StructuredOutputsParams(regex="never"), once=seed % 2 == 1))
     tokens = list[int]()
@@ -159,5 +158,16 @@ def test_calls_that_are_drawn_are_read(model: Model, name: str, seed: int) -> No
         return
     assert found
     for called, arguments in found:
-        schema = next(each.schema for each in FUNCTIONS if each.name == called)
-        validate(json.loads(arguments), dict(schema))
+        given = json.loads(arguments)
+        if called == "ping":
+            assert given == {}
+            continue
+        assert {"city", "days"} <= given.keys() <= PARAMETERS["properties"].keys()
+        assert isinstance(given["city"], str)
+        assert len(given["city"]) <= 9
+        assert type(given["days"]) is int
+        assert 0 <= given["days"] <= 99
+        assert given.get("hot") in (True, False, None)
+        assert given.get("unit", "c") in ("c", "f")
+        assert len(given.get("at", [])) <= 2
+        assert all(0 <= each <= 9 for each in given.get("at", []))

@@ -194,9 +194,10 @@ class _Function:
             return "possible end" if source.cut else "end"
         if following is not None and following["end"]:
             return "text"
+        fits = on_line or source.text[ends.end() - 1] == "\n"
         if following is not None and following["parameter"]:
-            return "end" if parameter and not function and not call else "text"
-        if following is not None and (yield from self._is_call(ends.end())):
+            return "end" if parameter and not function and not call and fits else "text"
+        if following is not None and fits and (yield from self._is_call(ends.end())):
             return "end"
         if parameter and (call or (function and self._bare)) and on_line and not value.holds_call:
             return "end"
