@@ -1,4 +1,4 @@
-"""Draws that look at few tokens against the whole law, bit for bit: in C, and by numpy where there is no compiler."""
+"""`sample` in C gives the same tokens, bit for bit, as a draw from the whole truncated and tempered law."""
 
 from __future__ import annotations
 
@@ -9,22 +9,11 @@ import pytest
 import torch
 
 from bateleur.eagle import Coupled, Drafts, Keys, Lanes, Law, Role, Rows, argmax, draw, native, sample, verify
-from bateleur.eagle import _winners as winners
-from bateleur.eagle.noise import bits, names, row_words
+from bateleur.eagle.noise import names
 from bateleur.metadata.native import missing
 from eagle_doubles.laws import HOSTILE, INF, LAWS, NAN, Row, keys_of, law_of, likely, normal
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=["c", "numpy"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who draws."""
-    if request.param == "c" and missing() is not None:
-        pytest.skip(f"no kernels in C: {missing()}")
-    if request.param == "numpy":
-        monkeypatch.setattr(native, "takes", lambda _: False)
-    return str(request.param)
 
 
 def same(logits: torch.Tensor, law: Law, keys: Keys, role: Role = Role.TARGET) -> None:
@@ -37,7 +26,7 @@ def same(logits: torch.Tensor, law: Law, keys: Keys, role: Role = Role.TARGET) -
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_draw_is_that_of_the_whole_law(kind: str, form: str) -> None:
+def test_a_draw_is_that_of_the_whole_law(kind: str) -> None:
     for seed, logits in ((1, normal(len(LAWS), 8200, 2.5)), (2, likely(len(LAWS), 8200))):
         same(HOSTILE[kind](logits), law_of(*LAWS), keys_of(len(LAWS), seed))
 
@@ -51,19 +40,19 @@ def test_vocabularies_of_any_size_and_dtype(size: int, dtype: torch.dtype, role:
 
 
 @pytest.mark.parametrize("scale", [0.0, 3.0])
-def test_a_wide_vocabulary(scale: float, form: str) -> None:
+def test_a_wide_vocabulary(scale: float) -> None:
     some = [(0.8, 0, 0, 1), (30, 0, 0, 1), (0.8, 0, 50, 1), (1, 0, 0, 0.9), (1, 0.02, 0, 0.95)]
     logits = normal(len(some), 128_256, scale) if scale else likely(len(some), 128_256)
     same(logits, law_of(*some), keys_of(len(some), 7))
 
 
-def test_rows_apart_in_memory(form: str) -> None:
+def test_rows_apart_in_memory() -> None:
     logits = normal(2 * len(LAWS), 9000, 2.0)[::2, 5:8400]
     same(logits, law_of(*LAWS), keys_of(len(LAWS)))
     assert argmax(logits).token_ids.tolist() == logits.max(1).indices.tolist()
 
 
-def test_bad_rows_are_told_and_others_are_not(form: str) -> None:
+def test_bad_rows_are_told_and_others_are_not() -> None:
     logits = normal(len(LAWS) * 3, 8200)
     logits[1::3, 4321] = NAN
     logits[2::3] = -INF
@@ -72,19 +61,17 @@ def test_bad_rows_are_told_and_others_are_not(form: str) -> None:
     assert sample(logits, law, keys_of(len(law))).bad.tolist() == [False, True, True] * len(LAWS)
 
 
-def test_rows_are_decided_by_few_tokens(form: str) -> None:
+@pytest.mark.skipif(missing() is not None, reason=f"no kernels in C: {missing()}")
+def test_rows_are_decided_by_few_tokens() -> None:
     """Else all of this would hold with `Law.apply` alone."""
     laws = [each for each in LAWS if each[2] <= 50 and not 0 < 1 - each[3] < 1e-3]
     law, logits = law_of(*laws), likely(len(laws), 32_768)
     keys, words = keys_of(len(laws)), Lanes.of(32_768, CPU).words
-    if form == "c":
-        tokens = native.draw_rows(logits, law.values, words, keys.seed, names(keys, Role.TARGET))[0].numpy()
-    else:
-        tokens = winners.draw_rows(logits, law.values, words, *row_words(keys, Role.TARGET))
+    tokens, _ = native.draw_rows(logits, law.values, words, keys.seed, names(keys, Role.TARGET))
     assert (tokens >= 0).all()
 
 
-def test_ids_of_a_reduced_vocabulary_keep_their_noise(form: str) -> None:
+def test_ids_of_a_reduced_vocabulary_keep_their_noise() -> None:
     ids = torch.arange(0, 40_000, 4)
     law, keys = law_of(*[(1.0, 0, 0, 1.0), (1.0, 0, 20, 1.0)] * 4), keys_of(8)
     logits, lanes = likely(8, len(ids)), Lanes.of(ids, CPU)
@@ -92,19 +79,7 @@ def test_ids_of_a_reduced_vocabulary_keep_their_noise(form: str) -> None:
     assert torch.equal(got.token_ids, draw(law.apply(logits), law.temperature, keys, lanes=lanes).token_ids)
 
 
-@pytest.mark.parametrize("role", Role)
-def test_the_loudest_lanes_are_found_backwards(role: Role) -> None:
-    size, depth = 60_000, 1 << 20
-    keys = Keys(torch.tensor([5]), torch.tensor([77]), 3)
-    low, high = (word.numpy().view(np.uint32)[0, 0] for word in row_words(keys, role))
-    words = Lanes.of(size, CPU).words.numpy().view(np.uint32)
-    found = winners._Noise(words, low, high).loudest(depth)
-    heard = (bits(keys, role, size)[0] & 0x7FFFFFFF) < depth
-    assert len(found) > 10
-    assert found.tolist() == heard.nonzero().flatten().tolist()
-
-
-def test_first_maxima_of_wide_rows(form: str) -> None:
+def test_first_maxima_of_wide_rows() -> None:
     for size in (32_768, 40_001):
         logits = normal(6, size).round()
         logits[1, -1] = 40.0

@@ -32,43 +32,20 @@ class Drawn(NamedTuple):
     bad: Tensor
 
 
-_BLOCK, _MANY = 128, 3 << 16
-"""Lanes of a block; and how many logits it takes until blocks pay for their operators."""
-
-
 def argmax(logits: Tensor, part: Part | None = None) -> Drawn:
     """Return the first maximum of every row of (R, V) floating logits; ties go to the lowest id.
 
     part: whose logits they are, if not those of the whole vocabulary.
     """
     if part is not None:
-        best = _best_rows if native.takes(logits) else _maximum
-        return Drawn(*part.elect(*best(logits)))
+        best_R, lane_R = _best_rows(logits) if native.takes(logits) else logits.max(dim=-1)
+        return Drawn(*part.elect(best_R, lane_R))
     if native.takes(logits):
         return Drawn(*_argmax_rows(logits))
-    best_R, token_ids_R = _maximum(logits)
+    best_R, token_ids_R = logits.max(dim=-1)
     # `max` propagates NaN and no number is above it: one comparison finds NaN rows and rows without support.
     bad_R = (best_R > -torch.inf).logical_not_()
     return Drawn(token_ids_R.masked_fill_(bad_R, 0), bad_R)
-
-
-def _maximum(logits: Tensor) -> tuple[Tensor, Tensor]:
-    wide = logits.is_cpu and logits.numel() >= _MANY and logits.shape[1] >= 16 * _BLOCK
-    best_R, lane_R = _first_maximum(logits) if wide else logits.max(dim=-1)
-    return best_R, lane_R
-
-
-def _first_maximum(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`logits.max(dim=-1)` on a CPU, which reads values alone seven times as fast as values with their places."""
-    size, full = logits.shape[1], logits.shape[1] // _BLOCK * _BLOCK
-    peaks_RB = logits[:, :full].unflatten(1, (-1, _BLOCK)).amax(-1)
-    if full < size:
-        peaks_RB = torch.cat((peaks_RB, logits[:, full:].amax(-1, keepdim=True)), 1)
-    best_R, block_R = peaks_RB.max(dim=-1)
-    # Behind the last full block these are lanes before it, too, and all of them are below the best.
-    start_R1 = (block_R * _BLOCK).clamp_(max=size - _BLOCK).unsqueeze(1)
-    lane_RL = start_R1 + torch.arange(_BLOCK, device=logits.device)
-    return best_R, start_R1.squeeze(1) + logits.gather(1, lane_RL).max(dim=-1).indices
 
 
 def _rows(logits: Tensor) -> tuple[Tensor, Tensor]:

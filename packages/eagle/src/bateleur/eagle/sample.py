@@ -5,7 +5,6 @@ Legend for shapes: N rows of logits, V vocabulary.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.library import Library
 
@@ -15,9 +14,6 @@ from bateleur.eagle.law import Law
 from bateleur.eagle.noise import Keys, Lanes, Role, gumbel_, hashed, mixed, names, unit
 from bateleur.metadata.forms import Forms, define, load
 
-_WIDE, _WIDE_WHOLE = 8192, 32_768
-"""Without a compiler: tokens of a vocabulary from which on it pays on a CPU to look for those that can win; where
-nothing is truncated."""
 _library = Library("bateleur", "FRAGMENT")
 
 
@@ -29,8 +25,8 @@ def sample(
     logits: (N, V) float32 or narrower, of which the law is that of the same numbers in float32; not written to.
     keys, role, lanes: as of `draw`; with the lanes of a part, of which these are logits, it is a draw of all ranks.
 
-    `ValueError` if the numbers of rows disagree. On a CPU a row costs little more than a look at its logits, and never
-    an order of them: in C (`native`), or where there is no compiler by numpy (`_winners`).
+    `ValueError` if the numbers of rows disagree. In C (`native`) a row costs little more than one pass over its logits,
+    without sorting them; without a compiler torch applies the whole law.
     """
     if logits.dim() != 2 or logits.shape[0] != len(keys) or len(law) != len(keys):
         raise ValueError(
@@ -49,11 +45,10 @@ def sample(
 
 
 def _drawn(logits: Tensor, law: Law, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
-    size, name = logits.shape[1], names(keys, role)
+    name = names(keys, role)
     if law.penalties is not None:
         logits, law = law.penalties.apply(logits), Law(law.host, law.values)
-    wide = size >= _WIDE and (size >= _WIDE_WHOLE or len(law.truncated(size)) > 0)
-    if native.takes(logits) or (logits.is_cpu and wide and lanes.whole):
+    if native.takes(logits):
         return Drawn(*_sample_rows(logits, law.values, lanes.words, keys.seed, name))
     return argmax(_whole(logits, law, lanes.words, keys.seed, name))
 
@@ -75,13 +70,7 @@ def _whole(logits: Tensor, law: Law, words: Tensor, seeds: Tensor, name: Tensor)
 def _rows(
     logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, name: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if native.takes(logits):
-        tokens, bad = native.draw_rows(logits, values, words, seeds, name)
-    else:
-        draw_rows = load("bateleur.eagle._winners:draw_rows")
-        tokens = torch.from_numpy(draw_rows(logits.float(), values, words, *hashed(seeds, name)))
-        bad = tokens == -1
-        tokens.masked_fill_(bad, 0)
+    tokens, bad = native.draw_rows(logits, values, words, seeds, name)
     open_M = (tokens < 0).nonzero().squeeze(1)
     if len(open_M):
         some = values[open_M]
