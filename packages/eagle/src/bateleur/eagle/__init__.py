@@ -49,19 +49,16 @@ if TYPE_CHECKING:
     )
     from bateleur.eagle.part import Exchange, Part
     from bateleur.eagle.speculator import EagleSpeculator
-    from bateleur.eagle.steady import DraftTable, SteadyRows
 
 _LAZY = {
     "DecodeEagleCudaGraphManager": "managers",
     "DraftCache": "cache",
     "DraftGraphs": "managers",
-    "DraftTable": "steady",
     "EagleSpeculator": "speculator",
     "Exchange": "part",
     "Learning": "learning",
     "Part": "part",
     "PrefillEagleCudaGraphManager": "managers",
-    "SteadyRows": "steady",
 }
 """What needs graphs and heads, which noise and verification do not, several ranks, or C: imported when asked for."""
 
@@ -88,7 +85,6 @@ __all__ = [
     "DraftDistribution",
     "DraftGraphs",
     "DraftPolicy",
-    "DraftTable",
     "Drafter",
     "Drafts",
     "Drawn",
@@ -113,7 +109,6 @@ __all__ = [
     "SamplingDrafter",
     "SettledPolicy",
     "SleepingPolicy",
-    "SteadyRows",
     "StepCost",
     "StepTime",
     "TargetNeeds",

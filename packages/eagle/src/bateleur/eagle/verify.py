@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
-from bateleur.eagle import native
 from bateleur.eagle._places import Places
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.law import Law
 from bateleur.eagle.noise import Lanes
-from bateleur.eagle.rules import Coupled, Drafts, OneHot, Rows, Rule, Verdict, tempered
+from bateleur.eagle.rules import Drafts, OneHot, Rows, Rule, Verdict, tempered
 from bateleur.eagle.sample import sample
-from bateleur.metadata.forms import Forms, define, load, undispatched
+from bateleur.metadata.forms import Forms, load
 
 
 def verify(
@@ -98,23 +96,6 @@ def _coupled(
     law: Law | None = None,
 ) -> Verdict:
     """The target draws every row, and drafts that are the same draws save their forward passes."""
-    alone = lanes is None or lanes.part is None
-    if alone and native.takes(logits) and (greedy if law is None else law.penalties is None):
-        lanes = Lanes.of(logits.shape[1], logits.device) if lanes is None else lanes
-        values = None if greedy or law is None else law.values
-        starts = rows.query_start_loc
-        return Verdict(
-            *_coupled_rows(
-                logits, values, lanes.words, rows.seeds, rows.first_position, starts, drafts.tokens
-            )
-        )
-    return _by_places(logits, drafts, rows, lanes, greedy=greedy, law=law)
-
-
-def _by_places(
-    logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None, *, greedy: bool, law: Law | None
-) -> Verdict:
-    """In torch's operators, where every row is drawn."""
     places = Places.of(logits.shape[0], drafts, rows)
     if greedy and (law is None or law.penalties is None):
         drawn = argmax(logits, None if lanes is None else lanes.part)
@@ -134,33 +115,3 @@ def _by_places(
 
 
 COUPLED = Forms(_coupled, triton="bateleur.eagle.kernels.verify:coupled")
-
-
-def _rows(
-    logits: Tensor,
-    values: Tensor | None,
-    words: Tensor,
-    seeds: Tensor,
-    first: Tensor,
-    starts: Tensor,
-    drafts: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    found = native.coupled_rows(logits, values, words, seeds, first, starts, drafts)
-    if found is not None:
-        return found
-    law = None if values is None else Law(values.numpy(), values)
-    rows = Rows(starts, seeds, first, torch.zeros(len(seeds)))  # a law knows its temperatures
-    return _by_places(logits, Drafts(drafts, Coupled()), rows, Lanes(words), greedy=law is None, law=law)
-
-
-def _rows_fake(logits: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    num_reqs, most = others[-1].shape
-    tokens = others[-1].new_empty(num_reqs, 1 + most)
-    return tokens, tokens.new_empty(num_reqs), tokens.new_empty(num_reqs, dtype=torch.bool)
-
-
-_library = Library("bateleur", "FRAGMENT")
-_coupled_rows = undispatched(
-    define(_library, _rows, Forms(_rows), mutates=(), fake=_rows_fake, name="coupled_rows"), _rows
-)
-"""An operator, so that a recorded graph holds it."""

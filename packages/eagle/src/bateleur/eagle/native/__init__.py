@@ -1,4 +1,4 @@
-"""Draws over a vocabulary, and their verification, on a CPU in C, where there is a compiler: `draw.c`, `verify.c`."""
+"""Draws over a vocabulary in C on a CPU, where there is a compiler: `draw.c`."""
 
 from __future__ import annotations
 
@@ -91,35 +91,6 @@ def lead_rows(
     return leads, lanes
 
 
-def coupled_rows(
-    logits: Tensor,
-    values: Tensor | None,
-    words: Tensor,
-    seeds: Tensor,
-    first: Tensor,
-    starts: Tensor,
-    drafts: Tensor,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """A `Verdict` under COUPLED of N rows of logits, or None where it takes the whole law to tell.
-
-    values: as of `draw_rows`, None where every row takes its maximum. seeds, first: (R,) int64, and the position of the
-    row's first draw. starts: (R + 1,) int32. drafts: (R, K) int64.
-    """
-    num_reqs, most = drafts.shape
-    tokens, emitted = drafts.new_empty(num_reqs, 1 + most), drafts.new_empty(num_reqs)
-    bad = torch.empty(num_reqs, dtype=torch.bool)
-    values = None if values is None else values.contiguous()
-    words, seeds, first, starts = (each.contiguous() for each in (words, seeds, first, starts))
-    drafts = drafts if drafts.stride(1) == 1 else drafts.contiguous()
-    left_open = _verify()["coupled_rows"](
-        logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, logits.shape[0],
-        None if values is None else values.data_ptr(), words.data_ptr(), seeds.data_ptr(), first.data_ptr(),
-        starts.data_ptr(), drafts.data_ptr(), drafts.stride(0), tokens.data_ptr(), emitted.data_ptr(), bad.data_ptr(),
-        num_reqs, most, logits.shape[1], torch.get_num_threads(),
-    )  # fmt: skip
-    return None if left_open else (tokens, emitted, bad)
-
-
 def cut_rows(scaled: Tensor, parts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """`law.cut` of N rows of logits over the temperature; parts: (N, V) exp(scaled - their maximum)."""
     least, last = torch.empty(len(scaled)), torch.empty(len(scaled), dtype=torch.int32)
@@ -161,15 +132,3 @@ def _empty(logits: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _kernels() -> dict[str, Kernel]:
     return dict(kernels(Path(__file__).parent / "draw.c", _SIGNATURES))
-
-
-def coupled_ends() -> Kernel:
-    """Of `verify.c`, for `SteadyRows`."""
-    return _verify()["coupled_ends"]
-
-
-@cache
-def _verify() -> dict[str, Kernel]:
-    rows = "=" + "plil" + "pp" + "ppp" + "pl" + "ppp" + "llli"
-    functions = (("coupled_rows", rows), ("coupled_ends", "=" + "p" + "plill" + "ppp" + "i"))
-    return dict(kernels(Path(__file__).parent / "verify.c", functions))

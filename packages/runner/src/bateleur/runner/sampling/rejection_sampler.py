@@ -22,16 +22,13 @@ from torch.nn.functional import pad
 from bateleur.eagle import (
     Drafter,
     Drafts,
-    DraftTable,
     EagleSpeculator,
     OneHot,
     Rows,
     Rule,
     SamplingDrafter,
-    SteadyRows,
     Verdict,
     distribution_of,
-    native,
     verify,
 )
 from bateleur.metadata import CommonAttentionMetadata
@@ -89,8 +86,6 @@ class RejectionSampler:
         read tokens and leave drafts where they are kept."""
         self._spanned: tuple[NDArray[np.int64], Span | None] | None = None
         """That of rows, which plans with other drafts share."""
-        self._one_call = rule is Rule.COUPLED and sampling.lanes.part is None
-        self._steady = PerPlan(self._steady_rows)
         self._ids_of = PerPlan(self._cells_of)
         self._kept = Kept(device)
 
@@ -220,8 +215,6 @@ class RejectionSampler:
             hidden_TD[:num_logits] if index.hidden_L is None else hidden_TD.index_select(0, index.hidden_L)
         )
         logits_LV = self.model.logits(hidden_LD)
-        if allowed is None and (ended := self._in_one_call(plan, batch, logits_LV)) is not None:
-            return ended
         rows_S, draws = plan.rows[index.drawing], self.draws_of(plan)
         bare = draws.bare and allowed is None
         processed = Processed(logits_LV, draws.law, None) if bare else None
@@ -267,25 +260,6 @@ class RejectionSampler:
         else:
             self.next.emitted(index.table_rows_S, emitted.tokens, emitted.num_emitted)
 
-    def _in_one_call(
-        self, plan: StepPlan, batch: CommonAttentionMetadata, logits_LV: Tensor
-    ) -> Verified | None:
-        """`verify` on a CPU, where tokens are drawn from logits as they are; else None."""
-        if not (self.on_host and self._one_call and native.takes(logits_LV)):
-            return None
-        rows = self._steady(plan)
-        if rows is None or (found := rows.verify(logits_LV, batch.positions)) is None:
-            return None
-        return Verified.of_host(*found, self._width, self.index_of(plan))
-
-    def _steady_rows(self, plan: StepPlan) -> SteadyRows | None:
-        if not (draws := self.draws_of(plan)).bare:
-            return None
-        index, drawing = self.index_of(plan), plan.drawing[1]
-        table = DraftTable(drawing, self.next.on_host, self.table.num_drafts)
-        lanes = self.sampling.lanes
-        return SteadyRows(table, index.starts, index.first_token_S, draws.seeds, draws.law, lanes)
-
     def rehearse(self, batch: CommonAttentionMetadata, num_reqs: int, query_len: int) -> Tensor | None:
         """Verify rows without requests that draw, `query_len` tokens each, and forget it; returns `num_valid`."""
         rows, samples = np.arange(num_reqs), np.ones(num_reqs, np.bool_)
@@ -309,7 +283,7 @@ class RejectionSampler:
 
     def _forget(self) -> None:
         """What was made of plans."""
-        for made in (self.index_of, self.draws_of, self.span_of, self._steady, self._ids_of):
+        for made in (self.index_of, self.draws_of, self.span_of, self._ids_of):
             made.forget()
 
     def _drafts(self, index: StepIndex, rows_S: NDArray[np.int64]) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,25 +41,5 @@ class Verified:
     def of_packed(cls, packed: Tensor, width: int, index: StepIndex) -> Verified:
         """As `CapturedSampler.record` left it, of rows that all draw; `width` is J."""
         tokens, drafts = packed[:, 2 : 2 + width], packed[:, 2 + width :]
-        return cls._of_parts(index, packed, packed[:, 0], packed[:, 1], tokens, drafts)
-
-    @classmethod
-    def of_host(
-        cls, packed: NDArray[np.int64], num_emitted: NDArray[np.int64], width: int, index: StepIndex
-    ) -> Verified:
-        """The same on a CPU, as `SteadyRows.verify` left it: numpy makes views in a third of the time."""
-        parts = packed, num_emitted, packed[:, 1], packed[:, 2 : 2 + width], packed[:, 2 + width :]
-        return cls._of_parts(index, *map(torch.from_numpy, parts))
-
-    @classmethod
-    def _of_parts(
-        cls,
-        index: StepIndex,
-        packed: Tensor,
-        num_emitted: Tensor,
-        bad: Tensor,
-        tokens: Tensor,
-        drafts: Tensor,
-    ) -> Verified:
         drawing, first = index.drawing, index.first_S
-        return cls(drawing, first, tokens, num_emitted, bad, None, drafts, None, packed)
+        return cls(drawing, first, tokens, packed[:, 0], packed[:, 1], None, drafts, None, packed)
