@@ -112,8 +112,6 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
         for name in LAYERS:  # for those that a CPU calls without the dispatcher
             monkeypatch.setitem(LAYERS, name, Forms(counted(name, operators[name])))
         monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
-        sampler = "bateleur.runner.sampling.rejection_sampler.RejectionSampler"
-        monkeypatch.setattr(f"{sampler}._in_one_call", lambda *_: None)
 
         for name in PLANNERS:
             home = f"bateleur.mamba.planners.{name}.FORMS"

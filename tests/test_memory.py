@@ -114,7 +114,6 @@ def test_info_counts_a_draft_head(
     settings |= {"draft": random_head if head == "random" else "auto", "cudagraph_backend": "recorded"}
     settings |= {"cudagraph_capture_sizes": [4, 12]}
     # Packed neither by us, where the last panel of a matrix is filled up, nor, under graphs, by oneDNN.
-    settings["draft_quantization"] = "none"
     monkeypatch.setattr("bateleur.runner.models.native.packs", lambda weight: False)
     llm = make_llm(cudagraph_mode="FULL_DECODE_ONLY", **settings)
     drafting = llm.engine._proposer

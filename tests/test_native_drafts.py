@@ -32,7 +32,7 @@ TEMPERATURES = (0.0, 0.8, 0.0, 1.3)
 def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
     """Whose heads are multiplied in floats, so that both forms round alike."""
     settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 3, "num_speculative_tokens": 4}
-    return partial(make_llm, model=tiny_hybrid, draft_quantization="none", **settings)
+    return partial(make_llm, model=tiny_hybrid, **settings)
 
 
 @pytest.fixture

@@ -22,9 +22,7 @@ class Eagle1Head(BaseHead):
         self, spec: HeadSpec, weights: Weights, vocabulary: Vocabulary, target_ids: Tensor | None = None
     ) -> None:
         super().__init__(spec, weights, vocabulary, target_ids)
-        self.fc = weights.product(
-            ["fc"], [spec.hidden_size], 2 * spec.hidden_size, bias=spec.fc_bias, raw=True
-        )
+        self.fc = weights.product(["fc"], [spec.hidden_size], 2 * spec.hidden_size, bias=spec.fc_bias)
         self.layers = [DecoderLayer(spec, weights, i, input_norm=i > 0) for i in range(spec.num_layers)]
 
     def forward(

@@ -53,8 +53,7 @@ class Eagle3Head(BaseHead):
         self.fc = self.input_norm = None
         self.tap_norms: list[RMSNorm] = []
         if taps:
-            normed = spec.fc_norm or spec.norm_before_fc
-            self.fc = weights.product(["fc"], [size], taps * width, bias=spec.fc_bias, raw=not normed)
+            self.fc = weights.product(["fc"], [size], taps * width, bias=spec.fc_bias)
             if spec.fc_norm:
                 self.tap_norms = [RMSNorm(weights, f"fc_norm.{i}", width, spec.norm_eps) for i in range(taps)]
             if spec.norm_before_fc:

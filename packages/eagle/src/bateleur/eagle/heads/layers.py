@@ -89,15 +89,13 @@ def rotate(x_TAD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
 class Attention:
     """Grouped-query attention; query, key and value come from one projection of an input of `width` lanes."""
 
-    def __init__(
-        self, spec: HeadSpec, weights: Weights, name: str, index: int, width: int, *, raw: bool = False
-    ) -> None:
-        """`index` is what `Attend` is told. raw: what comes is no norm's."""
+    def __init__(self, spec: HeadSpec, weights: Weights, name: str, index: int, width: int) -> None:
+        """`index` is what `Attend` is told."""
         self._index = index
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         rows = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
         parts = [f"{name}.{part}_proj" for part in "qkv"]
-        self.qkv_proj = weights.product(parts, rows, width, bias=spec.attention_bias, raw=raw)
+        self.qkv_proj = weights.product(parts, rows, width, bias=spec.attention_bias)
         # Qwen2 has biases on query, key and value only.
         out_bias = spec.attention_bias and f"{name}.o_proj.bias" in weights
         self.o_proj = weights.product([f"{name}.o_proj"], [spec.hidden_size], rows[0], bias=out_bias)
@@ -146,14 +144,7 @@ class DecoderLayer:
     ) -> None:
         name, size, eps = f"layers.{index}", spec.hidden_size, spec.norm_eps
         self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", size, eps) if input_norm else None
-        self.attention = Attention(
-            spec,
-            weights,
-            f"{name}.self_attn",
-            index,
-            2 * size if wide else size,
-            raw=not (input_norm or wide),
-        )
+        self.attention = Attention(spec, weights, f"{name}.self_attn", index, 2 * size if wide else size)
         self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
         self.mlp = Mlp(spec, weights, f"{name}.mlp")
 

@@ -64,7 +64,6 @@ def load_head(
     device: torch.device | str,
     layer_ids: LayerIds = "inputs",
     project: Project = linear,
-    project_raw: Project | None = None,
 ) -> tuple[Head, LoadReport]:
     """The draft head in a folder, and where its weights came from.
 
@@ -78,7 +77,6 @@ def load_head(
         device: of the head's own weights; the target's must be there too.
         layer_ids: whether `eagle_aux_hidden_state_layer_ids` counts inputs or outputs of layers (see `heads.config`).
         project: makes the products with the head's own matrices.
-        project_raw: those with hidden states as they are, see `Weights.product`; None for `project`.
 
     Raises:
         ValueError: the layout is not known, a size does not fit, or weights are missing, misshapen or of no known use
@@ -95,9 +93,7 @@ def load_head(
         described = describe(config, tensors.keys(), target, layer_ids)
         spec = described.spec
         spell = _spelling(files.keys())
-        weights = Weights(
-            tensors, dtype=dtype, device=device, spell=spell, project=project, project_raw=project_raw
-        )
+        weights = Weights(tensors, dtype=dtype, device=device, spell=spell, project=project)
         vocabulary, shared = _vocabulary(spec, weights, target)
         target_ids = _target_ids(spec, weights, tensors)
         head = _BUILD[spec.kind](spec, weights, vocabulary, target_ids)

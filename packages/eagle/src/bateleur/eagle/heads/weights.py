@@ -34,13 +34,11 @@ class Weights:
         device: torch.device | str,
         spell: Callable[[str], str] = str,
         project: Project = linear,
-        project_raw: Project | None = None,
     ) -> None:
         """`tensors` may read from a file as it is indexed; `spell` turns a name into the file's, for messages;
-        `project` makes products, and `project_raw`, if it is not that, those with what no norm holds in bounds.
+        `project` makes products.
         """
         self.dtype, self.device, self.project = dtype, torch.device(device), project
-        self._project_raw = project if project_raw is None else project_raw
         self.own: dict[str, tuple[int, int]] = {}
         self._tensors, self._spell = tensors, spell
         self._taken: set[str] = set()
@@ -67,16 +65,10 @@ class Weights:
         columns: int,
         *,
         bias: bool = False,
-        raw: bool = False,
     ) -> Callable[[Tensor], Tensor]:
-        """The product with matrices (rows[i], columns) in one, below each other, and their biases if there are any.
-
-        raw: of hidden states as they are, in which a few numbers may be a hundred times as large as the others (Sun et
-        al., "Massive Activations in Large Language Models", 2024).
-        """
+        """The product with matrices (rows[i], columns) in one, below each other, and their biases if there are any."""
         weight = self._arrange(self._stacked([f"{name}.weight" for name in names], rows, columns))
-        project = self._project_raw if raw else self.project
-        return project(weight, self._stacked([f"{name}.bias" for name in names], rows) if bias else None)
+        return self.project(weight, self._stacked([f"{name}.bias" for name in names], rows) if bias else None)
 
     def integers(self, name: str, *shape: int) -> Tensor:
         """A table of whole numbers, as int64 on the CPU."""

@@ -198,11 +198,6 @@ class SpeculativeConfig(Checked):
     """A head makes no draft behind one at which the chance that all of a request's drafts are right, as the head itself
     sees it, has fallen below this: where a pass costs time, on a CPU. 0 for never; default: 0.2 where a head's passes
     run one by one on a CPU, under "coupled" and without graphs, else 0."""
-    draft_quantization: str = option("auto", OneOf(("auto", "none", "int8")))
-    """What the matrices of a draft head are kept and multiplied in, but for the target's own and those that read its
-    hidden states: "int8", whose drafts are about as often right and take two thirds of the time, "none" for the
-    model's dtype, or "auto", which is "int8" for a head of a folder in float32 on a CPU that multiplies bytes. Tokens
-    are the same under all."""
     speculative_rule: str | Rule = option("coupled", OneOf(("coupled", "ratio", "block")))
     """How drafts are tested: "coupled" (the tokens of plain decoding), or "ratio" or "block", which have the target's
     law; a head then keeps the logits of its drafts, max_num_seqs * drafts * draft vocabulary * 4 bytes, and a `drafter`
@@ -216,9 +211,6 @@ class SpeculativeConfig(Checked):
             refuse("num_speculative_tokens", self.num_speculative_tokens, "0 without a draft or a drafter")
         if self.draft_least_chance and (self.draft is None or self.draft == NGRAM):
             refuse("draft_least_chance", self.draft_least_chance, "0 or None without a draft head")
-        if self.draft_quantization == "int8" and self.draft in (None, NGRAM, MTP):
-            rule = "'auto' or 'none' without a draft head in a folder of its own"
-            refuse("draft_quantization", self.draft_quantization, rule)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if (length := getattr(self, name)) is not None and self.draft != NGRAM:
                 refuse(name, length, f"None without draft = {NGRAM!r}")

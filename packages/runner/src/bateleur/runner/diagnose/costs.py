@@ -21,7 +21,7 @@ from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import told as attends
-from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig, ParallelConfig, SpeculativeConfig
+from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig, ParallelConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import told
@@ -43,7 +43,7 @@ from bateleur.runner.models.spec import (
     parts_of,
 )
 from bateleur.runner.parallel.ranks import Ranks
-from bateleur.runner.spec_decode.draft_head import DraftHead, quantizes
+from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
 
@@ -125,8 +125,6 @@ class CheckpointFacts:
     """Which backend attends, and why none before it; None without attention layers."""
     cpu_kernels: str | None
     """Whose kernels run on a CPU, and why no others; None elsewhere."""
-    draft_quantization: str | None
-    """What the matrices of a draft head are kept and multiplied in; None where that is the model's dtype."""
     unused_tensors: int
     """Tensors in the files that the model does not need."""
 
@@ -181,8 +179,6 @@ class CheckpointFacts:
             lines.append(f"attention                  {self.attention}")
         if self.cpu_kernels:
             lines.append(f"kernels on this CPU        {self.cpu_kernels}")
-        if self.draft_quantization:
-            lines.append(f"draft head's matrices      {self.draft_quantization}")
         if self.unused_tensors:
             lines.append(f"{self.unused_tensors} tensors in the files are known and not used")
         return "\n".join(lines)
@@ -256,7 +252,6 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         prompt_scan=told(config.model.prompt_scan, spec, counted, device),
         attention=attends(config.model.attention_backend, spec, computed, device),
         cpu_kernels=describe_kernels(device),
-        draft_quantization=_quantization(chosen, device, computed),
         unused_tensors=len(checkpoint.unused) - own,
     )
 
@@ -264,13 +259,6 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
 def empty_model(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> HybridDecoder:
     """The model without memory, or what the first rank has of it."""
     return HybridDecoder(checkpoint.spec, dtype=dtype, device="meta", **_first_of(config.parallel))
-
-
-def _quantization(chosen: SpeculativeConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What a head in a folder of its own comes to, if there is one. Raises ValueError for what can't be."""
-    if chosen.draft in (None, NGRAM, MTP):
-        return None
-    return "int8" if quantizes(chosen.draft_quantization, device, dtype) else None
 
 
 def _sharing(caches: CacheOptions) -> CacheOptions:

@@ -147,14 +147,7 @@ class _Study:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        as_it_is = {"draft_least_chance": 0, "draft_quantization": self.quantization}
-        told = {"draft_quantization": "none"} if "drafter" in overrides else {}
-        return LLM(self.checkpoint.path, **(as_it_is | self.settings | told | overrides))
-
-    @property
-    def quantization(self) -> str:
-        """What the head is multiplied in, in the engine and outside of it: by default what it is stored in."""
-        return str(self.settings.get("draft_quantization", "none"))
+        return LLM(self.checkpoint.path, **({"draft_least_chance": 0} | self.settings | overrides))
 
     def generate(self, llm: LLM, temperature: float, name: str = "") -> list[list[int]]:
         """Answers with their prompts. All have one seed, so what follows some tokens is the same for every prompt.
@@ -204,13 +197,7 @@ class _Study:
         recorder = Recorder(self.k, spec.num_layers)
         plain = {"enable_prefix_caching": False, "mamba_cache_mode": None, "mamba_retention": None}
         llm = self.engine(drafter=recorder, draft_policy="fixed", cudagraph_mode="NONE", **plain)
-        head = DraftHead.open(
-            self.draft,
-            llm.engine.model,
-            checkpoint=self.checkpoint,
-            recorded=None if self.quantization == "none" else False,
-            quantization=self.quantization,
-        ).head
+        head = DraftHead.open(self.draft, llm.engine.model, checkpoint=self.checkpoint).head
         head.reserve_positions(llm.limits.max_model_len)
         tried = conventions(head, spec.num_layers)
         recorder.keep = frozenset({spec.num_layers + 1}.union(*(meant.boundaries for meant in tried)))

@@ -113,9 +113,8 @@ class EngineSetup:
         elif draft is not None:
             shipped = folder is None
             drafter = DraftHead.open(
-                draft, network, checkpoint=checkpoint, shipped=shipped, recorded=recorded,
-                quantization=config.speculative.draft_quantization,
-            )  # fmt: skip
+                draft, network, checkpoint=checkpoint, shipped=shipped, recorded=recorded
+            )
         network.pack(recorded=recorded)  # behind the head, which may share some of them
         rule = member_of(Rule, config.speculative.speculative_rule)
         if isinstance(drafter, DraftHead):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from bateleur.eagle import DraftCache, DraftGraphs, EagleSpeculator, Rule
 from bateleur.eagle.heads import Head, LoadReport, TargetInfo, load_head
 from bateleur.eagle.heads.spec import SharedHead
 from bateleur.metadata import AttentionBackend, KVGroup
-from bateleur.runner.arguments import refuse
 from bateleur.runner.assets import shipped_draft
 from bateleur.runner.cache.costs import DraftCosts
 from bateleur.runner.cache.plan import CachePlan
@@ -28,9 +26,7 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.coarse import CoarseProjection
 from bateleur.runner.models.matrix import Projection
-from bateleur.runner.models.native import coarse
 from bateleur.runner.models.shares import share_experts
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec, parts_of
 from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
@@ -53,15 +49,13 @@ class DraftHead:
         checkpoint: Checkpoint | None = None,
         shipped: bool = False,
         recorded: bool | None = None,
-        quantization: str = "auto",
     ) -> DraftHead:
         """Load a head for `target`, on its device and in its dtype, from a folder, from the target's own `checkpoint`
         for "mtp", or "auto" beside the shipped model.
 
-        recorded: see `Projection.pack`; None packs nothing. quantization: what matrices are packed in, see
-        `SpeculativeConfig`. Raises ValueError for "auto" unless the target is `shipped`, a folder or a checkpoint that
-        holds no head, one that does not fit, a target without attention layers, whose blocks the head's keys and values
-        would share, or for "int8" where nothing multiplies it.
+        recorded: see `Projection.pack`; None packs nothing. Raises ValueError for "auto" unless the target is
+        `shipped`, a folder or a checkpoint that holds no head, one that does not fit, or a target without attention
+        layers, whose blocks the head's keys and values would share.
         """
         if path == MTP:
             assert checkpoint is not None
@@ -84,10 +78,9 @@ class DraftHead:
             embed=None if target.part is None else target.embed,
         )
         made: list[Projection] = []
-        coarsely = quantizes(quantization, target.device, target.dtype)
 
-        def project(kind: type[Projection], weight: Tensor, bias: Tensor | None) -> Projection:
-            made.append(kind(weight, bias))
+        def project(weight: Tensor, bias: Tensor | None) -> Projection:
+            made.append(Projection(weight, bias))
             return made[-1]
 
         head, report = load_head(
@@ -95,8 +88,7 @@ class DraftHead:
             info,
             dtype=target.dtype,
             device=target.device,
-            project=partial(project, CoarseProjection if coarsely else Projection),
-            project_raw=partial(project, Projection),
+            project=project,
         )
         for projection in made if recorded is not None else ():
             projection.pack(recorded=bool(recorded))
@@ -173,16 +165,6 @@ class DraftHead:
         if self.chains is None:
             captures = DraftGraphs(own, _chain_sizes(graphs.capture_sizes, limits), checks=graphs.checks)
         return EagleSpeculator(self.head, cache, backend, limits.buffers, drafts, graphs=captures, rule=rule)
-
-
-def quantizes(quantization: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a head's own matrices come to int8. Raises ValueError where they have to and can't."""
-    if quantization == "none":
-        return False
-    reason = coarse.why_not(device, dtype)
-    if reason is not None and quantization == "int8":
-        refuse("draft_quantization", quantization, f"'auto' or 'none' here: {reason}")
-    return reason is None
 
 
 def _ends_with_experts(spec: ModelSpec) -> bool:
