@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import (
+    AcceptStats,
     Coupled,
     DraftContext,
     EagleSpeculator,
     Keys,
-    Learning,
     Logits,
     OneHot,
     Role,
@@ -253,12 +253,12 @@ def test_as_many_drafts_are_accepted_as_the_laws_say(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of K + 2 tokens the second step can use all K drafts, behind a first token of known law, and no later one can."""
-    update = Learning.update
+    update = AcceptStats.update
 
-    def of_all(self: Learning, *counts: Any) -> None:
-        update(self, *(each if each is None else each[counts[1] == K] for each in counts))
+    def only_all(self: AcceptStats, num_drafts: Any, num_accepted: Any) -> None:
+        update(self, num_drafts[num_drafts == K], num_accepted[num_drafts == K])
 
-    monkeypatch.setattr(Learning, "update", of_all)
+    monkeypatch.setattr(AcceptStats, "update", only_all)
     llm = make(rule)
     sample(llm, max_tokens=2 + K)
     acceptance = llm.get_metrics().acceptance

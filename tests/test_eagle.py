@@ -332,7 +332,7 @@ def test_any_policy_that_asks_hears_what_steps_took(make_llm: Callable[..., LLM]
         def observe(self, step: StepTime) -> None:
             heard.append(step)
 
-    settings: dict[str, Any] = {"num_speculative_tokens": 3, "draft_least_chance": 0}
+    settings: dict[str, Any] = {"num_speculative_tokens": 3}
     llm = make_llm(max_model_len=128, draft=random_head, draft_policy=Listening(), **settings)
     llm.generate(PROMPTS, PARAMS)
     stats = deepcopy(llm.get_metrics())

@@ -188,7 +188,7 @@ def build(make_llm: Callable[..., LLM], sized: Callable[..., LLM], random_head: 
     def make(num_blocks: int = 0, **overrides: Any) -> LLM:
         """An engine with the untrained head; `num_blocks` makes the cache so small that requests lose their place."""
         settings: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "block_size": 4}
-        settings |= {"draft": random_head, "num_speculative_tokens": K, "draft_least_chance": 0}
+        settings |= {"draft": random_head, "num_speculative_tokens": K}
         settings |= {"enable_prefix_caching": True, "mamba_block_size": 8, "max_num_batched_tokens": 19}
         settings |= overrides
         if num_blocks:  # beside what rows need themselves, six pages to share

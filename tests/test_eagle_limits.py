@@ -81,7 +81,7 @@ def make(make_llm: Callable[..., LLM], random_head: Path) -> Callable[..., LLM]:
         settings: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "block_size": 4}
         settings |= {"num_speculative_tokens": K}
         if overrides.get("drafter") is None and overrides.get("num_speculative_tokens", K):
-            settings |= {"draft": random_head, "draft_least_chance": 0}
+            settings |= {"draft": random_head}
         if overrides.get("enable_prefix_caching"):
             settings["mamba_block_size"] = 8
         if "cudagraph_mode" in overrides:

@@ -9,15 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bateleur.eagle import DraftContext, EagleSpeculator, PolicyRows, StepTime
+from bateleur.eagle import DraftContext, EagleSpeculator
 from bateleur.eagle.heads.eagle3 import Eagle3Head
-from bateleur.eagle.host_chain import _Chances
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.metadata.native import missing
 from bateleur.runner import LLM, SamplingParams
@@ -68,14 +66,14 @@ def params(tokens: int = 24) -> list[SamplingParams]:
     return [SamplingParams(temperature=t, seed=i, max_tokens=tokens, ignore_eos=True) for i, t in seeded]
 
 
-def compare(llm: LLM, prompts: list[str] = PROMPTS, least_chance: float = 0.0) -> list[Tensor]:
+def compare(llm: LLM, prompts: list[str] = PROMPTS) -> list[Tensor]:
     """Let both forms propose in every step; returns the drafts."""
     drafter, made = speculator_of(llm), []
     native, propose = drafter._native, drafter.propose
     assert native is not None
 
     def both(context: DraftContext) -> Tensor:
-        context = replace(context, num_drafts=4, least_chance=least_chance)  # whatever is of use
+        context = replace(context, num_drafts=4)  # whatever is of use
         before = [cache.clone() for cache in drafter.kv[0]]
         drafter._native = None
         expected, stored = propose(context), stored_of(drafter, context)
@@ -86,8 +84,6 @@ def compare(llm: LLM, prompts: list[str] = PROMPTS, least_chance: float = 0.0) -
         assert torch.equal(drafts, expected)
         # Sums are taken in another order.
         torch.testing.assert_close(stored_of(drafter, context), stored, rtol=5e-6, atol=1e-5)
-        assert drafter.num_made is not None
-        assert drafter.num_made.tolist() == (drafts >= 0).sum(1).tolist()
         made.append(drafts)
         return drafts
 
@@ -202,7 +198,7 @@ def test_what_c_does_not_read_is_left_to_torch(make_llm: Callable[..., LLM], tin
 def test_a_row_that_ends_by_nan_has_no_part_in_it(
     make_llm: Callable[..., LLM], tiny_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = make_llm(draft=tiny_head, draft_least_chance=0)
+    llm = make_llm(draft=tiny_head)
     model, drafter, seen = llm.engine.model, speculator_of(llm), []
     logits, propose, native = model.logits, drafter.propose, drafter._native
     assert native is not None
@@ -310,108 +306,3 @@ def test_rows_of_features_may_lie_apart(make_llm: Callable[..., LLM], tiny_head:
 
     drafter.propose = apart  # type: ignore[method-assign]
     llm.generate(PROMPTS, params(4))
-
-
-def test_chains_that_stop_are_those_of_the_passes(make_llm: Callable[..., LLM]) -> None:
-    """Of rows of one step each where it is unsure, as torch says it of the same logits."""
-    made = compare(make_llm(model=None, draft="auto"), least_chance=0.35)
-    ends = torch.cat([(drafts >= 0).sum(1) for drafts in made])
-    assert ends.unique().tolist() == [1, 2, 3, 4]
-    assert any(len((drafts >= 0).sum(1).unique()) > 1 for drafts in made)
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_a_chain_stops_behind_the_draft_that_is_unlikely(
-    make_llm: Callable[..., LLM], native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the law that its draft was drawn from, in float64; what is made are the drafts of a chain that goes on."""
-    llm, chances = make_llm(model=None, draft="auto"), list[Tensor]()
-    drafter, stopped = speculator_of(llm), 0
-    form, propose, saw = drafter._native, drafter.propose, _Chances.saw
-
-    def watched(self: _Chances, logits: Tensor, lanes: Tensor) -> None:
-        law = (logits.double() / self._divisor_n1.double()).softmax(-1)
-        chances.append(law.gather(1, lanes.unsqueeze(1)).squeeze(1))
-        saw(self, logits, lanes)
-
-    monkeypatch.setattr(_Chances, "saw", watched)
-
-    def both(context: DraftContext) -> Tensor:
-        nonlocal stopped
-        context, drafter._native = replace(context, num_drafts=4), None
-        chances.clear()
-        whole = propose(replace(context, least_chance=1e-30)).clone()
-        of_all = torch.stack(chances, 1).cumprod(1)
-        drafter._native = form if native else None
-        drafts = propose(replace(context, least_chance=0.4))
-        for row, chance in enumerate(of_all.tolist()):
-            below = [place for place in range(3) if chance[place] < 0.4]
-            count = min(1 + below[0] if below else 4, int((whole[row] >= 0).sum()))
-            if min(abs(each - 0.4) for each in chance) > 1e-4:
-                assert drafts[row].tolist() == whole[row, :count].tolist() + [-1] * (4 - count)
-                stopped += count < 4
-        return drafts
-
-    drafter.propose = both  # type: ignore[method-assign]
-    llm.generate(PROMPTS, params())
-    assert stopped > 10
-
-
-@pytest.mark.parametrize("settings", [{}, {"mamba_state_policy": "fold"}, {"enable_prefix_caching": True}])
-def test_where_chains_stop_changes_no_token(make_llm: Callable[..., LLM], settings: dict[str, Any]) -> None:
-    """Rows of several lengths, alone and beside each other; less is tested, and more of it accepted."""
-    seen, tested = [], []
-    for least in (0, None, 0.99, 1):
-        llm = make_llm(model=None, draft="auto", draft_least_chance=least, **settings)
-        seen.append([each.outputs[0].token_ids for each in llm.generate(PROMPTS, params(40))])
-        seen.append(
-            [llm.generate(*each)[0].outputs[0].token_ids for each in zip(PROMPTS, params(40), strict=True)]
-        )
-        found = llm.get_metrics().acceptance
-        assert found is not None
-        tested.append(found.num_drafts / found.num_steps)
-    assert all(each == seen[0] for each in seen)
-    assert tested == sorted(tested, reverse=True)
-    assert tested[-1] == 1
-
-
-def test_a_policy_hears_of_the_drafts_that_it_gave(make_llm: Callable[..., LLM]) -> None:
-    """Whatever a chain made of them; and what was not made counts as not accepted."""
-    heard: list[StepTime] = []
-
-    class Listening:
-        def lengths(self, rows: PolicyRows) -> Any:
-            return np.minimum(len(heard) % 5, rows.most).astype(np.int32)
-
-        def observe(self, step: StepTime) -> None:
-            heard.append(step)
-
-    llm = make_llm(model=None, draft="auto", draft_policy=Listening(), max_num_seqs=1, max_model_len=256)
-    llm.generate(PROMPTS[0], replace(params()[1], max_tokens=200))
-    given = [int(step.num_drafts[0]) for step in heard[1:-8]]
-    assert given[:10] == [i % 5 for i in range(10)]
-    assert [int(step.num_proposed[0]) for step in heard[1:-9]] == given[1:]
-    proposer = llm.engine._proposer
-    assert proposer is not None
-    acceptance, estimates = proposer.acceptance, proposer._estimates.of(np.arange(1))
-    assert acceptance.num_drafts < sum(given)
-    measured = np.cumprod(acceptance.acceptance_per_position)
-    assert (np.cumprod(estimates)[1:3] < measured[1:3]).all()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"draft_least_chance": 1.5}, r"draft_least_chance is 1.5; it must be a finite number in \[0, 1\]"),
-        ({"draft": "ngram"}, "it must be 0 or None without a draft head"),
-        ({"speculative_rule": "ratio"}, "one by one on a CPU, by one process, without graphs and under"),
-        ({"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_backend": "recorded"}, "without graphs and under"),
-    ],
-)
-def test_a_chance_that_nobody_heeds_is_refused(
-    make_llm: Callable[..., LLM], settings: dict[str, Any], message: str
-) -> None:
-    settings = {"model": None, "draft": "auto", "draft_least_chance": 0.5} | settings
-    with pytest.raises(ValueError, match=message):
-        make_llm(**settings)
-    assert make_llm(**settings | {"draft_least_chance": 0})

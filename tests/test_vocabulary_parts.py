@@ -231,7 +231,6 @@ def test_heads_draft_what_those_of_one_do(
         "draft": draft,
         "num_speculative_tokens": 2,
         "speculative_rule": rule,
-        "draft_least_chance": 0,
     }
     want = said(folder, PARAMS, **settings)
     assert said_together(together, 2, folder, PARAMS, **settings) == [want] * 2

@@ -55,7 +55,6 @@ RULES: dict[str, tuple[str, list[Any]]] = {
     "kv_offload_disk_bytes": ("an integer >= 0, or None", WHOLE[1:]),
     "draft": ("the path of a folder", [5, "", b"x", []]),
     "num_speculative_tokens": ("an integer >= 0, or None", WHOLE[1:]),
-    "draft_least_chance": ("a finite number in [0, 1]", [-0.1, 1.5, math.inf, math.nan, "0.5", True]),
     "prompt_lookup_min": ("an integer >= 1, or None", WHOLE),
     "prompt_lookup_max": ("an integer >= 1, or None", WHOLE),
     "drafter": (

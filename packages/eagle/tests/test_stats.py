@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bateleur.eagle.learning import Learning
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
-from bateleur.metadata.native import missing
 
 
 def ints(*values: int) -> Any:
@@ -88,47 +86,3 @@ def test_bad_arguments() -> None:
         AcceptanceEstimates(1, 1, prior=1.0)
     with pytest.raises(ValueError, match="memory=0"):
         AcceptanceEstimates(1, 1, memory=0.5)
-
-
-@pytest.mark.skipif(missing() is not None, reason=f"no compiler: {missing()}")
-def test_what_is_learnt_in_c_is_what_numpy_learns_bit_for_bit() -> None:
-    k, rng = 4, np.random.default_rng(0)
-    native, plain = (
-        Learning(AcceptStats(k), AcceptanceEstimates(9, k, memory=5, memory_of_all=40)) for _ in range(2)
-    )
-    assert native._kernel is not None
-    plain._kernel = None
-    for _ in range(50):
-        rows = rng.permutation(9)[: rng.integers(1, 10)]
-        drafts = rng.integers(0, k + 1, len(rows)) * rng.integers(0, 2)
-        accepted = rng.integers(0, drafts + 1)
-        allowed = np.minimum(drafts + rng.integers(0, 3, len(rows)), k).astype(np.int32)
-        for each in (native, plain):
-            each.update(rows, drafts, accepted, allowed if len(rows) % 2 else None)
-    for name in ("num_steps", "num_plain", "num_drafts", "num_accepted"):
-        assert getattr(native.stats, name) == getattr(plain.stats, name) > 0
-    assert native.stats.tried.tolist() == plain.stats.tried.tolist()
-    assert native.stats.kept.tolist() == plain.stats.kept.tolist()
-    assert native.estimates.seen.tobytes() == plain.estimates.seen.tobytes()
-    assert native.estimates.all_seen.tobytes() == plain.estimates.all_seen.tobytes()
-    known = native.estimates.seen.copy()
-    with pytest.raises(ValueError, match="row 1: num_accepted=3 and num_drafts=2 must satisfy"):
-        native.update(np.arange(2), np.array([2, 2]), np.array([1, 3]))
-    assert native.estimates.seen.tobytes() == known.tobytes(), "nothing is written of counts that can't be"
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_a_draft_that_was_allowed_and_not_made_counts_as_one_that_was_not_accepted(native: bool) -> None:
-    """For estimates alone, and once: behind it none was reached."""
-    learning = Learning(AcceptStats(4), AcceptanceEstimates(5, 4, prior=0.5, strength=1e-9))
-    if not native:
-        learning._kernel = None
-    rows, drafts, accepted = np.arange(5), np.array([4, 2, 2, 0, 4]), np.array([4, 2, 1, 0, 2])
-    learning.update(rows, drafts, accepted, ints(4, 4, 4, 4, 4))
-    stats, estimates = learning.stats, learning.estimates.of(rows)
-    assert stats.tried.tolist() == [4, 4, 2, 1]
-    assert stats.kept.tolist() == [4, 3, 1, 1]
-    assert np.round(estimates[0]).tolist() == [1, 1, 1, 1]
-    assert np.round(estimates[1, :3]).tolist() == [1, 1, 0]
-    assert np.round(estimates[2, :2]).tolist() == [1, 0]
-    assert learning.estimates.all_seen[:4].tolist() == [4, 4, 3, 1]

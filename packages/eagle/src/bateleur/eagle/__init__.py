@@ -41,7 +41,6 @@ from bateleur.eagle.verify import draw_draft, verify
 
 if TYPE_CHECKING:
     from bateleur.eagle.cache import DraftCache
-    from bateleur.eagle.learning import Learning
     from bateleur.eagle.managers import (
         DecodeEagleCudaGraphManager,
         DraftGraphs,
@@ -56,7 +55,6 @@ _LAZY = {
     "DraftGraphs": "managers",
     "EagleSpeculator": "speculator",
     "Exchange": "part",
-    "Learning": "learning",
     "Part": "part",
     "PrefillEagleCudaGraphManager": "managers",
 }
@@ -94,7 +92,6 @@ __all__ = [
     "Keys",
     "Lanes",
     "Law",
-    "Learning",
     "Logits",
     "NGramDrafter",
     "ObservingPolicy",

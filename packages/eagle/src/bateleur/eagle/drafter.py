@@ -69,9 +69,6 @@ class DraftContext:
     before; at most the first of this step. None for 0: other drafters than `EagleSpeculator`, if it `begins_late`,
     get no other.
     """
-    least_chance: float = 0.0
-    """A row gets no draft behind one at which the chance that all of its drafts are right, by the law that they were
-    drawn from, has fallen below this; 0 for never. For an `EagleSpeculator` that `stops_early`."""
     room: Tensor | None = None
     """(R, K) int64 that a drafter may write to, and return, in place of a tensor of its own."""
 

@@ -45,11 +45,6 @@ class HostChain:
         """Whether such a head's drafts can be made here."""
         return inputs.device.type == "cpu" and rule is Rule.COUPLED and head.spec.sliding_window is None
 
-    @property
-    def knows_law(self) -> bool:
-        """Whether logits of the whole draft vocabulary are here."""
-        return self._lanes.part is None
-
     def has_room(self, num_rows: int, max_seq_len: int) -> bool:
         """Whether the keys of so many rows of such a length are few enough to lie twice in memory."""
         return num_rows * max_seq_len * self._cache.kv[0][0][0, 0].numel() <= _MAX_KEYS
@@ -59,9 +54,8 @@ class HostChain:
         the last layer alone hides what is before `begins`.
         """
         x, num_rows, num_drafts = self._inputs, state.batch.num_actual_reqs, context.num_drafts
-        chances = _Chances(x, num_rows, context.least_chance) if context.least_chance > 0 else None
         noise = _Noise(x, self._lanes, num_rows, num_drafts, greedy=state.greedy)
-        draw = partial(self._draw, noise, chances)
+        draw = partial(self._draw, noise)
         last_n, places_K1 = x.arrays().token_positions[:num_rows] - 2, np.arange(num_drafts)[:, None]
         first_n = None if context.begins is None else context.begins.numpy()
         keys = _Keys(self._cache, x, first_n, last_n, num_drafts - 1)
@@ -71,8 +65,6 @@ class HostChain:
         best, tokens = [best_n], [token_n]
         positions = torch.from_numpy(np.minimum(last_n + places_K1, x.limits.max_model_len - 1))
         for place in range(1, num_drafts):
-            if chances is not None and not chances.go_on():
-                break
             h_nH, hidden_nH = self._head.forward(
                 token_n, hidden_nH, positions[place], partial(keys.attend, place)
             )
@@ -81,8 +73,6 @@ class HostChain:
             tokens.append(token_n)
         drawn = torch.stack(best).numpy() > -np.inf  # NaN is not, nor a row without support
         drawn &= last_n + places_K1[: len(tokens)] < x.limits.max_model_len
-        if chances is not None:
-            drawn[1:] &= chances.wanted
         ids = np.where(drawn, torch.stack(tokens).numpy(), NO_TOKEN)
         x.arrays().tokens[:num_rows, : len(tokens)] = ids.T
 
@@ -93,14 +83,10 @@ class HostChain:
         keys.gather(layer)
         return torch.zeros_like(q).index_copy_(0, last_n, keys.read(layer, q.index_select(0, last_n), 0))
 
-    def _draw(
-        self, noise: _Noise, chances: _Chances | None, h_nH: Tensor, place: int
-    ) -> tuple[Tensor, Tensor]:
+    def _draw(self, noise: _Noise, h_nH: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """The largest of what is drawn from, and its (n,) int64 target id: a safe one where there is no draw."""
         logits_nV = self._head.logits(h_nH)
         best_n, token_n = noise.on(logits_nV, place).max(-1)
-        if chances is not None:
-            chances.saw(logits_nV, token_n)
         if (part := self._lanes.part) is not None:
             token_n, bad_n = part.elect(best_n, token_n)
             return best_n.new_zeros(len(bad_n)).masked_fill_(bad_n, -np.inf), token_n
@@ -138,33 +124,6 @@ class _Noise:
         keys = Rule.COUPLED.keys(self._seeds.repeat(count), position_Kn.flatten(), 0)
         noise = gumbel(keys, Role.TARGET, self._lanes)
         return noise.view(count, len(self._seeds), -1).mul_(self._drawn_n1)
-
-
-class _Chances:
-    """That all drafts of n rows are right so far, by the law that they were drawn from: while that is likely enough, a
-    row's chain goes on.
-    """
-
-    def __init__(self, inputs: DraftInputs, num_rows: int, least: float) -> None:
-        self._least, self._divisor_n1 = least, tempering(inputs.temperature[:num_rows]).unsqueeze(1)
-        self._chance_n, self._wanted = torch.ones(num_rows), list[NDArray[np.bool_]]()
-
-    def saw(self, logits_nV: Tensor, lane_n: Tensor) -> None:
-        """Rows drew these lanes (n,) int64."""
-        law_nV = (logits_nV.float() / self._divisor_n1).softmax(-1)
-        self._chance_n *= law_nV.gather(1, lane_n.unsqueeze(1)).squeeze(1)
-
-    def go_on(self) -> bool:
-        """Whether any row wants another draft."""
-        wants_n = (self._chance_n >= self._least).numpy()
-        if wants_n.any():
-            self._wanted.append(wants_n)
-        return bool(wants_n.any())
-
-    @property
-    def wanted(self) -> NDArray[np.bool_]:
-        """(passes behind the first, n) whether each row wanted the draft of each."""
-        return np.array(self._wanted, np.bool_).reshape(-1, len(self._chance_n))
 
 
 class _Keys:

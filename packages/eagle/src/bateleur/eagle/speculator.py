@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.cudagraph import (
@@ -78,7 +76,6 @@ class EagleSpeculator:
         max_drafted_len: see `BoundedDrafter`: a pass at position p draws the token of index p + 2.
         draft_prefill_builds: metadata built for first passes; 0 as long as the target has metadata to lend.
         prefill, decode: graphs of the first pass, once they are captured, and of the chain.
-        num_made: (R,) int32 drafts of each row of the last proposal, until the next one; None: nobody counted them.
         decisions: what chains ran on, and why those that ran eagerly did.
     """
 
@@ -98,7 +95,6 @@ class EagleSpeculator:
         self.num_speculative_tokens = num_speculative_tokens
         self.draft_max_seq_len = self._max_model_len = limits.max_model_len
         self.draft_prefill_builds = 0
-        self.num_made: NDArray[np.int32] | None = None
         self._cache, self._group = cache, cache.group
         self._builder = backend.builder()
         check_reads(self._builder)
@@ -137,11 +133,6 @@ class EagleSpeculator:
         return self.head.spec.needs
 
     @property
-    def stops_early(self) -> bool:
-        """Whether it heeds `DraftContext.least_chance`: on a CPU, without graphs, with all logits of a row at hand."""
-        return self._host is not None and self._is_eager and self._host.knows_law
-
-    @property
     def begins_late(self) -> bool:
         """Whether it drafts for requests whose first tokens it was not shown, see `DraftContext.begins`: on a CPU, with
         one layer, which is the one that draws.
@@ -157,9 +148,7 @@ class EagleSpeculator:
         if self._native is not None and drafts is not None:
             longest = context.batch.max_seq_len + self.num_speculative_tokens
             self.draft_max_seq_len = min(longest, self._max_model_len)
-            self.num_made = self._native.num_made
             return drafts
-        self.num_made = None
         return self._propose(context)
 
     @torch.no_grad()

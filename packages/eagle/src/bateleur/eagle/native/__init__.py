@@ -8,10 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bateleur.metadata.native import Kernel, finder, kernels, missing
-
-kernel = finder(__file__, {"learn.c": {"learn_rows": "=" + "pppppl"}})
-"""What became of drafts, for `Learning`."""
+from bateleur.metadata.native import Kernel, kernels, missing
 
 _SIGNATURES = (
     ("draw_rows", "plipppppp" + "lli"),

@@ -44,20 +44,17 @@ typedef struct {
 } tap;
 
 /* Rows of the target's step, see `DraftContext`, with strides of next_token, num_valid and drafts: (rows, width), -1
-   where there is none; at most k of a row are made, which `made` (rows,) says. longest: tokens of a sequence at most.
-   begins: (rows,) first position that is seen, or NULL for 0. room: floats; places: (rows + tokens) * 6 integers. chance
-   (rows,): that all drafts of a row so far are right. */
+   where there is none; at most k of a row are made. longest: tokens of a sequence at most. begins: (rows,) first position
+   that is seen, or NULL for 0. room: floats; places: (rows + tokens) * 6 integers. */
 typedef struct {
   const int32_t *input_ids, *starts, *table;
   const int64_t *positions, *next_token, *num_valid, *seeds, *begins;
   const tap *taps;
   const float *temperature;
   int64_t *drafts, *places;
-  float *room, *chance;
-  int32_t *made;
+  float *room;
   int64_t rows, k, table_stride, next_stride, valid_stride, drafts_stride, longest, width;
   int64_t greedy, threads;
-  double least_chance;
 } step;
 
 /* A pass: its tokens, each of the row `owner` of the step; those at last[j] draw, for row[j]. source: of the first pass,
@@ -192,23 +189,6 @@ static int64_t drawn(const float *logits, int64_t n, float temperature, const ui
   return at;
 }
 
-/* The share of draft id `at` in the law of n logits over the temperature. */
-static float share(const float *logits, int64_t n, float temperature, int64_t at) {
-  vec most = all(-INFINITY), total = {}, scale = all(1.0f / temperature);
-  for (int64_t j = 0; j < n; j += LANES) {
-    vec x = all(-INFINITY);
-    memcpy(&x, logits + j, n - j < LANES ? (n - j) * 4 : LANES * 4);
-    most = pick(x > most, x, most);
-  }
-  most = all(largest_of(most)) * scale;
-  for (int64_t j = 0; j < n; j += LANES) {
-    vec x = all(-INFINITY);
-    memcpy(&x, logits + j, n - j < LANES ? (n - j) * 4 : LANES * 4);
-    total += exp_of(x * scale - most);
-  }
-  return exp_of(all(logits[at]) * scale - most)[0] / sum_of(total);
-}
-
 /* Everything of a pass but the draw: `hidden` (tokens, H) is what it is fed, then (rows, H) what the next one is; returns
    (rows, Vd) logits, or NULL where there is no memory. Where no row draws, keys and values are all that is left of it. */
 static float *logits_of(const head *h, const step *s, const pass *p, float *hidden, float *room) {
@@ -278,12 +258,12 @@ static int64_t fuse(const head *h, const step *s, const pass *p, float *hidden, 
   return h->fc.call ? product(&h->fc, wide, p->tokens, hidden, s->threads) : 0;
 }
 
-/* The next pass: of each row that drew, can hold its token and is likely enough to be right, that one. */
+/* The next pass: of each row that drew and can hold its token, that one. */
 static void follow(const head *h, const step *s, pass *p, int64_t column, float *hidden) {
   int64_t n = 0;
   for (int64_t j = 0; j < p->rows; j++) {
     int64_t r = p->row[j], id = s->drafts[r * s->drafts_stride + column], position = p->position[p->last[j]] + 1;
-    if (id < 0 || position >= h->positions || s->chance[r] < s->least_chance) continue;
+    if (id < 0 || position >= h->positions) continue;
     memmove(hidden + n * h->hidden, hidden + j * h->hidden, h->hidden * 4);
     p->id[n] = id, p->position[n] = position, p->owner[n] = r, p->row[n++] = r;
   }
@@ -296,10 +276,8 @@ int64_t draft(const head *h, const step *s) {
   int64_t total = s->starts[s->rows] + s->rows, *at = s->places;
   pass p = {0, 0, at, at + total, at + 2 * total, at + 3 * total, at + 4 * total, at + 5 * total};
   float *hidden = s->room, *room = s->room + s->starts[s->rows] * h->hidden;
-  for (int64_t r = 0; r < s->rows; r++) {
+  for (int64_t r = 0; r < s->rows; r++)
     for (int64_t i = 0; i < s->width; i++) s->drafts[r * s->drafts_stride + i] = -1;
-    s->chance[r] = 1, s->made[r] = 0;
-  }
   begin(s, &p, h->positions);
   if (fuse(h, s, &p, hidden, room)) return -1;
   for (int64_t column = 0; column < s->k; column++) {
@@ -315,9 +293,6 @@ int64_t draft(const head *h, const step *s) {
       const float *own = logits + j * h->output.rows, temperature = draws ? s->temperature[r] : 1.0f;
       int64_t id = index < s->longest ? drawn(own, h->output.rows, temperature, h->words, draws ? &name : NULL) : -1;
       s->drafts[r * s->drafts_stride + column] = id < 0 || !h->target_ids ? id : h->target_ids[id];
-      if (id < 0) continue;
-      s->made[r]++;
-      if (s->least_chance > 0 && column + 1 < s->k) s->chance[r] *= share(own, h->output.rows, temperature, id);
     }
   }
   return 0;

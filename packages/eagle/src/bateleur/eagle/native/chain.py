@@ -12,9 +12,7 @@ from operator import is_
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.eagle.cache import DraftCache
@@ -47,11 +45,9 @@ class _Head(Struct):
 class _Step(Struct):
     _fields_: ClassVar = [
         *fields(
-            "input_ids starts table positions next_token num_valid seeds begins taps temperature drafts places room "
-            "chance made",
+            "input_ids starts table positions next_token num_valid seeds begins taps temperature drafts places room",
             "rows k table_stride next_stride valid_stride drafts_stride longest width greedy threads",
         ),
-        ("least_chance", ctypes.c_double),
     ]
 
 
@@ -87,11 +83,7 @@ class NativeChain:
         """What is pointed to, by how many rows and tokens these are: those of other numbers come in turn."""
         self._fixed = {"longest": longest, "width": width, "taps": ctypes.addressof(self._taps)}
         self._at = ctypes.addressof(self._struct)
-        self.num_made: NDArray[np.int32] = np.empty(0, np.int32)
-        """(R,) drafts that each row of the last proposal has; until the next one."""
-        self._made: NDArray[np.int32] = np.empty(0, np.int32)
         self._room, self._places = torch.empty(0), torch.empty(0, dtype=torch.int64)
-        self._chance = torch.empty(0)
 
     @staticmethod
     def fits(head: Eagle3Head, cache: DraftCache, rule: Rule) -> bool:
@@ -121,10 +113,8 @@ class NativeChain:
         if not self._point_to_ends(at, next_token, drafts) or not self._point_to_tokens(step, context):
             return None
         step.k, step.greedy, step.threads = context.num_drafts, context.greedy, torch.get_num_threads()
-        step.least_chance = context.least_chance
         if _draft()(self._at, at.address):
             raise MemoryError(f"there is no memory for the drafts of {step.rows} rows")
-        self.num_made = self._made[: step.rows]
         return drafts
 
     def _pointed_to(self, context: DraftContext) -> _Pointed | None:
@@ -162,8 +152,6 @@ class NativeChain:
             rows=rows,
             room=self._room,
             places=self._places,
-            chance=self._chance,
-            made=self._made.ctypes.data,
         )
         if len(self._turns) == _MAX_TURNS:
             self._turns.clear()
@@ -190,11 +178,9 @@ class NativeChain:
 
     def _make_room(self, rows: int, tokens: int) -> None:
         room, places = tokens * self._by_token + rows * self._by_row, 6 * (tokens + rows)
-        if room <= len(self._room) and places <= len(self._places) and rows <= len(self._made):
+        if room <= len(self._room) and places <= len(self._places):
             return
         self._turns.clear()  # these point to the room that there was
-        most = max(rows, len(self._made))
-        self._made, self._chance = np.empty(most, np.int32), torch.empty(most)
         self._room = torch.empty(max(room, len(self._room)))
         self._places = torch.empty(max(places, len(self._places)), dtype=torch.int64)
 

@@ -194,10 +194,6 @@ class SpeculativeConfig(Checked):
     """How many drafts each request's next step verifies: "fixed" (as many as there are), "auto" (as many as pay, by
     the times of the steps so far; none where none do), a mapping of batch sizes to numbers such as
     {1: 4, 8: 2, 32: 0}, or a `bateleur.eagle.DraftPolicy`."""
-    draft_least_chance: float | None = option(None, maybe(Number(0, 1)))
-    """A head makes no draft behind one at which the chance that all of a request's drafts are right, as the head itself
-    sees it, has fallen below this: where a pass costs time, on a CPU. 0 for never; default: 0.2 where a head's passes
-    run one by one on a CPU, under "coupled" and without graphs, else 0."""
     speculative_rule: str | Rule = option("coupled", OneOf(("coupled", "ratio", "block")))
     """How drafts are tested: "coupled" (the tokens of plain decoding), or "ratio" or "block", which have the target's
     law; a head then keeps the logits of its drafts, max_num_seqs * drafts * draft vocabulary * 4 bytes, and a `drafter`
@@ -209,8 +205,6 @@ class SpeculativeConfig(Checked):
             refuse("drafter", self.drafter, f"None beside draft = {self.draft!r}: one of them proposes")
         if self.num_speculative_tokens and self.draft is None and self.drafter is None:
             refuse("num_speculative_tokens", self.num_speculative_tokens, "0 without a draft or a drafter")
-        if self.draft_least_chance and (self.draft is None or self.draft == NGRAM):
-            refuse("draft_least_chance", self.draft_least_chance, "0 or None without a draft head")
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if (length := getattr(self, name)) is not None and self.draft != NGRAM:
                 refuse(name, length, f"None without draft = {NGRAM!r}")

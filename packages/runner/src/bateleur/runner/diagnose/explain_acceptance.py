@@ -147,7 +147,7 @@ class _Study:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return LLM(self.checkpoint.path, **({"draft_least_chance": 0} | self.settings | overrides))
+        return LLM(self.checkpoint.path, **(self.settings | overrides))
 
     def generate(self, llm: LLM, temperature: float, name: str = "") -> list[list[int]]:
         """Answers with their prompts. All have one seed, so what follows some tokens is the same for every prompt.

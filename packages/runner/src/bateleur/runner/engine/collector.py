@@ -136,8 +136,7 @@ class Collector:
         decodes = slice(None) if present is None else np.flatnonzero(present[:n])
         num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
         num_accepted = emitted.num_accepted[:n]
-        allowed = None if flight.allowed is None else flight.allowed[:n][decodes]
-        self._proposer.learn(plan.rows[:n][decodes], num_drafts[decodes], num_accepted[decodes], allowed)
+        self._proposer.learn(plan.rows[:n][decodes], num_drafts[decodes], num_accepted[decodes])
         ready = here if running is None else here & ~np.isin(plan.rows[drawing], running.rows)
         self._proposer.assign(plan.rows[drawing[ready]], flight.lengths[drawing[ready]])
         if present is not None:
@@ -155,11 +154,10 @@ class Collector:
             self._proposer.acceptance.num_plain += n
         elif n == len(plan.rows):
             num_drafts = np.minimum(emitted.num_drafts, flight.num_drafts)
-            self._proposer.learn(rows, num_drafts, emitted.num_accepted, flight.allowed)
+            self._proposer.learn(rows, num_drafts, emitted.num_accepted)
         else:
             num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
-            allowed = None if flight.allowed is None else flight.allowed[:n]
-            self._proposer.learn(plan.rows[:n], num_drafts, emitted.num_accepted[:n], allowed)
+            self._proposer.learn(plan.rows[:n], num_drafts, emitted.num_accepted[:n])
         self._proposer.assign(rows, lengths if rows is plan.rows else lengths[plan.samples])
 
     def foresee(self, flight: InFlight) -> None:

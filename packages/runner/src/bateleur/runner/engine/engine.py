@@ -118,10 +118,7 @@ class Engine:
         setup = self.setup
         defers = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
         chains = setup.drafter.chains if isinstance(setup.drafter, DraftHead) else None
-        least = setup.draft_least_chance
-        made = Proposer(
-            drafter, self._verifier, setup.policy, graphed, defers=defers, chains=chains, least_chance=least
-        )
+        made = Proposer(drafter, self._verifier, setup.policy, graphed, defers=defers, chains=chains)
         self.stats.acceptance = made.acceptance
         made.graphs = self._capture_proposals(drafter, graphed)
         return made
@@ -260,7 +257,7 @@ class Engine:
         ledger.whole = False
         timed = self._timed
         if timed is not None and timed.lengths is not None and self._proposer is not None:
-            self._proposer.observe(timed.plan, timed.lengths, timed.allowed, seconds)
+            self._proposer.observe(timed.plan, timed.lengths, seconds)
             self._timed = None
         self._reports = []
         clock = StepClock(self.stats)
@@ -339,10 +336,8 @@ class Engine:
         scored = self._prompt_logprobs.score(plan, hidden_TD)
         clock.lap("sample")
         num_drafts, num_left = self.table.num_drafts[plan.rows], self.scheduler.num_left
-        launched = InFlight(plan, num_drafts, None, num_left, verified, fetched, scored)
+        launched = InFlight(plan, num_drafts, num_left, verified, fetched, scored)
         if self._proposer is not None:
-            if watched or plan.num_decode_tokens > plan.num_decodes:
-                launched.allowed = self._proposer.allowed_of(plan)
             launched.lengths = plan.no_drafts
             if watched:
                 features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)

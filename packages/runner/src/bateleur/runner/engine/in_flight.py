@@ -31,8 +31,6 @@ class InFlight:
     plan: StepPlan
     num_drafts: NDArray[np.int32]
     """(R,) drafts that each row was to test, or will once its prompt is computed."""
-    allowed: NDArray[np.int32] | None
-    """(R,) drafts that each row might have had to test, which a drafter may have made fewer of; None for as many."""
     num_left: int
     """The scheduler's when it was launched: if that has changed, some request may have lost its row."""
     verified: Verified | None

@@ -64,8 +64,6 @@ class EngineSetup:
     """What proposes `limits.num_speculative_tokens` tokens; the engine gives a `DraftHead` its caches and graphs."""
     policy: DraftPolicy
     """How many drafts each step verifies."""
-    draft_least_chance: float | None
-    """Below which a chain of drafts stops; None for where that pays."""
     rule: Rule
     """How drafts are tested."""
     async_scheduling: bool = False
@@ -128,7 +126,6 @@ class EngineSetup:
             backend=backend,
             graphs=graphs,
             policy=policy_of(config.speculative, rule),
-            draft_least_chance=config.speculative.draft_least_chance,
             rule=rule,
             async_scheduling=ahead,
             prompt_scan=scan,

@@ -17,13 +17,11 @@ from bateleur.eagle import (
     AcceptanceEstimates,
     AcceptStats,
     BoundedDrafter,
-    ByMeasuredCost,
     DozingPolicy,
     DraftContext,
     Drafter,
     DraftPolicy,
     EagleSpeculator,
-    Learning,
     ObservingPolicy,
     PolicyRows,
     Rule,
@@ -41,7 +39,6 @@ from bateleur.runner.scheduling.scheduler import StepPlan
 from bateleur.runner.spec_decode.answers import checked_drafts, checked_lengths, checked_number
 from bateleur.runner.spec_decode.backlog import Backlog
 from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
-from bateleur.runner.spec_decode.early_stops import EarlyStops, at_least
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
 
 
@@ -63,11 +60,7 @@ class Proposer:
         *,
         defers: bool = False,
         chains: ChainLockstep | None = None,
-        least_chance: float | None = None,
     ) -> None:
-        """Raises ValueError for a `least_chance` above 0, see `DraftContext`, of a drafter that does not stop there, or
-        where the host does not see drafts.
-        """
         k, table = drafter.num_speculative_tokens, verifier.table
         self.drafter, self._chains = drafter, chains
         self.policy = policy
@@ -77,7 +70,6 @@ class Proposer:
         """The plan that `_greedy` is of."""
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
-        self._learning = Learning(self.acceptance, self._estimates)
         self._graphed = sorted(graphed)
         self._max_model_len = self._longest = table.token_ids.shape[1]
         if isinstance(drafter, BoundedDrafter):
@@ -89,10 +81,6 @@ class Proposer:
         # Elsewhere the host would have to wait; and on graphs rows of one length are worth more.
         self._sees_drafts = verifier.on_host and not graphed
         self._kept = Kept(verifier.device)
-        may = self._sees_drafts and verifier.model.peers.alone
-        self._stops = EarlyStops(drafter, least_chance, len(table.num_tokens), may=may)
-        if isinstance(policy, ByMeasuredCost):
-            policy.stops = self._stops.least_chance > 0
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
         deferred = defers and chains is None and not (self._counts or self._foreign) and self._sees_drafts
         self._backlog: Backlog | None = None
@@ -116,7 +104,6 @@ class Proposer:
     def admit(self, request: Request) -> None:
         """A request got a row."""
         self._estimates.admit(request.row)
-        self._stops.admit(request.row)
         if self._backlog is not None:
             self._backlog.admit(request.row)
         self.drafter.admit(request.row, request.token_ids)
@@ -149,7 +136,6 @@ class Proposer:
             self._defer(plan, features, ended)
             return plan.no_drafts
         lengths = self._next_lengths(plan, settled)
-        self._stops.allow(plan.rows, lengths)
         num_drafts = int(lengths.max(initial=0))
         if self._chains is not None:
             num_drafts = self._chains.agree(len(plan.rows), num_drafts)
@@ -181,13 +167,9 @@ class Proposer:
         if not self._sees_drafts:
             return lengths
         # Places where it left one out need not be computed.
-        if isinstance(self.drafter, EagleSpeculator) and (counts := self.drafter.num_made) is not None:
-            lengths = np.minimum(lengths, counts)
-        else:
-            made = drafts.numpy()[:, : context.num_drafts] >= 0
-            if np.count_nonzero(made) < made.size:
-                proposed = np.cumprod(made, 1, np.int32).sum(1, dtype=np.int32)
-                lengths = np.minimum(lengths, proposed)
+        made = drafts.numpy()[:, : context.num_drafts] >= 0
+        if np.count_nonzero(made) < made.size:
+            lengths = np.minimum(lengths, np.cumprod(made, 1, np.int32).sum(1, dtype=np.int32))
         return lengths
 
     def idle(self) -> int:
@@ -255,28 +237,16 @@ class Proposer:
             num_drafts=num_drafts,
             key=staged.key,
             greedy=self._greedy,
-            least_chance=self._stops.least_chance,
             begins=None if begins is None else torch.from_numpy(begins),
             room=None if span is None else span.drafts,
         )
 
-    def allowed_of(self, plan: StepPlan) -> NDArray[np.int32] | None:
-        """(R,) drafts that the rows of a step might have to test; None for as many as they do. Before the next ones are
-        made.
-        """
-        return self._stops.allowed(plan.rows)
-
     def learn(
-        self,
-        rows: NDArray[np.int64],
-        num_drafts: NDArray[np.int32],
-        num_accepted: NDArray[np.int64],
-        allowed: NDArray[np.int32] | None,
+        self, rows: NDArray[np.int64], num_drafts: NDArray[np.int32], num_accepted: NDArray[np.int64]
     ) -> None:
-        """The host knows what became of the drafts of rows (D,): `num_accepted` of `num_drafts` that were tested, of as
-        many as `allowed_of` says.
-        """
-        self._learning.update(rows, num_drafts, num_accepted, allowed)
+        """The host knows what became of the drafts of rows (D,): `num_accepted` of `num_drafts` that were tested."""
+        self.acceptance.update(num_drafts, num_accepted)
+        self._estimates.update(rows, num_drafts, num_accepted)
 
     def assign(self, rows: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
         """Rows (S,) that drew have as many drafts in their next step as was decided before these were made, or as many
@@ -319,21 +289,14 @@ class Proposer:
         """Whether nobody wants to know what the last step took."""
         return self._dozer is not None and self._dozer.dozes
 
-    def observe(
-        self,
-        plan: StepPlan,
-        lengths: NDArray[np.int32],
-        allowed: NDArray[np.int32] | None,
-        seconds: float,
-    ) -> None:
-        """Tell a policy that listens what a step took, for which drafts were `allowed_of`, and behind which some of
-        `lengths` (R,) were made. Before the next one is planned.
+    def observe(self, plan: StepPlan, lengths: NDArray[np.int32], seconds: float) -> None:
+        """Tell a policy that listens what a step took, behind which `lengths` (R,) drafts were made. Before the next
+        one is planned.
         """
         if self._observer is None:
             return
         n = plan.num_decodes
-        verified = at_least(plan.query_lens[:n] - 1, None if allowed is None else allowed[:n])
-        proposed = at_least(lengths[:n], self._stops.allowed(plan.rows[:n]))
+        verified, proposed = plan.query_lens[:n] - 1, lengths[:n]
         others = plan.num_tokens - plan.num_decode_tokens
         missed, asleep = 0 if self._asleep else self._num_missed, self._asleep
         self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy, missed, asleep))
