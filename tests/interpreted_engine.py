@@ -19,7 +19,6 @@ import torch
 from torch.library import Library
 
 from bateleur.eagle import geometry
-from bateleur.eagle.host_chain import HostChain
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.mamba.ops import FORMS
 from bateleur.metadata.backends.triton_paged import TritonBackend
@@ -118,8 +117,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
             form = load(load(home.replace(".FORMS", ":FORMS")).triton)
             monkeypatch.setattr(home, Forms(counted(f"plan_{name}", form)))
 
-        for chain in (HostChain, NativeChain):
-            monkeypatch.setattr(chain, "fits", lambda *_: False)
+        monkeypatch.setattr(NativeChain, "fits", lambda *_: False)
         for name, forms in geometry.FORMS.items():
             monkeypatch.setitem(geometry.FORMS, name, Forms(counted(name, load(forms.triton or ""))))
         verify = import_module("bateleur.eagle.verify")

@@ -12,7 +12,7 @@ from torch.library import Library
 
 from bateleur.cudagraph import Phase, manager
 from bateleur.cudagraph.backends.base import Recording
-from bateleur.eagle import EagleSpeculator
+from bateleur.eagle.native.chain import NativeChain
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.model_runner.model_state import ModelState
@@ -119,7 +119,7 @@ def test_prompts_that_a_head_sees_load_no_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a head whose heads are of another size than the target's: those of prompts are in no graph."""
-    monkeypatch.setattr(EagleSpeculator, "_runs_on_host", lambda *_: False)
+    monkeypatch.setattr(NativeChain, "fits", lambda *_: False)
     before = launches.now
     graphs = GRAPHS | {"cudagraph_mode": "FULL_DECODE_ONLY", "max_num_batched_tokens": 256}
     long = {

@@ -9,7 +9,7 @@ What is a real row they find on the device, and every entry behind the real ones
 
 On CUDA each is one kernel. What is written here is for torch and for numpy alike, in functions and methods that both
 have: with `eager`, which says that nothing is being captured, a CPU runs it in numpy, whose operators on a handful of
-numbers take a quarter of the time of torch's. There a chain is staged in one go, see `host_chain`.
+numbers take a quarter of the time of torch's.
 
 Legend for shapes: R rows and T tokens of the batch with padding, N rows and M tokens of the buffers, K drafts.
 """

@@ -85,12 +85,6 @@ class DraftPasses:
         rows = self._inputs.last_index[: self._num_rows(execution)]
         return self._pass(execution, stage_chain, rows)
 
-    def outputs(self, state: DraftState, rows: Tensor, last: _Attention) -> tuple[Tensor, Tensor]:
-        """As `first`, eagerly and without a draw: what logits and the next pass are made of, (n, H) each for the tokens
-        `rows`. last: attention of the last layer.
-        """
-        return self._forward(Execution(None, state), rows, [*self._layers[:-1], last])
-
     def keep_up(self, execution: Execution[DraftState]) -> None:
         """Run on all tokens of the target's step only to store their keys and values: the last layer needs no more."""
         self._forward(execution, self._inputs.last_index[:0], [*self._layers[:-1], self._store])

@@ -32,7 +32,6 @@ from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first, tokens_of
 from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.spec import Head, SharedHead
-from bateleur.eagle.host_chain import HostChain
 from bateleur.eagle.managers import (
     DecodeEagleCudaGraphManager,
     DraftGraphs,
@@ -104,9 +103,6 @@ class EagleSpeculator:
         self.inputs = DraftInputs(head, cache, own, num_speculative_tokens, rule)
         self._refresh = refresh_of(self._builder)
         self._passes = DraftPasses(head, cache, backend, self.inputs, self._refresh, rule)
-        self._host: HostChain | None = None
-        if HostChain.fits(head, self.inputs, rule):
-            self._host = HostChain(head, cache, self.inputs, self._passes)
         if self.inputs.device.type == "cpu":
             head.reserve_positions(held)
         self._native: NativeChain | None = None
@@ -134,10 +130,10 @@ class EagleSpeculator:
 
     @property
     def begins_late(self) -> bool:
-        """Whether it drafts for requests whose first tokens it was not shown, see `DraftContext.begins`: on a CPU, with
-        one layer, which is the one that draws.
+        """Whether it drafts for requests whose first tokens it was not shown, see `DraftContext.begins`: the chain in C
+        does.
         """
-        return self._host is not None and len(self.kv) == 1
+        return self._native is not None and self._is_eager
 
     def admit(self, row: int, token_ids: list[int]) -> None:
         """Nothing: what the drafter remembers is in cache blocks, which come and go with the target's."""
@@ -164,14 +160,11 @@ class EagleSpeculator:
         x.hidden[: batch.num_tokens] = self.head.fuse(context.features)
         room_R = self._room(context)
         chain = self._decide(num_rows, num_drafts).descriptor if num_drafts > 1 else None
-        if self._host is not None and self._runs_on_host(context):
-            self._host.run(self._borrow(context, greedy=context.greedy), context)
-        else:
-            self._run_first(context)
-            if num_drafts > 1:
-                self._run_chain(context, chain)
-            if context.begins is not None:  # paged attention sees what others left before them
-                x.tokens[:num_rows].masked_fill_((context.begins > 0).unsqueeze(1), -1)
+        self._run_first(context)
+        if num_drafts > 1:
+            self._run_chain(context, chain)
+        if context.begins is not None:  # paged attention would read keys that other requests left
+            x.tokens[:num_rows].masked_fill_((context.begins > 0).unsqueeze(1), -1)
         tokens_RK = x.tokens[:num_rows]
         return (
             tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
@@ -216,12 +209,6 @@ class EagleSpeculator:
         first, chain = self.prefill, self.decode
         graphed = (first is not None and first.ready) or (chain is not None and chain.ready)
         return self.inputs.on_host and not graphed
-
-    def _runs_on_host(self, context: DraftContext) -> bool:
-        """Whether the drafts of this step are made over keys that are gathered once."""
-        if self._host is None or not context.num_drafts or not self._is_eager:
-            return False
-        return self._host.has_room(context.batch.num_actual_reqs, self.draft_max_seq_len)
 
     def _room(self, context: DraftContext) -> Tensor | None:
         """Drafts of each row that are of use, (R,) int64: those at an index where the target can compute, below
