@@ -261,7 +261,7 @@ def test_drafts_that_cannot_be_are_refused(
     [
         ("fixed", {1, 5}),
         ({1: 4, 2: 1, 4: 0}, {1, 2, 5}),
-        ("auto", {1, 3, 5}),
+        ("auto", {1, 5}),
         (FixedDrafts(2), {1, 3, 5}),
     ],
 )
@@ -339,14 +339,15 @@ def test_any_policy_that_asks_hears_what_steps_took(make_llm: Callable[..., LLM]
     assert len(heard) == stats.num_steps - 1, "of a step before the next one is planned"
     llm.generate(PROMPTS[:1], PARAMS[0])
     del heard[stats.num_steps :]
-    assert all(0 < step.seconds < 60 and len(step.num_drafts) == len(step.num_proposed) for step in heard)
-    assert sum(len(step.num_drafts) for step in heard) == stats.num_verify_rows
-    assert sum(int(step.num_drafts.sum()) for step in heard) == stats.acceptance.num_drafts > 0
+    assert all(0 < step.seconds < 60 for step in heard)
+    assert sum(step.num_rows for step in heard) == stats.num_verify_rows
+    assert sum(step.num_tokens for step in heard) == stats.num_verified_tokens
+    assert sum(step.num_drafts for step in heard) >= stats.acceptance.num_drafts > 0
     assert sum(step.num_other_tokens for step in heard) == stats.num_prefill_tokens
 
 
 def test_a_prompt_that_goes_on_gets_no_drafts(make_llm: Callable[..., LLM], random_head: Path) -> None:
-    """It is no row for a policy, and a step in which nobody draws makes no drafts at all."""
+    """A row in the middle of its prompt is no row for a policy, and a step without other rows makes no drafts."""
     asked: list[int] = []
 
     class Listening:
@@ -368,4 +369,6 @@ def test_a_prompt_that_goes_on_gets_no_drafts(make_llm: Callable[..., LLM], rand
     drafter.propose = listens
     llm.generate({"prompt_token_ids": [5] * 80}, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     assert asked[:3] == [0, 0, 1]
-    assert wanted[0] == 3, "a head on a CPU is shown the parts before in one go"
+    assert wanted[:3] == [0, 0, 3], (
+        "the head stores keys of the first parts of the prompt, and makes no drafts"
+    )

@@ -346,9 +346,9 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
     drafting = engine._proposer
     assert drafting is not None
     monkeypatch.setattr(drafting, "_sees_drafts", False)  # as elsewhere than on a CPU
-    monkeypatch.setattr(drafting, "_backlog", None)
+    monkeypatch.setattr(drafting, "_skips", False)
     if isinstance(drafting.drafter, EagleSpeculator):
-        monkeypatch.setattr(drafting.drafter, "_host", None)
+        monkeypatch.setattr(drafting.drafter, "_native", None)
     watched = [
         (engine._verifier, "verify"),
         (engine._verifier, "num_valid"),

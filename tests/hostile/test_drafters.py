@@ -41,15 +41,6 @@ class Deciding:
         return self.decision(len(rows))
 
 
-class Settling(Deciding):
-    """A policy that says beforehand what it was told to."""
-
-    said: Any = None
-
-    def settled(self, num_rows: int, *, greedy: bool) -> Any:
-        return self.said
-
-
 @pytest.fixture(scope="module")
 def shared(tiny: Callable[[str], Path]) -> tuple[LLM, Answering, Deciding]:
     drafter, policy = Answering(), Deciding()
@@ -198,19 +189,3 @@ def test_a_drafter_without_a_number_of_drafts(tiny: Any, refused: Any) -> None:
 def test_two_that_propose(tiny: Any) -> None:
     with pytest.raises(ValueError, match="; it must be None beside draft = 'auto': one of them proposes"):
         LLM(tiny("llama"), device="cpu", draft="auto", drafter=Answering(), num_speculative_tokens=2)
-
-
-def test_what_a_policy_settles_on(tiny: Callable[[str], Path], refused: Any) -> None:
-    policy, drafter = Settling(), Answering()
-    parts = {"drafter": drafter, "draft_policy": policy, "num_speculative_tokens": 2}
-    llm = LLM(tiny("llama"), device="cpu", max_model_len=64, max_num_seqs=2, **parts)
-    (plain,) = llm.generate("abc", GREEDY)
-    for said, shown in [(-1, "-1"), (3, "3"), (True, "True"), (1.0, "1.0"), ("a", "'a'"), ([1], "[1]")]:
-        policy.said = said
-        with refused(f"draft_policy settled on {shown}; it must be an integer in [0, 2], or None"):
-            llm.generate("abc", GREEDY)
-    policy.decision = lambda rows: np.full(rows, 9, np.int32)  # nobody asks
-    for said in (0, 1, np.int64(2)):
-        policy.said = said
-        (output,) = llm.generate("abc", GREEDY)
-        assert output.outputs[0].token_ids == plain.outputs[0].token_ids

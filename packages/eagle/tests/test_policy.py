@@ -17,7 +17,6 @@ from bateleur.eagle.policy import (
     DraftPolicy,
     FixedDrafts,
     PolicyRows,
-    SleepingPolicy,
     StepCost,
 )
 from bateleur.eagle.stats import AcceptanceEstimates
@@ -68,14 +67,6 @@ def test_batch_sizes_choose_the_entry_below_them() -> None:
     policy = ByBatchSize({1: 4, 8: 2, 32: 0})
     given = [int(policy.lengths(alike(size)).max()) for size in (1, 7, 8, 31, 32, 100)]
     assert given == [4, 4, 2, 2, 0, 0]
-    assert [policy.settled(size, greedy=True) for size in (1, 31, 32, 100)] == [4, 2, 0, 0]
-
-
-def test_what_does_not_depend_on_rows_is_said_beforehand() -> None:
-    for policy, number in ((FixedDrafts(0), 0), (FixedDrafts(1), 1), (ByBatchSize({1: 0}), 0)):
-        assert isinstance(policy, SleepingPolicy)
-        assert policy.settled(1, greedy=False) == number
-        assert policy.sleeps(1, greedy=False) is (number == 0)
 
 
 @settings(max_examples=60, deadline=None)

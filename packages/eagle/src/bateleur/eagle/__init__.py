@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bateleur.eagle.adaptive import AdaptiveDrafts
 from bateleur.eagle.borrow import BorrowError, borrow_violations
 from bateleur.eagle.drafter import (
     BoundedDrafter,
@@ -16,20 +17,16 @@ from bateleur.eagle.drafter import (
 )
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.law import Law
-from bateleur.eagle.measured import ByMeasuredCost
 from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
 from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.policy import (
     ByBatchSize,
     BySurvival,
-    DozingPolicy,
     DraftPolicy,
     FixedDrafts,
     ObservingPolicy,
     PolicyRows,
-    SettledPolicy,
-    SleepingPolicy,
     StepCost,
     StepTime,
     UniformPolicy,
@@ -70,14 +67,13 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "AcceptStats",
     "AcceptanceEstimates",
+    "AdaptiveDrafts",
     "BorrowError",
     "BoundedDrafter",
     "ByBatchSize",
-    "ByMeasuredCost",
     "BySurvival",
     "Coupled",
     "DecodeEagleCudaGraphManager",
-    "DozingPolicy",
     "DraftCache",
     "DraftContext",
     "DraftDistribution",
@@ -104,8 +100,6 @@ __all__ = [
     "Rows",
     "Rule",
     "SamplingDrafter",
-    "SettledPolicy",
-    "SleepingPolicy",
     "StepCost",
     "StepTime",
     "TargetNeeds",

@@ -17,7 +17,6 @@ Legend for shapes: R rows and T tokens of the batch with padding, N rows and M t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,30 +25,13 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle.buffers import NO_TOKEN, DraftBuffers
-from bateleur.metadata import NULL_BLOCK, PAD_SLOT, CommonAttentionMetadata, SeqLenBound, StepRows
+from bateleur.metadata import NULL_BLOCK, PAD_SLOT, CommonAttentionMetadata, SeqLenBound
 from bateleur.metadata.forms import Forms
 
 
 def draft_max_seq_len(bound: SeqLenBound, num_speculative_tokens: int, max_model_len: int) -> int:
     """Host bound of every draft pass's `seq_lens`: min(largest bound of the target's step + K, max_model_len)."""
     return min(bound.max() + num_speculative_tokens, max_model_len)
-
-
-def tokens_of(steps: StepRows, first: int, end: int) -> StepRows:
-    """The tokens `first` to `end` - 1 of rows of prompts, and the rows that own them."""
-    ends = np.cumsum(steps.query_lens)
-    before = np.minimum(np.maximum(first - (ends - steps.query_lens), 0), steps.query_lens)
-    behind = np.minimum(np.maximum(ends - end, 0), steps.query_lens)
-    lens = steps.query_lens - before - behind
-    owners = lens > 0
-    return replace(
-        steps,
-        query_lens=lens[owners].astype(np.int32),
-        num_computed=(steps.num_computed + before)[owners].astype(np.int32),
-        is_prefilling=steps.is_prefilling[owners],
-        token_ids=steps.token_ids[first:end],
-        block_tables=tuple(table[owners] for table in steps.block_tables),
-    )
 
 
 def stage_first(

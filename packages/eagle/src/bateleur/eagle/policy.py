@@ -29,7 +29,6 @@ class PolicyRows:
     acceptance: (R, K) float64 in [0, 1], chance that draft i is accepted if all before it are.
     num_other_tokens: tokens in the same step of rows that get no drafts, such as chunks of prompts.
     greedy: every row takes the most likely token, so that drafts cost no noise.
-    num_missed: earlier tokens of these rows that the drafter must be shown before it can draft for them.
     """
 
     rows: IntArray
@@ -37,7 +36,6 @@ class PolicyRows:
     acceptance: FloatArray
     num_other_tokens: int = 0
     greedy: bool = False
-    num_missed: int = 0
 
     def __post_init__(self) -> None:
         if self.acceptance.ndim != 2 or not len(self.rows) == len(self.most) == len(self.acceptance):
@@ -75,64 +73,28 @@ class UniformPolicy(DraftPolicy, Protocol):
 class StepTime:
     """What a step did, and how long it took.
 
-    num_drafts: (R,) integer, drafts that it verified of each row that decodes, or might have, if a drafter stopped.
-    num_proposed: (R,) integer, drafts that it made for the next step of each of these rows, or might have.
-    num_other_tokens: tokens of other rows, such as chunks of prompts.
+    num_rows: rows that decode. num_drafts: drafts that the policy had asked for, summed over these rows.
+    num_tokens: tokens that these rows emitted. num_other_tokens: tokens of other rows, such as chunks of prompts.
     greedy: as in `PolicyRows`.
-    num_missed: earlier tokens that the drafter was shown.
-    asleep: nobody remembers it, see `SleepingPolicy`.
     """
 
-    num_drafts: IntArray
-    num_proposed: IntArray
-    num_other_tokens: int
+    num_rows: int
+    num_drafts: int
+    num_tokens: int
     seconds: float
+    num_other_tokens: int = 0
     greedy: bool = False
-    num_missed: int = 0
-    asleep: bool = False
 
 
 @runtime_checkable
 class ObservingPolicy(DraftPolicy, Protocol):
-    """A policy that is told of every step what it took. An engine's tokens must not depend on the times of its steps:
-    under COUPLED they do not, under RATIO and BLOCK their law does not.
+    """A policy that gets the time of every step. An engine's tokens must not depend on these times: under COUPLED they
+    do not, under RATIO and BLOCK their distribution does not.
     """
 
     def observe(self, step: StepTime) -> None:
-        """A step has ended; its tokens are on the host."""
+        """Take note of a step that has ended, before the lengths of the step after the next are asked for."""
         ...
-
-
-@runtime_checkable
-class SettledPolicy(DraftPolicy, Protocol):
-    """A policy that knows of some steps how many drafts they have, so that nobody looks at what their rows accept."""
-
-    def settled(self, num_rows: int, *, greedy: bool) -> int | None:
-        """Drafts in 0..K of each of so many rows in the next step, as far as a row may have them; None where `lengths`
-        says it. It is asked before `lengths`, and in place of it where it knows.
-        """
-        ...
-
-
-@runtime_checkable
-class SleepingPolicy(SettledPolicy, Protocol):
-    """A policy that knows of some steps that nobody need remember them: the drafter begins anew behind them, and knows
-    less of their rows. So such a step is one of an engine without a drafter.
-    """
-
-    def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
-        """Whether the next step, of so many rows, is such a one. It is asked before that step is run, in place of
-        anything else.
-        """
-        ...
-
-
-@runtime_checkable
-class DozingPolicy(SettledPolicy, ObservingPolicy, Protocol):
-    """A policy that is told of few of the steps that it knows of, so that the others cost nothing."""
-
-    dozes: bool
-    """Whether `observe` need not be told of the step that `settled`, `lengths` or `sleeps` was asked about last."""
 
 
 @final
@@ -149,14 +111,6 @@ class FixedDrafts:
     def lengths(self, rows: PolicyRows) -> I32Array:
         """See `DraftPolicy`."""
         return _capped(self.num_drafts, rows)
-
-    def settled(self, num_rows: int, *, greedy: bool) -> int | None:
-        """See `SettledPolicy`."""
-        return self.num_drafts
-
-    def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
-        """See `SleepingPolicy`."""
-        return not self.num_drafts
 
     def numbers(self, most: int) -> Collection[int]:
         """See `UniformPolicy`."""
@@ -179,22 +133,12 @@ class ByBatchSize:
 
     def lengths(self, rows: PolicyRows) -> I32Array:
         """See `DraftPolicy`."""
-        return _capped(self._of(len(rows)), rows)
-
-    def settled(self, num_rows: int, *, greedy: bool) -> int | None:
-        """See `SettledPolicy`."""
-        return self._of(num_rows)
-
-    def sleeps(self, num_rows: int, *, greedy: bool) -> bool:
-        """See `SleepingPolicy`."""
-        return not self._of(num_rows)
+        size = max((size for size in self.num_drafts if size <= len(rows)), default=1)
+        return _capped(self.num_drafts[size], rows)
 
     def numbers(self, most: int) -> Collection[int]:
         """See `UniformPolicy`."""
         return [min(number, most) for number in self.num_drafts.values()]
-
-    def _of(self, num_rows: int) -> int:
-        return self.num_drafts[max((size for size in self.num_drafts if size <= num_rows), default=1)]
 
 
 class StepCost:

@@ -7,7 +7,7 @@ waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.chain import ChainSteps, bound_of_drafts, stage_dummy
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
-from bateleur.eagle.geometry import draft_max_seq_len, stage_first, tokens_of
+from bateleur.eagle.geometry import draft_max_seq_len, stage_first
 from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.spec import Head, SharedHead
 from bateleur.eagle.managers import (
@@ -45,11 +45,8 @@ from bateleur.eagle.whole import WholeChain, can_follow
 from bateleur.metadata import (
     AttentionBackend,
     BatchLimits,
-    BatchShape,
     BuildPhase,
     CommonAttentionMetadata,
-    InputBuffers,
-    StepRows,
     check_reads,
 )
 
@@ -112,7 +109,6 @@ class EagleSpeculator:
         self.prefill: PrefillEagleCudaGraphManager | None = None
         self.decode: DecodeEagleCudaGraphManager | None = None
         self.decisions = DecisionCounter()
-        self._missed: InputBuffers | None = None
         self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
         self._chains: tuple[int, ...] = ()
         self._graphs = graphs
@@ -169,31 +165,6 @@ class EagleSpeculator:
         return (
             tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
         )
-
-    @torch.no_grad()
-    def catch_up(self, steps: StepRows, features: Sequence[Tensor]) -> None:
-        """Bring the draft's caches up to date with tokens of earlier steps that were never shown, eagerly.
-
-        A step may be left out where nobody wants its drafts; before the next proposal for its rows this is called with
-        what stayed of them.
-
-        steps: the tokens as rows of prompts, each with the id of the token behind it. features: as a context's, (T,
-        width) each.
-        """
-        x, most = self.inputs, self.inputs.limits.max_num_tokens
-        if self._missed is None:
-            limits = BatchLimits(x.limits.max_num_reqs, most, self._max_model_len)
-            self._missed = InputBuffers(limits, (self._cache.blocks,), x.device)
-        for first in range(0, len(steps.token_ids), most):
-            part = tokens_of(steps, first, first + most)
-            lens = part.query_lens
-            batch = self._missed.stage(part, BatchShape.of(len(lens), len(part.token_ids), int(lens.max())))
-            count = batch.num_tokens
-            x.input_ids[:count] = batch.input_ids
-            x.positions[:count] = batch.positions.clamp(max=x.limits.max_model_len - 1)
-            x.hidden[:count] = self.head.fuse([each[first : first + count] for each in features])
-            metadata = self._builder.build(batch, 0)
-            self._passes.keep_up(Execution(None, DraftState(batch, metadata, self._builder.signature)))
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
         """How the last drafts of these rows of the table were drawn; (R, K, Vd) logits of rows that sample."""

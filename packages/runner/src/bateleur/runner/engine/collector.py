@@ -50,7 +50,7 @@ class Collector:
         """
         plan, stats, n = flight.plan, self._stats, flight.plan.num_decodes
         num_prefill_tokens = plan.num_tokens - plan.num_decode_tokens
-        num_rows = num_taken = num_verified = 0
+        num_rows = num_taken = num_verified = flight.num_tokens = 0
         reports: list[Request] = []
         present = flight.present(self._scheduler.num_left)
         if flight.scored is not None:
@@ -71,6 +71,7 @@ class Collector:
             num_taken = num_verified = int(np.add.reduce(taken))
             if n < len(plan.rows):
                 num_verified = int(taken[:n].sum())
+            flight.num_tokens = num_verified
         self._ledger.settle()
         # No call from here on: the tokens stand, and are counted.
         stats.num_steps += 1
@@ -127,7 +128,7 @@ class Collector:
     ) -> None:
         """What became of drafts, and how many there are for the next steps of those that have none in flight."""
         assert self._proposer is not None
-        assert flight.lengths is not None
+        assert flight.proposal is not None
         plan, n = flight.plan, flight.plan.num_decodes
         if present is None and running is None:
             self._learn_all(flight, emitted)
@@ -138,18 +139,18 @@ class Collector:
         num_accepted = emitted.num_accepted[:n]
         self._proposer.learn(plan.rows[:n][decodes], num_drafts[decodes], num_accepted[decodes])
         ready = here if running is None else here & ~np.isin(plan.rows[drawing], running.rows)
-        self._proposer.assign(plan.rows[drawing[ready]], flight.lengths[drawing[ready]])
+        self._proposer.assign(plan.rows[drawing[ready]], flight.proposal.lengths[drawing[ready]])
         if present is not None:
             for i in drawing[~here].tolist():
                 if plan.requests[i].finish_reason is None:
-                    self._proposer.assign_late(plan.requests[i], int(flight.lengths[i]))
+                    self._proposer.assign_late(plan.requests[i], int(flight.proposal.lengths[i]))
 
     def _learn_all(self, flight: InFlight, emitted: Emitted) -> None:
         """The same where everybody has their row and nothing is being launched."""
         assert self._proposer is not None
-        assert flight.lengths is not None
+        assert flight.proposal is not None
         plan, n = flight.plan, flight.plan.num_decodes
-        (_, rows), lengths = plan.drawing, flight.lengths
+        (_, rows), lengths = plan.drawing, flight.proposal.lengths
         if plan.num_decode_tokens == n:
             self._proposer.acceptance.num_plain += n
         elif n == len(plan.rows):
@@ -164,13 +165,13 @@ class Collector:
         """Plan the next step of the rows of one in flight by the bounds that are known: how many drafts it tests, and
         whether it must wait for what is not known.
         """
-        if flight.verified is None or flight.lengths is None or self._proposer is None:
+        if flight.verified is None or flight.proposal is None or self._proposer is None:
             return
         drawing, table = flight.verified.drawing, self._table
         present = flight.present(self._scheduler.num_left)
         here = slice(None) if present is None else present[drawing]
         rows = flight.plan.rows[drawing][here]
-        self._proposer.assign(rows, flight.lengths[drawing][here])
+        self._proposer.assign(rows, flight.proposal.lengths[drawing][here])
         open_rows = rows[table.slack[rows] > 0]
         most = table.num_tokens[open_rows] - table.prompt_len[open_rows]
         least = most - table.slack[open_rows]

@@ -116,9 +116,9 @@ class Engine:
 
     def _make_proposer(self, drafter: Drafter, graphed: Sequence[int]) -> Proposer:
         setup = self.setup
-        defers = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
+        may_skip = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
         chains = setup.drafter.chains if isinstance(setup.drafter, DraftHead) else None
-        made = Proposer(drafter, self._verifier, setup.policy, graphed, defers=defers, chains=chains)
+        made = Proposer(drafter, self._verifier, setup.policy, graphed, may_skip=may_skip, chains=chains)
         self.stats.acceptance = made.acceptance
         made.graphs = self._capture_proposals(drafter, graphed)
         return made
@@ -256,9 +256,11 @@ class Engine:
         ledger = self.ledger
         ledger.whole = False
         timed = self._timed
-        if timed is not None and timed.lengths is not None and self._proposer is not None:
-            self._proposer.observe(timed.plan, timed.lengths, seconds)
-            self._timed = None
+        if timed is not None and self._proposer is not None:
+            assert timed.proposal is not None
+            assert timed.num_tokens is not None
+            self._proposer.observe(timed.plan, timed.proposal, timed.num_tokens, seconds)
+        self._timed = None
         self._reports = []
         clock = StepClock(self.stats)
         try:
@@ -279,9 +281,8 @@ class Engine:
         self._reports = []
         if ledger.in_flight:
             self._collector.foresee(ledger.in_flight[-1])
-        proposer = self._proposer
-        if proposer is not None and timed is not None and timed.lengths is not None and not proposer.dozes:
-            self._timed, self._took = timed, proposer.timed(clock.elapsed)
+        if self._proposer is not None and timed is not None and timed.num_tokens is not None:
+            self._timed, self._took = timed, self._proposer.timed(clock.elapsed)
         self.outside.advance(idle=not ledger.requests)
         ledger.whole = True
 
@@ -322,8 +323,7 @@ class Engine:
         clock.lap("stage")
         staged = self.producer.prepare(batch, decision.descriptor, origin=rows.origin)
         clock.lap("build")
-        watched = self._proposer is None or self._proposer.watches(plan)
-        hidden_TD, *taps = self.graphs.run(staged) if watched else self.graphs.run_untapped(staged)
+        hidden_TD, *taps = self.graphs.run(staged)
         clock.lap("forward")
         if self._ahead and self._grammars.follow(plan):  # what may be drawn depends on the tokens before
             if self.ledger.in_flight:
@@ -338,11 +338,9 @@ class Engine:
         num_drafts, num_left = self.table.num_drafts[plan.rows], self.scheduler.num_left
         launched = InFlight(plan, num_drafts, num_left, verified, fetched, scored)
         if self._proposer is not None:
-            launched.lengths = plan.no_drafts
-            if watched:
-                features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
-                launched.lengths = self._proposer.propose(plan, staged, features, ended)
-                self._grammars.fetch(plan)
+            features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
+            launched.proposal = self._proposer.propose(plan, staged, features, ended)
+            self._grammars.fetch(plan)
             clock.lap("draft")
         return launched
 

@@ -16,6 +16,7 @@ from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.verified import Verified
 from bateleur.runner.scheduling.scheduler import StepPlan
+from bateleur.runner.spec_decode.proposer import Proposal
 
 _NOBODY: tuple[Sequence[Request], NDArray[np.int32]] = ((), np.empty(0, np.int32))
 
@@ -36,8 +37,10 @@ class InFlight:
     verified: Verified | None
     fetched: Fetch | None
     scored: Scored | None
-    lengths: NDArray[np.int32] | None = None
-    """(R,) drafts for the next step of each row, as was decided before they were made; None without a drafter."""
+    proposal: Proposal | None = None
+    """Drafts for the next step of each row; None without a drafter."""
+    num_tokens: int | None = None
+    """Tokens that its decoding rows emitted; None before it is collected."""
     emitting: tuple[Sequence[Request], NDArray[np.int32]] = _NOBODY
     """Requests that are being given its tokens, and how many tokens each had before."""
 

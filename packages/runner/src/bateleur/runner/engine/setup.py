@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bateleur.cudagraph import CudaGraphMode
-from bateleur.eagle import ByBatchSize, ByMeasuredCost, Drafter, DraftPolicy, FixedDrafts, Rule
+from bateleur.eagle import AdaptiveDrafts, ByBatchSize, Drafter, DraftPolicy, FixedDrafts, Rule
 from bateleur.mamba import PromptScan
 from bateleur.metadata import AttentionBackend
 from bateleur.runner.arguments import member_of, refuse
@@ -227,7 +227,7 @@ def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
             stacklevel=2,
         )
     if isinstance(policy, str):
-        return ByMeasuredCost(most)
+        return AdaptiveDrafts(most)
     return policy if hasattr(policy, "lengths") else ByBatchSize(policy)
 
 

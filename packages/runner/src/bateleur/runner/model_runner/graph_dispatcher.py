@@ -230,10 +230,6 @@ class StepGraphs:
         assert self.manager is not None
         return self.manager.replay(staged.key, staged)
 
-    def run_untapped(self, staged: Staged[StepContext]) -> tuple[Tensor, ...]:
-        """The same for whoever does not look at taps: none are kept, but by a graph."""
-        return self.run(staged) if staged.key else self.model.run(Execution(None, staged.state))
-
     def verify(self, fuzz: int) -> VerifyReport:
         """Show that replays equal eager runs on random steps, over the caches. Raises ValueError without graphs."""
         if self.manager is None:

@@ -55,16 +55,3 @@ def checked_lengths(lengths: Any, most: NDArray[np.int32], num_drafts: int) -> N
         raise ValueError(f"draft_policy gave {shown(lengths)}; {rule}")
     kept: NDArray[np.int32] = np.minimum(given, most).astype(np.int32)
     return kept
-
-
-def checked_number(settled: Any, num_drafts: int) -> np.int32:
-    """Drafts of every row that a policy has settled on. Raises ValueError for what is no number of drafts."""
-    if (
-        isinstance(settled, bool)
-        or not isinstance(settled, int | np.integer)
-        or not 0 <= settled <= num_drafts
-    ):
-        raise ValueError(
-            f"draft_policy settled on {shown(settled)}; it must be an integer in [0, {num_drafts}], or None"
-        )
-    return np.int32(settled)

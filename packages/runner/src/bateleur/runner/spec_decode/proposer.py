@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,6 @@ from bateleur.eagle import (
     AcceptanceEstimates,
     AcceptStats,
     BoundedDrafter,
-    DozingPolicy,
     DraftContext,
     Drafter,
     DraftPolicy,
@@ -26,8 +26,6 @@ from bateleur.eagle import (
     PolicyRows,
     Rule,
     SamplingDrafter,
-    SettledPolicy,
-    SleepingPolicy,
     StepTime,
 )
 from bateleur.runner.device import Kept, upload
@@ -36,19 +34,29 @@ from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.step_end import Ended
 from bateleur.runner.scheduling.scheduler import StepPlan
-from bateleur.runner.spec_decode.answers import checked_drafts, checked_lengths, checked_number
-from bateleur.runner.spec_decode.backlog import Backlog
+from bateleur.runner.spec_decode.answers import checked_drafts, checked_lengths
 from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
+
+
+class Proposal(NamedTuple):
+    """The drafts that were proposed after a step, and what the policy needs to know about that step."""
+
+    lengths: NDArray[np.int32]
+    """(R,) drafts of each row for its next step."""
+    num_requested: int
+    """Drafts that the policy had asked for, for the decoding rows of the step that has ended."""
+    greedy: bool
+    """All rows take the most likely token."""
 
 
 class Proposer:
     """Runs a drafter behind the target: every step is followed by one proposal for all of its rows.
 
     `policy` says how many drafts each request's next step verifies, from what became of earlier ones. `graphed`:
-    numbers of drafts, the same for all rows, with which steps run on graphs. `defers`: a head on a CPU is not shown a
-    step that nobody wants drafts of, before somebody does; for an engine that knows all tokens but those of the step
-    that runs, and shares no blocks. `chains`: where other ranks take part in the drafter's passes.
+    numbers of drafts, the same for all rows, with which steps run on graphs. `may_skip`: the head need not run in a
+    step without drafts; for an engine that shares no blocks between requests and has no step in flight. `chains`: where
+    other ranks take part in the drafter's passes.
     """
 
     def __init__(
@@ -58,16 +66,14 @@ class Proposer:
         policy: DraftPolicy,
         graphed: Sequence[int],
         *,
-        defers: bool = False,
+        may_skip: bool = False,
         chains: ChainLockstep | None = None,
     ) -> None:
         k, table = drafter.num_speculative_tokens, verifier.table
         self.drafter, self._chains = drafter, chains
         self.policy = policy
         self._observer = policy if isinstance(policy, ObservingPolicy) else None
-        self._cpu_seconds, self._greedy, self._num_missed = 0.0, False, 0
-        self._asked: StepPlan | None = None
-        """The plan that `_greedy` is of."""
+        self._cpu_seconds = 0.0
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
         self._graphed = sorted(graphed)
@@ -82,21 +88,17 @@ class Proposer:
         self._sees_drafts = verifier.on_host and not graphed
         self._kept = Kept(verifier.device)
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
-        deferred = defers and chains is None and not (self._counts or self._foreign) and self._sees_drafts
-        self._backlog: Backlog | None = None
-        self._settling = policy if isinstance(policy, SettledPolicy) else None
-        self._sleeper: SleepingPolicy | None = None
-        self._asleep = False
-        """Whether nobody remembers the step that runs, or ran last."""
-        self._assigned: NDArray[np.int32] | None = None
-        """That no row has drafts, as the last plan says it, where that was written down last."""
-        self._dozer = policy if isinstance(policy, DozingPolicy) else None
-        if deferred and isinstance(drafter, EagleSpeculator):
-            self._backlog = Backlog(table, begins_late=drafter.begins_late)
-            self._sleeper = policy if drafter.begins_late and isinstance(policy, SleepingPolicy) else None
+        skips = may_skip and chains is None and not self._counts and self._sees_drafts
+        self._skips = skips and isinstance(drafter, EagleSpeculator) and drafter.begins_late
+        """Whether a step without drafts runs without the head."""
+        num_rows = len(table.num_tokens)
+        self._skipped, self._first = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64)
+        """(N,) whether the head has not seen the last step of a row, and the first position since the last one that it
+        has not seen."""
+        self._requested = np.zeros(num_rows, np.int32)
+        """(N,) drafts that the policy asked for in the last step of each row."""
         self._roomy = not (self._counts or self._graphed)
-        """Whether nothing but the end of its request, and what was forgotten of it, keeps a row from any number of
-        drafts."""
+        """Whether nothing but the end of its request keeps a row from any number of drafts."""
         self._roomy &= self._longest == self._max_model_len
         self.graphs: ProposalGraphs | None = None
         """Of whole proposals."""
@@ -104,21 +106,8 @@ class Proposer:
     def admit(self, request: Request) -> None:
         """A request got a row."""
         self._estimates.admit(request.row)
-        if self._backlog is not None:
-            self._backlog.admit(request.row)
+        self._skipped[request.row], self._first[request.row], self._requested[request.row] = False, 0, 0
         self.drafter.admit(request.row, request.token_ids)
-
-    def watches(self, plan: StepPlan) -> bool:
-        """Whether the drafter will be shown the step that is about to run, at its end or later. If not, it is one of an
-        engine without drafts, and features of it are nobody's.
-        """
-        if self._sleeper is None:
-            return True
-        asleep = self._sleeper.sleeps(len(plan.rows), greedy=self._is_greedy(plan))
-        if self._asleep and not asleep and self._backlog is not None:
-            self._backlog.restart()
-        self._asleep = asleep
-        return not asleep
 
     def propose(
         self,
@@ -126,34 +115,37 @@ class Proposer:
         staged: Staged[StepContext],
         features: tuple[Tensor, ...],
         ended: Ended,
-    ) -> NDArray[np.int32]:
-        """Let the drafter see a step that has ended and that it `watches`, and keep what it proposes.
+    ) -> Proposal:
+        """Propose drafts for the next step of every row, after a step has ended.
 
-        Returns how many drafts the next step of each row tests (R,), as far as they are of use then.
+        Where the head can start at any position, a step without drafts does not run it: `DraftContext.begins` hides
+        what the head has missed.
         """
-        settled = self._settled(plan)
-        if settled == 0 and self._backlog is not None:
-            self._defer(plan, features, ended)
-            return plan.no_drafts
-        lengths = self._next_lengths(plan, settled)
+        greedy = self._one_hot or self._sampling.all_greedy(plan.rows)
+        num_requested = int(self._requested[plan.rows[: plan.num_decodes]].sum())
+        lengths, declined = self._next_lengths(plan, greedy)
+        proposal = Proposal(lengths, num_requested, greedy)
         num_drafts = int(lengths.max(initial=0))
         if self._chains is not None:
             num_drafts = self._chains.agree(len(plan.rows), num_drafts)
+        # A row that could have no drafts is about to end. In the middle of a prompt the head has to run.
+        if self._skips and not num_drafts and (declined or plan.samples.all()):
+            self._skipped[plan.rows] = True
+            return proposal
+        self._resume(plan.rows)
         if ended.held and self.graphs is not None:
             key = self.graphs.key_of(staged.key, num_drafts)
             if key is not None:
                 self.graphs.run(key, staged, features)
-                return lengths
-        if self._backlog is not None:
-            assert isinstance(self.drafter, EagleSpeculator)
-            if not num_drafts:
-                self._defer(plan, features, ended)
-                return lengths
-            if missing := self._backlog.take(plan.rows):
-                self._num_missed = len(missing[0].token_ids)
-                self.drafter.catch_up(*missing)
-        context = self._context(plan, staged, features, ended, num_drafts)
-        return self._keep(plan, context, self.drafter.propose(context), lengths)
+                return proposal
+        context = self._context(plan, staged, features, ended, num_drafts, greedy=greedy)
+        return proposal._replace(lengths=self._keep(plan, context, self.drafter.propose(context), lengths))
+
+    def _resume(self, rows: NDArray[np.int64]) -> None:
+        """Start the head at the current position in those of `rows` (R,) whose last step it did not see."""
+        rows = rows[self._skipped[rows]]
+        self._first[rows] = self._table.num_computed[rows]
+        self._skipped[rows] = False
 
     def _keep(
         self, plan: StepPlan, context: DraftContext, drafts: Tensor, lengths: NDArray[np.int32]
@@ -176,23 +168,6 @@ class Proposer:
         """Behind a step of nobody, take part in the proposals of other ranks; returns how many drafts these make."""
         return 0 if self._chains is None else self._chains.idle()
 
-    def _settled(self, plan: StepPlan) -> int | None:
-        """The number of drafts of the next step, where the policy knows it. It is asked first of all."""
-        self._num_missed, greedy = 0, self._is_greedy(plan)
-        return None if self._settling is None else self._settling.settled(len(plan.drawing[1]), greedy=greedy)
-
-    def _is_greedy(self, plan: StepPlan) -> bool:
-        """Whether all rows of the plan are drafted for as greedy ones."""
-        if plan is not self._asked:
-            self._asked, self._greedy = plan, self._one_hot or self._sampling.all_greedy(plan.rows)
-        return self._greedy
-
-    def _defer(self, plan: StepPlan, features: tuple[Tensor, ...], ended: Ended) -> None:
-        """The drafter is shown this step when somebody wants drafts."""
-        assert self._backlog is not None
-        assert ended.num_valid is not None
-        self._backlog.add(plan.rows, plan.query_lens, ended.num_valid.numpy(), features)
-
     def _context(
         self,
         plan: StepPlan,
@@ -200,6 +175,8 @@ class Proposer:
         features: tuple[Tensor, ...],
         ended: Ended,
         num_drafts: int,
+        *,
+        greedy: bool,
     ) -> DraftContext:
         """What a drafter is told of a step that it proposes for eagerly."""
         assert ended.num_valid is not None, "a drafter proposes at least one token"
@@ -223,7 +200,7 @@ class Proposer:
             seeds, temperature = self._sampling.noise_keys(plan.rows)
         if self._one_hot:
             temperature = torch.zeros_like(temperature)
-        begins = None if self._backlog is None else self._backlog.begins(plan.rows)
+        first = self._first[plan.rows]
         return DraftContext(
             batch=staged.state.batch,
             attention=staged.state.attention,
@@ -236,8 +213,8 @@ class Proposer:
             temperature=temperature,
             num_drafts=num_drafts,
             key=staged.key,
-            greedy=self._greedy,
-            begins=None if begins is None else torch.from_numpy(begins),
+            greedy=greedy,
+            begins=torch.from_numpy(first) if first.any() else None,
             room=None if span is None else span.drafts,
         )
 
@@ -254,16 +231,9 @@ class Proposer:
 
         Where tokens depend on how many it is, a row whose bounds leave that open waits until it is known.
         """
-        if lengths is self._assigned:
-            return
-        table, backlog = self._table, self._backlog
-        self._assigned = lengths if self._asleep else None
-        roomy = self._roomy and (backlog is None or not backlog.loses)
-        if roomy and table.assign(rows, lengths, self.drafter.num_speculative_tokens):
+        table = self._table
+        if self._roomy and table.assign(rows, lengths, self.drafter.num_speculative_tokens):
             return  # nobody is near an end
-        if backlog is not None and not lengths.any():
-            table.num_drafts[rows] = table.num_places[rows] = 0
-            return
         most = self._most(rows, self.drafter.num_speculative_tokens, least=False)
         if self._counts:
             table.rests[rows] = (lengths > most) & (table.slack[rows] > 0)
@@ -284,54 +254,45 @@ class Proposer:
             return min(seconds, self._cpu_seconds - before)
         return seconds
 
-    @property
-    def dozes(self) -> bool:
-        """Whether nobody wants to know what the last step took."""
-        return self._dozer is not None and self._dozer.dozes
-
-    def observe(self, plan: StepPlan, lengths: NDArray[np.int32], seconds: float) -> None:
-        """Tell a policy that listens what a step took, behind which `lengths` (R,) drafts were made. Before the next
-        one is planned.
+    def observe(self, plan: StepPlan, proposal: Proposal, num_tokens: int, seconds: float) -> None:
+        """Tell a policy that listens how long a step took, before the next one is planned. num_tokens: those that its
+        decoding rows emitted. proposal: that of the step.
         """
-        if self._observer is None:
-            return
-        n = plan.num_decodes
-        verified, proposed = plan.query_lens[:n] - 1, lengths[:n]
-        others = plan.num_tokens - plan.num_decode_tokens
-        missed, asleep = 0 if self._asleep else self._num_missed, self._asleep
-        self._observer.observe(StepTime(verified, proposed, others, seconds, self._greedy, missed, asleep))
+        if self._observer is not None:
+            others = plan.num_tokens - plan.num_decode_tokens
+            self._observer.observe(
+                StepTime(
+                    plan.num_decodes, proposal.num_requested, num_tokens, seconds, others, proposal.greedy
+                )
+            )
 
-    def _next_lengths(self, plan: StepPlan, settled: int | None) -> NDArray[np.int32]:
-        """(R,) drafts for the next step of every row; 0 where the prompt goes on, which nobody counts as a row then.
+    def _next_lengths(self, plan: StepPlan, greedy: bool) -> tuple[NDArray[np.int32], bool]:
+        """(R,) drafts for the next step of every row, 0 in the middle of a prompt; and whether the policy gave no
+        drafts to rows that could have some.
 
         A row that was preempted gets those that it had: under RATIO and BLOCK tokens depend on what was drafted.
         """
         table, draws = self._table, plan.samples
         if plan.num_decodes == len(plan.rows):
-            return self._given(plan, plan.rows, settled)
+            return self._given(plan, plan.rows, greedy)
         prefilled = table.num_computed[plan.rows] + plan.query_lens >= table.prefill_len[plan.rows]
         lengths = np.where(prefilled, table.num_drafts[plan.rows], 0)
-        lengths[draws] = self._given(plan, plan.rows[draws], settled)
-        return lengths
+        lengths[draws], declined = self._given(plan, plan.rows[draws], greedy)
+        return lengths, declined
 
-    def _given(self, plan: StepPlan, rows: NDArray[np.int64], settled: int | None) -> NDArray[np.int32]:
-        """(S,) drafts for the next step of rows (S,) that draw in this one."""
+    def _given(self, plan: StepPlan, rows: NDArray[np.int64], greedy: bool) -> tuple[NDArray[np.int32], bool]:
+        """The same of rows (S,) that draw in this step."""
         k = self.drafter.num_speculative_tokens
-        if settled is not None:
-            return self._most(rows, int(checked_number(settled, k)), least=True)
         most = self._most(rows, k, least=True)  # each of them emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
-        missed = 0 if self._backlog is None else self._backlog.num_missed(plan.rows)
-        acceptance = self._estimates.of(rows)
-        given = self.policy.lengths(PolicyRows(rows, most, acceptance, others, self._greedy, missed))
-        return checked_lengths(given, most, k)
+        given = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others, greedy))
+        lengths = checked_lengths(given, most, k)
+        self._requested[rows] = lengths
+        return lengths, bool(most.any() and not lengths.any())
 
     def _most(self, rows: NDArray[np.int64], most: int, *, least: bool) -> NDArray[np.int32]:
         """(R,) drafts, at most `most`, that can be of use to rows; see `RequestTable.useful`."""
-        useful = self._table.useful(rows, self._longest, most, least=least)
-        if self._backlog is not None and self._backlog.loses:
-            useful[self._backlog.is_lost(rows)] = 0
-        return useful
+        return self._table.useful(rows, self._longest, most, least=least)
 
     def _padded(self, lengths: NDArray[np.int32], room: NDArray[np.int32]) -> NDArray[np.int32]:
         """(R,) places for `lengths` drafts: for all rows as many as a graph has for the longest, since a length of its

@@ -1,0 +1,112 @@
+"""Draft or not, decided by measured time: K drafts for every row or none, whichever takes less time per token."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bateleur.eagle.policy import I32Array, PolicyRows, StepTime
+
+SETTLE_STEPS = 8
+"""Steps after a change that are not measured: caches are cold, and a head that was not shown earlier tokens has little
+context."""
+TRIAL_STEPS = 16
+"""Measured steps of a trial."""
+EARLY_STEPS, EARLY_RATIO = 4, 1.25
+"""A trial ends after so many measured steps if it takes so many times as long per token."""
+FIRST_WAIT, LONGEST_WAIT = 32, 2048
+"""Steps before the first trial and between trials: the wait doubles each time the current choice wins."""
+MARGIN = 0.05
+"""By how much faster the other choice must be to replace the current one."""
+OUTLIER = 3.0
+"""Steps that take longer than this many medians are left out: garbage collection, or another process."""
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Steps that ran with the same choice since the last change: (seconds, tokens) of the latest of them."""
+
+    num_steps: int = 0
+    latest: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=2 * TRIAL_STEPS))
+
+    def add(self, seconds: float, num_tokens: int) -> None:
+        self.num_steps += 1
+        if self.num_steps > SETTLE_STEPS:
+            self.latest.append((seconds, num_tokens))
+
+    def seconds_per_token(self) -> float:
+        limit = OUTLIER * float(np.median([seconds for seconds, _ in self.latest]))
+        kept = [each for each in self.latest if each[0] <= limit]
+        return sum(seconds for seconds, _ in kept) / max(1, sum(tokens for _, tokens in kept))
+
+
+@dataclass(slots=True)
+class _Choice:
+    """The choice for one batch size, and the trial of the other one while it runs."""
+
+    drafts: bool = True
+    wait: int = FIRST_WAIT
+    current: _Phase = field(default_factory=_Phase)
+    trial: _Phase | None = None
+
+    @property
+    def runs_drafts(self) -> bool:
+        return self.drafts if self.trial is None else not self.drafts
+
+    def observe(self, seconds: float, num_tokens: int) -> None:
+        """A step ran with `runs_drafts`."""
+        if self.trial is None:
+            self.current.add(seconds, num_tokens)
+            if self.current.num_steps >= SETTLE_STEPS + self.wait:
+                self.trial = _Phase()
+            return
+        trial = self.trial
+        trial.add(seconds, num_tokens)
+        if len(trial.latest) < EARLY_STEPS:
+            return
+        ratio = trial.seconds_per_token() / self.current.seconds_per_token()
+        if len(trial.latest) < TRIAL_STEPS and ratio < EARLY_RATIO:
+            return
+        if ratio < 1 - MARGIN:
+            self.drafts, self.wait = not self.drafts, FIRST_WAIT
+        else:
+            self.wait = min(2 * self.wait, LONGEST_WAIT)
+        self.current, self.trial = _Phase(), None
+
+
+class AdaptiveDrafts:
+    """`num_drafts` drafts for every row, or none, whichever took less time per token in batches of about this size.
+
+    Batch sizes are told apart by powers of two, and greedy batches from sampled ones. The other choice is tried again
+    now and then; a trial takes 24 steps at most, and the wait between trials doubles from 32 to 2,048 steps while the
+    current choice wins. Measurements are of the latest steps only, so a wrong choice lasts until the next trial.
+    """
+
+    def __init__(self, num_drafts: int) -> None:
+        if num_drafts < 1:
+            raise ValueError(f"num_drafts={num_drafts}: must be at least 1; use FixedDrafts(0) for no drafts")
+        self.num_drafts = num_drafts
+        self._choices: dict[tuple[int, bool], _Choice] = {}
+
+    def lengths(self, rows: PolicyRows) -> I32Array:
+        """See `DraftPolicy`."""
+        number = self.num_drafts if self._choice(len(rows), rows.greedy).runs_drafts else 0
+        return np.minimum(number, rows.most).astype(np.int32)
+
+    def numbers(self, most: int) -> Collection[int]:
+        """See `UniformPolicy`."""
+        return (0, min(self.num_drafts, most))
+
+    def observe(self, step: StepTime) -> None:
+        """See `ObservingPolicy`. Steps that compute prompts, or ran with another number of drafts, are not counted."""
+        choice = self._choice(step.num_rows, step.greedy)
+        expected = self.num_drafts * step.num_rows if choice.runs_drafts else 0
+        if step.num_other_tokens or abs(step.num_drafts - expected) > 0.1 * expected:
+            return
+        choice.observe(step.seconds, step.num_tokens)
+
+    def _choice(self, num_rows: int, greedy: bool) -> _Choice:
+        return self._choices.setdefault((max(num_rows - 1, 0).bit_length(), greedy), _Choice())

@@ -1,0 +1,163 @@
+"""On a CPU with a compiler, a step without drafts does not run the draft head; counted, not timed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bateleur.eagle import DraftContext, EagleSpeculator, FixedDrafts, PolicyRows
+from bateleur.eagle.native import missing
+from bateleur.runner import LLM, SamplingParams
+
+PROMPTS = ["def:fibonacci(n):", "import_os;def:walk(path):", "x", "class:Stack:def:__init__(self", "for:i"]
+PARAMS = [
+    SamplingParams(temperature=t, seed=i, max_tokens=20 + i, ignore_eos=True)
+    for i, t in enumerate((0.0, 0.8, 0.0, 1.0, 0.0))
+]
+VIEWS = {"detach", "resolve_conj", "resolve_neg", "select", "slice", "to"}
+"""Operators that move nothing; `to` is that of arrays and tensors that share memory."""
+PARTS = {"add": ("add_",), "native_add_rms_norm": ("add_", "native_rms_norm")}
+"""The residual stream of a layer that the head reads is added out of place, and not by the next norm."""
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason="needs the chain of drafts in C")
+
+
+class Seldom:
+    """Drafts in two steps of seven."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def lengths(self, rows: PolicyRows) -> Any:
+        self.steps += 1
+        return np.minimum(rows.most, 3 if self.steps % 7 < 2 else 0).astype(np.int32)
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.by_name.update(PARTS.get(name, (name,)))
+        return func(*args, **(kwargs or {}))
+
+
+def operators_by_step(llm: LLM) -> list[Counter[str]]:
+    engine, counted = llm.engine, []
+    step = engine.step
+
+    def counting() -> None:
+        with Counting() as mode:
+            step()
+        counted.append(mode.by_name)
+
+    engine.step = counting  # type: ignore[method-assign]
+    sampled = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True) for t in (0.0, 0.9)]
+    llm.generate(["def f(x):", "import"], sampled)
+    del engine.step
+    return counted
+
+
+@pytest.fixture
+def make(make_llm: Callable[..., LLM], tiny_hybrid: Path, tiny_head: Path) -> Callable[..., LLM]:
+    def made(**options: Any) -> LLM:
+        settings = {"max_model_len": 128, "max_num_seqs": 3, "num_speculative_tokens": 3}
+        settings |= {"draft_policy": Seldom()} | options
+        return make_llm(model=tiny_hybrid, draft=tiny_head, **settings)
+
+    return made
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def drafter_of(llm: LLM) -> EagleSpeculator:
+    assert llm.engine._proposer is not None
+    assert isinstance(llm.engine._proposer.drafter, EagleSpeculator)
+    return llm.engine._proposer.drafter
+
+
+def test_a_step_without_drafts_runs_no_operator_of_the_head(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_llm(mamba_state_policy="slots")
+    drafting = make_llm(draft="auto", draft_policy=FixedDrafts(0), mamba_state_policy="slots")
+
+    def never(*_: object) -> None:
+        raise AssertionError("the head ran")
+
+    monkeypatch.setattr(EagleSpeculator, "propose", never)
+    steps = list(zip(operators_by_step(plain), operators_by_step(drafting), strict=True))
+    assert len(steps) > 10
+    for without, skipped in steps[2:]:
+        assert not (skipped - without).keys() - VIEWS
+
+
+@pytest.mark.parametrize("most", [None, 12])
+def test_after_skipped_steps_the_head_starts_at_the_current_position(
+    make: Callable[..., LLM], check_integrity: Callable[[Any], None], most: int | None
+) -> None:
+    """It reads no key before that, and the tokens are the same; with prompts in one step and in several."""
+    options = {} if most is None else {"max_num_batched_tokens": most}
+    llm = make(**options)
+    expected = tokens_of(make(draft_policy=FixedDrafts(3), **options))
+    drafter, seen, num_late = drafter_of(llm), np.zeros((3, 128), np.bool_), 0
+    propose, admit = drafter.propose, drafter.admit
+
+    def proposed(context: DraftContext) -> torch.Tensor:
+        nonlocal num_late
+        assert context.num_drafts or (context.emitted[:, 0] < 0).any(), "no prompt goes on"
+        for at, row in enumerate(context.rows.tolist()):
+            start = int(context.batch.num_computed_tokens[at])
+            first = 0 if context.begins is None else int(context.begins[at])
+            assert seen[row, first:start].all(), "it reads keys of tokens that it has not seen"
+            seen[row, start : start + int(context.num_valid[at])] = True
+            num_late += first > 0
+        return propose(context)
+
+    def admitted(row: int, token_ids: list[int]) -> None:
+        seen[row] = False
+        admit(row, token_ids)
+
+    drafter.propose, drafter.admit = proposed, admitted  # type: ignore[method-assign]
+    assert tokens_of(llm) == expected
+    assert num_late > 10
+    assert llm.engine.stats.num_draft_tokens > 30
+    check_integrity(llm.engine)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"enable_prefix_caching": True}, {"async_scheduling": True}, {"speculative_rule": "ratio"}],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.filterwarnings("ignore:draft_policy is")
+def test_the_head_runs_in_every_step_if_a_later_step_may_need_its_keys(
+    make: Callable[..., LLM], options: dict[str, Any]
+) -> None:
+    """Blocks of a shared prefix must hold its keys, and drafts of a sampling rule may not depend on the policy."""
+    llm, num_steps = make(**options), 0
+    drafter = drafter_of(llm)
+    propose = drafter.propose
+
+    def counted(context: DraftContext) -> torch.Tensor:
+        nonlocal num_steps
+        num_steps += 1
+        assert context.begins is None
+        return propose(context)
+
+    drafter.propose = counted  # type: ignore[method-assign]
+    tokens_of(llm)
+    assert num_steps == llm.engine.stats.num_steps
