@@ -242,16 +242,16 @@ def test_vllm_53919_accepted_counts_travel_with_their_rows(
     engine = (llm := make(True, num_speculative_tokens=3, drafter=Partly(script, 3, 97))).engine
     run, collect, reached, moved = engine._run, engine._collector.collect, {}, 0
 
-    def launched(plan: StepPlan, clock: StepClock) -> InFlight:
-        flight = run(plan, clock)
+    def launched(plan: StepPlan, clock: StepClock, admitted: list[Request]) -> InFlight:
+        flight = run(plan, clock, admitted)
         assert engine._lengths is not None
         reached[id(flight)] = engine._lengths._computed_M.numpy()[plan.rows]
         return flight
 
-    def collected(flight: InFlight, running: StepPlan | None = None) -> list[Request]:
+    def collected(flight: InFlight) -> list[Request]:
         nonlocal moved
         plan, before, later = flight.plan, engine.table.num_settled.copy(), engine.ledger.in_flight[1:]
-        reports = collect(flight, running)
+        reports = collect(flight)
         accepted = {}
         for request, row, expected in zip(plan.requests, plan.rows, reached[id(flight)], strict=True):
             if request.row == row and request.finish_reason is None:

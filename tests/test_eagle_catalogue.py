@@ -328,11 +328,11 @@ def test_b9_a_request_that_loses_its_place_forgets_its_drafts(
         for request in scheduler.running:
             rows.setdefault(request.request_id, set()).add(request.row)
         victims = [request for request in scheduler.running if random.random() < 0.25]
-        in_flight += sum(bool(table.num_drafts[request.row]) for request in victims)
+        in_flight += sum(bool(table.num_proposed[request.row]) for request in victims)
         for request in reversed(victims):
             scheduler.preempt(request)
         random.shuffle(table._free_rows)
-        assert not table.num_drafts[table._free_rows].any()
+        assert not table.num_proposed[table._free_rows].any()
 
     assert sorted(ids(drain(llm, each_step=preempt))) == sorted(wanted)
     assert in_flight > 5

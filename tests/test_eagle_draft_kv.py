@@ -249,7 +249,7 @@ def test_f1_draft_keys_and_values_are_those_of_a_prefill_after_every_step(
         chunked += sum(bool(table.num_computed[r.row] < table.prefill_len[r.row]) for r in running)
         for request in running:
             if random.random() < 0.2:
-                table.num_drafts[request.row] = 0  # and a step that verifies nothing
+                table.num_proposed[request.row] = 0  # and a step that verifies nothing
     stats = llm.get_metrics()
     assert compared > 1000
     assert chunked > 0

@@ -150,7 +150,9 @@ def test_m07_a_preempted_request_resumes_from_a_shorter_hit(
     ask(llm, *prompts, params=params)
 
     def preempt() -> None:
-        victims = [each for each in scheduler.running if table.num_drafts[each.row] and random.random() < 0.2]
+        victims = [
+            each for each in scheduler.running if table.num_proposed[each.row] and random.random() < 0.2
+        ]
         for request in victims:
             lost[request.request_id] = computed = int(table.num_computed[request.row])
             keys = request.keys
@@ -297,7 +299,7 @@ def test_m17_a_step_without_drafts_right_after_accepting_three(
             advanced.append(computed - last)
             last = computed
             if how == "no drafts" and advanced[-1] == 4:
-                table.num_drafts[request.row] = 0
+                table.num_proposed[request.row] = 0
 
     assert sorted(ids(drain(llm, each_step=skip))) == sorted(wanted)
     assert advanced[1:9] == [4, 1, 4, 1, 4, 1, 4, 1]

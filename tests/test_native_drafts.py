@@ -244,9 +244,9 @@ def test_drafts_are_kept_wherever_rows_lie(make_llm: Callable[..., LLM], tiny_he
         seen.append((context.room is None, drafts.clone()))
         return drafts
 
-    def kept(plan: StepPlan, *step: Any) -> Any:
-        lengths, certain = propose(plan, *step), verifier.next_tokens(plan)
-        emitted = step[-1].verified.token_ids
+    def kept(plan: StepPlan, staged: Any, features: Any, ended: Any, admitted: Any) -> Any:
+        lengths = propose(plan, staged, features, ended, admitted)
+        certain, emitted = verifier.next_tokens(plan), ended.verified.token_ids
         assert torch.equal(verifier.proposed(plan.rows), seen[-1][1])
         if len(emitted) == len(plan.rows):
             last = (emitted >= 0).sum(1, keepdim=True) - 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bateleur.runner.requests.request_table import RequestTable
 
@@ -97,21 +95,6 @@ def test_rows_lack_the_blocks_of_their_next_tokens() -> None:
         table.extend_blocks(found, list(range(1, 1 + len(cells))))
         assert table.block_table.reshape(-1)[cells].tolist() == list(range(1, 1 + len(cells)))
         assert (table.num_blocks - held)[short].tolist() == counts
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 999), st.integers(0, 3))
-def test_drafts_are_assigned_to_all_rows_or_to_none_if_one_is_near_its_end(seed: int, near: int) -> None:
-    rng = np.random.default_rng(seed)
-    table, rows = table_of(np.random.default_rng(seed)), some_rows(rng, 0)
-    drafts = rng.integers(0, 1 + K, len(rows), dtype=np.int32)
-    table.limit[:] = table.num_tokens + K + 1
-    if near and len(rows):
-        table.limit[rows[near % len(rows)]] -= near
-    done = table.assign(rows, drafts, K)
-    assert done == (not (near and len(rows)))
-    assert table.num_drafts[rows].tolist() == table.num_places[rows].tolist()
-    assert table.num_drafts[rows].tolist() == (drafts.tolist() if done else [0] * len(rows))
 
 
 @pytest.mark.parametrize("least", [False, True])

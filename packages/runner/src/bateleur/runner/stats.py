@@ -168,11 +168,17 @@ class StepClock:
     def __init__(self, stats: EngineStats) -> None:
         self._seconds = stats.seconds
         self._start = self._last = time.perf_counter()
+        self._cpu_start = time.thread_time()
 
     @property
     def elapsed(self) -> float:
         """Seconds up to the last lap."""
         return self._last - self._start
+
+    @property
+    def cpu(self) -> float:
+        """Seconds since the start in which this thread computed: other processes of the machine do not count."""
+        return time.thread_time() - self._cpu_start
 
     def lap(self, part: str) -> None:
         """Book the time since the last lap under `part`."""

@@ -12,7 +12,6 @@ from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.output_processor import Emitted, OutputProcessor
 from bateleur.runner.engine.request_clock import RequestClock
 from bateleur.runner.requests.request import Request
-from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
 from bateleur.runner.spec_decode.proposer import Proposer
 from bateleur.runner.stats import EngineStats
@@ -32,7 +31,6 @@ class Collector:
         ledger: Ledger,
         stats: EngineStats,
         clock: RequestClock,
-        sampling: SamplingState,
         proposer: Proposer | None,
     ) -> None:
         self._table, self._scheduler, self._emitter, self._ledger = (
@@ -41,13 +39,10 @@ class Collector:
             emitter,
             ledger,
         )
-        self._stats, self._clock, self._sampling, self._proposer = stats, clock, sampling, proposer
+        self._stats, self._clock, self._proposer = stats, clock, proposer
 
-    def collect(self, flight: InFlight, running: StepPlan | None = None) -> list[Request]:
-        """Wait for the oldest step: append, publish, stop, detokenise; returns whom to report.
-
-        running: a step that is being launched, whose rows have their drafts already.
-        """
+    def collect(self, flight: InFlight) -> list[Request]:
+        """Wait for the oldest step: append, publish, stop, detokenise; returns whom to report."""
         plan, stats, n = flight.plan, self._stats, flight.plan.num_decodes
         num_prefill_tokens = plan.num_tokens - plan.num_decode_tokens
         num_rows = num_taken = num_verified = flight.num_tokens = 0
@@ -66,7 +61,7 @@ class Collector:
             self._clock.emitted(requests, rows, taken, here)
             self._keep(plan, emitted, present, here)
             if self._proposer is not None:
-                self._learn(flight, flight.verified.drawing, emitted, present, running)
+                self._learn(flight, emitted, present)
             num_rows = n if present is None else int(np.count_nonzero(taken[:n]))
             num_taken = num_verified = int(np.add.reduce(taken))
             if n < len(plan.rows):
@@ -118,62 +113,10 @@ class Collector:
             self._table.write(rows[here], emitted.token_ids[here], num_taken[here])
         self._scheduler.commit(plan, num_valid, present)
 
-    def _learn(
-        self,
-        flight: InFlight,
-        drawing: NDArray[np.int64],
-        emitted: Emitted,
-        present: NDArray[np.bool_] | None,
-        running: StepPlan | None,
-    ) -> None:
-        """What became of drafts, and how many there are for the next steps of those that have none in flight."""
+    def _learn(self, flight: InFlight, emitted: Emitted, present: NDArray[np.bool_] | None) -> None:
+        """Tell the proposer how many drafts of the decoding rows were accepted."""
         assert self._proposer is not None
-        assert flight.proposal is not None
         plan, n = flight.plan, flight.plan.num_decodes
-        if present is None and running is None:
-            self._learn_all(flight, emitted)
-            return
-        here = np.ones(len(drawing), np.bool_) if present is None else present[drawing]
-        decodes = slice(None) if present is None else np.flatnonzero(present[:n])
+        here = slice(None) if present is None else present[:n]
         num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
-        num_accepted = emitted.num_accepted[:n]
-        self._proposer.learn(plan.rows[:n][decodes], num_drafts[decodes], num_accepted[decodes])
-        ready = here if running is None else here & ~np.isin(plan.rows[drawing], running.rows)
-        self._proposer.assign(plan.rows[drawing[ready]], flight.proposal.lengths[drawing[ready]])
-        if present is not None:
-            for i in drawing[~here].tolist():
-                if plan.requests[i].finish_reason is None:
-                    self._proposer.assign_late(plan.requests[i], int(flight.proposal.lengths[i]))
-
-    def _learn_all(self, flight: InFlight, emitted: Emitted) -> None:
-        """The same where everybody has their row and nothing is being launched."""
-        assert self._proposer is not None
-        assert flight.proposal is not None
-        plan, n = flight.plan, flight.plan.num_decodes
-        (_, rows), lengths = plan.drawing, flight.proposal.lengths
-        if plan.num_decode_tokens == n:
-            self._proposer.acceptance.num_plain += n
-        elif n == len(plan.rows):
-            num_drafts = np.minimum(emitted.num_drafts, flight.num_drafts)
-            self._proposer.learn(rows, num_drafts, emitted.num_accepted)
-        else:
-            num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
-            self._proposer.learn(plan.rows[:n], num_drafts, emitted.num_accepted[:n])
-        self._proposer.assign(rows, lengths if rows is plan.rows else lengths[plan.samples])
-
-    def foresee(self, flight: InFlight) -> None:
-        """Plan the next step of the rows of one in flight by the bounds that are known: how many drafts it tests, and
-        whether it must wait for what is not known.
-        """
-        if flight.verified is None or flight.proposal is None or self._proposer is None:
-            return
-        drawing, table = flight.verified.drawing, self._table
-        present = flight.present(self._scheduler.num_left)
-        here = slice(None) if present is None else present[drawing]
-        rows = flight.plan.rows[drawing][here]
-        self._proposer.assign(rows, flight.proposal.lengths[drawing][here])
-        open_rows = rows[table.slack[rows] > 0]
-        most = table.num_tokens[open_rows] - table.prompt_len[open_rows]
-        least = most - table.slack[open_rows]
-        hinge = self._sampling.hinge_on_length(open_rows, least, most + table.num_drafts[open_rows])
-        table.rests[open_rows[hinge]] = 1
+        self._proposer.learn(plan.rows[:n][here], num_drafts[here], emitted.num_accepted[:n][here])

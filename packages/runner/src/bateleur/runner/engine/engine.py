@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bateleur.cudagraph import Checks, CudaGraphMode, Decision, ReplayFailed, VerifyReport
-from bateleur.eagle import Drafter, EagleSpeculator
+from bateleur.eagle import BoundedDrafter, Drafter, EagleSpeculator, Rule
 from bateleur.metadata import BatchShape
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
@@ -45,6 +45,7 @@ from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
 from bateleur.runner.spec_decode.answers import check_drafter
 from bateleur.runner.spec_decode.draft_head import DraftHead
+from bateleur.runner.spec_decode.draft_planner import DraftPlanner
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
 from bateleur.runner.spec_decode.proposer import Proposer
 from bateleur.runner.stats import EngineStats, StepClock
@@ -105,7 +106,9 @@ class Engine:
         on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
         graphed = [length - 1 for length in lens] if on_graphs else ()
         self._grammars = GrammarMasks(self._verifier, graphed=bool(graphed))
+        self._draft_sync = setup.drafter.sync if isinstance(setup.drafter, DraftHead) else None
         self._proposer = None if proposer is None else self._make_proposer(proposer, graphed)
+        self._draft_planner = None if proposer is None else self._make_draft_planner(proposer, graphed)
         self.all_graphs = self._end_captures()
         self._collector = self._make_collector()
         self._reports: list[Request] = []
@@ -117,11 +120,29 @@ class Engine:
     def _make_proposer(self, drafter: Drafter, graphed: Sequence[int]) -> Proposer:
         setup = self.setup
         may_skip = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
-        chains = setup.drafter.chains if isinstance(setup.drafter, DraftHead) else None
-        made = Proposer(drafter, self._verifier, setup.policy, graphed, may_skip=may_skip, chains=chains)
+        made = Proposer(
+            drafter,
+            self._verifier,
+            setup.policy,
+            graphed=bool(graphed),
+            may_skip=may_skip,
+            sync=self._draft_sync,
+        )
         self.stats.acceptance = made.acceptance
         made.graphs = self._capture_proposals(drafter, graphed)
         return made
+
+    def _make_draft_planner(self, drafter: Drafter, graphed: Sequence[int]) -> DraftPlanner:
+        limits = self.limits
+        longest = drafter.max_drafted_len if isinstance(drafter, BoundedDrafter) else limits.max_model_len
+        return DraftPlanner(
+            self.table,
+            self.sampling,
+            limits.num_speculative_tokens,
+            longest,
+            graphed,
+            waits_for_length=self.setup.rule is not Rule.COUPLED,
+        )
 
     def _make_collector(self) -> Collector:
         return Collector(
@@ -130,7 +151,6 @@ class Engine:
             self.ledger,
             self.stats,
             self._clock,
-            self.sampling,
             self._proposer,
         )
 
@@ -274,46 +294,47 @@ class Engine:
         timed = launched if self._verifier.on_host or not ledger.in_flight else ledger.in_flight[0]
         if launched is not None:
             ledger.in_flight = (*ledger.in_flight, launched)
+            launched.report_drafts(self.table)
         if len(ledger.in_flight) > (launched is not None and self._ahead):
             self._collect(clock)
         for request in self._reports:
             ledger.report(request)
         self._reports = []
-        if ledger.in_flight:
-            self._collector.foresee(ledger.in_flight[-1])
         if self._proposer is not None and timed is not None and timed.num_tokens is not None:
-            self._timed, self._took = timed, self._proposer.timed(clock.elapsed)
+            self._timed, self._took = timed, clock.cpu if self._verifier.on_host else clock.elapsed
         self.outside.advance(idle=not ledger.requests)
         ledger.whole = True
 
-    def _collect(self, clock: StepClock, running: StepPlan | None = None) -> None:
+    def _collect(self, clock: StepClock) -> None:
         """Learn what came of the oldest step in flight; who is to be told of it is told behind the next launch."""
-        self._reports = self._collector.collect(self.ledger.in_flight[0], running)
+        self._reports = self._collector.collect(self.ledger.in_flight[0])
         clock.lap("emit")
 
     def _launch(self, clock: StepClock) -> InFlight | None:
         """Prepare the next step and give it to the device, which may be at the one before; None if there is none."""
+        if self._draft_planner is not None:
+            self._draft_planner.plan()
         if not self._ahead:
             self._grammars.cut()
         plan = self.scheduler.schedule(ahead=bool(self.ledger.in_flight))
         if plan is None:
             if self.graphs.idle():
                 self.stats.num_dummy_steps += 1
-                self.stats.num_dummy_drafts += 0 if self._proposer is None else self._proposer.idle()
+                self.stats.num_dummy_drafts += 0 if self._draft_sync is None else self._draft_sync.idle()
             elif self.scheduler.fetching and not self.ledger.in_flight:
                 self.outside.wait()
             return None
         self.stats.num_preemptions = self.scheduler.num_preemptions
-        self._follow_rows()
+        admitted = self._follow_rows()
         self.stats.histograms.iteration_tokens.observe(plan.num_tokens)
         if self.scheduler.pool is not None and self.scheduler.pool.fresh:
             zero_fresh_blocks(self.scheduler.pool, self._kv_caches)
         clock.lap("schedule")
-        launched = self._run(plan, clock)
+        launched = self._run(plan, clock, admitted)
         self.scheduler.advance(plan)
         return launched
 
-    def _run(self, plan: StepPlan, clock: StepClock) -> InFlight:
+    def _run(self, plan: StepPlan, clock: StepClock, admitted: Sequence[Request]) -> InFlight:
         """The device's part of a step."""
         decision, shape = self._decide(plan)
         if not self.model.ranks.alone and self.setup.graphs.checks >= Checks.ADDRESSES:
@@ -327,7 +348,7 @@ class Engine:
         clock.lap("forward")
         if self._ahead and self._grammars.follow(plan):  # what may be drawn depends on the tokens before
             if self.ledger.in_flight:
-                self._collect(clock, plan)
+                self._collect(clock)
             self._grammars.look(plan)
         allowed = self._grammars.allowed(plan)
         ended = self.ends.run(plan, staged, hidden_TD, allowed, clock)
@@ -339,7 +360,7 @@ class Engine:
         launched = InFlight(plan, num_drafts, num_left, verified, fetched, scored)
         if self._proposer is not None:
             features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
-            launched.proposal = self._proposer.propose(plan, staged, features, ended)
+            launched.proposal = self._proposer.propose(plan, staged, features, ended, admitted)
             self._grammars.fetch(plan)
             clock.lap("draft")
         return launched
@@ -357,14 +378,14 @@ class Engine:
         decision = self.graphs.decide(ask)
         return decision, padded_shape(decision.descriptor, ask.num_reqs, ask.num_tokens, ask.max_query_len)
 
-    def _follow_rows(self) -> None:
-        """Tell everybody who carries something by row of the requests that got one since the last step."""
+    def _follow_rows(self) -> list[Request]:
+        """Set up per-row state of the requests that got a row since the last step; returns these requests."""
         if not self.scheduler.admitted:
-            return
+            return []
         admitted = [request for request in self.scheduler.admitted if request.row >= 0]
         self.scheduler.admitted.clear()
         if not admitted:
-            return
+            return []
         self._clock.started(admitted)
         self._emitter.admit(admitted, self.scheduler.running)
         for request in admitted:
@@ -380,9 +401,8 @@ class Engine:
                 tuple(request.stop_token_ids),
                 request.bad_words,
             )
-            if self._proposer is not None:
-                self._proposer.admit(request)
         rows = np.array([request.row for request in admitted], dtype=np.int64)
         self.model_state.admit(rows, self.table.num_computed[rows])
         if self._lengths is not None:
             self._lengths.admit(rows, self.table.num_computed[rows])
+        return admitted

@@ -64,6 +64,12 @@ class InFlight:
         kept: NDArray[np.bool_] = held == self.plan.rows
         return kept
 
+    def report_drafts(self, table: RequestTable) -> None:
+        """Write how many drafts were proposed for the next step of each row that draws."""
+        if self.proposal is not None:
+            samples, rows = self.plan.samples, self.plan.rows
+            table.num_proposed[rows[samples]] = self.proposal.lengths[samples]
+
     def undo(self, table: RequestTable) -> None:
         """It broke off: its requests have the tokens and drafts that they had before. To be done again if it breaks off
         itself.
@@ -72,6 +78,6 @@ class InFlight:
             request.rewind(int(num_tokens) - len(request.prompt_token_ids))
         for request, num_drafts in zip(self.plan.requests, self.num_drafts.tolist(), strict=True):
             if request.row >= 0:
-                table.num_drafts[request.row] = num_drafts
+                table.num_proposed[request.row] = num_drafts
             else:
                 request.num_drafts = num_drafts

@@ -43,8 +43,9 @@ class RequestTable:
     * `rests` (rows,) int32: not 0 where the next step of the row can't be planned from bounds;
     * `prompt_len`, `prefill_len`, `limit` (rows,) int32: tokens of the prompt, tokens computed before it decodes (more
       than the prompt after a preemption), and the length at which the request ends;
-    * `num_drafts`, `num_places` (rows,) int32: drafts for the tokens after the last known one, which wait on the
-      device, and tokens that the next step computes for them: more where rows are padded to one length;
+    * `num_proposed` (rows,) int32: drafts for the tokens after the last known one, which wait on the device;
+    * `num_drafts`, `num_places` (rows,) int32: how many of them the next step tests, and tokens that it computes for
+      them: more where rows are padded to one length. Written by `DraftPlanner` before each step is scheduled;
     * `block_table` (rows, max_blocks) int32 and `num_blocks` (rows,) int32: KV blocks, 0 where none; written through
       `blocks`.
     """
@@ -57,11 +58,11 @@ class RequestTable:
         self.last_token_time = np.zeros(max_num_seqs, dtype=np.float64)
         self._flat_ids, self._flat_drafted = self.token_ids.reshape(-1), self.drafted.reshape(-1)
         self._spots = np.arange(max_model_len)
-        self._numbers = [np.zeros(max_num_seqs, dtype=np.int32) for _ in range(13)]
+        self._numbers = [np.zeros(max_num_seqs, dtype=np.int32) for _ in range(14)]
         self.num_tokens, self.num_computed, self.num_blocks, self.limit = self._numbers[:4]
         self.prompt_len, self.prefill_len, self.num_drafts, self.num_places = self._numbers[4:8]
         self.num_settled, self.slack, self.rests = self._numbers[8:11]
-        self.num_known, self.watched_from = self._numbers[11:]
+        self.num_known, self.watched_from, self.num_proposed = self._numbers[11:]
         self.clear()
 
     def clear(self) -> None:
@@ -82,9 +83,10 @@ class RequestTable:
         count = request.num_tokens
         self.token_ids[row, :count] = request.token_ids
         self.num_tokens[row] = self.num_known[row] = count
-        # The last token is computed beside the drafts of those behind it, as it would have been.
-        self.prefill_len[row] = count - (request.num_drafts > 0)
-        self.num_drafts[row] = self.num_places[row] = request.num_drafts
+        # The last token is computed together with the drafts after it, as it would have been without the preemption.
+        num_drafts = max(0, min(request.num_drafts, request.max_total_tokens - 1 - count))
+        self.prefill_len[row] = count - (num_drafts > 0)
+        self.num_proposed[row] = self.num_drafts[row] = self.num_places[row] = num_drafts
         self.prompt_len[row] = len(request.prompt_token_ids)
         self.limit[row] = request.max_total_tokens
         alone = request.stream or request.detokenizer is not None or request.matcher is not None
@@ -97,7 +99,7 @@ class RequestTable:
         """Take the row back; returns the KV blocks it held."""
         row = request.row
         request.leave()
-        request.num_drafts, request.row = int(self.num_drafts[row]), -1
+        request.num_drafts, request.row = int(self.num_proposed[row]), -1
         held: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
         self.blocks.clear(row)
         for array in self._numbers:
@@ -196,15 +198,6 @@ class RequestTable:
             reach if num_decodes == len(rows) else np.maximum(self.num_tokens[rows], reach)
         )
         self.slack[rows[:num_decodes]] += lens_R[:num_decodes] - 1
-
-    def assign(self, rows: NDArray[np.int64], drafts_R: NDArray[np.int32], most: int) -> bool:
-        """The next step of these rows tests so many drafts, at most `most`, if to each of them that many may be of use;
-        returns whether it is so.
-        """
-        if np.count_nonzero(self.limit[rows] - self.num_tokens[rows] <= most):
-            return False
-        self.num_drafts[rows] = self.num_places[rows] = drafts_R
-        return True
 
     def useful(self, rows: NDArray[np.int64], longest: int, most: int, *, least: bool) -> NDArray[np.int32]:
         """(R,) drafts, at most `most`, that can be of use behind the known tokens of these rows, which end at their

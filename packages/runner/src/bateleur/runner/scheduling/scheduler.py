@@ -140,7 +140,7 @@ class Scheduler:
             request.num_scored = len(request.prompt_logprobs)
             if request.row >= 0:
                 request.leave()
-                request.num_drafts = int(self.table.num_drafts[request.row])
+                request.num_drafts = int(self.table.num_proposed[request.row])
                 request.row = -1
                 request.num_preemptions += 1
                 self.num_preemptions += 1

@@ -127,7 +127,7 @@ class DraftHead:
         )
 
     @property
-    def chains(self) -> ChainLockstep | None:
+    def sync(self) -> ChainLockstep | None:
         """Where other ranks take part in its passes; they run eagerly then."""
         head = self.head
         if not isinstance(head, MtpHead) or head.exchange is None:
@@ -162,7 +162,7 @@ class DraftHead:
         if isinstance(self.head, MtpHead):
             self.head.reserve_positions(limits.max_model_len)
         captures = None
-        if self.chains is None:
+        if self.sync is None:
             captures = DraftGraphs(own, _chain_sizes(graphs.capture_sizes, limits), checks=graphs.checks)
         return EagleSpeculator(self.head, cache, backend, limits.buffers, drafts, graphs=captures, rule=rule)
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,31 +63,28 @@ class Proposer:
         drafter: Drafter,
         verifier: RejectionSampler,
         policy: DraftPolicy,
-        graphed: Sequence[int],
         *,
+        graphed: bool = False,
         may_skip: bool = False,
-        chains: ChainLockstep | None = None,
+        sync: ChainLockstep | None = None,
     ) -> None:
         k, table = drafter.num_speculative_tokens, verifier.table
-        self.drafter, self._chains = drafter, chains
+        self.drafter, self._sync = drafter, sync
         self.policy = policy
         self._observer = policy if isinstance(policy, ObservingPolicy) else None
-        self._cpu_seconds = 0.0
         self.acceptance = AcceptStats(k)
         self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
-        self._graphed = sorted(graphed)
-        self._max_model_len = self._longest = table.token_ids.shape[1]
+        self._longest = table.token_ids.shape[1]
         if isinstance(drafter, BoundedDrafter):
             self._longest = min(self._longest, drafter.max_drafted_len)
         # Drafts whose law nobody declares must be a function of the tokens, unless they need none.
-        self._counts = verifier.rule is not Rule.COUPLED
         self._one_hot = verifier.rule is not Rule.COUPLED and not isinstance(drafter, SamplingDrafter)
         self._foreign = not isinstance(drafter, EagleSpeculator)
         # Elsewhere the host would have to wait; and on graphs rows of one length are worth more.
         self._sees_drafts = verifier.on_host and not graphed
         self._kept = Kept(verifier.device)
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
-        skips = may_skip and chains is None and not self._counts and self._sees_drafts
+        skips = may_skip and sync is None and verifier.rule is Rule.COUPLED and self._sees_drafts
         self._skips = skips and isinstance(drafter, EagleSpeculator) and drafter.begins_late
         """Whether a step without drafts runs without the head."""
         num_rows = len(table.num_tokens)
@@ -97,17 +93,8 @@ class Proposer:
         has not seen."""
         self._requested = np.zeros(num_rows, np.int32)
         """(N,) drafts that the policy asked for in the last step of each row."""
-        self._roomy = not (self._counts or self._graphed)
-        """Whether nothing but the end of its request keeps a row from any number of drafts."""
-        self._roomy &= self._longest == self._max_model_len
         self.graphs: ProposalGraphs | None = None
         """Of whole proposals."""
-
-    def admit(self, request: Request) -> None:
-        """A request got a row."""
-        self._estimates.admit(request.row)
-        self._skipped[request.row], self._first[request.row], self._requested[request.row] = False, 0, 0
-        self.drafter.admit(request.row, request.token_ids)
 
     def propose(
         self,
@@ -115,19 +102,23 @@ class Proposer:
         staged: Staged[StepContext],
         features: tuple[Tensor, ...],
         ended: Ended,
+        admitted: Sequence[Request],
     ) -> Proposal:
-        """Propose drafts for the next step of every row, after a step has ended.
+        """Propose drafts for the next step of every row, after a step has ended. admitted: requests whose first step
+        this was since they got their row.
 
         Where the head can start at any position, a step without drafts does not run it: `DraftContext.begins` hides
         what the head has missed.
         """
+        for request in admitted:
+            self._admit(request)
         greedy = self._one_hot or self._sampling.all_greedy(plan.rows)
         num_requested = int(self._requested[plan.rows[: plan.num_decodes]].sum())
         lengths, declined = self._next_lengths(plan, greedy)
         proposal = Proposal(lengths, num_requested, greedy)
         num_drafts = int(lengths.max(initial=0))
-        if self._chains is not None:
-            num_drafts = self._chains.agree(len(plan.rows), num_drafts)
+        if self._sync is not None:
+            num_drafts = self._sync.agree(len(plan.rows), num_drafts)
         # A row that could have no drafts is about to end. In the middle of a prompt the head has to run.
         if self._skips and not num_drafts and (declined or plan.samples.all()):
             self._skipped[plan.rows] = True
@@ -140,6 +131,12 @@ class Proposer:
                 return proposal
         context = self._context(plan, staged, features, ended, num_drafts, greedy=greedy)
         return proposal._replace(lengths=self._keep(plan, context, self.drafter.propose(context), lengths))
+
+    def _admit(self, request: Request) -> None:
+        row = request.row
+        self._estimates.admit(row)
+        self._skipped[row], self._first[row], self._requested[row] = False, 0, 0
+        self.drafter.admit(row, request.token_ids)
 
     def _resume(self, rows: NDArray[np.int64]) -> None:
         """Start the head at the current position in those of `rows` (R,) whose last step it did not see."""
@@ -163,10 +160,6 @@ class Proposer:
         if np.count_nonzero(made) < made.size:
             lengths = np.minimum(lengths, np.cumprod(made, 1, np.int32).sum(1, dtype=np.int32))
         return lengths
-
-    def idle(self) -> int:
-        """Behind a step of nobody, take part in the proposals of other ranks; returns how many drafts these make."""
-        return 0 if self._chains is None else self._chains.idle()
 
     def _context(
         self,
@@ -222,37 +215,11 @@ class Proposer:
         self, rows: NDArray[np.int64], num_drafts: NDArray[np.int32], num_accepted: NDArray[np.int64]
     ) -> None:
         """The host knows what became of the drafts of rows (D,): `num_accepted` of `num_drafts` that were tested."""
+        if not np.count_nonzero(num_drafts):
+            self.acceptance.num_plain += len(rows)
+            return
         self.acceptance.update(num_drafts, num_accepted)
         self._estimates.update(rows, num_drafts, num_accepted)
-
-    def assign(self, rows: NDArray[np.int64], lengths: NDArray[np.int32]) -> None:
-        """Rows (S,) that drew have as many drafts in their next step as was decided before these were made, or as many
-        as are of use behind the tokens that they may have by now.
-
-        Where tokens depend on how many it is, a row whose bounds leave that open waits until it is known.
-        """
-        table = self._table
-        if self._roomy and table.assign(rows, lengths, self.drafter.num_speculative_tokens):
-            return  # nobody is near an end
-        most = self._most(rows, self.drafter.num_speculative_tokens, least=False)
-        if self._counts:
-            table.rests[rows] = (lengths > most) & (table.slack[rows] > 0)
-        lengths = np.minimum(lengths, most)
-        table.num_drafts[rows] = lengths
-        table.num_places[rows] = self._padded(lengths, self._max_model_len - table.num_tokens[rows])
-
-    def assign_late(self, request: Request, length: int) -> None:
-        """The same for a request that drew, and had to give its row back meanwhile."""
-        useful = min(request.max_total_tokens - 1, self._longest) - request.num_tokens
-        request.num_drafts = max(0, min(length, useful))
-
-    def timed(self, seconds: float) -> float:
-        """What a step took that took `seconds` on the clock."""
-        if self._observer is not None and self._verifier.on_host:
-            # What this thread computed: others that run on the machine do not count.
-            before, self._cpu_seconds = self._cpu_seconds, time.thread_time()
-            return min(seconds, self._cpu_seconds - before)
-        return seconds
 
     def observe(self, plan: StepPlan, proposal: Proposal, num_tokens: int, seconds: float) -> None:
         """Tell a policy that listens how long a step took, before the next one is planned. num_tokens: those that its
@@ -283,26 +250,12 @@ class Proposer:
     def _given(self, plan: StepPlan, rows: NDArray[np.int64], greedy: bool) -> tuple[NDArray[np.int32], bool]:
         """The same of rows (S,) that draw in this step."""
         k = self.drafter.num_speculative_tokens
-        most = self._most(rows, k, least=True)  # each of them emits one token or more
+        most = self._table.useful(rows, self._longest, k, least=True)  # each row emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
         given = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others, greedy))
         lengths = checked_lengths(given, most, k)
         self._requested[rows] = lengths
         return lengths, bool(most.any() and not lengths.any())
-
-    def _most(self, rows: NDArray[np.int64], most: int, *, least: bool) -> NDArray[np.int32]:
-        """(R,) drafts, at most `most`, that can be of use to rows; see `RequestTable.useful`."""
-        return self._table.useful(rows, self._longest, most, least=least)
-
-    def _padded(self, lengths: NDArray[np.int32], room: NDArray[np.int32]) -> NDArray[np.int32]:
-        """(R,) places for `lengths` drafts: for all rows as many as a graph has for the longest, since a length of its
-        own would keep the whole step off it (vLLM #35387).
-        """
-        if not self._graphed:
-            return lengths
-        longest = lengths.max(initial=0)
-        common = next((n for n in self._graphed if n >= longest), 0)
-        return np.maximum(lengths, np.minimum(common, room))
 
     def _next_of_prompts(self, plan: StepPlan, device: torch.device) -> Tensor:
         """(R,) the token after this step's last in rows whose prompt goes on; 0 in others."""

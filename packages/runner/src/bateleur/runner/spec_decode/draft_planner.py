@@ -1,0 +1,69 @@
+"""How many of the proposed drafts the next step of each row tests."""
+
+# Shape letters: R rows.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.sampling.sampler import SamplingState
+
+
+class DraftPlanner:
+    """Plans the drafts of the next step from `RequestTable.num_proposed`, before the step is scheduled.
+
+    max_drafts: K. max_drafted_len: tokens of a sequence that the drafter can propose for, drafts included.
+    graphed: numbers of drafts, equal in all rows, that steps have CUDA graphs for; empty without graphs.
+    waits_for_length: tokens depend on the number of drafts (rules RATIO and BLOCK).
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        sampling: SamplingState,
+        max_drafts: int,
+        max_drafted_len: int,
+        graphed: Sequence[int],
+        *,
+        waits_for_length: bool,
+    ) -> None:
+        self._table, self._sampling, self._max_drafts = table, sampling, max_drafts
+        self._max_model_len = table.token_ids.shape[1]
+        self._max_drafted_len = min(max_drafted_len, self._max_model_len)
+        self._graphed, self._waits_for_length = sorted(graphed), waits_for_length
+
+    def plan(self) -> None:
+        """Write `num_drafts`, `num_places` and `rests` of all rows that decode.
+
+        A row tests the proposed drafts that are useful after the tokens it may have by then. With a step in flight
+        only bounds of that number are known. If the tokens of a row depend on it, the row waits until it is known.
+        """
+        table = self._table
+        rows = np.flatnonzero(table.num_computed >= np.maximum(table.prefill_len, 1))
+        proposed = table.num_proposed[rows]
+        useful = table.useful(rows, self._max_drafted_len, self._max_drafts, least=False)
+        lengths = np.minimum(proposed, useful)
+        table.num_drafts[rows] = lengths
+        table.num_places[rows] = self._padded(lengths, self._max_model_len - table.num_tokens[rows])
+        uncertain = table.slack[rows] > 0
+        table.rests[rows] = uncertain & (proposed > useful) & self._waits_for_length
+        if np.count_nonzero(uncertain):
+            open_rows = rows[uncertain]
+            most = table.num_tokens[open_rows] - table.prompt_len[open_rows]
+            least = most - table.slack[open_rows]
+            hinge = self._sampling.hinge_on_length(open_rows, least, most + table.num_drafts[open_rows])
+            table.rests[open_rows[hinge]] = 1
+
+    def _padded(self, lengths: NDArray[np.int32], room: NDArray[np.int32]) -> NDArray[np.int32]:
+        """(R,) places for `lengths` drafts. With graphs all rows get as many as the graph for the longest row, because
+        rows of different lengths would run eagerly (vLLM #35387).
+        """
+        if not self._graphed:
+            return lengths
+        longest = lengths.max(initial=0)
+        common = next((n for n in self._graphed if n >= longest), 0)
+        return np.maximum(lengths, np.minimum(common, room))
