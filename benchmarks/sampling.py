@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Keys, Lanes, Law, argmax, draw, sample
+from bateleur.eagle import Keys, Lanes, SamplingMetadata, argmax, draw, sample
 
-LAWS = {
+SAMPLINGS = {
     "greedy": (0.0, 0.0, 0, 1.0),
     "T 1": (1.0, 0.0, 0, 1.0),
     "T 0.8": (0.8, 0.0, 0, 1.0),
@@ -45,11 +45,11 @@ LAWS = {
 }
 
 
-def law_of(law: tuple[float, float, int, float], num_rows: int, device: str) -> Law:
-    temperature, min_p, top_k, top_p = law
+def metadata_of(metadata: tuple[float, float, int, float], num_rows: int, device: str) -> SamplingMetadata:
+    temperature, min_p, top_k, top_p = metadata
     row = (temperature, math.log(min_p) if min_p else -math.inf, top_k, top_p)
     table = np.tile(np.array(row, np.float32), (num_rows, 1))
-    return Law(table, torch.from_numpy(table).to(device))
+    return SamplingMetadata(table, torch.from_numpy(table).to(device))
 
 
 def logits_of(kind: str, num_rows: int, size: int) -> Tensor:
@@ -76,12 +76,14 @@ def microseconds(calls: dict[str, Callable[[int], object]], rounds: int, cuda: b
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def drawn(logits: Tensor, law: Law, names: list[Keys], lanes: Lanes, i: int) -> Tensor:
-    return sample(logits, law, names[i], lanes=lanes).token_ids
+def drawn(logits: Tensor, metadata: SamplingMetadata, names: list[Keys], lanes: Lanes, i: int) -> Tensor:
+    return sample(logits, metadata, names[i], lanes=lanes).token_ids
 
 
-def drawn_whole(logits: Tensor, law: Law, names: list[Keys], lanes: Lanes, i: int) -> Tensor:
-    return draw(law.apply(logits.float()), law.temperature, names[i], lanes=lanes).token_ids
+def drawn_whole(
+    logits: Tensor, metadata: SamplingMetadata, names: list[Keys], lanes: Lanes, i: int
+) -> Tensor:
+    return draw(metadata.apply(logits.float()), metadata.temperature, names[i], lanes=lanes).token_ids
 
 
 def measure(
@@ -95,16 +97,18 @@ def measure(
         Keys(torch.arange(num_rows, device=device), torch.full((num_rows,), i, device=device))
         for i in range(options.rounds)
     ]
-    laws = {name: law_of(law, num_rows, device) for name, law in LAWS.items()}
+    laws = {name: metadata_of(metadata, num_rows, device) for name, metadata in SAMPLINGS.items()}
     calls: dict[str, Callable[[int], object]] = {
         "argmax": lambda i: logits.argmax(-1),
         "ours": lambda i: argmax(logits),
     }
-    for name, law in laws.items():
-        calls[name] = partial(drawn, logits, law, names, lanes)
+    for name, metadata in laws.items():
+        calls[name] = partial(drawn, logits, metadata, names, lanes)
         if options.whole:
-            calls[f"{name} (whole)"] = partial(drawn_whole, logits, law, names, lanes)
-        if not torch.equal(drawn(logits, law, names, lanes, 0), drawn_whole(logits, law, names, lanes, 0)):
+            calls[f"{name} (whole)"] = partial(drawn_whole, logits, metadata, names, lanes)
+        if not torch.equal(
+            drawn(logits, metadata, names, lanes, 0), drawn_whole(logits, metadata, names, lanes, 0)
+        ):
             raise SystemExit(f"{kind} {dtype} {num_rows} x {size}, {name}: not the tokens of the whole law")
     us = microseconds(calls, options.rounds, device != "cpu")
     print(f"{kind:<7}{dtype:<9}{num_rows:>4}{size:>8}{us['argmax']:>10.0f} us  " + "  ".join(
@@ -114,8 +118,8 @@ def measure(
     keys = ("temperature", "min_p", "top_k", "top_p")
     return [
         point
-        | {"law": name}
-        | dict(zip(keys, LAWS.get(name.removesuffix(" (whole)"), (0.0, 0.0, 0, 1.0)), strict=True))
+        | {"metadata": name}
+        | dict(zip(keys, SAMPLINGS.get(name.removesuffix(" (whole)"), (0.0, 0.0, 0, 1.0)), strict=True))
         | {"us": us[name], "argmax_us": us["argmax"], "ratio": us[name] / us["argmax"]}
         for name in calls
     ]

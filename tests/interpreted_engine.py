@@ -120,7 +120,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
         monkeypatch.setattr(NativeChain, "fits", lambda *_: False)
         for name, forms in geometry.FORMS.items():
             monkeypatch.setitem(geometry.FORMS, name, Forms(counted(name, load(forms.triton or ""))))
-        verify = import_module("bateleur.eagle.verify")
+        verify = import_module("bateleur.eagle.rejection_sampler")
         coupled = Forms(counted("verify", load(verify.COUPLED.triton)))
         monkeypatch.setattr(verify, "COUPLED", coupled)
         return calls

@@ -23,7 +23,7 @@ from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.errors import EngineDead, RankFailed
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
 from bateleur.runner.parallel.ranks import Ranks
-from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
+from bateleur.runner.spec_decode.draft_sync import DraftSync
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -235,7 +235,7 @@ def test_without_dummy_drafts_ranks_would_wait_for_ever(
 ) -> None:
     with LLM(with_head[0], **SIZES | {"rank_timeout": 2} | MTP, data_parallel_size=2) as llm:
         elsewhere(llm)
-        monkeypatch.setattr(ChainLockstep, "_pass", lambda self: None)
+        monkeypatch.setattr(DraftSync, "_pass", lambda self: None)
         with pytest.raises(RankFailed):
             llm.step()
 

@@ -273,22 +273,22 @@ def test_no_request_is_the_first_to_launch_a_form_of_a_draw(
 ) -> None:
     """Laws, truncation and penalties are other kernels each; whatever a request asks for, none is compiled for it."""
     launched: set[tuple[bool, bool, bool, int | None]] = set()
-    verifies, samples = (import_module(f"bateleur.eagle.{name}") for name in ("verify", "sample"))
+    verifies, samples = (import_module(f"bateleur.eagle.{name}") for name in ("rejection_sampler", "sample"))
     coupled, alone = verifies.COUPLED.torch, samples.SAMPLE.torch
 
-    def note(logits: Tensor, law: Any, *, drafts: bool) -> None:
-        penalties = None if law is None else law.penalties
+    def note(logits: Tensor, metadata: Any, *, drafts: bool) -> None:
+        penalties = None if metadata is None else metadata.penalties
         before = None if penalties is None or penalties.before is None else penalties.before.shape[1]
-        cuts = law is not None and law.cuts(logits.shape[1])
-        launched.add((drafts, law is not None, cuts, None if penalties is None else before or 0))
+        truncates = metadata is not None and metadata.truncates(logits.shape[1])
+        launched.add((drafts, metadata is not None, truncates, None if penalties is None else before or 0))
 
-    def verified(logits: Tensor, *args: Any, law: Any, **options: Any) -> Any:
-        note(logits, law, drafts=True)
-        return coupled(logits, *args, law=law, **options)
+    def verified(logits: Tensor, *args: Any, metadata: Any, **options: Any) -> Any:
+        note(logits, metadata, drafts=True)
+        return coupled(logits, *args, metadata=metadata, **options)
 
-    def sampled(logits: Tensor, law: Any, *args: Any) -> Any:
-        note(logits, law, drafts=False)
-        return alone(logits, law, *args)
+    def sampled(logits: Tensor, metadata: Any, *args: Any) -> Any:
+        note(logits, metadata, drafts=False)
+        return alone(logits, metadata, *args)
 
     monkeypatch.setattr(verifies, "COUPLED", Forms(verified))
     monkeypatch.setattr(samples, "SAMPLE", Forms(sampled))

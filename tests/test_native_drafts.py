@@ -99,7 +99,7 @@ def stored_of(drafter: EagleSpeculator, context: DraftContext) -> list[Tensor]:
     starts = batch.query_start_loc.long()
     owner = row.repeat_interleave(starts.diff()[: len(row)])
     stays = (token - starts[owner] < context.num_valid[owner]) & (batch.positions[token] < held)
-    slots = batch.slot_mappings[drafter._group][token][stays]
+    slots = batch.slot_mappings[drafter._cache.group][token][stays]
     return [cache.flatten(0, 1)[slots] for cache in drafter.kv[0]]
 
 
@@ -147,17 +147,17 @@ def test_nothing_before_the_first_token_that_was_shown_is_read(
     llm = make_llm(draft=tiny_head)
     drafter, others = speculator_of(llm), 0
     native, propose = drafter._native, drafter.propose
-    assert drafter.begins_late
+    assert drafter.can_start_late
 
     def scribbled(context: DraftContext) -> Tensor:
         nonlocal others
         context = replace(context, num_drafts=4)
         begins = context.batch.num_computed_tokens[: len(context.rows)].long() // 2
-        late, before = replace(context, begins=begins), [cache.clone() for cache in drafter.kv[0]]
+        late, before = replace(context, start_positions=begins), [cache.clone() for cache in drafter.kv[0]]
         expected = propose(late).clone()
         for cache, old in zip(drafter.kv[0], before, strict=True):
             old = old.clone()
-            table, size = context.batch.block_tables[drafter._group], cache.shape[1]
+            table, size = context.batch.block_tables[drafter._cache.group], cache.shape[1]
             for row, end in enumerate(begins.tolist()):
                 token = torch.arange(end)
                 old.flatten(0, 1)[table[row][token // size].long() * size + token % size] = 50.0
@@ -240,8 +240,8 @@ def test_drafts_are_kept_wherever_rows_lie(make_llm: Callable[..., LLM], tiny_he
 
     def watched(context: DraftContext) -> Tensor:
         drafts = draft(context)
-        assert context.room is None or drafts is context.room
-        seen.append((context.room is None, drafts.clone()))
+        assert context.out is None or drafts is context.out
+        seen.append((context.out is None, drafts.clone()))
         return drafts
 
     def kept(plan: StepPlan, staged: Any, features: Any, ended: Any, admitted: Any) -> Any:
@@ -274,13 +274,13 @@ def test_steps_of_other_kinds_are_left_to_torch(make_llm: Callable[..., LLM], ti
             {"temperature": context.temperature.double()},
             {"next_token": context.next_token.int()},
             {"num_valid": context.num_valid.int()},
-            {"begins": torch.zeros_like(context.num_valid).int()},
+            {"start_positions": torch.zeros_like(context.num_valid).int()},
             {"features": (first.double(), *others)},
             {"features": (*others, first.t().contiguous().t())},
             {"features": tuple(others)},
             {"num_drafts": 5},
-            {"room": drafts[:, :3]},
-            {"room": drafts.int()},
+            {"out": drafts[:, :3]},
+            {"out": drafts.int()},
         ):
             assert native.propose(replace(context, **changes)) is None  # type: ignore[arg-type]
             again = native.propose(context)
@@ -300,7 +300,7 @@ def test_rows_of_features_may_lie_apart(make_llm: Callable[..., LLM], tiny_head:
 
     def apart(context: DraftContext) -> Tensor:
         taps = tuple(torch.cat((tap, tap), -1)[:, : tap.shape[1]] for tap in context.features)
-        drafts = native.propose(replace(context, features=taps, room=None))
+        drafts = native.propose(replace(context, features=taps, out=None))
         assert drafts is not None
         assert torch.equal(drafts, propose(context))
         return drafts

@@ -21,11 +21,6 @@ PARAMS = [
     SamplingParams(temperature=t, seed=i, max_tokens=20 + i, ignore_eos=True)
     for i, t in enumerate((0.0, 0.8, 0.0, 1.0, 0.0))
 ]
-VIEWS = {"detach", "resolve_conj", "resolve_neg", "select", "slice", "to"}
-"""Operators that move nothing; `to` is that of arrays and tensors that share memory."""
-PARTS = {"add": ("add_",), "native_add_rms_norm": ("add_", "native_rms_norm")}
-"""The residual stream of a layer that the head reads is added out of place, and not by the next norm."""
-
 pytestmark = pytest.mark.skipif(missing() is not None, reason="needs the chain of drafts in C")
 
 
@@ -48,8 +43,7 @@ class Counting(TorchDispatchMode):
         self.by_name: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.by_name.update(PARTS.get(name, (name,)))
+        self.by_name[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -89,7 +83,7 @@ def drafter_of(llm: LLM) -> EagleSpeculator:
     return llm.engine._proposer.drafter
 
 
-def test_a_step_without_drafts_runs_no_operator_of_the_head(
+def test_a_step_without_drafts_runs_no_matrix_product_of_the_head(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = make_llm(mamba_state_policy="slots")
@@ -101,8 +95,8 @@ def test_a_step_without_drafts_runs_no_operator_of_the_head(
     monkeypatch.setattr(EagleSpeculator, "propose", never)
     steps = list(zip(operators_by_step(plain), operators_by_step(drafting), strict=True))
     assert len(steps) > 10
-    for without, skipped in steps[2:]:
-        assert not (skipped - without).keys() - VIEWS
+    for without, skipped in steps:
+        assert skipped["packed_linear"] == without["packed_linear"] > 10
 
 
 @pytest.mark.parametrize("most", [None, 12])
@@ -121,7 +115,7 @@ def test_after_skipped_steps_the_head_starts_at_the_current_position(
         assert context.num_drafts or (context.emitted[:, 0] < 0).any(), "no prompt goes on"
         for at, row in enumerate(context.rows.tolist()):
             start = int(context.batch.num_computed_tokens[at])
-            first = 0 if context.begins is None else int(context.begins[at])
+            first = 0 if context.start_positions is None else int(context.start_positions[at])
             assert seen[row, first:start].all(), "it reads keys of tokens that it has not seen"
             seen[row, start : start + int(context.num_valid[at])] = True
             num_late += first > 0
@@ -155,7 +149,7 @@ def test_the_head_runs_in_every_step_if_a_later_step_may_need_its_keys(
     def counted(context: DraftContext) -> torch.Tensor:
         nonlocal num_steps
         num_steps += 1
-        assert context.begins is None
+        assert context.start_positions is None
         return propose(context)
 
     drafter.propose = counted  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bateleur.cudagraph import Why
 from bateleur.cudagraph.backends.recorded import RecordedPiece
-from bateleur.eagle import Law, PolicyRows, Verdict
+from bateleur.eagle import PolicyRows, RejectionOutput, SamplingMetadata
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.diagnose.graph_coverage import describe_graphs
 from bateleur.runner.sampling import captured_sampler
@@ -106,9 +106,11 @@ def test_what_no_row_asks_for_is_in_no_graph_of_the_step(
     held, ran = {}, []
     real = captured_sampler.verify
 
-    def noted(logits: Tensor, *args: Any, law: Law | None, **options: Any) -> Verdict:
-        held[None if law is None else law.cuts(logits.shape[1])] = True
-        return real(logits, *args, law=law, **options)
+    def noted(
+        logits: Tensor, *args: Any, metadata: SamplingMetadata | None, **options: Any
+    ) -> RejectionOutput:
+        held[None if metadata is None else metadata.truncates(logits.shape[1])] = True
+        return real(logits, *args, metadata=metadata, **options)
 
     monkeypatch.setattr(captured_sampler, "verify", noted)
     llm = make(**GRAPHS)
@@ -136,7 +138,12 @@ def test_what_no_row_asks_for_is_in_no_graph_of_the_step(
         said |= {each.request_id: each.outputs[0].token_ids for each in llm.step()}
     assert said == wanted
     assert list(dict.fromkeys(ran)) == ["greedy", "draws", "cuts"]
-    assert [ran[-1], *sorted(set(ran[ran.index("cuts") :]))] == ["greedy", "cuts", "draws", "greedy"]
+    assert [ran[-1], *sorted(set(ran[ran.index("cuts") :]))] == [
+        "greedy",
+        "cuts",
+        "draws",
+        "greedy",
+    ]
 
 
 def test_what_a_graph_does_not_hold_runs_eagerly_and_is_counted(

@@ -163,8 +163,8 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
 
     def sampled(self: Any, processed: Any, *args: Any) -> Any:
         seen["verify", len(processed.logits), 1] += 1
-        if processed.law is not None:
-            truncated.add(processed.law.cuts(processed.logits.shape[1]))
+        if processed.metadata is not None:
+            truncated.add(processed.metadata.truncates(processed.logits.shape[1]))
         return sample(self, processed, *args)
 
     def committed(self: Any, context: Any, num_valid: Any, **options: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bateleur.eagle import Part
+from bateleur.eagle import VocabShard
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Together:
 
 @dataclass
 class OneOf:
-    """An `Exchange` of threads."""
+    """An `ShardCollectives` of threads."""
 
     together: Together
     rank: int
@@ -65,16 +65,16 @@ class OneOf:
         return self.together.lay_down(self.rank, "every", x)
 
 
-def parts_of(vocab_size: int, together: Together) -> list[Part]:
+def parts_of(vocab_size: int, together: Together) -> list[VocabShard]:
     """One for each rank, as even as can be."""
     starts = tuple(rank * vocab_size // together.size for rank in range(together.size + 1))
-    return [Part(starts, OneOf(together, rank)) for rank in range(together.size)]
+    return [VocabShard(starts, OneOf(together, rank)) for rank in range(together.size)]
 
 
-def gathered(part: Part, own_NL: Tensor) -> Tensor:
+def gathered(shard: VocabShard, own_NL: Tensor) -> Tensor:
     """(N, V) the logits of all ranks, which no step needs: a check does."""
-    every = part.exchange.every(pad(own_NL, (0, part.widest - own_NL.shape[1])))
-    widths = [end - first for first, end in zip(part.starts, part.starts[1:], strict=False)]
+    every = shard.collectives.every(pad(own_NL, (0, shard.widest - own_NL.shape[1])))
+    widths = [end - first for first, end in zip(shard.starts, shard.starts[1:], strict=False)]
     return torch.cat([each[:, :width] for each, width in zip(every, widths, strict=True)], dim=1)
 
 

@@ -9,7 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Drafts, Keys, Lanes, Law, OneHot, Penalties, Rows, argmax, draw, sample, verify
+from bateleur.eagle import (
+    Drafts,
+    Keys,
+    Lanes,
+    OneHot,
+    Penalties,
+    Rows,
+    SamplingMetadata,
+    argmax,
+    draw,
+    sample,
+    verify,
+)
 
 from ..job import CompileWatch, Job
 
@@ -28,10 +40,12 @@ VOCABULARIES, QUICK_VOCABULARIES = (131_072, 248_320), (1_000, 33_000)
 CPU = torch.device("cpu")
 
 
-def law_of(values: tuple[float, float, int, float], rows: int, device: torch.device, **more: Any) -> Law:
+def law_of(
+    values: tuple[float, float, int, float], rows: int, device: torch.device, **more: Any
+) -> SamplingMetadata:
     """The same law for each of `rows` rows."""
     host = np.tile(np.array(values, np.float32), (rows, 1))
-    return Law(host, torch.from_numpy(host).to(device), **more)
+    return SamplingMetadata(host, torch.from_numpy(host).to(device), **more)
 
 
 def logits_of(rows: int, size: int) -> Tensor:
@@ -82,7 +96,7 @@ def compare(
     """Compare a draw on the device with a draw from the whole law on the CPU."""
     rows, size = logits.shape
 
-    def law_on(device: torch.device) -> Law:
+    def law_on(device: torch.device) -> SamplingMetadata:
         more = {"penalties": penalties_of(rows, size, device)} if penalised else {}
         return law_of(values, rows, device, **more)
 

@@ -18,7 +18,7 @@ import torch
 
 from bateleur.cudagraph import CapturePlan, Checks, CudaGraphMode, RecordedBackend
 from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.chain import bound_of_drafts
+from bateleur.eagle.chain_steps import bound_of_drafts
 from bateleur.eagle.conformance.toy_engine import ToyRequest
 from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
 from bateleur.eagle.loop import Request, sample, speculate

@@ -181,7 +181,7 @@ def test_the_drafter_without_a_fault_passes() -> None:
         ("narrow ids", "P", r"it is torch.int32 \(2, 3\)"),
         ("short rows where less is asked", "KP", r"it is torch.int64 \(2, 0\)"),
         ("draft ids taken for target ids", "P", "an id is 19; ids are below 19"),
-        ("eager to draft more than is asked", "N", r"those behind must be -1 \(first: 0\)"),
+        ("eager to draft more than is asked", "N", r"later ones must be -1 \(first: 0\)"),
         ("writes to the counts", "W", "propose writes to num_valid"),
         ("waits for the device", "S", "propose waits for the device: "),
         ("looks at the first row only", "BK", "drafts differ when it is alone"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bateleur.eagle import Keys, Lanes, Law, Penalties
+from bateleur.eagle import Keys, Lanes, Penalties, SamplingMetadata
 from bateleur.eagle.buffers import DraftBuffers
 from bateleur.eagle.rules import Coupled, Drafts, Rows
 from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows
@@ -19,8 +19,12 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 import numpy as np  # noqa: E402
 
-from bateleur.eagle.kernels import cut as cuts  # noqa: E402
-from bateleur.eagle.kernels import geometry, part, verify  # noqa: E402
+from bateleur.eagle.kernels import (  # noqa: E402
+    geometry,
+    rejection_sampler,
+    truncation,
+    vocab_shard,
+)
 from sm90 import Compiled, Kernel, compiling, faults_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 Recorder = Callable[[str, object], None]
 INF = float("inf")
 VOCABULARIES = (32_768, 131_072, 152_064, 248_320)
-CUT = ("stats_kernel", "bracket_kernel", "collect_kernel", "threshold_kernel")
+TRUNCATION = ("stats_kernel", "bracket_kernel", "collect_kernel", "threshold_kernel")
 PLAIN, TRUNCATED = (0.8, -INF, 0.0, 1.0), (0.8, -3.0, 20.0, 0.95)
 
 
@@ -48,9 +52,11 @@ def penalties_of(num_rows: int, size: int, kind: int) -> Penalties | None:
     return Penalties(values, owners, *tables, before)
 
 
-def law_of(num_rows: int, row: tuple[float, ...], penalties: Penalties | None = None) -> Law:
+def metadata_of(
+    num_rows: int, row: tuple[float, ...], penalties: Penalties | None = None
+) -> SamplingMetadata:
     """Of rows that the host knows."""
-    return Law(np.tile(np.float32(row), (num_rows, 1)), on_cuda(num_rows, 4), penalties)
+    return SamplingMetadata(np.tile(np.float32(row), (num_rows, 1)), on_cuda(num_rows, 4), penalties)
 
 
 def check(found: Compiled, names: set[str], record: Recorder, what: str) -> dict[str, Kernel]:
@@ -75,12 +81,14 @@ def test_a_draw_from_a_law_that_truncates(
     with FakeTensorMode(), compiling(on_device=True) as found:
         for num in (64, 1):
             keys = Keys(on_cuda(num, dtype=torch.int64), on_cuda(num, dtype=torch.int64))
-            law = law_of(num, TRUNCATED, penalties_of(num, size, kind))
+            metadata = metadata_of(num, TRUNCATED, penalties_of(num, size, kind))
             logits, lanes = on_cuda(num, size, dtype=dtype), Lanes(on_cuda(size, dtype=torch.int32), True)
-            verify.sample(logits, law, keys, lanes)
-    kernels = check(found, {*CUT, "draw_kernel", "verdict_kernel"}, record_property, f"{size} {dtype} {kind}")
+            rejection_sampler.sample(logits, metadata, keys, lanes)
+    kernels = check(
+        found, {*TRUNCATION, "draw_kernel", "emit_kernel"}, record_property, f"{size} {dtype} {kind}"
+    )
     names = [launch.kernel.name for launch in found.launches]
-    assert names == 2 * [*CUT, "draw_kernel", "verdict_kernel"]
+    assert names == 2 * [*TRUNCATION, "draw_kernel", "emit_kernel"]
     programs = [launch.programs for launch in found.launches]
     assert programs[:4] == [64 * -(-size // 2048), 64, 64 * -(-size // 1024), 64]
     assert programs[6:10] == [each // 64 for each in programs[:4]]
@@ -119,30 +127,34 @@ def test_verification_of_four_drafts(
         seeds, first = (on_cuda(num_reqs, dtype=torch.int64) for _ in range(2))
         rows = Rows(on_cuda(num_reqs + 1, dtype=torch.int32), seeds, first, on_cuda(num_reqs))
         drafts = Drafts(on_cuda(num_reqs, 4, dtype=torch.int64), Coupled())
-        law = None if row is None else law_of(num, row, penalties_of(num, size, kind))
+        metadata = None if row is None else metadata_of(num, row, penalties_of(num, size, kind))
         lanes = Lanes(on_cuda(size, dtype=torch.int32), True)
-        verify.coupled(on_cuda(num, size, dtype=dtype), drafts, rows, lanes, greedy=greedy, law=law)
-    truncates = CUT if row == TRUNCATED else ()
+        rejection_sampler.coupled(
+            on_cuda(num, size, dtype=dtype), drafts, rows, lanes, greedy=greedy, metadata=metadata
+        )
+    truncates = TRUNCATION if row == TRUNCATED else ()
     kernels = check(
-        found, {*truncates, "draw_kernel", "verdict_kernel"}, record_property, f"{size} {dtype} {kind}"
+        found, {*truncates, "draw_kernel", "emit_kernel"}, record_property, f"{size} {dtype} {kind}"
     )
     assert kernels["draw_kernel"].instructions["wide loads"] >= 2, "logits are not read by 16 bytes a thread"
 
 
 @pytest.mark.parametrize("size", [62_080, 64_128])
-@pytest.mark.parametrize("cuts", [False, True])
-def test_a_part_of_a_vocabulary(size: int, cuts: bool, record_property: Recorder) -> None:
+@pytest.mark.parametrize("truncates", [False, True])
+def test_a_part_of_a_vocabulary(size: int, truncates: bool, record_property: Recorder) -> None:
     with FakeTensorMode(), compiling(on_device=True) as found:
         num = 64
         scaled, order = on_cuda(num, size), on_cuda(num, dtype=torch.int64)
         least, last = on_cuda(num), on_cuda(num, dtype=torch.int32)
-        part.tally(scaled, None, order, 24)
-        part.tally(scaled, scaled, order, 0)
-        part.last_rows(scaled, least, order, order)
-        kept = (least, last) if cuts else (None, None)
+        vocab_shard.histogram_rows(scaled, None, order, 24)
+        vocab_shard.histogram_rows(scaled, scaled, order, 0)
+        vocab_shard.last_tie_rows(scaled, least, order, order)
+        kept = (least, last) if truncates else (None, None)
         words = on_cuda(size, dtype=torch.int32)
-        part.lead(on_cuda(num, size, dtype=torch.bfloat16), on_cuda(num, 4), *kept, words, order, order)
-    check(found, {"tally_kernel", "last_kernel", "draw_kernel"}, record_property, f"part of {size}")
+        vocab_shard.perturbed_max_rows(
+            on_cuda(num, size, dtype=torch.bfloat16), on_cuda(num, 4), *kept, words, order, order
+        )
+    check(found, {"histogram_kernel", "last_tie_kernel", "draw_kernel"}, record_property, f"part of {size}")
 
 
 @pytest.mark.parametrize("rows", [4, 256, 1024, 4096])
@@ -168,13 +180,15 @@ def test_staging_of_drafts(rows: int, record_property: Recorder) -> None:
 def test_truncation_of_a_vocabulary_of_any_size(size: int, record_property: Recorder) -> None:
     """Also one that is no multiple of 16, and one that Triton takes for a constant."""
     with FakeTensorMode(), compiling(on_device=True) as found:
-        cuts.cut(on_cuda(3, size), on_cuda(3, 4))
-    check(found, {*CUT}, record_property, f"of {size}")
+        truncation.truncation_thresholds(on_cuda(3, size), on_cuda(3, 4))
+    check(found, {*TRUNCATION}, record_property, f"of {size}")
 
 
 def test_tensors_of_a_cpu_compile_the_same_kernels() -> None:
     """What is compiled depends on the interpreter alone, not on the device of the logits."""
     with FakeTensorMode(), compiling() as found:
         for device in ("cuda:0", "cpu"):
-            cuts.cut(torch.empty(4, 32_768, device=device), torch.empty(4, 4, device=device))
+            truncation.truncation_thresholds(
+                torch.empty(4, 32_768, device=device), torch.empty(4, 4, device=device)
+            )
     assert len(found.launches) == 2 * len(found.kernels) == 8

@@ -77,7 +77,7 @@ def test_rows_without_a_token_are_flagged(temperature: float) -> None:
 
 def test_bad_shapes() -> None:
     keys = Keys(torch.arange(3), torch.arange(3))
-    with pytest.raises(ValueError, match="must agree in their number of rows"):
+    with pytest.raises(ValueError, match="must have the same number of rows"):
         draw(torch.zeros(2, 5), torch.ones(2), keys)
-    with pytest.raises(ValueError, match="must agree"):
+    with pytest.raises(ValueError, match="must have the same"):
         draw(torch.zeros(3, 5), torch.ones(2), keys)

@@ -48,7 +48,7 @@ class Step:
         lookahead: int | None = None,
         limit: int = MAX_LEN,
     ) -> None:
-        context, lens = ([row[part] for row in rows] for part in (0, 1))
+        context, lens = ([row[shard] for row in rows] for shard in (0, 1))
         self.context, self.lens, self.valid = context, lens, list(valid or lens)
         self.num_rows, self.num_tokens, self.drafts, self.limit = len(rows), sum(lens), drafts, limit
         width = MAX_LEN // BLOCK

@@ -169,5 +169,5 @@ def test_bad_arguments() -> None:
         lambda: sample(target, Request([1], 3)),
         lambda: list(speculate(target, head, Request([1], 3), 2)),
     ):
-        with pytest.raises(ValueError, match="target: the logits for index 1 or behind hold NaN"):
+        with pytest.raises(ValueError, match="target: the logits for index 1 or later hold NaN"):
             run()

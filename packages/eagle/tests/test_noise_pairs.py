@@ -55,10 +55,10 @@ def test_tokens_of_real_vocabularies_whose_hashed_ids_differ_in_the_top_bit(size
 
 
 def test_four_lanes_whose_hashed_ids_have_the_xor_0() -> None:
-    law = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    metadata = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     for left, right in combinations(ONE_BIT[::4] + ONE_BIT[-3:], 2):
-        drawn = (-(-of_hashed_ids([left, right, left | right])).log1p() / law).argmin(1, keepdim=True)
-        assert chi_square(drawn, law, 4).z < LIMIT, (hex(left), hex(right))
+        drawn = (-(-of_hashed_ids([left, right, left | right])).log1p() / metadata).argmin(1, keepdim=True)
+        assert chi_square(drawn, metadata, 4).z < LIMIT, (hex(left), hex(right))
 
 
 @pytest.mark.parametrize("what", ["seed", "position", "place", "role"])

@@ -9,19 +9,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bateleur.eagle import Law, draw, native, sample
-from bateleur.eagle.law import by_order, cut
+from bateleur.eagle import SamplingMetadata, draw, native, sample
+from bateleur.eagle.sampling_metadata import thresholds_by_sort, truncation_thresholds
 from eagle_doubles.laws import (
     HOSTILE,
     INF,
-    LAWS,
     NAN,
+    SAMPLINGS,
     Row,
     keys_of,
-    law_of,
     left_by,
     left_by_a_sort,
     likely,
+    metadata_of,
     normal,
 )
 
@@ -46,8 +46,11 @@ ROWS = st.tuples(
 @example([1.0, INF, 0.0], (1.0, 0.1, 2, 0.5), 1)
 @example([1.0, NAN, 0.0], (1.0, 0.1, 2, 0.5), 1)
 def test_thresholds_leave_what_an_order_leaves(values: list[float], row: Row, seed: int) -> None:
-    logits, law = torch.tensor([values]), law_of(row)
-    left, want = (left_by(logits, *form(logits, law.values), law.temperature) for form in (cut, by_order))
+    logits, metadata = torch.tensor([values]), metadata_of(row)
+    left, want = (
+        left_by(logits, *form(logits, metadata.values), metadata.temperature)
+        for form in (truncation_thresholds, thresholds_by_sort)
+    )
     assert torch.equal(left, want)
     scaled = logits / torch.tensor(row[0] or 1.0)
     best = float(scaled.max())
@@ -58,8 +61,10 @@ def test_thresholds_leave_what_an_order_leaves(values: list[float], row: Row, se
             assert int(left.sum()) <= row[2]
     else:
         assert torch.equal(left, scaled > -INF)
-    drawn = sample(logits, law, keys_of(1, seed))
-    assert torch.equal(drawn.token_ids, draw(law.apply(logits), law.temperature, keys_of(1, seed)).token_ids)
+    drawn = sample(logits, metadata, keys_of(1, seed))
+    assert torch.equal(
+        drawn.token_ids, draw(metadata.apply(logits), metadata.temperature, keys_of(1, seed)).token_ids
+    )
     assert bool(drawn.bad) == bool(scaled.isnan().any() or (scaled == -INF).all())
     assert drawn.bad or not math.isfinite(best) or left[0, int(drawn.token_ids)]
 
@@ -67,26 +72,29 @@ def test_thresholds_leave_what_an_order_leaves(values: list[float], row: Row, se
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_wider_vocabulary(kind: str) -> None:
     """With blocks in which nothing stays, and others that are not full."""
-    logits, law = HOSTILE[kind](normal(len(LAWS), 1500, 2.0)), law_of(*LAWS)
-    left, want = (left_by(logits, *form(logits, law.values), law.temperature) for form in (cut, by_order))
+    logits, metadata = HOSTILE[kind](normal(len(SAMPLINGS), 1500, 2.0)), metadata_of(*SAMPLINGS)
+    left, want = (
+        left_by(logits, *form(logits, metadata.values), metadata.temperature)
+        for form in (truncation_thresholds, thresholds_by_sort)
+    )
     assert torch.equal(left, want)
 
 
-@pytest.mark.parametrize("law", [each for each in LAWS if each[0] > 0 and each[3] < 0.999])
-def test_the_whole_law_against_a_sort(law: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("metadata", [each for each in SAMPLINGS if each[0] > 0 and each[3] < 0.999])
+def test_the_whole_law_against_a_sort(metadata: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     for logits in (likely(1, 3001), normal(1, 3001, 2).mul(4).round().div(4)):
-        want = left_by_a_sort(logits[0], law)
-        assert {int(i) for i in (law_of(law).apply(logits)[0] > -INF).nonzero()} == want
+        want = left_by_a_sort(logits[0], metadata)
+        assert {int(i) for i in (metadata_of(metadata).apply(logits)[0] > -INF).nonzero()} == want
         monkeypatch.setattr(native, "takes", lambda _: False)
-        assert {int(i) for i in (law_of(law).apply(logits)[0] > -INF).nonzero()} == want
+        assert {int(i) for i in (metadata_of(metadata).apply(logits)[0] > -INF).nonzero()} == want
         monkeypatch.undo()
 
 
 def test_rows_that_are_no_law_are_left_as_they_are() -> None:
     logits = normal(4, 50)
     logits[0, 7], logits[1], logits[2, 9] = NAN, -INF, INF
-    law: Law = law_of(*[(1, 0.1, 4, 0.5)] * 3, (0, 0.1, 4, 0.5))
-    for form in (cut, by_order):
-        least, last = form(logits, law.values)
+    metadata: SamplingMetadata = metadata_of(*[(1, 0.1, 4, 0.5)] * 3, (0, 0.1, 4, 0.5))
+    for form in (truncation_thresholds, thresholds_by_sort):
+        least, last = form(logits, metadata.values)
         assert least.tolist() == [-INF] * 4
         assert last.tolist() == [50] * 4

@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.eagle import Keys, Lanes, Role, argmax, draw
+from bateleur.eagle.rejection_sampler import draw_draft, verify
 from bateleur.eagle.rules import (
     Coupled,
     DraftDistribution,
     Drafts,
     Logits,
     OneHot,
+    RejectionOutput,
     Rows,
     Rule,
-    Verdict,
-    tempered,
+    apply_temperature,
 )
-from bateleur.eagle.verify import draw_draft, verify
 
 V, K = 11, 3
 NAN, INF = float("nan"), float("inf")
@@ -70,10 +70,10 @@ def by_hand(logits: Tensor, tokens: Tensor, rows: Rows) -> list[tuple[list[int],
     return out
 
 
-def lists(verdict: Verdict) -> list[tuple[list[int], bool]]:
+def lists(output: RejectionOutput) -> list[tuple[list[int], bool]]:
     """The same form; what is behind the emitted tokens must be -1."""
     out = []
-    for tokens, num, bad in zip(*(part.tolist() for part in verdict), strict=True):
+    for tokens, num, bad in zip(*(shard.tolist() for shard in output), strict=True):
         assert tokens[num:] == [-1] * (len(tokens) - num)
         out.append((tokens[:num], bad))
     return out
@@ -101,10 +101,10 @@ def test_a9_coupled_is_draw_row_by_row(requests: list[tuple[int, float]], paddin
     rows = rows_of(lens, heat, seed=seed)
     logits = random_logits(sum(lens) + padding, seed)
     tokens = likely(logits, rows, K, seed)
-    verdict = verify(logits, Drafts(tokens, Coupled()), rows)
-    assert lists(verdict) == by_hand(logits, tokens, rows)
+    output = verify(logits, Drafts(tokens, Coupled()), rows)
+    assert lists(output) == by_hand(logits, tokens, rows)
     with_lanes = verify(logits, Drafts(tokens, OneHot()), rows, lanes=Lanes.of(V, logits.device))
-    assert lists(with_lanes) == lists(verdict)
+    assert lists(with_lanes) == lists(output)
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -144,21 +144,21 @@ def test_requests_without_drafts_get_the_plain_draw(rule: Rule, num_drafts: int)
     lens, heat = [1, 1, 1], [1.0, 0.0, 0.6]
     rows, logits = rows_of(lens, heat), random_logits(3)
     tokens = torch.full((3, num_drafts), 5)  # behind the rows: not drafts at all
-    verdict = verify(logits, Drafts(tokens, distribution_for(rule, 3, num_drafts)), rows, rule=rule)
+    output = verify(logits, Drafts(tokens, distribution_for(rule, 3, num_drafts)), rows, rule=rule)
     want = draw(logits, rows.temperature, Keys(rows.seeds, rows.first_position)).token_ids
-    assert torch.equal(verdict.tokens[:, 0], want)
-    assert verdict.num_emitted.tolist() == [1, 1, 1]
+    assert torch.equal(output.tokens[:, 0], want)
+    assert output.num_emitted.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("rule", Rule)
 def test_a_request_without_rows_emits_nothing(rule: Rule) -> None:
     rows, logits = rows_of([2, 0, 1, 0]), random_logits(3)
     distribution = distribution_for(rule, 4)
-    verdict = verify(logits, Drafts(torch.zeros(4, K, dtype=torch.int64), distribution), rows, rule=rule)
-    assert verdict.num_emitted[[1, 3]].tolist() == [0, 0]
-    assert verdict.tokens[[1, 3]].eq(-1).all()
-    assert not verdict.bad.any()
-    assert (verdict.num_emitted[[0, 2]] > 0).all()
+    output = verify(logits, Drafts(torch.zeros(4, K, dtype=torch.int64), distribution), rows, rule=rule)
+    assert output.num_emitted[[1, 3]].tolist() == [0, 0]
+    assert output.tokens[[1, 3]].eq(-1).all()
+    assert not output.bad.any()
+    assert (output.num_emitted[[0, 2]] > 0).all()
     none = verify(
         logits[:0], Drafts(torch.zeros(2, K, dtype=torch.int64), OneHot()), rows_of([0, 0]), rule=rule
     )
@@ -183,15 +183,15 @@ def test_a6_no_draft_here_at_every_place(rule: Rule, kind: str, temperature: flo
         first = torch.where(missing, torch.arange(K), K).amin(1)
         tokens = torch.where(torch.arange(K) > first.unsqueeze(1), behind, likely_tokens)
         tokens = torch.where(missing, absent, tokens)
-        verdict = verify(logits, Drafts(tokens, distribution), rows, rule=rule)
-        assert (verdict.num_emitted >= 1).all()
-        assert (verdict.num_emitted <= first + 1).all()
-        assert all(min(emitted) >= 0 for emitted, _ in lists(verdict))
-        results.append(lists(verdict))
+        output = verify(logits, Drafts(tokens, distribution), rows, rule=rule)
+        assert (output.num_emitted >= 1).all()
+        assert (output.num_emitted <= first + 1).all()
+        assert all(min(emitted) >= 0 for emitted, _ in lists(output))
+        results.append(lists(output))
         keys = Keys(rows.seeds, rows.first_position + first)
         own = draw(logits.view(num, K + 1, V)[torch.arange(num), first], rows.temperature, keys).token_ids
-        ended = verdict.num_emitted == first + 1
-        assert torch.equal(verdict.tokens[torch.arange(num), first][ended], own[ended])
+        ended = output.num_emitted == first + 1
+        assert torch.equal(output.tokens[torch.arange(num), first][ended], own[ended])
         assert ended.any()
     assert results[0] == results[1]
 
@@ -218,16 +218,16 @@ def test_a7_bad_rows_at_every_place(rule: Rule, what: str, temperature: float) -
             logits[:, place, 4] = NAN
         tokens[: num // 2, place:] = 0  # the placeholder of a bad row must not look like an accepted draft
         rows = rows_of([K + 1] * num, [temperature] * num)
-        verdict = verify(logits.flatten(0, 1), Drafts(tokens, distribution), rows, rule=rule)
+        output = verify(logits.flatten(0, 1), Drafts(tokens, distribution), rows, rule=rule)
         reached = clean.num_emitted > place
         assert reached.any()
-        assert torch.equal(verdict.bad, reached)
+        assert torch.equal(output.bad, reached)
         assert (
-            torch.equal(verdict.num_emitted, clean.num_emitted.clamp(max=place))
+            torch.equal(output.num_emitted, clean.num_emitted.clamp(max=place))
             if place
-            else (verdict.num_emitted.tolist() == [0] * num)
+            else (output.num_emitted.tolist() == [0] * num)
         )
-        for (emitted, _), (before, _) in zip(lists(verdict), lists(clean), strict=True):
+        for (emitted, _), (before, _) in zip(lists(output), lists(clean), strict=True):
             assert emitted == before[: len(emitted)]
             assert all(0 <= token < V for token in emitted)
 
@@ -239,9 +239,9 @@ def test_an_infinite_logit_decides(rule: Rule) -> None:
     logits[::2, 6] = INF
     tokens = torch.where(torch.arange(num) % 2 == 0, 6, 1).unsqueeze(1)
     rows = rows_of([2] * num)
-    verdict = verify(logits, Drafts(tokens, distribution_for(rule, num, 1)), rows, rule=rule)
-    assert not verdict.bad.any()
-    assert verdict.tokens[:, 0].eq(6).all()
+    output = verify(logits, Drafts(tokens, distribution_for(rule, num, 1)), rows, rule=rule)
+    assert not output.bad.any()
+    assert output.tokens[:, 0].eq(6).all()
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -279,7 +279,7 @@ def test_a3_the_target_as_its_own_drafter_is_accepted_whole(rule: Rule, temperat
         for k in range(K)
     ]
     drafts = Drafts(torch.stack(drawn, 1), Coupled() if rule is Rule.COUPLED else Logits(raw[:, :K]))
-    logits = tempered(raw, heat).flatten(0, 1)
+    logits = apply_temperature(raw, heat).flatten(0, 1)
     assert verify(logits, drafts, rows, rule=rule).num_emitted.eq(K + 1).all()
     if rule is not Rule.COUPLED and temperature == 0.7:  # the control: another temperature on one side
         hotter = dataclasses.replace(drafts, distribution=Logits(raw[:, :K] * 1.05))
@@ -308,10 +308,10 @@ def test_a8_a_draft_beyond_the_target_vocabulary_is_rejected(rule: Rule) -> None
         rows, logits = rows_of([2] * 20, [temperature] * 20), random_logits(40)
         wide = Logits(torch.zeros(20, 1, V + 3))
         for distribution in (wide, OneHot()):
-            verdict = verify(logits, Drafts(torch.full((20, 1), V + 1), distribution), rows, rule=rule)
-            assert verdict.num_emitted.eq(1).all()
-            assert verdict.tokens[:, 0].ge(0).all()
-            assert verdict.tokens[:, 0].lt(V).all()
+            output = verify(logits, Drafts(torch.full((20, 1), V + 1), distribution), rows, rule=rule)
+            assert output.num_emitted.eq(1).all()
+            assert output.tokens[:, 0].ge(0).all()
+            assert output.tokens[:, 0].lt(V).all()
 
 
 @pytest.mark.parametrize("rule", REJECTION)
@@ -339,8 +339,8 @@ def test_inputs_are_left_alone_and_padding_is_not_looked_at() -> None:
         distribution = distribution_for(rule, 2)
         tokens = likely(logits, rows, K, 4)
         kept = [logits.clone(), tokens.clone(), rows.first_position.clone()]
-        verdict = verify(logits, Drafts(tokens, distribution), rows, rule=rule)
-        assert not verdict.bad.any()
+        output = verify(logits, Drafts(tokens, distribution), rows, rule=rule)
+        assert not output.bad.any()
         for now, before in zip((logits, tokens, rows.first_position), kept, strict=True):
             assert torch.equal(now.nan_to_num(123.0), before.nan_to_num(123.0))
 
@@ -417,7 +417,7 @@ STARTS = torch.zeros(3, dtype=torch.int32)
         (lambda: Drafts(INT, OneHot()), r"tokens must be int64 \(R, K\)"),
         (lambda: Drafts(INT.view(2, 1).int(), OneHot()), "tokens must be int64"),
         (lambda: Drafts(INT.view(2, 1), Logits(torch.zeros(2, 2, 5))), "distribution has logits for"),
-        (lambda: Logits(torch.zeros(2, 5)), r"logits must be floating \(R, K, Vd\)"),
+        (lambda: Logits(torch.zeros(2, 5)), r"logits=.*: must be floating \(R, K, Vd\)"),
         (lambda: Logits(torch.zeros(2, 1, 5), INT), "ids must be int64 with one id for each of 5 lanes"),
         (
             lambda: verify(torch.zeros(5), Drafts(INT.view(2, 1), OneHot()), rows_of([1, 1])),
@@ -447,5 +447,5 @@ def test_greedy_rows_need_no_noise(lens: list[int], padding: int, seed: int) -> 
     want = verify(logits, drafts, rows)
     for found, expected in zip(verify(logits, drafts, other, greedy=True), want, strict=True):
         assert torch.equal(found, expected)
-    with patch.object(import_module("bateleur.eagle.verify"), "draw", side_effect=AssertionError):
+    with patch.object(import_module("bateleur.eagle.rejection_sampler"), "draw", side_effect=AssertionError):
         verify(logits, drafts, rows, greedy=True)

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.eagle import Keys, Lanes, Law, Penalties, Role, draw, gumbel, uniform
-from bateleur.eagle.rules import Coupled, Drafts, Rows, Verdict
+from bateleur.eagle import Keys, Lanes, Penalties, Role, SamplingMetadata, draw, gumbel, uniform
+from bateleur.eagle.rejection_sampler import COUPLED, verify
+from bateleur.eagle.rules import Coupled, Drafts, RejectionOutput, Rows
 from bateleur.eagle.sample import SAMPLE
-from bateleur.eagle.verify import COUPLED, verify
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402
 
-from bateleur.eagle.kernels import cut as cuts  # noqa: E402
-from bateleur.eagle.kernels import verify as kernels  # noqa: E402
+from bateleur.eagle.kernels import rejection_sampler as kernels  # noqa: E402
+from bateleur.eagle.kernels import truncation  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN, INF = float("nan"), float("inf")
@@ -66,8 +66,8 @@ def problem(
     return logits.to(device), Drafts(tokens.to(device), Coupled()), moved
 
 
-def same(mine: Verdict, other: Verdict) -> None:
-    for name, left, right in zip(Verdict._fields, mine, other, strict=True):
+def same(mine: RejectionOutput, other: RejectionOutput) -> None:
+    for name, left, right in zip(RejectionOutput._fields, mine, other, strict=True):
         assert left.dtype == right.dtype, name
         assert torch.equal(left.cpu(), right.cpu()), name
 
@@ -106,8 +106,8 @@ def test_ties_go_to_the_lowest_id(device: torch.device, monkeypatch: pytest.Monk
     logits[3, [5, 90]] = INF
     for programs in (1, 10_000):
         monkeypatch.setattr(kernels, "_PROGRAMS", programs)
-        verdict = kernels.coupled(logits, drafts, rows, None)
-        assert verdict.tokens.flatten().tolist() == [0, 37, 99, 5]
+        output = kernels.coupled(logits, drafts, rows, None)
+        assert output.tokens.flatten().tolist() == [0, 37, 99, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -128,7 +128,7 @@ def test_rows_may_be_apart_and_lanes_may_not(device: torch.device) -> None:
 def test_a_law_at_every_place(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Temperature and truncation within the launches, and a draw of rows without drafts by the same."""
     for name, value in (("_TILE", 128), ("_SAMPLES", 64), ("_BLOCK", 64)):
-        monkeypatch.setattr(cuts, name, value)
+        monkeypatch.setattr(truncation, name, value)
     logits, drafts, rows = problem(300, device)
     starts = rows.query_start_loc.tolist()
     table = torch.tensor([[1.0, -INF, 0, 1], [0, -INF, 0, 1], [0.7, -3, 0, 0.9], [1.3, -INF, 12, 0.8]])
@@ -136,12 +136,12 @@ def test_a_law_at_every_place(device: torch.device, monkeypatch: pytest.MonkeyPa
     for i in range(9):
         kind_N[starts[i] : starts[i + 1]] = (0, 1, 2, 3, 1, 2, 3, 1, 3)[i]
     values = table[kind_N]
-    law = Law(values.numpy(), values.to(device))
-    rows = replace(rows, temperature=law.temperature[rows.query_start_loc[:-1].long()])
-    want = COUPLED.torch(law.apply(logits), drafts, rows, None)
-    same(kernels.coupled(logits, drafts, rows, None, law=law), want)
+    metadata = SamplingMetadata(values.numpy(), values.to(device))
+    rows = replace(rows, temperature=metadata.temperature[rows.query_start_loc[:-1].long()])
+    want = COUPLED.torch(metadata.apply(logits), drafts, rows, None)
+    same(kernels.coupled(logits, drafts, rows, None, metadata=metadata), want)
     keys, lanes = Keys(torch.arange(len(logits), device=device), kind_N.to(device)), Lanes.of(300, device)
-    mine, other = kernels.sample(logits, law, keys, lanes), SAMPLE.torch(logits, law, keys, lanes)
+    mine, other = kernels.sample(logits, metadata, keys, lanes), SAMPLE.torch(logits, metadata, keys, lanes)
     assert torch.equal(mine.token_ids, other.token_ids)
     assert torch.equal(mine.bad, other.bad)
     assert other.bad.any()
@@ -164,9 +164,9 @@ def penalties_of(num_drafts: int, owners: Tensor, size: int, device: torch.devic
 def test_penalties_are_of_the_same_launches(
     num_drafts: int, truncated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ids of penalised logits, under a law that truncates and one that does not."""
+    """The ids of penalised logits, with metadata that truncates and one that does not."""
     for name, value in (("_TILE", 128), ("_SAMPLES", 64), ("_BLOCK", 64)):
-        monkeypatch.setattr(cuts, name, value)
+        monkeypatch.setattr(truncation, name, value)
     logits, drafts, rows = problem(300, device, num_drafts, seed=3)
     table = torch.tensor([[1.0, -INF, 0, 1], [0, -INF, 0, 1], [0.7, -INF, 0, 1]])
     if truncated:
@@ -176,22 +176,26 @@ def test_penalties_are_of_the_same_launches(
     for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         owners[first:end] = first % 3
     values = table[owners]
-    law = Law(values.numpy(), values.to(device), penalties_of(num_drafts, owners, 300, device))
-    rows = replace(rows, temperature=law.temperature[starts[:-1]])
-    want = COUPLED.torch(law.apply(logits), drafts, rows, None)
-    assert not torch.equal(
-        want.tokens, COUPLED.torch(replace(law, penalties=None).apply(logits), drafts, rows, None).tokens
+    metadata = SamplingMetadata(
+        values.numpy(), values.to(device), penalties_of(num_drafts, owners, 300, device)
     )
-    same(kernels.coupled(logits, drafts, rows, None, law=law), want)
-    same(COUPLED.torch(logits, drafts, rows, None, law=law), want)
+    rows = replace(rows, temperature=metadata.temperature[starts[:-1]])
+    want = COUPLED.torch(metadata.apply(logits), drafts, rows, None)
+    assert not torch.equal(
+        want.tokens, COUPLED.torch(replace(metadata, penalties=None).apply(logits), drafts, rows, None).tokens
+    )
+    same(kernels.coupled(logits, drafts, rows, None, metadata=metadata), want)
+    same(COUPLED.torch(logits, drafts, rows, None, metadata=metadata), want)
     keys, lanes = Keys(torch.arange(len(logits), device=device), owners.to(device)), Lanes.of(300, device)
     for mine, other in zip(
-        kernels.sample(logits, law, keys, lanes), SAMPLE.torch(logits, law, keys, lanes), strict=True
+        kernels.sample(logits, metadata, keys, lanes),
+        SAMPLE.torch(logits, metadata, keys, lanes),
+        strict=True,
     ):
         assert torch.equal(mine, other)
 
 
-CUT = ["stats_kernel", "bracket_kernel", "collect_kernel", "threshold_kernel"]
+TRUNCATION = ["stats_kernel", "bracket_kernel", "collect_kernel", "threshold_kernel"]
 
 
 class Launches(TorchDispatchMode):
@@ -200,7 +204,10 @@ class Launches(TorchDispatchMode):
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.names: list[str] = []
-        names = [(cuts, name) for name in CUT] + [(kernels, "draw_kernel"), (kernels, "verdict_kernel")]
+        names = [(truncation, name) for name in TRUNCATION] + [
+            (kernels, "draw_kernel"),
+            (kernels, "emit_kernel"),
+        ]
         for module, name in names:
             patch.setattr(module, name, Counted(getattr(module, name), self.names))
 
@@ -233,16 +240,18 @@ def test_launches_of_a_draw(monkeypatch: pytest.MonkeyPatch, device: torch.devic
 
     def launches(row: tuple[float, float, float, float], penalties: Penalties | None = None) -> list[str]:
         values = torch.tensor([row] * num)
-        law = Law(values.numpy(), values.to(device), penalties)
+        metadata = SamplingMetadata(values.numpy(), values.to(device), penalties)
         counted.names.clear()
         with counted:
-            kernels.sample(logits, law, keys, lanes)
+            kernels.sample(logits, metadata, keys, lanes)
         return list(counted.names)
 
     plain, truncated = (0.8, -INF, 0, 1), (0.8, -3, 50, 0.9)
-    assert launches(plain) == launches(plain, penalties) == ["draw_kernel", "verdict_kernel"]
-    assert launches(truncated) == launches(truncated, penalties) == [*CUT, "draw_kernel", "verdict_kernel"]
-    assert launches((0, -INF, 0, 1), penalties) == ["draw_kernel", "verdict_kernel"]
+    assert launches(plain) == launches(plain, penalties) == ["draw_kernel", "emit_kernel"]
+    assert (
+        launches(truncated) == launches(truncated, penalties) == [*TRUNCATION, "draw_kernel", "emit_kernel"]
+    )
+    assert launches((0, -INF, 0, 1), penalties) == ["draw_kernel", "emit_kernel"]
 
 
 @triton.jit
@@ -300,10 +309,10 @@ def test_verify_takes_the_fused_form_on_cuda() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     logits, drafts, rows = problem(131_072, torch.device("cuda"), 4)
-    verdict = verify(logits, drafts, rows)
-    same(verdict, COUPLED.torch(logits, drafts, rows, None))
+    output = verify(logits, drafts, rows)
+    same(output, COUPLED.torch(logits, drafts, rows, None))
     owner = draw(logits[:1], rows.temperature[:1], Keys(rows.seeds[:1], rows.first_position[:1]))
-    assert verdict.tokens[0, 0] == owner.token_ids[0]
+    assert output.tokens[0, 0] == owner.token_ids[0]
 
 
 @pytest.mark.parametrize("size", [4096, 32_000, 151_936, 248_320])
@@ -314,13 +323,13 @@ def test_rows_of_any_number_share_the_kernels_of_powers_of_two(size: int, places
     def compiled_for(num_reqs: int, kind: int) -> tuple[object, ...]:
         options, share = kernels.tile_options(size, num_reqs * places, kind)
         assert share % 16 == 0, "what Triton looks at of a number"
-        return *options.items(), *kernels.verdict_options(places, size).items()
+        return *options.items(), *kernels.emit_options(places, size).items()
 
     for kind in (0, 1, 2):
         warm = {compiled_for(1 << i, kind) for i in range(9)}
         assert {compiled_for(n, kind) for n in range(1, 257)} <= warm
     if not INTERPRETED:
-        (shares,) = (each for each in kernels.verdict_kernel.params if each.name == "shares")
+        (shares,) = (each for each in kernels.emit_kernel.params if each.name == "shares")
         assert shares.do_not_specialize
 
 

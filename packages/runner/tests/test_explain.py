@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bateleur.eagle import Verdict
+from bateleur.eagle import RejectionOutput
 from bateleur.eagle.geometry import stage_first
 from bateleur.eagle.heads import DenseAttend
-from bateleur.eagle.verify import verify
+from bateleur.eagle.rejection_sampler import verify
 from bateleur.metadata.backends.base import PagedAttentionBuilder
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_draft
@@ -265,7 +265,7 @@ def test_d4_a_table_of_ids_in_place_of_offsets(
 def test_an_accepted_draft_that_is_dropped_is_bookkeeping(
     write: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*args: Any, **kwargs: Any) -> Verdict:
+    def broken(*args: Any, **kwargs: Any) -> RejectionOutput:
         made = verify(*args, **kwargs)
         kept = torch.where(made.num_emitted > 2, made.num_emitted - 1, made.num_emitted)
         spots = torch.arange(made.tokens.shape[1])

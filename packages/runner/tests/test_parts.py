@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Part
+from bateleur.eagle import VocabShard
 from bateleur.runner.sampling.logprobs import Logprobs
 from bateleur.runner.sampling.masks import mask_words
 from bateleur.runner.sampling.sampler import SamplingState
@@ -39,15 +39,17 @@ DRAFTS = torch.tensor([[-1, -1], [1, -1], [700, 7]])
 Found = tuple[Tensor, Tensor, Tensor | None, Logprobs | None]
 
 
-def steps_of(part: Part | None, logits: list[Tensor], allowed: Tensor | None, top: int | None) -> list[Found]:
+def steps_of(
+    shard: VocabShard | None, logits: list[Tensor], allowed: Tensor | None, top: int | None
+) -> list[Found]:
     """Two steps of all kinds at once, the first of three places a request as if it had drafts, the next of one."""
-    state, rows = SamplingState(len(KINDS), V, "cpu", part), np.arange(len(KINDS))
+    state, rows = SamplingState(len(KINDS), V, "cpu", shard), np.arange(len(KINDS))
     for row, params in enumerate(KINDS.values()):
         words = WORDS if params.bad_words else ()
         state.admit(row, replace(params, logprobs=top), row, [3, 501, 2, 900], [1], STOPS, words)
     found = []
     for step, each in enumerate(logits):
-        own = each if part is None else each[:, part.first : part.end]
+        own = each if shard is None else each[:, shard.first : shard.end]
         places: NDArray[np.int64] = np.repeat(rows, 3) if step == 0 else rows
         before = DRAFTS.repeat(len(rows), 1) if step == 0 else None
         generated = np.ones(len(places), np.int64) + (np.tile(np.arange(3), len(rows)) if step == 0 else 0)

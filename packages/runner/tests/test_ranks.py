@@ -27,7 +27,7 @@ def exchange(store: Path, rank: int) -> None:
     assert ranks.every(torch.full((2, 1), rank)).tolist() == [[[0], [0]], [[1], [1]]]
     logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(1))
     logits[1, 4] = logits[1, 5] = 9.0
-    part = ranks.part(11)
+    part = ranks.vocab_shard(11)
     assert part is not None
     own = logits[:, part.first : part.end]
     assert own.shape[1] == 5 + rank
@@ -55,7 +55,7 @@ def test_one_alone_exchanges_nothing() -> None:
     assert Ranks().sum_(x) is x
     assert Ranks().max_(x) is x
     assert torch.equal(Ranks().every(x)[0], x)
-    assert Ranks().part(7) is None
+    assert Ranks().vocab_shard(7) is None
     assert Ranks().even("heads", 7) == Ranks().shared("heads", 7) == Ranks().about(7) == (0, 7)
 
 
@@ -63,7 +63,7 @@ def test_one_alone_exchanges_nothing() -> None:
 def test_what_is_shared_about_evenly_is_all_there(size: int) -> None:
     parts = [Ranks(rank, size, "none").about(10) for rank in range(size)]
     assert [each for first, end in parts for each in range(first, end)] == list(range(10))
-    part = Ranks(size - 1, size, "none").part(10)
+    part = Ranks(size - 1, size, "none").vocab_shard(10)
     assert part is None or (part.first, part.end) == parts[-1]
 
 

@@ -70,10 +70,10 @@ def processed(case: Case, logits: list[float]) -> list[float]:
             x[i] = -math.inf
     mass = [math.exp(x[i] - best) for i in order]
     before, limit = 0.0, p.top_p * sum(mass)
-    for i, part in zip(order, mass, strict=True):
+    for i, shard in zip(order, mass, strict=True):
         if p.top_p < 1 and before >= limit:
             x[i] = -math.inf
-        before += part
+        before += shard
     return x
 
 
@@ -184,8 +184,8 @@ def test_frequencies_follow_the_softmax() -> None:
     drawn = step(cases, logits.expand(20_000, -1).contiguous()).token_ids
     counts = torch.bincount(drawn, minlength=5).double()
 
-    def z(law: torch.Tensor) -> float:
-        expected = law.double() * 20_000
+    def z(metadata: torch.Tensor) -> float:
+        expected = metadata.double() * 20_000
         return float((((counts - expected) ** 2 / expected).sum() - 4) / math.sqrt(8))
 
     assert abs(z((logits[0] / 0.8).softmax(0))) < 5
@@ -213,8 +213,8 @@ def test_processing_is_bitwise_independent_of_neighbours(width: int) -> None:
         for row, case in enumerate(some):
             admit(state, row, case)
         processed = state.process(logits, rows, np.array([len(case.output) for case in some]))
-        assert processed.law is not None
-        return processed.law.apply(processed.logits)
+        assert processed.metadata is not None
+        return processed.metadata.apply(processed.logits)
 
     cases = [Case(params) for params in KINDS.values() if not params.greedy]
     logits = random_logits(len(cases), width=width, scale=25)

@@ -49,7 +49,7 @@ def test_a_rank_reads_its_part_of_every_weight(folder: Path, size: int) -> None:
 
 def logits(model: HybridDecoder, driver: Any, tokens: list[int]) -> Tensor:
     found: Tensor = driver.Driver(model).run(tokens, [11, 1, 1, 5])
-    return found if model.part is None else gathered(model.part, found)
+    return found if model.shard is None else gathered(model.shard, found)
 
 
 @pytest.mark.parametrize("size", [2, 4])

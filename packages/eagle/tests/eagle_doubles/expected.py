@@ -29,9 +29,9 @@ def accepted_law(p: Tensor, q: Tensor, rule: Rule) -> Tensor:
     p_sorted, q_sorted = p.gather(-1, order), q.gather(-1, order)
     p_behind = p_sorted.flip(-1).cumsum(-1).flip(-1)  # lane v itself included, which gives the term 1
     q_before = q_sorted.cumsum(-1) - q_sorted
-    law = 1 / (p_behind / p_sorted + q_before / q_sorted)
-    law = law.where((p_sorted > 0) & (q_sorted > 0), 0.0)
-    return torch.empty_like(law).scatter_(-1, order, law)
+    metadata = 1 / (p_behind / p_sorted + q_before / q_sorted)
+    metadata = metadata.where((p_sorted > 0) & (q_sorted > 0), 0.0)
+    return torch.empty_like(metadata).scatter_(-1, order, metadata)
 
 
 def expected_accepted(p: Tensor, q: Tensor, rule: Rule) -> Tensor:

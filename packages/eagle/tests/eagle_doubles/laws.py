@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Keys, Law
+from bateleur.eagle import Keys, SamplingMetadata
 
 INF, NAN = math.inf, math.nan
 Row: TypeAlias = tuple[float, float, float, float]
 """temperature, min_p, top_k, top_p."""
 
-LAWS: list[Row] = [
+SAMPLINGS: list[Row] = [
     (0, 0, 0, 1),
     (0, 0, 3, 0.5),
     (1, 0, 0, 1),
@@ -55,11 +55,11 @@ HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def law_of(*rows: Row, device: torch.device | str = "cpu") -> Law:
+def metadata_of(*rows: Row, device: torch.device | str = "cpu") -> SamplingMetadata:
     """A law of rows."""
     with np.errstate(divide="ignore"):
         table = np.array([(t, np.log(np.float64(m)), k, p) for t, m, k, p in rows], np.float32)
-    return Law(table, torch.from_numpy(table).to(device))
+    return SamplingMetadata(table, torch.from_numpy(table).to(device))
 
 
 def keys_of(num: int, seed: int = 0) -> Keys:
@@ -87,9 +87,9 @@ def left_by(logits: Tensor, least: Tensor, last: Tensor, temperature: Tensor) ->
     return ((scaled > least) | ((scaled == least) & (lane <= last))) & (scaled > -INF)
 
 
-def left_by_a_sort(logits: Tensor, law: Row) -> set[int]:
+def left_by_a_sort(logits: Tensor, metadata: Row) -> set[int]:
     """Tokens of a row (V,) that stay, by a sort in float64."""
-    temperature, min_p, top_k, top_p = law
+    temperature, min_p, top_k, top_p = metadata
     x = (logits / torch.tensor(temperature)).double()
     x = x.masked_fill((x - x.max()).exp() < min_p, -INF)
     order = x.argsort(descending=True, stable=True)[: int(top_k) or None]

@@ -15,8 +15,17 @@ from torch.nn.functional import pad
 
 from bateleur.eagle.draw import argmax, draw
 from bateleur.eagle.noise import Keys, Role
-from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, OneHot, Rows, Rule, tempered
-from bateleur.eagle.verify import draw_draft, verify
+from bateleur.eagle.rejection_sampler import draw_draft, verify
+from bateleur.eagle.rules import (
+    Coupled,
+    DraftDistribution,
+    Drafts,
+    Logits,
+    OneHot,
+    Rows,
+    Rule,
+    apply_temperature,
+)
 from eagle_doubles.expected import accepted_law
 
 _LEAST_EXPECTED = 5.0
@@ -41,10 +50,12 @@ class Toy:
 
 def exact_law(transition: Tensor, length: int) -> Tensor:
     """Joint law of the first `length` tokens after 0, (V^length,) float64; the first token counts most in the index."""
-    law = transition[0]
+    metadata = transition[0]
     for _ in range(length - 1):
-        law = (law.unsqueeze(-1) * transition.repeat(law.numel() // transition.shape[0], 1)).flatten()
-    return law
+        metadata = (
+            metadata.unsqueeze(-1) * transition.repeat(metadata.numel() // transition.shape[0], 1)
+        ).flatten()
+    return metadata
 
 
 class Fit(NamedTuple):
@@ -55,11 +66,11 @@ class Fit(NamedTuple):
     z: float
 
 
-def chi_square(tokens: Tensor, law: Tensor, vocab_size: int) -> Fit:
+def chi_square(tokens: Tensor, metadata: Tensor, vocab_size: int) -> Fit:
     """Compare (S, L) tokens with their joint law (V^L,); cells that expect fewer than 5 count as one."""
     place = vocab_size ** torch.arange(tokens.shape[1] - 1, -1, -1)
-    observed = torch.bincount((tokens * place).sum(1), minlength=law.numel()).double()
-    expected = law * len(tokens)
+    observed = torch.bincount((tokens * place).sum(1), minlength=metadata.numel()).double()
+    expected = metadata * len(tokens)
     rare = expected < _LEAST_EXPECTED
     observed = torch.cat([observed[~rare], observed[rare].sum().unsqueeze(0)])
     expected = torch.cat([expected[~rare], expected[rare].sum().unsqueeze(0)])
@@ -160,12 +171,12 @@ def simulate(
         context = torch.cat([batch.last.unsqueeze(1), drafts.tokens.clamp_min(0)], 1)
         logits = toy.target.log().float()[context[place_C <= wanted.unsqueeze(1)]]
         starts = pad((wanted + 1).cumsum(0), (1, 0)).int()
-        verdict = verify(logits, drafts, Rows(starts, seeds, batch.first, batch.temperature), rule=rule)
-        tokens[seeds.unsqueeze(1), batch.first.unsqueeze(1) + place_C] = verdict.tokens
-        count[seeds] += verdict.num_emitted
-        last[seeds] = verdict.tokens.gather(1, verdict.num_emitted.unsqueeze(1) - 1).squeeze(1)
+        output = verify(logits, drafts, Rows(starts, seeds, batch.first, batch.temperature), rule=rule)
+        tokens[seeds.unsqueeze(1), batch.first.unsqueeze(1) + place_C] = output.tokens
+        count[seeds] += output.num_emitted
+        last[seeds] = output.tokens.gather(1, output.num_emitted.unsqueeze(1) - 1).squeeze(1)
         if not num_steps:
-            reached = (verdict.num_emitted.unsqueeze(1) - 1 > place_C[:-1]).double().mean(0)
+            reached = (output.num_emitted.unsqueeze(1) - 1 > place_C[:-1]).double().mean(0)
         num_steps += len(seeds)
     return Run(tokens[:, :length], int(count.sum()) / num_steps, reached)
 
@@ -200,7 +211,7 @@ def _propose(
         else:
             keys = Keys(batch.seeds, position)
             last = draw(
-                tempered(read, batch.temperature), batch.temperature, keys, fault.draft_role
+                apply_temperature(read, batch.temperature), batch.temperature, keys, fault.draft_role
             ).token_ids
         tokens[:, k] = last
     return Drafts(tokens, Logits(logits) if kind is Logits else OneHot() if kind is OneHot else Coupled())

@@ -45,7 +45,7 @@ class Naive:
     def attention(self, name: str, x: Tensor, position: int) -> Tensor:
         heads, size = self.config["num_attention_heads"], self.config["head_dim"]
         group = heads // self.config["num_key_value_heads"]
-        q, k, v = (self.linear(f"{name}.{part}_proj", x).view(-1, size) for part in "qkv")
+        q, k, v = (self.linear(f"{name}.{shard}_proj", x).view(-1, size) for shard in "qkv")
         if f"{name}.q_norm.weight" in self.w:
             q = torch.stack([norm(head, self.w[f"{name}.q_norm.weight"]) for head in q])
             k = torch.stack([norm(head, self.w[f"{name}.k_norm.weight"]) for head in k])
@@ -127,7 +127,7 @@ def vary(lab: Any, name: str) -> tuple[dict[str, Any], Tensors]:
             rows = {"self_attn.q": lab.HEADS * lab.D, "self_attn.k": lab.KV_HEADS * lab.D}
             rows |= {"self_attn.v": lab.KV_HEADS * lab.D, "self_attn.o": size}
             rows |= {"mlp.gate": lab.F, "mlp.up": lab.F, "mlp.down": size}
-            w |= {f"midlayer.{part}_proj.bias": lab.random(n) for part, n in rows.items()}
+            w |= {f"midlayer.{shard}_proj.bias": lab.random(n) for shard, n in rows.items()}
             w["fc.bias"] = lab.random(size)
         case "two layers":
             config["num_hidden_layers"] = 2

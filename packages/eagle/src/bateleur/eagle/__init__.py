@@ -16,7 +16,6 @@ from bateleur.eagle.drafter import (
     distribution_of,
 )
 from bateleur.eagle.draw import Drawn, argmax, draw
-from bateleur.eagle.law import Law
 from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
 from bateleur.eagle.penalties import Penalties
@@ -31,10 +30,20 @@ from bateleur.eagle.policy import (
     StepTime,
     UniformPolicy,
 )
-from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, OneHot, Rows, Rule, Verdict
+from bateleur.eagle.rejection_sampler import draw_draft, verify
+from bateleur.eagle.rules import (
+    Coupled,
+    DraftDistribution,
+    Drafts,
+    Logits,
+    OneHot,
+    RejectionOutput,
+    Rows,
+    Rule,
+)
 from bateleur.eagle.sample import sample
+from bateleur.eagle.sampling_metadata import SamplingMetadata
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
-from bateleur.eagle.verify import draw_draft, verify
 
 if TYPE_CHECKING:
     from bateleur.eagle.cache import DraftCache
@@ -43,16 +52,16 @@ if TYPE_CHECKING:
         DraftGraphs,
         PrefillEagleCudaGraphManager,
     )
-    from bateleur.eagle.part import Exchange, Part
     from bateleur.eagle.speculator import EagleSpeculator
+    from bateleur.eagle.vocab_shard import ShardCollectives, VocabShard
 
 _LAZY = {
     "DecodeEagleCudaGraphManager": "managers",
     "DraftCache": "cache",
     "DraftGraphs": "managers",
     "EagleSpeculator": "speculator",
-    "Exchange": "part",
-    "Part": "part",
+    "ShardCollectives": "vocab_shard",
+    "VocabShard": "vocab_shard",
     "PrefillEagleCudaGraphManager": "managers",
 }
 """What needs graphs and heads, which noise and verification do not, several ranks, or C: imported when asked for."""
@@ -83,28 +92,28 @@ __all__ = [
     "Drafts",
     "Drawn",
     "EagleSpeculator",
-    "Exchange",
     "FixedDrafts",
     "Keys",
     "Lanes",
-    "Law",
     "Logits",
     "NGramDrafter",
     "ObservingPolicy",
     "OneHot",
-    "Part",
     "Penalties",
     "PolicyRows",
     "PrefillEagleCudaGraphManager",
+    "RejectionOutput",
     "Role",
     "Rows",
     "Rule",
     "SamplingDrafter",
+    "SamplingMetadata",
+    "ShardCollectives",
     "StepCost",
     "StepTime",
     "TargetNeeds",
     "UniformPolicy",
-    "Verdict",
+    "VocabShard",
     "argmax",
     "bits",
     "borrow_violations",

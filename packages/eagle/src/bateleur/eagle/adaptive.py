@@ -11,23 +11,23 @@ import numpy as np
 from bateleur.eagle.policy import I32Array, PolicyRows, StepTime
 
 SETTLE_STEPS = 8
-"""Steps after a change that are not measured: caches are cold, and a head that was not shown earlier tokens has little
-context."""
+"""Steps after a change that are not measured: caches are cold, and the head has seen few tokens of the rows."""
 TRIAL_STEPS = 16
 """Measured steps of a trial."""
 EARLY_STEPS, EARLY_RATIO = 4, 1.25
-"""A trial ends after so many measured steps if it takes so many times as long per token."""
+"""A trial ends after so many measured steps if its time per token is at least this multiple of the current one."""
 FIRST_WAIT, LONGEST_WAIT = 32, 2048
-"""Steps before the first trial and between trials: the wait doubles each time the current choice wins."""
+"""Steps before the first trial and between trials: the wait doubles each time the current choice wins, and
+grows fourfold if the other one is slower by `EARLY_RATIO`."""
 MARGIN = 0.05
 """By how much faster the other choice must be to replace the current one."""
 OUTLIER = 3.0
-"""Steps that take longer than this many medians are left out: garbage collection, or another process."""
+"""Steps longer than this multiple of the median are ignored: garbage collection, or another process."""
 
 
 @dataclass(slots=True)
 class _Phase:
-    """Steps that ran with the same choice since the last change: (seconds, tokens) of the latest of them."""
+    """Steps with the same choice since the last change: (seconds, tokens) of the latest ones."""
 
     num_steps: int = 0
     latest: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=2 * TRIAL_STEPS))
@@ -45,7 +45,7 @@ class _Phase:
 
 @dataclass(slots=True)
 class _Choice:
-    """The choice for one batch size, and the trial of the other one while it runs."""
+    """The choice for one batch size, and the trial of the other choice while it runs."""
 
     drafts: bool = True
     wait: int = FIRST_WAIT
@@ -57,7 +57,7 @@ class _Choice:
         return self.drafts if self.trial is None else not self.drafts
 
     def observe(self, seconds: float, num_tokens: int) -> None:
-        """A step ran with `runs_drafts`."""
+        """Note a step that ran with `runs_drafts`."""
         if self.trial is None:
             self.current.add(seconds, num_tokens)
             if self.current.num_steps >= SETTLE_STEPS + self.wait:
@@ -73,17 +73,20 @@ class _Choice:
         if ratio < 1 - MARGIN:
             self.drafts, self.wait = not self.drafts, FIRST_WAIT
         else:
-            self.wait = min(2 * self.wait, LONGEST_WAIT)
+            factor = 4 if ratio >= EARLY_RATIO else 2
+            self.wait = min(factor * self.wait, LONGEST_WAIT)
         self.current, self.trial = _Phase(), None
 
 
 class AdaptiveDrafts:
     """`num_drafts` drafts for every row, or none, whichever took less time per token in batches of about this size.
 
-    Batch sizes are told apart by powers of two, and greedy batches from sampled ones. The other choice is tried again
-    now and then; a trial takes 24 steps at most, and the wait between trials doubles from 32 to 2,048 steps while the
-    current choice wins. Measurements are of the latest steps only, so a wrong choice lasts until the next trial.
+    Batch sizes are grouped by powers of two, greedy batches separately from sampled ones. The other choice is tried
+    now and then. A trial takes at most 24 steps. The wait between trials grows from 32 to 2,048 steps while the
+    current choice wins. Only the latest steps are measured, so a wrong choice lasts until the next trial.
     """
+
+    reads_acceptance = False
 
     def __init__(self, num_drafts: int) -> None:
         if num_drafts < 1:
@@ -101,7 +104,9 @@ class AdaptiveDrafts:
         return (0, min(self.num_drafts, most))
 
     def observe(self, step: StepTime) -> None:
-        """See `ObservingPolicy`. Steps that compute prompts, or ran with another number of drafts, are not counted."""
+        """See `ObservingPolicy`. Ignores steps with prompt tokens, and steps with another number of drafts than the
+        current choice.
+        """
         choice = self._choice(step.num_rows, step.greedy)
         expected = self.num_drafts * step.num_rows if choice.runs_drafts else 0
         if step.num_other_tokens or abs(step.num_drafts - expected) > 0.1 * expected:

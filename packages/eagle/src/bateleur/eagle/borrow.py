@@ -1,8 +1,7 @@
 """When a draft pass may use the attention metadata of the target's step.
 
-The first pass of a draft runs on the rows of the target's step, so what the target's attention layers were told fits
-the draft's as well, and nothing has to be built again. It fits only as long as everything that the metadata says is
-true of the draft too, and nothing else would notice: a draft on wrong metadata is a worse draft, and no wrong text.
+The first draft pass runs on the rows of the target's step, so it can use the target's attention metadata and needs no
+build of its own. This is checked, because wrong metadata only lowers the acceptance rate and no output shows it.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from bateleur.metadata import CommonAttentionMetadata, PagedAttentionMetadata
 
 
 class BorrowError(ValueError):
-    """The target's attention metadata does not fit the draft pass; the text names all that differs."""
+    """The target's attention metadata does not fit the draft pass; the message names all differences."""
 
 
 class TargetState(Protocol):
-    """What the states of the target's captures must have for a drafter; a `DraftContext` has it, too."""
+    """What a drafter needs from the captured states of the target; a `DraftContext` has it, too."""
 
     @property
     def batch(self) -> CommonAttentionMetadata:
@@ -29,18 +28,18 @@ class TargetState(Protocol):
 
     @property
     def attention(self) -> PagedAttentionMetadata | None:
-        """What the attention layers of the draft's KV group are told; None for a target without any."""
+        """Attention metadata of the draft's KV group; None for a target without attention."""
         ...
 
 
 def borrow_violations(
     metadata: PagedAttentionMetadata, batch: CommonAttentionMetadata, group: int, now: int | None = None
 ) -> tuple[str, ...]:
-    """Name what forbids that a pass over the rows of `batch`, with its keys in KV group `group`, uses `metadata`.
+    """Return why a pass over the rows of `batch`, with keys in KV group `group`, cannot use `metadata`; () if it can.
 
-    Its tensors must be memory of the batch, which holds the slots and blocks of the group, and its host bounds those of
-    the batch. A forward pass must not be able to use it up. A replay reads the target's buffers at any time, so nothing
-    may have been staged since: `now` is the generation of the buffers. Nothing is read on the device.
+    Its tensors must be memory of the batch, and its host bounds those of the batch. It must be frozen, so that a
+    forward pass cannot have changed it. A replay reads the target's buffers later, so they must not have been staged
+    again: `now` is their generation. Nothing is read on the device.
     """
     memory = {
         "query_start_loc": batch.query_start_loc,
@@ -69,7 +68,7 @@ def borrow_violations(
 def require_borrow(
     metadata: PagedAttentionMetadata, batch: CommonAttentionMetadata, group: int, now: int | None = None
 ) -> None:
-    """Raise `BorrowError` for what `borrow_violations` finds."""
+    """Raise `BorrowError` if `borrow_violations` finds any."""
     if found := borrow_violations(metadata, batch, group, now):
         raise BorrowError(f"the target's attention metadata can't be borrowed: {'; '.join(found)}")
 

@@ -1,7 +1,7 @@
-"""What draft passes read, in buffers whose addresses never change; padding of each is defined.
+"""Input buffers of draft passes, at constant addresses; their padding is always defined.
 
-Legend for shapes: N rows and M tokens of the largest batch, K drafts, Vd draft vocabulary, Hd hidden size of the head,
-n rows of a pass, R rows.
+Legend for shapes: N rows and M tokens of the largest batch, K drafts, Vd draft vocabulary, Hd hidden size of the
+head, n rows of a pass, R rows.
 """
 
 from __future__ import annotations
@@ -20,24 +20,28 @@ NO_TOKEN = -1
 
 
 class DraftBuffers:
-    """What the geometry writes. Padding: 0, slots -1, `query_start_loc` repeats.
+    """Buffers that `bateleur.eagle.geometry` writes. Padding is 0, slots are -1, `query_start_loc` repeats its last
+    entry.
 
-    input_ids: (M,) int32. positions: (M,) int64, below `max_model_len`. slot_mapping: (M,) int64, -1 stores nothing.
-    query_start_loc: (N + 1,) int32. seq_lens, num_computed_tokens: (N,) int32.
-    last_index: (N,) int64, token of the row that draws: its features and outputs are the ones to gather.
-    token_positions: (N,) int64, index in its sequence of the token that the row draws; never clamped, so a key of
-        noise made of it is never used twice.
+    input_ids: (M,) int32.
+    positions: (M,) int64, below `max_model_len`.
+    slot_mapping: (M,) int64; -1 stores nothing.
+    query_start_loc: (N + 1,) int32.
+    seq_lens, num_computed_tokens: (N,) int32.
+    last_index: (N,) int64, index of the token of each row that draws.
+    token_positions: (N,) int64, index in its sequence of the token that the row draws; never clamped, so that no
+        noise key is used twice.
     tokens: (N, K) int64, the drafts so far, -1 where there is none.
-    step: () int64, the column that the next drawn token goes to.
-    on_host: eager passes run in numpy, by default on a CPU. False keeps to torch's operators, so that a check on a CPU
-        sees whether other devices would wait.
+    step: () int64, the column for the next drawn token.
+    on_host: eager passes compute the geometry in numpy, by default on a CPU. False uses torch operators, so that a
+        test on a CPU can detect host-device syncs.
     """
 
     def __init__(self, limits: BatchLimits, num_speculative_tokens: int, device: torch.device | str) -> None:
         """Allocate for batches within `limits`, defined as an empty batch.
 
-        limits: sizes of the largest batch of the target. `max_model_len` is what the *draft* can hold, its own
-            maximum if that is smaller: rows beyond it store nothing and draft nothing.
+        limits: sizes of the largest batch of the target. `max_model_len` is that of the draft head, if smaller: rows
+            beyond it store nothing and draft nothing.
         num_speculative_tokens: K; `ValueError` below 1.
         """
         if num_speculative_tokens < 1:
@@ -68,28 +72,28 @@ class DraftBuffers:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def arrays(self) -> SimpleNamespace:
-        """The same memory as numpy sees it, on a CPU; but for hidden states in bfloat16, which it has not."""
+        """The same memory as numpy arrays, on a CPU; without hidden states in bfloat16, which numpy lacks."""
         if self._arrays is None:
             whole = {name: each for name, each in self.tensors().items() if each.dtype != torch.bfloat16}
             self._arrays = SimpleNamespace(**{name: each.numpy() for name, each in whole.items()})
         return self._arrays
 
     def addresses(self) -> dict[str, int]:
-        """Data pointer of every buffer by name; constant for life."""
+        """Data pointer of every buffer by name; constant."""
         return {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
 
     def poison(self) -> None:
-        """Fill every buffer with values that no consumer survives unnoticed; the next staging defines all of them."""
+        """Fill every buffer with invalid values; the next staging defines all that is read."""
         for tensor in self.tensors().values():
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max - 6)
 
 
 class DraftInputs(DraftBuffers):
-    """The buffers of the geometry, and what the passes read besides.
+    """The buffers of the geometry, and the other inputs of draft passes.
 
-    hidden: (M, Hd) what the head is fed: fused features in the first pass, then its own output.
+    hidden: (M, Hd) input of the head: fused features in the first pass, then its own output.
     seeds: (N,) int64. temperature: (N,) float32; 0 is greedy. block_table: (N, max_blocks) int32.
-    logits: where those of drafts are kept for a rule that tests them; None under COUPLED, which does not.
+    logits: logits of drafts for a rule that tests them; None under COUPLED.
     """
 
     def __init__(
@@ -106,24 +110,24 @@ class DraftInputs(DraftBuffers):
         if rule is not Rule.COUPLED:
             width = len(lanes_of(head, torch.device("cpu")).words)
             self.logits = DraftLogits(rows, num_speculative_tokens, width, self.device)
-        self._rows = rows  # leading rows that may differ from 0
+        self._rows = rows  # number of leading rows that may differ from 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every buffer by name that is staged anew for each step; logits of drafts stay."""
+        """Every buffer that is staged for each step, by name; logits of drafts persist."""
         staged = {} if self.logits is None else {"logits.rows": self.logits.rows}
         return super().tensors() | staged
 
     def addresses(self) -> dict[str, int]:
-        """Data pointer of every buffer by name; constant for life."""
+        """Data pointer of every buffer by name; constant."""
         kept = {} if self.logits is None else {"logits.lines": self.logits.lines.data_ptr()}
         return super().addresses() | kept
 
     def set_rows(
         self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor | None = None
     ) -> None:
-        """Write what rows 0 .. n - 1 draw with and where they are stored; the rows behind them become 0.
+        """Write seed, temperature and blocks of rows 0 .. n - 1; the rows after them become 0.
 
-        table_rows: as for `DraftLogits.stage`; where no logits are kept, nobody looks at them.
+        table_rows: as for `DraftLogits.stage`; ignored if no logits are kept.
         """
         if self.logits is not None:
             self.logits.stage(table_rows)
@@ -139,7 +143,7 @@ class DraftInputs(DraftBuffers):
         self._rows = rows
 
     def hold_rows(self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor) -> None:
-        """The same as `set_rows` in a graph, for all rows that it looks at; `note_rows` behind a replay tells of it."""
+        """`set_rows` inside a graph, for all rows that the graph reads. Call `note_rows` after a replay."""
         rows = len(seeds)
         if self.logits is not None:
             self.logits.stage(table_rows)
@@ -151,45 +155,45 @@ class DraftInputs(DraftBuffers):
             buffer[:rows].copy_(values[:rows])
 
     def note_rows(self, rows: int) -> None:
-        """So many leading rows may differ from 0, or more."""
+        """Note that at least `rows` leading rows may differ from 0."""
         self._rows = max(self._rows, rows)
 
     def poison(self) -> None:
-        """As for any buffers."""
+        """See `DraftBuffers.poison`."""
         super().poison()
         self._rows = len(self.seeds)
 
 
 class DraftLogits:
-    """What drafts were drawn from: the logits of every draft that waits for its test, for RATIO and BLOCK.
+    """Logits of every draft that waits for its test, for RATIO and BLOCK.
 
-    Drafts are made in one step and tested in a later one. Until then their row may pause, or stand elsewhere in the
-    batch, so logits are kept where the request is, by row of the engine's table, and not where it was drawn.
+    Drafts are made in one step and tested in a later one. Until then their row may pause or move in the batch. So
+    logits are stored by row of the engine's request table.
 
-    lines: (N * K + 1, Vd) float32, K lines a row of the table; the last one takes what belongs to no request.
-    rows: (N,) int64, the row of the table that each row of the batch has; N in padding.
+    lines: (N * K + 1, Vd) float32, K lines for each row of the table; the last one takes logits without a request.
+    rows: (N,) int64, row of the table for each row of the batch; N in padding.
     """
 
     def __init__(
         self, max_num_reqs: int, num_speculative_tokens: int, vocab_size: int, device: torch.device | str
     ) -> None:
-        """Allocate for `max_num_reqs` rows, of the table and of a batch. Nothing is kept yet."""
+        """Allocate for `max_num_reqs` rows, of the table and of a batch."""
         self._shape = (max_num_reqs, num_speculative_tokens, vocab_size)
         num_lines = max_num_reqs * num_speculative_tokens
         self.lines = torch.zeros(num_lines + 1, vocab_size, dtype=torch.float32, device=device)
         self.rows = torch.full((max_num_reqs,), max_num_reqs, dtype=torch.int64, device=device)
 
     def stage(self, rows: Tensor | None) -> None:
-        """Say whose drafts come next: `rows` (R,) int64 of the table; None is nobody's, those of a dummy."""
+        """Set the table rows (R,) int64 of the next drafts; None for a dummy step."""
         count = 0 if rows is None else len(rows)
         if rows is not None:
             self.rows[:count] = rows
         self.rows[count:] = self._shape[0]
 
     def keep(self, logits: Tensor, column: Tensor) -> None:
-        """Keep the (n, Vd) logits that the leading n rows draw draft `column` from, () int64. Fit for capture.
+        """Store the (n, Vd) logits from which the leading n rows draw draft `column`, () int64. Can be captured.
 
-        Padding, and a column that is none, goes to the last line.
+        Padding, and a column beyond K, goes to the last line.
         """
         max_rows, k, _ = self._shape
         line_n = self.rows[: len(logits)] * k + column
@@ -197,5 +201,7 @@ class DraftLogits:
         self.lines.index_copy_(0, line_n, logits.float())
 
     def of(self, rows: Tensor) -> Tensor:
-        """(R, K, Vd) float32 of `rows`, (R,) int64 of the table: a copy. Where a draft is missing, whatever."""
+        """Return (R, K, Vd) float32 logits of `rows`, (R,) int64 of the table: a copy. Undefined where a draft is
+        missing.
+        """
         return self.lines[:-1].view(self._shape).index_select(0, rows)

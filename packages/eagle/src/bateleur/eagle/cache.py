@@ -1,4 +1,4 @@
-"""Where a head keeps its keys and values."""
+"""KV caches of a draft head."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bateleur.metadata import BatchLimits, KVGroup
 
 @dataclass(frozen=True, slots=True)
 class DraftCache:
-    """Caches of a head's own, in the blocks of one of the target's KV groups.
+    """KV caches of a draft head, in the blocks of one of the target's KV groups.
 
-    kv: (k_cache, v_cache) of each attention layer of the head, as its attention backend wants them.
-    groups, group: the target's KV groups, and which of them the draft's layers are in.
+    kv: (k_cache, v_cache) of each attention layer of the head, in the layout of its attention backend.
+    groups, group: the target's KV groups, and the index of the one that the draft layers use.
 
-    `ValueError` for a group that isn't there, or stores no tokens, or has blocks of another size.
+    Raises `ValueError` for a group that does not exist, stores no tokens, or has another block size.
     """
 
     kv: Sequence[tuple[Tensor, Tensor]]
@@ -39,11 +39,11 @@ class DraftCache:
 
     @property
     def blocks(self) -> KVGroup:
-        """The group."""
+        """The KV group of the draft layers."""
         return self.groups[self.group]
 
     def require_room(self, spec: HeadSpec, limits: BatchLimits, num_drafts: int) -> None:
-        """Raise `ValueError` unless it has what a head needs that makes so many drafts for requests within limits."""
+        """Raise `ValueError` unless the cache can hold `num_drafts` drafts of a head for requests within `limits`."""
         blocks = self.blocks
         if blocks.max_blocks * blocks.block_size < limits.max_model_len:
             raise ValueError(
@@ -53,13 +53,13 @@ class DraftCache:
         if blocks.lookahead_tokens < num_drafts - 1:
             raise ValueError(
                 f"groups[{self.group}]: lookahead_tokens is {blocks.lookahead_tokens}; {num_drafts} drafts are stored "
-                f"up to {num_drafts - 1} tokens behind the step"
+                f"up to {num_drafts - 1} tokens after the step"
             )
         if len(self.kv) != spec.num_layers:
             raise ValueError(f"kv has {len(self.kv)} layers; the head has {spec.num_layers}")
 
     def addresses(self) -> Iterator[tuple[str, int]]:
-        """Name and address of each cache."""
+        """Yield name and address of each cache."""
         for layer, pair in enumerate(self.kv):
             for name, cache in zip("kv", pair, strict=True):
                 yield f"{name}_cache.{layer}", cache.data_ptr()

@@ -1,4 +1,4 @@
-"""A language model of transformers as the target of a speculative loop."""
+"""A transformers language model as the target of a speculative loop."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _NORMS = ("norm", "norm_f", "final_layernorm", "ln_f")
 
 
 class CausalLM:
-    """A causal language model of transformers with one sequence in its cache; see `bateleur.eagle.loop.CachedTarget`.
+    """A transformers causal language model with one sequence in its cache; see `bateleur.eagle.loop.CachedTarget`.
 
-    What a head is fed is taken where it arises, by hooks: the last of transformers' own `hidden_states` is the state
-    after the final norm, where a head asks for the one before it.
+    Features are captured by hooks. The last of transformers' own `hidden_states` is the state after the final norm,
+    but a head needs the one before it.
 
     Args:
-        model: with its language head, on its device. Each layer must be attention, with MLP: what a recurrent state
-            has taken in can't be forgotten.
-        needs: what the head wants to see, `head.spec.needs`.
+        model: with its language head, on its device. Every layer must be attention with an MLP, because a recurrent
+            state cannot be truncated.
+        needs: hidden states that the head reads, `head.spec.needs`.
 
-    Raises `ValueError` for a model that is not so, or taps that it does not have.
+    Raises `ValueError` for other models, or taps that the model does not have.
     """
 
     def __init__(self, model: Any, needs: TargetNeeds = TargetNeeds()) -> None:  # noqa: B008 (frozen)
@@ -42,13 +42,13 @@ class CausalLM:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the sequence, so that another one may begin."""
+        """Drop the sequence, so that another one can start."""
         from transformers import DynamicCache
 
         self._cache = DynamicCache()
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """(n, V) logits behind each of the (n,) next tokens, and (n, width) per need."""
+        """Return (n, V) logits after each of the (n,) next tokens, and (n, width) features per need."""
         seen: dict[int, Tensor] = {}
         places = {
             tap: self._norm if tap == len(self._layers) else self._layers[tap] for tap in self._needs.taps
@@ -68,7 +68,7 @@ class CausalLM:
         return output.logits[0], [seen[need] for need in needs]
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
+        """Drop all but the first `length` tokens."""
         if surplus := self._cache.get_seq_length() - length:
             self._cache.crop(-surplus)
 

@@ -1,4 +1,4 @@
-"""The seam between an engine and whatever proposes tokens: a chain of draft passes, one block pass, or no model at all.
+"""The interface between an engine and a drafter: a chain of draft passes, one block pass, or no model at all.
 
 Legend for shapes: R real rows of the target's step, Tp its tokens with padding, K draft tokens at most.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TargetNeeds:
-    """What a drafter wants to see of the target's forward pass.
+    """Hidden states of the target that a drafter reads.
 
     taps: boundaries between the target's layers, in any order. 0 is the output of the embedding, l the input of layer
         l, and the number of layers is the output of the last one, before the final norm.
@@ -37,21 +37,22 @@ class TargetNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """A step of the target whose tokens were just verified. Tensors are on the device; only `room` is written to."""
+    """A step of the target whose tokens were just verified. Tensors are on the device; only `out` is written to."""
 
     batch: CommonAttentionMetadata
     """The step as it was staged, rejected tokens and padding included."""
     attention: PagedAttentionMetadata | None
-    """What the target's attention layers were told; None for a target without any."""
+    """Attention metadata of the target; None for a target without attention."""
     features: tuple[Tensor, ...]
     """One (Tp, width) tensor per need: taps in their order, then the final hidden state."""
     next_token: Tensor
-    """(R,) int64 token that follows the last valid one: the last that was emitted, or the next one of the prompt."""
+    """(R,) int64 token after the last valid one: the last emitted token, or the next one of the prompt."""
     num_valid: Tensor
-    """(R,) int64 tokens of the row that stay: those that were certain and the drafts that were accepted; at least 1, or
-    0 in a row that has ended by an error, whose drafts nobody reads."""
+    """(R,) int64 tokens of the row that are kept: certain ones and accepted drafts; at least 1, or 0 in a row that
+    ended with an error, whose drafts are ignored.
+    """
     emitted: Tensor
-    """(R, 1 + K) int64 tokens emitted in this step, -1 behind the last; all -1 where the prompt goes on."""
+    """(R, 1 + K) int64 tokens emitted in this step, -1 after the last; all -1 in the middle of a prompt."""
     rows: Tensor
     """(R,) int64 rows of the engine's request table."""
     seeds: Tensor
@@ -59,21 +60,22 @@ class DraftContext:
     temperature: Tensor
     """(R,) float32; 0 is greedy."""
     num_drafts: int
-    """Drafts wanted for each row, at most K; 0 means that the drafter only brings what it remembers up to date."""
+    """Drafts wanted for each row, at most K; with 0 the drafter only updates its caches."""
     key: BatchExecutionDescriptor | None
     """The graph that the target's step ran on; None if it ran eagerly."""
     greedy: bool = False
-    """The host knows that every row's temperature is 0, so that eager passes need no noise. False is always right."""
-    begins: Tensor | None = None
-    """(R,) int64 position of the first token of each row that the drafter was shown: it remembers nothing of those
-    before; at most the first of this step. None for 0: other drafters than `EagleSpeculator`, if it `begins_late`,
-    get no other.
+    """Every row's temperature is 0, as the host knows, so that eager passes need no noise. False is always correct.
     """
-    room: Tensor | None = None
-    """(R, K) int64 that a drafter may write to, and return, in place of a tensor of its own."""
+    start_positions: Tensor | None = None
+    """(R,) int64, first position of each row that the drafter has seen; it attends to no earlier one. At most the
+    first position of this step. None means 0 and is what drafters get that cannot start late, see
+    `EagleSpeculator.can_start_late`.
+    """
+    out: Tensor | None = None
+    """(R, K) int64 to which a drafter may write its drafts, and return it."""
 
     def require(self, needs: TargetNeeds, num_speculative_tokens: int) -> None:
-        """Raise `ValueError` for what is not as a drafter with such needs wants it."""
+        """Raise `ValueError` if the context does not fit a drafter with these needs."""
         expected = len(needs.taps) + needs.hidden
         if len(self.features) != expected:
             raise ValueError(f"features has {len(self.features)} tensors; the head needs {expected}: {needs}")
@@ -87,7 +89,7 @@ class DraftContext:
 
 
 class Drafter(Protocol):
-    """Proposes what comes next. It may remember what it likes about the requests' tokens, and is told of every step.
+    """Proposes draft tokens. It may keep state of the requests, and sees every step.
 
     num_speculative_tokens: K.
     """
@@ -96,23 +98,25 @@ class Drafter(Protocol):
 
     @property
     def needs(self) -> TargetNeeds:
-        """What it wants to see of the target."""
+        """Hidden states of the target that it reads."""
         ...
 
     def admit(self, row: int, token_ids: list[int]) -> None:
-        """A request with these tokens begins in row `row` of the table; whatever was there before is gone."""
+        """A request with these tokens takes row `row` of the table; the state of the row's previous request is
+        dropped.
+        """
         ...
 
     def propose(self, context: DraftContext) -> Tensor:
-        """(R, K) int64 drafts for the tokens after `next_token`; -1 where there is none. No host sync."""
+        """Return (R, K) int64 drafts for the tokens after `next_token`; -1 where there is none. No host sync."""
         ...
 
 
 @runtime_checkable
 class BoundedDrafter(Drafter, Protocol):
-    """A drafter that proposes nothing behind some length, such as a head that has only so many positions.
+    """A drafter with a length limit, such as a head with a maximum position.
 
-    max_drafted_len: tokens of a sequence, its drafts included. An engine asks for no more, and counts no more.
+    max_drafted_len: tokens of a sequence, drafts included. An engine asks for no drafts beyond.
     """
 
     max_drafted_len: int
@@ -120,30 +124,32 @@ class BoundedDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class SamplingDrafter(Drafter, Protocol):
-    """A drafter that says how its drafts are drawn; without these two, they are taken for a function of the tokens.
+    """A drafter that declares how its drafts are drawn. Drafts of other drafters are taken for a function of the
+    tokens.
 
-    rule: whose noise it draws with.
+    rule: the acceptance rule whose noise it draws with.
     """
 
     rule: Rule
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
-        """How the drafts that it proposed last for these rows of the table, (R,) int64, were proposed; `Logits` of all
-        K of each. No host sync.
+        """Return how the last drafts of these rows of the table, (R,) int64, were proposed; `Logits` of all K of
+        each. No host sync.
         """
         ...
 
 
 def distribution_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], DraftDistribution]:
-    """How an engine that verifies under `rule` learns how drafts were proposed, by rows of its table.
+    """Return how drafts of `drafter` were proposed, as a function of rows of the table, for an engine that verifies
+    under `rule`.
 
-    A drafter that doesn't say so is one-hot under RATIO and BLOCK, and must not look at noise, so that its engine shows
-    it every row as greedy. `ValueError` for a drafter that draws for another rule.
+    A drafter that does not declare it is one-hot under RATIO and BLOCK. It must not read noise, so its engine passes
+    every row as greedy. Raises `ValueError` for a drafter that draws for another rule.
     """
     if not isinstance(drafter, SamplingDrafter):
         distribution = Coupled() if rule is Rule.COUPLED else OneHot()
         return lambda rows: distribution
-    # Not only the kind of the distribution must fit: the names of BLOCK's draws hold their place, and RATIO's do not.
+    # Keys of BLOCK contain the place and keys of RATIO do not, so the same kind of distribution is not enough.
     if drafter.rule is not rule:
         raise ValueError(
             f"drafter draws for rule {drafter.rule.name}; drafts are tested under {rule.name}, which asks for "

@@ -1,4 +1,4 @@
-"""One draw per row: the only place where logits become token ids.
+"""One random draw per row by the Gumbel-max trick: the only place where logits become token ids.
 
 Legend for shapes: R rows, V vocabulary.
 """
@@ -16,34 +16,34 @@ from bateleur.eagle.noise import Keys, Lanes, Role, gumbel
 from bateleur.metadata.forms import Forms, define
 
 if TYPE_CHECKING:
-    from bateleur.eagle.part import Part
+    from bateleur.eagle.vocab_shard import VocabShard
 
 _library = Library("bateleur", "FRAGMENT")
 
 
 class Drawn(NamedTuple):
-    """What `draw` returns.
+    """Result of a draw.
 
-    token_ids: (R,) int64. In a bad row it is 0: a placeholder that is safe to embed, and not a draw.
-    bad: (R,) bool: the row held a NaN, or no lane above -inf. The caller must end that request with an error.
+    token_ids: (R,) int64. In a bad row it is 0: a valid id to embed, but not a draw.
+    bad: (R,) bool: the row held a NaN, or no logit above -inf. The caller must end this request with an error.
     """
 
     token_ids: Tensor
     bad: Tensor
 
 
-def argmax(logits: Tensor, part: Part | None = None) -> Drawn:
+def argmax(logits: Tensor, shard: VocabShard | None = None) -> Drawn:
     """Return the first maximum of every row of (R, V) floating logits; ties go to the lowest id.
 
-    part: whose logits they are, if not those of the whole vocabulary.
+    shard: the vocabulary shard of the logits; None for the whole vocabulary.
     """
-    if part is not None:
+    if shard is not None:
         best_R, lane_R = _best_rows(logits) if native.takes(logits) else logits.max(dim=-1)
-        return Drawn(*part.elect(best_R, lane_R))
+        return Drawn(*shard.reduce_argmax(best_R, lane_R))
     if native.takes(logits):
         return Drawn(*_argmax_rows(logits))
     best_R, token_ids_R = logits.max(dim=-1)
-    # `max` propagates NaN and no number is above it: one comparison finds NaN rows and rows without support.
+    # `max` propagates NaN, and NaN > -inf is False: one comparison finds both kinds of bad rows.
     bad_R = (best_R > -torch.inf).logical_not_()
     return Drawn(token_ids_R.masked_fill_(bad_R, 0), bad_R)
 
@@ -52,28 +52,28 @@ def _rows(logits: Tensor) -> tuple[Tensor, Tensor]:
     return native.argmax_rows(logits)
 
 
-def rows_fake(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    """Of an operator over rows: a token of each, and whether it is bad."""
+def fake_token_rows(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    """Fake implementation of operators that return a token id and a bad flag for each row."""
     tokens = logits.new_empty(len(logits), dtype=torch.int64)
     return tokens, tokens.new_empty(len(logits), dtype=torch.bool)
 
 
-_argmax_rows = define(_library, _rows, Forms(_rows), mutates=(), fake=rows_fake, name="argmax_rows")
-"""An operator, so that a recorded graph holds it."""
+_argmax_rows = define(_library, _rows, Forms(_rows), mutates=(), fake=fake_token_rows, name="argmax_rows")
+"""A torch operator, so that a recorded graph holds it."""
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
     return native.best_rows(logits)
 
 
-def best_fake(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    """Of an operator over rows: a value of each, and where it is."""
+def fake_value_rows(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    """Fake implementation of operators that return a value and an index for each row."""
     values = logits.new_empty(len(logits), dtype=torch.float32)
     return values, values.new_empty(len(logits), dtype=torch.int64)
 
 
-_best_rows = define(_library, _best, Forms(_best), mutates=(), fake=best_fake, name="best_rows")
-"""The same for a part: the first maximum of every row and its place, NaN if the row holds one."""
+_best_rows = define(_library, _best, Forms(_best), mutates=(), fake=fake_value_rows, name="best_rows")
+"""The first maximum of every row of a shard and its index; NaN if the row holds one."""
 
 
 def draw(
@@ -81,24 +81,26 @@ def draw(
 ) -> Drawn:
     """Draw one token per row from softmax(logits), or take the argmax where the temperature is 0.
 
-    logits: (R, V) float32, processed, divided by the temperature in rows that sample; not written to.
-    temperature: (R,) floating; only whether it is above 0 is read here.
-    keys: R keys. A row's noise depends on its key, `role` and the lane alone, never on the other rows.
-    lanes: the V lanes, hashed beforehand; by default the ids 0 .. V-1. Those of a part have its logits, and draw from
-        those of all ranks.
+    logits: (R, V) float32, processed, and divided by the temperature in rows that sample; not written to.
+    temperature: (R,) floating; only whether it is above 0 is read.
+    keys: R keys. The noise of a row depends on its key, `role` and the token ids only, never on other rows.
+    lanes: the V hashed token ids; by default the ids 0 .. V-1. With the lanes of a vocabulary shard, logits are those
+        of the shard, and the draw is over all ranks.
 
-    `ValueError` if the numbers of rows disagree. Law: Gumbel-max (Gumbel 1954; Maddison et al. 2014).
+    Raises `ValueError` if the numbers of rows disagree. Gumbel-max: Gumbel 1954; Maddison et al. 2014.
     """
     if logits.dim() != 2 or logits.shape[0] != len(keys) or temperature.shape != (len(keys),):
         raise ValueError(
-            f"logits {tuple(logits.shape)}, temperature {tuple(temperature.shape)} and {len(keys)} keys "
-            "must agree in their number of rows"
+            f"logits={tuple(logits.shape)}, temperature={tuple(temperature.shape)}, keys={len(keys)}: must have the "
+            "same number of rows"
         )
     noise_RV = gumbel(keys, role, logits.shape[1] if lanes is None else lanes)
-    return argmax(perturbed(noise_RV, logits, temperature), None if lanes is None else lanes.part)
+    return argmax(perturbed(noise_RV, logits, temperature), None if lanes is None else lanes.shard)
 
 
 def perturbed(noise_RV: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:
-    """What `draw` takes the argmax of, (R, V), with Gumbel noise that was made beforehand and is overwritten."""
-    # Finite noise times 0 is 0, so greedy rows keep their logits and one argmax serves both kinds.
+    """Return the perturbed logits (R, V) of which `draw` takes the argmax. `noise_RV` is Gumbel noise and is
+    overwritten.
+    """
+    # Finite noise times 0 is 0, so greedy rows keep their logits.
     return noise_RV.mul_((temperature > 0).to(noise_RV.dtype).unsqueeze(1)).add_(logits)

@@ -1,15 +1,14 @@
-"""Geometry of a draft: which token, position, length and slot every row of a draft pass has.
+"""Geometry of draft passes: token id, position, length and slot of every row.
 
-A draft row at position p holds the token of index p + 1 and the target's feature of p, and draws the token of index
-p + 2. So the first pass runs on the target's own rows with the ids shifted left by one, rejected rows included: no
-host has to know how many drafts were accepted. Each pass after it has one row a request, one position further.
+A draft row at position p holds the token of index p + 1 and the target's feature of p, and draws the token of index p
++ 2. So the first pass runs on the target's own rows with ids shifted left by one, rejected rows included: the host
+need not know how many drafts were accepted. Each later pass has one row per request, one position further.
 
-All functions write into `DraftBuffers`, read no value on the host, and have static shapes, so they may be captured.
-What is a real row they find on the device, and every entry behind the real ones gets a defined value.
+All functions write into `DraftBuffers`, read no value on the host, and have static shapes, so they can be captured.
+They find the number of real rows on the device, and define every entry after the real ones.
 
-On CUDA each is one kernel. What is written here is for torch and for numpy alike, in functions and methods that both
-have: with `eager`, which says that nothing is being captured, a CPU runs it in numpy, whose operators on a handful of
-numbers take a quarter of the time of torch's.
+On CUDA each function is one kernel. The code here serves torch and numpy. With `eager`, which says that nothing is
+captured, a CPU runs it in numpy, whose operators on few numbers take a quarter of the time of torch's.
 
 Legend for shapes: R rows and T tokens of the batch with padding, N rows and M tokens of the buffers, K drafts.
 """
@@ -43,21 +42,22 @@ def stage_first(
     *,
     eager: bool = False,
 ) -> None:
-    """Stage the first draft pass, on the rows and tokens of the target's step; forgets earlier drafts.
+    """Stage the first draft pass on the rows and tokens of the target's step; drops earlier drafts.
 
     Token j of a row gets the id of token j + 1, the last valid one gets `next_token`; rejected tokens and padding get
     id 0 and slot -1. Positions, starts and lengths are the target's.
 
-    A pass with the target's attention metadata stores rejected tokens, too, in the target's slots; one with metadata
-    over `buffers.slot_mapping` does not, and what these slots held before must then be finite. Later steps write them
-    before a token that stays can see them.
+    A pass with the target's attention metadata stores rejected tokens, too, in the target's slots. A pass with
+    metadata over `buffers.slot_mapping` does not, and what these slots held before must be finite. Later steps
+    overwrite them before a kept token attends to them.
 
     batch: the target's step. Rows without a token are padding, whatever the other arguments hold for them.
-    group: KV-cache group of `batch` in which the draft's layers are.
-    next_token: (n,) integer, the token behind the last valid one; n rows, at least all real ones.
-    num_valid: (n,) integer, tokens of the row that stay, at least 1 and at most its query length.
+    group: KV-cache group of `batch` for the draft's layers.
+    next_token: (n,) integer, the token after the last valid one; n rows, at least all real ones.
+    num_valid: (n,) integer, kept tokens of the row, at least 1 and at most its query length.
 
-    `ValueError` if `batch` is larger than the buffers, or n is not the same for both or larger than the batch.
+    Raises `ValueError` if `batch` is larger than the buffers, or n differs between both arguments or is larger than
+    the batch.
     """
     rows, tokens, limits = batch.num_reqs, batch.num_tokens, buffers.limits
     if rows > limits.max_num_reqs or tokens > limits.max_num_tokens:
@@ -77,14 +77,13 @@ def stage_first(
 def stage_chain(
     buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, eager: bool = False
 ) -> None:
-    """Record what the first pass drew, and stage the second: one token for each row of the first.
+    """Record the draws of the first pass, and stage the second pass: one token for each row of the first.
 
-    token: (n,) integer, what rows 0 .. n - 1 drew; n rows, at least all real ones. -1 is recorded as no draft.
+    token: (n,) integer, draws of rows 0 .. n - 1; n rows, at least all real ones. -1 is recorded as no draft.
     block_table: (at least n, max_blocks) int32, blocks of the draft's group; a null block stores nothing.
     block_size: tokens of a block.
 
-    A row whose position is `max_model_len` or more stores nothing, its length stays, and what it draws is no draft.
-
+    A row whose position is `max_model_len` or more stores nothing, its length stays, and its draw is no draft. Raises
     `ValueError` if n is larger than the buffers or the table.
     """
     _check_chain(buffers, token, block_table)
@@ -94,9 +93,9 @@ def stage_chain(
 def advance(
     buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, eager: bool = False
 ) -> None:
-    """Record what a pass of the chain drew, and stage the next one; arguments as for `stage_chain`.
+    """Record the draws of a pass of the chain, and stage the next one; arguments as for `stage_chain`.
 
-    Also for the last draft, behind which the staged pass is not run; a call after that one records nothing.
+    Called after the last draft, too, although the pass it stages is not run; a further call records nothing.
     """
     _check_chain(buffers, token, block_table)
     _form("advance", buffers, eager)(buffers, token, block_table, block_size)
@@ -138,7 +137,7 @@ def _stage_first(
     _put(x.num_computed_tokens, of(batch.num_computed_tokens) * live_R)
     _put(x.last_index, last_R)
     x.tokens[:] = NO_TOKEN
-    x.step.reshape(1)[:] = 0  # of no dimension: before torch 2.12 `[...]` would copy a number from the host
+    x.step.reshape(1)[:] = 0  # a 0-d tensor: before torch 2.12 `[...]` would copy a number from the host
     if not len(live_R) or not batch.num_tokens:
         _clear(x, x.token_positions)
         return
@@ -193,7 +192,7 @@ def _advance(xp: Any, buffers: DraftBuffers, token: Tensor, block_table: Tensor,
 
 
 def _seen(xp: Any, buffers: DraftBuffers) -> tuple[Any, Callable[[Tensor], Any]]:
-    """The buffers as `xp` sees them, and how it sees another tensor."""
+    """Return the buffers as arrays of `xp`, and a function that converts other tensors."""
     return (buffers.arrays(), Tensor.numpy) if xp is np else (buffers, lambda tensor: tensor)
 
 
@@ -202,14 +201,14 @@ def _count(xp: Any, number: int, buffers: DraftBuffers) -> Any:
 
 
 def _clear(x: Any, *zeroed: Any) -> None:
-    """Zero what tokens read, and more; and let nothing be stored."""
+    """Zero the inputs of all tokens, and store nothing."""
     for each in (x.input_ids, x.positions, *zeroed):
         each[:] = 0
     x.slot_mapping[:] = PAD_SLOT
 
 
 def _put(buffer: Any, values: Any, tail: Any = 0) -> None:
-    """Write the leading entries, and `tail` to all behind them."""
+    """Write the leading entries, and `tail` to all entries after them."""
     buffer[: len(values)] = values
     buffer[len(values) :] = tail
 

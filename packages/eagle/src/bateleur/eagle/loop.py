@@ -1,7 +1,7 @@
-"""Speculative decoding of one sequence without an engine: to use beside other libraries, to read, and for tests.
+"""Speculative decoding of one sequence without an engine: with other libraries, for reading, and for tests.
 
-The target is a function of whole sequences, or a model that keeps a cache, such as `CausalLM`; an engine batches
-requests besides. Everything lies on the target's device.
+The target is a function of whole sequences, or a model with a cache, such as `CausalLM`. An engine also batches
+requests. All tensors are on the target's device.
 
 Legend for shapes: n tokens, K draft tokens at most, V target vocabulary.
 """
@@ -19,22 +19,22 @@ from bateleur.eagle.draw import draw
 from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.eagle.heads.spec import Head
 from bateleur.eagle.noise import Keys, Lanes
-from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Rows, Rule, tempered
-from bateleur.eagle.verify import draw_draft, verify
+from bateleur.eagle.rejection_sampler import draw_draft, verify
+from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Rows, Rule, apply_temperature
 
 Function: TypeAlias = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
-"""(n,) int64 ids of a sequence -> (n, V) logits of the tokens that follow, and one (n, width) tensor per need."""
+"""Maps (n,) int64 ids of a sequence to (n, V) logits of the next tokens, and one (n, width) tensor per need."""
 Guess: TypeAlias = Callable[[list[int]], Sequence[int]]
-"""All tokens so far -> those that may come next: an n-gram, say. Of its noise it may know nothing."""
+"""Maps all tokens so far to likely next ones, such as an n-gram. It must not read the noise."""
 Stop: TypeAlias = Collection[int] | Callable[[list[int]], bool]
-"""Tokens behind which an answer ends, or whether it ends, given all of it so far."""
+"""Tokens that end an answer, or a function of the answer so far that returns whether it ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be decoded: up to `num_tokens` tokens behind a prompt. Temperature 0 is greedy.
+    """A sequence to decode: up to `num_tokens` tokens after a prompt. Temperature 0 is greedy.
 
-    `ValueError` for an empty prompt or a negative number.
+    Raises `ValueError` for an empty prompt or a negative number.
     """
 
     prompt: Sequence[int]
@@ -57,21 +57,21 @@ class Request:
 
 @runtime_checkable
 class CachedTarget(Protocol):
-    """A model that remembers the tokens of one sequence. device: where its tensors are."""
+    """A model that caches the tokens of one sequence. device: of its tensors."""
 
     device: torch.device
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """As `Function`, for the (n,) tokens behind those that it holds, which it holds from now on."""
+        """As `Function`, for the (n,) tokens after the cached ones; it caches them."""
         ...
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens, such as drafts that were rejected."""
+        """Drop all but the first `length` tokens, such as rejected drafts."""
         ...
 
 
 class Step(NamedTuple):
-    """One pass of the target: what it emitted, how many drafts it was given, and how many of them it accepted."""
+    """One pass of the target: emitted tokens, drafts under verification, and accepted drafts."""
 
     tokens: list[int]
     num_drafts: int
@@ -80,13 +80,15 @@ class Step(NamedTuple):
 
 @torch.no_grad()
 def sample(target: Function | CachedTarget, request: Request) -> list[int]:
-    """Decode one by one, without drafts; `ValueError` for a target that returns a row without a token."""
+    """Decode one token at a time, without drafts. Raises `ValueError` for a target that returns a row without a
+    token.
+    """
     held, answer = _held(target), list[int]()
     seeds, temperature = _noise(request, held.device)
     for position in range(len(request.prompt), len(request.prompt) + request.num_tokens):
         logits, _ = held(torch.tensor(answer[-1:] or request.prompt, device=held.device))
         keys = Keys(seeds, torch.tensor([position], device=held.device))
-        drawn = draw(tempered(logits[-1:].float(), temperature), temperature, keys)
+        drawn = draw(apply_temperature(logits[-1:].float(), temperature), temperature, keys)
         _require_sound(drawn.bad, position)
         answer.append(int(drawn.token_ids))
         if request.ends(answer):
@@ -105,25 +107,25 @@ def speculate(
 ) -> Iterator[Step]:
     """Decode with up to `num_drafts` drafts in each step; yields every step.
 
-    Under COUPLED, and at temperature 0 under every rule, the tokens are those of `sample`, whoever drafts. A target
-    that keeps a cache must hold nothing yet.
+    Under COUPLED, and at temperature 0 under every rule, the tokens are those of `sample` with any drafter. The cache
+    of a target must be empty.
 
-    `ValueError` for a negative number, or a target that returns a row without a token.
+    Raises `ValueError` for a negative number, or a target that returns a row without a token.
     """
     if num_drafts < 0:
         raise ValueError(f"num_drafts={num_drafts} must not be negative")
     held, tokens, answer = _held(target), list(request.prompt), list[int]()
     device, (seeds, temperature) = held.device, _noise(request, held.device)
     propose = _Proposer(drafter, num_drafts, seeds, temperature, rule)
-    drafts, known, ended = propose.drafts([], []), 0, False  # known: tokens that the target holds
+    drafts, known, ended = propose.drafts([], []), 0, False  # known: tokens in the target's cache
     while len(answer) < request.num_tokens and not ended:
         first, k = len(tokens), drafts.tokens.shape[1]
         logits, features = held(torch.cat((torch.tensor(tokens[known:], device=device), drafts.tokens[0])))
         starts = torch.tensor([0, 1 + k], dtype=torch.int32, device=device)
         rows = Rows(starts, seeds, torch.tensor([first], device=device), temperature)
-        verdict = verify(tempered(logits[-1 - k :].float(), temperature), drafts, rows, rule=rule)
-        _require_sound(verdict.bad, first)
-        emitted = verdict.tokens[0, : int(verdict.num_emitted)].tolist()
+        output = verify(apply_temperature(logits[-1 - k :].float(), temperature), drafts, rows, rule=rule)
+        _require_sound(output.bad, first)
+        emitted = output.tokens[0, : int(output.num_emitted)].tolist()
         tokens += emitted
         stay, known = len(tokens) - 1 - known, len(tokens) - 1
         held.truncate(known)
@@ -137,9 +139,9 @@ def speculate(
 
 
 class _Proposer:
-    """A drafter of one sequence, what its drafts are drawn with, and what is said of them.
+    """A drafter of one sequence, its noise, and the distribution of its drafts.
 
-    A head runs over a cache of the tokens whose features are the target's; drafts are appended and forgotten again.
+    A head runs over a cache of the tokens with target features; drafts are appended and truncated again.
     """
 
     def __init__(
@@ -152,7 +154,9 @@ class _Proposer:
             self._lanes, self._attend = Lanes.of(ids, seeds.device), DenseAttend(drafter.spec)
 
     def __call__(self, tokens: list[int], features: Sequence[Tensor]) -> Drafts:
-        """Drafts for the tokens behind `tokens`. `features` of all before the last but those that are held."""
+        """Return drafts for the tokens after `tokens`. features: of all tokens before the last that are not cached
+        yet.
+        """
         if isinstance(self._drafter, Head):
             return self._chain(self._drafter, tokens, features)
         return self.drafts(list(self._drafter(list(tokens)))[: self._num_drafts], [])
@@ -160,7 +164,7 @@ class _Proposer:
     def drafts(
         self, ids: Sequence[int], logits: Sequence[Tensor], target_ids: Tensor | None = None
     ) -> Drafts:
-        """Drafts, each with the (1, Vd) logits that it was drawn from, if it was drawn."""
+        """Return drafts, each with the (1, Vd) logits from which it was drawn, if it was drawn."""
         tokens = torch.tensor([ids], dtype=torch.int64, device=self._seeds.device).view(1, -1)
         if self._rule is Rule.COUPLED:
             return Drafts(tokens, Coupled())
@@ -169,7 +173,9 @@ class _Proposer:
     def _chain(self, head: Head, tokens: list[int], features: Sequence[Tensor]) -> Drafts:
         known, device = len(tokens) - 1, self._seeds.device
         held = known - len(features[0])
-        ids = torch.tensor(tokens[held + 1 :], device=device)  # each token sits beside the feature before it
+        ids = torch.tensor(
+            tokens[held + 1 :], device=device
+        )  # each token is paired with the feature before it
         positions, hidden = torch.arange(held, known, device=device), head.fuse(features)
         chosen, kept = [], []
         for k in range(self._num_drafts):
@@ -189,7 +195,7 @@ class _Proposer:
 
 
 class _Whole:
-    """A target that is a function and keeps the tokens only: it computes the whole sequence in every step."""
+    """A target that is a function: it keeps only the tokens and computes the whole sequence in every step."""
 
     def __init__(self, function: Function) -> None:
         self.device = torch.device("cpu")
@@ -210,7 +216,7 @@ def _held(target: Function | CachedTarget) -> CachedTarget:
 
 
 def _noise(request: Request, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The seed and the temperature, as rows of a batch of one."""
+    """Seed and temperature, as rows of a batch of one."""
     return (
         torch.tensor([request.seed], device=device),
         torch.tensor([request.temperature], dtype=torch.float32, device=device),
@@ -219,4 +225,4 @@ def _noise(request: Request, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _require_sound(bad: Tensor, position: int) -> None:
     if bad:
-        raise ValueError(f"target: the logits for index {position} or behind hold NaN, or nothing above -inf")
+        raise ValueError(f"target: the logits for index {position} or later hold NaN, or no value above -inf")

@@ -1,7 +1,7 @@
-"""The graphs of a drafter: a manager for the first pass, which borrows, and one for the chain, which has its own.
+"""CUDA graph managers of a drafter: one for the first pass, over the target's metadata, and one for the chain.
 
-Both capture with a backend of the drafter's, so in a pool apart from the target's: what the target's graphs returned
-stays until the target's next replay, whatever the drafter replays.
+Both capture into a memory pool apart from the target's. So outputs of the target's graphs stay valid until the
+target's next replay.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from bateleur.cudagraph import (
     Phase,
     Staged,
 )
-from bateleur.eagle.chain import ChainSteps
+from bateleur.eagle.chain_steps import ChainSteps
 from bateleur.eagle.passes import DraftState
 from bateleur.metadata import GraphSupport
 
 Adopt = Callable[[Any, Phase, int | None], DraftState]
-"""Makes the state of a first pass of the target's, and stages the drafter's own buffers: a dummy step, in which nothing
-is left of an earlier one, or with a seed a random one."""
+"""Builds the state of a first pass over the target's step, and stages the drafter's own buffers: a dummy step, or
+with a seed a random one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftGraphs:
-    """Which draft passes are captured, and how.
+    """Which draft passes are captured as CUDA graphs.
 
-    backend: the drafter's own, never the object that the target captures with.
-    sizes: rows of the chain's graphs.
-    fuse: one graph for a whole chain, where the metadata can follow from pass to pass; else one for each pass.
-    chains: numbers of drafts that get a fused graph of their own; others use the next longer one. () means only K.
-    checks: what a replay proves.
+    backend: a graph backend of the drafter; not the object that the target captures with.
+    sizes: numbers of rows of the chain's graphs.
+    fuse: one graph for a whole chain if its metadata can be refreshed in the graph; else one graph for each pass.
+    chains: numbers of drafts that get a fused graph; other numbers use the next longer one. () means only K.
+    checks: what a replay checks.
     consensus: how ranks agree on the chain's graph, given its plan.
     """
 
@@ -58,17 +59,17 @@ class DraftGraphs:
 
 
 class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
-    """Graphs of the first draft pass, which read what the target stages for its own graph of the same key.
+    """Graphs of the first draft pass. They read what the target stages for its own graph of the same key.
 
-    They are captured over the target's captured states, on loan, so no metadata is built before a replay.
+    They are captured over the target's captured states, so that no metadata is built before a replay.
 
     Args:
         states: what the target's capture returned.
         backend: the drafter's.
-        keys: those to capture; each must be among `states`. None means all of them.
+        keys: those to capture; each must be among `states`. None means all.
 
-    Raises `NotCaptured`, a `KeyError` that tells the nearest keys, for a key that the target never captured, and
-    `ValueError` if nothing is left.
+    Raises `NotCaptured`, a `KeyError` that names the nearest keys, for a key that the target has not captured, and
+    `ValueError` if no key is left.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
     ) -> None:
         wanted = tuple(states if keys is None else dict.fromkeys(keys))
         self.lender: Borrowed[Any] = Borrowed(states, wanted)
-        # A plan of exactly these keys, which decides nothing: a first pass runs on the target's key.
+        # The plan has exactly these keys and makes no decision: a first pass runs on the target's key.
         plan = CapturePlan(CudaGraphMode.FULL, tuple(sorted(wanted, reverse=True)), MappingProxyType({}))
         super().__init__(plan, backend, checks=checks)
 
@@ -92,9 +93,9 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 
 
 class LentSteps:
-    """Stages the target's steps for draft passes: each loan of a captured state, seen as a `DraftState`.
+    """Stages steps of the target for draft passes: each borrowed captured state becomes a `DraftState`.
 
-    adopt: see `Adopt`. own: knows the drafter's own buffers.
+    adopt: see `Adopt`. own: stages the drafter's own buffers.
     """
 
     def __init__(self, lender: Borrowed[Any], adopt: Adopt, own: ChainSteps) -> None:
@@ -102,32 +103,32 @@ class LentSteps:
 
     @property
     def generation(self) -> int:
-        """The target's."""
+        """How often the target's buffers have been staged."""
         return self._lender.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[DraftState]:
-        """Borrow `key`, and stage the drafter's own buffers for it."""
+        """Borrow the target's state of `key`, and stage the drafter's own buffers for it."""
         return self._adopt(self._lender.stage(key, phase).state, phase, None).staged(key)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[DraftState]:
-        """A random step of the target, which must be `Fuzzable`, and random contents of what the drafter owns."""
+        """Stage a random step of the target, which must be `Fuzzable`, and random contents of the drafter's buffers."""
         return self._adopt(self._lender.fuzz(key, seed).state, Phase.RUN, seed).staged(key)
 
     def poison(self) -> None:
-        """Spoil the target's buffers and the drafter's."""
+        """Fill the buffers of the target and of the drafter with invalid values."""
         self._lender.poison()
         self._own.poison()
 
     def addresses(self) -> Mapping[str, int]:
-        """The target's buffers and the drafter's."""
+        """Addresses of the buffers of the target and of the drafter."""
         book = {f"target.{name}": address for name, address in self._lender.addresses().items()}
         return book | {f"draft.{name}": address for name, address in self._own.addresses().items()}
 
 
 class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
-    """Graphs of the passes behind the first one: one token per row, with states of their own.
+    """Graphs of the passes after the first one: one token per row, with states of their own.
 
-    A key with variant `(k,)` holds the whole chain of k drafts, one without a variant a single pass.
+    A key with variant `(k,)` holds a whole chain of k drafts, one without a variant a single pass.
     """
 
     @classmethod
@@ -138,10 +139,11 @@ class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
         chains: Sequence[int],
         support: GraphSupport,
     ) -> CapturePlan:
-        """Lay out the graphs for `sizes` rows each.
+        """Return the plan of graphs for `sizes` rows.
 
-        chains: numbers of drafts that get a graph of their own; () for one graph per pass. support: what the draft's
-        metadata can be captured for. Nothing is piecewise: a piecewise graph pads tokens and not rows.
+        chains: numbers of drafts that get a graph; () for one graph per pass.
+        support: what the draft's metadata can be captured for. No graph is piecewise: piecewise graphs pad tokens,
+            not rows.
         """
         captures = support >= GraphSupport.SINGLE_TOKEN
         mode = CudaGraphMode.FULL_DECODE_ONLY if captures else CudaGraphMode.NONE
@@ -150,5 +152,5 @@ class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 
     @staticmethod
     def ask(num_rows: int, chain: int | None) -> Ask:
-        """What a batch of rows wants: a chain of so many drafts, or None for single passes."""
+        """Return the request for a graph: a chain of so many drafts, or None for single passes."""
         return Ask(num_rows, num_rows, 1, 1, True, () if chain is None else (chain,))

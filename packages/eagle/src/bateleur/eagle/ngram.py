@@ -1,15 +1,15 @@
-"""Prompt lookup: what followed the last tokens when they came before is proposed again. No model, no head.
+"""Prompt lookup: propose the tokens that followed an earlier occurrence of the last tokens. No model, no head.
 
-Of all places where the last n tokens of a request stand in it a second time, `prompt_lookup_min` <= n <=
-`prompt_lookup_max`, those with the largest n are taken, and of these the latest; the tokens behind it are the drafts.
-Where these run into the end of the text they go on with themselves, so that a text that repeats has K drafts, too.
-(Saxena, "Prompt lookup decoding", 2023; the names are vLLM's.)
+The last n tokens of a request are searched in its earlier text, `prompt_lookup_min` <= n <= `prompt_lookup_max`. The
+longest match wins, and of equal ones the latest. The tokens after it are the drafts. If they reach the end of the
+text, they continue with themselves, so that a repeating text has K drafts, too. (Saxena, "Prompt lookup decoding",
+2023; the names are vLLM's.)
 
-It runs on the device, over tokens of its own there: the host learns what a step emitted when its proposal has long been
-queued, so that drafts made of the host's tokens would stand between one step and the next, and be sent as well.
+It runs on the device over its own copy of the tokens. The host learns the emitted tokens only after the proposal was
+queued, so a search on the host would delay every step.
 """
 
-# Shape letters: R rows of a step, J = 1 + K, N tokens of the longest suffix, C columns of a part of the table.
+# Shape letters: R rows of a step, J = 1 + K, N tokens of the longest suffix, C columns of a tile of the table.
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from bateleur.eagle.drafter import DraftContext, TargetNeeds
 from bateleur.metadata import upload
 
 _PLACES, _PLACES_ON_CPU = 2**21, 2**18
-"""Of texts, that are looked at together: a search takes 16 bytes or so for each, however many texts of whatever length
-there are. More would leave the caches of a CPU, fewer would not fill a GPU."""
+"""Token positions that are searched at once, at about 16 bytes each. More would not fit the caches of a CPU, fewer
+would not fill a GPU.
+"""
 
 
 class NGramDrafter:
-    """Proposes what followed an earlier occurrence of the last tokens.
+    """Proposes the tokens that followed an earlier occurrence of the last tokens.
 
     Args:
         num_speculative_tokens: K.
-        max_num_reqs: rows of the engine's table.
-        max_model_len: tokens of a request, its output included.
+        max_num_reqs: rows of the engine's request table.
+        max_model_len: tokens of a request, output included.
         device: of the steps.
-        prompt_lookup_min: tokens that must have come before, at least.
-        prompt_lookup_max: the same, at most.
+        prompt_lookup_min: least number of matching tokens.
+        prompt_lookup_max: largest number of matching tokens.
 
-    It keeps `token_bytes(max_model_len)` for each row. Raises `ValueError` for numbers below 1, or a minimum above the
-    maximum.
+    It stores `token_bytes(max_model_len)` for each row. Raises `ValueError` for numbers below 1, or a minimum above
+    the maximum.
     """
 
     needs = TargetNeeds()
@@ -64,13 +65,13 @@ class NGramDrafter:
         self.num_speculative_tokens = num_speculative_tokens
         self.prompt_lookup_min, self.prompt_lookup_max = prompt_lookup_min, prompt_lookup_max
         self._max_model_len = max_model_len
-        # The last column takes what is no token.
+        # The last column takes entries that are no token.
         self._tokens = torch.zeros((max_num_reqs, max_model_len + 1), dtype=torch.int32, device=device)
         self._columns_J = torch.arange(1 + num_speculative_tokens, device=device)
 
     @staticmethod
     def token_bytes(max_model_len: int) -> int:
-        """Bytes that it keeps of a request."""
+        """Bytes stored for one request."""
         return torch.int32.itemsize * (max_model_len + 1)
 
     def admit(self, row: int, token_ids: list[int]) -> None:
@@ -80,7 +81,7 @@ class NGramDrafter:
 
     @torch.no_grad()
     def propose(self, context: DraftContext) -> Tensor:
-        """See `Drafter`; a row that finds nothing has no draft."""
+        """See `Drafter`; a row without a match has no draft."""
         context.require(self.needs, self.num_speculative_tokens)
         batch, rows = context.batch, context.rows
         length_R1 = (batch.num_computed_tokens[: len(rows)] + context.num_valid + 1).unsqueeze(1)
@@ -92,15 +93,15 @@ class NGramDrafter:
         return drafts_RK.where(found_R1 & (spot_K < context.num_drafts), -1)
 
     def _append(self, rows: Tensor, length_R1: Tensor, emitted_RJ: Tensor) -> None:
-        """Keep what was emitted: the last tokens of texts of so many."""
+        """Append the emitted tokens."""
         is_token_RJ = emitted_RJ >= 0
         at_RJ = length_R1 - is_token_RJ.sum(1, keepdim=True) + self._columns_J
         at_RJ = at_RJ.where(is_token_RJ, self._max_model_len).clamp_(max=self._max_model_len)
         self._tokens.index_put_((rows.unsqueeze(1), at_RJ), emitted_RJ.int())
 
     def _last_occurrence(self, rows: Tensor, length_R1: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Where the latest of the longest earlier occurrences ends, (R, 1) first index behind it; and whether there is
-        one: else it is anywhere before the end. No text has more than `longest` tokens.
+        """Return the first index after the latest of the longest earlier occurrences, (R, 1), and whether there is
+        one. Without one the index is anywhere before the end. No text has more than `longest` tokens.
         """
         most = min(self.prompt_lookup_max, longest - 1)
         back_N = torch.arange(most, device=rows.device)
@@ -109,7 +110,7 @@ class NGramDrafter:
         places = _PLACES_ON_CPU if rows.is_cpu else _PLACES
         width = max(places // max(len(rows), 1), most)
         for first in range(0, longest, width):
-            start = max(first - most + 1, 0)  # what began in the part before is counted in whole here
+            start = max(first - most + 1, 0)  # a match that began in the tile before is counted in full here
             last_C = torch.arange(start, min(first + width, longest), device=rows.device)
             text_RC = self._tokens[:, start : start + len(last_C)].index_select(0, rows)
             num_equal_RC = _num_equal(text_RC, suffix_RN, last_C < length_R1 - 1)
@@ -120,8 +121,8 @@ class NGramDrafter:
 
 
 def _num_equal(text_RC: Tensor, suffix_RN: Tensor, counts_RC: Tensor) -> Tensor:
-    """(R, C) int64: how many of the last tokens, `suffix_RN` from the last on, stand in a text up to each place of it
-    that counts. `counts_RC` is written to.
+    """(R, C) int64: how many of the last tokens, `suffix_RN` from the last on, match the text up to each position.
+    `counts_RC` is written to.
     """
     num_equal_RC = torch.zeros_like(text_RC, dtype=torch.int64)
     for i in range(suffix_RN.shape[1]):

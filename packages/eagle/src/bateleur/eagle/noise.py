@@ -1,12 +1,11 @@
-"""Keyed noise: random numbers that are a pure function of who asks for them.
+"""Keyed noise: random numbers that are a pure function of the name of a draw.
 
 A draw is named by (seed, position, place, role, lane). The noise is an integer hash of that name, so it has
-the same bits on every device, in every batch and in every order, and nothing has to be saved, restored or
-advanced. There is no global generator.
+the same bits on every device, in every batch and in every order. No generator state is saved, restored or advanced.
 
 Legend for shapes: R rows, L lanes (a lane is a *target*-vocabulary id).
 
-The law, in full (arithmetic modulo 2^64 or 2^32, `>>>` is the logical shift)::
+The definition (arithmetic modulo 2^64 or 2^32, `>>>` is the logical shift)::
 
     fmix64(x):  x ^= x >>> 33, x *= 0xFF51AFD7ED558CCD, x ^= x >>> 33, x *= 0xC4CEB9FE1A85EC53, x ^= x >>> 33
     fmix32(x):  x ^= x >>> 16, x *= 0x85EBCA6B,         x ^= x >>> 13, x *= 0xC2B2AE35,         x ^= x >>> 16
@@ -25,9 +24,9 @@ bijection: for one seed different names give different rows, for one name differ
 different lanes give different bits. A row carries 64 bits, because 32 would repeat the noise of a whole vocabulary
 after some 65,000 tokens (birthday).
 
-How the noise of two lanes is related depends on the difference of their hashed ids alone, since `a` is uniform. Two
-multiplications do not suffice: a difference in the top bit leaves the first one as it came, and `bits` of the two
-were a constant apart. `benchmarks/law.py` scans differences of every part of a name.
+The relation of the noise of two lanes depends only on the difference of their hashed ids, because `a` is uniform. Two
+multiplications do not suffice: a difference in the top bit passes the first one unchanged, and the `bits` of the two
+lanes differed by a constant. `benchmarks/law.py` scans differences of every part of a name.
 
 Why not the usual u = (k + 0.5) * 2^-24: in float32 the largest k rounds to u = 1, and a Gumbel variate of
 +inf then wins against any logit, once in 2^24 lanes, which is every hundred tokens with a vocabulary of
@@ -45,13 +44,13 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from bateleur.eagle.part import Part
+    from bateleur.eagle.vocab_shard import VocabShard
 
 _MAX_PLACE = 1 << 24
 
 
 def _signed(value: int, width: int) -> int:
-    """The two's-complement reading of an unsigned constant, which is what torch's signed types want."""
+    """The two's-complement reading of an unsigned constant, for the signed types of torch."""
     return value - (1 << width) if value >> (width - 1) else value
 
 
@@ -65,10 +64,10 @@ FLOOR = 2.0**-32
 
 
 class Role(IntEnum):
-    """What a number is drawn for. Streams of different roles are independent.
+    """What a random number is drawn for. Streams of different roles are independent.
 
-    TARGET is the plain sampler's own stream; a coupled drafter draws from it too, on purpose. DRAFT is for
-    proposals that must be independent of the target's draw, ACCEPT for the test of a rejection rule.
+    TARGET is the stream of the plain sampler; a coupled drafter draws from it on purpose. DRAFT is for proposals that
+    must be independent of the target's draw, ACCEPT for the test of a rejection rule.
     """
 
     TARGET = 0
@@ -78,15 +77,14 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The names of R draws.
+    """Names of R draws.
 
     seed: (R,) int64, any value, one per request.
-    position: (R,) int64 in [0, 2^32): index in the sequence of the token being drawn, never a clamped RoPE
-        position.
-    place: int in [0, 2^24), or (R,) int64: separates draws of one role at one position, where a rule needs it.
+    position: (R,) int64 in [0, 2^32): index in the sequence of the drawn token, never a clamped RoPE position.
+    place: int in [0, 2^24), or (R,) int64: separates draws of one role at one position.
 
-    The values in tensors are the caller's promise, since checking them would read the device; a wrong dtype
-    or shape, or an int place out of range, is a `ValueError`.
+    Raises `ValueError` for a wrong dtype or shape, or an int place out of range. Values in tensors are not checked,
+    because this would read the device.
     """
 
     seed: Tensor
@@ -110,24 +108,24 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Lane ids, hashed once, for callers that draw over the same vocabulary at every step.
+    """Hashed token ids ("lanes"), for callers that draw over the same vocabulary in every step.
 
     words: (L,) int32, the hashed ids, on the device of the keys.
     whole: whether the ids are 0 .. L-1.
-    part: whose tokens they are, of a vocabulary that several ranks have; logits are then those of the part, and what is
-        drawn is a token of the whole, the same on every rank.
+    shard: the vocabulary shard of the ids. Logits are then those of the shard, and all ranks draw the same token of
+        the whole vocabulary.
     """
 
     words: Tensor
     whole: bool = False
-    part: Part | None = None
+    shard: VocabShard | None = None
 
     @classmethod
-    def of(cls, ids: int | Tensor | Part, device: torch.device) -> Lanes:
-        """Hash the lanes 0 .. ids-1, the (L,) integer tensor `ids`, or those of a part; `ValueError` for a count below
-        1.
+    def of(cls, ids: int | Tensor | VocabShard, device: torch.device) -> Lanes:
+        """Hash the ids 0 .. ids-1, the (L,) integer tensor `ids`, or those of a vocabulary shard. Raises `ValueError`
+        for a count below 1.
         """
-        whole, part = isinstance(ids, int), None
+        whole, shard = isinstance(ids, int), None
         if isinstance(ids, int):
             if ids < 1:
                 raise ValueError(f"lanes={ids} must be at least 1")
@@ -135,18 +133,18 @@ class Lanes:
         elif isinstance(ids, Tensor):
             x_L = ids.to(device=device, dtype=torch.int32, copy=True)
         else:
-            part, x_L = ids, torch.arange(ids.first, ids.end, dtype=torch.int32, device=device)
+            shard, x_L = ids, torch.arange(ids.first, ids.end, dtype=torch.int32, device=device)
         x_L += LANE_OFFSET
         for shift, factor in zip((16, 13), FMIX32, strict=True):
             _shifted_(x_L, shift).mul_(factor)
-        return cls(_shifted_(x_L, 16), whole, part)
+        return cls(_shifted_(x_L, 16), whole, shard)
 
 
 def bits(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
-    """Return the raw 32 random bits of every (row, lane), (R, L) int32.
+    """Return the 32 random bits of every (row, lane), (R, L) int32.
 
-    lanes: a count L for the lanes 0 .. L-1; an (L,) integer tensor of lane ids (a reduced draft vocabulary
-    passes its target ids, and so shares the target's noise); or either of them hashed beforehand.
+    lanes: a count L for the token ids 0 .. L-1; an (L,) integer tensor of token ids (a reduced draft vocabulary
+        passes its target ids and so shares the noise of the target); or either of them hashed as `Lanes`.
     """
     if not isinstance(lanes, Lanes):
         lanes = Lanes.of(lanes, keys.seed.device)
@@ -167,7 +165,7 @@ def gumbel(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
 
 
 def mixed(words_L: Tensor, low_R1: Tensor, high_R1: Tensor) -> Tensor:
-    """Return the bits (R, L) of hashed lanes in rows whose names are hashed, see `row_words`."""
+    """Return the bits (R, L) of hashed lanes in rows with hashed names, see `row_words`."""
     x_RL = words_L.bitwise_xor(low_R1)
     x_RL.mul_(LANE_MIX[0]).bitwise_xor_(high_R1)
     for shift, factor in zip((15, 16), LANE_MIX[1:], strict=True):
@@ -186,7 +184,7 @@ def gumbel_(u_RL: Tensor) -> Tensor:
 
 
 def names(keys: Keys, role: Role) -> Tensor:
-    """What is hashed beside the seed, (R,) int64: the position, the place and the role, injectively."""
+    """Pack position, place and role into one number, (R,) int64, injectively."""
     name_R = keys.position + (int(role) << 56) if role else keys.position
     if isinstance(keys.place, Tensor) or keys.place:
         name_R = name_R + (keys.place << 32)

@@ -1,6 +1,7 @@
-"""The two passes of a chain drafter, as bodies that run eagerly or in a graph: the first, and those of the chain.
+"""The passes of a chain drafter, as functions that run eagerly or in a CUDA graph: the first one, and those of the
+chain.
 
-Both read and write buffers at fixed addresses and nothing else, read no value on the host and have static shapes.
+They read and write only buffers at fixed addresses, read no value on the host, and have static shapes.
 
 Legend for shapes: n rows of a pass, H hidden size of the head, V draft vocabulary, K drafts.
 """
@@ -20,7 +21,7 @@ from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.draw import argmax, draw
 from bateleur.eagle.geometry import advance, stage_chain
 from bateleur.eagle.heads.spec import Head, lanes_of
-from bateleur.eagle.rules import Rule, tempered
+from bateleur.eagle.rules import Rule, apply_temperature
 from bateleur.metadata import (
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -37,21 +38,21 @@ _Attention: TypeAlias = Callable[["DraftState", Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """What a draft pass is told of its rows."""
+    """Batch and metadata of a draft pass."""
 
     batch: CommonAttentionMetadata
-    """Sizes are read; the first pass has the target's batch, the others have one token per row."""
+    """Only sizes are read. The first pass has the target's batch, the others one token per row."""
     metadata: PagedAttentionMetadata
-    """What the head's attention layers are told."""
+    """Attention metadata of the head's layers."""
     sign: Callable[[PagedAttentionMetadata], Signature]
-    """Host scalars of the metadata, which a FULL graph bakes."""
+    """Returns the host scalars of the metadata, which a FULL graph captures."""
     greedy: bool = False
-    """No row draws with noise. Only eager passes look at it: a graph serves any rows."""
+    """No row needs noise. Only eager passes read it, because a graph serves any rows."""
     work: Tensor | None = None
     """Work list of the pass that runs, see `AttentionBackend.divide`; None between passes."""
 
     def staged(self, key: BatchExecutionDescriptor) -> Staged[DraftState]:
-        """The proof of a staging; a piecewise graph bakes no host scalar of the metadata."""
+        """Return the staged step; a piecewise graph captures no host scalar of the metadata."""
         signature = self.sign(self.metadata) if key.mode is CudaGraphMode.FULL else None
         return Staged(key, self, self.batch.generation, signature)
 
@@ -59,8 +60,8 @@ class DraftState:
 class DraftPasses:
     """A head over its paged caches.
 
-    refresh: brings metadata up to date with the buffers, on the device; see `refresh_of`.
-    rule: how drafts will be tested, which says whose noise they are drawn with.
+    refresh: updates metadata from the buffers, on the device; see `refresh_of`.
+    rule: how drafts will be verified, which determines the noise of their draws.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class DraftPasses:
         refresh: Callable[[Any], object] | None,
         rule: Rule,
     ) -> None:
-        self._head, self._inputs, self._refresh, self._rule = head, inputs, refresh, rule
+        self._head, self._inputs, self.refresh, self._rule = head, inputs, refresh, rule
         self._backend, self._block_size = backend, cache.blocks.block_size
         self._lanes = lanes_of(head, inputs.device)
         self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in cache.kv]
@@ -81,27 +82,27 @@ class DraftPasses:
         self._in_pieces = backend.ignores_bounds
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
-        """Run on all tokens of the target's step, draw one draft per row, stage the chain; (n,) int64 drafts."""
+        """Run on all tokens of the target's step, draw one draft per row, and stage the chain; (n,) int64 drafts."""
         rows = self._inputs.last_index[: self._num_rows(execution)]
         return self._pass(execution, stage_chain, rows)
 
-    def keep_up(self, execution: Execution[DraftState]) -> None:
-        """Run on all tokens of the target's step only to store their keys and values: the last layer needs no more."""
+    def store_kv(self, execution: Execution[DraftState]) -> None:
+        """Run on all tokens of the target's step only to store keys and values; the last layer skips the rest."""
         self._forward(execution, self._inputs.last_index[:0], [*self._layers[:-1], self._store])
 
     def chain(self, execution: Execution[DraftState]) -> Tensor:
-        """Run the pass that is staged and stage the next; all passes of a chain if the key's variant says so.
+        """Run the staged pass and stage the next one; with a variant `(k,)` in the key, run all k - 1 passes of a
+        chain.
 
-        A variant `(k,)` is a chain of k drafts: k - 1 passes, the metadata refreshed before each. Returns the (n,)
-        int64 drafts of the last pass.
+        The metadata is refreshed before each pass of a variant. Returns the (n,) int64 drafts of the last pass.
         """
         variant = () if execution.key is None else execution.key.variant
         if not variant:
             return self._pass(execution, advance)
-        assert self._refresh is not None
+        assert self.refresh is not None
         token_n = self._inputs.tokens[: execution.state.batch.num_tokens, 0]
         for _ in range(int(variant[0]) - 1):
-            self._refresh(execution.state.metadata)
+            self.refresh(execution.state.metadata)
             token_n = self._pass(execution, advance)
         return token_n
 
@@ -126,14 +127,16 @@ class DraftPasses:
             state = replace(state, work=work)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if self._in_pieces:  # kernels that take any batch under any bound
+            if self._in_pieces:  # kernels that ignore host bounds
                 return layers[layer](state, q, k, v)
             return execution.eager(layers[layer], q, k, v)
 
         return self._head.forward(x.input_ids[:count], x.hidden[:count], x.positions[:count], attend, rows)
 
     def _num_rows(self, execution: Execution[DraftState]) -> int:
-        """Rows that draw. A piecewise graph doesn't pad rows, so it bakes the most that its tokens can have."""
+        """Return the number of rows that draw. A piecewise graph does not pad rows, so it captures the most that its
+        tokens can have.
+        """
         if execution.key is None:
             return execution.state.batch.num_actual_reqs
         if execution.key.num_reqs is None:
@@ -141,18 +144,18 @@ class DraftPasses:
         return execution.key.num_reqs
 
     def _draw(self, execution: Execution[DraftState], h_nH: Tensor) -> Tensor:
-        """Draw with the noise that the rule asks for, and keep what was drawn from if it asks for that; (n,) int64
-        target ids, -1 for no draw. Under COUPLED it is the target's noise at the same position of the same request.
+        """Draw with the noise of the rule, and keep the logits if the rule needs them; (n,) int64 target ids, -1 for
+        no draw. Under COUPLED the noise is that of the target at the same position of the same request.
         """
         logits_nV, eager = self._head.logits(h_nH), execution.key is None
         if eager and execution.state.greedy:
-            drawn = argmax(logits_nV, self._lanes.part)
+            drawn = argmax(logits_nV, self._lanes.shard)
         else:
             x, num_rows = self._inputs, len(h_nH)
             temperature_n = x.temperature[:num_rows]
-            if x.logits is not None:  # of greedy rows nobody asks for them
+            if x.logits is not None:  # logits of greedy rows are never read
                 x.logits.keep(logits_nV, x.step)
-            scaled_nV = tempered(logits_nV, temperature_n)
+            scaled_nV = apply_temperature(logits_nV, temperature_n)
             place_n = x.step.expand(num_rows)
             keys = self._rule.keys(x.seeds[:num_rows], x.token_positions[:num_rows], place_n)
             drawn = draw(scaled_nV, temperature_n, keys, self._rule.draft_role, lanes=self._lanes)
@@ -163,7 +166,7 @@ class DraftPasses:
 
 
 def _storing(kv: tuple[Tensor, Tensor]) -> _Attention:
-    """In place of attention that nobody looks at: keys and values are stored, what it returns means nothing."""
+    """Return an attention function that only stores keys and values; its output is not used."""
 
     def store(state: DraftState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ops.write_kv(k, v, *kv, state.metadata.slot_mapping)
@@ -175,7 +178,7 @@ def _storing(kv: tuple[Tensor, Tensor]) -> _Attention:
 def _attention(
     backend: AttentionBackend, kv: tuple[Tensor, Tensor], sliding_window: int | None
 ) -> _Attention:
-    """Attention of one layer, as something that a piecewise graph can run between its pieces."""
+    """Return the attention of one layer, as a function that a piecewise graph can run between its pieces."""
 
     def draft_attention(state: DraftState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = q.shape[-1] ** -0.5
@@ -185,11 +188,11 @@ def _attention(
 
 
 def refresh_of(builder: AttentionMetadataBuilder[Any]) -> Callable[[Any], object] | None:
-    """How metadata of `builder` follows its batch from one pass of a chain to the next, without a new build.
+    """Return how metadata of `builder` is updated from one pass of a chain to the next without a new build.
 
-    A builder may say so itself, with `refresh(metadata)`: on the device, in place, and fit for capture. Metadata that
-    is only views of the batch follows by itself: its builder owns no buffer and reads no length on the host. None
-    where neither holds, so that each pass needs a build and no graph may hold several passes.
+    A builder may provide `refresh(metadata)`: on the device, in place, and fit for capture. Metadata that consists
+    only of views of the batch needs no update: its builder owns no buffer and reads no length on the host. Otherwise
+    None: each pass needs a build, and no graph can hold several passes.
     """
     refresh: Callable[[Any], object] | None = getattr(builder, "refresh", None)
     if refresh is None and not (builder.addresses() or builder.reads & _HOST_LENGTHS):

@@ -1,6 +1,6 @@
-"""What tokens that a request has had cost it: repetition, frequency and presence penalties.
+"""Repetition, frequency and presence penalties.
 
-Legend for shapes: N rows of logits, M rows of a table of requests, K drafts at most, V vocabulary.
+Legend for shapes: N logit rows, M rows of the request table, K draft tokens at most, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of N rows of logits, before their law. All on the device of the logits.
+    """Penalties of N logit rows, applied before temperature and truncation. All tensors are on the device of the
+    logits.
 
-    values: (N, 3) float32: repetition (above 0; logits of tokens that were seen are divided by it, or multiplied where
-        they are negative), frequency (subtracted for each time that a token was generated), presence (subtracted if it
-        was). 1, 0, 0 leave a row as it is, bit for bit.
-    owners: (N,) int64, the row of the table that a row of logits belongs to.
-    counts: (M, V) int32, how often each token was generated. prompts: (M, V) bool, whether it is in the prompt.
-    before: (N, K) int64, drafts before a row, which count as generated, -1 where there is none; None without any.
+    values: (N, 3) float32: repetition, frequency and presence penalty. The logit of a token of the prompt or output
+        is divided by repetition (above 0), or multiplied if it is negative. frequency is subtracted once for each
+        time that the token was generated, presence once if it was. 1, 0, 0 change no bit.
+    owners: (N,) int64, row of the request table for each logit row.
+    counts: (M, V) int32, how often each token was generated.
+    prompts: (M, V) bool, whether a token is in the prompt.
+    before: (N, K) int64, drafts before a logit row, which count as generated; -1 where there is none. None without
+        drafts.
 
-    `ValueError` unless the shapes and dtypes are those.
+    Raises `ValueError` for other shapes or dtypes.
     """
 
     values: Tensor
@@ -42,15 +45,15 @@ class Penalties:
             value: Tensor = getattr(self, name)
             if value.dtype != dtype or tuple(value.shape) != shape or not value.is_contiguous():
                 raise ValueError(
-                    f"{name} must be {dtype} {shape}, dense, got {value.dtype} {tuple(value.shape)}"
+                    f"{name}={value.dtype} {tuple(value.shape)}: must be contiguous {dtype} {shape}"
                 )
         if self.before is not None and (self.before.dtype != torch.int64 or len(self.before) != num):
             raise ValueError(
-                f"before must be int64 of {num} rows, got {self.before.dtype} {tuple(self.before.shape)}"
+                f"before={self.before.dtype} {tuple(self.before.shape)}: must be int64 with {num} rows"
             )
 
     def apply(self, logits: Tensor) -> Tensor:
-        """(N, V) float32, a copy."""
+        """Return penalised logits (N, V) float32, a copy."""
         repetition, frequency, presence = self.values.split(1, dim=1)
         counts_NV = self.counts.index_select(0, self.owners)
         if self.before is not None:

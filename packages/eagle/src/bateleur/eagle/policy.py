@@ -1,4 +1,4 @@
-"""How many drafts each row gets: a decision of the host, made from what it knows before a step.
+"""Draft policies: how many drafts each row gets in its next step, decided on the host before the step.
 
 Host numpy. Legend for shapes: R rows, K draft tokens at most.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, final, runtime_checkable
+from typing import ClassVar, Protocol, TypeAlias, final, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,19 +16,19 @@ from bateleur.eagle.stats import FloatArray, IntArray
 
 I32Array: TypeAlias = npt.NDArray[np.int32]
 Cost: TypeAlias = Callable[[IntArray], FloatArray]
-"""Cost of steps of so many tokens, in any unit: (n,) integers to (n,) positive numbers."""
+"""Cost of steps of so many tokens, in any unit: maps (n,) integers to (n,) positive numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRows:
-    """The rows of the next step that may be given drafts.
+    """Rows of the next step that may get drafts.
 
     rows: (R,) integer, rows of the engine's request table, all different.
-    most: (R,) integer in 0..K, drafts the row may have at most: less than K near the end of its request, or of the
-        positions that the drafter has.
-    acceptance: (R, K) float64 in [0, 1], chance that draft i is accepted if all before it are.
-    num_other_tokens: tokens in the same step of rows that get no drafts, such as chunks of prompts.
-    greedy: every row takes the most likely token, so that drafts cost no noise.
+    most: (R,) integer in 0..K, most drafts of the row: less than K near the end of its request or of the drafter's
+        positions.
+    acceptance: (R, K) float64 in [0, 1], probability that draft i is accepted if all before it are.
+    num_other_tokens: tokens in the same step of rows without drafts, such as chunks of prompts.
+    greedy: every row takes the most likely token, so drafts need no noise.
     """
 
     rows: IntArray
@@ -53,16 +53,20 @@ class PolicyRows:
 
 
 class DraftPolicy(Protocol):
-    """Decides lengths. It is asked once for every step, and may remember what it answered."""
+    """Decides draft lengths. An engine calls it once for every step; it may keep state.
+
+    A policy with the attribute `reads_acceptance = False` gets zeros as `PolicyRows.acceptance`, which is then not
+    computed.
+    """
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """(R,) int32, drafts for each row, at most its `most`. The same questions get the same answers."""
+        """Return (R,) int32, drafts for each row, at most its `most`."""
         ...
 
 
 @runtime_checkable
 class UniformPolicy(DraftPolicy, Protocol):
-    """A policy that often gives all rows the same number: steps of so many drafts each are worth a graph."""
+    """A policy that often gives all rows the same number, so that CUDA graphs of these numbers pay."""
 
     def numbers(self, most: int) -> Collection[int]:
         """Numbers that it may give to all rows, with `most` drafts at most."""
@@ -103,6 +107,7 @@ class FixedDrafts:
     """The same number for every row."""
 
     num_drafts: int
+    reads_acceptance: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.num_drafts < 0:
@@ -120,9 +125,10 @@ class FixedDrafts:
 @final
 @dataclass(frozen=True, slots=True)
 class ByBatchSize:
-    """A number that depends on how many rows there are: `{1: 4, 8: 2, 32: 0}` gives 2 from 8 rows on, 0 from 32."""
+    """A number that depends on the number of rows: `{1: 4, 8: 2, 32: 0}` gives 2 from 8 rows on, 0 from 32."""
 
     num_drafts: Mapping[int, int]
+    reads_acceptance: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if 1 not in self.num_drafts or min(self.num_drafts) < 1 or min(self.num_drafts.values()) < 0:
@@ -142,15 +148,15 @@ class ByBatchSize:
 
 
 class StepCost:
-    """A measured cost: a step costs what the next larger measured size costs, since graphs are padded.
+    """A measured step cost: a step costs as much as the next larger measured size, because graphs are padded.
 
-    Beyond the last size, a token costs as much as there.
+    Beyond the last size the cost per token is constant.
     """
 
     def __init__(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """Take measured step times: increasing sizes in tokens, and the time of each, which must not decrease.
+        """sizes: increasing step sizes in tokens. seconds: time of each, which must not decrease.
 
-        A larger size that was measured faster is noise, and would draw a policy to it; `ValueError`.
+        Raises `ValueError` for decreasing times: these are noise, and would attract a policy.
         """
         self.sizes, self.seconds = np.array(sizes, np.int64), np.array(seconds, np.float64)
         if self.sizes.ndim != 1 or not len(self.sizes) or self.sizes.shape != self.seconds.shape:
@@ -173,13 +179,13 @@ class StepCost:
 class BySurvival:
     """Lengths with the most expected emitted tokens per cost of the step.
 
-    A row with drafts of which draft i survives with chance s_i (the product of the acceptances up to it) emits
-    1 + s_1 + s_2 + ... tokens. Among all lengths with the same sum, those that take the largest s are best; so one
-    sort gives the best lengths for every sum, and the best sum is the answer. In a batch where another token costs
-    more than any draft promises that is 0 for everybody, and in a smaller one it is not.
+    Draft i survives with probability s_i, the product of the acceptances up to it. A row emits 1 + s_1 + s_2 + ...
+    tokens. Among lengths with the same sum, those with the largest s are best. So one sort gives the best lengths for
+    every sum, and the best sum is chosen. In a large batch, where a token costs more than any draft gains, that is 0
+    for all rows.
 
-    Every `probe_every` steps a row gets one draft more than is best, at most an eighth of the rows at a time: what is
-    never tried is never found to be better than its estimate.
+    Every `probe_every` steps a row gets one draft more than is best, at most an eighth of the rows at a time. Without
+    that, a low estimate would never be corrected.
     """
 
     def __init__(
@@ -190,10 +196,9 @@ class BySurvival:
         uniform: bool = False,
         probe_every: int | None = 64,
     ) -> None:
-        """Decide by `cost`, of a step of the target with so many tokens.
-
-        draft_cost: cost of one more draft for the longest row, in the same unit: one pass of a chain. 0 where all K
-            are drafted anyway, or at once.
+        """cost: of a target step of so many tokens.
+        draft_cost: cost of one more draft for the longest row, in the same unit: one pass of a chain. 0 if all K are
+            drafted anyway.
         uniform: all rows get the same number (at most their `most`), and the step is padded to it: for graphs with a
             uniform query length.
         probe_every: steps; None for never.
@@ -203,7 +208,7 @@ class BySurvival:
         require_steps("probe_every", probe_every)
         self._cost, self._draft_cost = cost, draft_cost
         self._uniform, self._probe_every = uniform, probe_every
-        self._idle = np.zeros(0, np.int64)  # steps without a probe, by row of the request table
+        self._idle = np.zeros(0, np.int64)  # steps since the last probe, by row of the request table
 
     def lengths(self, rows: PolicyRows) -> I32Array:
         """See `DraftPolicy`."""
@@ -217,12 +222,12 @@ class BySurvival:
 
     def _each(self, survival_RK: FloatArray, allowed_RK: npt.NDArray[np.bool_], others: int) -> IntArray:
         num_rows, k = survival_RK.shape
-        # Position-major: among equals the earlier position comes first, so what is taken of a row is a prefix.
+        # Position-major: among equals the earlier position comes first, so the chosen drafts of a row are a prefix.
         flat = np.where(allowed_RK, survival_RK, -1.0).T.ravel()
         order = np.argsort(-flat, kind="stable")[: int(allowed_RK.sum())]
         position, gain = order // num_rows, flat[order]
         best, best_rate = order[:0], num_rows / float(self._cost(np.array([num_rows + others]))[0])
-        # Without a cost of passes, a limit on the longest row only takes choices away.
+        # Without a cost of draft passes the longest row needs no limit.
         for longest in range(1, k + 1) if self._draft_cost else (k,):
             taken = np.flatnonzero(position < longest)
             tokens = num_rows + others + 1 + np.arange(len(taken))
@@ -261,7 +266,7 @@ class BySurvival:
 
 
 def require_steps(name: str, steps: int | None) -> None:
-    """Raise `ValueError` unless it is at least 1, or None."""
+    """Raise `ValueError` unless `steps` is at least 1, or None."""
     if steps is not None and steps < 1:
         raise ValueError(f"{name}={steps} must be at least 1, or None")
 
@@ -271,7 +276,7 @@ def _capped(num_drafts: int, rows: PolicyRows) -> I32Array:
 
 
 def _within(values: IntArray | FloatArray, most: int) -> bool:
-    """Whether all are numbers from 0 to `most`."""
+    """Whether all values are from 0 to `most`."""
     if not values.size:
         return True
     return bool(np.minimum.reduce(values, None) >= 0 and np.maximum.reduce(values, None) <= most)

@@ -1,4 +1,4 @@
-"""The contract of verification: rules, how drafts were proposed, and which noise each rule may read.
+"""Acceptance rules of verification, how drafts were proposed, and the noise that each rule may read.
 
 Legend for shapes: R requests, K draft tokens at most, V target vocabulary, Vd draft vocabulary.
 """
@@ -15,45 +15,47 @@ from torch import Tensor
 from bateleur.eagle.noise import Keys, Role
 
 if TYPE_CHECKING:
-    from bateleur.eagle.part import Part
+    from bateleur.eagle.vocab_shard import VocabShard
 
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """Drafts are draws with the target's own noise, or anything else: the rule that takes them needs no law."""
+    """Drafts of any kind, such as draws with the noise of the target. The rule COUPLED needs no distribution of
+    drafts.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class OneHot:
-    """Drafts are a function of the tokens before them: an argmax, an n-gram, a script. Their law is one-hot."""
+    """Drafts are a function of the tokens before them: an argmax, an n-gram. Their distribution is one-hot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Drafts were drawn from softmax(logits / temperature) with `draw_draft`, or by a draw as independent.
+    """Drafts were drawn from softmax(logits / temperature) with `draw_draft`, or by another independent draw.
 
-    logits: (R, K, Vd) float32, before the temperature, the very numbers that the draw read. Where the row's
-        draft is missing they are not used.
-    ids: (Vd,) int64 distinct target ids of the lanes, in any order; None if lane i is target id i. Lanes at and above V
-        are allowed: the target gives them probability 0, so such a draft is always rejected.
-    part: whose tokens the lanes are, in their order, where the drafter has a part of the target's vocabulary too; those
-        of the logits that are tested. Others have all of theirs on every rank.
+    logits: (R, K, Vd) float32, before the temperature: the numbers that the draw read. Ignored where a draft is
+        missing.
+    ids: (Vd,) int64 distinct target ids of the draft vocabulary, in any order; None if draft id i is target id i. Ids
+        at and above V are allowed: the target gives them probability 0, so these drafts are always rejected.
+    shard: the vocabulary shard of the draft logits, in its order, if the drafter is vocabulary-parallel. It must be
+        the shard of the target logits. None if every rank has all draft logits.
     """
 
     logits: Tensor
     ids: Tensor | None = None
-    part: Part | None = None
+    shard: VocabShard | None = None
 
     def __post_init__(self) -> None:
         if self.logits.dim() != 3 or not self.logits.is_floating_point():
             raise ValueError(
-                f"logits must be floating (R, K, Vd), got {self.logits.dtype} {tuple(self.logits.shape)}"
+                f"logits={self.logits.dtype} {tuple(self.logits.shape)}: must be floating (R, K, Vd)"
             )
-        if self.part is not None and (
-            self.ids is not None or self.logits.shape[2] != self.part.end - self.part.first
+        if self.shard is not None and (
+            self.ids is not None or self.logits.shape[2] != self.shard.end - self.shard.first
         ):
             raise ValueError(
-                f"logits of a part have its {self.part.end - self.part.first} lanes and no ids, "
+                f"logits of a part have its {self.shard.end - self.shard.first} lanes and no ids, "
                 f"got {tuple(self.logits.shape)}"
             )
         if self.ids is not None and (
@@ -69,16 +71,16 @@ DraftDistribution: TypeAlias = Coupled | OneHot | Logits
 
 
 class Rule(Enum):
-    """How drafts are tested. Under each of them the emitted tokens have exactly the target's law.
+    """How drafts are verified. Under every rule the emitted tokens have exactly the distribution of the target.
 
-    COUPLED: a draft is accepted iff it equals the target's own draw, which is what is emitted (Daliri, Musco and
-        Suresh 2024). Token-identical to plain decoding, for any drafter.
+    COUPLED: a draft is accepted if it equals the target's own draw, which is what is emitted (Daliri, Musco and
+    Suresh 2024). The tokens are those of decoding without drafts, for any drafter.
     RATIO: accept with probability min(1, p/q), else draw from (p - q)+ (Leviathan et al. 2023; Chen et al. 2023).
-    BLOCK: a joint test of all drafts of a row, at least as long as RATIO's (Sun et al. 2024).
+    BLOCK: a joint test of all drafts of a row, which accepts at least as many as RATIO (Sun et al. 2024).
 
-    Greedy rows (temperature 0) are the same function under every rule. RATIO and BLOCK are exact if whether a draft is
-    there, and how many are, does not depend on its own value: one that a grammar forbids must be kept (its logit
-    is -inf, so it is rejected) and not replaced by -1.
+    Greedy rows (temperature 0) give the same tokens under every rule. RATIO and BLOCK are exact if the number of
+    drafts does not depend on their values: a draft that a grammar forbids must be kept (its logit is -inf, so it is
+    rejected) and not replaced by -1.
     """
 
     COUPLED = "coupled"
@@ -87,20 +89,21 @@ class Rule(Enum):
 
     @property
     def draft_role(self) -> Role:
-        """The stream that drafts are drawn from: the target's for COUPLED, else one independent of it."""
+        """The noise stream of drafts: that of the target for COUPLED, else an independent one."""
         return Role.TARGET if self is Rule.COUPLED else Role.DRAFT
 
     def keys(self, seeds: Tensor, positions: Tensor, place: int | Tensor = 0) -> Keys:
-        """Names of the draws of drafts and of acceptance tests; `place` is that of the draft among those of its step.
+        """Return the keys of the draws of drafts and of acceptance tests; `place` is the index of the draft in its
+        step.
 
-        BLOCK looks at numbers behind the place where it stops, so they must not be seen again when the next step
-        comes to that position. There they have another place, for every step begins behind the one before it; so its
-        names hold the place. The other rules look no further than they emit.
+        Keys of BLOCK contain the place. BLOCK reads noise after the position where it stops, and the next step must
+        not read the same numbers at that position; there the place is another one. The other rules read no noise
+        after the tokens that they emit.
         """
         return Keys(seeds, positions, place if self is Rule.BLOCK else 0)
 
     def require(self, distribution: DraftDistribution | type[DraftDistribution]) -> None:
-        """Raise `ValueError` unless drafts of this distribution can be tested by the rule; for constructors."""
+        """Raise `ValueError` unless the rule can verify drafts of this distribution; for constructors."""
         kind = distribution if isinstance(distribution, type) else type(distribution)
         if kind not in (Coupled, OneHot, Logits):
             raise ValueError(f"distribution is {kind.__name__}; it must be Coupled, OneHot or Logits")
@@ -113,11 +116,11 @@ class Rule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What is under test.
+    """Drafts to verify.
 
-    tokens: (R, K) int64 target ids. A negative id is "no draft here": verification stops there and the target's own
-        draw is emitted. Columns behind a request's logit rows are not looked at.
-    distribution: how they were drawn. A wrong declaration cannot be seen, and makes RATIO and BLOCK wrong.
+    tokens: (R, K) int64 target ids. A negative id means that there is no draft: verification stops there and emits
+        the target's own draw. Columns after the logit rows of a request are ignored.
+    distribution: how the drafts were drawn. A wrong distribution is not detected, and makes RATIO and BLOCK wrong.
     """
 
     tokens: Tensor
@@ -137,12 +140,12 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which logit rows belong to whom. Values inside tensors are the caller's promise.
+    """Which logit rows belong to which request. The values in the tensors are not checked.
 
-    query_start_loc: (R+1,) int32: request r owns the logit rows [r] to [r+1]-1, which are 1 + its drafts, at most
-        1 + K; ragged. Rows at and behind the last entry are padding. A request without rows emits nothing.
+    query_start_loc: (R+1,) int32: request r has the logit rows [r] to [r+1]-1, which are 1 + its drafts, at most 1 +
+        K. Rows from the last entry on are padding. A request without rows emits nothing.
     seeds: (R,) int64.
-    first_position: (R,) int64, index in its sequence of the token that the request's first logit row draws.
+    first_position: (R,) int64, index in its sequence of the token that the first logit row of the request draws.
     temperature: (R,) floating; 0 is greedy.
     """
 
@@ -170,13 +173,13 @@ class Rows:
         return self.seeds.shape[0]
 
 
-class Verdict(NamedTuple):
-    """What a step emits.
+class RejectionOutput(NamedTuple):
+    """Tokens that a verified step emits.
 
-    tokens: (R, K+1) int64, -1 behind the last one; where a bad row was reached its place holds -1 too.
-    num_emitted: (R,) int64 in 1 .. K+1; where `bad`, the tokens before the bad row, which may be none.
-        Accepted drafts are num_emitted - 1, or num_emitted where `bad`.
-    bad: (R,) bool: a row with a NaN, or with nothing above -inf, was reached. The caller must end that request.
+    tokens: (R, K+1) int64, -1 after the last one, and in place of a bad row.
+    num_emitted: (R,) int64 in 1 .. K+1; where `bad`, the number of tokens before the bad row, which may be 0. The
+        number of accepted drafts is num_emitted - 1, or num_emitted where `bad`.
+    bad: (R,) bool: a row with a NaN, or without a logit above -inf, was reached. The caller must end this request.
     """
 
     tokens: Tensor
@@ -184,11 +187,13 @@ class Verdict(NamedTuple):
     bad: Tensor
 
 
-def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(R, ...) logits divided by their row's temperature; greedy rows by 1. One path for the draw and for its test."""
-    return logits / tempering(temperature).view(-1, *[1] * (logits.dim() - 1))
+def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Divide (R, ...) logits by the temperature of their row; greedy rows are divided by 1. Used for draws and for
+    tests alike.
+    """
+    return logits / temperature_divisor(temperature).view(-1, *[1] * (logits.dim() - 1))
 
 
-def tempering(temperature: Tensor) -> Tensor:
-    """(R,) what logits are divided by: 1 in greedy rows."""
+def temperature_divisor(temperature: Tensor) -> Tensor:
+    """(R,) divisors of logits: 1 in greedy rows."""
     return temperature.where(temperature > 0, 1.0)

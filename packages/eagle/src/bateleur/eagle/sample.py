@@ -1,6 +1,6 @@
-"""A draw from what a model says, truncated and tempered: `draw` of a whole law, without making the whole of it.
+"""Sampling from truncated and tempered logits without materialising the processed logits.
 
-Legend for shapes: N rows of logits, V vocabulary.
+Legend for shapes: N logit rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,62 +9,70 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.eagle import native
-from bateleur.eagle.draw import Drawn, argmax, perturbed, rows_fake
-from bateleur.eagle.law import Law
+from bateleur.eagle.draw import Drawn, argmax, fake_token_rows, perturbed
 from bateleur.eagle.noise import Keys, Lanes, Role, gumbel_, hashed, mixed, names, unit
+from bateleur.eagle.sampling_metadata import SamplingMetadata
 from bateleur.metadata.forms import Forms, define, load
 
 _library = Library("bateleur", "FRAGMENT")
 
 
 def sample(
-    logits: Tensor, law: Law, keys: Keys, role: Role = Role.TARGET, *, lanes: Lanes | None = None
+    logits: Tensor,
+    metadata: SamplingMetadata,
+    keys: Keys,
+    role: Role = Role.TARGET,
+    *,
+    lanes: Lanes | None = None,
 ) -> Drawn:
-    """Draw one token per row from `law` of it: the tokens of `draw(law.apply(logits), ...)`, bit for bit.
+    """Sample one token per row: the tokens of `draw(metadata.apply(logits), ...)`, bit for bit.
 
-    logits: (N, V) float32 or narrower, of which the law is that of the same numbers in float32; not written to.
-    keys, role, lanes: as of `draw`; with the lanes of a part, of which these are logits, it is a draw of all ranks.
+    logits: (N, V) float32 or narrower; not written to.
+    metadata: temperature, truncation and penalties of each row.
+    keys, role, lanes: as for `draw`. With the lanes of a vocabulary shard it samples over all ranks.
 
-    `ValueError` if the numbers of rows disagree. In C (`native`) a row costs little more than one pass over its logits,
-    without sorting them; without a compiler torch applies the whole law.
+    Raises `ValueError` if the numbers of rows disagree. In C (`native`) a row costs little more than one pass over
+    its logits. Without a compiler, torch materialises the processed logits.
     """
-    if logits.dim() != 2 or logits.shape[0] != len(keys) or len(law) != len(keys):
+    if logits.dim() != 2 or logits.shape[0] != len(keys) or len(metadata) != len(keys):
         raise ValueError(
-            f"logits {tuple(logits.shape)}, a law of {len(law)} rows and {len(keys)} keys "
-            "must agree in their number of rows"
+            f"logits={tuple(logits.shape)}, metadata of {len(metadata)} rows, keys={len(keys)}: must have the same "
+            "number of rows"
         )
-    if law.greedy and law.penalties is None:
-        return argmax(logits, None if lanes is None else lanes.part)
+    if metadata.greedy and metadata.penalties is None:
+        return argmax(logits, None if lanes is None else lanes.shard)
     lanes = Lanes.of(logits.shape[1], logits.device) if lanes is None else lanes
-    if lanes.part is not None:
-        drawn: Drawn = load("bateleur.eagle.lead:sample_part")(logits, law, keys, role, lanes, lanes.part)
+    if lanes.shard is not None:
+        drawn: Drawn = load("bateleur.eagle.shard_sampling:sample_shard")(
+            logits, metadata, keys, role, lanes, lanes.shard
+        )
         return drawn
     if role is Role.TARGET and isinstance(keys.place, int) and not keys.place:
-        return SAMPLE.on(logits)(logits, law, keys, lanes)
-    return _drawn(logits, law, keys, role, lanes)
+        return SAMPLE.on(logits)(logits, metadata, keys, lanes)
+    return _drawn(logits, metadata, keys, role, lanes)
 
 
-def _drawn(logits: Tensor, law: Law, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
+def _drawn(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
     name = names(keys, role)
-    if law.penalties is not None:
-        logits, law = law.penalties.apply(logits), Law(law.host, law.values)
+    if metadata.penalties is not None:
+        logits, metadata = metadata.penalties.apply(logits), SamplingMetadata(metadata.host, metadata.values)
     if native.takes(logits):
-        return Drawn(*_sample_rows(logits, law.values, lanes.words, keys.seed, name))
-    return argmax(_whole(logits, law, lanes.words, keys.seed, name))
+        return Drawn(*_sample_rows(logits, metadata.values, lanes.words, keys.seed, name))
+    return argmax(_whole(logits, metadata, lanes.words, keys.seed, name))
 
 
-def _by_torch(logits: Tensor, law: Law, keys: Keys, lanes: Lanes) -> Drawn:
-    return _drawn(logits, law, keys, Role.TARGET, lanes)
+def _by_torch(logits: Tensor, metadata: SamplingMetadata, keys: Keys, lanes: Lanes) -> Drawn:
+    return _drawn(logits, metadata, keys, Role.TARGET, lanes)
 
 
-SAMPLE = Forms(_by_torch, triton="bateleur.eagle.kernels.verify:sample")
-"""In the role TARGET, at place 0."""
+SAMPLE = Forms(_by_torch, triton="bateleur.eagle.kernels.rejection_sampler:sample")
+"""For role TARGET at place 0."""
 
 
-def _whole(logits: Tensor, law: Law, words: Tensor, seeds: Tensor, name: Tensor) -> Tensor:
-    """What the whole law of every row takes the argmax of, (N, V)."""
+def _whole(logits: Tensor, metadata: SamplingMetadata, words: Tensor, seeds: Tensor, name: Tensor) -> Tensor:
+    """Return the perturbed logits (N, V) of which the argmax is the sample."""
     noise_NV = gumbel_(unit(mixed(words, *hashed(seeds, name))))
-    return perturbed(noise_NV, law.apply(logits.float()), law.temperature)
+    return perturbed(noise_NV, metadata.apply(logits.float()), metadata.temperature)
 
 
 def _rows(
@@ -74,10 +82,12 @@ def _rows(
     open_M = (tokens < 0).nonzero().squeeze(1)
     if len(open_M):
         some = values[open_M]
-        law = Law(some.numpy(), some)
-        tokens[open_M], bad[open_M] = argmax(_whole(logits[open_M], law, words, seeds[open_M], name[open_M]))
+        metadata = SamplingMetadata(some.numpy(), some)
+        tokens[open_M], bad[open_M] = argmax(
+            _whole(logits[open_M], metadata, words, seeds[open_M], name[open_M])
+        )
     return tokens, bad
 
 
-_sample_rows = define(_library, _rows, Forms(_rows), mutates=(), fake=rows_fake, name="sample_rows")
-"""An operator, so that a recorded graph holds it."""
+_sample_rows = define(_library, _rows, Forms(_rows), mutates=(), fake=fake_token_rows, name="sample_rows")
+"""A torch operator, so that a recorded graph holds it."""

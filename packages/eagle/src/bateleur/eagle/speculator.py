@@ -1,8 +1,8 @@
-"""The chain drafter: an Eagle or MTP head that proposes tokens one after the other.
+"""EAGLE proposer: an EAGLE or MTP head that proposes tokens one after the other.
 
-A proposal is a first pass on the rows of the target's step, rejected tokens included, which borrows the target's
-attention metadata; then one pass for each further draft, with one token per row and metadata of its own. Nothing
-waits for the device.
+A proposal is a first pass on the rows of the target's step, rejected tokens included, with the target's attention
+metadata. Then one pass follows for each further draft, with one token per row and its own metadata. There is no
+host-device sync.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from bateleur.cudagraph import (
 from bateleur.eagle.borrow import TargetState, require_borrow
 from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
-from bateleur.eagle.chain import ChainSteps, bound_of_drafts, stage_dummy
+from bateleur.eagle.chain_steps import ChainSteps, bound_of_drafts, stage_dummy
 from bateleur.eagle.drafter import DraftContext, TargetNeeds
+from bateleur.eagle.full_proposal import FullProposal, can_follow
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first
 from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.spec import Head, SharedHead
@@ -41,7 +42,6 @@ from bateleur.eagle.managers import (
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.eagle.passes import DraftPasses, DraftState, refresh_of
 from bateleur.eagle.rules import Coupled, DraftDistribution, Logits, Rule
-from bateleur.eagle.whole import WholeChain, can_follow
 from bateleur.metadata import (
     AttentionBackend,
     BatchLimits,
@@ -56,23 +56,23 @@ class EagleSpeculator:
 
     Args:
         head: see `bateleur.eagle.heads`.
-        cache: where its keys and values are; everything is on the device of these.
+        cache: its keys and values; everything is on their device.
         backend: runs its attention and builds the chain's metadata.
         limits: the target's.
         num_speculative_tokens: K.
         graphs: what `capture` captures; None for nothing.
-        rule: how the drafts will be tested. Under RATIO and BLOCK they are drawn with noise of their own, and the
-            logits of all that wait for their test are kept, max_num_reqs * K * Vd * 4 bytes.
+        rule: how the drafts will be verified. Under RATIO and BLOCK drafts are drawn with independent noise, and the
+            logits of all drafts that wait for verification are kept, max_num_reqs * K * Vd * 4 bytes.
 
-    Raises `ValueError` for numbers that do not fit together.
+    Raises `ValueError` for inconsistent numbers.
 
     Attributes:
-        draft_max_seq_len: host bound of every draft pass's lengths: `max_model_len` before the first step, then
+        draft_max_seq_len: host bound of the lengths of every draft pass: `max_model_len` before the first step, then
             min(largest bound of the step + K, max_model_len).
         max_drafted_len: see `BoundedDrafter`: a pass at position p draws the token of index p + 2.
-        draft_prefill_builds: metadata built for first passes; 0 as long as the target has metadata to lend.
-        prefill, decode: graphs of the first pass, once they are captured, and of the chain.
-        decisions: what chains ran on, and why those that ran eagerly did.
+        draft_prefill_builds: metadata built for first passes; 0 if the target always has metadata.
+        prefill, decode: graphs of the first pass, once captured, and of the chain.
+        decisions: which graph each chain ran on, and why it ran eagerly.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class EagleSpeculator:
         rule: Rule = Rule.COUPLED,
     ) -> None:
         cache.require_room(head.spec, limits, num_speculative_tokens)
-        self.head, self.kv, self.rule = head, tuple(cache.kv), rule
+        self.head, self.rule = head, rule
         self.num_speculative_tokens = num_speculative_tokens
-        self.draft_max_seq_len = self._max_model_len = limits.max_model_len
+        self.draft_max_seq_len = limits.max_model_len
         self.draft_prefill_builds = 0
-        self._cache, self._group = cache, cache.group
+        self._cache = cache
         self._builder = backend.builder()
         check_reads(self._builder)
         held = min(limits.max_model_len, head.spec.max_positions or limits.max_model_len)
         self.max_drafted_len = min(held + 2, limits.max_model_len)
         own = BatchLimits(limits.max_num_reqs, limits.max_num_tokens, held)
         self.inputs = DraftInputs(head, cache, own, num_speculative_tokens, rule)
-        self._refresh = refresh_of(self._builder)
-        self._passes = DraftPasses(head, cache, backend, self.inputs, self._refresh, rule)
+        refresh = refresh_of(self._builder)
+        self._passes = DraftPasses(head, cache, backend, self.inputs, refresh, rule)
         if self.inputs.device.type == "cpu":
             head.reserve_positions(held)
         self._native: NativeChain | None = None
@@ -112,34 +112,39 @@ class EagleSpeculator:
         self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
         self._chains: tuple[int, ...] = ()
         self._graphs = graphs
-        self.whole: WholeChain | None = None
-        """What a graph of a whole proposal holds; None where its metadata does not follow from pass to pass."""
+        self.whole: FullProposal | None = None
+        """Whole proposals for CUDA graphs; None if metadata cannot be refreshed inside a graph."""
         if graphs is not None:
             self._plan_decode(graphs)
 
     # --- Drafter --------------------------------------------------------------------------------------------
 
     @property
+    def kv(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """(k_cache, v_cache) of each attention layer of the head."""
+        return tuple(self._cache.kv)
+
+    @property
     def needs(self) -> TargetNeeds:
-        """What the head is fed."""
+        """Hidden states of the target that the head reads."""
         return self.head.spec.needs
 
     @property
-    def begins_late(self) -> bool:
-        """Whether it drafts for requests whose first tokens it was not shown, see `DraftContext.begins`: the chain in C
-        does.
+    def can_start_late(self) -> bool:
+        """Whether it drafts for requests whose first tokens it has not seen, see `DraftContext.start_positions`. The
+        chain in C can.
         """
         return self._native is not None and self._is_eager
 
     def admit(self, row: int, token_ids: list[int]) -> None:
-        """Nothing: what the drafter remembers is in cache blocks, which come and go with the target's."""
+        """Does nothing: the head keeps its state in KV cache blocks, which the target's scheduler manages."""
 
     def propose(self, context: DraftContext) -> Tensor:
-        """Bring the draft's caches up to date and propose; (R, K) int64, -1 where there is no draft. No host sync."""
+        """Update the draft's caches and propose; (R, K) int64, -1 where there is no draft. No host sync."""
         drafts = self._native.propose(context) if self._native is not None and self._is_eager else None
         if self._native is not None and drafts is not None:
             longest = context.batch.max_seq_len + self.num_speculative_tokens
-            self.draft_max_seq_len = min(longest, self._max_model_len)
+            self.draft_max_seq_len = min(longest, self.steps.max_seq_len)
             return drafts
         return self._propose(context)
 
@@ -149,43 +154,43 @@ class EagleSpeculator:
         batch, num_drafts, x = context.batch, context.num_drafts, self.inputs
         num_rows = batch.num_actual_reqs
         self.draft_max_seq_len = draft_max_seq_len(
-            batch.seq_len_bound, self.num_speculative_tokens, self._max_model_len
+            batch.seq_len_bound, self.num_speculative_tokens, self.steps.max_seq_len
         )
-        stage_first(x, batch, self._group, context.next_token, context.num_valid, eager=True)
-        x.set_rows(context.seeds, context.temperature, batch.block_tables[self._group], context.rows)
+        stage_first(x, batch, self._cache.group, context.next_token, context.num_valid, eager=True)
+        x.set_rows(context.seeds, context.temperature, batch.block_tables[self._cache.group], context.rows)
         x.hidden[: batch.num_tokens] = self.head.fuse(context.features)
         room_R = self._room(context)
         chain = self._decide(num_rows, num_drafts).descriptor if num_drafts > 1 else None
         self._run_first(context)
         if num_drafts > 1:
             self._run_chain(context, chain)
-        if context.begins is not None:  # paged attention would read keys that other requests left
-            x.tokens[:num_rows].masked_fill_((context.begins > 0).unsqueeze(1), -1)
+        if context.start_positions is not None:  # paged attention would read keys that other requests left
+            x.tokens[:num_rows].masked_fill_((context.start_positions > 0).unsqueeze(1), -1)
         tokens_RK = x.tokens[:num_rows]
         return (
             tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
         )
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
-        """How the last drafts of these rows of the table were drawn; (R, K, Vd) logits of rows that sample."""
+        """Return how the last drafts of these rows of the table were drawn; (R, K, Vd) logits of rows that sample."""
         kept = self.inputs.logits
         if kept is None:
             return Coupled()
-        part = self.head.part if isinstance(self.head, SharedHead) else None
-        return Logits(kept.of(rows), self.head.target_ids, part)
+        shard = self.head.shard if isinstance(self.head, SharedHead) else None
+        return Logits(kept.of(rows), self.head.target_ids, shard)
 
     @property
     def _is_eager(self) -> bool:
-        """Whether passes on a CPU run in the form for it: no graph of theirs is ready."""
+        """Whether passes on a CPU run without graphs."""
         first, chain = self.prefill, self.decode
         graphed = (first is not None and first.ready) or (chain is not None and chain.ready)
         return self.inputs.on_host and not graphed
 
     def _room(self, context: DraftContext) -> Tensor | None:
-        """Drafts of each row that are of use, (R,) int64: those at an index where the target can compute, below
-        `max_model_len`. None where the host knows that it is all K.
+        """Return how many drafts of each row are useful, (R,) int64: those at an index that the target can compute,
+        below `max_model_len`. None if the host knows that it is K for all rows.
         """
-        batch, k, limit = context.batch, self.num_speculative_tokens, self._max_model_len
+        batch, k, limit = context.batch, self.num_speculative_tokens, self.steps.max_seq_len
         if context.num_drafts == k and batch.seq_len_bound.max() + 1 + k <= limit:
             return None
         positions_R = self.inputs.token_positions[: batch.num_actual_reqs]
@@ -193,23 +198,23 @@ class EagleSpeculator:
 
     @torch.no_grad()
     def warm_up(self, target: TargetState) -> None:
-        """Run all passes behind a dummy step that is staged, eagerly, so that none behind later ones of such rows loads
-        a kernel: with draws and without, and those that only store keys and values.
+        """Run all passes after a staged dummy step, eagerly, so that no later step of such rows loads a kernel: with
+        noise, without, and those that only store keys and values.
         """
         first = self._adopt(target, Phase.WARMUP, None)
-        self._passes.keep_up(Execution(None, first))
+        self._passes.store_kv(Execution(None, first))
         for greedy in (True, False):
             self._passes.first(Execution(None, replace(first, greedy=greedy)))
             if self.num_speculative_tokens > 1:
                 self._warm_chain(target.batch, greedy)
 
     def _warm_chain(self, batch: CommonAttentionMetadata, greedy: bool) -> None:
-        """Run a pass of the chain behind the first one of a dummy step."""
-        rows, longest = batch.num_actual_reqs, self._max_model_len
+        """Run a pass of the chain after the first pass of a dummy step."""
+        rows, longest = batch.num_actual_reqs, self.steps.max_seq_len
         bound = bound_of_drafts(batch).advanced(1, longest)
         state = self.steps.build(rows, rows, bound, longest, BuildPhase.WARMUP, greedy=greedy)
-        if self._refresh is not None:
-            self._refresh(state.metadata)
+        if self._passes.refresh is not None:
+            self._passes.refresh(state.metadata)
         self._passes.chain(Execution(None, state))
 
     # --- capture --------------------------------------------------------------------------------------------
@@ -222,14 +227,14 @@ class EagleSpeculator:
         keys: Iterable[BatchExecutionDescriptor] | None = None,
         keep_going: bool = False,
     ) -> None:
-        """Capture the first pass over the target's captured states, on loan, and the chain over states of its own.
+        """Capture the first pass over the target's captured states, and the chain over states of its own.
 
         attn_states: what the target's `capture` returned; its states are `TargetState`.
         keys: those of the first pass; None means all that the target captured, () no first pass.
         keep_going: as for `CudaGraphManager.capture`.
 
-        Raises `NotCaptured`, with the nearest keys, for a key that the target has not captured, `BorrowError` where a
-        loan breaks a rule, `CaptureError`, and `ValueError` without `graphs`.
+        Raises `NotCaptured`, with the nearest keys, for a key that the target has not captured, `BorrowError` if the
+        target's metadata does not fit, `CaptureError`, and `ValueError` without `graphs`.
         """
         if self._graphs is None or self.decode is None:
             raise ValueError("graphs is None; a speculator that captures needs a DraftGraphs")
@@ -243,9 +248,9 @@ class EagleSpeculator:
         self.decode.capture(self.steps, self._passes.chain, keep_going=keep_going)
 
     def _plan_decode(self, graphs: DraftGraphs) -> None:
-        """Lay out the chain's graphs; K = 1 has no chain."""
+        """Plan the chain's graphs; K = 1 has no chain."""
         k = self.num_speculative_tokens
-        if graphs.fuse and self._refresh is not None:
+        if graphs.fuse and self._passes.refresh is not None:
             self._chains = tuple(sorted({*graphs.chains, k}))
             if not 2 <= self._chains[0] <= self._chains[-1] <= k and k > 1:
                 raise ValueError(f"chains is {graphs.chains}; a chain has 2 to {k} drafts")
@@ -257,14 +262,14 @@ class EagleSpeculator:
         )
         self.decode = DecodeEagleCudaGraphManager(plan, graphs.backend, checks=graphs.checks)
         if graphs.fuse and can_follow(self._builder):
-            self.whole = WholeChain(
+            self.whole = FullProposal(
                 self.head,
                 self.inputs,
                 self._passes,
                 self.steps,
                 self._lent,
                 self._adopt,
-                self._group,
+                self._cache.group,
             )
         self._consensus = graphs.consensus(plan)
 
@@ -279,7 +284,7 @@ class EagleSpeculator:
         if context.num_drafts:
             self._passes.first(execution)
         else:
-            self._passes.keep_up(execution)
+            self._passes.store_kv(execution)
 
     def _borrow(
         self,
@@ -289,18 +294,18 @@ class EagleSpeculator:
         *,
         greedy: bool = False,
     ) -> DraftState:
-        """The state of a first pass: the target's step and metadata as they are. A target without attention lends the
-        step only.
+        """Return the state of a first pass: the target's step and metadata. For a target without attention the
+        metadata is built.
 
-        So rejected tokens are stored, too: attention takes for granted that every position below `seq_lens` has been
-        written. Causality hides them from the tokens that stay, and whoever comes to their position overwrites them.
+        Rejected tokens are stored, too: attention requires that every position below `seq_lens` has been written.
+        Causality hides them from kept tokens, and the next token at their position overwrites them.
         """
         batch, metadata = target.batch, target.attention
         if metadata is None:
             self.draft_prefill_builds += 1
-            metadata = self._builder.build(batch, self._group, phase)
+            metadata = self._builder.build(batch, self._cache.group, phase)
         else:
-            require_borrow(metadata, batch, self._group, now)
+            require_borrow(metadata, batch, self._cache.group, now)
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def _lent(self, target: TargetState, phase: BuildPhase) -> DraftState:
@@ -308,7 +313,7 @@ class EagleSpeculator:
 
     def _adopt(self, target: TargetState, phase: Phase, seed: int | None) -> DraftState:
         """Stage a dummy step, or a random one, into the drafter's buffers."""
-        stage_dummy(self.inputs, self._cache, target.batch, self._group, seed=seed)
+        stage_dummy(self.inputs, self._cache, target.batch, self._cache.group, seed=seed)
         return self._borrow(target, phase=BuildPhase(phase.value))
 
     # --- the chain ------------------------------------------------------------------------------------------
@@ -318,22 +323,22 @@ class EagleSpeculator:
         bound = bound_of_drafts(context.batch)
         padded = num_rows if key is None else key.num_tokens
         for step in range(1, num_drafts):
-            if step == 1 or self._refresh is None:
+            if step == 1 or self._passes.refresh is None:
                 last = (
-                    step if self._refresh is None else num_drafts - 1
-                )  # pass that its host bound must hold for
-                longest = bound.advanced(last, self._max_model_len)
+                    step if self._passes.refresh is None else num_drafts - 1
+                )  # the pass for which the host bound must hold
+                longest = bound.advanced(last, self.steps.max_seq_len)
                 state = self.steps.build(
                     num_rows, padded, longest, self.draft_max_seq_len, greedy=context.greedy
                 )
-            if self._refresh is not None and not (key is not None and key.variant):
-                self._refresh(state.metadata)
+            if self._passes.refresh is not None and not (key is not None and key.variant):
+                self._passes.refresh(state.metadata)
             if key is None:
                 self._passes.chain(Execution(None, state))
                 continue
             assert self.decode is not None
             self.decode.replay(key, state.staged(key))
-            if key.variant:  # one graph of all passes, which refreshes by itself
+            if key.variant:  # one graph of all passes, refreshes included
                 return
 
     def _decide(self, num_rows: int, num_drafts: int) -> Decision:

@@ -1,4 +1,4 @@
-"""What became of drafts: counts for a report, and estimates for whoever decides how many to make.
+"""Acceptance counts for reports, and acceptance estimates for draft policies.
 
 Host numpy. Legend for shapes: R rows of one step, K draft tokens at most, N rows of the engine's request table.
 """
@@ -15,27 +15,27 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 class AcceptStats:
-    """Counts verified rows; a row without drafts is plain decoding and counted apart.
+    """Counts drafts of verified rows; rows without drafts are counted separately.
 
-    num_steps, num_plain: rows with and without drafts. num_drafts, num_accepted: drafts that were verified, and those
-        of them that were accepted.
+    num_steps, num_plain: rows with and without drafts.
+    num_drafts, num_accepted: verified and accepted drafts.
     tried, kept: (K,) int64, how often draft i was reached (all before it were accepted), and accepted.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:
-        """Count nothing yet; `num_speculative_tokens` is K."""
+        """num_speculative_tokens: K."""
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be at least 1")
         self.num_steps = self.num_plain = self.num_drafts = self.num_accepted = 0
         self.counted = np.zeros((2, num_speculative_tokens), np.int64)
-        """Both of them."""
+        """Both as one array."""
         self.tried, self.kept = self.counted
         self._pairs = _Pairs(num_speculative_tokens)
 
     def update(self, num_drafts: IntArray, num_accepted: IntArray) -> None:
-        """Add the rows of one step: drafts that were verified (-1 is none) and accepted ones, both (R,).
+        """Add the rows of one step: verified drafts (-1 is none) and accepted ones, both (R,).
 
-        `ValueError` unless 0 <= accepted <= drafts <= K.
+        Raises `ValueError` unless 0 <= accepted <= drafts <= K.
         """
         often = self._pairs.count(self._pairs.number(num_drafts, num_accepted))
         drafted = len(num_drafts) - int(often[0])
@@ -51,12 +51,12 @@ class AcceptStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a row with drafts gets in a step: those accepted, and the one that always comes. NaN for none."""
+        """Mean tokens that a row with drafts emits in a step: the accepted drafts and one more. NaN without any."""
         return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
 
     @property
     def acceptance_per_position(self) -> FloatArray:
-        """(K,) float64, how often draft i was accepted when all before it were. NaN where it was never reached."""
+        """(K,) float64, how often draft i was accepted when all before it were. NaN if it was never reached."""
         rates = np.full(len(self.tried), np.nan)
         np.divide(self.kept, self.tried, out=rates, where=self.tried > 0)
         return rates
@@ -65,8 +65,8 @@ class AcceptStats:
 class AcceptanceEstimates:
     """Running estimates of `acceptance_per_position`, one for each row of the request table.
 
-    A request that is new is taken to be like the others; what it shows itself counts more with every draft, and
-    fades with time, so that estimates follow a text that changes.
+    A new request starts from the mean of all requests. Its own observations weigh more with every draft, and older
+    ones decay, so that estimates follow the text.
     """
 
     def __init__(
@@ -79,13 +79,11 @@ class AcceptanceEstimates:
         memory: float = 16.0,
         memory_of_all: float = 256.0,
     ) -> None:
-        """Know nothing yet.
-
-        prior: estimate before anything was seen, in (0, 1).
-        strength: observations that the estimate of all requests weighs against those of one; above 0.
-        memory: observations of a request after which one has faded to 1/e; at least 1. It is short, since texts become
-            easier, or harder, as they go on.
-        memory_of_all: the same of all requests; at least 1. A step fades it as much as it adds.
+        """prior: estimate before any observation, in (0, 1).
+        strength: weight of the estimate of all requests, in observations of one request; above 0.
+        memory: observations of a request after which one has decayed to 1/e; at least 1. It is short, because a text
+            becomes easier or harder to predict.
+        memory_of_all: the same for all requests; at least 1. A step decays it by as much as it adds.
         """
         if not 0 < prior < 1:
             raise ValueError(f"prior={prior} must be in (0, 1)")
@@ -97,7 +95,7 @@ class AcceptanceEstimates:
         self.memory_of_all = float(memory_of_all)
         self._k, self._pairs = num_speculative_tokens, _Pairs(num_speculative_tokens)
         self.seen = np.zeros((max_num_reqs, 2 * num_speculative_tokens))
-        """(N, 2 K), drafts that were tried, faded, then those of them that were kept."""
+        """(N, 2 K) decayed counts of drafts that were reached, then of those that were accepted."""
         self.all_seen = np.zeros(2 * num_speculative_tokens)
         self._tried = np.tile(np.arange(num_speculative_tokens), 2)
         tried = np.tile(self._pairs.tried_kept[:, :num_speculative_tokens], 2)
@@ -105,7 +103,7 @@ class AcceptanceEstimates:
         self._adds = self._pairs.tried_kept.astype(np.float64)
 
     def admit(self, row: int) -> None:
-        """A new request begins in row `row`."""
+        """A new request takes row `row`."""
         self.seen[row] = 0
 
     def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
@@ -117,7 +115,7 @@ class AcceptanceEstimates:
         self.all_seen[:] = self.all_seen * left + sums
 
     def of(self, rows: IntArray) -> FloatArray:
-        """(R, K) float64 in (0, 1): chance that draft i is accepted if all before it are."""
+        """(R, K) float64 in (0, 1): probability that draft i is accepted if all before it are."""
         k, seen, strength = self._k, self.seen[rows], self._strength
         common = (self.all_seen[k:] + strength * self._prior) / (self.all_seen[:k] + strength)
         own: FloatArray = (seen[:, k:] + strength * common) / (seen[:, :k] + strength)
@@ -125,10 +123,10 @@ class AcceptanceEstimates:
 
 
 class _Pairs:
-    """What can become of a row's drafts, (drafts, accepted), by number; `C = (1 + K) ** 2`, of which not all can be.
+    """All pairs (drafts, accepted) of a row, numbered; `C = (1 + K) ** 2`, some of which cannot occur.
 
-    num_drafts, num_accepted: (C,) int64. tried_kept: (C, 2 K) int64, 1 for drafts that were reached, then for those
-        that were accepted.
+    num_drafts, num_accepted: (C,) int64.
+    tried_kept: (C, 2 K) int64, 1 for drafts that were reached, then for those that were accepted.
     """
 
     def __init__(self, k: int) -> None:
@@ -139,7 +137,7 @@ class _Pairs:
         self.tried_kept = np.concatenate((tried, position < accepted), 1).astype(np.int64)
 
     def number(self, num_drafts: IntArray, num_accepted: IntArray) -> IntArray:
-        """(R,) of each row. `ValueError` for counts that can't be."""
+        """(R,) number of each row's pair. Raises `ValueError` for impossible counts."""
         if num_drafts.ndim != 1 or num_drafts.shape != num_accepted.shape:
             raise ValueError(
                 f"num_drafts {num_drafts.shape} and num_accepted {num_accepted.shape} must both be (R,)"
@@ -154,5 +152,5 @@ class _Pairs:
         return num_drafts * (1 + self._k) + num_accepted
 
     def count(self, pair: IntArray) -> npt.NDArray[np.int64]:
-        """(C,) how often each number is among these."""
+        """(C,) how often each pair occurs."""
         return np.bincount(pair, minlength=len(self.num_drafts))

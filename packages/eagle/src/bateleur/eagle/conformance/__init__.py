@@ -1,4 +1,4 @@
-"""A check that anybody's drafter can be put to: it raises with everything that is wrong, or reports."""
+"""Conformance check for drafters: raises an error that lists all violations, or returns a report."""
 
 from bateleur.eagle.conformance.check import DrafterReport, check_drafter
 from bateleur.eagle.conformance.toy_engine import ToyEngine

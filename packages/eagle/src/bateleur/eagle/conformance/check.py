@@ -1,4 +1,4 @@
-"""The check of drafters; see `check_drafter`."""
+"""The conformance check of drafters; see `check_drafter`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CHUNK = 3
 
 @dataclass(frozen=True, slots=True)
 class DrafterReport:
-    """What was tried. `num_steps` and `num_accepted` count rows that had drafts, and drafts that were accepted."""
+    """Result of a check. `num_steps` and `num_accepted` count rows that had drafts, and accepted drafts."""
 
     drafter: str
     num_proposals: int
@@ -48,23 +48,24 @@ def check_drafter(
     target: Callable[[], ToyTarget] = ToyTarget,
     engine: type[ToyEngine] = ToyEngine,
 ) -> DrafterReport:
-    """Hold a drafter to everything that engines rely on.
+    """Check that a drafter fulfils everything that engines rely on.
 
-    Four requests, one of them in a row that another one left, run through chunks of prompts and verification: all
-    in one batch, each by itself, in another order, with padding that holds NaN, and with fewer drafts than K.
+    Four requests, one of them in a reused row, run through chunked prompts and verification: all in one batch, each
+    alone, in another order, with padding that holds NaN, and with fewer drafts than K.
 
     Args:
-        make_drafter: makes a new drafter for an engine, whose `groups`, `limits`, `target` and `backend` it may look
-            at; K is at most 8.
-        reads_device: the drafter is allowed to wait for the device; one for tests, say.
-        target, engine: what it drafts for, and within.
+        make_drafter: creates a new drafter for an engine, whose `groups`, `limits`, `target` and `backend` it may
+            read; K
+            is at most 8.
+        reads_device: the drafter may wait for the device; for drafters in tests.
+        target, engine: what it drafts for.
 
     Raises:
         ConformanceError: with every violation found; each starts with the letter of its class. P: shape, dtype or ids
-        of a proposal. N: more drafts than were asked for. W: what it was shown is written to. S: it waits for the
-        device. B: drafts depend on the other requests, on their order, or on who had the row before. D: drafts
-        depend on padding. K: drafts depend on how many were asked for before. T: a text is not the one that plain
-        decoding gives.
+            of a proposal. N: more drafts than requested. W: inputs are written to. S: it waits for the device. B:
+            drafts
+            depend on the other requests, on their order, or on the row's previous request. D: drafts depend on padding.
+            K: drafts depend on the earlier number of drafts. T: a text differs from that of plain decoding.
     """
     run = _Check(make_drafter, reads_device, target, engine)
     run.check()
@@ -75,7 +76,7 @@ def check_drafter(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A request: where and when it comes."""
+    """A request: its row, and when it arrives."""
 
     name: str
     row: int
@@ -101,7 +102,7 @@ class _Seen(NamedTuple):
 
 
 class _Check:
-    """One check: what was found, and how much was tried."""
+    """One check: violations, and counts."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class _Check:
         self._noted: set[tuple[str, str]] = set()
 
     def note(self, letter: str, text: str) -> None:
-        """Keep a violation once, however often it is found."""
+        """Record a violation once."""
         if (letter, text.split(":")[0]) not in self._noted:
             self._noted.add((letter, text.split(":")[0]))
             self.violations.append(Violation(letter, text))
@@ -132,7 +133,7 @@ class _Check:
         self.compare(base, self.run(_JOBS, asked=(None, 0, 1, None, 0)), "K", "after steps with fewer drafts")
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
-        """A drafter whose proposals are looked at, and made harmless, before an engine sees them."""
+        """Return a drafter whose proposals are checked, and made harmless, before the engine reads them."""
 
         def propose(context: DraftContext) -> Tensor:
             shown = dict(_tensors(context))
@@ -152,7 +153,7 @@ class _Check:
         )
 
     def sound(self, proposal: Any, shape: tuple[int, int], num_drafts: int, vocab_size: int) -> Tensor:
-        """A proposal without what no engine could use."""
+        """Return a proposal without entries that an engine cannot use."""
         if not isinstance(proposal, Tensor) or proposal.shape != shape or proposal.dtype != torch.int64:
             is_tensor = isinstance(proposal, Tensor)
             found = f"{proposal.dtype} {tuple(proposal.shape)}" if is_tensor else type(proposal)
@@ -163,13 +164,13 @@ class _Check:
             first = int(proposal[strange][0])
             self.note("P", f"an id is {first}; ids are below {vocab_size}, -1 is no draft")
         if (proposal[:, num_drafts:] != -1).any():
-            self.note("N", f"more than num_drafts drafts; those behind must be -1 (first: {num_drafts})")
+            self.note("N", f"more than num_drafts drafts; later ones must be -1 (first: {num_drafts})")
         sound: Tensor = proposal.masked_fill(strange, -1)
         sound[:, num_drafts:] = -1
         return sound
 
     def compare(self, base: _Seen, other: _Seen, letter: str, when: str) -> None:
-        """Drafts after the same text are the same, as far as both runs asked for them; and so are the texts."""
+        """Check that drafts after the same text are equal, as far as both runs requested them, and that texts are."""
         for place in sorted(base.drafts.keys() & other.drafts.keys()):
             first, second = base.drafts[place], other.drafts[place]
             known = min(len(first), len(second))
@@ -245,7 +246,7 @@ def _in_prompt(request: ToyRequest) -> bool:
 
 
 def _tensors(context: DraftContext) -> Iterator[tuple[str, Tensor]]:
-    """The device tensors that a drafter is shown."""
+    """The device tensors of a context."""
     for index, tensor in enumerate(device_tensors(context.batch)):
         yield f"batch ({index})", tensor
     for index, tensor in enumerate(context.features):

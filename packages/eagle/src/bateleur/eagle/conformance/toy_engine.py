@@ -1,6 +1,6 @@
-"""An engine of one screen around a toy target: paged caches, chunks of prompts, verification.
+"""A minimal engine around a toy target: paged caches, chunked prompts, verification.
 
-It reads the device wherever that is convenient, so only what it hands to the drafter is like a real engine's.
+It reads the device where that is convenient. Only what it passes to the drafter is like in a real engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from bateleur.metadata import (
 
 @dataclass
 class ToyRequest:
-    """One request: its row, all its tokens, those whose keys the target holds, and the drafts for its next step."""
+    """One request: its row, all its tokens, the number of tokens in the target's cache, and the drafts for its next
+    step.
+    """
 
     row: int
     tokens: list[int]
@@ -55,13 +57,12 @@ class ToyState:
 
 
 class ToyEngine:
-    """Runs steps of a target, and asks a drafter after each.
+    """Runs steps of a target, and calls a drafter after each.
 
-    Every row of the table owns `max_blocks` blocks for life. `limits`, `block_size` and `lookahead` fix the buffers.
-
+    Every row of the table owns `max_blocks` blocks. `limits`, `block_size` and `lookahead` fix the buffers.
     padded: steps are padded, to a quarter of `limits` at least, and outputs of padding hold NaN.
-    context: what the drafter was shown last.
-    key: the graph that a step runs on, in an engine that has some.
+    context: the last context of the drafter.
+    key: the graph that a step runs on, in an engine with graphs.
     """
 
     key: BatchExecutionDescriptor | None = None
@@ -91,15 +92,15 @@ class ToyEngine:
         self.padded = False
 
     def add(self, row: int, tokens: Sequence[int], seed: int = 0, temperature: float = 0.0) -> ToyRequest:
-        """A request in a row of the table."""
+        """Add a request in a row of the table."""
         self.requests[row] = ToyRequest(row, list(tokens), seed, temperature)
         return self.requests[row]
 
     def step(self, work: Mapping[int, int], num_drafts: int | None = None) -> Tensor:
         """Compute `work[row]` tokens of each row, decoding rows first: of the prompt, or the last token and drafts.
 
-        Fewer known drafts than asked for are filled up with token 0. `num_drafts` is what the drafter is asked for.
-        Returns its proposal, (R, K); the requests hold it as well.
+        Missing drafts are filled with token 0. num_drafts: passed to the drafter. Returns its proposal, (R, K); the
+        requests keep it as well.
         """
         assert self.drafter is not None
         asked = self.drafter.num_speculative_tokens if num_drafts is None else num_drafts
@@ -161,7 +162,7 @@ class ToyEngine:
         outputs: tuple[Tensor, ...],
         asked: int,
     ) -> DraftContext:
-        """Accept what the target draws itself, and commit."""
+        """Accept drafts that equal the target's draws, and commit."""
         assert self.drafter is not None
         k, logits, start = self.drafter.num_speculative_tokens, self.target.logits(outputs[-1]).cpu(), 0
         next_token, num_valid, emitted = [], [], []
@@ -195,14 +196,14 @@ class ToyEngine:
         )
 
     def draw(self, logits: Tensor, request: ToyRequest, index: int) -> int:
-        """The target's own token of `index` in a request's sequence."""
+        """The target's own token at `index` of a request's sequence."""
         temperature = torch.tensor([request.temperature], dtype=torch.float32)
         scaled = logits.float()[None] / (request.temperature or 1.0)
         keys = Keys(torch.tensor([request.seed]), torch.tensor([index]))
         return int(draw(scaled, temperature, keys).token_ids)
 
     def plain(self, request: ToyRequest, count: int) -> list[int]:
-        """The request's prompt and `count` tokens behind it, decoded one by one from scratch, without drafts."""
+        """The request's prompt and `count` tokens after it, decoded one by one from scratch, without drafts."""
         tokens = request.tokens[: request.prompt_len]
         for _ in range(count):
             outputs = self.target.forward(torch.tensor(tokens), torch.arange(len(tokens)), DenseAttend())

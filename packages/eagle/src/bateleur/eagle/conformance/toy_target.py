@@ -1,4 +1,4 @@
-"""A tiny dense target in float64 that reaches attention through one callable, and caches for it.
+"""A tiny dense target in float64 that calls attention through one callable, and caches for it.
 
 Legend for shapes: T tokens, V vocabulary, W width.
 """
@@ -27,7 +27,7 @@ class ToyLayer:
         self.mlp = make(width, width)
 
     def __call__(self, index: int, x: Tensor, residual: Tensor, attend: Attend) -> Tensor:
-        """(T, width) of x (T, width_in), behind `residual`."""
+        """(T, width) of x (T, width_in), added to `residual`."""
         q = (x @ self.q).view(len(x), NUM_HEADS, HEAD_DIM)
         k, v = (x @ self.kv).view(len(x), 2, NUM_KV_HEADS, HEAD_DIM).unbind(1)
         h = residual + attend(index, q, k, v).flatten(1) @ self.o
@@ -35,7 +35,7 @@ class ToyLayer:
 
 
 def weights(seed: int, device: torch.device | str) -> Callable[..., Tensor]:
-    """Makes random matrices, in order."""
+    """Create random matrices, in order."""
     generator = torch.Generator().manual_seed(seed)
 
     def make(*shape: int) -> Tensor:
@@ -77,7 +77,7 @@ class ToyTarget:
         return (hidden @ self.head).float()
 
     def features(self, outputs: Sequence[Tensor], needs: TargetNeeds) -> tuple[Tensor, ...]:
-        """What a drafter with `needs` is shown of what `forward` returned."""
+        """Select from the result of `forward` what a drafter with `needs` reads."""
         taps = tuple(outputs[tap] for tap in needs.taps)
         return (*taps, outputs[-1]) if needs.hidden else taps
 

@@ -1,8 +1,8 @@
-"""From a `config.json` to a `HeadSpec`, for each layout that heads are published in.
+"""Reads a `config.json` into a `HeadSpec`, for each layout in which heads are published.
 
-How layers are counted differs: the EAGLE repository, speculators and vLLM give the layer whose *input* is tapped, which
-is the boundary itself; some trainers give the layer whose *output* is tapped, which is one less than the boundary.
-Nothing in a checkpoint says which, so it is the caller's to say (`layer_ids`).
+Layouts count layers differently. The EAGLE repository, speculators and vLLM give the layer whose *input* is tapped,
+which is the boundary itself. Some trainers give the layer whose *output* is tapped, which is one less than the
+boundary. A checkpoint does not say which, so the caller does (`layer_ids`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LLAMA_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a configuration says."""
+    """A parsed configuration."""
 
     layout: Layout
     spec: HeadSpec
@@ -42,7 +42,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One configuration in the terms of all layouts: `layer` sizes the decoder layer, `head` has the switches."""
+    """One configuration in common terms: `layer` has the sizes of the decoder layer, `head` the switches."""
 
     layout: Layout
     eagle3: bool
@@ -107,9 +107,9 @@ def _require_targets(fields: Fields, name: str, its: int) -> None:
 
 
 def _window(layer: Fields) -> int | None:
-    """The window of the first layer; `layer_types`, where it is given, decides whether there is one.
+    """The window of the first layer; `layer_types`, if given, decides whether there is one.
 
-    Without it a Mistral layer has the window that is named, or the default of transformers; others ask for a flag.
+    Without it a Mistral layer has the named window, or the default of transformers; other layers need a flag.
     """
     types = layer.choices("layer_types", ("full_attention", "sliding_attention"))
     if len(set(types)) > 1:
@@ -121,7 +121,7 @@ def _window(layer: Fields) -> int | None:
 
 
 def _sizes(source: _Source, names: Collection[str], target: TargetInfo) -> dict[str, Any]:
-    """What the layers of every EAGLE head have."""
+    """Sizes of the layers of every EAGLE head."""
     layer = source.layer
     heads = layer.size("num_attention_heads")
     return {

@@ -1,4 +1,4 @@
-"""Attention of a head over one sequence, with a cache that grows: for tests, teaching and a first try on a CPU."""
+"""Attention of a head over one sequence with a growing cache: for tests, teaching and first experiments on a CPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from bateleur.eagle.heads.spec import HeadSpec
 
 
 class DenseAttend:
-    """An `Attend` for one sequence. A pass appends its tokens behind those that are there and sees all of them, or as
-    many as the window of `spec`.
+    """An `Attend` for one sequence. A pass appends its tokens to the cache and attends to all cached ones, or to the
+    window of `spec`.
 
     kv: keys and values (n, Hk, D) of each layer that has run.
     """
@@ -24,7 +24,7 @@ class DenseAttend:
         return len(self.kv[0][0]) if self.kv else 0
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens, such as drafts that were rejected."""
+        """Drop all but the first `length` tokens, such as rejected drafts."""
         if not 0 <= length <= len(self):
             raise ValueError(f"length is {length}; the cache holds {len(self)} tokens")
         self.kv = {layer: (keys[:length], values[:length]) for layer, (keys, values) in self.kv.items()}

@@ -1,4 +1,4 @@
-"""EAGLE-3: several boundaries of the target fused into one hidden state, and one layer that reads it beside the token.
+"""EAGLE-3: several boundaries of the target fused into one hidden state, and one layer that reads it with the token.
 
 Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025), with the
 switches of EAGLE-3.1. With E the embedding of the token and g the hidden state it is fed:
@@ -23,7 +23,9 @@ from bateleur.eagle.heads.weights import Weights
 
 
 class FirstLayer:
-    """The layer whose attention sees the token's embedding beside the hidden state, each behind a norm of its own."""
+    """The layer whose attention reads the token embedding concatenated with the hidden state, each normalised
+    separately.
+    """
 
     def __init__(self, spec: HeadSpec, weights: Weights) -> None:
         size, eps = spec.hidden_size, spec.norm_eps
@@ -63,7 +65,7 @@ class Eagle3Head(BaseHead):
         self.norm = RMSNorm(weights, "norm", size, spec.norm_eps)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """See `Head.fuse`. A head without taps is fed the final hidden state as it is."""
+        """See `Head.fuse`. A head without taps reads the final hidden state unchanged."""
         if self.fc is None:
             return super().fuse(features)
         taps = [tap.to(self._dtype) for tap in features]

@@ -26,24 +26,24 @@ class Fields:
         self._null = {name for name, value in values.items() if value is None}
 
     def raw(self, name: str) -> Any:
-        """The field as it is; None where there is none."""
+        """The field as it is; None if it is missing."""
         return self._values.get(name)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1, and of no more than any head has."""
+        """An integer of at least 1, and at most the largest size of any head."""
         value, most = self._values.get(name, default), _MOST.get(name, 1 << 24)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name} is {value!r}; it must be a whole number in [1, {most}]")
         return value
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:
-        """A whole number of at least 1; None where the field is null, and `default` where there is none."""
+        """An integer of at least 1; None if the field is null, and `default` if it is missing."""
         if name in self._values:
             return self.size(name)
         return None if name in self._null else default
 
     def number(self, name: str, default: float) -> float:
-        """A number above 0 that is one in float32, too."""
+        """A number above 0, also in float32."""
         value = self._values.get(name, default)
         if (
             isinstance(value, bool)
@@ -68,21 +68,21 @@ class Fields:
         return str(value)
 
     def choices(self, name: str, options: tuple[str, ...]) -> list[str]:
-        """A list of supported names; empty where there is none."""
+        """A list of supported names; empty if it is missing."""
         value = self._values.get(name, [])
         if not isinstance(value, list) or any(each not in options for each in value):
             raise ValueError(f"{name} is {value!r}; it must be a list of {', '.join(map(repr, options))}")
         return value
 
     def inner(self, name: str) -> Fields:
-        """The object in a field; empty where there is none."""
+        """The object in a field; empty if it is missing."""
         value = self._values.get(name, {})
         if not isinstance(value, dict):
             raise ValueError(f"{name} is {value!r}; it must be an object")
         return Fields(value)
 
     def boundaries(self, name: str, num_layers: int, *, shift: int = 0) -> tuple[int, ...] | None:
-        """Distinct boundaries, each 0 .. num_layers after adding `shift`; None for an empty list or none at all."""
+        """Distinct boundaries, each 0 .. num_layers after adding `shift`; None for an empty or missing list."""
         value = self._values.get(name)
         if value is None or value == []:
             return None
@@ -97,7 +97,7 @@ class Fields:
         return taps
 
     def head_dim(self) -> int:
-        """Lanes of an attention head: `head_dim`, or an even share of the hidden size."""
+        """Size of an attention head: `head_dim`, or an even share of the hidden size."""
         if "head_dim" in self._values:
             return self.size("head_dim")
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
@@ -137,7 +137,7 @@ class Fields:
 
 
 def _llama3(turn: float, fields: Fields) -> float:
-    """Slow pairs of lanes are slowed by `factor`, fast ones kept, those between interpolated (Llama 3.1)."""
+    """Slow down low frequencies by `factor`, keep high ones, and interpolate between (Llama 3.1)."""
     factor, low = fields.number("factor", 8.0), fields.number("low_freq_factor", 1.0)
     high, context = fields.number("high_freq_factor", 4.0), fields.size("original_max_position_embeddings")
     if high <= low:

@@ -15,7 +15,7 @@ _PICKLE = "pytorch_model.bin"
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """Name to tensor, on the CPU; a tensor is read when it is asked for."""
+    """Maps names to tensors on the CPU; a tensor is read when it is accessed."""
 
     def __init__(self, read: Mapping[str, Callable[[], Tensor]]) -> None:
         self._read = dict(read)
@@ -30,7 +30,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._read)
 
     def rename(self, rename: Callable[[str], str]) -> TensorFiles:
-        """The same under other names. `ValueError` for one name of two."""
+        """The same tensors under other names. Raises `ValueError` if two get the same name."""
         read: dict[str, Callable[[], Tensor]] = {}
         origin: dict[str, str] = {}
         for name, reader in self._read.items():
@@ -56,8 +56,9 @@ def open_tensors(folder: Path) -> TensorFiles:
     """All tensors of `model.safetensors`, single or sharded.
 
     Raises:
-        ValueError: there is none, a shard is missing, or a file is damaged. A pickle is refused by name: reading one
-            may run what is in it.
+        ValueError: no file, a missing shard, or a damaged file. A pickle is refused by name, because reading one may
+        run
+            code.
     """
     if (folder / _SAFETENSORS).is_file():
         return TensorFiles(_open_safetensors(folder / _SAFETENSORS))

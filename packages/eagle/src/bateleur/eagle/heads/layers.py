@@ -1,7 +1,7 @@
-"""The pieces heads are made of: norm, rotary embedding, attention branch, MLP branch. No cache, no state.
+"""Building blocks of heads: norm, rotary embedding, attention branch, MLP branch. No cache, no state.
 
-Legend for shapes: T tokens, X width of the input, H hidden size, Hq/Hk query and key heads, D head size, P pairs of
-lanes that rotate, F intermediate size.
+Legend for shapes: T tokens, X width of the input, H hidden size, Hq/Hk query and key heads, D head size, P rotated
+pairs, F intermediate size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bateleur.eagle.heads.spec import Attend, HeadSpec, Rope
 from bateleur.eagle.heads.weights import Weights
 
 if TYPE_CHECKING:
-    from bateleur.eagle.part import Part
+    from bateleur.eagle.vocab_shard import VocabShard
 
 Rotation: TypeAlias = tuple[Tensor, Tensor]
 """Cosine and signed sine of positions; see `Rotary.at`."""
@@ -46,7 +46,7 @@ class RMSNorm:
 
 
 class Rotary:
-    """Turns heads by their position: angles are computed where they are used, or once for all positions."""
+    """Rotary embedding. Angles are computed on use, or once for all positions."""
 
     def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -54,13 +54,13 @@ class Rotary:
         self._table: Rotation | None = None
 
     def reserve(self, num_positions: int) -> None:
-        """Make a table, so that positions from `num_positions` on are an error."""
+        """Precompute a table; positions from `num_positions` on are then an error."""
         positions = torch.arange(num_positions, device=self._inv_freq_P.device)
         self._table = self._turn(positions)
 
     @property
     def table(self) -> Rotation:
-        """Of all positions that are reserved, one behind the other."""
+        """The table of all reserved positions."""
         assert self._table is not None, "nothing is reserved"
         return self._table
 
@@ -79,22 +79,22 @@ class Rotary:
 
 
 def rotate(x_TAD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Turn the first R lanes of every head, lane i with lane i + R / 2; the others pass."""
+    """Rotate the first R dimensions of every head, dimension i with i + R / 2; the others are unchanged."""
     lanes = cos_T1R.shape[-1]
-    part = x_TAD[..., :lanes]
-    turned = torch.addcmul(part * cos_T1R, part.roll(lanes // 2, -1), sin_T1R)
+    shard = x_TAD[..., :lanes]
+    turned = torch.addcmul(shard * cos_T1R, shard.roll(lanes // 2, -1), sin_T1R)
     return turned if lanes == x_TAD.shape[-1] else torch.cat((turned, x_TAD[..., lanes:]), -1)
 
 
 class Attention:
-    """Grouped-query attention; query, key and value come from one projection of an input of `width` lanes."""
+    """Grouped-query attention; query, key and value come from one projection of an input of size `width`."""
 
     def __init__(self, spec: HeadSpec, weights: Weights, name: str, index: int, width: int) -> None:
-        """`index` is what `Attend` is told."""
+        """index: passed to `Attend`."""
         self._index = index
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         rows = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-        parts = [f"{name}.{part}_proj" for part in "qkv"]
+        parts = [f"{name}.{shard}_proj" for shard in "qkv"]
         self.qkv_proj = weights.product(parts, rows, width, bias=spec.attention_bias)
         # Qwen2 has biases on query, key and value only.
         out_bias = spec.attention_bias and f"{name}.o_proj.bias" in weights
@@ -105,7 +105,7 @@ class Attention:
             self.k_norm = RMSNorm(weights, f"{name}.k_norm", spec.head_dim, spec.norm_eps)
 
     def __call__(self, x_TX: Tensor, rotary: Rotation | None, attend: Attend) -> Tensor:
-        """(T, H); `rotary` holds cosines and sines of the positions, None turns nothing."""
+        """(T, H); `rotary` holds cosines and sines of the positions, None rotates nothing."""
         heads, kv_heads = self._num_heads, self._num_kv_heads
         qkv_TAD = self.qkv_proj(x_TX).view(-1, heads + 2 * kv_heads, self._head_dim)
         qk, v = qkv_TAD.split((heads + kv_heads, kv_heads), 1)
@@ -133,10 +133,10 @@ class Mlp:
 
 
 class DecoderLayer:
-    """A Llama layer: attention and MLP, each a residual branch behind a norm.
+    """A Llama layer: attention and MLP, each a residual branch after a norm.
 
-    The first layer of an EAGLE-1 head has no norm in front of its attention; that of an EAGLE-3 head, which reads the
-    token's embedding beside the hidden state, is `wide`, and its input comes normed.
+    The first layer of an EAGLE-1 head has no norm before its attention. That of an EAGLE-3 head also reads the token
+    embedding; it is `wide`, and its input is already normalised.
     """
 
     def __init__(
@@ -158,18 +158,18 @@ class DecoderLayer:
     def branches(
         self, h_TH: Tensor, x_TX: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """The same for a residual h and what its attention reads."""
+        """The same for a residual h and the input of its attention."""
         h_TH = only(h_TH + self.attention(x_TX, rotary, attend), rows)
         return h_TH + self.mlp(self.mlp_norm(h_TH))
 
 
 def only(h_TH: Tensor, rows: Tensor | None) -> Tensor:
-    """The tokens `rows`, (R,) int64, which nothing behind the last attention mixes with others; None is all."""
+    """Select the tokens `rows`, (R,) int64, after the last attention; None selects all."""
     return h_TH if rows is None else h_TH.index_select(0, rows)
 
 
 class Vocabulary:
-    """The two ends of a head, each its own or the target's: the embedding of ids, and the logits of hidden states."""
+    """Embedding and output projection of a head, each its own or the target's."""
 
     def __init__(
         self,
@@ -179,13 +179,13 @@ class Vocabulary:
         dtype: torch.dtype,
         *,
         embed: Callable[[Tensor], Tensor] | None = None,
-        part: Part | None = None,
+        shard: VocabShard | None = None,
     ) -> None:
-        """`output`: the product with (Vd, H) of `output_dtype`; `dtype`: the head's. Of a target that has a part of the
-        vocabulary: `embed`, where the embedding is its, and `part`, where the logits are.
+        """output: the product with (Vd, H) of `output_dtype`. dtype: of the head.
+        embed, shard: for a vocabulary-parallel target, its embedding if that is used, and the shard of its logits.
         """
-        self.embedding, self.part = embedding, part
-        self.whole = embed is None and part is None
+        self.embedding, self.shard = embedding, shard
+        self.whole = embed is None and shard is None
         self._embed = partial(F.embedding, weight=embedding) if embed is None else embed
         self.output, self._output_dtype, self._dtype = output, output_dtype, dtype
 
@@ -199,13 +199,13 @@ class Vocabulary:
 
 
 class BaseHead:
-    """What heads share: the ends, and a hidden input that is the target's final hidden state as it is."""
+    """Common parts of heads: the vocabulary, and an input that is the target's final hidden state."""
 
     def __init__(
         self, spec: HeadSpec, weights: Weights, vocabulary: Vocabulary, target_ids: Tensor | None = None
     ) -> None:
         self.spec, self.vocabulary, self.target_ids = spec, vocabulary, target_ids
-        self.part = vocabulary.part
+        self.shard = vocabulary.shard
         self._rotary = Rotary(spec.rope, weights.dtype, weights.device) if spec.rope is not None else None
         self._dtype = weights.dtype
 
@@ -219,12 +219,12 @@ class BaseHead:
             self._rotary.reserve(num_positions)
 
     def rotary(self, positions: Tensor) -> Rotation | None:
-        """How heads turn at these positions, if they do."""
+        """Cosines and sines of these positions; None without rotary embedding."""
         return None if self._rotary is None else self._rotary.at(positions)
 
     @property
     def turns(self) -> Rotation | None:
-        """How heads turn at all positions that are reserved, if they do: the table itself."""
+        """Cosines and sines of all reserved positions; None without rotary embedding."""
         return None if self._rotary is None else self._rotary.table
 
     def logits(self, hidden: Tensor) -> Tensor:

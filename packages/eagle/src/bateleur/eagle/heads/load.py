@@ -1,4 +1,4 @@
-"""Opening the folder of a draft head."""
+"""Loads a draft head from a folder."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.spec import Head, HeadSpec, Project, TargetInfo
 from bateleur.eagle.heads.weights import Weights, linear
 
-# t2d is the mask of the targets of d2t; verifier_* and inv_freq are copies of what is known anyway.
+# t2d is the mask of the targets of d2t; verifier_* and inv_freq duplicate other fields.
 _HARMLESS = re.compile(r"t2d|verifier_(norm|lm_head)\.weight|.*rotary_emb\.inv_freq")
-# The EAGLE-3 repository has one layer of a name of its own; speculators has its own names for EAGLE-1.
+# The EAGLE-3 repository names its one layer differently; speculators has other names for EAGLE-1.
 _PREFIXES = (("midlayer.", "layers.0."), ("transformer.", "layers.0."), ("fusion_fc.", "fc."))
 _BUILD: dict[str, Callable[..., Head]] = {"eagle1": Eagle1Head, "eagle3": Eagle3Head}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Where each weight of a head came from, by the names that the checkpoint uses."""
+    """Where each weight of a head came from, by checkpoint name."""
 
     path: Path
     layout: Layout
@@ -37,16 +37,16 @@ class LoadReport:
     shared: tuple[str, ...]
     """Taken from the target: `embed_tokens`, `lm_head`."""
     unused: tuple[str, ...]
-    """In the checkpoint and known to be needless, such as the mask `t2d`."""
+    """In the checkpoint and known to be unnecessary, such as the mask `t2d`."""
     notes: tuple[str, ...] = ()
-    """Facts worth knowing, such as the boundaries that a default stands for."""
+    """Remarks, such as boundaries chosen by default."""
     num_parameters: int = 0
-    """Entries of `own`, without what turned out to be the target's."""
+    """Number of parameters in `own`, without those that equal the target's."""
     num_bytes: int = 0
-    """Of these, in the dtype of the head."""
+    """Their size in the dtype of the head."""
 
     def __str__(self) -> str:
-        """A few lines for people."""
+        """A summary of a few lines."""
         lines = [
             f"{self.path}: {self.kind} head in the {self.layout} layout",
             f"  {len(self.own)} own tensors",
@@ -65,7 +65,7 @@ def load_head(
     layer_ids: LayerIds = "inputs",
     project: Project = linear,
 ) -> tuple[Head, LoadReport]:
-    """The draft head in a folder, and where its weights came from.
+    """Load the draft head in a folder; returns the head, and where its weights came from.
 
     Layouts: the EAGLE repository (EAGLE-1 and EAGLE-3), the `eagle` wrapper configuration, and speculators (`eagle`,
     `eagle3`). Weights are `model.safetensors`, single or sharded; a pickle is never read.
@@ -74,13 +74,13 @@ def load_head(
         path: the folder.
         target: sizes that the head must fit, and tensors that it may share; they are not copied.
         dtype: of the head's own weights and of its arithmetic.
-        device: of the head's own weights; the target's must be there too.
+        device: of the head's own weights; the target's must be on it, too.
         layer_ids: whether `eagle_aux_hidden_state_layer_ids` counts inputs or outputs of layers (see `heads.config`).
-        project: makes the products with the head's own matrices.
+        project: creates the products with the head's own matrices.
 
     Raises:
-        ValueError: the layout is not known, a size does not fit, or weights are missing, misshapen or of no known use
-            (all of them are listed).
+        ValueError: an unknown layout, a size that does not fit, or weights that are missing, have a wrong shape or are
+            unknown (all are listed).
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
@@ -115,7 +115,7 @@ def load_head(
 
 
 def _plain_name(name: str) -> str:
-    """The name without the prefixes that wrappers add, in the terms of a list of layers."""
+    """The name without wrapper prefixes, as of a list of layers."""
     while name.startswith("model."):
         name = name.removeprefix("model.")
     for theirs, ours in _PREFIXES:
@@ -125,7 +125,7 @@ def _plain_name(name: str) -> str:
 
 
 def _spelling(names: Collection[str]) -> Callable[[str], str]:
-    """How this checkpoint would write a name that it lacks."""
+    """How this checkpoint would spell a missing name."""
     rules = [(ours, theirs) for theirs, ours in _PREFIXES if any(theirs in name for name in names)]
 
     def spell(name: str) -> str:
@@ -137,9 +137,10 @@ def _spelling(names: Collection[str]) -> Callable[[str], str]:
 
 
 def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[Vocabulary, tuple[str, ...]]:
-    """Embedding and `lm_head`, each the head's own where it has one, and what is shared with the target.
+    """Embedding and `lm_head`, each the head's own if it has one, and which are shared with the target.
 
-    With a target that has a part of them what a head has is its own: each rank sees another part of a copy.
+    With a vocabulary-parallel target a head's own tensors are not shared: each rank sees only its shard of the
+    target's.
     """
     whole = target.vocab_size, target.hidden_size
     ends: list[Tensor] = []
@@ -152,8 +153,8 @@ def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[V
         tensor = theirs
         if full in weights or whole != shape:
             tensor = take(full, *shape)
-        # Many checkpoints carry a copy of the target's; there is no use in keeping it twice.
-        if tensor is theirs or (target.part is None and not tensor.is_meta and _same(tensor, theirs)):
+        # Many checkpoints contain a copy of the target's tensor; it is not kept twice.
+        if tensor is theirs or (target.shard is None and not tensor.is_meta and _same(tensor, theirs)):
             tensor = theirs
             shared.append(name)
         ends.append(tensor)
@@ -167,7 +168,7 @@ def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[V
         lm_head.dtype,
         weights.dtype,
         embed=target.embed if "embed_tokens" in shared else None,
-        part=target.part if "lm_head" in shared else None,
+        shard=target.shard if "lm_head" in shared else None,
     )
     return vocabulary, tuple(shared)
 

@@ -1,7 +1,7 @@
-"""What a draft head is, as plain numbers, and what it looks like to whoever runs it.
+"""Sizes and switches of a draft head, and its interface.
 
-Legend for shapes: T tokens, R rows that want a draft, H hidden size of the head, V target vocabulary, Vd draft
-vocabulary, Hq/Hk query and key heads, D head size.
+Legend for shapes: T tokens, R rows that draft, H hidden size of the head, V target vocabulary, Vd draft vocabulary,
+Hq/Hk query and key heads, D head size.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from bateleur.eagle.drafter import TargetNeeds
 from bateleur.eagle.noise import Lanes
 
 if TYPE_CHECKING:
-    from bateleur.eagle.part import Part
+    from bateleur.eagle.vocab_shard import VocabShard
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(attention layer of the head, q (T, Hq, D), k (T, Hk, D), v (T, Hk, D)) -> (T, Hq, D).
+"""Attention of a head: (attention layer, q (T, Hq, D), k (T, Hk, D), v (T, Hk, D)) -> (T, Hq, D).
 
-It writes k and v where they belong and attends causally with scale D ** -0.5, over the last `spec.sliding_window`
-positions if there is one. Query and key are rotated already.
+It stores k and v and attends causally with scale D ** -0.5, over the last `spec.sliding_window` positions if there is
+a window. Query and key are already rotated.
 """
 
 Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
-"""Makes the product x W^T + b, (n, columns) to (n, rows), of W (rows, columns) and b (rows,) or None."""
+"""Creates the product x W^T + b, (n, columns) to (n, rows), of W (rows, columns) and b (rows,) or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class CProduct:
-    """A product x W^T + b as C calls it, ``(x, tokens, stride of x, columns, W, b or NULL, y, rows, threads)``: float32
-    addresses, int64 and an int; W lies however the function reads it. It returns 0, or what else int64 it likes where
-    it has no memory.
+    """A product x W^T + b as a C function ``(x, tokens, stride of x, columns, W, b or NULL, y, rows, threads)`` of
+    float32 addresses, int64 and an int. The layout of W is its own. It returns 0, or another int64 if it is out of
+    memory.
     """
 
     address: int
@@ -46,22 +46,22 @@ class CProduct:
 
 @runtime_checkable
 class CallableInC(Protocol):
-    """A product that may be called from C."""
+    """A product that may be callable from C."""
 
     @property
     def in_c(self) -> CProduct | None:
-        """None where it is not."""
+        """None if it is not callable from C."""
         ...
 
 
 Kind = Literal["eagle1", "eagle3", "mtp"]
-"""One for multi-token prediction, "mtp", has layers of its target's kinds, and is made by whoever runs these."""
+"""A head for multi-token prediction, "mtp", has layers of its target's kinds, and is created by the engine."""
 Recycle = Literal["pre_norm", "post_norm"]
 
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What a head must know of its target, and what it may share with it. Nothing here is copied."""
+    """Sizes of the target, and tensors that a head may share with it. Nothing is copied."""
 
     num_layers: int
     """Layers between which boundaries lie: 0 is the output of the embedding, `num_layers` that of the last layer."""
@@ -72,16 +72,16 @@ class TargetInfo:
     lm_head: Tensor
     """(V, hidden_size)"""
     output: Callable[[Tensor], Tensor] | None = None
-    """The target's own product with `lm_head`, (n, hidden_size) to (n, V), for heads that share it; None makes one."""
-    part: Part | None = None
-    """The tokens of which there are rows of `embedding` and `lm_head`; None where there are those of all."""
+    """The target's product with `lm_head`, (n, hidden_size) to (n, V), for heads that share it; None creates one."""
+    shard: VocabShard | None = None
+    """The vocabulary shard of `embedding` and `lm_head`; None for the whole vocabulary."""
     embed: Callable[[Tensor], Tensor] | None = None
-    """(T,) ids to (T, hidden_size), with a part: then heads that share the embedding ask for its rows here."""
+    """(T,) ids to (T, hidden_size) for a vocabulary-parallel target; used by heads that share the embedding."""
 
     def __post_init__(self) -> None:
-        if (self.part is None) != (self.embed is None):
-            raise ValueError(f"part is {self.part} and embed is {self.embed}; a target has both, or neither")
-        rows = self.vocab_size if self.part is None else self.part.end - self.part.first
+        if (self.shard is None) != (self.embed is None):
+            raise ValueError(f"part is {self.shard} and embed is {self.embed}; a target has both, or neither")
+        rows = self.vocab_size if self.shard is None else self.shard.end - self.shard.first
         shape = rows, self.hidden_size
         for name in ("embedding", "lm_head"):
             if (found := tuple(getattr(self, name).shape)) != shape:
@@ -92,7 +92,7 @@ class TargetInfo:
 
     @classmethod
     def of(cls, model: Any) -> TargetInfo:
-        """Of a causal language model of transformers."""
+        """Read it from a transformers causal language model."""
         config = model.config.get_text_config()
         embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         return cls(config.num_hidden_layers, config.hidden_size, config.vocab_size, embedding, lm_head)
@@ -100,10 +100,12 @@ class TargetInfo:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding of the first 2 * len(inv_freq) lanes of a head; lane i turns with lane i + half."""
+    """Rotary position embedding of the first 2 * len(inv_freq) dimensions of a head; dimension i rotates with i +
+    half.
+    """
 
     inv_freq: tuple[float, ...]
-    """Radians per position of each pair of lanes, any scaling already applied."""
+    """Radians per position of each pair of dimensions, scaling included."""
 
     def __post_init__(self) -> None:
         if not self.inv_freq:
@@ -112,7 +114,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """Sizes and switches of a draft head. Every switch that changes the function is here, nothing is guessed later."""
+    """Sizes and switches of a draft head. It is complete: nothing is inferred later."""
 
     kind: Kind
     hidden_size: int
@@ -120,7 +122,7 @@ class HeadSpec:
     vocab_size: int
     draft_vocab_size: int
     num_layers: int
-    """Attention layers, so caches; the first argument of `Attend` counts them."""
+    """Number of attention layers, and so of caches; the first argument of `Attend` is an index of one."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -129,19 +131,19 @@ class HeadSpec:
     needs: TargetNeeds
     rope: Rope | None = None
     max_positions: int | None = None
-    """Positions that the head was made for; None if it does not say."""
+    """Maximum position of the head; None if unknown."""
     sliding_window: int | None = None
     """A query sees this many positions, itself included; None sees all. `Attend` applies it."""
     recycle: Recycle = "pre_norm"
-    """Whether a draft step is fed the output of the last layer, or that of the head's final norm behind it."""
+    """Whether the next draft pass reads the output of the last layer, or of the head's final norm."""
     norm_before_fc: bool = False
-    """EAGLE-3: one norm over all taps side by side, before `fc`."""
+    """EAGLE-3: one norm over all concatenated taps, before `fc`."""
     fc_norm: bool = False
     """EAGLE-3.1: a norm for each tap, before `fc`."""
     norm_before_residual: bool = False
-    """EAGLE-3: the first residual starts from the normed hidden state."""
+    """EAGLE-3: the first residual is the normalised hidden state."""
     qk_norm: bool = False
-    """Query and key heads are normed before they are rotated."""
+    """Query and key heads are normalised before rotation."""
     fc_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -171,9 +173,9 @@ class HeadSpec:
 
 @runtime_checkable
 class Head(Protocol):
-    """A draft head: target features in, one token further per pass.
+    """A draft head: reads target features, and drafts one token further per pass.
 
-    target_ids: (Vd,) int64 target id of each draft id; None where both vocabularies are the same.
+    target_ids: (Vd,) int64 target id of each draft id; None if both vocabularies are equal.
     """
 
     spec: HeadSpec
@@ -184,7 +186,7 @@ class Head(Protocol):
         ...
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Promise that no position from `num_positions` on will come, so that a head may make a table of them."""
+        """Announce that all positions are below `num_positions`, so that a head may precompute a table."""
         ...
 
     def forward(
@@ -211,13 +213,13 @@ class Head(Protocol):
 
 @runtime_checkable
 class SharedHead(Head, Protocol):
-    """A head whose logits are those of a part of the target's vocabulary, if `part` is not None."""
+    """A head whose logits are those of a vocabulary shard, unless `shard` is None."""
 
-    part: Part | None
+    shard: VocabShard | None
 
 
 def lanes_of(head: Head, device: torch.device) -> Lanes:
-    """What the logits of a head are of."""
-    if isinstance(head, SharedHead) and head.part is not None:
-        return Lanes.of(head.part, device)
+    """The hashed token ids of a head's logits."""
+    if isinstance(head, SharedHead) and head.shard is not None:
+        return Lanes.of(head.shard, device)
     return Lanes.of(head.spec.vocab_size if head.target_ids is None else head.target_ids, device)

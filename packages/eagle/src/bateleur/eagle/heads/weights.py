@@ -1,4 +1,4 @@
-"""Handing the tensors of a checkpoint to a head: each is asked for once, by name, with the shape it must have."""
+"""Passes the tensors of a checkpoint to a head: each is taken once, by name, with its required shape."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A plain product; see `Project`."""
+    """A torch product; see `Project`."""
     return lambda x: F.linear(x, weight, bias)
 
 
 class Weights:
-    """Tensors by name, converted to one dtype on one device as they are taken.
+    """Tensors by name, converted to one dtype on one device when taken.
 
-    What is missing, misshapen or stored as no plain float, such as quantised weights, is only noted (a placeholder
-    without storage is returned), so that `check` can list all of it at once.
+    Missing tensors, wrong shapes and dtypes such as quantised weights are only noted (a placeholder without storage
+    is returned), so that `check` can list all of them at once.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Weights:
         spell: Callable[[str], str] = str,
         project: Project = linear,
     ) -> None:
-        """`tensors` may read from a file as it is indexed; `spell` turns a name into the file's, for messages;
-        `project` makes products.
+        """tensors: may read from a file when indexed. spell: turns a name into that of the file, for messages.
+        project: creates products.
         """
         self.dtype, self.device, self.project = dtype, torch.device(device), project
         self.own: dict[str, tuple[int, int]] = {}
@@ -47,15 +47,15 @@ class Weights:
         self._no_floats: list[str] = []
 
     def __contains__(self, name: str) -> bool:
-        """Whether the checkpoint has such a tensor."""
+        """Whether the checkpoint has the tensor."""
         return name in self._tensors
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor of that name, which must have that shape."""
+        """Return the tensor of this name, which must have this shape."""
         return self._arrange(self._get(name, shape))
 
     def table(self, name: str, *shape: int) -> Tensor:
-        """The same for a tensor whose rows are looked up, not multiplied: it lies by rows on every device."""
+        """The same for a tensor whose rows are looked up, not multiplied: row-major on every device."""
         return self._get(name, shape).contiguous()
 
     def product(
@@ -66,12 +66,12 @@ class Weights:
         *,
         bias: bool = False,
     ) -> Callable[[Tensor], Tensor]:
-        """The product with matrices (rows[i], columns) in one, below each other, and their biases if there are any."""
+        """The product with matrices (rows[i], columns) stacked vertically, and their biases if there are any."""
         weight = self._arrange(self._stacked([f"{name}.weight" for name in names], rows, columns))
         return self.project(weight, self._stacked([f"{name}.bias" for name in names], rows) if bias else None)
 
     def integers(self, name: str, *shape: int) -> Tensor:
-        """A table of whole numbers, as int64 on the CPU."""
+        """A table of integers, as int64 on the CPU."""
         if name in self._tensors and self._tensors[name].dtype not in _WHOLE:
             raise ValueError(
                 f"{self._spell(name)} is {self._tensors[name].dtype}; it must hold whole numbers"
@@ -79,8 +79,7 @@ class Weights:
         return self._get(name, shape, torch.int64)
 
     def check(self, harmless: Callable[[str], bool]) -> tuple[str, ...]:
-        """Raise for what was missing, misshapen or no float, and for tensors that nobody asked for and that are not
-        harmless.
+        """Raise for missing tensors, wrong shapes or dtypes, and unused tensors that are not known to be harmless.
 
         Returns:
             The names of the harmless ones, sorted.
@@ -106,7 +105,7 @@ class Weights:
 
     def _stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         parts = [self._get(name, (n, *columns)) for name, n in zip(names, rows, strict=True)]
-        if any(part.is_meta for part in parts):
+        if any(shard.is_meta for shard in parts):
             return torch.empty(sum(rows), *columns, dtype=self.dtype, device="meta")
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -121,7 +120,7 @@ class Weights:
                 floats = ", ".join(str(each) for each in _FLOATS)
                 self._no_floats.append(f"{spelled} is {tensor.dtype} and must be one of {floats}")
             elif tuple(tensor.shape) == shape:
-                # A copy: what a file maps into memory may lie at any address, and change under us.
+                # A copy: memory of a mapped file may be unaligned, and may change.
                 device = "cpu" if dtype else self.device
                 copied = tensor.to(device=device, dtype=dtype or self.dtype, copy=True)
                 self.own[spelled] = copied.numel(), copied.nbytes
@@ -131,7 +130,7 @@ class Weights:
         return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
 
     def _arrange(self, tensor: Tensor) -> Tensor:
-        # Stored by columns, a float32 matrix is the plain right-hand side of a product for the BLAS of a CPU, which
+        # A column-major float32 matrix is an untransposed right-hand side for the BLAS of a CPU, which
         # is faster for one to a few tokens.
         if tensor.dim() == 2 and tensor.dtype == torch.float32 and tensor.device.type == "cpu":
             return tensor.t().contiguous().t()

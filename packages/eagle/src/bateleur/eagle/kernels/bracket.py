@@ -1,9 +1,9 @@
-"""Where the thresholds of a row are, about: a bracket of keys for each, estimated from a sample of the row's tokens.
+"""Brackets of the thresholds of a row, estimated from a sample of its tokens.
 
-Tokens are sampled evenly over the ids. The number or mass of all tokens below a key is estimated from the samples below
-it. A bracket extends 4 standard errors of that estimate to both sides, so the threshold is outside of it in 6 of
-100,000 rows. It holds at most 4.5 % of the tokens, whatever their values are, and about 16 samples under a small top_k.
-A bracket is only a hint: `cut` is exact with any bracket.
+Tokens are sampled evenly over the ids. The number or mass of all tokens below a key is estimated from the samples
+below it. A bracket extends 4 standard errors of that estimate to both sides, so it misses the threshold in 6 of
+100,000 rows. It holds at most 4.5 % of the tokens, whatever their values are, and about 16 samples under a small
+top_k. A bracket is only a hint: `truncation_thresholds` is exact with any bracket.
 
 Legend for shapes: S samples of a row, T tiles of a row.
 """
@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bateleur.eagle.kernels.keys import is_finite, key_of, law_of, limits_of, tempered
-from bateleur.eagle.kernels.penalise import penalties_of
+from bateleur.eagle.kernels.penalties import penalties_of
+from bateleur.eagle.kernels.sort_keys import apply_temperature, is_finite, key_of, limits_of, metadata_of
 
 LOW_K, HIGH_K, LOW_P, HIGH_P, NUM_ABOVE_K, MASS_ABOVE_K, MASS_ABOVE_P, NUM_CANDIDATES, COLUMNS = map(
     tl.constexpr, range(9)
@@ -33,7 +33,7 @@ _CLOSE = tl.constexpr(4)  # samples between two keys that are close enough
 def bisect(
     key_S, mass_S, tail, errors, num_above, low, high, MASS: tl.constexpr, SAMPLES: tl.constexpr
 ):  # fmt: skip
-    """Bisect [low, high] to two close keys; returns low, samples from low on, high, samples from high on.
+    """Bisect [low, high] to two close keys; returns low, samples not below low, high, samples not below high.
 
     The number or mass of the samples below `low`, plus `errors` standard errors, is at most `tail`, and at least
     `num_above` samples are not below it. At `high` this does not hold.
@@ -80,11 +80,11 @@ def sample_brackets(
     """Brackets of a row's top_k and top_p; returns low_k, high_k, low_p, high_p.
 
     total: mass of the row, where that of its best token is 1. Without top_k its bracket is empty and at the floor, so
-    that all tokens from the floor on are above it.
+        that all tokens not below the floor are above it.
     """
     sample_S = tl.arange(0, SAMPLES)
     lane_S = sample_S * (size // SAMPLES) + sample_S * (size % SAMPLES) // SAMPLES
-    x_S = tempered(row_ptr, lane_S, size, temperature, penalties, KIND)
+    x_S = apply_temperature(row_ptr, lane_S, size, temperature, penalties, KIND)
     key_S, mass_S = key_of(x_S, lane_S), tl.exp(x_S - best)
     tokens_per_sample = size.to(tl.float32) / SAMPLES
     low_k, high_k, low_p, high_p, least = floor, floor - 1, floor, ceiling, floor
@@ -103,7 +103,7 @@ def sample_brackets(
 
 @triton.jit(do_not_specialize=["size", "num_tiles", "room"])
 def bracket_kernel(
-    logits_ptr, law_ptr, stats_ptr, best_ptr, brackets_ptr, logits_row, size, num_tiles, room,
+    logits_ptr, sampling_ptr, stats_ptr, best_ptr, brackets_ptr, logits_row, size, num_tiles, room,
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, SAMPLES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -112,8 +112,8 @@ def bracket_kernel(
     Sums above the brackets and the number of candidates begin as 0. At least 1 block a multiprocessor.
     """
     row = tl.program_id(0).to(tl.int64)
-    temperature, log_min_p, top_k, top_p, cuts = law_of(law_ptr, row, size)
-    if not cuts:
+    temperature, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)
+    if not truncates:
         return
     tile_T = tl.arange(0, TILES)
     stats_ptr += (row * num_tiles + tile_T) * 2

@@ -1,4 +1,5 @@
-"""The geometry of drafts, one launch a function. The specification is the torch form in `bateleur.eagle.geometry`.
+"""Triton kernels of the draft geometry, one launch per function. The specification is the torch form in
+`bateleur.eagle.geometry`.
 
 Legend: T tokens or N rows of a tile.
 """
@@ -28,7 +29,7 @@ def first_kernel(
     num_rows, num_given, limit, max_rows, max_tokens,
     DRAFTS: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of whichever is more: entries of `query_start_loc`, or tokens of the buffers).
+    """Grid (tiles of the entries of `query_start_loc` or of the tokens of the buffers, whichever are more).
 
     At least 16 blocks a multiprocessor.
     """
@@ -89,7 +90,7 @@ def chain_kernel(
     num_given, table_row, block_size, limit, max_rows, max_tokens,
     FIRST: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1), for one counter and one number of rows. FIRST: the rows come from a pass over the target's tokens.
+    """Grid (1), because there is one counter and one number of rows. FIRST: the rows come from the first pass.
 
     At least 2 blocks a multiprocessor.
     """
@@ -166,7 +167,7 @@ def stage_first(
 def _chain(
     buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, first: bool
 ) -> None:
-    """See `bateleur.eagle.geometry.stage_chain`, which is the `first`, and `advance`."""
+    """See `bateleur.eagle.geometry.stage_chain` (`first`) and `advance`."""
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     chain_kernel[(1,)](
         token.contiguous(), block_table,

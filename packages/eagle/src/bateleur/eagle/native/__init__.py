@@ -1,4 +1,4 @@
-"""Draws over a vocabulary in C on a CPU, where there is a compiler: `draw.c`."""
+"""Draws over a vocabulary in C, on a CPU with a compiler: `draw.c`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _SIGNATURES = (
     ("draw_rows", "plipppppp" + "lli"),
     ("argmax_rows", "plipp" + "lli"),
     ("best_rows", "plipp" + "lli"),
-    ("lead_rows", "plipppppppp" + "lli"),
-    ("cut_rows", "ppppppll"),
-    ("tally_rows", "ppplplll"),
-    ("last_rows", "pppppll"),
+    ("perturbed_max_rows", "plipppppppp" + "lli"),
+    ("truncate_rows", "ppppppll"),
+    ("histogram_rows", "ppplplll"),
+    ("last_tie_rows", "pppppll"),
 )
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether rows of these logits are read here: float32 or bfloat16 (R, V) on a CPU, their last axis dense."""
+    """Whether C supports these logits: float32 or bfloat16 (R, V) on a CPU, dense in the last dimension."""
     sound = logits.is_cpu and logits.dtype in (torch.float32, torch.bfloat16)
     return sound and logits.stride(1) == 1 and logits.numel() > 0 and missing() is None
 
@@ -30,9 +30,11 @@ def takes(logits: Tensor) -> bool:
 def draw_rows(
     logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, names: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The tokens of N rows, -2 in one that the whole law has to tell, (N,) int64, and which rows are bad, (N,) bool.
+    """Sample N rows: token ids (N,) int64, -2 in a row that needs its full processed logits; and the bad flags, (N,)
+    bool.
 
-    values: (N, 4) float32, see `Law`. words: (V,) int32, see `Lanes`. seeds, names: (N,) int64, see `noise.names`.
+    values: (N, 4) float32, see `SamplingMetadata`. words: (V,) int32, see `Lanes`. seeds, names: (N,) int64, see
+        `noise.names`.
     """
     tokens, bad = _empty(logits)
     values, words, seeds, names = (each.contiguous() for each in (values, words, seeds, names))
@@ -44,7 +46,7 @@ def draw_rows(
 
 
 def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first maxima of N rows, (N,) int64, and which rows are bad, (N,) bool; see `draw.argmax`."""
+    """The first maxima of N rows, (N,) int64, and the bad flags, (N,) bool; see `draw.argmax`."""
     tokens, bad = _empty(logits)
     _kernels()["argmax_rows"](
         logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, tokens.data_ptr(), bad.data_ptr(),
@@ -54,7 +56,7 @@ def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def best_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first maxima of N rows, (N,) float32, NaN in a row that holds one, and their places, (N,) int64."""
+    """The first maxima of N rows, (N,) float32, NaN in a row that holds one, and their indices, (N,) int64."""
     values, lanes = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
     _kernels()["best_rows"](
         logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, values.data_ptr(), lanes.data_ptr(),
@@ -63,7 +65,7 @@ def best_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
     return values, lanes
 
 
-def lead_rows(
+def perturbed_max_rows(
     logits: Tensor,
     values: Tensor,
     kept: tuple[Tensor, Tensor] | None,
@@ -71,16 +73,17 @@ def lead_rows(
     seeds: Tensor,
     names: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Who wins in a part of N rows: its logit over the temperature, (N,) float32, NaN in a row that holds one and -inf
-    where nothing wins, and its place, (N,) int64, -2 where noise in float32 has to tell.
+    """The token with the largest perturbed logit in a shard of N rows: its logit over the temperature, (N,) float32,
+    NaN in a row that holds one and -inf if no token is left; and its index, (N,) int64, -2 if float32 noise
+    decides.
 
-    kept: what the law leaves of each row, as `law.cut` says it of places in the part. Others as of `draw_rows`.
+    kept: thresholds of each row as of `shard_thresholds`, or None. Other arguments as for `draw_rows`.
     """
     leads, lanes = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
     values, words, seeds, names = (each.contiguous() for each in (values, words, seeds, names))
     kept = None if kept is None else (kept[0].contiguous(), kept[1].contiguous())
     least, last = (None, None) if kept is None else (each.data_ptr() for each in kept)
-    _kernels()["lead_rows"](
+    _kernels()["perturbed_max_rows"](
         logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, values.data_ptr(), least, last,
         words.data_ptr(), seeds.data_ptr(), names.data_ptr(), leads.data_ptr(), lanes.data_ptr(), *logits.shape,
         torch.get_num_threads(),
@@ -88,35 +91,37 @@ def lead_rows(
     return leads, lanes
 
 
-def cut_rows(scaled: Tensor, parts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """`law.cut` of N rows of logits over the temperature; parts: (N, V) exp(scaled - their maximum)."""
+def truncate_rows(scaled: Tensor, parts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """`sampling_metadata.truncation_thresholds` of N rows of logits over the temperature. parts: (N, V) exp(scaled -
+    row maximum).
+    """
     least, last = torch.empty(len(scaled)), torch.empty(len(scaled), dtype=torch.int32)
     scaled, parts, values = (each.contiguous() for each in (scaled, parts, values))
     room = torch.empty(scaled.shape[1], 4, dtype=torch.int64)
-    _kernels()["cut_rows"](
+    _kernels()["truncate_rows"](
         scaled.data_ptr(), parts.data_ptr(), values.data_ptr(), least.data_ptr(), last.data_ptr(), room.data_ptr(),
         *scaled.shape,
     )  # fmt: skip
     return least, last
 
 
-def tally_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int, digits: int) -> Tensor:
-    """See `part_cut.tally_rows`."""
+def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int, digits: int) -> Tensor:
+    """See `shard_truncation.histogram_rows`."""
     sums, scaled = torch.empty(len(scaled), digits, dtype=torch.int64), scaled.contiguous()
     mass = None if mass is None else mass.contiguous()
     start = start.contiguous()
-    _kernels()["tally_rows"](
+    _kernels()["histogram_rows"](
         scaled.data_ptr(), None if mass is None else mass.data_ptr(), start.data_ptr(), shift, sums.data_ptr(), digits,
         *scaled.shape,
     )  # fmt: skip
     return sums
 
 
-def last_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-    """See `part_cut.last_rows`."""
+def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
+    """See `shard_truncation`."""
     last = torch.empty(len(scaled), dtype=torch.int32)
     scaled, least, kept, own = (each.contiguous() for each in (scaled, least, kept, own))
-    _kernels()["last_rows"](
+    _kernels()["last_tie_rows"](
         scaled.data_ptr(), least.data_ptr(), kept.data_ptr(), own.data_ptr(), last.data_ptr(), *scaled.shape
     )
     return last

@@ -1,8 +1,8 @@
-/* All drafts of a step by an EAGLE-3 head of one layer, in float32, from what it is fed to tokens: heads/eagle3.py and
-   passes.py say what is computed.
+/* All draft passes of a step for an EAGLE-3 head with one layer, in float32, from features to tokens. heads/eagle3.py and
+   passes.py define the computation.
 
-   The first pass has the tokens of the target's step that stay, the others one token a row. Keys and values go to the
-   cache, those of drafts behind the row's own, where the next step's first pass writes. */
+   The first pass has the kept tokens of the target's step, the others one token a row. Keys and values go to the cache;
+   those of drafts follow the row's own, and the next step's first pass overwrites them. */
 #include "vec.h"
 #include <math.h>
 
@@ -14,8 +14,8 @@ enum { TILE = 64, VECS = 4, PART = 64, AT_ONCE = 1 << 14 };
 #define NARROW narrow_float
 #include "attention.h"
 
-/* y (tokens, rows) = x W^T + b by somebody else's kernel, who knows how W (rows, columns) lies; b may be NULL. It returns
-   0, or anything else where it has no memory. */
+/* y (tokens, rows) = x W^T + b by a kernel that defines the layout of W (rows, columns); b may be NULL. It returns 0, or
+   another value if it is out of memory. */
 typedef struct {
   int64_t (*call)(const float *x, int64_t tokens, int64_t stride, int64_t columns, const void *weight, const float *bias,
                   float *y, int64_t rows, int threads);
@@ -24,8 +24,8 @@ typedef struct {
   int64_t rows, columns;
 } matrix;
 
-/* Norms and tables that a head does not have are NULL, and so is fc.call. cos, sin: (positions, lanes). words, target_ids:
-   by draft id. tap_norms: of each of the taps, where there are any. */
+/* Missing norms and tables are NULL, also fc.call. cos, sin: (positions, lanes). words, target_ids: by draft id.
+   tap_norms: one for each tap, if there are any. */
 typedef struct {
   matrix fc, qkv, o, up, down, output;
   const float *const *tap_norms;
@@ -37,18 +37,18 @@ typedef struct {
   double eps;
 } head;
 
-/* What a head is fed of a token of the target's, one tap after the other: `stride` numbers lie between tokens. */
+/* One feature tensor of the target; `stride` is the distance of two tokens in floats. */
 typedef struct {
   const float *at;
   int64_t stride;
 } tap;
 
 /* Rows of the target's step, see `DraftContext`, with strides of next_token, num_valid and drafts: (rows, width), -1
-   where there is none; at most k of a row are made. longest: tokens of a sequence at most. begins: (rows,) first position
-   that is seen, or NULL for 0. room: floats; places: (rows + tokens) * 6 integers. */
+   where there is no draft; at most k drafts of a row are made. longest: most tokens of a sequence. start_positions:
+   (rows,) first position to attend to, or NULL for 0. room: workspace of floats; places: (rows + tokens) * 6 integers. */
 typedef struct {
   const int32_t *input_ids, *starts, *table;
-  const int64_t *positions, *next_token, *num_valid, *seeds, *begins;
+  const int64_t *positions, *next_token, *num_valid, *seeds, *start_positions;
   const tap *taps;
   const float *temperature;
   int64_t *drafts, *places;
@@ -57,8 +57,8 @@ typedef struct {
   int64_t greedy, threads;
 } step;
 
-/* A pass: its tokens, each of the row `owner` of the step; those at last[j] draw, for row[j]. source: of the first pass,
-   the tokens of the step. */
+/* A pass: its tokens, each of the row `owner` of the step; token last[j] draws for row[j]. source: in the first pass, the
+   tokens of the step. */
 typedef struct {
   int64_t tokens, rows, *id, *position, *owner, *last, *row, *source;
 } pass;
@@ -88,7 +88,7 @@ static void gated(const float *x, float *y, int64_t size) {
   for (; j < size; j++) y[j] = x[j] / (1.0f + expf(-x[j])) * x[size + j];
 }
 
-/* Heads of queries and keys normed and turned; keys and values stored. */
+/* Normalise and rotate queries and keys; store keys and values. */
 static void place(const head *h, float *qkv, int64_t position, const int32_t *table) {
   int64_t size = h->size, kv = h->kv_heads * size;
   float *k = qkv + h->heads * size;
@@ -105,7 +105,7 @@ static void place(const head *h, float *qkv, int64_t position, const int32_t *ta
 
 /* The natural logarithm of positive normal numbers, to some units in the last place. */
 INLINE vec log_of(vec x) {
-  ivec bits = (ivec)x - 0x3F3504F3; /* so that what is left of x is between sqrt(1/2) and sqrt(2) */
+  ivec bits = (ivec)x - 0x3F3504F3; /* so that the mantissa is between sqrt(1/2) and sqrt(2) */
   vec exponent = __builtin_convertvector(bits >> 23, vec);
   vec f = (vec)((bits & 0x007FFFFF) + 0x3F3504F3) - 1.0f, y = all(7.0376836292e-2f);
   y = y * f - 1.1514610310e-1f;
@@ -126,7 +126,7 @@ static uint64_t fmix64(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-/* Of hashed lanes in a row of the target's stream, what their noise is made of: the law is in noise.py. */
+/* Random bits of hashed lanes in a row of the target's stream; noise.py is the definition. */
 INLINE vec uniform(uvec words, uint64_t name) {
   uvec x = ((words ^ (uint32_t)name) * 0x7FEB352Du) ^ (uint32_t)(name >> 32);
   x = (x ^ (x >> 15)) * 0x846CA68Bu;
@@ -140,7 +140,7 @@ INLINE vec gumbel(vec u) {
   return -log_of(e);
 }
 
-/* No less than `gumbel`, without a logarithm: that is at most -log(u), and the bits of u rise no faster than log2(u). */
+/* An upper bound of `gumbel` without a logarithm: gumbel is at most -log(u), and the bits of u bound log2(u). */
 INLINE vec above(vec u) { return __builtin_convertvector(0x3F800000 - (ivec)u, vec) * 8.262958e-8f + 1e-3f; }
 
 INLINE float largest_of(vec v) {
@@ -153,8 +153,8 @@ INLINE float largest_of(vec v) {
   return v[0];
 }
 
-/* Which draft id has the largest of n numbers, with noise where `name` is given and all over the temperature; -1 if
-   none is above -inf, or one is NaN. Noise is not made where it can't decide. */
+/* The draft id with the largest of n logits over the temperature, with noise if `name` is given; -1 if none is above -inf,
+   or one is NaN. Noise is computed only where it can decide. */
 static int64_t drawn(const float *logits, int64_t n, float temperature, const uint32_t *words, const uint64_t *name) {
   vec best = all(-INFINITY), scale = all(1.0f / temperature);
   ivec where = {}, wrong = {}, lane;
@@ -189,8 +189,8 @@ static int64_t drawn(const float *logits, int64_t n, float temperature, const ui
   return at;
 }
 
-/* Everything of a pass but the draw: `hidden` (tokens, H) is what it is fed, then (rows, H) what the next one is; returns
-   (rows, Vd) logits, or NULL where there is no memory. Where no row draws, keys and values are all that is left of it. */
+/* A pass without its draw: `hidden` (tokens, H) is its input, then (rows, H) the input of the next pass. Returns (rows, Vd)
+   logits, or NULL if out of memory. If no row draws, it only stores keys and values. */
 static float *logits_of(const head *h, const step *s, const pass *p, float *hidden, float *room) {
   int64_t H = h->hidden, wide = 2 * H, heads = h->heads * h->size, group = h->heads / h->kv_heads, n = p->rows;
   float *x = room, *qkv = x + p->tokens * wide, *residual = qkv + p->tokens * h->qkv.rows, *seen = residual + n * H;
@@ -203,7 +203,7 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
   for (int64_t t = 0; t < p->tokens; t++)
     place(h, qkv + t * h->qkv.rows, p->position[t], s->table + p->owner[t] * s->table_stride);
   if (!n) return logits;
-  const tile_float nothing = {0}; /* is fetched meanwhile: a head reads little */
+  const tile_float nothing = {0}; /* nothing to prefetch: a head reads little */
 #pragma omp parallel for num_threads(s->threads) schedule(dynamic, 1) if (s->threads > 1 && n > 8)
   for (int64_t j = 0; j < n; j++) {
     int64_t t = p->last[j];
@@ -212,7 +212,7 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
       attend_row_float(qkv + t * h->qkv.rows + g * group * h->size, seen + j * heads + g * group * h->size, 1, 0, 0,
                        group, h->size, h->k_cache + g * h->size, h->v_cache + g * h->size, h->kv_heads * h->size,
                        s->table + p->row[j] * s->table_stride, h->block_size, p->position[t] + 1,
-                       p->position[t] + 1 - (s->begins ? s->begins[p->row[j]] : 0),
+                       p->position[t] + 1 - (s->start_positions ? s->start_positions[p->row[j]] : 0),
                        1.0f / sqrtf(h->size), &nothing);
   }
   if (product(&h->o, seen, n, out, s->threads)) return NULL;
@@ -228,8 +228,8 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
   return logits;
 }
 
-/* The first pass: tokens that stay, each with the id of the one behind it, and the rows that can draw. A row of which
-   none stays has ended by an error. */
+/* The first pass: kept tokens, each with the id of the next one, and the rows that can draw. A row without kept tokens has
+   ended with an error. */
 static void begin(const step *s, pass *p, int64_t positions) {
   for (int64_t r = 0; r < s->rows; r++) {
     int64_t t = s->starts[r], last = t + s->num_valid[r * s->valid_stride] - 1;
@@ -242,8 +242,8 @@ static void begin(const step *s, pass *p, int64_t positions) {
   }
 }
 
-/* What the tokens of the first pass are fed: (tokens, H) of the taps, one beside the other in `wide`, or of the only one.
-   Returns 1 where there is no memory. */
+/* Input of the first pass: (tokens, H) of the taps, concatenated in `wide`, or of the only one. Returns 1 if out of
+   memory. */
 static int64_t fuse(const head *h, const step *s, const pass *p, float *hidden, float *wide) {
   int64_t width = h->tap_width, all = h->taps * width;
   float *out = h->fc.call ? wide : hidden;
@@ -258,7 +258,7 @@ static int64_t fuse(const head *h, const step *s, const pass *p, float *hidden, 
   return h->fc.call ? product(&h->fc, wide, p->tokens, hidden, s->threads) : 0;
 }
 
-/* The next pass: of each row that drew and can hold its token, that one. */
+/* The next pass: the drawn token of each row that drew and can store it. */
 static void follow(const head *h, const step *s, pass *p, int64_t column, float *hidden) {
   int64_t n = 0;
   for (int64_t j = 0; j < p->rows; j++) {
@@ -271,7 +271,7 @@ static void follow(const head *h, const step *s, pass *p, int64_t column, float 
   p->tokens = p->rows = n;
 }
 
-/* Returns 0, or -1 where there is no memory. */
+/* Returns 0, or -1 if out of memory. */
 int64_t draft(const head *h, const step *s) {
   int64_t total = s->starts[s->rows] + s->rows, *at = s->places;
   pass p = {0, 0, at, at + total, at + 2 * total, at + 3 * total, at + 4 * total, at + 5 * total};

@@ -1,5 +1,5 @@
-"""All passes of a proposal in one call, on a CPU with a compiler: see `chain.c`. For EAGLE-3 heads of one layer in
-float32, whose products can be called from C.
+"""All draft passes of a proposal in one C call, on a CPU with a compiler: see `chain.c`. For EAGLE-3 heads with one
+layer in float32 whose products can be called from C.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class _Head(Struct):
 class _Step(Struct):
     _fields_: ClassVar = [
         *fields(
-            "input_ids starts table positions next_token num_valid seeds begins taps temperature drafts places room",
+            "input_ids starts table positions next_token num_valid seeds start_positions taps temperature drafts "
+            "places room",
             "rows k table_stride next_stride valid_stride drafts_stride longest width greedy threads",
         ),
     ]
@@ -56,7 +57,7 @@ _MAX_TURNS = 64
 
 @dataclass(slots=True, eq=False)
 class _Pointed:
-    """What is pointed to of the rows of a step, and where it is; and of where their drafts are."""
+    """Pointers to the rows of a step, and to their drafts."""
 
     rows: tuple[Tensor, ...]
     step: _Step
@@ -65,13 +66,13 @@ class _Pointed:
 
 
 class NativeChain:
-    """Drafts under COUPLED, all of a step at once: those of the passes, but for what rounds otherwise.
+    """Drafts under COUPLED, all of a step in one call. They equal those of the torch passes up to rounding.
 
-    What steps of the same rows have in common is looked at and pointed to once.
+    Pointers that steps of the same rows share are set up once.
     """
 
     def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int, width: int) -> None:
-        """`positions`: those that the head has reserved. `longest`: tokens of a sequence at most. `width` is K."""
+        """positions: number of positions that the head has reserved. longest: most tokens of a sequence. width: K."""
         self._group, self._width = cache.group, width
         self._held: list[object] = [head, cache]
         self._struct = s = self._described(head, cache, positions)
@@ -80,14 +81,14 @@ class NativeChain:
         self._tap_width = s.tap_width
         self._taps = (ctypes.c_int64 * (2 * s.taps))()
         self._turns: dict[tuple[int, int], _Pointed] = {}
-        """What is pointed to, by how many rows and tokens these are: those of other numbers come in turn."""
+        """Pointers by numbers of rows and tokens."""
         self._fixed = {"longest": longest, "width": width, "taps": ctypes.addressof(self._taps)}
         self._at = ctypes.addressof(self._struct)
         self._room, self._places = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
     @staticmethod
     def fits(head: Eagle3Head, cache: DraftCache, rule: Rule) -> bool:
-        """Whether such a head's drafts can be made here."""
+        """Whether the C function supports the head, cache and rule."""
         if rule is not Rule.COUPLED or missing() is not None or not head.vocabulary.whole:
             return False
         layer, spec = head.first.layer, head.spec
@@ -101,10 +102,10 @@ class NativeChain:
         return all(_in_c(each) is not None for each in _products(head).values())
 
     def propose(self, context: DraftContext) -> Tensor | None:
-        """(R, K) int64 drafts of the step, -1 where there is none. None where nothing is wanted, or the step's tensors
-        are not of the kinds that are read here.
+        """Return (R, K) int64 drafts of the step, -1 where there is none; or None without drafts to make, or for
+        tensors that the C function does not support.
         """
-        next_token, drafts = context.next_token, context.room
+        next_token, drafts = context.next_token, context.out
         if not 0 < context.num_drafts <= self._width or (at := self._pointed_to(context)) is None:
             return None
         step = at.step
@@ -114,12 +115,12 @@ class NativeChain:
             return None
         step.k, step.greedy, step.threads = context.num_drafts, context.greedy, torch.get_num_threads()
         if _draft()(self._at, at.address):
-            raise MemoryError(f"there is no memory for the drafts of {step.rows} rows")
+            raise MemoryError(f"out of memory for the drafts of {step.rows} rows")
         return drafts
 
     def _pointed_to(self, context: DraftContext) -> _Pointed | None:
-        """What steps of the same rows share, which is pointed to if it is not what the last step of so many had; None
-        where it is not of the kinds that are read here.
+        """Return the pointers of the step's rows, reused from the last step of the same size if possible; None for
+        unsupported tensors.
         """
         batch = context.batch
         sizes = rows, tokens = batch.num_actual_reqs, batch.num_actual_tokens
@@ -159,7 +160,7 @@ class NativeChain:
         return made
 
     def _point_to_ends(self, at: _Pointed, next_token: Tensor, drafts: Tensor) -> bool:
-        """The same of the tokens that drafts follow, and of where these go."""
+        """Set the pointers to the tokens before the drafts, and to the drafts."""
         if at.ends is not None and next_token is at.ends[0] and drafts is at.ends[1]:
             return True
         rows = at.step.rows
@@ -180,14 +181,18 @@ class NativeChain:
         room, places = tokens * self._by_token + rows * self._by_row, 6 * (tokens + rows)
         if room <= len(self._room) and places <= len(self._places):
             return
-        self._turns.clear()  # these point to the room that there was
+        self._turns.clear()  # these point to the old workspace
         self._room = torch.empty(max(room, len(self._room)))
         self._places = torch.empty(max(places, len(self._places)), dtype=torch.int64)
 
     def _point_to_tokens(self, step: _Step, context: DraftContext) -> bool:
-        """The same of what is new in every step."""
+        """Set the pointers that change in every step."""
         shape = context.batch.num_tokens, self._tap_width
-        num_valid, begins, rows = context.num_valid, context.begins, context.batch.num_actual_reqs
+        num_valid, start_positions, rows = (
+            context.num_valid,
+            context.start_positions,
+            context.batch.num_actual_reqs,
+        )
         if len(context.features) * 2 != len(self._taps):
             return False
         for index, tap in enumerate(context.features):
@@ -199,10 +204,10 @@ class NativeChain:
             self._taps[2 * index], self._taps[2 * index + 1] = tap.data_ptr(), apart
         if num_valid.shape != (rows,) or num_valid.dtype != torch.int64:
             return False
-        if begins is not None and not _is_row(begins, torch.int64, rows):
+        if start_positions is not None and not _is_row(start_positions, torch.int64, rows):
             return False
         step.num_valid, step.valid_stride = num_valid.data_ptr(), num_valid.stride(0)
-        step.begins = None if begins is None else begins.data_ptr()
+        step.start_positions = None if start_positions is None else start_positions.data_ptr()
         return True
 
     def _described(self, head: Eagle3Head, cache: DraftCache, positions: int) -> _Head:
@@ -272,7 +277,7 @@ def _in_c(product: Callable[[Tensor], Tensor]) -> CProduct | None:
 
 
 def _is_row(tensor: Tensor, dtype: torch.dtype, rows: int) -> bool:
-    """Whether it is (rows,) and dense."""
+    """Whether the tensor is contiguous (rows,) of this dtype."""
     return tensor.dtype == dtype and tensor.shape == (rows,) and tensor.is_contiguous()
 
 

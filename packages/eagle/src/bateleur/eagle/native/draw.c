@@ -1,7 +1,7 @@
-/* Draws over a vocabulary on a CPU: of every row the winner under its law, and what the whole law leaves. */
+/* Sampling over a vocabulary on a CPU: the sampled token of every row, and its truncation thresholds. */
 #include "winner.h"
 
-/* Cuts are exact: mass is counted in units of 2^-40, `parts` are exp(x - best) by torch. */
+/* Thresholds are exact: mass is counted in units of 2^-40, `parts` are exp(x - best) by torch. */
 typedef struct {
   float x;
   int64_t mass;
@@ -9,8 +9,8 @@ typedef struct {
 
 static int64_t mass_of(float part) { return (double)part * 0x1p40; }
 
-/* The largest number so that what is not below it, with the mass `before`, has the goal; `before` becomes the mass of what
-   is above it. The order of the n numbers is lost. */
+/* The largest number such that the mass of the numbers not below it, plus `before`, reaches the goal; `before` becomes the
+   mass above it. Reorders the n numbers. */
 static float reach(part *p, int64_t n, double goal, int64_t *before) {
   for (;;) {
     float pivot = p[n / 2].x;
@@ -31,7 +31,7 @@ static float reach(part *p, int64_t n, double goal, int64_t *before) {
 enum { BINS = 2048 };
 INLINE int bin_of(const row *r, float x) { return at_most((r->best - x) * (BINS / NO_MASS), BINS - 1); }
 
-/* What top_p leaves of what is kept. room: for `size` parts. */
+/* Apply top_p to the kept tokens. room: for `size` parts. */
 static cut nucleus(const row *r, cut c, double top_p, const float *parts, part *room) {
   const float *logits = r->logits;
   int64_t masses[BINS] = {}, total = 0, before = 0, n = 0;
@@ -52,34 +52,34 @@ static cut nucleus(const row *r, cut c, double top_p, const float *parts, part *
   }
 }
 
-/* scaled and parts (rows, size), dense; laws (rows, 4); least and last (rows): what is kept, see `cut`. room: 32 bytes for
-   each token of a row. */
-void cut_rows(const float *scaled, const float *parts, const float *laws, float *least, int32_t *last, void *room,
+/* scaled and parts (rows, size), dense; params (rows, 4); least and last (rows): see `truncation_thresholds`. room: 32 bytes
+   for each token of a row. */
+void truncate_rows(const float *scaled, const float *parts, const float *params, float *least, int32_t *last, void *room,
               int64_t rows, int64_t size) {
   int64_t blocks = (size + BLOCK - 1) / BLOCK;
   float *peaks = (float *)((part *)room + size);
-  for (int64_t i = 0; i < rows; i++, scaled += size, parts += size, laws += 4) {
+  for (int64_t i = 0; i < rows; i++, scaled += size, parts += size, params += 4) {
     row r = {scaled, 0, size, blocks, 1, find_peaks(scaled, 0, size, peaks), peaks, 0, 0, 0};
     cut c = {-INFINITY, size};
-    if (laws[0] > 0 && isfinite(r.best)) {
+    if (params[0] > 0 && isfinite(r.best)) {
       c = everything;
-      if (r.best + laws[1] > c.least) c.least = r.best + laws[1];
-      if (laws[2] >= 1 && laws[2] < size) c = top(&r, c.least, laws[2], peaks + blocks);
-      if (laws[3] < 1) c = nucleus(&r, c, laws[3], parts, room);
+      if (r.best + params[1] > c.least) c.least = r.best + params[1];
+      if (params[2] >= 1 && params[2] < size) c = top(&r, c.least, params[2], peaks + blocks);
+      if (params[3] < 1) c = nucleus(&r, c, params[3], parts, room);
     }
     least[i] = c.least, last[i] = at_most(c.last, size);
   }
 }
 
-/* Say of a row with NaN, or without a token above -inf, that it is bad, and give it a token that is safe to embed. */
+/* Flag a row with NaN, or without a logit above -inf, as bad, and give it token 0. */
 static void tell(int64_t token, int64_t *tokens, uint8_t *bad) {
   *bad = token == BAD;
   *tokens = token == BAD ? 0 : token;
 }
 
-/* logits (rows, size) with a stride; laws (rows, 4); words (size); seeds, names, tokens and bad (rows). A token is UNSURE
-   where the whole law has to tell. */
-void draw_rows(const void *logits, int64_t stride, int narrow, const float *laws, const uint32_t *words,
+/* logits (rows, size) with a stride; params (rows, 4); words (size); seeds, names, tokens and bad (rows). A token is UNSURE
+   if torch has to decide from the processed logits. */
+void draw_rows(const void *logits, int64_t stride, int narrow, const float *params, const uint32_t *words,
                const uint64_t *seeds, const uint64_t *names, int64_t *tokens, uint8_t *bad, int64_t rows, int64_t size,
                int threads) {
   int64_t blocks = (size + BLOCK - 1) / BLOCK;
@@ -91,7 +91,7 @@ void draw_rows(const void *logits, int64_t stride, int narrow, const float *laws
     for (int64_t i = 0; i < rows; i++) {
       row r = {(const char *)logits + i * stride * (narrow ? 2 : 4), narrow, size, blocks, 1, 0, peaks, words, 0, 0};
       key_row(&r, seeds[i], names[i]);
-      tell(peaks ? draw_row(&r, laws + 4 * i, peaks, peaks + blocks) : UNSURE, tokens + i, bad + i);
+      tell(peaks ? draw_row(&r, params + 4 * i, peaks, peaks + blocks) : UNSURE, tokens + i, bad + i);
     }
     free(peaks);
   }
@@ -110,7 +110,7 @@ void argmax_rows(const void *logits, int64_t stride, int narrow, int64_t *tokens
   }
 }
 
-/* The first maximum of every row and its place, NaN if the row holds one. */
+/* The first maximum of every row and its index, NaN if the row holds one. */
 void best_rows(const void *logits, int64_t stride, int narrow, float *values, int64_t *lanes, int64_t rows, int64_t size,
                int threads) {
   int64_t blocks = (size + BLOCK - 1) / BLOCK;
@@ -124,10 +124,10 @@ void best_rows(const void *logits, int64_t stride, int narrow, float *values, in
   }
 }
 
-/* Of a part of a vocabulary the winner of every row among what is kept, see `cut`, or everything where `least` is NULL:
-   its place, which may be UNSURE, and its logit over the temperature, NaN if the row holds one and -inf if nothing wins.
-   Other arguments as of `draw_rows`. */
-void lead_rows(const void *logits, int64_t stride, int narrow, const float *laws, const float *least, const int32_t *last,
+/* In a vocabulary shard the sampled token of every row among the kept ones (all if `least` is NULL): its index, which may
+   be UNSURE, and its logit over the temperature, NaN if the row holds one and -inf if no token is kept. Other arguments
+   as for `draw_rows`. */
+void perturbed_max_rows(const void *logits, int64_t stride, int narrow, const float *params, const float *least, const int32_t *last,
                const uint32_t *words, const uint64_t *seeds, const uint64_t *names, float *values, int64_t *lanes,
                int64_t rows, int64_t size, int threads) {
   int64_t blocks = (size + BLOCK - 1) / BLOCK;
@@ -135,7 +135,7 @@ void lead_rows(const void *logits, int64_t stride, int narrow, const float *laws
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
   for (int64_t i = 0; i < rows; i++) {
     const void *from = (const char *)logits + i * stride * (narrow ? 2 : 4);
-    float peaks[blocks], temperature = laws[4 * i];
+    float peaks[blocks], temperature = params[4 * i];
     values[i] = find_peaks(from, narrow, size, peaks), lanes[i] = 0;
     if (!(values[i] > -INFINITY)) continue;
     if (!(temperature > 0)) {
@@ -155,7 +155,7 @@ void lead_rows(const void *logits, int64_t stride, int narrow, const float *laws
   }
 }
 
-/* Floats as integers of the same order; both zeros have one. */
+/* Floats as integers of the same order; both zeros are equal. */
 INLINE int64_t order_of(float x) {
   union { float f; int32_t i; } bits = {x + 0.0f};
   return bits.i ^ ((bits.i >> 31) & 0x7FFFFFFF);
@@ -166,9 +166,9 @@ INLINE float float_of(int32_t order) {
   return bits.f;
 }
 
-/* Of each row the weight of what is from start + (d << shift) on in this order, for digits d below `digits`: how many, or
-   the mass of their parts. scaled and parts (rows, size), dense; sums (rows, digits). */
-void tally_rows(const float *scaled, const float *parts, const int64_t *starts, int64_t shift, uint64_t *sums,
+/* For each row and digit d below `digits` the weight of the values from start + (d << shift) on in this order: their
+   number, or the mass of their parts. scaled and parts (rows, size), contiguous; sums (rows, digits). */
+void histogram_rows(const float *scaled, const float *parts, const int64_t *starts, int64_t shift, uint64_t *sums,
                 int64_t digits, int64_t rows, int64_t size) {
   memset(sums, 0, rows * digits * sizeof(*sums));
   for (int64_t i = 0; i < rows; i++, sums += digits, scaled += size) {
@@ -184,8 +184,8 @@ void tally_rows(const float *scaled, const float *parts, const int64_t *starts, 
   }
 }
 
-/* Where the last lies that stays of those that are equal to the least of a row, if `kept` of `own` do: -1, or `size`. */
-void last_rows(const float *scaled, const float *least, const int64_t *kept, const int64_t *own, int32_t *last,
+/* The index of the last kept tie of a row, if `kept` of `own` values equal to the threshold are: -1 if none, `size` if all. */
+void last_tie_rows(const float *scaled, const float *least, const int64_t *kept, const int64_t *own, int32_t *last,
                int64_t rows, int64_t size) {
   for (int64_t i = 0; i < rows; i++) {
     const float *x = scaled + i * size;

@@ -1,8 +1,8 @@
-/* Which token of a row wins under its law, without an order of the vocabulary.
+/* Samples a token of a row without sorting the vocabulary.
 
-   A row is read in blocks of BLOCK tokens, whose largest logits say which of them have to be read again. What is decided
-   here by approximations (logarithms, exponentials, sums) is decided only if it is sure; what is not is told as UNSURE,
-   so that the tokens are those of the whole law in torch. Scores are logit / temperature + noise, see noise.py. */
+   A row is read in blocks of BLOCK tokens; their largest logits tell which blocks have to be read again. Logarithms,
+   exponentials and sums are approximations with error bounds. If the bounds do not decide, the result is UNSURE and torch
+   decides, so that tokens equal those of torch. Scores are logit / temperature + noise, see noise.py. */
 #pragma once
 #include "vec.h"
 #include <float.h>
@@ -11,9 +11,9 @@
 
 enum { BLOCK = 128, BAD = -1, UNSURE = -2 };
 
-#define MASS_ERROR 1e-5  /* of sums of masses, relative: of exponentials, of sums, of what the law cuts off below 2^-40 */
-#define NOISE_ERROR 2e-5 /* of a score by torch in float32, beside what the sum rounds */
-#define NO_MASS 28.0f    /* exp(-28) < 2^-40: less counts for nothing */
+#define MASS_ERROR 1e-5  /* relative error of sums of masses: exponentials, sums, masses below 2^-40 */
+#define NOISE_ERROR 2e-5 /* error of a score by torch in float32, without the rounding of the sum */
+#define NO_MASS 28.0f    /* exp(-28) < 2^-40: smaller masses are 0 */
 
 typedef struct {
   const void *logits;
@@ -35,7 +35,7 @@ static const cut everything = {-FLT_MAX, INT64_MAX};
 
 INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* A block of logits as floats; -inf behind the last. */
+/* A block of logits as floats; -inf after the last. */
 INLINE void load_block(const void *logits, int narrow, int64_t size, int64_t block, float *restrict x) {
   int64_t first = block * BLOCK, n = at_most(size - first, BLOCK);
   uint32_t *bits = (uint32_t *)x;
@@ -93,7 +93,7 @@ INLINE void temper(const row *r, int64_t block, float *restrict x) {
 
 INLINE int keeps(cut c, float x, int64_t token) { return x > c.least || (x == c.least && token <= c.last); }
 
-/* The k-th largest of n numbers, from 1, whose order is lost (Hoare 1961). */
+/* The k-th largest of n numbers, from 1; reorders them (Hoare 1961). */
 static float kth(float *x, int64_t n, int64_t k) {
   int64_t left = 0, right = n - 1, at = k - 1;
   while (left < right) {
@@ -114,11 +114,11 @@ static float kth(float *x, int64_t n, int64_t k) {
   return x[at];
 }
 
-/* What top_k leaves of the tokens that are at least `least`. room: for `size` numbers, twice. */
+/* Apply top_k to the tokens that are at least `least`. room: for 2 * `size` numbers. */
 static cut top(const row *r, float least, int64_t k, float *room) {
   float x[BLOCK] __attribute__((aligned(64))), *tall = room, *order = room + r->size, edge = least;
   int64_t n = 0, above = 0;
-  if (k <= r->blocks) { /* as many blocks have a token that is at least the k-th of their peaks */
+  if (k <= r->blocks) { /* k blocks have a token that is at least the k-th largest peak */
     memcpy(order, r->peaks, r->blocks * sizeof(float));
     float peak = kth(order, r->blocks, k);
     if (peak > edge) edge = peak;
@@ -141,7 +141,7 @@ static cut top(const row *r, float least, int64_t k, float *room) {
     }
 }
 
-/* What tokens of a block are above that are kept, but for the `ties` of the block that `last` lies in. */
+/* The threshold of kept tokens of a block, except for the `ties` in the block of `last`. */
 static float edge_in(cut c, const float *x, int64_t block, float *ties) {
   int64_t last = c.last - block * BLOCK;
   *ties = 0;
@@ -150,7 +150,7 @@ static float edge_in(cut c, const float *x, int64_t block, float *ties) {
   return c.least;
 }
 
-/* The sum of exp(x - best) over what is kept, and over that of it which `inner` keeps. */
+/* The sums of exp(x - best) over the kept tokens, and over those that `inner` keeps. */
 static double masses(const row *r, cut c, cut inner, double *before) {
   float x[BLOCK] __attribute__((aligned(64))), ties, inner_ties;
   double mass = 0, above = 0, tie = exp((double)c.least - r->best), inner_tie = exp((double)inner.least - r->best);
@@ -179,7 +179,7 @@ typedef struct {
 
 static double slack(double score) { return NOISE_ERROR + fabs(score) * 0x1p-22; }
 
-/* Let a token take part in a draw; `bits` are its random ones. */
+/* Add a token to a draw; `bits` are its random bits. */
 static void contend(winner *w, float x, uint32_t bits, int64_t token) {
   float part = (double)(float)bits * 0x1.fffffep-32, u = (double)part + 0x1p-32; /* two roundings, as in torch */
   double score = x - log(-log1p(-(double)u));
@@ -189,8 +189,8 @@ static void contend(winner *w, float x, uint32_t bits, int64_t token) {
     w->second = score;
 }
 
-/* The token of the largest score among what is kept. A token is looked at if an upper bound of its score, without a
-   logarithm, reaches the best so far: noise is at most -log(u), and the bits of a float are its logarithm, from below. */
+/* The kept token with the largest score. A score is computed only if its upper bound, which needs no logarithm, reaches
+   the best so far: noise is at most -log(u), and the bits of a float are a lower bound of its logarithm. */
 static winner draw_among(const row *r, cut c) {
   float x[BLOCK] __attribute__((aligned(64))), bound[BLOCK] __attribute__((aligned(64)));
   uint32_t bits[BLOCK] __attribute__((aligned(64)));
@@ -224,8 +224,8 @@ static winner draw_among(const row *r, cut c) {
   return w;
 }
 
-/* A nucleus needs no threshold: the winner of a larger set that belongs to it is its winner; one that does not is struck
-   out, with all that are not above it, and the rest draws again. */
+/* top_p needs no threshold: if the winner of a larger set is in the nucleus, it is the sample. If not, it is removed with
+   all tokens that are not above it, and the rest draws again. */
 static int64_t draw_nucleus(const row *r, cut c, double top_p) {
   winner w = draw_among(r, c);
   while (w.lead - w.second > slack(w.lead)) {
@@ -238,18 +238,18 @@ static int64_t draw_nucleus(const row *r, cut c, double top_p) {
   return UNSURE;
 }
 
-/* law: temperature, log(min_p) or -inf, top_k, top_p. */
-static int64_t draw_row(row *r, const float *law, float *peaks, float *room) {
+/* param: sampling parameters: temperature, log(min_p) or -inf, top_k, top_p. */
+static int64_t draw_row(row *r, const float *param, float *peaks, float *room) {
   float best = find_peaks(r->logits, r->narrow, r->size, peaks);
   if (!(best > -INFINITY)) return BAD;
-  if (!(law[0] > 0)) return first_maximum(r->logits, r->narrow, r->size, peaks, best);
-  for (int64_t b = 0; b < r->blocks; b++) peaks[b] /= law[0];
-  r->temperature = law[0], r->best = best / law[0];
+  if (!(param[0] > 0)) return first_maximum(r->logits, r->narrow, r->size, peaks, best);
+  for (int64_t b = 0; b < r->blocks; b++) peaks[b] /= param[0];
+  r->temperature = param[0], r->best = best / param[0];
   if (r->best == INFINITY) return UNSURE;
   cut c = everything;
-  if (r->best + law[1] > c.least) c.least = r->best + law[1];
-  if (law[2] >= 1 && law[2] < r->size) c = top(r, c.least, law[2], room);
-  if (law[3] < 1) return draw_nucleus(r, c, law[3]);
+  if (r->best + param[1] > c.least) c.least = r->best + param[1];
+  if (param[2] >= 1 && param[2] < r->size) c = top(r, c.least, param[2], room);
+  if (param[3] < 1) return draw_nucleus(r, c, param[3]);
   winner w = draw_among(r, c);
   return w.lead - w.second > slack(w.lead) ? w.token : UNSURE;
 }
@@ -260,7 +260,7 @@ static uint64_t fmix64(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-/* The random words of a row, which `seed` and the draw's name give. */
+/* The random words of a row, from `seed` and the name of the draw. */
 INLINE void key_row(row *r, uint64_t seed, uint64_t name) {
   uint64_t word = fmix64(fmix64(seed + 0x9E3779B97F4A7C15ull) ^ name);
   r->low = (uint32_t)word, r->high = (uint32_t)(word >> 32);

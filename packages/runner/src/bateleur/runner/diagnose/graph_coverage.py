@@ -10,7 +10,7 @@ import torch
 
 from bateleur.cudagraph import Ask, BatchExecutionDescriptor, CapturePlan, Coverage, CudaGraphMode
 from bateleur.eagle import Rule
-from bateleur.eagle.whole import can_follow
+from bateleur.eagle.full_proposal import can_follow
 from bateleur.mamba import MambaMetadataBuilder
 from bateleur.runner.cache.workspace import graph_bytes
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype

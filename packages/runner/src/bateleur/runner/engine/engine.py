@@ -43,9 +43,9 @@ from bateleur.runner.sampling.sampler import SamplingState
 from bateleur.runner.sampling.step_end import StepEnd
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
-from bateleur.runner.spec_decode.answers import check_drafter
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.draft_planner import DraftPlanner
+from bateleur.runner.spec_decode.drafter_checks import check_drafter
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
 from bateleur.runner.spec_decode.proposer import Proposer
 from bateleur.runner.stats import EngineStats, StepClock
@@ -72,7 +72,7 @@ class Engine:
         self.model_state = ModelState(model, self.caches, setup.backend, limits, setup.prompt_scan)
         self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
         self.scheduler = self._make_scheduler()
-        self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device, model.part)
+        self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device, model.shard)
         checks, kv_blocks = setup.graphs.checks, self.table.blocks
         self.producer = StepProducer(self.model_state, limits.buffers, device, checks, kv_blocks)
         proposer = self._make_drafter()

@@ -80,7 +80,7 @@ class HybridDecoder:
         self.device = device
         self.ranks = ranks
         self._tokens = ranks.about(spec.vocab_size)
-        self.part = ranks.part(spec.vocab_size)
+        self.shard = ranks.vocab_shard(spec.vocab_size)
         """Whose tokens `logits` are of; None for those of the whole vocabulary."""
         rows = self._tokens[1] - self._tokens[0]
         self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)

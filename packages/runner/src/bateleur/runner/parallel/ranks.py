@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from bateleur.eagle import Part
+from bateleur.eagle import VocabShard
 from bateleur.runner.device import indexed
 from bateleur.runner.errors import CollectiveBroken
 
@@ -115,11 +115,11 @@ class Ranks:
         told: list[bool] = self.every(torch.tensor(has, dtype=torch.uint8)).amin(0).bool().tolist()
         return told
 
-    def part(self, vocab_size: int) -> Part | None:
+    def vocab_shard(self, vocab_size: int) -> VocabShard | None:
         """This rank's part of a vocabulary that is shared as evenly as can be, or None if it has all of it."""
         if self.alone:
             return None
-        return Part(tuple(rank * vocab_size // self.size for rank in range(self.size + 1)), self)
+        return VocabShard(tuple(rank * vocab_size // self.size for rank in range(self.size + 1)), self)
 
 
 ALONE = Ranks()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.eagle import DraftDistribution, Drafts, Law, OneHot, Rows, verify
+from bateleur.eagle import DraftDistribution, Drafts, OneHot, Rows, SamplingMetadata, verify
 from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.sampling.end_rows import EndRows
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
@@ -32,9 +32,9 @@ class CapturedSampler:
     def stage(self, plan: StepPlan) -> None:
         """Say in the rows whose step comes next: that of `plan`, whose rows all decode."""
         verifier = self.verifier
-        seeds, law = verifier.sampling.draws_of(plan.rows)
+        seeds, metadata = verifier.sampling.draws_of(plan.rows)
         num_drafts = np.minimum(verifier.table.num_drafts[plan.rows], plan.query_lens - 1)
-        self.rows.stage(plan.rows, seeds, num_drafts, law)
+        self.rows.stage(plan.rows, seeds, num_drafts, metadata)
 
     def kind_of(self, plan: StepPlan) -> str:
         """Of the laws of a plan's rows. They are the host's, so it is the same on all ranks."""
@@ -54,11 +54,11 @@ class CapturedSampler:
         logits_TV = verifier.model.logits(hidden_TD)
         places_K = verifier.places[: verifier.num_places]
         drafts_NK = verifier.next.drafts_of(own_N).where(places_K < rows.num_drafts[:num_reqs, None], -1)
-        values_N4, law = rows.law[:num_reqs], None
+        values_N4, metadata = rows.sampling_values[:num_reqs], None
         distribution: DraftDistribution = OneHot()  # greedy rows are the same under each
         if kind != GREEDY:
             values_T4 = values_N4.unsqueeze(1).expand(-1, length, -1).reshape(-1, values_N4.shape[1])
-            law = Law.unknown(values_T4, cuts=kind == CUTS)
+            metadata = SamplingMetadata.unknown(values_T4, truncates=kind == CUTS)
             distribution = verifier.distribution(own_N.clamp(max=len(verifier.next.ids) - 2))
         first_N = batch.num_computed_tokens[:num_reqs].long() + 1
         drawn_with = Rows(batch.query_start_loc, rows.seeds[:num_reqs], first_N, values_N4[:, 0])
@@ -69,7 +69,7 @@ class CapturedSampler:
             rule=verifier.rule,
             lanes=verifier.sampling.lanes,
             greedy=kind == GREEDY,
-            law=law,
+            metadata=metadata,
         )
         verifier.next.emitted(own_N, emitted.tokens, emitted.num_emitted)
         rows.leave(emitted.tokens, emitted.num_emitted)
@@ -98,13 +98,13 @@ class CapturedSampler:
         likely = verifier.model.logits(hidden_TD).argmax(-1).view(-1, length)[:count, :-1]
         coins = torch.from_numpy(rng.integers(0, 2, tuple(likely.shape), dtype=np.bool_)).to(device)
         ids[:count, 1:length] = likely.where(coins, ids[:count, 1:length])
-        law = np.tile(np.array([0, -np.inf, vocab_size, 1], np.float32), (count, 1))
+        metadata = np.tile(np.array([0, -np.inf, vocab_size, 1], np.float32), (count, 1))
         if kind != GREEDY:
             choices = ((0, 0.2, 0.8, 1.5), (-np.inf, -3.0), (vocab_size, 7), (1.0, 0.9))
             some = [
                 rng.choice(each if kind == CUTS or not i else each[:1], count)
                 for i, each in enumerate(choices)
             ]
-            law = np.stack(some, 1).astype(np.float32)
+            metadata = np.stack(some, 1).astype(np.float32)
         seeds, num_drafts = rng.integers(1 << 62, size=count), rng.integers(0, length, count)
-        self.rows.stage(np.arange(count), seeds, num_drafts, law)
+        self.rows.stage(np.arange(count), seeds, num_drafts, metadata)

@@ -21,7 +21,7 @@ class EndRows:
     Attributes:
         table_rows: (N,) int64 rows of the request table; `max_rows` in padding.
         seeds: (N,) int64. num_drafts: (N,) int64 drafts under test, of the places that there are.
-        law: (N, 4) float32, the values of each row's `Law`.
+        law: (N, 4) float32, the values of each row's `SamplingMetadata`.
         emitted: (N, J) int64 tokens of the last step that ended, -1 behind the last.
         num_valid: (N,) int64 tokens of each row that stay. Behind the rows of a step that ended eagerly both hold
             whatever was there before: nobody may read them for a row without a token.
@@ -33,7 +33,7 @@ class EndRows:
         even = max_rows + max_rows % 2  # every part begins at 16 bytes, so that Triton compiles a kernel once
         self._staged = torch.zeros(5, even, dtype=torch.int64, device=device)
         self.table_rows, self.seeds, self.num_drafts = self._staged[:3, :max_rows]
-        self.law = self._staged[3:].view(-1).view(torch.float32).view(even, 4)[:max_rows]
+        self.sampling_values = self._staged[3:].view(-1).view(torch.float32).view(even, 4)[:max_rows]
         self.emitted = torch.empty(max_rows, width, dtype=torch.int64, device=device)
         self.num_valid = torch.empty(max_rows, dtype=torch.int64, device=device)
         self._known = b""
@@ -51,14 +51,14 @@ class EndRows:
         table_rows: NDArray[np.int64],
         seeds: NDArray[np.int64],
         num_drafts: NDArray[np.integer],
-        law: NDArray[np.float32],
+        sampling_values: NDArray[np.float32],
     ) -> None:
         """Rows of a step; nothing is sent if they are those of the last."""
         values, count = np.zeros(self._staged.shape, np.int64), len(table_rows)
         values[0, count:] = self._max_rows
         for line, given in zip(values, (table_rows, seeds, num_drafts), strict=False):
             line[:count] = given
-        values[3:].reshape(-1).view(np.float32).reshape(-1, 4)[:count] = law
+        values[3:].reshape(-1).view(np.float32).reshape(-1, 4)[:count] = sampling_values
         if (contents := values.tobytes()) != self._known:
             self._staged.copy_(upload(values, self._device))
             self._known = contents

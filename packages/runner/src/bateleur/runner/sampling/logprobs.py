@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from bateleur.eagle.scale import Scale
+from bateleur.eagle.log_normalizer import LogNormalizer
 
 if TYPE_CHECKING:
-    from bateleur.eagle import Part
+    from bateleur.eagle import VocabShard
 
 
 class Logprobs(NamedTuple):
@@ -30,22 +30,22 @@ class Logprobs(NamedTuple):
     rank: Tensor
 
 
-def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int, part: Part | None = None) -> Logprobs:
+def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int, shard: VocabShard | None = None) -> Logprobs:
     """Those of (R,) tokens, and of the `num_top` likeliest ones, under (R, V) float32 logits, of all tokens or a part.
 
     Of equal ones at the end of the list it is open which are told.
     """
-    scale = Scale.of(logits, part)
-    if part is None:
+    scale = LogNormalizer.of(logits, shard)
+    if shard is None:
         sampled_R1 = logits.gather(1, token_ids.unsqueeze(1))
     else:
-        lane_R, here_R = part.lanes(token_ids)
-        sampled_R1 = part.best(logits.gather(1, lane_R.unsqueeze(1)).where(here_R.unsqueeze(1), -torch.inf))
+        lane_R, here_R = shard.lanes(token_ids)
+        sampled_R1 = shard.best(logits.gather(1, lane_R.unsqueeze(1)).where(here_R.unsqueeze(1), -torch.inf))
     above_R = (logits > sampled_R1).sum(dim=-1)
     values_Rn, ids_Rn = logits.topk(min(num_top, logits.shape[1]), dim=-1)
-    if part is not None:
-        part.exchange.sum_(above_R)
-        values_Rn, ids_Rn = part.top(values_Rn, ids_Rn, num_top)
+    if shard is not None:
+        shard.collectives.sum_(above_R)
+        values_Rn, ids_Rn = shard.top(values_Rn, ids_Rn, num_top)
     return Logprobs(
         ids_Rn, scale.log_probs(values_Rn), scale.log_probs(sampled_R1).squeeze(1), above_R.add_(1)
     )

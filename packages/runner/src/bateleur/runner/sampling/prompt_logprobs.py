@@ -84,6 +84,6 @@ class PromptLogprobs:
         size = self._tokens_at_once
         slices = zip(spots_N.split(size), ids_N.split(size), strict=True)
         return [
-            logprobs_of(self._model.logits(hidden_TM.index_select(0, spots)), ids, num_top, self._model.part)
+            logprobs_of(self._model.logits(hidden_TM.index_select(0, spots)), ids, num_top, self._model.shard)
             for spots, ids in slices
         ]

@@ -24,10 +24,10 @@ from bateleur.eagle import (
     Drafts,
     EagleSpeculator,
     OneHot,
+    RejectionOutput,
     Rows,
     Rule,
     SamplingDrafter,
-    Verdict,
     distribution_of,
     verify,
 )
@@ -217,7 +217,7 @@ class RejectionSampler:
         logits_LV = self.model.logits(hidden_LD)
         rows_S, draws = plan.rows[index.drawing], self.draws_of(plan)
         bare = draws.bare and allowed is None
-        processed = Processed(logits_LV, draws.law, None) if bare else None
+        processed = Processed(logits_LV, draws.metadata, None) if bare else None
         generated_S = (self.table.num_tokens[rows_S] - self.table.prompt_len[rows_S]).astype(np.int64)
         positions_S = batch.positions.index_select(0, index.first_token_S) + 1
         if num_logits == len(rows_S):  # nobody has drafts: under every rule that is one draw for each row
@@ -227,7 +227,7 @@ class RejectionSampler:
             tokens_SJ = tokens_L.masked_fill(bad, -1)[:, None]
             if self._width > 1 and not self.on_host:
                 tokens_SJ = pad(tokens_SJ, (0, self._width - 1), value=-1)
-            emitted, drafts_SK = Verdict(tokens_SJ, (~bad).long(), bad), tokens_SJ[:, :0]
+            emitted, drafts_SK = RejectionOutput(tokens_SJ, (~bad).long(), bad), tokens_SJ[:, :0]
         else:
             drafts_SK = self._drafts(index, rows_S)
             if processed is None:
@@ -250,7 +250,7 @@ class RejectionSampler:
         return Verified(index.drawing, index.first_S, *emitted, empty, drafts_SK, logprobs)
 
     def _keep_emitted(
-        self, index: StepIndex, rows_S: NDArray[np.int64], emitted: Verdict, drawn_S: Tensor | None
+        self, index: StepIndex, rows_S: NDArray[np.int64], emitted: RejectionOutput, drawn_S: Tensor | None
     ) -> None:
         """Keep the last token of each row. drawn_S: what rows without drafts drew, (S,); None for rows with drafts."""
         if self.on_host:
@@ -310,15 +310,17 @@ class RejectionSampler:
         drafts_SK: Tensor,
         draws: Draws,
         positions_S: Tensor,
-    ) -> Verdict:
+    ) -> RejectionOutput:
         """What is emitted of S rows with drafts."""
         rows = Rows(index.starts, draws.seeds, positions_S, draws.temperature)
-        greedy = processed.law is None
+        greedy = processed.metadata is None
         # Greedy rows are the same under every distribution, so that nobody has to look up what theirs was.
         distribution = OneHot() if greedy else self.distribution(index.table_rows_S)
         drafts = Drafts(drafts_SK.contiguous(), distribution)
-        lanes, law = self.sampling.lanes, processed.law
-        return verify(processed.logits, drafts, rows, rule=self.rule, lanes=lanes, greedy=greedy, law=law)
+        lanes, metadata = self.sampling.lanes, processed.metadata
+        return verify(
+            processed.logits, drafts, rows, rule=self.rule, lanes=lanes, greedy=greedy, metadata=metadata
+        )
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         """Host to device without waiting; the array is fresh and nothing writes to it again."""

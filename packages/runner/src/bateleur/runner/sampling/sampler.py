@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Drawn, Keys, Lanes, Law, Part, Penalties, argmax, sample
+from bateleur.eagle import Drawn, Keys, Lanes, Penalties, SamplingMetadata, VocabShard, argmax, sample
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.sampling.token_rules import TokenRules
@@ -42,7 +42,7 @@ class Draws(NamedTuple):
     bare: bool
     seeds: Tensor
     temperature: Tensor
-    law: Law | None
+    metadata: SamplingMetadata | None
 
 
 class Processed(NamedTuple):
@@ -54,7 +54,7 @@ class Processed(NamedTuple):
     """
 
     logits: Tensor
-    law: Law | None
+    metadata: SamplingMetadata | None
     empty: Tensor | None = None
 
 
@@ -67,16 +67,16 @@ class SamplingState:
     """
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device | str, part: Part | None = None
+        self, max_rows: int, vocab_size: int, device: torch.device | str, shard: VocabShard | None = None
     ) -> None:
         self._device = torch.device(device)
         self._upload = partial(upload, device=self._device)
         self._kept = Kept(self._device)
         self.vocab_size = vocab_size
-        self._part = part
-        self._tokens = (0, vocab_size) if part is None else (part.first, part.end)
-        self.lanes = Lanes.of(vocab_size if part is None else part, self._device)
-        self._rules = TokenRules(max_rows, vocab_size, self._device, part)
+        self._part = shard
+        self._tokens = (0, vocab_size) if shard is None else (shard.first, shard.end)
+        self.lanes = Lanes.of(vocab_size if shard is None else shard, self._device)
+        self._rules = TokenRules(max_rows, vocab_size, self._device, shard)
         # The host holds the parameters: a step sends those of its rows, if they are not those of the last.
         self._values = np.tile(_NEUTRAL, (max_rows, 1))
         self._seeds = np.zeros(max_rows, dtype=np.int64)
@@ -166,7 +166,7 @@ class SamplingState:
         values = self._values[rows, :_REPETITION]
         if not values[:, _TEMPERATURE].any() and penalties is None:
             return Processed(processed, None, empty)
-        return Processed(processed, Law(values, self._kept("values", values), penalties), empty)
+        return Processed(processed, SamplingMetadata(values, self._kept("values", values), penalties), empty)
 
     def draw(self, processed: Processed, rows: NDArray[np.int64], positions: Tensor) -> Drawn:
         """Draw one token for each of R rows, all on the device; in a bad row that request must end with an error.
@@ -174,10 +174,10 @@ class SamplingState:
         positions: (R,) int64 on the device, index in its sequence of the token being drawn.
         What is emitted in the end goes to `count`.
         """
-        if processed.law is None:
+        if processed.metadata is None:
             return argmax(processed.logits, self._part)
         keys = Keys(self._kept("seeds", self._seeds[rows]), positions)
-        return sample(processed.logits, processed.law, keys, lanes=self.lanes)
+        return sample(processed.logits, processed.metadata, keys, lanes=self.lanes)
 
     def looks_back(self, rows: NDArray[np.int64]) -> bool:
         """Whether what `process` does in these rows depends on the drafts `before` them."""
@@ -225,10 +225,10 @@ class SamplingState:
     def plan_draws(self, rows: NDArray[np.int64], repeats: NDArray[np.int64]) -> Draws:
         """How these rows (S,) draw, of which the L rows of logits `repeats` (L,) belong to the one of that number."""
         bare = self.only_draws(rows, np.zeros(len(rows), np.int64))
-        values, law = self._values[rows, :_REPETITION], None
+        values, metadata = self._values[rows, :_REPETITION], None
         if bare and values[:, _TEMPERATURE].any():
-            law = Law(values[repeats], self._kept("values", values[repeats]))
-        return Draws(bare, *self.noise_keys(rows), law)
+            metadata = SamplingMetadata(values[repeats], self._kept("values", values[repeats]))
+        return Draws(bare, *self.noise_keys(rows), metadata)
 
     def hinge_on_length(
         self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]
@@ -244,7 +244,7 @@ class SamplingState:
         return not (others or self._rules.concern(rows, num_output_tokens))
 
     def draws_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """What rows draw with: seeds (R,), and the values of their `Law` (R, 4)."""
+        """What rows draw with: seeds (R,), and the values of their `SamplingMetadata` (R, 4)."""
         return self._seeds[rows], self._values[rows, :_REPETITION]
 
     def all_greedy(self, rows: NDArray[np.int64]) -> bool:

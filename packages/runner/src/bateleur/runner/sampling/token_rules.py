@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Part
+from bateleur.eagle import VocabShard
 from bateleur.runner.device import Kept, upload
 from bateleur.runner.sampling.biases import Biases
 from bateleur.runner.sampling.masks import forbid_, mask_words, words_of
@@ -32,7 +32,7 @@ class TokenRules:
     """
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device, part: Part | None = None
+        self, max_rows: int, vocab_size: int, device: torch.device, shard: VocabShard | None = None
     ) -> None:
         self._device = device
         self._upload = partial(upload, device=device)
@@ -44,8 +44,8 @@ class TokenRules:
         self._limited = np.zeros(max_rows, dtype=np.bool_)
         self._biased = np.zeros(max_rows, dtype=np.bool_)
         self._allowed: Tensor | None = None  # (M, W) int32, all bits in rows that are not limited
-        self._part = part
-        self._first, self._end = (0, vocab_size) if part is None else (part.first, part.end)
+        self._part = shard
+        self._first, self._end = (0, vocab_size) if shard is None else (shard.first, shard.end)
         self._biases = Biases(max_rows, (self._first, self._end), device)
 
     def admit(

@@ -1,1 +1,1 @@
-"""Drafts: the head beside its target, and when it proposes."""
+"""Speculative decoding: drafters, when they propose, and how many drafts a step verifies."""

@@ -1,4 +1,4 @@
-"""A draft head beside its target: loading it, its caches, and the speculator that runs it."""
+"""A draft head next to its target: loading, caches, and the proposer that runs it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.shares import share_experts
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec, parts_of
-from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
+from bateleur.runner.spec_decode.draft_sync import DraftSync
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """A loaded head, and what its loader has to say."""
+    """A loaded head, and the report of its loader."""
 
     head: Head
     report: LoadReport
@@ -51,7 +51,7 @@ class DraftHead:
         recorded: bool | None = None,
     ) -> DraftHead:
         """Load a head for `target`, on its device and in its dtype, from a folder, from the target's own `checkpoint`
-        for "mtp", or "auto" beside the shipped model.
+        for "mtp", or "auto" with the shipped model.
 
         recorded: see `Projection.pack`; None packs nothing. Raises ValueError for "auto" unless the target is
         `shipped`, a folder or a checkpoint that holds no head, one that does not fit, or a target without attention
@@ -74,8 +74,8 @@ class DraftHead:
             embedding=target.embedding,
             lm_head=target.lm_head,
             output=target.output,
-            part=target.part,
-            embed=None if target.part is None else target.embed,
+            shard=target.shard,
+            embed=None if target.shard is None else target.embed,
         )
         made: list[Projection] = []
 
@@ -96,7 +96,7 @@ class DraftHead:
 
     @classmethod
     def _of_target(cls, checkpoint: Checkpoint, target: HybridDecoder, recorded: bool | None) -> DraftHead:
-        """The MTP head in the target's files. One on the device `meta` is not filled."""
+        """The MTP head in the target's files. On the device `meta` its weights are not loaded."""
         module = read_mtp(checkpoint)
         spec, share, exchange = module.spec, None, target.exchange
         if exchange is not None and _ends_with_experts(spec):
@@ -127,18 +127,18 @@ class DraftHead:
         )
 
     @property
-    def sync(self) -> ChainLockstep | None:
-        """Where other ranks take part in its passes; they run eagerly then."""
+    def sync(self) -> DraftSync | None:
+        """How other data-parallel ranks take part in its passes, which then run eagerly; None without them."""
         head = self.head
         if not isinstance(head, MtpHead) or head.exchange is None:
             return None
-        return ChainLockstep(head, head.exchange)
+        return DraftSync(head, head.exchange)
 
     def costs(self, dtype: torch.dtype, rule: Rule) -> DraftCosts:
-        """What the head keeps of running requests, with caches in `dtype`."""
+        """Memory of the head per running request, with caches in `dtype`."""
         spec = self.head.spec
-        part = self.head.part if isinstance(self.head, SharedHead) else None
-        lanes = spec.draft_vocab_size if part is None else part.widest  # on every rank the same
+        shard = self.head.shard if isinstance(self.head, SharedHead) else None
+        lanes = spec.draft_vocab_size if shard is None else shard.widest  # equal on all ranks
         return DraftCosts(
             token_bytes=2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize,
             logits_bytes=0 if rule is Rule.COUPLED else lanes * torch.float32.itemsize,
@@ -154,7 +154,9 @@ class DraftHead:
         target: HybridDecoder,
         rule: Rule,
     ) -> EagleSpeculator:
-        """The drafter, with caches of its own in the blocks of the target's first group, and graphs in a pool apart."""
+        """Create the EAGLE proposer, with its own caches in the blocks of the target's first group, and graphs in its
+        own pool.
+        """
         spec = self.head.spec
         heads = [(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
         cache = DraftCache(kv_caches(plan, heads, target.dtype, target.device), groups)
@@ -168,8 +170,8 @@ class DraftHead:
 
 
 def _ends_with_experts(spec: ModelSpec) -> bool:
-    """Whether a head has experts, all of them behind its attention: those before would see every token of a step."""
-    kinds = [{type(part) for part in parts_of(layer)} for layer in spec.layers]
+    """Whether a head has experts, all after its attention: experts before it would process every token of a step."""
+    kinds = [{type(shard) for shard in parts_of(layer)} for layer in spec.layers]
     last = max(index for index, each in enumerate(kinds) if AttentionLayer in each)
     found = [index for index, each in enumerate(kinds) if ExpertsLayer in each]
     return bool(found) and min(found) > last

@@ -1,4 +1,4 @@
-"""What is compared when graphs of a draft head are verified."""
+"""Comparison of draft graphs with eager runs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from bateleur.runner.model_runner.step_producer import bits_of
 
 
 def written_by(drafter: EagleSpeculator, table: Tensor) -> dict[str, Tensor]:
-    """What a proposal writes besides its drafts, for rows with these blocks (R, columns): keys and values, with a sum
-    over those of others, which must stay; and the logits of drafts. Waits for the device.
+    """Return what a proposal writes besides its drafts, for rows with these blocks (R, columns): keys and values, a
+    checksum of all other blocks, which must not change, and the logits of drafts. Waits for the device.
     """
     found, blocks = {}, table.unique()
     for layer, caches in enumerate(drafter.kv):
         for name, whole in zip("kv", caches, strict=True):
-            found[f"draft.{layer}.{name}"] = part = whole.index_select(0, blocks)
-            found[f"draft.{layer}.{name} elsewhere"] = bits_of(whole) - bits_of(part)
+            found[f"draft.{layer}.{name}"] = shard = whole.index_select(0, blocks)
+            found[f"draft.{layer}.{name} elsewhere"] = bits_of(whole) - bits_of(shard)
     if (logits := drafter.inputs.logits) is not None:
         found["draft logits"] = logits.lines[:-1]
     return found
 
 
 def verify_passes(drafter: EagleSpeculator, fuzz: int) -> dict[str, VerifyReport]:
-    """Show that replays of single passes equal eager runs on random steps, by what they are."""
+    """Check that replays of single passes equal eager runs on random steps; reports by name of the pass."""
 
     def also(state: DraftState) -> dict[str, Tensor]:
         return written_by(drafter, state.batch.block_tables[0])

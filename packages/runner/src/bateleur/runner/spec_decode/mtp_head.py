@@ -1,16 +1,16 @@
-"""A head for multi-token prediction (MTP) that was trained with its target, out of layers of the target's own kinds.
+"""A head for multi-token prediction (MTP) that was trained with its target, built from layers of the target's kinds.
 
-With E the embedding of a token and f the target's hidden state behind its final norm, or what the head gave the draft
-before:
+With E the embedding of a token, and f the target's hidden state after its final norm, or the head's own output of the
+draft before:
 
     h = fc(cat(token_norm(E), hidden_norm(f)))
     h = h + mixer(norm(h))               for each layer
-    logits = lm_head(final_norm(h))      and final_norm(h) is what the next draft is fed
+    logits = lm_head(final_norm(h))      and final_norm(h) is the input of the next draft
 
-Embedding and `lm_head` are the target's, of which several ranks have a part each. The token is the one behind the
-position of f, which is what is rotated by.
+Embedding and `lm_head` are the target's, sharded over several ranks. The token follows the position of f, which is
+the position of rotary embedding.
 
-Shapes: T tokens, R rows that want a draft, M hidden size.
+Shapes: T tokens, R rows that draft, M hidden size.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.models.stream import Stream
 
 _NO_STEP = cast(Execution[StepContext], None)
-"""Mixers that would ask for one have a running state, which no head has."""
+"""Only mixers with a recurrent state read it, and no head has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _HeadStep(LayerStep):
-    """A pass of a head: its keys and values are where `reach` puts them."""
+    """A pass of a head: `reach` is its attention over its own caches."""
 
     reach: Attend
 
     @property
     def fuses_rotary(self) -> bool:
-        """No: `Attend` takes what is rotated."""
+        """False: `Attend` takes rotated queries and keys."""
         return False
 
     @property
     def fuses_norm(self) -> bool:
-        """No: nor what is not normalised."""
+        """False: `Attend` takes normalised queries and keys."""
         return False
 
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
@@ -61,24 +61,23 @@ class _HeadStep(LayerStep):
 
 
 class MtpHead:
-    """A `bateleur.eagle.heads.Head`. Its weights are uninitialised memory, for a checkpoint's loader to fill.
+    """A `bateleur.eagle.heads.Head`. Its weights are uninitialised until a loader fills them.
 
-    spec, module: what it is for whoever runs it, and its layers. embedding_first: the order of the halves that `fc`
-        reads.
+    spec, module: the interface of the head, and its layers. embedding_first: the order of the two inputs of `fc`.
     """
 
     target_ids: Tensor | None = None
 
     def __init__(self, module: ModelSpec, target: HybridDecoder, exchange: Exchange | None = None) -> None:
-        """module: the target's spec, with the layers of the head: attention, of one size, and no recurrent ones.
-        exchange: see `Experts`.
+        """module: the target's spec with the layers of the head: attention of one size, and no recurrent layers.
+            exchange: see `Experts`.
 
-        Raises ValueError for attention layers of several sizes or windows.
+        Raises ValueError for attention layers of different sizes or windows.
         """
-        self.part = target.part
+        self.shard = target.shard
         like, size, eps = target.embedding, module.hidden_size, module.norm_eps
         self.spec, self.module, self.embedding_first = _spec_of(module), module, True
-        self._target, self._last, self.exchange = target, 0, exchange
+        self._target, self._last_tie, self.exchange = target, 0, exchange
         norms = (RMSNorm(size, eps, like, exact=module.exact_norms) for _ in range(3))
         self.token_norm, self.hidden_norm, self.final_norm = norms
         self.fc_proj = empty_projection(size, 2 * size, like)
@@ -87,10 +86,10 @@ class MtpHead:
         self._residuals = HybridDecoder.build(module, like, ropes, {}, exchange)
         for index, residual in enumerate(self._residuals):
             if any(isinstance(mixer, Attention) for _, mixer, _ in residual.parts):
-                self._last = index
+                self._last_tie = index
 
     def weights(self) -> dict[str, Tensor]:
-        """Every tensor a checkpoint fills, by name."""
+        """Every tensor that a checkpoint fills, by name."""
         norms = {name: getattr(self, name).weight for name in ("token_norm", "hidden_norm", "final_norm")}
         named = {"fc_proj": self.fc_proj.weight, **norms}
         for i, residual in enumerate(self._residuals):
@@ -108,7 +107,7 @@ class MtpHead:
         return features[0].to(self._target.dtype)
 
     def reserve_positions(self, num_positions: int) -> None:
-        """See `Head.reserve_positions`; here it must have been called before a pass."""
+        """See `Head.reserve_positions`; must be called before a pass."""
         for table in self._tables:
             table.reserve(num_positions)
 
@@ -122,9 +121,9 @@ class MtpHead:
         stream = Stream(h_TM, self._target.dtype)
         for index, residual in enumerate(self._residuals):
             residual.add_to(stream, step)
-            if index == self._last and rows is not None:  # nothing behind it mixes tokens
+            if index == self._last_tie and rows is not None:  # no layer after it mixes tokens
                 stream = stream.select(rows)
-                if not len(rows):  # keys and values are stored, and nobody wants more
+                if not len(rows):  # keys and values are stored, and no output is needed
                     return stream.sum(), stream.sum()
         final_TM = stream.normed(self.final_norm)
         return final_TM, final_TM if self.spec.recycle == "post_norm" else stream.sum()
@@ -144,7 +143,7 @@ def _spec_of(module: ModelSpec) -> HeadSpec:
             f"the attention layers of the MTP head have (heads, KV heads, lanes, window) {sizes}; they must agree"
         )
     heads, kv_heads, lanes, window = sizes[0]
-    assert all(layer.scale == layer.head_dim**-0.5 for layer in module.attention), "what `Attend` scales by"
+    assert all(layer.scale == layer.head_dim**-0.5 for layer in module.attention), "the scale of `Attend`"
     return HeadSpec(
         kind="mtp",
         hidden_size=module.hidden_size,

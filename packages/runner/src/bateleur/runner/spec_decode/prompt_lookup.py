@@ -1,4 +1,4 @@
-"""Drafts that need no head: those of `bateleur.eagle.NGramDrafter`, for an engine's limits."""
+"""Prompt lookup (`bateleur.eagle.NGramDrafter`) with the limits of an engine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bateleur.runner.config.limits import EngineLimits
 
 
 def lookup_costs(max_model_len: int) -> DraftCosts:
-    """What prompt lookup keeps of running requests: their tokens."""
+    """Memory of prompt lookup per running request: its tokens."""
     return DraftCosts(row_bytes=NGramDrafter.token_bytes(max_model_len))
 
 
 def prompt_lookup(config: SpeculativeConfig, limits: EngineLimits, device: torch.device) -> NGramDrafter:
-    """The drafter that the user chose, for requests of `limits`. Raises ValueError as `NGramDrafter`."""
+    """Create the drafter of the configuration, for requests within `limits`. Raises ValueError as `NGramDrafter`."""
     least, most = config.prompt_lookup
     return NGramDrafter(
         limits.num_speculative_tokens,

@@ -1,4 +1,4 @@
-"""A head's whole proposal as one graph, behind those of the forward pass and of the end of the step."""
+"""CUDA graphs of a head's whole proposal, after those of the forward pass and of the end of the step."""
 
 # Shape letters: N rows of a padded step, K drafts at most.
 
@@ -28,7 +28,7 @@ from bateleur.cudagraph import (
 )
 from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import DraftContext, EagleSpeculator
-from bateleur.eagle.whole import WholeChain, WholeState
+from bateleur.eagle.full_proposal import FullProposal, FullProposalState
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.models import StepContext
 from bateleur.runner.sampling.captured_sampler import CUTS, CapturedSampler
@@ -38,23 +38,23 @@ from bateleur.runner.spec_decode.graph_checks import written_by
 
 @dataclass(frozen=True, slots=True)
 class ProposalState:
-    """A step that has ended, and what the passes behind it are told."""
+    """A step that has ended, and the metadata of the draft passes after it."""
 
     context: StepContext
     features: tuple[Tensor, ...]
-    """As of `DraftContext`, where the graph of the forward pass leaves them."""
-    passes: WholeState
+    """As of `DraftContext`, in the output buffers of the forward pass's graph."""
+    passes: FullProposalState
 
     def staged(self, key: BatchExecutionDescriptor, generation: int) -> Staged[ProposalState]:
-        """The proof of a staging."""
+        """Return the staged proposal."""
         return Staged(key, self, generation, self.passes.signature)
 
 
 class ProposalSteps:
-    """Stages the proposals of dummy steps, with what their forward pass leaves."""
+    """Stages proposals after dummy steps, with the outputs of their forward pass."""
 
     def __init__(
-        self, forward: Forward, sampler: CapturedSampler, drafter: EagleSpeculator, whole: WholeChain
+        self, forward: Forward, sampler: CapturedSampler, drafter: EagleSpeculator, whole: FullProposal
     ) -> None:
         self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
         self._drafter, self._whole = drafter, whole
@@ -66,14 +66,14 @@ class ProposalSteps:
         return self._lender.generation + self._whole.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[ProposalState]:
-        """Rows of nobody, behind a replay of their forward pass."""
+        """Stage dummy rows after a replay of their forward pass."""
         lent = self._lender.stage(replace(key, variant=()), phase)
         outputs = self._forward.replay(replace(key, variant=()), lent)
         self._rows.clear()
         return self._behind(key, lent.state, outputs, phase)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[ProposalState]:
-        """Random rows behind a random step, over random caches of the draft; for an engine without requests."""
+        """Stage random rows after a random step, over random draft caches; for an engine without requests."""
         lent, rng = self._lender.fuzz(replace(key, variant=()), seed), np.random.default_rng(seed)
         outputs, batch = self._forward.replay(replace(key, variant=()), lent), lent.state.batch
         self._sampler.fuzz(batch, outputs[0], rng, CUTS)
@@ -94,48 +94,48 @@ class ProposalSteps:
         return ProposalState(context, features, passes).staged(key, self.generation)
 
     def addresses(self) -> Mapping[str, int]:
-        """The step's buffers, those of its end, and the drafter's."""
+        """Addresses of the buffers of the step, of its end, and of the drafter."""
         books = {"end": self._rows.addresses(), "draft": self._whole.addresses()}
         own = {f"{owner}.{name}": address for owner, book in books.items() for name, address in book.items()}
         return {**self._lender.addresses(), **own}
 
     def poison(self) -> None:
-        """Spoil the step's buffers, those of the end, and the drafter's."""
+        """Fill the buffers of the step, of its end, and of the drafter with invalid values."""
         self._lender.poison()
         self._rows.poison()
         self._whole.poison()
 
 
 def features_of(drafter: EagleSpeculator, hidden: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of what a forward pass returns, what the head wants, in its order."""
+    """Select from the outputs of a forward pass what the head reads, in its order."""
     return (*taps, hidden) if drafter.needs.hidden else tuple(taps)
 
 
 def proposal_keys(
     forward: Iterable[BatchExecutionDescriptor], numbers: Sequence[int]
 ) -> tuple[BatchExecutionDescriptor, ...]:
-    """The graphs behind those of forward passes with rows of one length: for each of these numbers of drafts."""
+    """The graph keys after forward passes with rows of equal length: one for each number of drafts."""
     uniform = [key for key in forward if key.uniform_query_len]
     return tuple(replace(key, variant=(k,)) for key in uniform for k in sorted(numbers, reverse=True))
 
 
 class ProposalGraphs:
-    """Graphs of proposals for steps whose rows all decode, with as many places each."""
+    """CUDA graphs of proposals for steps whose rows all decode, with equally many places each."""
 
     def __init__(
         self,
         forward: Forward,
         options: GraphOptions,
         drafter: EagleSpeculator,
-        whole: WholeChain,
+        whole: FullProposal,
         sampler: CapturedSampler,
         numbers: Sequence[int],
     ) -> None:
-        """Capture nothing yet; of each graph of `forward` whose rows have one length, with so many drafts."""
+        """Plan graphs for each graph of `forward` with rows of equal length, with these numbers of drafts."""
         self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
         self._drafter, self._whole, self._numbers = drafter, whole, sorted(numbers)
         keys = proposal_keys([key for key in forward.plan.keys if key in forward.ready], self._numbers)
-        # A plan of exactly these, which decides nothing: a proposal runs on the key of its forward pass.
+        # The plan makes no decision: a proposal runs on the key of its forward pass.
         plan = CapturePlan(CudaGraphMode.FULL, keys, MappingProxyType({}))
         backend = get_backend(options.backend, sampler.verifier.device)
         self.manager: CudaGraphManager[ProposalState, Tensor] = CudaGraphManager(
@@ -143,7 +143,7 @@ class ProposalGraphs:
         )
 
     def capture(self) -> None:
-        """Capture all; a key that fails runs eagerly from then on, and is warned about."""
+        """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
         if not self.manager.plan.keys:
             return
         steps = ProposalSteps(self._forward, self._sampler, self._drafter, self._whole)
@@ -157,7 +157,7 @@ class ProposalGraphs:
     def key_of(
         self, step: BatchExecutionDescriptor | None, num_drafts: int
     ) -> BatchExecutionDescriptor | None:
-        """The graph of `num_drafts` drafts behind a step on `step`; None if there is none."""
+        """The graph of `num_drafts` drafts after a step on graph `step`; None if there is none."""
         if step is None or step.uniform_query_len is None:
             return None
         enough = next(k for k in self._numbers if k >= num_drafts)
@@ -167,7 +167,7 @@ class ProposalGraphs:
     def run(
         self, key: BatchExecutionDescriptor, staged: Staged[StepContext], features: tuple[Tensor, ...]
     ) -> None:
-        """Propose for the step that `rows` hold, and keep its drafts. Raises ReplayFailed if the graph failed."""
+        """Propose for the staged step, and store its drafts. Raises ReplayFailed if the graph failed."""
         batch = staged.state.batch
         passes = self._whole.stage(staged.state, int(key.variant[0]))
         generation = staged.generation + self._whole.generation
@@ -182,7 +182,7 @@ class ProposalGraphs:
         self._drafter.decisions.count(decision)
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
-        """Show that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
+        """Check that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
 
         def also(state: ProposalState) -> dict[str, Tensor]:
             own = {
@@ -208,7 +208,7 @@ class ProposalGraphs:
             emitted=rows.emitted[:count],
             rows=own_N,
             seeds=rows.seeds[:count],
-            temperature=rows.law[:count, 0],
+            temperature=rows.sampling_values[:count, 0],
             num_drafts=int(execution.key.variant[0]),
             key=execution.key,
         )

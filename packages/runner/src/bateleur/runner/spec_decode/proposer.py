@@ -1,4 +1,4 @@
-"""Where drafts come from: what a drafter is told of a step, and how many drafts a request's next step verifies."""
+"""Speculative decoding in an engine: runs the drafter after each step, and asks the policy for draft lengths."""
 
 # Shape letters: R rows of a step, J = 1 + K.
 
@@ -33,29 +33,33 @@ from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.step_end import Ended
 from bateleur.runner.scheduling.scheduler import StepPlan
-from bateleur.runner.spec_decode.answers import checked_drafts, checked_lengths
-from bateleur.runner.spec_decode.chain_lockstep import ChainLockstep
+from bateleur.runner.spec_decode.draft_sync import DraftSync
+from bateleur.runner.spec_decode.drafter_checks import checked_drafts, checked_lengths
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
 
 
 class Proposal(NamedTuple):
-    """The drafts that were proposed after a step, and what the policy needs to know about that step."""
+    """Draft lengths after a step, and what the policy needs to know about that step."""
 
     lengths: NDArray[np.int32]
     """(R,) drafts of each row for its next step."""
     num_requested: int
-    """Drafts that the policy had asked for, for the decoding rows of the step that has ended."""
+    """Drafts that the policy had requested for the decoding rows of the step that has ended."""
     greedy: bool
     """All rows take the most likely token."""
 
 
 class Proposer:
-    """Runs a drafter behind the target: every step is followed by one proposal for all of its rows.
+    """Runs a drafter after every step of the target, for all rows of the step.
 
-    `policy` says how many drafts each request's next step verifies, from what became of earlier ones. `graphed`:
-    numbers of drafts, the same for all rows, with which steps run on graphs. `may_skip`: the head need not run in a
-    step without drafts; for an engine that shares no blocks between requests and has no step in flight. `chains`: where
-    other ranks take part in the drafter's passes.
+    An engine calls `propose` after a step, `learn` when the host knows which drafts were accepted, and `observe` when
+    it knows how long a step took.
+
+    policy: decides draft lengths.
+    graphed: steps run on CUDA graphs, so that the host does not look at drafts.
+    may_skip: the head may skip steps without drafts. This requires that no blocks are shared between requests and
+        that no step is in flight.
+    sync: agrees on the number of drafts with other data-parallel ranks.
     """
 
     def __init__(
@@ -66,26 +70,28 @@ class Proposer:
         *,
         graphed: bool = False,
         may_skip: bool = False,
-        sync: ChainLockstep | None = None,
+        sync: DraftSync | None = None,
     ) -> None:
         k, table = drafter.num_speculative_tokens, verifier.table
         self.drafter, self._sync = drafter, sync
         self.policy = policy
         self._observer = policy if isinstance(policy, ObservingPolicy) else None
         self.acceptance = AcceptStats(k)
-        self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
+        self._estimates: AcceptanceEstimates | None = None
+        if getattr(policy, "reads_acceptance", True):
+            self._estimates = AcceptanceEstimates(len(table.num_tokens), k)
         self._longest = table.token_ids.shape[1]
         if isinstance(drafter, BoundedDrafter):
             self._longest = min(self._longest, drafter.max_drafted_len)
-        # Drafts whose law nobody declares must be a function of the tokens, unless they need none.
+        # Drafts without a declared distribution must be a function of the tokens, except under COUPLED.
         self._one_hot = verifier.rule is not Rule.COUPLED and not isinstance(drafter, SamplingDrafter)
         self._foreign = not isinstance(drafter, EagleSpeculator)
-        # Elsewhere the host would have to wait; and on graphs rows of one length are worth more.
+        # On another device the host would have to wait, and graphs need rows of equal length.
         self._sees_drafts = verifier.on_host and not graphed
         self._kept = Kept(verifier.device)
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
         skips = may_skip and sync is None and verifier.rule is Rule.COUPLED and self._sees_drafts
-        self._skips = skips and isinstance(drafter, EagleSpeculator) and drafter.begins_late
+        self._skips = skips and isinstance(drafter, EagleSpeculator) and drafter.can_start_late
         """Whether a step without drafts runs without the head."""
         num_rows = len(table.num_tokens)
         self._skipped, self._first = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64)
@@ -94,7 +100,7 @@ class Proposer:
         self._requested = np.zeros(num_rows, np.int32)
         """(N,) drafts that the policy asked for in the last step of each row."""
         self.graphs: ProposalGraphs | None = None
-        """Of whole proposals."""
+        """CUDA graphs of whole proposals."""
 
     def propose(
         self,
@@ -104,11 +110,12 @@ class Proposer:
         ended: Ended,
         admitted: Sequence[Request],
     ) -> Proposal:
-        """Propose drafts for the next step of every row, after a step has ended. admitted: requests whose first step
-        this was since they got their row.
+        """Propose drafts for the next step of every row, after a step has ended.
 
-        Where the head can start at any position, a step without drafts does not run it: `DraftContext.begins` hides
-        what the head has missed.
+        If the head can start at any position, a step without drafts does not run it: `DraftContext.start_positions`
+        hides the positions that it has missed.
+
+        admitted: requests whose first step this was since they got their row.
         """
         for request in admitted:
             self._admit(request)
@@ -134,12 +141,13 @@ class Proposer:
 
     def _admit(self, request: Request) -> None:
         row = request.row
-        self._estimates.admit(row)
+        if self._estimates is not None:
+            self._estimates.admit(row)
         self._skipped[row], self._first[row], self._requested[row] = False, 0, 0
         self.drafter.admit(row, request.token_ids)
 
     def _resume(self, rows: NDArray[np.int64]) -> None:
-        """Start the head at the current position in those of `rows` (R,) whose last step it did not see."""
+        """Start the head at the current position in those of `rows` (R,) whose last step it has not seen."""
         rows = rows[self._skipped[rows]]
         self._first[rows] = self._table.num_computed[rows]
         self._skipped[rows] = False
@@ -147,15 +155,15 @@ class Proposer:
     def _keep(
         self, plan: StepPlan, context: DraftContext, drafts: Tensor, lengths: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """Keep drafts (R, K) of which `lengths` (R,) are wanted; returns how many of them the next step tests."""
+        """Store drafts (R, K) of which `lengths` (R,) are wanted; returns how many of them the next step verifies."""
         if self._foreign:
             k = self.drafter.num_speculative_tokens
             drafts = checked_drafts(drafts, context.rows, k, self._sampling.vocab_size)
-        if drafts is not context.room:
+        if drafts is not context.out:
             self._verifier.keep_drafts(plan, context.next_token, drafts)
         if not self._sees_drafts:
             return lengths
-        # Places where it left one out need not be computed.
+        # Positions without a draft need not be computed.
         made = drafts.numpy()[:, : context.num_drafts] >= 0
         if np.count_nonzero(made) < made.size:
             lengths = np.minimum(lengths, np.cumprod(made, 1, np.int32).sum(1, dtype=np.int32))
@@ -171,13 +179,13 @@ class Proposer:
         *,
         greedy: bool,
     ) -> DraftContext:
-        """What a drafter is told of a step that it proposes for eagerly."""
+        """Build the context of an eager proposal."""
         assert ended.num_valid is not None, "a drafter proposes at least one token"
         rows = self._verifier.rows_on_device(plan)
         span, verified = self._verifier.span_of(plan), ended.verified
         next_token = self._verifier.next_tokens(plan) if span is None else span.tokens
         shape = (len(plan.rows), 1 + self.drafter.num_speculative_tokens)
-        if verified is not None and verified.token_ids.shape == shape:  # every row drew
+        if verified is not None and verified.token_ids.shape == shape:  # all rows drew
             emitted = verified.token_ids
         else:
             emitted = torch.full(shape, -1, dtype=torch.int64, device=rows.device)
@@ -207,23 +215,26 @@ class Proposer:
             num_drafts=num_drafts,
             key=staged.key,
             greedy=greedy,
-            begins=torch.from_numpy(first) if first.any() else None,
-            room=None if span is None else span.drafts,
+            start_positions=torch.from_numpy(first) if first.any() else None,
+            out=None if span is None else span.drafts,
         )
 
     def learn(
         self, rows: NDArray[np.int64], num_drafts: NDArray[np.int32], num_accepted: NDArray[np.int64]
     ) -> None:
-        """The host knows what became of the drafts of rows (D,): `num_accepted` of `num_drafts` that were tested."""
+        """Update acceptance counts and estimates: of `num_drafts` verified drafts of rows (D,), `num_accepted` were
+        accepted.
+        """
         if not np.count_nonzero(num_drafts):
             self.acceptance.num_plain += len(rows)
             return
         self.acceptance.update(num_drafts, num_accepted)
-        self._estimates.update(rows, num_drafts, num_accepted)
+        if self._estimates is not None:
+            self._estimates.update(rows, num_drafts, num_accepted)
 
     def observe(self, plan: StepPlan, proposal: Proposal, num_tokens: int, seconds: float) -> None:
-        """Tell a policy that listens how long a step took, before the next one is planned. num_tokens: those that its
-        decoding rows emitted. proposal: that of the step.
+        """Pass the time of a step to the policy, before the next step is planned. proposal: of the step. num_tokens:
+        emitted by its decoding rows.
         """
         if self._observer is not None:
             others = plan.num_tokens - plan.num_decode_tokens
@@ -234,10 +245,10 @@ class Proposer:
             )
 
     def _next_lengths(self, plan: StepPlan, greedy: bool) -> tuple[NDArray[np.int32], bool]:
-        """(R,) drafts for the next step of every row, 0 in the middle of a prompt; and whether the policy gave no
-        drafts to rows that could have some.
+        """Return (R,) drafts for the next step of every row, 0 in the middle of a prompt; and whether the policy gave
+        no drafts to rows that could have some.
 
-        A row that was preempted gets those that it had: under RATIO and BLOCK tokens depend on what was drafted.
+        A preempted row gets the same number again: under RATIO and BLOCK tokens depend on it.
         """
         table, draws = self._table, plan.samples
         if plan.num_decodes == len(plan.rows):
@@ -252,13 +263,14 @@ class Proposer:
         k = self.drafter.num_speculative_tokens
         most = self._table.useful(rows, self._longest, k, least=True)  # each row emits one token or more
         others = plan.num_tokens - plan.num_decode_tokens
-        given = self.policy.lengths(PolicyRows(rows, most, self._estimates.of(rows), others, greedy))
+        acceptance = np.zeros((len(rows), k)) if self._estimates is None else self._estimates.of(rows)
+        given = self.policy.lengths(PolicyRows(rows, most, acceptance, others, greedy))
         lengths = checked_lengths(given, most, k)
         self._requested[rows] = lengths
         return lengths, bool(most.any() and not lengths.any())
 
     def _next_of_prompts(self, plan: StepPlan, device: torch.device) -> Tensor:
-        """(R,) the token after this step's last in rows whose prompt goes on; 0 in others."""
+        """(R,) the token after this step's last one in rows in the middle of their prompt; 0 in others."""
         at = self._table.num_computed[plan.rows] + plan.query_lens
         known = at < self._table.num_tokens[plan.rows]
         ids = np.where(known, self._table.token_ids[plan.rows, np.where(known, at, 0)], 0)

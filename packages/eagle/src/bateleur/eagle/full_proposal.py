@@ -1,4 +1,4 @@
-"""A whole proposal as a graph holds it: what stages the first pass, that pass, and those of the chain."""
+"""A whole proposal in one CUDA graph: staging of the first pass, the first pass, and the passes of the chain."""
 
 # Shape letters: N rows of a padded step, T its tokens, K drafts at most.
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from bateleur.cudagraph import BatchExecutionDescriptor, Execution, Phase
 from bateleur.eagle.borrow import TargetState
 from bateleur.eagle.buffers import DraftInputs
-from bateleur.eagle.chain import ChainSteps, bound_of_drafts
+from bateleur.eagle.chain_steps import ChainSteps, bound_of_drafts
 from bateleur.eagle.drafter import DraftContext
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first
 from bateleur.eagle.heads.spec import Head
@@ -23,17 +23,17 @@ from bateleur.eagle.passes import DraftPasses, DraftState, refresh_of
 from bateleur.metadata import AttentionMetadataBuilder, BuildPhase, GraphSupport, Signature
 
 Borrow = Callable[[TargetState, BuildPhase], DraftState]
-"""The state of a first pass over a step of the target."""
+"""Builds the state of a first pass over a step of the target."""
 
 
 def can_follow(builder: AttentionMetadataBuilder[Any]) -> bool:
-    """Whether metadata of `builder` follows from pass to pass inside a graph, so that it may hold all of a proposal."""
+    """Whether metadata of `builder` can be refreshed inside a graph, so that one graph can hold a whole proposal."""
     return refresh_of(builder) is not None and builder.graph_support >= GraphSupport.SINGLE_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
-class WholeState:
-    """What the passes of a proposal are told."""
+class FullProposalState:
+    """Metadata of the passes of a proposal."""
 
     first: DraftState
     chain: DraftState | None
@@ -41,18 +41,16 @@ class WholeState:
 
     @property
     def signature(self) -> Signature:
-        """Host scalars of both."""
+        """Host scalars of both states."""
         parts = {"first": self.first, "chain": self.chain}
         return Signature.join(
             **{name: each.sign(each.metadata) for name, each in parts.items() if each is not None}
         )
 
 
-class WholeChain:
-    """Proposals of steps whose rows all decode, with as many places each: no look at the host between passes.
-
-    numbers: of drafts, ascending, the last of them K: a step that wants others takes the next larger one. 0 only keeps
-        the caches up.
+class FullProposal:
+    """Proposals after steps whose rows all decode, with equally many places each: the host reads nothing between
+    passes.
     """
 
     def __init__(
@@ -76,20 +74,20 @@ class WholeChain:
         return self._steps.generation
 
     def addresses(self) -> Mapping[str, int]:
-        """Of the drafter's buffers and caches, and of what its builder owns."""
+        """Addresses of the drafter's buffers and caches, and of its builder's buffers."""
         return self._steps.addresses()
 
     def poison(self) -> None:
-        """Spoil the drafter's buffers; each proposal stages all of them that it reads."""
+        """Fill the drafter's buffers with invalid values; each proposal stages all that it reads."""
         self._steps.poison()
 
-    def stage(self, target: TargetState, num_drafts: int, phase: Phase = Phase.RUN) -> WholeState:
-        """Build what the passes of `num_drafts` drafts behind a step of the target are told; all else is staged by
-        `record`. In another phase than RUN with the bounds of the longest requests.
+    def stage(self, target: TargetState, num_drafts: int, phase: Phase = Phase.RUN) -> FullProposalState:
+        """Build the metadata of the passes for `num_drafts` drafts after a step of the target; `record` stages
+        everything else. In another phase than RUN it has the bounds of the longest requests.
         """
         first, batch = self._borrow(target, BuildPhase(phase.value)), target.batch
         if num_drafts < 2:
-            return WholeState(first, None)
+            return FullProposalState(first, None)
         longest = self._max_model_len
         if phase is Phase.RUN:
             k = self._inputs.num_speculative_tokens
@@ -97,17 +95,20 @@ class WholeChain:
         bound = bound_of_drafts(batch).advanced(num_drafts - 1, self._max_model_len)
         num_rows, padded_rows = batch.num_actual_reqs, batch.num_reqs
         chain = self._steps.build(num_rows, padded_rows, bound, longest, BuildPhase(phase.value))
-        return WholeState(first, chain)
+        return FullProposalState(first, chain)
 
     def fuzz(self, target: TargetState, seed: int) -> None:
-        """Random caches, and random contents of the drafter's buffers; for an engine without requests."""
+        """Fill caches and buffers of the drafter with random values; for an engine without requests."""
         self._adopt(target, Phase.RUN, seed)
 
-    def record(self, key: BatchExecutionDescriptor, state: WholeState, context: DraftContext) -> Tensor:
+    def record(
+        self, key: BatchExecutionDescriptor, state: FullProposalState, context: DraftContext
+    ) -> Tensor:
         """Propose for all N rows of the padded step; (N, K) int64, -1 where there is no draft.
 
-        key: of the step, with the variant `(num_drafts,)`. context: tensors of N rows, at fixed addresses or made by
-        the same graph; `rows` of padding are `max_num_reqs`.
+        key: of the step, with the variant `(num_drafts,)`.
+        context: tensors of N rows, at fixed addresses or made by the same graph; `rows` of padding are
+            `max_num_reqs`.
         """
         x, batch, (num_drafts,) = self._inputs, context.batch, key.variant
         stage_first(x, batch, self._group, context.next_token, context.num_valid)
@@ -115,7 +116,7 @@ class WholeChain:
         x.hidden[: batch.num_tokens] = self._head.fuse(context.features)
         room_N = (self._max_model_len - x.token_positions[: batch.num_reqs]).clamp_(max=int(num_drafts))
         if not num_drafts:
-            self._passes.keep_up(Execution(key, state.first))
+            self._passes.store_kv(Execution(key, state.first))
         else:
             self._passes.first(Execution(key, state.first))
         if state.chain is not None:
@@ -123,5 +124,5 @@ class WholeChain:
         return x.tokens[: batch.num_reqs].where(self._columns_K < room_N.unsqueeze(1), -1)
 
     def ran(self, num_rows: int) -> None:
-        """A graph has written so many rows of the buffers, which the host could not see."""
+        """Note that a graph has written `num_rows` rows of the buffers, which the host does not see."""
         self._inputs.note_rows(num_rows)

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bateleur.eagle import Penalties
-from bateleur.eagle.law import by_order
-from bateleur.eagle.part import order_of
+from bateleur.eagle.sampling_metadata import thresholds_by_sort
+from bateleur.eagle.vocab_shard import order_of
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402
 
 from bateleur.eagle.kernels import bracket as brackets  # noqa: E402
-from bateleur.eagle.kernels import cut as kernels  # noqa: E402
-from eagle_doubles.laws import HOSTILE, INF, LAWS, NAN, Row, law_of, left_by, likely, normal  # noqa: E402
+from bateleur.eagle.kernels import truncation as kernels  # noqa: E402
+from eagle_doubles.laws import HOSTILE, INF, NAN, SAMPLINGS, Row, left_by, likely, metadata_of, normal  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
@@ -48,8 +48,8 @@ def kept(form: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, values: Ten
 
 def same(logits: Tensor, values: Tensor) -> None:
     """The kernels keep what a sort keeps."""
-    want = kept(by_order, logits.float(), values)
-    assert torch.equal(kept(kernels.cut, logits, values), want)
+    want = kept(thresholds_by_sort, logits.float(), values)
+    assert torch.equal(kept(kernels.truncation_thresholds, logits, values), want)
 
 
 @contextmanager
@@ -75,7 +75,11 @@ class Reads:
     @contextmanager
     def counted(self) -> Iterator[Reads]:
         """Count from here on."""
-        logits_of, tempered, read_keys = kernels.logits_of, kernels.tempered, kernels.read_keys
+        logits_of, apply_temperature, read_keys = (
+            kernels.logits_of,
+            kernels.apply_temperature,
+            kernels.read_keys,
+        )
 
         def count(read: Any) -> Any:
             def counting(row: Any, lane: Any, *of: Any) -> Any:
@@ -90,18 +94,18 @@ class Reads:
 
         with constants(read_keys=reading), pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "logits_of", count(logits_of))
-            patch.setattr(kernels, "tempered", count(tempered))
-            patch.setattr(brackets, "tempered", count(tempered))
+            patch.setattr(kernels, "apply_temperature", count(apply_temperature))
+            patch.setattr(brackets, "apply_temperature", count(apply_temperature))
             yield self
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("size", [45, 200, 700])
 def test_keeps_what_a_sort_keeps(kind: str, size: int, device: torch.device) -> None:
-    laws = LAWS if size < 100 else LAWS[size % 3 :: 3]
+    laws = SAMPLINGS if size < 100 else SAMPLINGS[size % 3 :: 3]
     logits = HOSTILE[kind](normal(len(laws), size, 3.0, size)).to(device)
     with constants(**SMALL):
-        same(logits, law_of(*laws, device=device).values)
+        same(logits, metadata_of(*laws, device=device).values)
 
 
 LEVELS = st.sampled_from(
@@ -140,7 +144,7 @@ def test_brackets_and_sizes_do_not_matter(
     """Also if brackets miss the threshold, and if the list is too short: then the row itself is searched."""
     sizes = {"_TILE": 32, "_SAMPLES": samples, "_BLOCK": 16, "capacity_of": lambda size: capacity}
     with constants(**sizes, _ERRORS=tl.constexpr(errors), _FEW=tl.constexpr(int(errors * errors))):
-        same(torch.tensor([values]), law_of(row).values)
+        same(torch.tensor([values]), metadata_of(row).values)
 
 
 class OtherBrackets:
@@ -176,12 +180,12 @@ CUTTING = st.tuples(
 def test_any_brackets_lead_to_the_same_threshold(
     values: list[float], row: Row, ends: tuple[int, int, int, int]
 ) -> None:
-    law, logits = law_of(row), torch.tensor([values])
-    scaled = logits / law.values[:, :1].where(law.values[:, :1] > 0, 1.0)
+    metadata, logits = metadata_of(row), torch.tensor([values])
+    scaled = logits / metadata.values[:, :1].where(metadata.values[:, :1] > 0, 1.0)
     keys = (order_of(scaled)[0] << 24) + (2**24 - 1) - torch.arange(len(values))
     other = OtherBrackets(kernels.bracket_kernel, keys, ends)
     with constants(_TILE=16, _BLOCK=16, bracket_kernel=other):
-        same(logits, law.values)
+        same(logits, metadata.values)
 
 
 @interpreted
@@ -193,7 +197,7 @@ def test_a_row_whose_brackets_are_wrong_is_read_again(short: bool) -> None:
         {"capacity_of": lambda size: 4} if short else {"_FEW": tl.constexpr(0), "_ERRORS": tl.constexpr(0.0)}
     )
     with constants(**SMALL, **wrong), Reads().counted() as reads:
-        same(normal(len(laws), 700, 2.0), law_of(*laws).values)
+        same(normal(len(laws), 700, 2.0), metadata_of(*laws).values)
     assert not all(reads.listed)
     assert short or any(reads.listed)
 
@@ -218,7 +222,7 @@ def test_wide_rows_are_read_twice_and_their_candidates_are_few(kind: str, size: 
         (0.7, 0, 20, 0.95), (1, 0, 0, 0.95), (1, 0, 0, 1 - 2**-24), (1, 1e-3, 7 * size // 16, 1),
         (1, 0, size // 20, 0.9),
     ]  # fmt: skip
-    logits, law = WIDE[kind](len(laws), size), law_of(*laws)
+    logits, metadata = WIDE[kind](len(laws), size), metadata_of(*laws)
     tables: list[Tensor] = []
     empty = torch.empty
 
@@ -228,7 +232,7 @@ def test_wide_rows_are_read_twice_and_their_candidates_are_few(kind: str, size: 
 
     with Reads().counted() as reads, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", noted)
-        same(logits, law.values)
+        same(logits, metadata.values)
     (found,) = (each for each in tables if each.dim() == 2 and each.shape[1] == brackets.COLUMNS.value)
     num_N = found[:, brackets.NUM_CANDIDATES.value]
     assert all(reads.listed)
@@ -243,18 +247,19 @@ def test_wide_rows_are_read_twice_and_their_candidates_are_few(kind: str, size: 
 @pytest.mark.parametrize("kind", WIDE)
 def test_wide_rows_of_a_batch_and_in_a_graph(kind: str) -> None:
     """Of many rows at once; the graph is replayed for other logits and other laws than it was captured with."""
-    laws = [LAWS[i % len(LAWS)] for i in range(150)]
-    logits, values = WIDE[kind](len(laws), 248_320).cuda(), law_of(*laws, device="cuda").values
+    laws = [SAMPLINGS[i % len(SAMPLINGS)] for i in range(150)]
+    logits, values = WIDE[kind](len(laws), 248_320).cuda(), metadata_of(*laws, device="cuda").values
     same(logits, values)
-    given, law = torch.zeros_like(logits), torch.zeros_like(values)
+    given, metadata = torch.zeros_like(logits), torch.zeros_like(values)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = kernels.cut(given, law)
+        found = kernels.truncation_thresholds(given, metadata)
     given.copy_(logits)
-    law.copy_(values)
+    metadata.copy_(values)
     graph.replay()
     assert all(
-        torch.equal(mine, other) for mine, other in zip(found, kernels.cut(logits, values), strict=True)
+        torch.equal(mine, other)
+        for mine, other in zip(found, kernels.truncation_thresholds(logits, values), strict=True)
     )
 
 
@@ -262,37 +267,39 @@ def test_wide_rows_of_a_batch_and_in_a_graph(kind: str) -> None:
 def test_rows_that_keep_all_cost_a_look_at_their_law() -> None:
     laws: list[Row] = [(0, 0, 0, 1), (0, 0.1, 3, 0.5), (1, 0, 0, 1), (0.3, 0, 700, 1)]
     with constants(**SMALL), Reads().counted() as reads:
-        least, last = kernels.cut(normal(len(laws), 700), law_of(*laws).values)
+        least, last = kernels.truncation_thresholds(normal(len(laws), 700), metadata_of(*laws).values)
         assert (least.tolist(), last.tolist()) == ([-INF] * 4, [700] * 4)
         assert (reads.logits, reads.listed) == (0, [])
-        same(normal(1, 700), law_of((1, 0.1, 0, 1)).values)  # min_p: the largest logit tells all
+        same(normal(1, 700), metadata_of((1, 0.1, 0, 1)).values)  # min_p: the largest logit tells all
         assert (reads.logits, reads.listed) == (704, [])
 
 
 def test_a_row_does_not_depend_on_its_batch_or_on_tiles(device: torch.device) -> None:
-    laws = [each for each in LAWS if each[0] > 0][::3]
-    logits, values = normal(len(laws), 700, 2.0).to(device), law_of(*laws, device=device).values
+    laws = [each for each in SAMPLINGS if each[0] > 0][::3]
+    logits, values = normal(len(laws), 700, 2.0).to(device), metadata_of(*laws, device=device).values
     with constants(**SMALL):
-        want = torch.stack(kernels.cut(logits, values), 1)
+        want = torch.stack(kernels.truncation_thresholds(logits, values), 1)
         for i in range(len(laws)):
-            alone = kernels.cut(logits[i : i + 1], values[i : i + 1])
+            alone = kernels.truncation_thresholds(logits[i : i + 1], values[i : i + 1])
             assert torch.equal(torch.stack(alone, 1), want[i : i + 1])
     for sizes in ({"_TILE": 16}, {"_SAMPLES": 128, "_BLOCK": 64}):
         with constants(**SMALL | sizes):
-            got = torch.stack(kernels.cut(logits.flip(0), values.flip(0)), 1)
+            got = torch.stack(kernels.truncation_thresholds(logits.flip(0), values.flip(0)), 1)
         assert torch.equal(got.flip(0), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_logits_of_any_dtype_in_rows_that_lie_apart(dtype: torch.dtype, device: torch.device) -> None:
-    wide = torch.cat([normal(len(LAWS), 300, 3.0), torch.full((len(LAWS), 37), 1e4)], 1).to(device, dtype)
+    wide = torch.cat([normal(len(SAMPLINGS), 300, 3.0), torch.full((len(SAMPLINGS), 37), 1e4)], 1).to(
+        device, dtype
+    )
     with constants(**SMALL):
-        same(wide[:, :300], law_of(*LAWS, device=device).values)
+        same(wide[:, :300], metadata_of(*SAMPLINGS, device=device).values)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_penalties_come_first(num_drafts: int, device: torch.device) -> None:
-    num, size, generator = len(LAWS), 300, torch.Generator().manual_seed(num_drafts)
+    num, size, generator = len(SAMPLINGS), 300, torch.Generator().manual_seed(num_drafts)
     penalties = Penalties(
         torch.tensor([[1.3, 0.7, -0.4], [1, 0, 0], [0.8, -0.2, 1.1]], device=device)[torch.arange(num) % 3],
         (torch.arange(num) % 2).to(device),
@@ -300,20 +307,22 @@ def test_penalties_come_first(num_drafts: int, device: torch.device) -> None:
         (torch.rand(2, size, generator=generator) < 0.3).to(device),
         torch.randint(-1, 6, (num, num_drafts), generator=generator).to(device) if num_drafts else None,
     )
-    logits, values = normal(num, size, 2.0).to(device), law_of(*LAWS, device=device).values
+    logits, values = normal(num, size, 2.0).to(device), metadata_of(*SAMPLINGS, device=device).values
     penalised = penalties.apply(logits)
-    want = left_by(penalised, *by_order(penalised, values), values[:, 0])
+    want = left_by(penalised, *thresholds_by_sort(penalised, values), values[:, 0])
     with constants(**SMALL):
-        got = left_by(penalised, *kernels.cut(logits, values, penalties), values[:, 0])
+        got = left_by(penalised, *kernels.truncation_thresholds(logits, values, penalties), values[:, 0])
     assert torch.equal(got, want)
-    assert not torch.equal(want, kept(by_order, logits, values))
+    assert not torch.equal(want, kept(thresholds_by_sort, logits, values))
 
 
 def test_rows_that_are_no_law_are_left_as_they_are(device: torch.device) -> None:
     with constants(**SMALL):
         logits = torch.randn(3, 150, device=device)
         logits[0, 107], logits[1], logits[2, 9] = NAN, -INF, INF
-        least, last = kernels.cut(logits, law_of(*[(1, 0.1, 4, 0.5)] * 3, device=device).values)
+        least, last = kernels.truncation_thresholds(
+            logits, metadata_of(*[(1, 0.1, 4, 0.5)] * 3, device=device).values
+        )
     assert least.tolist() == [-INF] * 3
     assert last.tolist() == [150] * 3
 
@@ -321,7 +330,7 @@ def test_rows_that_are_no_law_are_left_as_they_are(device: torch.device) -> None
 def test_too_many_tokens_are_refused() -> None:
     logits = torch.zeros(1, 1).expand(1, 2**23 + 1)
     with pytest.raises(ValueError, match=r"^logits: 8388609 tokens in a row; at most 8388608 are supported$"):
-        kernels.cut(logits, law_of((1, 0, 1, 1)).values)
+        kernels.truncation_thresholds(logits, metadata_of((1, 0, 1, 1)).values)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")

@@ -1,4 +1,4 @@
-"""Staging the passes behind the first: one token per row, from what the pass before left on the device."""
+"""Staging of the draft passes after the first: one token per row, from what the pass before left on the device."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from bateleur.metadata import (
 class ChainSteps:
     """Builds the metadata of a chain's passes over the drafter's buffers, for real rows and for dummies.
 
-    It is a `bateleur.cudagraph.Producer`, one that can be fuzzed and poisoned.
+    It is a `bateleur.cudagraph.Producer` that supports `fuzz` and `poison`.
 
-    builder: of the draft's metadata. max_seq_len: the most that `seq_lens` of any row can become, `max_model_len`.
+    builder: of the draft's metadata.
+    max_seq_len: upper bound of `seq_lens` of any row, `max_model_len`.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class ChainSteps:
         *,
         greedy: bool = False,
     ) -> DraftState:
-        """Metadata of the pass that is staged in the buffers.
+        """Build metadata of the pass that is staged in the buffers.
 
-        bound: of the `num_rows` real rows. max_seq_len: of all rows and all passes that use the metadata.
+        bound: of the `num_rows` real rows.
+        max_seq_len: of all rows, and of all passes that use the metadata.
         greedy: see `DraftState`.
         """
         if padded_rows > num_rows:
@@ -95,7 +97,7 @@ class ChainSteps:
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def _views_of(self, rows: int) -> dict[str, Any]:
-        """The leading rows of every buffer, made once for each size."""
+        """Return the leading rows of every buffer, created once for each size."""
         views = self._views.get(rows)
         if views is None:
             x = self._inputs
@@ -114,14 +116,14 @@ class ChainSteps:
     # --- dummies --------------------------------------------------------------------------------------------
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[DraftState]:
-        """Stage rows without a request that fill `key`, through the path of real ones; nothing is stored."""
+        """Stage dummy rows that fill `key`, through the code of real ones; nothing is stored."""
         num_rows = key.num_tokens
         context_len = min(1, self.max_seq_len - 1)
         batch = self._dummies.dummy(BatchShape.of(num_rows, num_rows, 1), context_len=context_len)
         return self._staged(key, batch, phase)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[DraftState]:
-        """Stage random rows over random caches; for a drafter whose engine has no requests."""
+        """Stage random rows over random caches; for an engine without requests."""
         rng = np.random.default_rng(seed)
         group, num_blocks = self._cache.blocks, self._cache.kv[0][0].shape[0] - 1
         num_rows = int(rng.integers(1, min(key.num_tokens, num_blocks) + 1))
@@ -137,16 +139,16 @@ class ChainSteps:
             block_tables=(tables,),
         )
         batch = self._dummies.stage(rows, BatchShape(num_rows, num_rows, key.num_tokens, key.num_tokens, 1))
-        # Not the batch's table: it ends where the staged token does, and a chain goes on behind it.
+        # The batch's table ends at the staged token; a chain needs the blocks after it.
         return self._staged(key, batch, Phase.RUN, torch.from_numpy(tables), seed)
 
     def addresses(self) -> Mapping[str, int]:
-        """The drafter's buffers and caches, and what the builder owns."""
+        """Addresses of the drafter's buffers and caches, and of the builder's buffers."""
         own = {f"builder.{name}": address for name, address in self._builder.addresses().items()}
         return {**self._inputs.addresses(), **own, **dict(self._cache.addresses())}
 
     def poison(self) -> None:
-        """Spoil the buffers; whatever is staged next defines all of them that are read."""
+        """Fill the buffers with invalid values; the next staging defines all that is read."""
         self._inputs.poison()
         self._dummies.poison()
 
@@ -179,9 +181,10 @@ def stage_dummy(
     table: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Stage a first pass over rows without requests, through the path of real ones, so that nothing is left of an
-    earlier one; with a seed random ones over random caches, drawn on their device in their dtype. table: blocks of the
-    rows, by default those of the batch.
+    """Stage a first pass over dummy rows, through the code of real ones, so that nothing of an earlier pass remains.
+
+    table: blocks of the rows, by default those of the batch.
+    seed: if given, rows and caches are random, drawn on their device in their dtype.
     """
     num_rows = batch.num_actual_reqs
     table = batch.block_tables[group] if table is None else table
@@ -202,9 +205,9 @@ def stage_dummy(
 
 
 def bound_of_drafts(batch: CommonAttentionMetadata) -> SeqLenBound:
-    """Lengths of the real rows of the target's step without their rejected tokens, as the host knows them.
+    """Return length bounds of the real rows of the target's step without their rejected tokens, as known on the host.
 
-    A row with drafts has only an upper bound, since how many were rejected is known on the device.
+    A row with drafts has only an upper bound, because the number of rejected drafts is known on the device.
     """
     rows, bound = batch.num_actual_reqs, batch.seq_len_bound
     lengths = np.diff(batch.query_start_loc_cpu.numpy()[: rows + 1])

@@ -1,4 +1,4 @@
-"""Where the logit rows of each request are, and what becomes of them. What all rules share.
+"""The logit rows of each request, shared by all acceptance rules.
 
 Legend for shapes: R requests, N logit rows, K draft tokens at most, C = K + 1 logit rows of a request at most.
 """
@@ -13,13 +13,15 @@ from torch.nn.functional import pad
 
 from bateleur.eagle.draw import Drawn
 from bateleur.eagle.noise import Keys
-from bateleur.eagle.rules import Drafts, Rows, Verdict
+from bateleur.eagle.rules import Drafts, RejectionOutput, Rows
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """place: (C,) int64; index: (R, C) int64 logit row of each place, clamped into range; drafted: (R, K) bool, a draft
-    is there.
+class LogitRows:
+    """Maps drafts to the logit rows that verify them.
+
+    place: (C,) int64. index: (R, C) int64, the logit row of each place, clamped into range.
+    drafted: (R, K) bool, whether there is a draft.
     """
 
     rows: Rows
@@ -31,8 +33,8 @@ class Places:
     """(R,) bool: the request has logit rows."""
 
     @classmethod
-    def of(cls, num_logits: int, drafts: Drafts, rows: Rows) -> Places:
-        """Lay the drafts beside the logit rows that test them."""
+    def of(cls, num_logits: int, drafts: Drafts, rows: Rows) -> LogitRows:
+        """Assign each draft to the logit row that verifies it."""
         tokens_RK, first_R = drafts.tokens, rows.query_start_loc[:-1].long()
         num_R = rows.query_start_loc[1:] - first_R
         place_C = torch.arange(tokens_RK.shape[1] + 1, device=tokens_RK.device)
@@ -41,7 +43,9 @@ class Places:
         return cls(rows, tokens_RK, place_C, index_RC, drafted_RK, num_R > 0)
 
     def owners(self, num_logits: int) -> tuple[Tensor, Keys]:
-        """The request of every logit row, (N,) int64, and the key of its draw; padding goes to the last request."""
+        """Return the request of every logit row, (N,) int64, and the key of its draw. Padding belongs to the last
+        request.
+        """
         starts, row_N = self.rows.query_start_loc, torch.arange(num_logits, device=self.index.device)
         owner_N = torch.searchsorted(starts[1:].contiguous(), row_N.int(), right=True).clamp_(
             max=len(self.rows) - 1
@@ -50,21 +54,23 @@ class Places:
         return owner_N, Keys(self.rows.seeds[owner_N], position_N)
 
     def column(self, accepted_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The logit row behind the accepted drafts, the draft that it tests, and whether there is one; (R,) each."""
+        """Return the logit row after the accepted drafts, the draft that it verifies, and whether there is one; (R,)
+        each.
+        """
         end_R1 = accepted_R.unsqueeze(1)
         token_R = pad(self.tokens, (0, 1), value=-1).gather(1, end_R1).squeeze(1)
         drafted_R = pad(self.drafted, (0, 1), value=False).gather(1, end_R1).squeeze(1)
         return self.index.gather(1, end_R1).squeeze(1), token_R, drafted_R
 
     def run(self, passed_RK: Tensor) -> Tensor:
-        """How many drafts passed before the first that did not, (R,) int64."""
+        """Return how many drafts passed before the first that did not, (R,) int64."""
         return (passed_RK & self.drafted).to(torch.int64).cumprod(1).sum(1)
 
-    def verdict(self, accepted_R: Tensor, last: Drawn) -> Verdict:
-        """Emit the accepted drafts, then the draw of the row behind them, unless it is bad or there is none."""
+    def output(self, accepted_R: Tensor, last: Drawn) -> RejectionOutput:
+        """Emit the accepted drafts and `last`, the draw of the row after them, unless that row is bad or missing."""
         end_R1 = accepted_R.unsqueeze(1)
         last_R = last.token_ids.masked_fill(last.bad | ~self.occupied, -1)
         drafts_RC = pad(self.tokens, (0, 1), value=-1)
         tokens_RC = torch.where(self.place < end_R1, drafts_RC, -1).scatter_(1, end_R1, last_R.unsqueeze(1))
         bad_R = last.bad & self.occupied
-        return Verdict(tokens_RC, accepted_R + (last_R >= 0), bad_R)
+        return RejectionOutput(tokens_RC, accepted_R + (last_R >= 0), bad_R)

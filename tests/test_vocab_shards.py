@@ -20,9 +20,9 @@ from bateleur.eagle import (
     Lanes,
     Logits,
     OneHot,
-    Part,
     Rows,
     Rule,
+    VocabShard,
     argmax,
     sample,
     verify,
@@ -31,7 +31,7 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.parallel.ranks import Ranks
 from bateleur.runner.sampling.logprobs import logprobs_of
 from bateleur.runner.sampling.sampler import SamplingState
-from eagle_doubles.laws import keys_of, law_of, normal
+from eagle_doubles.laws import keys_of, metadata_of, normal
 from together import OneOf, Together, at_once, parts_of
 
 CPU = torch.device("cpu")
@@ -50,45 +50,45 @@ ROWS = Rows(
 DRAFTS = LOGITS.argmax(1).view(R, K + 1)[:, :K].contiguous()
 
 
-def drawn(*row: float) -> Callable[[Tensor, Part], object]:
+def drawn(*row: float) -> Callable[[Tensor, VocabShard], object]:
     """A draw by a law."""
     temperature, min_p, top_k, top_p = row
-    law = law_of(*[(temperature, min_p, top_k, top_p)] * N)
-    return lambda own, part: sample(own, law, keys_of(N), lanes=Lanes.of(part, CPU))
+    metadata = metadata_of(*[(temperature, min_p, top_k, top_p)] * N)
+    return lambda own, shard: sample(own, metadata, keys_of(N), lanes=Lanes.of(shard, CPU))
 
 
-def verified(rule: Rule, kind: str) -> Callable[[Tensor, Part], object]:
+def verified(rule: Rule, kind: str) -> Callable[[Tensor, VocabShard], object]:
     """A step with drafts."""
 
-    def run(own: Tensor, part: Part) -> object:
+    def run(own: Tensor, shard: VocabShard) -> object:
         whole = LOGITS.view(R, K + 1, V)[:, :K]
         of = {
             "coupled": Coupled(),
             "one-hot": OneHot(),
             "whole": Logits(whole),
-            "parts": Logits(whole[:, :, part.first : part.end], part=part),
+            "parts": Logits(whole[:, :, shard.first : shard.end], shard=shard),
         }[kind]
-        return verify(own, Drafts(DRAFTS, of), ROWS, rule=rule, lanes=Lanes.of(part, CPU))
+        return verify(own, Drafts(DRAFTS, of), ROWS, rule=rule, lanes=Lanes.of(shard, CPU))
 
     return run
 
 
-def told(own: Tensor, part: Part) -> object:
+def told(own: Tensor, shard: VocabShard) -> object:
     """Log probabilities of tokens of all parts."""
-    return logprobs_of(own, torch.arange(N) * 125, 5, part)
+    return logprobs_of(own, torch.arange(N) * 125, 5, shard)
 
 
-def ruled(own: Tensor, part: Part) -> object:
+def ruled(own: Tensor, shard: VocabShard) -> object:
     """Rows with a rule each."""
-    state = SamplingState(N, V, CPU, part)
+    state = SamplingState(N, V, CPU, shard)
     for row in range(N):
         state.admit(row, SamplingParams(logit_bias={row: 1.0}), row, ())
     return state.process(own, np.arange(N), np.ones(N, np.int64))
 
 
-def penalised(own: Tensor, part: Part) -> object:
+def penalised(own: Tensor, shard: VocabShard) -> object:
     """Rows with penalties."""
-    state = SamplingState(N, V, CPU, part)
+    state = SamplingState(N, V, CPU, shard)
     for row in range(N):
         state.admit(
             row, SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3), row, (1, 700), (5, 1002)
@@ -96,7 +96,7 @@ def penalised(own: Tensor, part: Part) -> object:
     return state.process(own, np.arange(N), np.full(N, 2))
 
 
-TABLE: dict[str, Callable[[Tensor, Part], object]] = {
+TABLE: dict[str, Callable[[Tensor, VocabShard], object]] = {
     "argmax": argmax,
     "draw": drawn(0.7, 0, 0, 1),
     "min_p": drawn(0.7, 0.1, 0, 1),
@@ -221,7 +221,8 @@ def test_heads_draft_what_those_of_one_do(
 
     def seen(head: EagleSpeculator, context: DraftContext) -> Tensor:
         drafts = propose(head, context)
-        vars(head).setdefault("seen", []).append(drafts.tolist())
+        if context.num_drafts:
+            vars(head).setdefault("seen", []).append(drafts.tolist())
         return drafts
 
     monkeypatch.setattr(EagleSpeculator, "propose", seen)

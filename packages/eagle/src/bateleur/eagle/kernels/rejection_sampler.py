@@ -1,7 +1,9 @@
-"""COUPLED in one pass over the logits: noise, argmax and the NaN flag of every row, then the verdict of every request.
+"""The rule COUPLED in one pass over the logits: noise, argmax and NaN flag of every row, then the output of every
+request.
 
-A lane can only win if an upper bound of its value beats the best so far. The bound takes no logarithm, so the two of
-the noise are computed for a few tiles of a row and not for all. The result does not depend on tiles or shares.
+A token can only win if an upper bound of its perturbed logit exceeds the best so far. The bound needs no logarithm,
+so the two logarithms of the noise are computed for a few tiles of a row only. The result does not depend on tiles or
+splits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -17,14 +19,14 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from bateleur.eagle.draw import Drawn
-from bateleur.eagle.kernels.cut import cut
-from bateleur.eagle.kernels.penalise import NATIVE, arguments, penalised, penalties_of
-from bateleur.eagle.law import Law
+from bateleur.eagle.kernels.penalties import NATIVE, arguments, penalised, penalties_of
+from bateleur.eagle.kernels.truncation import truncation_thresholds
 from bateleur.eagle.noise import Keys, Lanes
-from bateleur.eagle.rules import Drafts, Rows, Verdict
+from bateleur.eagle.rules import Drafts, RejectionOutput, Rows
+from bateleur.eagle.sampling_metadata import SamplingMetadata
 
-_BLOCK = 512  # for one warp, whose reductions need no barrier
-_PROGRAMS = 2560  # about 20 warps for each multiprocessor of an H200; longer shares would skip more tiles
+_BLOCK = 512  # for one warp, because reductions in a warp need no barrier
+_PROGRAMS = 2560  # about 20 warps for each multiprocessor of an H200; longer splits would skip more tiles
 
 
 @triton.jit
@@ -37,7 +39,7 @@ def fmix64(x):
 
 @triton.jit
 def row_words(seed, position):
-    """Low and high word of the key (seed, position) in the role TARGET, at step 0."""
+    """Low and high word of the key (seed, position) in the role TARGET, at place 0."""
     row = fmix64(
         fmix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64, bitcast=True)
     )
@@ -46,7 +48,7 @@ def row_words(seed, position):
 
 @triton.jit
 def uniform(word_L, low, high):
-    """Uniform numbers of hashed lanes: the law of `bateleur.eagle.noise`, to the bit."""
+    """Uniform numbers of hashed token ids, with the bits of `bateleur.eagle.noise`."""
     x_L = ((word_L.to(tl.uint32, bitcast=True) ^ low) * 0x7FEB352D) ^ high
     x_L = (x_L ^ (x_L >> 15)) * 0x846CA68B
     x_L = (x_L ^ (x_L >> 16)) * 0x2C1B3C6D
@@ -55,7 +57,7 @@ def uniform(word_L, low, high):
 
 @triton.jit
 def gumbel(u_L):
-    """-log(-log1p(-u)), by the log1p that torch takes."""
+    """-log(-log1p(-u)), with torch's log1p."""
     if NATIVE:
         return -tl.log(-libdevice.log1p(-u_L))
     one_L = 1.0 - u_L
@@ -66,17 +68,17 @@ def gumbel(u_L):
 
 @triton.jit
 def gumbel_bound(u_L):
-    """An upper bound of `gumbel`, which is at most -log(u): the bits of a float are its logarithm, from below."""
+    """An upper bound of `gumbel`, which is at most -log(u). The bits of a float are a lower bound of its logarithm."""
     octaves_L = (0x3F800000 - u_L.to(tl.int32, bitcast=True)).to(tl.float32)
-    return tl.fma(octaves_L, 8.262958e-08, 1e-3)  # log(2) / 2^23, and more than the logarithms round
+    return tl.fma(octaves_L, 8.262958e-08, 1e-3)  # log(2) / 2^23, and a margin for the rounding of logarithms
 
 
 @triton.jit
 def draw_kernel(
     logits_ptr, words_ptr, starts_ptr, seeds_ptr, positions_ptr, temperature_ptr, best_ptr, token_ptr,
-    law_ptr, least_ptr, last_ptr, logits_row, size, share, temperature_step,
+    sampling_ptr, least_ptr, last_ptr, logits_row, size, share, temperature_step,
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
-    BLOCK: tl.constexpr, LAW: tl.constexpr, CUT: tl.constexpr, SINGLE: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr, LAW: tl.constexpr, TRUNCATION: tl.constexpr, SINGLE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests, places, shares): the first maximum of a share of a logit row, NaN if it holds one.
 
@@ -85,7 +87,7 @@ def draw_kernel(
 
     At least 24 blocks a multiprocessor.
     """
-    request, place, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request, place, shard = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = request + place
     if not SINGLE:
         row = tl.load(starts_ptr + request) + place
@@ -100,25 +102,25 @@ def draw_kernel(
     low, high = row_words(tl.load(seeds_ptr + request), tl.load(positions_ptr + request) + place)
     best, token, broken = float("-inf"), 0, 0
     if LAW:
-        temperature = tl.where(noisy, tl.load(law_ptr + row * 4), 1.0)
-    if CUT:
+        temperature = tl.where(noisy, tl.load(sampling_ptr + row * 4), 1.0)
+    if TRUNCATION:
         least, last = tl.load(least_ptr + row), tl.load(last_ptr + row)
-    stop = tl.minimum((part + 1) * share, size)
+    stop = tl.minimum((shard + 1) * share, size)
     noisy_stop = tl.where(noisy, stop, 0)
-    for start in range(part * share, stop, BLOCK):
+    for start in range(shard * share, stop, BLOCK):
         lane_L = start + tl.arange(0, BLOCK)
         logits_L = tl.load(row_ptr + lane_L, mask=lane_L < stop, other=float("-inf")).to(tl.float32)
         logits_L = penalised(logits_L, lane_L, stop, penalties, KIND)
         if LAW:
             logits_L = tl.div_rn(logits_L, tl.zeros_like(logits_L) + temperature)
-        if CUT:
+        if TRUNCATION:
             dropped_L = (logits_L < least) | ((logits_L == least) & (lane_L > last))
-            logits_L = tl.where(dropped_L, float("-inf"), logits_L)  # not NaN, which is below nothing
+            logits_L = tl.where(dropped_L, float("-inf"), logits_L)  # NaN compares as not below
         word_L = tl.load(words_ptr + lane_L, mask=lane_L < noisy_stop, other=0)
         bound_L = logits_L
         if noisy:
             bound_L = logits_L + gumbel_bound(uniform(word_L, low, high))
-        if tl.max((bound_L <= best).to(tl.int32) ^ 1, 0) != 0:  # NaN is not below anything
+        if tl.max((bound_L <= best).to(tl.int32) ^ 1, 0) != 0:  # NaN compares as not below
             value_L = logits_L
             if noisy:
                 value_L = logits_L + gumbel(uniform(word_L, low, high))
@@ -127,17 +129,17 @@ def draw_kernel(
             if top > best:
                 best = top
                 token = start + tl.argmax(value_L, 0, tie_break_left=True)
-    at = (request * tl.num_programs(1) + place) * tl.num_programs(2) + part
+    at = (request * tl.num_programs(1) + place) * tl.num_programs(2) + shard
     tl.store(best_ptr + at, tl.where(broken != 0, float("nan"), best))
     tl.store(token_ptr + at, token)
 
 
 @triton.jit(do_not_specialize=["shares"])
-def verdict_kernel(
+def emit_kernel(
     best_ptr, token_ptr, starts_ptr, drafts_ptr, out_ptr, emitted_ptr, bad_ptr, drafts_row, num_drafts, shares,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests): join the shares, compare draws with drafts, emit up to the first that differs.
+    """Grid (requests): combine the splits, compare draws with drafts, emit up to the first that differs.
 
     SINGLE: every request has one row and no draft, and a bad one gets token 0. At least 4 blocks a multiprocessor.
     """
@@ -169,17 +171,15 @@ def verdict_kernel(
 
 
 def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any], int]:
-    """Options of `draw_kernel` for at most ``num_rows`` rows of ``size`` lanes, and the lanes of a share. kind: of
+    """Options of `draw_kernel` for at most ``num_rows`` rows of ``size`` tokens, and the tokens of a split. kind: of
     penalties.
     """
     block = _block(size)
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
     share = triton.cdiv(triton.cdiv(size, shares), block) * block
     if kind:
-        block = max(
-            16, block // 2
-        )  # else what penalties ask of a row would take the registers of other programs
-    # A fused multiply-add would round a uniform number otherwise than torch does.
+        block = max(16, block // 2)  # else the inputs of penalties would take the registers of other programs
+    # A fused multiply-add would round a uniform number differently from torch.
     return {"BLOCK": block, "KIND": kind, "num_warps": 1, "enable_fp_fusion": False}, share
 
 
@@ -187,8 +187,8 @@ def _block(size: int) -> int:
     return min(_BLOCK, max(16, int(triton.next_power_of_2(size))))
 
 
-def verdict_options(places: int, size: int) -> dict[str, Any]:
-    """Options of `verdict_kernel` for rows of `size` lanes: room for the shares of a single row, which has the most, so
+def emit_options(places: int, size: int) -> dict[str, Any]:
+    """Options of `emit_kernel` for rows of `size` tokens. They fit the splits of a single row, which are the most, so
     that one kernel serves any number of rows.
     """
     shares = min(triton.cdiv(size, _block(size)), _PROGRAMS)
@@ -204,24 +204,25 @@ def coupled(
     lanes: Lanes | None,
     *,
     greedy: bool = False,
-    law: Law | None = None,
-) -> Verdict:
-    """See `bateleur.eagle.verify`; logits dense in their last dimension, at least one, float32 or narrower. Each row
-    finds out by itself whether it is greedy. Two launches, and the four of `cut` before them if the law truncates.
+    metadata: SamplingMetadata | None = None,
+) -> RejectionOutput:
+    """See `bateleur.eagle.verify`; logits contiguous in their last dimension, float32 or narrower, at least one row.
+    Greedy rows are detected on the device. Two launches, and the four of `truncation_thresholds` before them if
+    rows truncate.
     """
-    return _launch(logits, drafts.tokens.contiguous(), rows, lanes, law)
+    return _launch(logits, drafts.tokens.contiguous(), rows, lanes, metadata)
 
 
-def sample(logits: Tensor, law: Law, keys: Keys, lanes: Lanes) -> Drawn:
+def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, lanes: Lanes) -> Drawn:
     """See `bateleur.eagle.sample`, for the role TARGET at place 0: verification of rows that have no draft."""
     none = keys.seed.new_empty(len(logits), 0)
-    rows = _Singles(keys.seed, keys.position, law.temperature)
-    verdict = _launch(logits, none, rows, lanes, law)
-    return Drawn(verdict.tokens[:, 0], verdict.bad)
+    rows = _Singles(keys.seed, keys.position, metadata.temperature)
+    output = _launch(logits, none, rows, lanes, metadata)
+    return Drawn(output.tokens[:, 0], output.bad)
 
 
 class _Singles(NamedTuple):
-    """`Rows` of one row each."""
+    """`Rows` of one logit row each."""
 
     seeds: Tensor
     first_position: Tensor
@@ -233,13 +234,13 @@ def _launch(
     drafts: Tensor,
     rows: Rows | _Singles,
     lanes: Lanes | None,
-    law: Law | None,
-) -> Verdict:
+    metadata: SamplingMetadata | None,
+) -> RejectionOutput:
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")
     (num_reqs, num_drafts), size, device = drafts.shape, logits.shape[1], logits.device
     words = (Lanes.of(size, device) if lanes is None else lanes).words
-    places, penalties = num_drafts + 1, None if law is None else law.penalties
+    places, penalties = num_drafts + 1, None if metadata is None else metadata.penalties
     of_penalties, kind = arguments(penalties, logits)
     options, share = tile_options(size, num_reqs * places, kind)
     shares = triton.cdiv(size, share)
@@ -251,19 +252,19 @@ def _launch(
     single = isinstance(rows, _Singles)
     starts = out if isinstance(rows, _Singles) else rows.query_start_loc.contiguous()
     seeds, first = rows.seeds.contiguous(), rows.first_position.contiguous()
-    values = least = last = best  # of no meaning where there is no law, or one that truncates nothing
-    cuts = law is not None and law.cuts(size)
-    if law is not None:
-        values = law.values.contiguous()
-    if cuts:
-        least, last = cut(logits, values, penalties)
+    values = least = last = best  # placeholders, not read without metadata or truncation
+    truncates = metadata is not None and metadata.truncates(size)
+    if metadata is not None:
+        values = metadata.values.contiguous()
+    if truncates:
+        least, last = truncation_thresholds(logits, values, penalties)
     draw_kernel[(num_reqs, places, shares)](
         logits, words, starts, seeds, first, rows.temperature, best, token, values, least, last,
         logits.stride(0), size, share, rows.temperature.stride(0), *of_penalties,
-        LAW=law is not None, CUT=cuts, SINGLE=single, **options,
+        LAW=metadata is not None, TRUNCATION=truncates, SINGLE=single, **options,
     )  # fmt: skip
-    verdict_kernel[(num_reqs,)](
+    emit_kernel[(num_reqs,)](
         best, token, starts, drafts, out, emitted, bad, num_drafts, num_drafts, shares,
-        SINGLE=single, **verdict_options(places, size),
+        SINGLE=single, **emit_options(places, size),
     )  # fmt: skip
-    return Verdict(out, emitted, bad)
+    return RejectionOutput(out, emitted, bad)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import Keys, Role, draw, noise
+from bateleur.eagle.rejection_sampler import draw_draft, verify
 from bateleur.eagle.rules import Coupled, Drafts, Logits, OneHot, Rows, Rule
-from bateleur.eagle.verify import draw_draft, verify
 from eagle_doubles.expected import accepted_law, expected_accepted
 from eagle_doubles.markov import Fault, Toy, chi_square, exact_accepted, exact_law, plain, simulate
 
@@ -42,8 +42,8 @@ def test_chi_square_of_an_exact_law_is_normal_and_of_another_is_not() -> None:
 
 
 def test_cells_that_are_rare_count_as_one() -> None:
-    law = torch.tensor([0.98, 0.01, 0.01], dtype=torch.float64)
-    fit = chi_square(torch.tensor([[0]] * 98 + [[1], [2]]), law, 3)
+    metadata = torch.tensor([0.98, 0.01, 0.01], dtype=torch.float64)
+    fit = chi_square(torch.tensor([[0]] * 98 + [[1], [2]]), metadata, 3)
     assert (fit.freedom, fit.statistic) == (1, 0.0)
 
 
@@ -180,15 +180,15 @@ def fit_of_a_step(
     drafts = Drafts(drawn if ids is None else ids[drawn], Logits(raw.expand(MANY, -1, -1), ids))
     starts = torch.arange(MANY + 1, dtype=torch.int32) * places
     logits = p.log().float().repeat(MANY, 1)
-    verdict = verify(logits, drafts, Rows(starts, seeds, seeds * 0 + 5, heat), rule=rule)
-    assert not verdict.bad.any()
+    output = verify(logits, drafts, Rows(starts, seeds, seeds * 0 + 5, heat), rule=rule)
+    assert not output.bad.any()
     position = (5 + torch.arange(places)).repeat(MANY)
     behind = draw(logits, heat.repeat_interleave(places), Keys(seeds.repeat_interleave(places), position))
-    tokens = torch.where(verdict.tokens >= 0, verdict.tokens, behind.token_ids.view(MANY, places))
-    law = p[0]
+    tokens = torch.where(output.tokens >= 0, output.tokens, behind.token_ids.view(MANY, places))
+    metadata = p[0]
     for k in range(1, places):
-        law = (law.unsqueeze(1) * p[k]).flatten()
-    return chi_square(tokens, law, size).z
+        metadata = (metadata.unsqueeze(1) * p[k]).flatten()
+    return chi_square(tokens, metadata, size).z
 
 
 A8 = {
@@ -244,13 +244,13 @@ def test_a5_one_hot_residual_and_the_bonus_row_on_a_grid(rule: Rule) -> None:
             logits = torch.stack([torch.tensor(p), bonus]).log().repeat(each, 1)
             starts = torch.arange(each + 1, dtype=torch.int32) * 2
             rows = Rows(starts, seeds, torch.zeros_like(seeds), torch.ones(each))
-            verdict = verify(logits, Drafts(torch.full((each, 1), d), OneHot()), rows, rule=rule)
-            law = torch.zeros(3, 4, dtype=torch.float64)
-            law[:, 3] = torch.tensor(p)
-            law[d] = torch.cat([bonus * p[d], torch.zeros(1)])
-            cell = verdict.tokens.where(verdict.tokens >= 0, 3)
-            assert not bool(law.flatten()[(cell * torch.tensor([4, 1])).sum(1)].eq(0).any())
-            assert abs(chi_square(cell, law.flatten(), 4).z) < 5
+            output = verify(logits, Drafts(torch.full((each, 1), d), OneHot()), rows, rule=rule)
+            metadata = torch.zeros(3, 4, dtype=torch.float64)
+            metadata[:, 3] = torch.tensor(p)
+            metadata[d] = torch.cat([bonus * p[d], torch.zeros(1)])
+            cell = output.tokens.where(output.tokens >= 0, 3)
+            assert not bool(metadata.flatten()[(cell * torch.tensor([4, 1])).sum(1)].eq(0).any())
+            assert abs(chi_square(cell, metadata.flatten(), 4).z) < 5
 
 
 # ---- names of the noise
@@ -290,7 +290,7 @@ def test_a11_every_place_has_noise_of_its_own() -> None:
     rows = Rows(starts, torch.tensor([5]), torch.tensor([4090]), torch.ones(1))
     drafts = Drafts(torch.zeros(1, places - 1, dtype=torch.int64), Coupled())
     for _ in range(places):  # the drafts become the target's own draws
-        verdict = verify(flat, drafts, rows)
-        drafts = Drafts(verdict.tokens[:, :-1], Coupled())
-    assert verdict.num_emitted.tolist() == [places]
-    assert len(set(verdict.tokens[0].tolist())) > places - 2
+        output = verify(flat, drafts, rows)
+        drafts = Drafts(output.tokens[:, :-1], Coupled())
+    assert output.num_emitted.tolist() == [places]
+    assert len(set(output.tokens[0].tolist())) > places - 2

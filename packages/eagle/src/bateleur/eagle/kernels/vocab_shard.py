@@ -1,8 +1,8 @@
-"""What a rank finds in its part of a vocabulary, a launch each: the tally of a digit, the last tie that stays, and its
-best token. What is told to others, and what follows from it, is in `part_cut` and `lead`.
+"""Triton kernels for one vocabulary shard, one launch each: histogram of a digit, last kept tie, and best token. The
+communication between ranks is in `shard_truncation` and `shard_sampling`.
 
-Ranks do not use the kernels of `cut`. Those search a row again if its bracket is wrong, which a program decides on the
-device. Ranks would have to exchange sums again, and collectives of a step are fixed.
+Ranks do not use the kernels of `truncation`. Those search a row again if its bracket is wrong, which a program
+decides on the device. Ranks would have to exchange sums again, and the collectives of a step are fixed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.eagle.kernels.keys import order_of
-from bateleur.eagle.kernels.penalise import arguments
-from bateleur.eagle.kernels.verify import draw_kernel, tile_options
+from bateleur.eagle.kernels.penalties import arguments
+from bateleur.eagle.kernels.rejection_sampler import draw_kernel, tile_options
+from bateleur.eagle.kernels.sort_keys import order_of
 
 _BLOCK = 1024
 _PROGRAMS = 1056  # eight for each multiprocessor of an H200
@@ -26,17 +26,17 @@ _DIGITS = tl.constexpr(256)
 
 
 @triton.jit
-def tally_kernel(
+def histogram_kernel(
     scaled_ptr, mass_ptr, start_ptr, out_ptr, scaled_row, mass_row, size, share, shift,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, shares): every token adds its weight to its digit, if it has one; `out` begins as zeros.
+    """Grid (rows, splits): every token adds its weight to its digit, if it has one; `out` must be zeros.
 
     At least 9 blocks a multiprocessor.
     """
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start, stop = tl.load(start_ptr + row), tl.minimum((part + 1) * share, size)
-    for first in range(part * share, stop, BLOCK):
+    row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, stop = tl.load(start_ptr + row), tl.minimum((shard + 1) * share, size)
+    for first in range(shard * share, stop, BLOCK):
         lane_L = first + tl.arange(0, BLOCK)
         x_L = tl.load(scaled_ptr + row * scaled_row + lane_L, mask=lane_L < stop, other=float("-inf"))
         order_L = tl.where(x_L == x_L, order_of(x_L), 0x7FC00000).to(tl.int64)
@@ -50,10 +50,10 @@ def tally_kernel(
 
 
 @triton.jit
-def last_kernel(
+def last_tie_kernel(
     scaled_ptr, least_ptr, kept_ptr, own_ptr, last_ptr, scaled_row, size, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (rows). A row is read only where some of its ties stay and others do not.
+    """Grid (rows). A row is read only if some of its ties are kept and others are not.
 
     At least 5 blocks a multiprocessor.
     """
@@ -74,16 +74,16 @@ def last_kernel(
     tl.store(last_ptr + row, last)
 
 
-def tally_options(size: int, num_rows: int) -> tuple[dict[str, Any], int]:
-    """Options of `tally_kernel` for rows of ``size`` lanes, and the lanes of a share."""
+def histogram_options(size: int, num_rows: int) -> tuple[dict[str, Any], int]:
+    """Options of `histogram_kernel` for rows of ``size`` tokens, and the tokens of a split."""
     block = min(_BLOCK, max(16, triton.next_power_of_2(size)))
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
     share = triton.cdiv(triton.cdiv(size, shares), block) * block
     return {"BLOCK": block, "num_warps": 4, "enable_fp_fusion": False}, share
 
 
-def last_options(size: int) -> dict[str, Any]:
-    """Options of `last_kernel` for rows of ``size`` lanes."""
+def last_tie_options(size: int) -> dict[str, Any]:
+    """Options of `last_tie_kernel` for rows of ``size`` tokens."""
     return {
         "BLOCK": min(_BLOCK, max(16, triton.next_power_of_2(size))),
         "num_warps": 8,
@@ -91,30 +91,30 @@ def last_options(size: int) -> dict[str, Any]:
     }
 
 
-def tally(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    """See `bateleur.eagle.part_cut.tally_rows`; two launches, of which one fills with zeros."""
+def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
+    """See `bateleur.eagle.shard_truncation.histogram_rows`; two launches, one of which fills with zeros."""
     num_rows, size = scaled.shape
     out = torch.zeros(num_rows, _DIGITS.value, dtype=torch.int64, device=scaled.device)
-    options, share = tally_options(size, num_rows)
+    options, share = histogram_options(size, num_rows)
     weights = scaled if mass is None else mass
-    tally_kernel[(num_rows, triton.cdiv(size, share))](
+    histogram_kernel[(num_rows, triton.cdiv(size, share))](
         scaled, weights, start, out, scaled.stride(0), weights.stride(0), size, share, shift,
         MASS=mass is not None, **options,
     )  # fmt: skip
     return out
 
 
-def last_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-    """See `bateleur.eagle.part_cut`; a launch."""
+def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
+    """See `bateleur.eagle.shard_truncation`; one launch."""
     num_rows, size = scaled.shape
     last = torch.empty(num_rows, dtype=torch.int32, device=scaled.device)
-    last_kernel[(num_rows,)](
-        scaled, least, kept, own.contiguous(), last, scaled.stride(0), size, **last_options(size)
+    last_tie_kernel[(num_rows,)](
+        scaled, least, kept, own.contiguous(), last, scaled.stride(0), size, **last_tie_options(size)
     )
     return last
 
 
-def lead(
+def perturbed_max_rows(
     logits: Tensor,
     values: Tensor,
     least: Tensor | None,
@@ -123,19 +123,21 @@ def lead(
     seeds: Tensor,
     name: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See `bateleur.eagle.lead.lead_rows`: the kernel of all draws, and two small ones that join its shares."""
+    """See `bateleur.eagle.shard_sampling.perturbed_max_rows`: the draw kernel, and two small ones that combine its
+    splits.
+    """
     num_rows, size = logits.shape
     of_penalties, kind = arguments(None, logits)
     options, share = tile_options(size, num_rows)
     shares = triton.cdiv(size, share)
     best = torch.empty(num_rows, shares, dtype=torch.float32, device=logits.device)
     token = torch.empty(num_rows, shares, dtype=torch.int32, device=logits.device)
-    values, cuts = values.contiguous(), least is not None and last is not None
+    values, truncates = values.contiguous(), least is not None and last is not None
     kept = (least.contiguous(), last.contiguous()) if least is not None and last is not None else (best, best)
     draw_kernel[(num_rows, 1, shares)](
         logits, words, seeds, seeds.contiguous(), name.contiguous(), values, best, token, values, *kept,
         logits.stride(0), size, share, values.stride(0), *of_penalties,
-        LAW=True, CUT=cuts, SINGLE=True, **options | {"KIND": kind},
+        LAW=True, TRUNCATION=truncates, SINGLE=True, **options | {"KIND": kind},
     )  # fmt: skip
     top = best.max(-1)
     return top.values, token.gather(1, top.indices.unsqueeze(1)).squeeze(1).long()

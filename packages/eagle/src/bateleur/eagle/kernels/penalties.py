@@ -1,4 +1,4 @@
-"""Penalties while logits are read, so that they cost no launch: see `bateleur.eagle.penalties`."""
+"""Penalties applied while logits are read, so that they need no launch: see `bateleur.eagle.penalties`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -20,7 +20,9 @@ NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
 def penalties_of(
     row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND: tl.constexpr
 ):
-    """What `penalised` wants to know of a row of logits. KIND: 0 without penalties, 1 with, 2 with drafts before it."""
+    """The inputs of `penalised` for a logit row. KIND: 0 without penalties, 1 with them, 2 with drafts before the
+    row.
+    """
     if (
         KIND == 0
     ):  # no code after a constexpr branch that returns: Triton types it, and these pointers are placeholders
@@ -40,7 +42,7 @@ def penalties_of(
 
 @triton.jit
 def penalised(x_L, lane_L, stop, penalties, KIND: tl.constexpr):
-    """Logits (L,) float32 of lanes before `stop` under their row's penalties; the roundings are torch's."""
+    """Penalised logits (L,) float32 of tokens before `stop`, rounded as in torch."""
     if KIND != 0:
         repetition, frequency, presence, counts_ptr, prompts_ptr, before_ptr, num_before = penalties
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):

@@ -1,7 +1,8 @@
-"""RATIO and BLOCK in torch: tests against the law that drafts were drawn from, and the residual behind the stop.
+"""The rules RATIO and BLOCK in torch: acceptance tests against the draft distribution, and draws from the residual.
 
-Legend for shapes: R requests, N logit rows, K draft tokens at most, C = K + 1, V and Vd vocabulary of target and draft.
-Place k of a request is its logit row k, which tests its draft k. No tensor has more entries than the logits given.
+Legend for shapes: R requests, N logit rows, K draft tokens at most, C = K + 1, V and Vd vocabulary of target and
+draft. Place k of a request is its logit row k, which verifies its draft k. No tensor has more entries than the given
+logits.
 """
 
 from __future__ import annotations
@@ -13,29 +14,39 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bateleur.eagle._places import Places
+from bateleur.eagle._logit_rows import LogitRows
 from bateleur.eagle.draw import Drawn, argmax, draw
+from bateleur.eagle.log_normalizer import LogNormalizer, exact_sum
 from bateleur.eagle.noise import Keys, Lanes, Role, uniform
-from bateleur.eagle.rules import DraftDistribution, Drafts, Logits, OneHot, Rows, Rule, Verdict, tempered
-from bateleur.eagle.scale import Scale, whole_sum
+from bateleur.eagle.rules import (
+    DraftDistribution,
+    Drafts,
+    Logits,
+    OneHot,
+    RejectionOutput,
+    Rows,
+    Rule,
+    apply_temperature,
+)
 
 if TYPE_CHECKING:
-    from bateleur.eagle.part import Part
+    from bateleur.eagle.vocab_shard import VocabShard
 
 _LEAST = 1e-30
-"""Below any probability that a draw meets, and above what float32 would divide by to infinity."""
+"""Below any probability of a drawn token. Divisors are clamped to it so that float32 does not overflow."""
 
 
 class _Case(NamedTuple):
-    """A step under test. scale: of the N rows; drafted: of the R * K drafts' own, as `Logits` has them; greedy: (R,)
-    bool; best: first maxima of the N rows; p, q, u: (R, K) of each draft.
+    """A step under verification. scale: of the N rows. drafted: of the R * K draft logits. greedy: (R,) bool. best:
+    first maxima of the N rows. p, q, u: (R, K) target probability, draft probability and uniform number of each
+    draft.
     """
 
     logits: Tensor
-    part: Part | None
-    scale: Scale
-    drafted: Scale | None
-    places: Places
+    shard: VocabShard | None
+    scale: LogNormalizer
+    drafted: LogNormalizer | None
+    places: LogitRows
     distribution: DraftDistribution
     greedy: Tensor
     best: Drawn
@@ -44,18 +55,18 @@ class _Case(NamedTuple):
     u: Tensor
 
 
-def ratio(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Verdict:
+def ratio(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> RejectionOutput:
     """Accept draft x while u q(x) < p(x); see `bateleur.eagle.verify`."""
     case = _case(logits, drafts, rows, Rule.RATIO, lanes)
     accepted_R = case.places.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
     return _emit(case, accepted_R, case.u.new_ones(1), lanes)
 
 
-def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Verdict:
+def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> RejectionOutput:
     """Accept up to the last place whose test holds (Sun et al. 2024, algorithm 2); see `bateleur.eagle.verify`.
 
-    weight_k = min(1, weight_{k-1} p/q) is the probability that at least k drafts are accepted. The last draft is tested
-    against it; those before it against what the tests behind them leave to do.
+    weight_k = min(1, weight_{k-1} p/q) is the probability that at least k drafts are accepted. The last draft is
+    tested against its weight. Earlier drafts are tested against the probability that the later tests leave.
     """
     case = _case(logits, drafts, rows, Rule.BLOCK, lanes)
     places, num_drafts = case.places, case.p.shape[1]
@@ -66,8 +77,8 @@ def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Ve
         if k + 1 < num_drafts:
             place_R = torch.full_like(places.index[:, 0], k + 1)
             excess_RV = _excess(case, places.index[:, k + 1], place_R, weight_R)
-            excess_R = whole_sum(excess_RV, part=case.part).float().squeeze(1)
-            # 0 / 0 is a weight of 1 before equal laws: it is never met, for a test behind it holds for sure.
+            excess_R = exact_sum(excess_RV, shard=case.shard).float().squeeze(1)
+            # 0 / 0 means weight 1 before equal distributions. It is never reached: the next test holds for sure.
             inner_R = excess_R / (excess_R + 1 - weight_R)
             test_RK[:, k] = torch.where(places.drafted[:, k + 1], inner_R, weight_R)
     count_K = torch.arange(1, num_drafts + 1, device=logits.device)
@@ -78,18 +89,18 @@ def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Ve
 
 
 def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, lanes: Lanes | None) -> _Case:
-    """Look up what the tests read. Drafts behind a bad row, a missing draft or a bad law of the draft are dropped."""
-    places, distribution = Places.of(logits.shape[0], drafts, rows), drafts.distribution
-    part = None if lanes is None else lanes.part
-    best, scale = argmax(logits, part), Scale.of(logits, part)
-    num_drafts, vocab_size = drafts.tokens.shape[1], logits.shape[1] if part is None else part.vocab_size
+    """Look up the inputs of the tests. Drops drafts after a bad row, a missing draft or a bad distribution."""
+    places, distribution = LogitRows.of(logits.shape[0], drafts, rows), drafts.distribution
+    shard = None if lanes is None else lanes.shard
+    best, scale = argmax(logits, shard), LogNormalizer.of(logits, shard)
+    num_drafts, vocab_size = drafts.tokens.shape[1], logits.shape[1] if shard is None else shard.vocab_size
     index_RK = places.index[:, :-1]
-    p_RK = _probability(logits, scale, index_RK, drafts.tokens, part)
+    p_RK = _probability(logits, scale, index_RK, drafts.tokens, shard)
     q_RK, sound_RK = torch.ones_like(p_RK), ~best.bad[index_RK]
     drafted = None
     if isinstance(distribution, Logits) and num_drafts:
         q_RK, finite_RK, drafted = _declared(distribution, drafts.tokens, rows.temperature, vocab_size)
-        # A law that is NaN is one regardless of the draft, so dropping the draft there leaves the law exact.
+        # A draft distribution is NaN independently of the draft, so dropping the draft keeps the result exact.
         sound_RK &= finite_RK | (rows.temperature == 0).unsqueeze(1)
     else:
         distribution = OneHot()
@@ -99,53 +110,57 @@ def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, lanes: Lanes |
     keys = rule.keys(rows.seeds.repeat_interleave(num_drafts), position_RK.flatten(), place_RK.flatten())
     u_RK = uniform(keys, Role.ACCEPT).view(p_RK.shape)
     places, greedy_R = replace(places, drafted=drafted_RK), rows.temperature == 0
-    return _Case(logits, part, scale, drafted, places, distribution, greedy_R, best, p_RK, q_RK, u_RK)
+    return _Case(logits, shard, scale, drafted, places, distribution, greedy_R, best, p_RK, q_RK, u_RK)
 
 
-def _probability(logits: Tensor, scale: Scale, row: Tensor, token: Tensor, part: Part | None) -> Tensor:
-    """Of tokens, of any shape, under these rows of logits; 0 for ids that are none."""
-    if part is None:
+def _probability(
+    logits: Tensor, scale: LogNormalizer, row: Tensor, token: Tensor, shard: VocabShard | None
+) -> Tensor:
+    """Probability of tokens, of any shape, under these logit rows; 0 for invalid ids."""
+    if shard is None:
         lane, here = token.clamp(0, logits.shape[1] - 1), (token >= 0) & (token < logits.shape[1])
     else:
-        lane, here = part.lanes(token)
+        lane, here = shard.lanes(token)
     found = scale.at(row).log_probs(logits[row, lane].unsqueeze(-1)).exp_().squeeze(-1).where(here, 0.0)
     # One rank has it, and the others nothing: no sum is rounded.
-    return found if part is None else part.exchange.sum_(found)
+    return found if shard is None else shard.collectives.sum_(found)
 
 
 def _declared(
     distribution: Logits, tokens_RK: Tensor, temperature: Tensor, vocab_size: int
-) -> tuple[Tensor, Tensor, Scale]:
-    """q of every draft, and whether the law that it is from is one, (R, K) each; and the scale of its logits over the
-    temperature.
+) -> tuple[Tensor, Tensor, LogNormalizer]:
+    """q of every draft, and whether its draft distribution is valid, (R, K) each; and the log-sum-exp of the draft
+    logits over the temperature.
     """
-    scaled_ND = tempered(distribution.logits.float(), temperature).flatten(0, 1)
-    scale, lane_RK = Scale.of(scaled_ND, distribution.part), tokens_RK
+    scaled_ND = apply_temperature(distribution.logits.float(), temperature).flatten(0, 1)
+    scale, lane_RK = LogNormalizer.of(scaled_ND, distribution.shard), tokens_RK
     row_RK = torch.arange(tokens_RK.numel(), device=tokens_RK.device).view(tokens_RK.shape)
     if distribution.ids is not None:
         lane_of = torch.full((vocab_size + 1,), -1, device=tokens_RK.device)
         index_D = torch.arange(scaled_ND.shape[1], device=tokens_RK.device)
         lane_of.scatter_(0, distribution.ids.clamp(max=vocab_size), index_D)
         lane_RK = lane_of[tokens_RK.clamp(0, vocab_size - 1)]
-    q_RK = _probability(scaled_ND, scale, row_RK, lane_RK, distribution.part)
+    q_RK = _probability(scaled_ND, scale, row_RK, lane_RK, distribution.shard)
     return q_RK, scale.best.isfinite().view(tokens_RK.shape), scale
 
 
 def _matches(case: _Case) -> Tensor:
-    """(R, K) bool: the draft is the row's first maximum, which is all that a greedy row asks."""
+    """(R, K) bool: the draft is the first maximum of its row, which is the test of greedy rows."""
     return case.best.token_ids[case.places.index[:, :-1]] == case.places.tokens
 
 
 def _excess(case: _Case, row_R: Tensor, place_R: Tensor, weight_R: Tensor) -> Tensor:
-    """(weight p - q)+ over the target's vocabulary, (R, V), of logit rows `row_R` and the drafts at `place_R`."""
+    """(weight p - q)+ over the target vocabulary, (R, V), for logit rows `row_R` and the drafts at `place_R`."""
     assert isinstance(case.distribution, Logits)
     assert case.drafted is not None
-    ids, of_part, part = case.distribution.ids, case.distribution.part, case.part
+    ids, of_shard, shard = case.distribution.ids, case.distribution.shard, case.shard
     excess_RV = case.scale.at(row_R).log_probs(case.logits[row_R]).exp_().mul_(weight_R.unsqueeze(1))
     at_R = torch.arange(len(place_R), device=place_R.device) * case.p.shape[1] + place_R
-    scaled_RD = tempered(case.distribution.logits.flatten(0, 1)[at_R].float(), case.places.rows.temperature)
+    scaled_RD = apply_temperature(
+        case.distribution.logits.flatten(0, 1)[at_R].float(), case.places.rows.temperature
+    )
     q_RD = case.drafted.at(at_R).log_probs(scaled_RD).exp_()
-    width, first = excess_RV.shape[1], 0 if part is None or of_part is not None else part.first
+    width, first = excess_RV.shape[1], 0 if shard is None or of_shard is not None else shard.first
     if ids is None:
         q_RD = q_RD[:, first : first + width]
         excess_RV[:, : q_RD.shape[1]] -= q_RD
@@ -156,21 +171,21 @@ def _excess(case: _Case, row_R: Tensor, place_R: Tensor, weight_R: Tensor) -> Te
     return excess_RV.clamp_min_(0)
 
 
-def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, lanes: Lanes | None) -> Verdict:
-    """Draw behind the accepted drafts: from the residual where a draft was rejected, else from the target's law."""
+def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, lanes: Lanes | None) -> RejectionOutput:
+    """Draw after the accepted drafts: from the residual if a draft was rejected, else from the target distribution."""
     rows, (row_R, token_R, rejected_R) = case.places.rows, case.places.column(accepted_R)
     rejected_R1 = (rejected_R & ~case.greedy).unsqueeze(1)
     final_RV = case.logits[row_R]
     if isinstance(case.distribution, Logits):
         place_R = accepted_R.clamp(max=case.p.shape[1] - 1)
         excess_RV = _excess(case, row_R, place_R, weight_R)
-        # Equal laws leave nothing but rounding, and bad rows leave NaN: then it is the row as it is.
-        rejected_R1 &= whole_sum(excess_RV.clone(), part=case.part) > 0
+        # The residual of equal distributions is only rounding, and that of bad rows NaN: then draw from the row itself.
+        rejected_R1 &= exact_sum(excess_RV.clone(), shard=case.shard) > 0
         final_RV = torch.where(rejected_R1, excess_RV.log_(), final_RV)
     else:
         lane_V = torch.arange(final_RV.shape[1], device=final_RV.device)
-        if case.part is not None:
-            lane_V += case.part.first
+        if case.shard is not None:
+            lane_V += case.shard.first
         final_RV = final_RV.masked_fill_(rejected_R1 & (lane_V == token_R.unsqueeze(1)), -torch.inf)
     keys = Keys(rows.seeds, rows.first_position + accepted_R)
-    return case.places.verdict(accepted_R, draw(final_RV, rows.temperature, keys, lanes=lanes))
+    return case.places.output(accepted_R, draw(final_RV, rows.temperature, keys, lanes=lanes))

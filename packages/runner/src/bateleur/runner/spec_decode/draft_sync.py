@@ -1,4 +1,4 @@
-"""What data-parallel ranks agree on before each proposal of a head whose experts they share."""
+"""Data-parallel ranks whose draft head shares experts agree on the number of drafts before each proposal."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from bateleur.runner.models.exchange import Exchange
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 
 
-class ChainLockstep:
-    """How many drafts all ranks make, by one exchange of two integers: each pass of the head, one for every draft, has
-    the collectives of its experts. A policy may want other numbers on other ranks, and a rank without work wants none.
+class DraftSync:
+    """Makes all ranks run equally many draft passes, by one exchange of two integers. Each pass of the head runs the
+    collectives of its experts, but policies may want different numbers on each rank, and an idle rank wants none.
     """
 
     def __init__(self, head: MtpHead, exchange: Exchange) -> None:
         self._head, self._exchange = head, exchange
 
     def agree(self, num_rows: int, num_drafts: int) -> int:
-        """The most drafts that any rank wants of its rows."""
-        told = self._exchange.ranks.tell_all([num_rows, num_drafts])
-        self._exchange.num_rows = max(rows for rows, _ in told)
-        return max(drafts for _, drafts in told)
+        """Return the largest number of drafts that any rank wants."""
+        by_rank = self._exchange.ranks.tell_all([num_rows, num_drafts])
+        self._exchange.num_rows = max(rows for rows, _ in by_rank)
+        return max(drafts for _, drafts in by_rank)
 
     def idle(self) -> int:
-        """Without rows, take part in the proposals of others; returns their number of drafts. Nothing is stored: a
-        token of nobody goes through the head, and attention gives nothing.
+        """Without rows, take part in the proposals of other ranks; returns their number of drafts. A dummy token goes
+        through the head, and nothing is stored.
         """
         drafts = self.agree(1, 0)
         for _ in range(drafts):

@@ -1,4 +1,4 @@
-"""What a drafter and a policy of a user's own must be, and may answer."""
+"""Validation of drafters and policies that users pass, and of what they return."""
 
 # Shape letters: R rows of a step, K draft tokens at most.
 
@@ -16,7 +16,7 @@ from bateleur.runner.arguments import refuse, shown
 
 
 def check_drafter(drafter: Drafter, num_drafts: int, num_layers: int) -> None:
-    """Raises ValueError for one of another number of drafts, or that wants what the target does not have."""
+    """Raise ValueError for a drafter with another number of drafts, or with needs that the target does not have."""
     k, needs = drafter.num_speculative_tokens, drafter.needs
     if type(k) is not int or k != num_drafts:
         refuse("drafter.num_speculative_tokens", k, f"num_speculative_tokens = {num_drafts}")
@@ -28,10 +28,10 @@ def check_drafter(drafter: Drafter, num_drafts: int, num_layers: int) -> None:
 
 
 def checked_drafts(drafts: Any, rows: Tensor, num_drafts: int, vocab_size: int) -> Tensor:
-    """Drafts that a drafter gave for `rows` (R,), with -1 in place of what is no token of the target.
+    """Return the drafts of a drafter for `rows` (R,), with -1 in place of invalid token ids.
 
-    Raises ValueError for anything but a tensor (R, K) int64 where `rows` are. Without a host sync, so ids are mended
-    and not refused.
+    Raises ValueError unless it is a tensor (R, K) int64 on the device of `rows`. Ids are replaced instead of refused,
+    because a check would be a host-device sync.
     """
     shape = (len(rows), num_drafts)
     if not isinstance(drafts, Tensor):
@@ -44,9 +44,9 @@ def checked_drafts(drafts: Any, rows: Tensor, num_drafts: int, vocab_size: int) 
 
 
 def checked_lengths(lengths: Any, most: NDArray[np.int32], num_drafts: int) -> NDArray[np.int32]:
-    """Lengths that a policy gave for rows that may have `most` (R,); it need not look at these.
+    """Return the lengths of a policy for rows with at most `most` (R,) drafts, limited to these.
 
-    Raises ValueError for what can't be lengths.
+    Raises ValueError for anything but R integers from 0 to K.
     """
     given = np.asarray(lengths)
     wrong = given.shape != most.shape or given.dtype.kind != "i"

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Drawn, Keys, Lanes, Law, Role, argmax, draw, native, sample
-from bateleur.eagle.law import by_order
-from bateleur.eagle.part import Part, float_of, order_of
-from bateleur.eagle.part_cut import cut_part
+from bateleur.eagle import Drawn, Keys, Lanes, Role, SamplingMetadata, argmax, draw, native, sample
+from bateleur.eagle.sampling_metadata import thresholds_by_sort
+from bateleur.eagle.shard_truncation import shard_thresholds
+from bateleur.eagle.vocab_shard import VocabShard, float_of, order_of
 from bateleur.metadata.native import missing
-from eagle_doubles.laws import HOSTILE, INF, LAWS, NAN, keys_of, law_of, left_by, likely, normal
+from eagle_doubles.laws import HOSTILE, INF, NAN, SAMPLINGS, keys_of, left_by, likely, metadata_of, normal
 from together import OneOf, Together, at_once, parts_of
 
 CPU = torch.device("cpu")
@@ -28,19 +28,19 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def of(logits: Tensor, part: Part) -> Tensor:
-    return logits[:, part.first : part.end]
+def of(logits: Tensor, shard: VocabShard) -> Tensor:
+    return logits[:, shard.first : shard.end]
 
 
 def drawn_together(
-    logits: Tensor, law: Law, keys: Keys, num_ranks: int, role: Role = Role.TARGET
+    logits: Tensor, metadata: SamplingMetadata, keys: Keys, num_ranks: int, role: Role = Role.TARGET
 ) -> tuple[Drawn, Together]:
     """What every rank draws, which is the same, and what it told."""
     together = Together(num_ranks)
     parts = parts_of(logits.shape[1], together)
-    lanes = [Lanes.of(part, CPU) for part in parts]
+    lanes = [Lanes.of(shard, CPU) for shard in parts]
     every = at_once(
-        together, lambda rank: sample(of(logits, parts[rank]), law, keys, role, lanes=lanes[rank])
+        together, lambda rank: sample(of(logits, parts[rank]), metadata, keys, role, lanes=lanes[rank])
     )
     for drawn in every[1:]:
         assert torch.equal(drawn.token_ids, every[0].token_ids)
@@ -48,9 +48,11 @@ def drawn_together(
     return every[0], together
 
 
-def same(logits: Tensor, law: Law, keys: Keys, num_ranks: int, role: Role = Role.TARGET) -> Together:
-    want = draw(law.apply(logits.float()), law.temperature, keys, role)
-    got, together = drawn_together(logits, law, keys, num_ranks, role)
+def same(
+    logits: Tensor, metadata: SamplingMetadata, keys: Keys, num_ranks: int, role: Role = Role.TARGET
+) -> Together:
+    want = draw(metadata.apply(logits.float()), metadata.temperature, keys, role)
+    got, together = drawn_together(logits, metadata, keys, num_ranks, role)
     assert torch.equal(got.token_ids, want.token_ids)
     assert torch.equal(got.bad, want.bad)
     return together
@@ -61,32 +63,42 @@ def same(logits: Tensor, law: Law, keys: Keys, num_ranks: int, role: Role = Role
 def test_ranks_draw_what_one_does(kind: str, num_ranks: int, form: str) -> None:
     keys = keys_of(len(PLAIN), num_ranks)
     for logits in (normal(len(PLAIN), 1003, 2.5), likely(len(PLAIN), 1003)):
-        together = same(HOSTILE[kind](logits), law_of(*PLAIN), keys, num_ranks)
+        together = same(HOSTILE[kind](logits), metadata_of(*PLAIN), keys, num_ranks)
         assert together.told == [("max", 8 * len(PLAIN))]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_what_laws_leave_does_not_hang_on_what_the_host_knows_of_them(num_ranks: int, form: str) -> None:
     """As in a graph, which finds them on the device."""
-    logits, keys, law = normal(len(LAWS), 517, 2.0), keys_of(len(LAWS), 3), law_of(*LAWS)
-    want = draw(law.apply(logits), law.temperature, keys)
-    got, _ = drawn_together(logits, Law.unknown(law.values), keys, num_ranks)
+    logits, keys, metadata = (
+        normal(len(SAMPLINGS), 517, 2.0),
+        keys_of(len(SAMPLINGS), 3),
+        metadata_of(*SAMPLINGS),
+    )
+    want = draw(metadata.apply(logits), metadata.temperature, keys)
+    got, _ = drawn_together(logits, SamplingMetadata.unknown(metadata.values), keys, num_ranks)
     assert torch.equal(got.token_ids, want.token_ids)
 
 
 def test_ranks_that_know_that_nothing_is_cut_tell_no_more_than_their_best() -> None:
     """Of laws on the device; who does not know it goes through both searches for nothing."""
-    logits, keys, law = normal(len(PLAIN), 1003), keys_of(len(PLAIN), 3), law_of(*PLAIN)
-    for cuts, told in ((False, 1), (True, 1 + 1 + 4 + 4 + 1)):
-        drawn, together = drawn_together(logits, Law.unknown(law.values, cuts=cuts), keys, 2)
-        assert torch.equal(drawn.token_ids, draw(law.apply(logits), law.temperature, keys).token_ids)
+    logits, keys, metadata = normal(len(PLAIN), 1003), keys_of(len(PLAIN), 3), metadata_of(*PLAIN)
+    for truncates, told in ((False, 1), (True, 1 + 1 + 4 + 4 + 1)):
+        drawn, together = drawn_together(
+            logits, SamplingMetadata.unknown(metadata.values, truncates=truncates), keys, 2
+        )
+        assert torch.equal(
+            drawn.token_ids, draw(metadata.apply(logits), metadata.temperature, keys).token_ids
+        )
         assert len(together.told) == told
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("role", Role)
 def test_logits_of_any_dtype_and_draws_in_any_role(dtype: torch.dtype, role: Role) -> None:
-    same(normal(len(LAWS), 517, 3.0).to(dtype), law_of(*LAWS), keys_of(len(LAWS)), 3, role)
+    same(
+        normal(len(SAMPLINGS), 517, 3.0).to(dtype), metadata_of(*SAMPLINGS), keys_of(len(SAMPLINGS)), 3, role
+    )
 
 
 def test_rows_that_one_rank_finds_bad_are_bad_on_all(form: str) -> None:
@@ -98,9 +110,11 @@ def test_rows_that_one_rank_finds_bad_are_bad_on_all(form: str) -> None:
     logits[5, :700] = -INF
     logits[6, 300:] = -INF
     logits[7] = -NAN
-    for law in (law_of(*[each] * 8) for each in ((1.0, 0, 0, 1), (0.0, 0, 0, 1), (1.0, 0.1, 5, 0.5))):
-        same(logits, law, keys_of(8), 3)
-        drawn, _ = drawn_together(logits, law, keys_of(8), 3)
+    for metadata in (
+        metadata_of(*[each] * 8) for each in ((1.0, 0, 0, 1), (0.0, 0, 0, 1), (1.0, 0.1, 5, 0.5))
+    ):
+        same(logits, metadata, keys_of(8), 3)
+        drawn, _ = drawn_together(logits, metadata, keys_of(8), 3)
         assert drawn.bad.tolist() == [False, True, True, True, True, False, False, True]
         assert drawn.token_ids[drawn.bad].tolist() == [0] * 5
 
@@ -130,21 +144,21 @@ def test_numbers_that_go_round_keep_the_order_of_values() -> None:
 
 @pytest.mark.parametrize("starts", [(0, 5), (1, 5, 9), (0, 5, 5), (0, 6, 5)])
 def test_parts_are_those_of_the_ranks(starts: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"^starts is \(.*\); it must ascend from 0 to the size of the voc"):
-        Part(starts, OneOf(Together(2), 0))
+    with pytest.raises(ValueError, match=r"^starts=\(.*\): must ascend from 0 to the size of the voc"):
+        VocabShard(starts, OneOf(Together(2), 0))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_what_laws_leave_is_what_they_leave_on_one(kind: str, num_ranks: int, form: str) -> None:
-    law, logits = law_of(*LAWS), HOSTILE[kind](normal(len(LAWS), 1003, 2.0))
+    metadata, logits = metadata_of(*SAMPLINGS), HOSTILE[kind](normal(len(SAMPLINGS), 1003, 2.0))
     together = Together(num_ranks)
     parts = parts_of(1003, together)
 
     def left(rank: int) -> Tensor:
         own = of(logits, parts[rank])
-        return left_by(own, *cut_part(own, law, parts[rank]), law.temperature)
+        return left_by(own, *shard_thresholds(own, metadata, parts[rank]), metadata.temperature)
 
-    want = left_by(logits, *by_order(logits, law.values), law.temperature)
+    want = left_by(logits, *thresholds_by_sort(logits, metadata.values), metadata.temperature)
     assert torch.equal(torch.cat(at_once(together, left), 1), want)
-    same(logits, law, keys_of(len(law), 5), num_ranks)
+    same(logits, metadata, keys_of(len(metadata), 5), num_ranks)

@@ -13,16 +13,16 @@ from bateleur.eagle import (
     DraftDistribution,
     Drafts,
     Lanes,
-    Law,
     Logits,
     OneHot,
-    Part,
     Rows,
     Rule,
+    SamplingMetadata,
+    VocabShard,
     verify,
 )
-from bateleur.eagle.scale import Scale, whole_sum
-from eagle_doubles.laws import NAN, law_of, normal
+from bateleur.eagle.log_normalizer import LogNormalizer, exact_sum
+from eagle_doubles.laws import NAN, metadata_of, normal
 from together import Together, at_once, parts_of
 
 CPU = torch.device("cpu")
@@ -60,10 +60,12 @@ def drafts_for(kind: str, seed: int) -> Drafts:
     return Drafts(tokens, of)
 
 
-def of_part(drafts: Drafts, part: Part) -> Drafts:
+def of_shard(drafts: Drafts, shard: VocabShard) -> Drafts:
     distribution = drafts.distribution
     assert isinstance(distribution, Logits)
-    return replace(drafts, distribution=Logits(distribution.logits[:, :, part.first : part.end], part=part))
+    return replace(
+        drafts, distribution=Logits(distribution.logits[:, :, shard.first : shard.end], shard=shard)
+    )
 
 
 CASES = [
@@ -81,24 +83,32 @@ CASES = [
 def test_ranks_emit_what_one_does(rule: Rule, kind: str, num_ranks: int) -> None:
     together = Together(num_ranks)
     parts = parts_of(V, together)
-    lanes = [Lanes.of(part, CPU) for part in parts]
+    lanes = [Lanes.of(shard, CPU) for shard in parts]
     accepted = 0
     temperatures = enumerate(TEMPERATURE[OWNER].tolist())
     some = [(t, 0.02 * (i % 2), 20 * (i % 3), 0.9 if i % 4 == 3 else 1) for i, t in temperatures]
-    laws: tuple[Law | None, ...] = (None, law_of(*some))
+    laws: tuple[SamplingMetadata | None, ...] = (None, metadata_of(*some))
     for seed in range(4):
         logits, drafts = target(seed), drafts_for(kind, seed)
-        for law in laws:
-            want = verify(logits, drafts, ROWS, rule=rule, law=law)
+        for metadata in laws:
+            want = verify(logits, drafts, ROWS, rule=rule, metadata=metadata)
             accepted += int((want.num_emitted > 1).sum())
 
             def emitted(
-                rank: int, law: Law | None = law, logits: Tensor = logits, drafts: Drafts = drafts
+                rank: int,
+                metadata: SamplingMetadata | None = metadata,
+                logits: Tensor = logits,
+                drafts: Drafts = drafts,
             ) -> object:
-                part = parts[rank]
-                own = of_part(drafts, part) if kind == "parts" else drafts
+                shard = parts[rank]
+                own = of_shard(drafts, shard) if kind == "parts" else drafts
                 return verify(
-                    logits[:, part.first : part.end], own, ROWS, rule=rule, law=law, lanes=lanes[rank]
+                    logits[:, shard.first : shard.end],
+                    own,
+                    ROWS,
+                    rule=rule,
+                    metadata=metadata,
+                    lanes=lanes[rank],
                 )
 
             for got in at_once(together, emitted):
@@ -111,17 +121,19 @@ def test_ranks_emit_what_one_does(rule: Rule, kind: str, num_ranks: int) -> None
 def test_normalisers_are_those_of_one_to_the_bit(num_ranks: int) -> None:
     logits, together = normal(50, 5003, 6.0), Together(num_ranks)
     parts = parts_of(5003, together)
-    want = Scale.of(logits)
-    for got in at_once(together, lambda r: Scale.of(logits[:, parts[r].first : parts[r].end], parts[r])):
+    want = LogNormalizer.of(logits)
+    for got in at_once(
+        together, lambda r: LogNormalizer.of(logits[:, parts[r].first : parts[r].end], parts[r])
+    ):
         assert torch.equal(got.best, want.best)
         assert torch.equal(got.log_mass, want.log_mass)
     exact = logits.double().logsumexp(1, keepdim=True)
     assert float((want.best.double() + want.log_mass - exact).abs().max()) < 2e-6
     assert float((want.log_probs(logits).exp().double().sum(1) - 1).abs().max()) < 1e-6
-    assert float(whole_sum(torch.full((1, 8), 0.999))) == pytest.approx(8 * 0.999, rel=1e-6)
+    assert float(exact_sum(torch.full((1, 8), 0.999))) == pytest.approx(8 * 0.999, rel=1e-6)
 
 
 def test_logits_of_a_part_have_its_lanes() -> None:
-    part = parts_of(10, Together(2))[0]
+    shard = parts_of(10, Together(2))[0]
     with pytest.raises(ValueError, match=r"^logits of a part have its 5 lanes and no ids, got \(1, 1, 6\)$"):
-        Logits(torch.zeros(1, 1, 6), part=part)
+        Logits(torch.zeros(1, 1, 6), shard=shard)

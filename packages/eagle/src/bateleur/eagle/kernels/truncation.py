@@ -1,25 +1,26 @@
 """The threshold that min_p, top_k and top_p set in each row, without a sort.
 
-The specification is `bateleur.eagle.law.by_order`. A law keeps the tokens whose key (see `keys`) is at least a
-threshold. Four launches find it; the first and the third read the whole row, split over programs:
+The specification is `bateleur.eagle.sampling_metadata.thresholds_by_sort`. A row keeps the tokens whose key (see
+`sort_keys`) is at least a threshold. Four launches find it; the first and the third read the whole row, split over
+programs:
 
 1. `stats_kernel` (rows, tiles): the largest logit of each tile, and the sum of exp, for estimates.
-2. `bracket_kernel` (rows): 8,192 sampled tokens tell about where the thresholds are (see `bracket`).
+2. `bracket_kernel` (rows): estimate from 8,192 sampled tokens where the thresholds are (see `bracket`).
 3. `collect_kernel` (rows, tiles): list the candidates, which are the tokens inside of the brackets, and sum number and
    mass of the tokens above the brackets.
 4. `threshold_kernel` (rows): search the candidates for the threshold. If there are more than the list holds, search
    the row instead. If the sums show that a threshold is outside of its bracket, search the row without brackets.
    A search ends after at most 29 passes over the list or the row.
 
-The sums are integers (mass in units of 2^-40), so the result is exact, and the same for any tiles, brackets and order
-of the list. A program of a row that is greedy or keeps every token returns at once.
+The sums are integers (mass in units of 2^-40), so the result is exact, and independent of tiles, brackets and the
+order of the list. A program of a row that is greedy or keeps every token returns at once.
 
 Calculated for an H100 (SASS at full issue rate, 3.2 TB/s), not measured, with float32 logits in microseconds:
 
-| tokens, rows | 131,072, 1 | 131,072, 64 | 131,072, 256 | 248,320, 1 | 248,320, 64 | 248,320, 256 |
-|---|---|---|---|---|---|---|
-| top_k = 20, top_p = 0.95 | 20 | 44 | 140 | 20 | 71 | 245 |
-| top_p = 0.95, normal logits | 46 | 81 | 227 | 56 | 127 | 382 |
+|| tokens, rows | 131,072, 1 | 131,072, 64 | 131,072, 256 | 248,320, 1 | 248,320, 64 | 248,320, 256 |
+||---|---|---|---|---|---|---|
+|| top_k = 20, top_p = 0.95 | 20 | 44 | 140 | 20 | 71 | 245 |
+|| top_p = 0.95, normal logits | 46 | 81 | 227 | 56 | 127 | 382 |
 
 A search of the row itself takes about 0.3 ms a pass for 248,320 tokens.
 """
@@ -47,22 +48,22 @@ from bateleur.eagle.kernels.bracket import (
     NUM_CANDIDATES,
     bracket_kernel,
 )
-from bateleur.eagle.kernels.keys import (
+from bateleur.eagle.kernels.penalties import arguments, penalties_of
+from bateleur.eagle.kernels.sort_keys import (
     NO_KEY,
+    apply_temperature,
     float_of,
     id_of,
     is_finite,
     key_of,
-    law_of,
     limits_of,
     logits_of,
     mass_of,
-    tempered,
+    metadata_of,
 )
-from bateleur.eagle.kernels.penalise import arguments, penalties_of
 from bateleur.eagle.penalties import Penalties
 
-_TILE = 2048  # tokens of a program of `stats_kernel`; `collect_kernel` has half of them
+_TILE = 2048  # tokens of a program of `stats_kernel`; half of them for `collect_kernel`
 _SAMPLES = 8192
 _BLOCK = 512  # keys that a pass of `threshold_kernel` reads at a time
 _MOST = 1 << 23  # tokens; the ids of a tile beyond them still fit into a key
@@ -71,7 +72,7 @@ _PIVOTS = tl.constexpr(4)  # parts into which a pass of `select` divides its ran
 
 @triton.jit
 def stats_kernel(
-    logits_ptr, law_ptr, stats_ptr, logits_row, size,
+    logits_ptr, sampling_ptr, stats_ptr, logits_row, size,
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -80,8 +81,8 @@ def stats_kernel(
     At least 5 blocks a multiprocessor.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, _, _, _, cuts = law_of(law_ptr, row, size)
-    if not cuts:
+    temperature, _, _, _, truncates = metadata_of(sampling_ptr, row, size)
+    if not truncates:
         return
     penalties = penalties_of(
         row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND
@@ -96,9 +97,9 @@ def stats_kernel(
     tl.store(stats_ptr + 1, total)
 
 
-@triton.jit(do_not_specialize=["logits_row"])  # a lane a thread, as the atomics have it
+@triton.jit(do_not_specialize=["logits_row"])  # one token per thread, as for the atomics
 def collect_kernel(
-    logits_ptr, law_ptr, best_ptr, brackets_ptr, candidates_ptr, logits_row, size, capacity,
+    logits_ptr, sampling_ptr, best_ptr, brackets_ptr, candidates_ptr, logits_row, size, capacity,
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +108,7 @@ def collect_kernel(
     At least 7 blocks a multiprocessor.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, log_min_p, top_k, top_p, _ = law_of(law_ptr, row, size)
+    temperature, log_min_p, top_k, top_p, _ = metadata_of(sampling_ptr, row, size)
     if (temperature <= 0) | ((top_k == size) & (top_p >= 1)):
         return
     best = tl.load(best_ptr + row)
@@ -121,7 +122,7 @@ def collect_kernel(
         row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND
     )
     lane_L = tile * TILE + tl.arange(0, TILE)
-    x_L = tempered(logits_ptr + row * logits_row, lane_L, size, temperature, penalties, KIND)
+    x_L = apply_temperature(logits_ptr + row * logits_row, lane_L, size, temperature, penalties, KIND)
     key_L = key_of(x_L, lane_L)
     if (high_k < ceiling) | (high_p < ceiling):
         mass_L = mass_of(x_L, best)
@@ -139,16 +140,18 @@ def collect_kernel(
 
 @triton.jit
 def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """BLOCK keys from place `start` on, of the candidates or of the row itself; keys of -inf beyond the end."""
+    """BLOCK keys from index `start` on, of the candidates or of the row itself; keys of -inf beyond the end."""
     listed, num, candidates_ptr, row_of = source
     at_L = start + tl.arange(0, BLOCK)
     if listed:
         key_L = tl.load(candidates_ptr + at_L, mask=at_L < num, other=NO_KEY)
     else:
-        # Reads again what all keys of the row need, so that no search holds it in registers.
-        row, logits_ptr, logits_row, law_ptr, size, tables = row_of
+        # Loads the row's parameters again, so that no search keeps them in registers.
+        row, logits_ptr, logits_row, sampling_ptr, size, tables = row_of
         penalties = penalties_of(row, size, *tables, KIND)
-        x_L = tempered(logits_ptr + row * logits_row, at_L, size, tl.load(law_ptr + row * 4), penalties, KIND)
+        x_L = apply_temperature(
+            logits_ptr + row * logits_row, at_L, size, tl.load(sampling_ptr + row * 4), penalties, KIND
+        )
         key_L = key_of(x_L, at_L)
     return key_L
 
@@ -169,10 +172,10 @@ def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
 def select(
     source, best, above, goal, low, high, MASS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """The largest key in [low, high] from which on the number or mass of the keys is at least the goal.
+    """The largest key in [low, high] such that the number or mass of the keys not below it reaches the goal.
 
-    above: number or mass of the keys above `high`, which the source need not have. Returns the key, and whether it
-    exists: not if the keys above `high` reach the goal, or all keys from `low` on do not.
+    above: number or mass of the keys above `high`, which the source need not contain. Returns the key, and whether it
+        exists. It does not if the keys above `high` reach the goal, or all keys not below `low` do not.
     """
     top, pivot_P = high, tl.arange(0, _PIVOTS).to(tl.int64)
     num_above, reached, num_left = tl.zeros([], tl.int64), above.to(tl.float64) < goal, 2
@@ -202,7 +205,7 @@ def select(
 
 @triton.jit
 def ends_of(brackets_ptr, LOW: tl.constexpr, given, floor, ceiling):
-    """The ends of a bracket, whose low end is in column LOW; those of the row if it is not given."""
+    """The ends of a bracket, whose low end is in column LOW; the ends of the row if it is not given."""
     low, high = tl.load(brackets_ptr + LOW), tl.load(brackets_ptr + LOW + 1)
     return tl.where(given, low, floor), tl.where(given, high, ceiling)
 
@@ -211,7 +214,7 @@ def ends_of(brackets_ptr, LOW: tl.constexpr, given, floor, ceiling):
 def find_threshold(
     source, brackets_ptr, given, best, top_k, top_p, size, floor, ceiling, BLOCK: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """The lowest key that a row keeps, and whether the brackets hold it; if not, the key has no meaning.
+    """The lowest kept key of a row, and whether the brackets contain it; if not, the key is undefined.
 
     given: whether to search the brackets; else one bracket holds the whole row.
     """
@@ -235,19 +238,19 @@ def find_threshold(
 
 @triton.jit
 def threshold_kernel(
-    logits_ptr, law_ptr, best_ptr, brackets_ptr, candidates_ptr, least_ptr, last_ptr, logits_row, size, capacity,
+    logits_ptr, sampling_ptr, best_ptr, brackets_ptr, candidates_ptr, least_ptr, last_ptr, logits_row, size, capacity,
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the least logit over the temperature that stays, and the last id of it that does.
+    """Grid (rows): the smallest kept logit over the temperature, and the last kept id equal to it.
 
-    -inf in a row that keeps all. At least 2 blocks a multiprocessor.
+    -inf in a row that keeps all tokens. At least 2 blocks a multiprocessor.
     """
     row = tl.program_id(0).to(tl.int64)
-    _, log_min_p, top_k, top_p, cuts = law_of(law_ptr, row, size)
+    _, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)
     tl.store(least_ptr + row, float("-inf"))
     tl.store(last_ptr + row, size)
-    if not cuts:
+    if not truncates:
         return
     best = tl.load(best_ptr + row)
     if not is_finite(best):
@@ -259,7 +262,7 @@ def threshold_kernel(
         num_candidates = tl.load(brackets_ptr + NUM_CANDIDATES).to(tl.int32)
         listed, attempt = num_candidates <= capacity, 0
         tables = (values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before)
-        row_of = (row, logits_ptr, logits_row, law_ptr, size, tables)
+        row_of = (row, logits_ptr, logits_row, sampling_ptr, size, tables)
         while attempt < 2:
             num, given = tl.where(listed, num_candidates, size), attempt == 0
             source = (listed, num, candidates_ptr + row * capacity, row_of)
@@ -273,12 +276,12 @@ def threshold_kernel(
 
 
 def capacity_of(size: int) -> int:
-    """Candidates that the list of a row of ``size`` tokens holds."""
+    """Number of candidates that the list of a row of ``size`` tokens holds."""
     share: int = triton.next_power_of_2(size // 16)
     return max(_SAMPLES, share)
 
 
-def cut_options(size: int) -> dict[str, dict[str, Any]]:
+def truncation_options(size: int) -> dict[str, dict[str, Any]]:
     """Constants and launch options of each kernel, for rows of ``size`` tokens."""
     padded = max(16, triton.next_power_of_2(size))
     tile = min(_TILE, padded)
@@ -293,25 +296,28 @@ def cut_options(size: int) -> dict[str, dict[str, Any]]:
         # Without a bound ptxas spills for a third block that no row would use.
         "threshold": {"BLOCK": min(_BLOCK, padded), "num_warps": 8, "maxnreg": 128},
     }
-    # A fused multiply-add would round masses otherwise than torch does.
+    # A fused multiply-add would round masses differently from torch.
     return {name: each | {"enable_fp_fusion": False} for name, each in options.items()}
 
 
-def cut(logits: Tensor, values: Tensor, penalties: Penalties | None = None) -> tuple[Tensor, Tensor]:
-    """Find what each row keeps, in four launches; returns (N,) float32 and (N,) int32.
+def truncation_thresholds(
+    logits: Tensor, values: Tensor, penalties: Penalties | None = None
+) -> tuple[Tensor, Tensor]:
+    """Find the thresholds of each row in four launches; returns (N,) float32 and (N,) int32.
 
-    The first is the least logit over the temperature that stays, the second the last id that stays of those equal to
-    it. The workspace is 64 to 128 KiB a row.
+    The first is the smallest kept logit over the temperature, the second the last kept id equal to it. The workspace
+    is 64 to 128 KiB a row.
 
-    logits: (N, V), dense in the last dimension. values: (N, 4) float32, see `Law`. penalties: applied to the logits
-        before the law.
+    logits: (N, V), dense in the last dimension.
+    values: (N, 4) float32, see `SamplingMetadata`.
+    penalties: applied to the logits first.
 
-    `ValueError` if V is more than 2^23.
+    Raises `ValueError` if V is more than 2^23.
     """
     num_rows, size = logits.shape
     if size > _MOST:
         raise ValueError(f"logits: {size} tokens in a row; at most {_MOST} are supported")
-    options, capacity, device = cut_options(size), capacity_of(size), logits.device
+    options, capacity, device = truncation_options(size), capacity_of(size), logits.device
     tiles = triton.cdiv(size, options["stats"]["TILE"])
     room = capacity * _SAMPLES // (2 * size)
     values = values.contiguous()

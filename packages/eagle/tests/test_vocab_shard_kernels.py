@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import Keys, Lanes, native
-from bateleur.eagle.lead import LEAD
 from bateleur.eagle.noise import Role, names
-from bateleur.eagle.part import order_of
-from bateleur.eagle.part_cut import LAST, TALLY
+from bateleur.eagle.shard_sampling import PERTURBED_MAX
+from bateleur.eagle.shard_truncation import HISTOGRAM, LAST_TIE
+from bateleur.eagle.vocab_shard import order_of
 from bateleur.metadata.forms import load
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from bateleur.eagle.kernels import part as kernels  # noqa: E402
-from eagle_doubles.laws import HOSTILE, INF, NAN, keys_of, law_of, normal  # noqa: E402
+from bateleur.eagle.kernels import vocab_shard as kernels  # noqa: E402
+from eagle_doubles.laws import HOSTILE, INF, NAN, keys_of, metadata_of, normal  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts the process that this is for")
@@ -52,12 +52,12 @@ def test_a_digit_is_tallied_as_in_torch(kind: str, size: int) -> None:
     logits = logits_of(kind, size)
     finite = logits.nan_to_num(0.0, 0.0, -1e30)
     mass = (finite - finite.amax(1, keepdim=True)).exp_()
-    tally = load(TALLY.triton or "")
+    tally = load(HISTOGRAM.triton or "")
     for shift in (24, 16, 0):
         for start in (torch.full((5,), -(2**31)), order_of(logits[:, size // 2]), order_of(finite.amax(1))):
             for weights in (None, mass):
                 args = logits, weights, start, shift
-                assert torch.equal(tally(*args), TALLY.torch(*args))
+                assert torch.equal(tally(*args), HISTOGRAM.torch(*args))
 
 
 @interpreted
@@ -66,9 +66,9 @@ def test_the_last_tie_that_stays_is_that_of_torch(size: int) -> None:
     logits = logits_of("ties", size)
     least = logits[:, 0].contiguous()
     own = (logits == least.unsqueeze(1)).sum(1)
-    last_rows = load(LAST.triton or "")
+    last_tie_rows = load(LAST_TIE.triton or "")
     for kept in (own, own - 1, own // 2, own.clamp(max=1), torch.zeros_like(own)):
-        assert torch.equal(last_rows(logits, least, kept, own), LAST.torch(logits, least, kept, own))
+        assert torch.equal(last_tie_rows(logits, least, kept, own), LAST_TIE.torch(logits, least, kept, own))
 
 
 @interpreted
@@ -77,8 +77,11 @@ def test_the_last_tie_that_stays_is_that_of_torch(size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_best_of_a_part_is_that_of_torch(kind: str, dtype: torch.dtype) -> None:
     """Greedily and drawn, of all of it and of what a law leaves, in any role."""
-    law, keys = law_of((0, 0, 0, 1), *[(0.8, 0, 0, 1)] * 2, (0, 0, 0, 1), (1.3, 0, 0, 1)), keys_of(5, 3)
-    lead = load(LEAD.triton or "")
+    metadata, keys = (
+        metadata_of((0, 0, 0, 1), *[(0.8, 0, 0, 1)] * 2, (0, 0, 0, 1), (1.3, 0, 0, 1)),
+        keys_of(5, 3),
+    )
+    lead = load(PERTURBED_MAX.triton or "")
     for size in SIZES:
         logits = logits_of(kind, size).to(dtype)
         words = Lanes.of(torch.arange(40, 40 + size), logits.device).words
@@ -86,8 +89,8 @@ def test_the_best_of_a_part_is_that_of_torch(kind: str, dtype: torch.dtype) -> N
         for role in (Role.TARGET, Role.DRAFT):
             name = names(Keys(keys.seed, keys.position, 2), role)
             for kept in ((None, None), (least, last)):
-                args = logits, law.values, *kept, words, keys.seed, name
-                (value, lane), (wanted, first) = lead(*args), LEAD.torch(*args)
+                args = logits, metadata.values, *kept, words, keys.seed, name
+                (value, lane), (wanted, first) = lead(*args), PERTURBED_MAX.torch(*args)
                 # Logarithms of numpy and torch may differ in the last place.
                 torch.testing.assert_close(value, wanted, rtol=3e-7, atol=3e-7, equal_nan=True)
                 assert (value.dtype, lane.dtype) == (wanted.dtype, first.dtype)

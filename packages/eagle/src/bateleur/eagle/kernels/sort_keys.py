@@ -1,8 +1,8 @@
-"""Numbers that kernels of truncation share: a token's key, its mass, and a row's law.
+"""Values that the truncation kernels share: a token's sort key, its mass, and a row's sampling parameters.
 
-The key of a token is an int64. Its upper bits are the logit over the temperature, as an integer of the same order. Its
-lower 24 bits are the id, counted from the end. So all keys of a row differ, and of equal logits the lowest id has the
-largest key.
+The key of a token is an int64. Its upper bits are the logit over the temperature, as an integer of the same order.
+Its lower 24 bits are the id, counted from the end. So all keys of a row differ, and of equal logits the lowest id has
+the largest key.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -13,23 +13,23 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from bateleur.eagle.kernels.penalise import NATIVE, penalised
+from bateleur.eagle.kernels.penalties import NATIVE, penalised
 
 ID_BITS = tl.constexpr(24)
 LAST_ID = tl.constexpr((1 << 24) - 1)
 NO_KEY = tl.constexpr(-0x7F800001 << 24)
-"""The lowest key of -inf, which no law keeps."""
+"""The lowest key of -inf, which is never kept."""
 
 
 @triton.jit
 def logits_of(row_ptr, lane_L, size, penalties, KIND: tl.constexpr):
-    """Logits (L,) float32 under penalties; -inf beyond the end of the row, so no law keeps what is there."""
+    """Logits (L,) float32 after penalties; -inf beyond the end of the row, so that these are never kept."""
     logits_L = tl.load(row_ptr + lane_L, mask=lane_L < size, other=float("-inf")).to(tl.float32)
     return penalised(logits_L, lane_L, size, penalties, KIND)
 
 
 @triton.jit
-def tempered(row_ptr, lane_L, size, temperature, penalties, KIND: tl.constexpr):
+def apply_temperature(row_ptr, lane_L, size, temperature, penalties, KIND: tl.constexpr):
     """`logits_of` over the temperature, rounded as torch does."""
     logits_L = logits_of(row_ptr, lane_L, size, penalties, KIND)
     return tl.div_rn(logits_L, tl.zeros_like(logits_L) + temperature)
@@ -37,7 +37,7 @@ def tempered(row_ptr, lane_L, size, temperature, penalties, KIND: tl.constexpr):
 
 @triton.jit
 def order_of(x):
-    """An int32 that is ordered as the float; both zeros have the same."""
+    """An int32 with the order of the float; both zeros are equal."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -67,25 +67,25 @@ def mass_of(x, best):
     # A difference of large numbers may be infinite, and best - 100 may round to best. Halves are exact.
     below = tl.maximum(x * 0.5 - best * 0.5, -50.0) * 2.0
     if NATIVE:
-        part = libdevice.exp(below)
+        shard = libdevice.exp(below)
     else:
-        part = tl.exp(below)
-    return (part * 1099511627776.0).to(tl.int64)  # 2^40: the product is exact
+        shard = tl.exp(below)
+    return (shard * 1099511627776.0).to(tl.int64)  # 2^40: the product is exact
 
 
 @triton.jit
-def law_of(law_ptr, row, size):
+def metadata_of(sampling_ptr, row, size):
     """Temperature, log_min_p, top_k and top_p of a row, and whether they may drop a token. top_k = size drops none."""
-    temperature, log_min_p = tl.load(law_ptr + row * 4), tl.load(law_ptr + row * 4 + 1)
-    top_k, top_p = tl.load(law_ptr + row * 4 + 2).to(tl.int64), tl.load(law_ptr + row * 4 + 3)
+    temperature, log_min_p = tl.load(sampling_ptr + row * 4), tl.load(sampling_ptr + row * 4 + 1)
+    top_k, top_p = tl.load(sampling_ptr + row * 4 + 2).to(tl.int64), tl.load(sampling_ptr + row * 4 + 3)
     top_k = tl.where((top_k <= 0) | (top_k > size), size, top_k).to(tl.int64)
-    cuts = (temperature > 0) & ((log_min_p != float("-inf")) | (top_k < size) | (top_p < 1))
-    return temperature, log_min_p, top_k, top_p, cuts
+    truncates = (temperature > 0) & ((log_min_p != float("-inf")) | (top_k < size) | (top_p < 1))
+    return temperature, log_min_p, top_k, top_p, truncates
 
 
 @triton.jit
 def limits_of(best, log_min_p):
-    """The lowest and highest key that min_p leaves; `best` is the largest logit over the temperature.
+    """The lowest and highest key that min_p keeps; `best` is the largest logit over the temperature.
 
     A token of -inf is never kept: its key is below the lowest.
     """

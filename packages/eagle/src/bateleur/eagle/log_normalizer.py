@@ -1,0 +1,53 @@
+"""Exact log-sum-exp of logits, independent of sharding and order of summation.
+
+Mass is exp(logit - max) in units of 2^-40, as in `bateleur.eagle.sampling_metadata`. It is summed as integers, so the
+sum is exact.
+
+Legend for shapes: N logit rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bateleur.eagle.vocab_shard import VocabShard
+
+_FINEST = 60
+
+
+class LogNormalizer(NamedTuple):
+    """The largest logit of N rows, and the logarithm of the sum of exp(logit - largest); (N, 1) float32 each."""
+
+    best: Tensor
+    log_mass: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, shard: VocabShard | None = None) -> LogNormalizer:
+        """Compute it for (N, V) float32 logits. With a shard it is that of all ranks; they exchange 16 bytes a row."""
+        best_N1 = logits.amax(-1, keepdim=True)
+        if shard is not None:
+            best_N1 = shard.best(best_N1)
+        mass_N1 = exact_sum((logits - best_N1).exp_(), 40, shard)
+        return cls(best_N1, mass_N1.log_().float())
+
+    def at(self, row: Tensor) -> LogNormalizer:
+        """Select rows (...) int64; (..., 1) each."""
+        return LogNormalizer(self.best[row], self.log_mass[row])
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """Log-probabilities of logits (N, n) of these rows."""
+        return logits.sub(self.best).sub_(self.log_mass)
+
+
+def exact_sum(x: Tensor, bits: int = _FINEST, shard: VocabShard | None = None) -> Tensor:
+    """Sum (N, V) float32 values in [0, 1] in units of 2^-bits, and overwrite them; (N, 1) float64, over all ranks if
+    `shard` is given. Sums must stay below 8 with 60 bits, and below 2^23 with 40.
+    """
+    sum_N1 = x.mul_(2.0**bits).sum(-1, keepdim=True, dtype=torch.int64)
+    if shard is not None:
+        shard.collectives.sum_(sum_N1)
+    return sum_N1.double().mul_(2.0**-bits)

@@ -1,0 +1,119 @@
+"""Lossless verification of drafts: how many are accepted, and which token follows them.
+
+Legend for shapes: R requests, N logit rows, K draft tokens at most, V target vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bateleur.eagle._logit_rows import LogitRows
+from bateleur.eagle.draw import Drawn, argmax, draw
+from bateleur.eagle.noise import Lanes
+from bateleur.eagle.rules import Drafts, OneHot, RejectionOutput, Rows, Rule, apply_temperature
+from bateleur.eagle.sample import sample
+from bateleur.eagle.sampling_metadata import SamplingMetadata
+from bateleur.metadata.forms import Forms, load
+
+
+def verify(
+    logits: Tensor,
+    drafts: Drafts,
+    rows: Rows,
+    *,
+    rule: Rule = Rule.COUPLED,
+    lanes: Lanes | None = None,
+    greedy: bool = False,
+    metadata: SamplingMetadata | None = None,
+) -> RejectionOutput:
+    """Verify the drafts of every request; emit the accepted ones and one more token. Everything stays on the device.
+
+    logits: (N, V) floating, of the target, processed (penalties, grammar, truncation) and divided by the temperature
+        in rows that sample, as for `draw`. Not written to.
+    lanes: the V hashed token ids; by default the ids 0 .. V-1. With the lanes of a vocabulary shard, logits are those
+        of the shard, and all ranks emit the same tokens.
+    metadata: sampling parameters of each logit row. If given, `logits` are float32, not truncated and not divided by
+        the temperature, and COUPLED never materialises the processed logits.
+    greedy: all temperatures are 0, so that no noise is computed. False is always correct.
+
+    Under COUPLED the tokens are those of `draw` row by row, bit for bit. Under every rule a request without drafts
+    gets that draw. Raises `ValueError` if the shapes disagree, or if the rule does not fit the distribution.
+    """
+    rule.require(drafts.distribution)
+    num_reqs, num_drafts = drafts.tokens.shape
+    if logits.dim() != 2 or num_reqs != len(rows):
+        raise ValueError(
+            f"logits must be (N, V) and drafts as many as the {len(rows)} rows, "
+            f"got logits {tuple(logits.shape)} and tokens {tuple(drafts.tokens.shape)}"
+        )
+    if metadata is not None and len(metadata) != len(logits):
+        raise ValueError(f"metadata has {len(metadata)} rows: must have {len(logits)}, as many as logits")
+    if not num_reqs or not logits.shape[0]:
+        none_R = drafts.tokens.new_zeros(num_reqs)
+        return RejectionOutput(drafts.tokens.new_full((num_reqs, num_drafts + 1), -1), none_R, none_R.bool())
+    shard = None if lanes is None else lanes.shard
+    if rule is not Rule.COUPLED:
+        if metadata is not None and (metadata.penalties is not None or not greedy):
+            logits = metadata.apply(logits, shard)
+        tests = "ratio" if rule is Rule.RATIO or isinstance(drafts.distribution, OneHot) else "block"
+        output: RejectionOutput = load(f"bateleur.eagle._ratio_block:{tests}")(
+            logits.float(), drafts, rows, lanes
+        )
+        return output
+    by_torch = logits.dtype is torch.float64 or shard is not None
+    form = COUPLED.torch if by_torch else COUPLED.on(logits)
+    return form(logits, drafts, rows, lanes, greedy=greedy, metadata=metadata)
+
+
+def draw_draft(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    rule: Rule = Rule.COUPLED,
+    place: int | Tensor = 0,
+    lanes: Lanes | None = None,
+) -> Drawn:
+    """Draw one draft token per row with the noise that `rule` needs; the argmax where the temperature is 0.
+
+    logits: (R, Vd) floating, before the temperature; the same tensor is given to `Logits` if the rule needs it.
+    positions: (R,) int64 index in its sequence of the drafted token; may exceed all limits, never clamped.
+    place: int or (R,) int64, index of the draft in its step, from 0.
+    lanes: for a reduced draft vocabulary `Lanes.of(ids, device)` of its target ids, so that draws couple. The result
+        is then an index into `ids`.
+    """
+    scaled_RD = apply_temperature(logits.float(), temperature)
+    return draw(scaled_RD, temperature, rule.keys(seeds, positions, place), rule.draft_role, lanes=lanes)
+
+
+def _coupled(
+    logits: Tensor,
+    drafts: Drafts,
+    rows: Rows,
+    lanes: Lanes | None,
+    *,
+    greedy: bool = False,
+    metadata: SamplingMetadata | None = None,
+) -> RejectionOutput:
+    """The target draws every row; a draft that equals the draw saves a forward pass."""
+    places = LogitRows.of(logits.shape[0], drafts, rows)
+    if greedy and (metadata is None or metadata.penalties is None):
+        drawn = argmax(logits, None if lanes is None else lanes.shard)
+    else:
+        owner_N, keys = places.owners(logits.shape[0])
+        if metadata is None:
+            drawn = draw(logits, rows.temperature[owner_N], keys, lanes=lanes)
+        else:
+            drawn = sample(logits, metadata, keys, lanes=lanes)
+    # A bad row draws -1, which equals no draft: the accepted run ends there and the row emits nothing.
+    token_RC = drawn.token_ids.masked_fill(drawn.bad, -1)[places.index]
+    accepted_R = places.run(token_RC[:, :-1] == places.tokens)
+    reached_RC = places.place <= accepted_R.masked_fill(~places.occupied, -1).unsqueeze(1)
+    tokens_RC = torch.where(reached_RC, token_RC, -1)
+    num_emitted_R = (tokens_RC >= 0).sum(1)
+    return RejectionOutput(tokens_RC, num_emitted_R, (num_emitted_R <= accepted_R) & places.occupied)
+
+
+COUPLED = Forms(_coupled, triton="bateleur.eagle.kernels.rejection_sampler:coupled")

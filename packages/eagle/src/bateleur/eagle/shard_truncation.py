@@ -1,0 +1,184 @@
+"""min_p, top_k and top_p for a vocabulary that is sharded over ranks.
+
+All ranks find the same threshold of a row, digit by digit. Values are mapped to integers of the same order
+(`order_of`). For each of the 256 values of a digit the ranks sum the number or the mass of the tokens that have it.
+The traffic does not grow with the vocabulary, and the integer sums do not depend on the sharding. Of equal logits the
+lowest ids are kept, so each rank computes how many of its own are.
+
+The mass of a token is exp(logit - max) in units of 2^-40, as in `bateleur.eagle.sampling_metadata`.
+
+Legend for shapes: N logit rows, L tokens of the shard, D values of a digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from bateleur.eagle import native
+from bateleur.eagle.rules import apply_temperature
+from bateleur.eagle.sampling_metadata import LOG_MIN_P, TEMPERATURE, TOP_K, TOP_P, SamplingMetadata
+from bateleur.eagle.vocab_shard import VocabShard, float_of, order_of
+from bateleur.metadata.forms import Forms, define
+
+DIGIT = 8
+"""Bits of the ordered integers that one pass determines."""
+_LEAST = torch.finfo(torch.float32).min
+
+
+class _Found(NamedTuple):
+    """Result of a search for each row, (N,) int64 each: the ordered integer of the value; the weight above it, the
+    weight equal to it, and the part of the latter in this shard.
+    """
+
+    order: Tensor
+    above: Tensor
+    level: Tensor
+    own_level: Tensor
+
+
+class _Edge(NamedTuple):
+    """The threshold of each row, (N,) int64 each: its ordered integer, how many of `ties` tokens equal to it are
+    kept, and how many ties are in this shard. The counts are 0 if no tie is dropped.
+    """
+
+    order: Tensor
+    kept: Tensor
+    ties: Tensor
+    own: Tensor
+
+
+def shard_thresholds(logits: Tensor, metadata: SamplingMetadata, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Truncation thresholds from the logits (N, L) of a shard.
+
+    Returns the smallest kept logit after the temperature, (N,) float32, equal on all ranks; and the last kept index
+    of this shard that is equal to it, (N,) int32: -1 if none is kept, L if all are.
+    """
+    values, size = metadata.values, logits.shape[1]
+    scaled_NL = apply_temperature(logits.float(), values[:, TEMPERATURE])
+    best_N = shard.best(scaled_NL.amax(-1))
+    # A token with logit -inf is never kept, so the floor is finite.
+    least_N = (best_N + values[:, LOG_MIN_P]).clamp_min_(_LEAST)
+    last_N = torch.full_like(least_N, size, dtype=torch.int32)
+    if len(metadata.truncated(shard.vocab_size)):
+        nothing_N = torch.zeros_like(last_N, dtype=torch.int64)
+        edge = _Edge(order_of(least_N), nothing_N, nothing_N, nothing_N)
+        top_k = metadata.host[:, TOP_K]
+        if ((top_k > 0) & (top_k < shard.vocab_size)).any():
+            edge = _top(scaled_NL, edge.order, values[:, TOP_K].long(), shard)
+        if (metadata.host[:, TOP_P] < 1).any():
+            edge = _nucleus(scaled_NL, best_N, edge, values[:, TOP_P], shard)
+        least_N = float_of(edge.order)
+        before_N = shard.collectives.every(edge.own)[: shard.collectives.rank].sum(0)
+        kept_N = (edge.kept - before_N).clamp_min_(0).minimum(edge.own)
+        last_N = _last_tie_rows(scaled_NL, least_N, kept_N, edge.own)
+    lawful_N = (values[:, TEMPERATURE] > 0) & best_N.isfinite()
+    return least_N.where(lawful_N, -torch.inf), last_N.where(lawful_N, size)
+
+
+def _top(scaled_NL: Tensor, floor_N: Tensor, top_k_N: Tensor, shard: VocabShard) -> _Edge:
+    """Keep the largest top_k of the tokens that are not below the floor."""
+    size = shard.vocab_size
+    top_k_N = top_k_N.where((top_k_N > 0) & (top_k_N < size), size)
+    found = _search(scaled_NL, None, floor_N, top_k_N.minimum, shard)
+    return _Edge(found.order, found.level.minimum(top_k_N - found.above), found.level, found.own_level)
+
+
+def _nucleus(scaled_NL: Tensor, best_N: Tensor, edge: _Edge, top_p_N: Tensor, shard: VocabShard) -> _Edge:
+    """Keep what top_p leaves of the tokens that `edge` keeps."""
+
+    def mass_of(x: Tensor, best: Tensor) -> Tensor:
+        return (x - best).exp_().double().mul_(2.0**40).long()
+
+    # Dropped ties do not count in the mass.
+    surplus_N = (edge.ties - edge.kept) * mass_of(float_of(edge.order), best_N)
+    limit_N = torch.zeros_like(best_N, dtype=torch.float64)
+
+    def goal(total_N: Tensor) -> Tensor:
+        return limit_N.copy_((total_N - surplus_N).double() * top_p_N)
+
+    mass_NL = (scaled_NL - best_N.unsqueeze(1)).exp_()
+    found = _search(scaled_NL, mass_NL, edge.order, goal, shard)
+    unit_N = mass_of(float_of(found.order), best_N).clamp_min_(1)
+    ties_N = found.level // unit_N
+    most_N = ties_N.where((found.order != edge.order) | (edge.ties == 0), edge.kept)
+    needed_N = ((limit_N - found.above.double()) / unit_N.double()).long()
+    needed_N += (found.above + needed_N * unit_N).double() < limit_N
+    kept_N = needed_N.clamp_min_(1).minimum(most_N)
+    inner = _Edge(found.order, kept_N, ties_N, found.own_level // unit_N)
+    return _Edge(*(one.where(top_p_N < 1, other) for one, other in zip(inner, edge, strict=True)))
+
+
+def _search(
+    scaled_NL: Tensor,
+    mass_NL: Tensor | None,
+    start_N: Tensor,
+    goal: Callable[[Tensor], Tensor],
+    shard: VocabShard,
+) -> _Found:
+    """Find the largest value, not below `start_N`, such that the tokens not below it reach the goal, in number or in
+    mass.
+
+    goal: maps the total weight not below the start, (N,) int64, to the weight to reach.
+    """
+    above_N, goal_N1 = torch.zeros_like(start_N), None
+    for shift in range(32 - DIGIT, -1, -DIGIT):
+        own_ND = histogram_rows(scaled_NL, mass_NL, start_N, shift)
+        every_ND = shard.collectives.sum_(own_ND.clone())
+        # The weight that is not below each value of the digit.
+        reached_ND = every_ND.flip(1).cumsum(1).flip(1).add_(above_N.unsqueeze(1))
+        if goal_N1 is None:
+            goal_N1 = goal(reached_ND[:, 0]).double().unsqueeze(1)
+        digit_N1 = (reached_ND.double() >= goal_N1).sum(1, keepdim=True).sub_(1).clamp_min_(0)
+        level_N = every_ND.gather(1, digit_N1).squeeze(1)
+        above_N = reached_ND.gather(1, digit_N1).squeeze(1) - level_N
+        start_N = start_N + (digit_N1.squeeze(1) << shift)
+    return _Found(start_N, above_N, level_N, own_ND.gather(1, digit_N1).squeeze(1))
+
+
+def _histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
+    if native.takes(scaled):
+        return native.histogram_rows(scaled, mass, start, shift, 1 << DIGIT)
+    digit_NL = (order_of(scaled) - start.unsqueeze(1)) >> shift
+    weight_NL = torch.ones_like(digit_NL) if mass is None else mass.double().mul_(2.0**40).long()
+    # The first and last column collect values outside of the digit's range.
+    weights_ND = digit_NL.new_zeros(len(scaled), (1 << DIGIT) + 2)
+    weights_ND.scatter_add_(1, digit_NL.clamp_(-1, 1 << DIGIT).add_(1), weight_NL)
+    return weights_ND[:, 1:-1].contiguous()
+
+
+def _fake_histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
+    return start.new_empty(len(scaled), 1 << DIGIT)
+
+
+def _last_tie(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
+    if native.takes(scaled):
+        return native.last_tie_rows(scaled, least, kept, own)
+    last_N = ((scaled == least.unsqueeze(1)).cumsum(-1) < kept.unsqueeze(1)).sum(-1)
+    return last_N.where(kept > 0, -1).where(kept < own, scaled.shape[1]).int()
+
+
+def _fake_last_tie(scaled: Tensor, *_: Tensor) -> Tensor:
+    return scaled.new_empty(len(scaled), dtype=torch.int32)
+
+
+_library = Library("bateleur", "FRAGMENT")
+HISTOGRAM = Forms(_histogram, triton="bateleur.eagle.kernels.vocab_shard:histogram_rows")
+LAST_TIE = Forms(_last_tie, triton="bateleur.eagle.kernels.vocab_shard:last_tie_rows")
+histogram_rows = define(
+    _library, _histogram, HISTOGRAM, mutates=(), fake=_fake_histogram, name="histogram_rows"
+)
+"""The weight of each digit d in each row, (N, D) int64: of the values with order start + (d << shift) to start + ((d
++ 1) << shift) - 1. Weight is the number of tokens, or their mass if `mass` (N, L) float32 is given, 1 for the
+largest.
+
+scaled: (N, L) float32. start: (N,) int64.
+"""
+_last_tie_rows = define(_library, _last_tie, LAST_TIE, mutates=(), fake=_fake_last_tie, name="last_tie_rows")
+"""The index of the last kept tie of each row, (N,) int32: of `own` values equal to `least` the first `kept`, (N,)
+int64 each; -1 if none is kept, L if all are.
+"""
