@@ -522,6 +522,7 @@ def _replace_loading(patch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
     patch.setattr(
         "bateleur.runner.engine.setup.open_checkpoint", lambda path: SimpleNamespace(spec=spec, path=path)
     )
+    patch.setattr("bateleur.runner.engine.setup.with_end_tokens", lambda checkpoint, tokenizer: checkpoint)
     patch.setattr("bateleur.runner.engine.setup.load_model", load_model)
     patch.setattr("bateleur.runner.spec_decode.draft_head.load_head", blank_head(HEAD))
 

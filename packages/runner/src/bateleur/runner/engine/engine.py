@@ -121,13 +121,8 @@ class Engine:
         setup = self.setup
         may_skip = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
         made = Proposer(
-            drafter,
-            self._verifier,
-            setup.policy,
-            graphed=bool(graphed),
-            may_skip=may_skip,
-            sync=self._draft_sync,
-        )
+            drafter, self._verifier, setup.policy, graphed=bool(graphed), may_skip=may_skip, sync=self._draft_sync
+        )  # fmt: skip
         self.stats.acceptance = made.acceptance
         made.graphs = self._capture_proposals(drafter, graphed)
         return made
@@ -136,23 +131,12 @@ class Engine:
         limits = self.limits
         longest = drafter.max_drafted_len if isinstance(drafter, BoundedDrafter) else limits.max_model_len
         return DraftPlanner(
-            self.table,
-            self.sampling,
-            limits.num_speculative_tokens,
-            longest,
-            graphed,
+            self.table, self.sampling, limits.num_speculative_tokens, longest, graphed,
             waits_for_length=self.setup.rule is not Rule.COUPLED,
-        )
+        )  # fmt: skip
 
     def _make_collector(self) -> Collector:
-        return Collector(
-            self.scheduler,
-            self._emitter,
-            self.ledger,
-            self.stats,
-            self._clock,
-            self._proposer,
-        )
+        return Collector(self.scheduler, self._emitter, self.ledger, self.stats, self._clock, self._proposer)
 
     def _make_scheduler(self) -> Scheduler:
         plan, pool, pages = self.setup.cache_plan, self.caches.blocks, self.caches.pages
