@@ -67,8 +67,8 @@ def replay_us(llm: LLM, rounds: int) -> dict[str, float]:
     assert manager is not None
     (key,) = manager.ready
     with torch.inference_mode():
-        staged = manager.states[key].lend(Phase.RUN)
-        recording = manager._records[key].recording
+        staged = manager.states[key].restage(Phase.RUN)
+        recording = manager._captured[key].graph
         calls: dict[str, Callable[[], object]] = {
             "replay_us": lambda: manager.replay(key, staged),
             "of_these_the_recording_us": lambda: recording.replay(staged.state),

@@ -30,15 +30,15 @@ import numpy as np
 import torch
 
 from bateleur.cudagraph import (
-    Ask,
     BatchExecutionDescriptor,
-    CapturePlan,
-    Checks,
+    CudagraphDispatcher,
     CudaGraphManager,
     CudaGraphMode,
     Execution,
     Phase,
-    Staged,
+    ReplayChecks,
+    StagedBatch,
+    UnpaddedBatch,
 )
 from bateleur.cudagraph.backends import get_backend as get_graph_backend
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder
@@ -117,8 +117,8 @@ class NullProducer:
 
     generation = 1
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[object]:
-        return Staged(key, object(), self.generation)
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[object]:
+        return StagedBatch(key, object(), self.generation)
 
     def addresses(self) -> dict[str, int]:
         return {f"buffer {i}": i for i in range(40)}
@@ -126,7 +126,7 @@ class NullProducer:
 
 def replay(rounds: int) -> dict[str, float]:
     """A replay of an empty body at each check level, less nothing: the body's own call is the first entry."""
-    plan = CapturePlan.make(CudaGraphMode.FULL_DECODE_ONLY, [1, 8, 64], max_num_reqs=64)
+    plan = CudagraphDispatcher.make(CudaGraphMode.FULL_DECODE_ONLY, [1, 8, 64], max_num_reqs=64)
     key = plan.keys[0]
 
     def body(execution: Execution[object]) -> None:
@@ -134,7 +134,7 @@ def replay(rounds: int) -> dict[str, float]:
 
     staged = NullProducer().stage(key, Phase.RUN)
     calls: dict[str, Callable[[], object]] = {"body_us": lambda: body(Execution(key, staged.state))}
-    for checks in Checks:
+    for checks in ReplayChecks:
         manager = CudaGraphManager[object, None](plan, get_graph_backend("eager", "cpu"), checks=checks)
         manager.capture(NullProducer(), body)
         calls[f"{checks.name.lower()}_us"] = lambda m=manager: m.replay(key, staged)  # type: ignore[misc]
@@ -142,18 +142,18 @@ def replay(rounds: int) -> dict[str, float]:
 
 
 def decide(rounds: int) -> dict[str, float]:
-    """`CapturePlan.decide` with the default sizes."""
-    plan = CapturePlan.make(
+    """`CudagraphDispatcher.dispatch` with the default capture sizes."""
+    plan = CudagraphDispatcher.make(
         CudaGraphMode.FULL_AND_PIECEWISE, default_capture_sizes(2048), max_num_reqs=256, max_num_tokens=2048
     )
-    hit = Ask(37, 37, 1, 1, decode_only=True)
-    piecewise = Ask(37, 300, None, 264, decode_only=False)
-    eager = Ask(37, 2000, None, 1964, decode_only=False)
+    hit = UnpaddedBatch(37, 37, 1, 1, decode_only=True)
+    piecewise = UnpaddedBatch(37, 300, None, 264, decode_only=False)
+    eager = UnpaddedBatch(37, 2000, None, 1964, decode_only=False)
     return microseconds(
         {
-            "decode_us": lambda: plan.decide(hit),
-            "piecewise_us": lambda: plan.decide(piecewise),
-            "eager_us": lambda: plan.decide(eager),
+            "decode_us": lambda: plan.dispatch(hit),
+            "piecewise_us": lambda: plan.dispatch(piecewise),
+            "eager_us": lambda: plan.dispatch(eager),
         },
         rounds,
     )

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from bateleur.cudagraph import (
-    Ask,
     BatchExecutionDescriptor,
-    Borrowed,
-    CapturePlan,
+    CapturedStateProducer,
+    CudagraphDispatcher,
     CudaGraphManager,
     CudaGraphMode,
     Phase,
-    Staged,
+    StagedBatch,
     StaleState,
+    UnpaddedBatch,
     get_backend,
 )  # fmt: skip
 
@@ -50,11 +50,11 @@ class Producer:
 
     def stage(
         self, key: BatchExecutionDescriptor, phase: Phase, ids: list[int] = (), sequences: list[int] = ()
-    ) -> Staged:
+    ) -> StagedBatch:
         """Rows that pad a batch, and all rows of a dummy, belong to sequence 0."""
         self.generation += 1
         self.batch.zero_()[:, : len(ids)] = torch.tensor([ids, sequences])
-        return Staged(key, self.batch[:, : key.num_tokens], self.generation)
+        return StagedBatch(key, self.batch[:, : key.num_tokens], self.generation)
 
     def addresses(self) -> dict[str, int]:
         return {"batch": self.batch.data_ptr()}
@@ -65,13 +65,13 @@ def main() -> None:
     torch.manual_seed(0)
     model, producer = Decoder().to(DEVICE), Producer()
     backend = get_backend("cuda" if DEVICE == "cuda" else "recorded", DEVICE)
-    plan = CapturePlan.make(CudaGraphMode.FULL_DECODE_ONLY, sizes=[1, 2, 4, 8])
+    plan = CudagraphDispatcher.make(CudaGraphMode.FULL_DECODE_ONLY, capture_sizes=[1, 2, 4, 8])
     manager = CudaGraphManager(plan, backend)
     states = manager.capture(producer, lambda execution: model(execution.state))
     print(manager.report.table())
 
-    key = plan.decide(Ask(3, 3, 1, 1, decode_only=True), manager.ready).descriptor
-    print(f"3 rows: {key}; 9 rows: {plan.decide(Ask(9, 9, 1, 1, decode_only=True)).why}")
+    key = plan.dispatch(UnpaddedBatch(3, 3, 1, 1, decode_only=True), manager.ready).descriptor
+    print(f"3 rows: {key}; 9 rows: {plan.dispatch(UnpaddedBatch(9, 9, 1, 1, decode_only=True)).reason}")
     ids, sequences = [7, 8, 9], [5, 2, 11]
     for step in range(3):
         before = model.states.clone()
@@ -86,13 +86,13 @@ def main() -> None:
     # A second module, captured over the states that the first capture returned: one staging serves both graphs.
     judge = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 1)).to(DEVICE)
     second = CudaGraphManager(plan, backend)
-    second.capture(Borrowed(states), lambda execution: judge(execution.state[0]), keys=[key])
+    second.capture(CapturedStateProducer(states), lambda execution: judge(execution.state[0]), keys=[key])
     staged = producer.stage(key, Phase.RUN, ids, sequences)
     torch.testing.assert_close(second.replay(key, staged)[:3], judge(staged.state[0])[:3])
     print("a graph over states on loan: equal to its module")
 
     # Whoever borrows a state stages it anew. What was staged before is gone then, and its replay is refused.
-    states[key].lend(Phase.WARMUP)
+    states[key].restage(Phase.WARMUP)
     try:
         manager.replay(key, staged)
     except StaleState as error:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import (
-    CapturePlan,
+    CudagraphDispatcher,
     CudaGraphManager,
     CudaGraphMode,
     Execution,
     Phase,
     RecordedBackend,
     SignatureMismatch,
-    Staged,
+    StagedBatch,
 )
 from bateleur.metadata import Role, Signature
 
@@ -38,7 +38,7 @@ class Producer:
     def addresses(self) -> dict[str, int]:
         return {"lens": self.lens.data_ptr()}
 
-    def stage(self, key, phase, max_seq_len=16, stride=3, skip_context=False) -> Staged[State]:
+    def stage(self, key, phase, max_seq_len=16, stride=3, skip_context=False) -> StagedBatch[State]:
         self.generation += 1
         self.lens.fill_(min(max_seq_len, 5))
         state = State(self.lens[: key.num_tokens], max_seq_len, stride, skip_context)
@@ -47,7 +47,7 @@ class Producer:
             ("stride", Role.LAYOUT, stride),
             ("skip_context", Role.CONTROL, skip_context),
         )
-        return Staged(key, state, self.generation, Signature.join(attention=Signature(scalars)))
+        return StagedBatch(key, state, self.generation, Signature.join(attention=Signature(scalars)))
 
 
 def body(x: Execution[State]) -> Tensor:
@@ -60,7 +60,7 @@ def body(x: Execution[State]) -> Tensor:
 @pytest.fixture(scope="module")
 def ready():
     producer = Producer()
-    plan = CapturePlan.make(CudaGraphMode.FULL_DECODE_ONLY, [2, 4])
+    plan = CudagraphDispatcher.make(CudaGraphMode.FULL_DECODE_ONLY, [2, 4])
     manager = CudaGraphManager(plan, RecordedBackend())
     manager.capture(producer, body)
     return producer, manager
@@ -69,7 +69,7 @@ def ready():
 @pytest.mark.parametrize("max_seq_len", [2, 5, 16])
 def test_e1_a_bound_may_be_lower_than_captured(ready, max_seq_len: int) -> None:
     producer, manager = ready
-    for key in manager.plan.keys:
+    for key in manager.dispatcher.keys:
         staged = producer.stage(key, Phase.RUN, max_seq_len)
         assert torch.equal(manager.replay(key, staged), body(Execution(None, staged.state)))
 
@@ -85,7 +85,7 @@ def test_e1_a_bound_may_be_lower_than_captured(ready, max_seq_len: int) -> None:
 )
 def test_e1_the_offender_is_named(ready, scalars: dict[str, int], match: str) -> None:
     producer, manager = ready
-    for key in manager.plan.keys:
+    for key in manager.dispatcher.keys:
         with pytest.raises(SignatureMismatch, match=match) as error:
             manager.replay(key, producer.stage(key, Phase.RUN, **scalars))
         assert str(error.value).startswith(f"{key}: ")

@@ -350,4 +350,4 @@ def test_what_several_ranks_do_not_do(llm: LLM) -> None:
             ValueError, match=r"^data_parallel_size is 2; prefixes in files and comparisons of"
         ):
             call()
-    assert llm.engine.graphs.plan.mode.decode is CudaGraphMode.NONE
+    assert llm.engine.graphs.plan.mode.decode_mode is CudaGraphMode.NONE

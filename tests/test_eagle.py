@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bateleur.cudagraph import Why
+from bateleur.cudagraph import DispatchReason
 from bateleur.eagle import BySurvival, FixedDrafts, PolicyRows, StepCost, StepTime
 from bateleur.eagle.passes import DraftPasses
 from bateleur.metadata.native import missing
@@ -277,7 +277,11 @@ def test_every_length_of_a_policy_has_graphs(
     )
     assert {key.uniform_query_len for key in llm.engine.graphs.plan.keys} == lens
     drafter = llm.engine._proposer.drafter
-    assert {key.num_tokens for key in drafter.decode.plan.keys} == {2, 4, 6}  # rows: 2, 4, 6, and 10 / 5
+    assert {key.num_tokens for key in drafter.decode.dispatcher.keys} == {
+        2,
+        4,
+        6,
+    }  # rows: 2, 4, 6, and 10 / 5
 
 
 def test_a_draft_without_graphs_is_warned_about(
@@ -317,9 +321,9 @@ def test_a_target_without_graphs_leaves_its_draft_eager(
     drafter = llm.engine._proposer.drafter
     assert drafter.prefill is None
     assert not drafter.decode.ready
-    whys = set(drafter.decisions.by_why)
+    whys = set(drafter.decisions.by_reason)
     # Where the chain is one call of C nothing asks for a graph of it.
-    assert whys == ({Why.NOT_READY} if missing() is not None else set())
+    assert whys == ({DispatchReason.NOT_CAPTURED} if missing() is not None else set())
 
 
 def test_any_policy_that_asks_hears_what_steps_took(make_llm: Callable[..., LLM], random_head: Path) -> None:

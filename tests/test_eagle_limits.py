@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import Why
+from bateleur.cudagraph import DispatchReason
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 
 VOCAB = 97
@@ -190,7 +190,7 @@ def test_rows_near_their_end_stay_on_the_graph_of_the_others(
         counted.append((counts.num_steps, counts.num_plain, counts.num_drafts, counts.num_accepted))
     assert counted[0] == counted[1]
     decisions = llm.engine.graphs.decisions
-    assert decisions.by_why[Why.DECODE] >= decisions.total - 2, "all but the prompts"
+    assert decisions.by_reason[DispatchReason.DECODE] >= decisions.total - 2, "all but the prompts"
 
 
 @pytest.mark.parametrize("graphs", [{}, GRAPHS], ids=["eager", "graphs"])
@@ -227,7 +227,7 @@ def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
     ]
     if graphs:
         decisions = llm.engine.graphs.decisions
-        assert decisions.by_why[Why.QUERY_LEN] == 0
+        assert decisions.by_reason[DispatchReason.QUERY_LEN] == 0
 
 
 @pytest.mark.parametrize("policy", ["fold", "slots"])
@@ -244,12 +244,12 @@ def test_c6_a_chunk_of_exactly_1_plus_k_tokens_is_no_decode(
         cudagraph_capture_sizes=[1 + K],
     )
     assert ids(llm.generate(asked([prompt]), params)) == [texts.of(prompt, params)]
-    by_why = llm.engine.graphs.decisions.by_why
-    assert by_why[Why.STATE] == 3
-    assert by_why[Why.DECODE] == llm.get_metrics().num_steps - 3
+    by_why = llm.engine.graphs.decisions.by_reason
+    assert by_why[DispatchReason.HAS_PREFILL] == 3
+    assert by_why[DispatchReason.DECODE] == llm.get_metrics().num_steps - 3
     (short,) = (texts.of(prompt[: 1 + K], params),)
     assert ids(llm.generate(asked([prompt[: 1 + K]]), params)) == [short]
-    assert by_why[Why.STATE] == 4
+    assert by_why[DispatchReason.HAS_PREFILL] == 4
 
 
 def test_c7_capture_sizes_need_not_be_multiples_of_1_plus_k(make: Callable[..., LLM], texts: Texts) -> None:
@@ -263,7 +263,7 @@ def test_c7_capture_sizes_need_not_be_multiples_of_1_plus_k(make: Callable[..., 
     uniform = [key for key in llm.engine.graphs.plan.keys if key.uniform_query_len == 1 + K]
     assert uniform
     assert all(key.num_tokens == key.num_reqs * (1 + K) for key in uniform)
-    assert llm.engine.graphs.decisions.by_why[Why.DECODE] > 5
+    assert llm.engine.graphs.decisions.by_reason[DispatchReason.DECODE] > 5
 
 
 def test_c8_drafts_have_blocks_and_the_tightest_request_still_runs(
@@ -327,4 +327,4 @@ def test_e4_draft_graphs_leave_the_outputs_of_the_target_alone(
     assert sorted(ids(drain(llm, each_step=compare))) == sorted(wanted)
     drafting = engine._proposer
     assert drafting is not None
-    assert drafting.drafter.decisions.by_why[Why.DECODE] > 5  # type: ignore[attr-defined]
+    assert drafting.drafter.decisions.by_reason[DispatchReason.DECODE] > 5  # type: ignore[attr-defined]

@@ -251,7 +251,7 @@ def test_every_step_is_decided_and_counted(make_llm: Callable[..., LLM]) -> None
     llm.generate(PROMPTS, GREEDY)
     decisions = llm.engine.graphs.decisions
     assert decisions.total == llm.get_metrics().num_steps > 0
-    assert [str(why) for why in decisions.by_why] == ["eager: the plan has no graphs"]
+    assert [str(why) for why in decisions.by_reason] == ["eager: the dispatcher has no graphs"]
 
 
 def test_unseeded_requests_differ_and_repeat_with_the_engine_seed(make_llm: Callable[..., LLM]) -> None:

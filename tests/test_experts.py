@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import Why
+from bateleur.cudagraph import DispatchReason
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.models import grouped
 from bateleur.runner.models.experts import Experts
@@ -44,7 +44,7 @@ def test_a_step_with_experts_is_captured_as_a_whole(
     llm = build(tiny(family), cudagraph_mode="FULL_AND_PIECEWISE", max_num_batched_tokens=8, **GRAPHS)
     assert ids(llm.generate(PROMPTS, PARAMS)) == wanted
     decisions = llm.engine.graphs.decisions
-    assert set(decisions.by_why) == {Why.DECODE, Why.PIECEWISE}
+    assert set(decisions.by_reason) == {DispatchReason.DECODE, DispatchReason.PIECEWISE}
     assert decisions.num_pad_tokens > 0
     assert llm.engine.verify_graphs(fuzz=3).ok
 

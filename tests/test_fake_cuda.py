@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedTokenizerFast
 
-from bateleur.cudagraph import Why
+from bateleur.cudagraph import DispatchReason
 from bateleur.mamba.ops.delta_scan import fla
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.forms import Forms
@@ -250,21 +250,25 @@ def test_no_grammar_makes_a_step_wait(cuda: Any, settings: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        pytest.param(DECODES | PARANOID, {Why.DECODE, Why.STATE}, id="decodes"),
-        pytest.param(DECODES | CHEAP | DRAFTS, {Why.DECODE, Why.STATE}, id="decodes-drafts"),
-        pytest.param(ALL_STEPS | CHEAP, {Why.DECODE, Why.PIECEWISE}, id="all-steps"),
+        pytest.param(DECODES | PARANOID, {DispatchReason.DECODE, DispatchReason.HAS_PREFILL}, id="decodes"),
         pytest.param(
-            ALL_STEPS | PARANOID | DRAFTS | SLOTS, {Why.DECODE, Why.PIECEWISE}, id="all-steps-drafts-slots"
+            DECODES | CHEAP | DRAFTS, {DispatchReason.DECODE, DispatchReason.HAS_PREFILL}, id="decodes-drafts"
+        ),
+        pytest.param(ALL_STEPS | CHEAP, {DispatchReason.DECODE, DispatchReason.PIECEWISE}, id="all-steps"),
+        pytest.param(
+            ALL_STEPS | PARANOID | DRAFTS | SLOTS,
+            {DispatchReason.DECODE, DispatchReason.PIECEWISE},
+            id="all-steps-drafts-slots",
         ),
     ],
 )
-def test_no_step_on_a_graph_waits(cuda: Any, settings: dict[str, Any], expected: set[Why]) -> None:
+def test_no_step_on_a_graph_waits(cuda: Any, settings: dict[str, Any], expected: set[DispatchReason]) -> None:
     """Graphs of the eager backend: what is staged, checked and poisoned around a replay, and the body itself."""
     llm = cuda.make(**settings)
     finish(cuda, llm)
-    assert set(llm.engine.graphs.decisions.by_why) == expected
+    assert set(llm.engine.graphs.decisions.by_reason) == expected
     if "draft" in settings:
-        assert llm.engine._proposer.drafter.decisions.by_why[Why.DECODE] > 0
+        assert llm.engine._proposer.drafter.decisions.by_reason[DispatchReason.DECODE] > 0
 
 
 @pytest.mark.parametrize("mode", [{}, DECODES], ids=["no-graphs", "graphs"])

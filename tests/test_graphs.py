@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bateleur.cudagraph import (
     AddressMoved,
     BatchExecutionDescriptor,
-    Checks,
     CudaGraphMode,
     DanglingExternal,
+    DispatchReason,
     Execution,
     Phase,
+    ReplayChecks,
     StaleState,
-    Why,
 )
 from bateleur.metadata import BatchInvariant, BatchLimits, BuildPhase, GraphSupport
 from bateleur.metadata.backends.torch_paged import TorchBackend
@@ -86,15 +86,23 @@ def eager_tokens(make_llm: Callable[..., LLM]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("mode", "settings", "expected"),
     [
-        ("FULL_DECODE_ONLY", {}, {Why.DECODE, Why.STATE}),
-        ("FULL_DECODE_ONLY", {"max_num_seqs": 4, "max_num_batched_tokens": 7}, {Why.DECODE, Why.STATE}),
-        ("PIECEWISE", {"max_num_batched_tokens": 8}, {Why.PIECEWISE}),
+        ("FULL_DECODE_ONLY", {}, {DispatchReason.DECODE, DispatchReason.HAS_PREFILL}),
+        (
+            "FULL_DECODE_ONLY",
+            {"max_num_seqs": 4, "max_num_batched_tokens": 7},
+            {DispatchReason.DECODE, DispatchReason.HAS_PREFILL},
+        ),
+        ("PIECEWISE", {"max_num_batched_tokens": 8}, {DispatchReason.PIECEWISE}),
         (
             "PIECEWISE",  # captured with a prompt behind decodes, and replayed without
             {"max_num_seqs": 2, "max_num_batched_tokens": 8, "cudagraph_capture_sizes": [3, 8]},
-            {Why.PIECEWISE},
+            {DispatchReason.PIECEWISE},
         ),
-        ("FULL_AND_PIECEWISE", {"max_num_batched_tokens": 8}, {Why.DECODE, Why.PIECEWISE}),
+        (
+            "FULL_AND_PIECEWISE",
+            {"max_num_batched_tokens": 8},
+            {DispatchReason.DECODE, DispatchReason.PIECEWISE},
+        ),
     ],
 )
 def test_recorded_graphs_give_the_tokens_of_eager_steps(
@@ -102,14 +110,14 @@ def test_recorded_graphs_give_the_tokens_of_eager_steps(
     eager_tokens: list[list[int]],
     mode: str,
     settings: dict[str, Any],
-    expected: set[Why],
+    expected: set[DispatchReason],
     checks: str,
 ) -> None:
     llm = make(mode, cudagraph_checks=checks, **settings)
     assert ids(llm.generate(PROMPTS, SAMPLED)) == eager_tokens
     assert ids(llm.generate(PROMPTS[::-1], SAMPLED[::-1])) == eager_tokens[::-1]
     decisions = llm.engine.graphs.decisions
-    assert set(decisions.by_why) == expected
+    assert set(decisions.by_reason) == expected
     assert decisions.total == llm.get_metrics().num_steps
     assert decisions.num_pad_tokens > 0
 
@@ -121,7 +129,7 @@ def test_the_eager_backend_runs_the_same_path(
     assert llm.engine.graphs.manager is not None
     assert llm.engine.graphs.manager.report.backend == "eager"
     assert ids(llm.generate(PROMPTS, SAMPLED)) == eager_tokens
-    assert llm.engine.graphs.decisions.by_why[Why.DECODE] > 0
+    assert llm.engine.graphs.decisions.by_reason[DispatchReason.DECODE] > 0
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TritonBackend])
@@ -148,7 +156,7 @@ def test_full_graphs_of_mixed_batches_where_every_layer_is_attention(
     )
     assert llm.engine.graphs.plan.mode is CudaGraphMode.FULL
     assert ids(llm.generate(prompts, params)) == ids(expected)
-    assert set(llm.engine.graphs.decisions.by_why) == {Why.DECODE, Why.MIXED}
+    assert set(llm.engine.graphs.decisions.by_reason) == {DispatchReason.DECODE, DispatchReason.MIXED}
     assert llm.engine.verify_graphs().ok
 
 
@@ -206,8 +214,8 @@ def test_verifying_finds_writes_that_are_lost_or_stray(make: Callable[..., LLM],
     llm = make(cudagraph_capture_sizes=[4], mamba_state_policy=policy)
     caches, manager = llm.engine.caches, llm.engine.graphs.manager
     assert manager is not None
-    (record,) = manager._records.values()
-    recording = record.recording
+    (record,) = manager._captured.values()
+    recording = record.graph
     run = recording.replay
     rings = [rings.tensors() for rings in caches.rings if rings is not None]
     states = ("states", caches.states) if policy == "slots" else ("rings", rings)
@@ -322,7 +330,7 @@ def test_a_failing_graph_runs_its_step_eagerly_from_then_on(
     for step in range(200):
         if step == 3:
             (broken,) = (key for key in manager.ready if key.num_tokens == 8)
-            recording = manager._records[broken].recording
+            recording = manager._captured[broken].graph
             monkeypatch.setattr(type(recording), "replay", _fails)
             with pytest.warns(RuntimeWarning, match="its requests are recomputed"):
                 reports = llm.step()
@@ -335,7 +343,7 @@ def test_a_failing_graph_runs_its_step_eagerly_from_then_on(
     assert [finished[name] for name in names] == eager_tokens
     assert broken not in manager.ready
     assert "device lost" in manager.report.table()
-    assert llm.engine.graphs.decisions.by_why[Why.NOT_READY] > 0
+    assert llm.engine.graphs.decisions.by_reason[DispatchReason.NOT_CAPTURED] > 0
 
 
 def _fails(*_: object) -> None:
@@ -373,11 +381,11 @@ def test_staged_steps_are_proof_and_states_are_lent(make: Callable[..., LLM]) ->
     states = manager.states
     large, small = (next(key for key in states if key.num_tokens == n) for n in (8, 2))
     with torch.inference_mode():
-        first = states[large].lend(Phase.RUN)
-        states[small].lend(Phase.RUN)
+        first = states[large].restage(Phase.RUN)
+        states[small].restage(Phase.RUN)
         with pytest.raises(StaleState):
             manager.replay(large, first)
-        again = states[large].lend(Phase.RUN)
+        again = states[large].restage(Phase.RUN)
         assert manager.replay(large, again)[0].shape[0] == 8
         moved = llm.engine.caches.states[0][0].clone()
         llm.engine.caches.states[0] = (moved, llm.engine.caches.states[0][1])
@@ -429,7 +437,9 @@ def test_bad_arguments(make_llm: Callable[..., LLM], arguments: dict[str, Any], 
 
 
 def test_a_user_who_names_the_enum_gets_it(make: Callable[..., LLM]) -> None:
-    llm = make(CudaGraphMode.FULL_DECODE_ONLY, cudagraph_checks=Checks.OFF, cudagraph_capture_sizes=None)
+    llm = make(
+        CudaGraphMode.FULL_DECODE_ONLY, cudagraph_checks=ReplayChecks.OFF, cudagraph_capture_sizes=None
+    )
     assert [key.num_reqs for key in llm.engine.graphs.plan.keys] == [8, 4, 2, 1]
 
 

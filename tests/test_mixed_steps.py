@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.cudagraph import CudaGraphMode, Staged, Why
+from bateleur.cudagraph import CudaGraphMode, DispatchReason, StagedBatch
 from bateleur.cudagraph.backends.recorded import RecordedPiece
 from bateleur.eagle import EagleSpeculator
 from bateleur.mamba import MambaMetadata
@@ -59,9 +59,9 @@ def test_pieces_hold_attention_and_mixed_steps_say_the_tokens_of_eager_ones(
 
     monkeypatch.setattr(TritonBackend, "attend", counted)
     assert talk(llm) == expected
-    by_why = llm.engine.graphs.decisions.by_why
-    assert by_why[Why.PIECEWISE] >= 4
-    assert set(by_why) <= {Why.PIECEWISE, Why.DECODE}
+    by_why = llm.engine.graphs.decisions.by_reason
+    assert by_why[DispatchReason.PIECEWISE] >= 4
+    assert set(by_why) <= {DispatchReason.PIECEWISE, DispatchReason.DECODE}
     assert not calls, "a replay calls attention between two pieces"
     assert llm.engine.graphs.manager is not None
     pieces = {
@@ -87,7 +87,7 @@ class Launches(TorchDispatchMode):
             replay(piece)
             self._inside = inside
 
-        def watched(graphs: StepGraphs, staged: Staged[StepContext]) -> Any:
+        def watched(graphs: StepGraphs, staged: StagedBatch[StepContext]) -> Any:
             self.pieces, self.found, self._inside = 0, Counter[str](), False
             with self:
                 output = run(graphs, staged)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bateleur.cudagraph import CudaGraphMode, Why
+from bateleur.cudagraph import CudaGraphMode, DispatchReason
 from bateleur.mamba import PromptScan
 from bateleur.mamba.ops.delta_scan import fla
 from bateleur.runner import LLM, SamplingParams
@@ -88,7 +88,7 @@ def test_no_graph_has_it(name: str, double: Double, recurrent: Callable[[str], A
     double.calls = 0  # of the parts between the pieces that were captured
     assert tokens(llm) == own
     assert double.calls > 0
-    assert llm.engine.graphs.decisions.by_why[Why.PIECEWISE] > 0
+    assert llm.engine.graphs.decisions.by_reason[DispatchReason.PIECEWISE] > 0
 
 
 def test_a_device_or_dtype_that_it_does_not_serve_is_refused(recurrent: Callable[[str], Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from bateleur.cudagraph import Why
+from bateleur.cudagraph import DispatchReason
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from scripted import RECURRENCES, Patterned, Texts, ids
 
@@ -122,13 +122,13 @@ def serve(llm: LLM, turn: Turn, *, preempt: bool) -> list[RequestOutput]:
 
 def expect(llm: LLM, k: int, graphs: str) -> None:
     """What a cell is for took place: drafts accepted at every place and rejected, preemptions, graphs of both kinds."""
-    stats, decisions = llm.get_metrics(), llm.engine.graphs.decisions.by_why
+    stats, decisions = llm.get_metrics(), llm.engine.graphs.decisions.by_reason
     assert stats.num_preemptions > 1
     if k:
         assert stats.acceptance is not None
         assert (stats.acceptance.kept > 1).all()
         assert stats.acceptance.num_drafts > 1.5 * stats.acceptance.num_accepted
-    kinds = (Why.DECODE, Why.PIECEWISE)
+    kinds = (DispatchReason.DECODE, DispatchReason.PIECEWISE)
     assert (
         min(decisions[why] for why in kinds) > 3
         if graphs == "recorded"

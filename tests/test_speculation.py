@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from bateleur.cudagraph import Why
+from bateleur.cudagraph import DispatchReason
 from bateleur.eagle import DraftContext, Drafter
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from eagle_doubles.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
@@ -147,7 +147,7 @@ def test_recorded_graphs_verify_like_eager_steps(
         outputs = llm.generate(PROMPTS, PARAMS)
         assert [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs] == script.texts[:5]
     by_key = llm.engine.graphs.decisions
-    assert by_key.by_why[Why.DECODE] > 10
+    assert by_key.by_reason[DispatchReason.DECODE] > 10
     assert llm.engine.verify_graphs(fuzz=3).ok
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import Why
+from bateleur.cudagraph import DispatchReason
 from bateleur.cudagraph.backends.recorded import RecordedPiece
 from bateleur.eagle import PolicyRows, RejectionOutput, SamplingMetadata
 from bateleur.runner import LLM, SamplingParams
@@ -154,7 +154,7 @@ def test_what_a_graph_does_not_hold_runs_eagerly_and_is_counted(
     kinds = [kind | {"logprobs": 1} for kind in DRAWS]
     assert tokens(llm, params(kinds)) == plain(False, False)
     assert set(llm.engine.ends.by_why) == {EndWhy.RULES, EndWhy.FORWARD}
-    assert llm.engine._proposer.drafter.decisions.by_why[Why.DECODE] > 10
+    assert llm.engine._proposer.drafter.decisions.by_reason[DispatchReason.DECODE] > 10
 
 
 def test_behind_a_step_that_ends_eagerly_nothing_stale_is_read(make: Callable[..., LLM]) -> None:
@@ -194,8 +194,8 @@ def test_replays_of_every_kind_of_graph_equal_eager_runs(
         list(keys) for keys in (facts.plan.keys, facts.ends, facts.proposals)
     ]
     for part, graphs in (("end", engine.ends.graphs), ("proposal", proposer.graphs)):
-        key, record = next(iter(graphs.manager._records.items()))
-        run = record.recording.replay
+        key, record = next(iter(graphs.manager._captured.items()))
+        run = record.graph.replay
 
         def forgets(state: Any, run: Callable[[Any], Any] = run) -> Any:
             before = ids.clone()
@@ -203,13 +203,13 @@ def test_replays_of_every_kind_of_graph_equal_eager_runs(
             ids.copy_(before)
             return output
 
-        record.recording.replay = forgets
+        record.graph.replay = forgets
         report = engine.verify_graphs(fuzz=1)
         (failing,) = report.failing
         assert (failing.part, failing.key) == (part, key)
         assert "next differs" in failing.failure
         assert f"FAILED  {part}: {key}: seed 0" in report.table()
-        record.recording.replay = run
+        record.graph.replay = run
 
 
 def steady(steps: list[Any]) -> list[Any]:

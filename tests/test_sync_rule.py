@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, HostSync, RecordedBackend, _sync
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, HostSync, RecordedBackend, _host_sync
+from bateleur.metadata.conformance import _host_sync as its_twin
 from bateleur.metadata.conformance import _spy
-from bateleur.metadata.conformance import _sync as its_twin
 
 KEY = BatchExecutionDescriptor(CudaGraphMode.FULL, 4, 4, 1, 1)
 
@@ -86,8 +86,11 @@ def test_m1_a_number_of_the_host_fills_and_one_of_the_device_is_counted() -> Non
     ):
         there = {id(tensor) for tensor in on_device}
         args = (x, [mask], number, accumulate)
-        assert _sync.waits(put, args, {}, lambda tensor, there=there: id(tensor) in there) is waits
+        assert (
+            _host_sync.waits_for_device(put, args, {}, lambda tensor, there=there: id(tensor) in there)
+            is waits
+        )
 
 
 def test_the_rule_stands_in_both_packages() -> None:
-    assert Path(_sync.__file__).read_text() == Path(its_twin.__file__).read_text()
+    assert Path(_host_sync.__file__).read_text() == Path(its_twin.__file__).read_text()

@@ -11,7 +11,7 @@ import pytest
 from torch.library import Library
 
 from bateleur.cudagraph import Phase, manager
-from bateleur.cudagraph.backends.base import Recording
+from bateleur.cudagraph.backends.base import CapturedBody
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
@@ -60,7 +60,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     attention, forms, work = (
         import_module(f"{home}.{name}") for name in ("attention", "paged_attention", "work")
     )
-    seen, stage = Launches(), manager.stage_checked
+    seen, stage = Launches(), manager.stage_batch
     for module, kernel, out in (
         (attention, "attention_kernel", 5),
         (attention, "join_kernel", 3),
@@ -73,7 +73,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         seen.now = seen.by_stage.setdefault((type(producer).__name__, key, phase), [])
         return staged
 
-    replay = Recording.replay
+    replay = CapturedBody.replay
 
     def unseen(recording: Any, state: Any) -> Any:
         """What was captured before, and is run to stage what comes behind it."""
@@ -82,8 +82,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         seen.now = now
         return result
 
-    monkeypatch.setattr(Recording, "replay", unseen)
-    monkeypatch.setattr(manager, "stage_checked", noting)
+    monkeypatch.setattr(CapturedBody, "replay", unseen)
+    monkeypatch.setattr(manager, "stage_batch", noting)
     monkeypatch.setattr(tiles, "device_sizes", lambda device: (132, 227 << 10))
     tiles._work_shape.cache_clear()
     monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)

@@ -86,7 +86,7 @@ class Seen:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """The fused operators of layers from here on, as CUDA gets them, by the phase of the staging before them."""
-    found, stage, library = Seen(), manager.stage_checked, Library("bateleur", "IMPL")
+    found, stage, library = Seen(), manager.stage_batch, Library("bateleur", "IMPL")
     monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
     forms = {name: each.torch for name, each in FORMS.items()}
     for name, form in (forms | {"rotate_and_write_kv": _forms.rotate_and_write_kv}).items():
@@ -98,7 +98,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         found.now = found.captured if phase is Phase.CAPTURE else found.warm
         return stage(producer, key, phase, **options)
 
-    monkeypatch.setattr(manager, "stage_checked", noting)
+    monkeypatch.setattr(manager, "stage_batch", noting)
     yield found
     library._destroy()
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from bateleur.cudagraph.backends.base import GraphBackend, Recording
-from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.backends.base import CapturedBody, GraphBackend
+from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.execution import Body, Execution, S, T
 from bateleur.runner import LLM
 from bateleur.runner.parallel import ranks
@@ -70,7 +70,7 @@ class OnceCaptured(GraphBackend):
 
     name = "cuda"
 
-    def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> Recording[S, T]:
+    def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
         """Run one call of `body`."""
         parts: list[tuple[Any, tuple[Tensor, ...]]] = []
 
@@ -87,7 +87,7 @@ class OnceCaptured(GraphBackend):
                 fn(state, *tensors)
             return output
 
-        recording = Recording(key, run)
+        recording = CapturedBody(key, run)
         recording.num_graphs = 1 + len(parts)
         return recording
 

@@ -48,7 +48,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime.jit import JITFunction
 
-from bateleur.cudagraph.backends.base import Recording
+from bateleur.cudagraph.backends.base import CapturedBody
 from bateleur.eagle import TargetNeeds
 from bateleur.eagle.heads import Head, HeadSpec, LoadReport, TargetInfo
 from bateleur.eagle.heads.eagle3 import Eagle3Head
@@ -445,7 +445,7 @@ class FakeCuda:
         return done
 
     def _replace_replays(self, patch: pytest.MonkeyPatch) -> None:
-        replay, watch = Recording.replay, self._watch
+        replay, watch = CapturedBody.replay, self._watch
 
         def one_launch(recording: Any, state: Any) -> Any:
             watch.launched.append("replay")
@@ -455,7 +455,7 @@ class FakeCuda:
             finally:
                 watch.in_graph = False
 
-        patch.setattr(Recording, "replay", one_launch)
+        patch.setattr(CapturedBody, "replay", one_launch)
 
     def _replace_emission(self, patch: pytest.MonkeyPatch) -> None:
         emit = Collector._emit

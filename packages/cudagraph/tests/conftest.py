@@ -1,4 +1,4 @@
-"""Every property that graphs have on any backend is tested on each that captures."""
+"""Fixtures: the tests of captured graphs run on each backend that captures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode
 from bateleur.cudagraph.backends import get_backend
-from bateleur.cudagraph.backends.base import Recording
+from bateleur.cudagraph.backends.base import CapturedBody
 
 KEYS = {
     "FULL": BatchExecutionDescriptor(CudaGraphMode.FULL, 4, 4, 1, 1),
@@ -19,7 +19,7 @@ KEYS = {
 
 
 class Graphs:
-    """One backend, and how to capture with it in a line."""
+    """A backend, with short forms of capture and tensor creation."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -28,13 +28,13 @@ class Graphs:
 
     def capture(
         self, body: Callable[[Any], Any], state: Any = None, mode: str = "FULL"
-    ) -> Recording[Any, Any]:
+    ) -> CapturedBody[Any, Any]:
         """Capture `body(execution)`."""
         with self.backend.session():
             return self.backend.capture(body, KEYS[mode], state)
 
     def tensor(self, data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor where the bodies run."""
+        """Return a tensor on the device of the backend."""
         return torch.tensor(data, dtype=dtype, device=self.device)
 
 
@@ -49,11 +49,11 @@ CUDA = pytest.param(
 
 @pytest.fixture(params=["recorded", CUDA])
 def graphs(request: pytest.FixtureRequest) -> Graphs:
-    """A backend that captures."""
+    """The recorded and the CUDA backend. CUDA needs a GPU."""
     return Graphs(request.param)
 
 
 @pytest.fixture
 def recorded() -> Graphs:
-    """The recorded backend, for what only it shows."""
+    """The recorded backend, for behaviour that other backends do not have."""
     return Graphs("recorded")

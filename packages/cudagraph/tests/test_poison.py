@@ -1,4 +1,4 @@
-"""Values that no computation survives unnoticed."""
+"""`poison_`: NaN, True, or integers out of range for every dtype."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_poison(dtype: torch.dtype, inference: bool) -> None:
     with torch.inference_mode(inference):
         tensor = torch.zeros(6, dtype=dtype)
     poison_(tensor[1::2])
-    kept, spoiled = tensor[::2], tensor[1::2]
+    kept, poisoned = tensor[::2], tensor[1::2]
     assert not kept.view(torch.uint8).any() if dtype.itemsize == 1 else not kept.any()
     if dtype in FLOATS or dtype.is_complex:
-        assert spoiled.float().isnan().all() if not dtype.is_complex else spoiled.isnan().all()
+        assert poisoned.float().isnan().all() if not dtype.is_complex else poisoned.isnan().all()
     elif dtype is torch.bool:
-        assert spoiled.all()
+        assert poisoned.all()
     else:
         info = torch.iinfo(dtype)
-        assert set(spoiled.tolist()) == {info.min // 2 if info.min else info.max}
+        assert set(poisoned.tolist()) == {info.min // 2 if info.min else info.max}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.cudagraph import CapturePlan, Checks, CudaGraphMode, RecordedBackend
+from bateleur.cudagraph import CudagraphDispatcher, CudaGraphMode, RecordedBackend, ReplayChecks
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.chain_steps import bound_of_drafts
 from bateleur.eagle.conformance.toy_engine import ToyRequest
@@ -68,11 +68,11 @@ def make(
     kv = paged_caches(head.spec.num_layers, engine.num_blocks, engine.block_size)
     graphs = None
     if mode is not None:
-        graphs = DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=Checks.PARANOID)
+        graphs = DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=ReplayChecks.PARANOID)
     engine.drafter = EagleSpeculator(head, DraftCache(kv, engine.groups), backend, limits, k, graphs=graphs)
     if mode is not None:
         sizes = (1 + k, 2 * (1 + k), 4 * (1 + k))
-        plan = CapturePlan.make(
+        plan = CudagraphDispatcher.make(
             CudaGraphMode[mode], sizes, max_num_reqs=4, max_num_tokens=40, query_lens=(1 + k,)
         )
         engine.drafter.capture(engine.capture(plan, RecordedBackend()))

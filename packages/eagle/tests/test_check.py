@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import CapturePlan, CudaGraphMode, RecordedBackend
+from bateleur.cudagraph import CudagraphDispatcher, CudaGraphMode, RecordedBackend
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.conformance import check_drafter
 from bateleur.eagle.conformance.toy_engine import ToyRequest
@@ -44,7 +44,7 @@ def captured(engine: GraphEngine) -> EagleSpeculator:
         head, DraftCache(kv, engine.groups), engine.backend, engine.limits, K, graphs=graphs
     )
     made.inputs.on_host = False
-    plan = CapturePlan.make(
+    plan = CudagraphDispatcher.make(
         CudaGraphMode.FULL_AND_PIECEWISE, (4, 8, 16), max_num_reqs=4, max_num_tokens=64, query_lens=(1 + K,)
     )
     made.capture(engine.capture(plan, RecordedBackend()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import CapturePlan, Checks, CudaGraphMode, RecordedBackend
+from bateleur.cudagraph import CudagraphDispatcher, CudaGraphMode, RecordedBackend, ReplayChecks
 from bateleur.eagle import (
     Coupled,
     DraftContext,
@@ -61,10 +61,10 @@ def made(
 def engine_of(rule: Rule, mode: str | None = None, *, fuse: bool = True, ids: Any = None) -> GraphEngine:
     backend = get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM)
     engine = GraphEngine(ToyTarget(), backend, LIMITS, lookahead=K - 1)
-    graphs = DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=Checks.PARANOID)
+    graphs = DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=ReplayChecks.PARANOID)
     engine.drafter = made(engine, rule, None if mode is None else graphs, ids)
     if mode is not None:
-        plan = CapturePlan.make(
+        plan = CudagraphDispatcher.make(
             CudaGraphMode[mode], (4, 8, 16), max_num_reqs=4, max_num_tokens=32, query_lens=(1 + K,)
         )
         engine.drafter.capture(engine.capture(plan, RecordedBackend()))

@@ -10,13 +10,13 @@ import torch
 
 from bateleur.cudagraph import (
     BatchExecutionDescriptor,
-    CapturePlan,
-    Checks,
+    CudagraphDispatcher,
     CudaGraphMode,
     NotCaptured,
     Phase,
     RecordedBackend,
-    Staged,
+    ReplayChecks,
+    StagedBatch,
     StaleState,
 )
 from bateleur.eagle.borrow import BorrowError
@@ -37,7 +37,9 @@ ROWS = (1, 2, 4, 8)
 UNIFORM = [BatchExecutionDescriptor(CudaGraphMode.FULL, (1 + K) * n, n, 1 + K, 1 + K) for n in ROWS]
 
 
-def make(graphs: bool, *, capture: bool = True, checks: Checks = Checks.PARANOID) -> tuple[GraphEngine, Any]:
+def make(
+    graphs: bool, *, capture: bool = True, checks: ReplayChecks = ReplayChecks.PARANOID
+) -> tuple[GraphEngine, Any]:
     """An engine with a drafter, and the states that its target captured."""
     target = ToyTarget()
     backend = get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM)
@@ -57,7 +59,7 @@ def make(graphs: bool, *, capture: bool = True, checks: Checks = Checks.PARANOID
     states = None
     if graphs:
         sizes = [(1 + K) * n for n in ROWS]
-        plan = CapturePlan.make(
+        plan = CudagraphDispatcher.make(
             CudaGraphMode.FULL_DECODE_ONLY, sizes, max_num_reqs=8, max_num_tokens=32, query_lens=(1 + K,)
         )
         states = engine.capture(plan, RecordedBackend(), checks)
@@ -94,7 +96,7 @@ def test_a_speculator_refuses_it_too_and_captures_nothing() -> None:
 
 def test_nothing_captured_is_nothing_to_borrow() -> None:
     _, states = make(True, capture=False)
-    with pytest.raises(ValueError, match="nothing is captured, or no key is asked for"):
+    with pytest.raises(ValueError, match="must have at least one captured key"):
         PrefillEagleCudaGraphManager(states, RecordedBackend(), keys=[])
 
 
@@ -110,8 +112,8 @@ def test_a_subset_is_captured_and_the_rest_runs_eagerly_with_the_same_drafts() -
     work = dict.fromkeys(range(4), 1 + K)
     assert torch.equal(plain.step(work), engine.step(work))
     assert engine.context is not None
-    with pytest.raises(NotCaptured, match="it is not in the plan"):
-        manager.replay(UNIFORM[2], Staged(UNIFORM[2], engine.context, 1))  # type: ignore[arg-type]
+    with pytest.raises(NotCaptured, match="it is not in the dispatcher"):
+        manager.replay(UNIFORM[2], StagedBatch(UNIFORM[2], engine.context, 1))  # type: ignore[arg-type]
 
 
 def test_a_speculator_without_graphs_has_nothing_to_capture_with() -> None:
@@ -124,13 +126,13 @@ def test_a_speculator_without_graphs_has_nothing_to_capture_with() -> None:
 def test_first_passes_are_captured_largest_first() -> None:
     _, states = make(True, capture=False)
     manager = PrefillEagleCudaGraphManager(states, RecordedBackend(), keys=UNIFORM)
-    assert manager.plan.keys == tuple(reversed(UNIFORM))
+    assert manager.dispatcher.keys == tuple(reversed(UNIFORM))
 
 
 def test_e5_metadata_that_no_graph_may_hold_leaves_the_chain_eager() -> None:
     never = DecodeEagleCudaGraphManager.plan_for(ROWS, 8, (), GraphSupport.NEVER)
     assert never.keys == ()
-    assert never.decide(DecodeEagleCudaGraphManager.ask(3, None)).descriptor is None
+    assert never.dispatch(DecodeEagleCudaGraphManager.ask(3, None)).descriptor is None
 
 
 def test_c7_sizes_are_rows_of_one_token_cut_at_the_limit() -> None:
@@ -153,7 +155,7 @@ def test_e2_every_size_drafts_from_its_own_contents() -> None:
     for each in (plain, engine):
         prompts(each)
     with pytest.raises(StaleState):
-        states[UNIFORM[-1]].peek()
+        states[UNIFORM[-1]].current_state()
     before = engine.num_graph_steps
     for rows in (8, 4, 2, 1, 8, 1, 4):
         work = dict.fromkeys(range(rows), 1 + K)
@@ -165,7 +167,7 @@ def test_e2_every_size_drafts_from_its_own_contents() -> None:
 
 def test_e2_what_the_buffers_held_last_would_draft_something_else() -> None:
     """The negative control: a first pass replayed after another step was staged drafts otherwise, and is refused."""
-    engine, _ = make(True, checks=Checks.CHEAP)
+    engine, _ = make(True, checks=ReplayChecks.CHEAP)
     prompts(engine)
     right = engine.step(dict.fromkeys(range(4), 1 + K))
     context = engine.context
@@ -200,7 +202,7 @@ def test_replays_equal_eager_runs_on_random_contents(manager: str) -> None:
     also |= {f"kv{i}": cache for i, cache in enumerate(engine.drafter.kv[0])}
     graphs = getattr(engine.drafter, manager)
     assert len(graphs.ready) == 4
-    report = graphs.verify(fuzz=2, also=also)
+    report = graphs.verify(fuzz=2, extra_tensors=also)
     assert report.ok, report.table()
 
 
@@ -209,7 +211,7 @@ def test_replays_equal_eager_runs_on_random_contents(manager: str) -> None:
 
 def test_c2_stale_counters_are_reset_before_the_capture() -> None:
     """Row indices of a step of 32 tokens index out of a graph of 4 (#39773)."""
-    (plain, _), (engine, states) = make(False), make(True, capture=False, checks=Checks.CHEAP)
+    (plain, _), (engine, states) = make(False), make(True, capture=False, checks=ReplayChecks.CHEAP)
     assert engine.drafter is not None
     for tensor in engine.drafter.inputs.tensors().values():
         tensor.fill_(2**30)

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph import (
-    Ask,
-    Bid,
-    CapturePlan,
-    Checks,
+    CudagraphDispatcher,
     CudaGraphMode,
+    DispatchReason,
+    RankStep,
     RecordedBackend,
-    Why,
-    fold,
+    ReplayChecks,
+    UnpaddedBatch,
+    dispatch_jointly,
 )
 from bateleur.cudagraph import get_backend as get_graph_backend
 from bateleur.eagle.borrow import BorrowError
@@ -92,7 +92,7 @@ def make(
     if attention is not None:  # the form for a host builds no metadata
         engine.drafter.inputs.on_host = False
     if mode is not None:
-        plan = CapturePlan.make(
+        plan = CudagraphDispatcher.make(
             CudaGraphMode[mode], (4, 8, 16), max_num_reqs=4, max_num_tokens=32, query_lens=(1 + k,)
         )
         name = "recorded" if device == "cpu" else "cuda"
@@ -110,7 +110,7 @@ def num_builds(engine: GraphEngine) -> int:
 
 
 def recorded(fuse: bool = True, **options: Any) -> DraftGraphs:
-    return DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=Checks.PARANOID, **options)
+    return DraftGraphs(RecordedBackend(), (1, 2, 4), fuse=fuse, checks=ReplayChecks.PARANOID, **options)
 
 
 def assert_caches_are_exact(engine: GraphEngine, request: ToyRequest) -> None:
@@ -425,7 +425,7 @@ def test_e1_every_kind_of_builder_gives_the_same_drafts(
     assert engine.drafter is not None
     run(engine, SCHEDULE[:4])
     if options is not None:
-        assert engine.drafter.decisions.by_why == {Why.DECODE: 4}
+        assert engine.drafter.decisions.by_reason == {DispatchReason.DECODE: 4}
 
 
 def test_e1_stale_metadata_spoils_the_drafts_behind_the_first() -> None:
@@ -495,7 +495,7 @@ def test_graphs_propose_what_eager_passes_do(mode: str, fuse: bool) -> None:
         assert_caches_are_exact(engine, request)
     assert engine.num_graph_steps >= (2 if mode == "FULL_DECODE_ONLY" else len(SCHEDULE) - 1)
     assert engine.drafter is not None
-    assert engine.drafter.decisions.by_why == {Why.DECODE: 8}
+    assert engine.drafter.decisions.by_reason == {DispatchReason.DECODE: 8}
     assert eager.drafter is not None
     assert eager.drafter.decisions.total == 0
 
@@ -506,7 +506,7 @@ def test_graphs_propose_what_eager_passes_do(mode: str, fuse: bool) -> None:
 def test_a_gpu_proposes_what_the_cpu_does(mode: str | None) -> None:
     options = None
     if mode is not None:
-        options = DraftGraphs(get_graph_backend("cuda", "cuda"), (1, 2, 4), checks=Checks.PARANOID)
+        options = DraftGraphs(get_graph_backend("cuda", "cuda"), (1, 2, 4), checks=ReplayChecks.PARANOID)
     engine = make(
         lambda target: ToyHead(target, device="cuda"),
         target=ToyTarget(device="cuda"),
@@ -525,14 +525,14 @@ def test_fewer_drafts_than_a_graphs_chain_use_it_and_are_cut() -> None:
         assert engine.drafter.decode is not None
         assert {key.variant for key in engine.drafter.decode.ready} == expected
         run(engine, (({0: 5}, 2), ({1: 5}, 1), ({0: 3, 1: 2}, 2), ({0: 3, 1: 3}, None)))
-        assert engine.drafter.decisions.by_why == {Why.DECODE: 3}
+        assert engine.drafter.decisions.by_reason == {DispatchReason.DECODE: 3}
 
 
 def test_one_draft_needs_no_chain() -> None:
     engine = make(k=1, graphs=recorded(), mode="FULL_DECODE_ONLY")
     assert engine.drafter is not None
     assert engine.drafter.decode is not None
-    assert not engine.drafter.decode.plan.keys
+    assert not engine.drafter.decode.dispatcher.keys
     run(engine, (({0: 5}, None), ({0: 2, 1: 5}, None), ({0: 2, 1: 2}, None)))
     assert num_builds(engine) == 0
 
@@ -568,36 +568,36 @@ def test_ranks_agree_on_the_chains_graph() -> None:
     """A rank with one row pads to the graph of the rank with three, and drafts the same."""
 
     class TwoRanks:
-        def __init__(self, plan: CapturePlan) -> None:
+        def __init__(self, plan: CudagraphDispatcher) -> None:
             self.plan = plan
 
-        def agree(self, mine: Bid) -> Any:
-            assert mine.ask is not None
-            other = Ask(3, 3, 1, 1, True, mine.ask.variant)
-            return fold((mine, Bid(other, mine.ready)), self.plan)
+        def coordinate(self, mine: RankStep) -> Any:
+            assert mine.batch is not None
+            other = UnpaddedBatch(3, 3, 1, 1, True, mine.batch.variant)
+            return dispatch_jointly((mine, RankStep(other, mine.ready)), self.plan)
 
     alone = make()
-    engine = make(graphs=recorded(consensus=TwoRanks), mode="FULL_DECODE_ONLY")
+    engine = make(graphs=recorded(coordinator=TwoRanks), mode="FULL_DECODE_ONLY")
     for work in ({1: 5}, {1: 1 + K}):
         assert torch.equal(alone.step(work), engine.step(work))
     assert engine.drafter is not None
     decisions = engine.drafter.decisions
-    assert decisions.by_why == {Why.DECODE: 2}
+    assert decisions.by_reason == {DispatchReason.DECODE: 2}
     assert (decisions.num_graph_tokens, decisions.num_pad_tokens) == (8, 6)
 
 
 def test_ranks_that_agree_on_no_graph_run_eagerly() -> None:
     class Refuses:
-        def __init__(self, plan: CapturePlan) -> None:
+        def __init__(self, plan: CudagraphDispatcher) -> None:
             self.plan = plan
 
-        def agree(self, mine: Bid) -> Any:
-            return fold((mine, Bid(mine.ask, ready=())), self.plan)
+        def coordinate(self, mine: RankStep) -> Any:
+            return dispatch_jointly((mine, RankStep(mine.batch, ready=())), self.plan)
 
-    engine = make(graphs=recorded(consensus=Refuses), mode="FULL_DECODE_ONLY")
+    engine = make(graphs=recorded(coordinator=Refuses), mode="FULL_DECODE_ONLY")
     run(engine, (({1: 5}, None), ({1: 1 + K}, None)))
     assert engine.drafter is not None
-    assert engine.drafter.decisions.by_why == {Why.NOT_READY: 2}
+    assert engine.drafter.decisions.by_reason == {DispatchReason.NOT_CAPTURED: 2}
 
 
 # --- wiring -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bateleur.mamba import CacheLayout, GatedDelta, KimiDelta, MambaCacheMode, Prompts, PromptScan
 from bateleur.mamba.ops.delta_scan import fla
 from bateleur.mamba.prompts import PromptCutter
-from bateleur.metadata.conformance._sync import is_composite, waits
+from bateleur.metadata.conformance._host_sync import is_composite, waits_for_device
 
 
 class Double:
@@ -127,7 +127,7 @@ class NoWait(TorchDispatchMode):
             with self:
                 if (made := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
                     return made
-        assert not waits(func, args, kwargs or {}, lambda tensor: True), func
+        assert not waits_for_device(func, args, kwargs or {}, lambda tensor: True), func
         assert func is not torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 

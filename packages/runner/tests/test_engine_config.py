@@ -6,7 +6,7 @@ from enum import Enum
 import pytest
 import torch
 
-from bateleur.cudagraph import Checks, CudaGraphMode
+from bateleur.cudagraph import CudaGraphMode, ReplayChecks
 from bateleur.eagle import Rule
 from bateleur.mamba import MambaCacheMode, StatePolicy
 from bateleur.runner import LLM
@@ -52,7 +52,7 @@ def test_an_unknown_option_is_refused_by_name() -> None:
     ("kind", "part", "name"),
     [
         (CudaGraphMode, GraphConfig, "cudagraph_mode"),
-        (Checks, GraphConfig, "cudagraph_checks"),
+        (ReplayChecks, GraphConfig, "cudagraph_checks"),
         (MambaCacheMode, CacheConfig, "mamba_cache_mode"),
         (StatePolicy, CacheConfig, "mamba_state_policy"),
         (Rule, SpeculativeConfig, "speculative_rule"),

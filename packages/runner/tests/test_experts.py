@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.cudagraph._sync import is_composite, waits
+from bateleur.cudagraph._host_sync import is_composite, waits_for_device
 from bateleur.metadata.forms import Forms
 from bateleur.runner.models import grouped
 from bateleur.runner.models.experts import Experts
@@ -223,7 +223,7 @@ class OnDevice(TorchDispatchMode):
         if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        assert not waits(func, args, kwargs, lambda _: True), func
+        assert not waits_for_device(func, args, kwargs, lambda _: True), func
         return func(*args, **kwargs)
 
 

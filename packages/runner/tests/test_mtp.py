@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from bateleur.cudagraph import Why
+from bateleur.cudagraph import DispatchReason
 from bateleur.eagle.heads import DenseAttend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
@@ -286,7 +286,7 @@ def test_on_graphs(good: Callable[[str], Path], plain: Callable[[str], list[list
     llm = LLM(good(name), **SETTINGS | DRAFTS | GRAPHS)
     assert said(llm) == plain(name)
     assert llm.get_metrics().acceptance.kept[-1] > 0
-    assert llm.engine.graphs.decisions.by_why[Why.DECODE] > 5
+    assert llm.engine.graphs.decisions.by_reason[DispatchReason.DECODE] > 5
     assert llm.engine.verify_graphs(fuzz=1).ok
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, VerifyReport
-from bateleur.cudagraph.verify import Comparison
+from bateleur.cudagraph.verify import ReplayComparison
 from bateleur.runner.engine.errands import Errands
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.parallel.ranks import Ranks
@@ -66,7 +66,7 @@ def test_a_graph_that_fails_on_one_rank_fails(three: Together) -> None:
     key = BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, 4)
 
     def run(rank: int) -> list[str | None]:
-        found = [Comparison(key, 0.0), Comparison(key, 1.0, "here" if rank == 2 else None)]
+        found = [ReplayComparison(key, 0.0), ReplayComparison(key, 1.0, "here" if rank == 2 else None)]
         model: Any = SimpleNamespace(ranks=Ranks(rank, 3, "none"), exchange=None)
         nobody: Any = None
         errands = Errands(nobody, nobody, lambda fuzz: VerifyReport(tuple(found[:fuzz])), model)

@@ -1,4 +1,4 @@
-"""A small engine half: buffers at fixed addresses, one of them a builder's own, and a body with a cache."""
+"""A small engine for tests of the manager: a producer with buffers at fixed addresses, and a body with a cache."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from bateleur.cudagraph import (
     BatchExecutionDescriptor,
-    CapturePlan,
-    Checks,
+    CudagraphDispatcher,
     CudaGraphManager,
     CudaGraphMode,
     Execution,
     GraphBackend,
     Phase,
     RecordedBackend,
-    Staged,
+    ReplayChecks,
+    StagedBatch,
     get_backend,
 )
 
@@ -29,7 +29,7 @@ MAX, WINDOW, DIM = 8, 4, 3
 
 @dataclass(frozen=True)
 class Bound:
-    """A signature double: one bound, as a builder's max_seq_len."""
+    """A signature with one host scalar, an upper bound such as a builder's max_seq_len."""
 
     value: int
 
@@ -39,7 +39,11 @@ class Bound:
 
 @dataclass
 class State:
-    """What the body reads: token ids, cache slots and window per row, the schedule, how far windows reach."""
+    """What the body reads.
+
+    tokens, slots: (rows,) int64 token ids and cache slots. window: (rows, WINDOW) float32.
+    schedule: (rows + 1,) int64. reach: columns of the window that are used, a host scalar.
+    """
 
     tokens: Tensor
     slots: Tensor
@@ -49,7 +53,7 @@ class State:
 
 
 class Toy:
-    """A producer with a model. `schedule` is a builder's persistent buffer, as FA3's scheduler metadata."""
+    """A producer with a model. `schedule` is a buffer of a metadata builder, like FA3's scheduler metadata."""
 
     device = "cpu"
 
@@ -69,7 +73,7 @@ class Toy:
     def addresses(self) -> Mapping[str, int]:
         return {name: buffer.data_ptr() for name, buffer in self.buffers.items()}
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[State]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[State]:
         self.phases.append((key.num_tokens, phase))
         return self.step(key, [1] * key.num_tokens, [0] * key.num_tokens, reach=WINDOW)
 
@@ -79,8 +83,8 @@ class Toy:
         tokens: Sequence[int],
         slots: Sequence[int],
         reach: int = 1,
-    ) -> Staged[State]:
-        """Stage rows, padded to the key with token 0 in slot 0, the null slot; windows hold the row's number."""
+    ) -> StagedBatch[State]:
+        """Stage rows. Padding rows have token 0 and slot 0, the null slot. Each window is filled with 1 + its row."""
         self.generation += 1
         num, padded = len(tokens), len(tokens) if key is None else key.num_tokens
         rows = {"tokens": torch.tensor(tokens), "slots": torch.tensor(slots)}
@@ -94,9 +98,9 @@ class Toy:
         schedule[1 : padded + 1] = torch.arange(padded, device=self.device)
         views = {name: self.buffers[name][:padded] for name in ("tokens", "slots", "window")}
         state = State(**views, schedule=schedule[: padded + 1], reach=reach)
-        return Staged(key, state, self.generation, Bound(reach))
+        return StagedBatch(key, state, self.generation, Bound(reach))
 
-    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[State]:
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[State]:
         generator = torch.Generator().manual_seed(seed)
         self.cache.copy_(torch.randn(self.cache.shape, generator=generator))
         num = key.num_tokens
@@ -117,7 +121,7 @@ class Toy:
 
 
 def attend(state: State, hidden: Tensor) -> Tensor:
-    """Read the host scalar `reach`: frozen in a FULL graph, that of the step in a piecewise one."""
+    """Use the host scalar `reach`. A FULL graph has the captured value, a piecewise graph the value of the step."""
     return hidden * (1 + state.window[:, : state.reach].sum(1, keepdim=True))
 
 
@@ -130,7 +134,7 @@ def pieces(num: int) -> BatchExecutionDescriptor:
 
 
 class Kit:
-    """What the tests of this folder share, for one way of capturing."""
+    """Helpers of the tests in this folder, for one backend."""
 
     State, Bound, MAX, WINDOW = State, Bound, MAX, WINDOW
     full, pieces, attend = staticmethod(full), staticmethod(pieces), staticmethod(attend)
@@ -139,16 +143,18 @@ class Kit:
         self.Toy, self.Backend = toy, backend
 
     @staticmethod
-    def plan(sizes: Sequence[int] = (1, 2, 4, 8), mode: str = "FULL_DECODE_ONLY") -> CapturePlan:
-        return CapturePlan.make(CudaGraphMode[mode], sizes)
+    def dispatcher(
+        sizes: Sequence[int] = (1, 2, 4, 8), mode: str = "FULL_DECODE_ONLY"
+    ) -> CudagraphDispatcher:
+        return CudagraphDispatcher.make(CudaGraphMode[mode], sizes)
 
-    def manager(self, mode: str = "FULL_DECODE_ONLY", **options: Checks) -> CudaGraphManager:
-        return CudaGraphManager(self.plan(mode=mode), self.Backend(), **options)
+    def manager(self, mode: str = "FULL_DECODE_ONLY", **options: ReplayChecks) -> CudaGraphManager:
+        return CudaGraphManager(self.dispatcher(mode=mode), self.Backend(), **options)
 
 
 @pytest.fixture(scope="session")
 def cpu() -> Kit:
-    """For what can only be shown on CPU: that a capture does not run, or what an error in a kernel leaves behind."""
+    """The recorded backend, for tests that need a CPU, such as a kernel that raises during a replay."""
     return Kit(Toy, RecordedBackend)
 
 
@@ -167,5 +173,5 @@ CUDA = pytest.param(
 
 @pytest.fixture(scope="session", params=["recorded", CUDA])
 def kit(request: pytest.FixtureRequest, cpu: Kit) -> Kit:
-    """Every way of capturing that there is on this machine."""
+    """The recorded backend, and the CUDA backend if there is a GPU."""
     return cpu if request.param == "recorded" else Kit(CudaToy, partial(get_backend, "cuda", "cuda"))

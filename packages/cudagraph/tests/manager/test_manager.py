@@ -1,4 +1,4 @@
-"""Capture, release and lazy capture: what stays, what goes, and what a failure leaves behind."""
+"""`CudaGraphManager`: capture, capture of pending keys, release, and the state after a failure."""
 
 import contextlib
 import gc
@@ -10,12 +10,12 @@ from bateleur.cudagraph import manager as manager_module
 from bateleur.cudagraph.errors import CaptureError, GraphError, HostSync, NotCaptured, SharedState
 from bateleur.cudagraph.execution import Execution
 from bateleur.cudagraph.manager import CudaGraphManager
-from bateleur.cudagraph.staged import Phase, Staged
-from bateleur.cudagraph.states import Checks
+from bateleur.cudagraph.replay_checks import ReplayChecks
+from bateleur.cudagraph.staging import Phase, StagedBatch
 
 
 def fail_at(body, *sizes, error=ZeroDivisionError, capturing=True):
-    """A body that raises at some sizes, in the capture or already in the warm-up."""
+    """Return a body that raises at some sizes, in the capture or in the warm-up."""
     calls = []
 
     def failing(x):
@@ -27,22 +27,22 @@ def fail_at(body, *sizes, error=ZeroDivisionError, capturing=True):
     return failing
 
 
-def test_capture_in_plan_order_each_key_warmed_then_staged_anew(cpu):
+def test_keys_are_captured_in_order_after_a_warm_up_each(cpu):
     toy = cpu.Toy()
     manager = cpu.manager()
-    assert (manager.producer, set(manager.ready), manager.pending) == (None, set(), manager.plan.keys)
+    assert (manager.producer, set(manager.ready), manager.pending) == (None, set(), manager.dispatcher.keys)
     states = manager.capture(toy, toy.body, keys=[cpu.full(1), cpu.full(8)])
     assert toy.phases == [(n, phase) for n in (8, 1) for phase in (Phase.WARMUP, Phase.CAPTURE)]
     assert manager.capture(toy, toy.body) is states
     assert [n for n, phase in toy.phases if phase is Phase.CAPTURE] == [8, 1, 4, 2]
     assert states is manager.states
-    assert (manager.producer, set(manager.ready), manager.pending) == (toy, set(manager.plan.keys), ())
-    assert all(states[key].key == key for key in manager.plan.keys)
+    assert (manager.producer, set(manager.ready), manager.pending) == (toy, set(manager.dispatcher.keys), ())
+    assert all(states[key].key == key for key in manager.dispatcher.keys)
     assert states[cpu.full(4)].addresses == toy.addresses()
     assert states[cpu.full(4)].staged.signature == cpu.Bound(cpu.WINDOW)
 
 
-def test_k1_capture_stages_and_does_not_execute(cpu):
+def test_capture_stages_and_does_not_execute(cpu):
     toy = cpu.Toy()
     runs = []
 
@@ -62,8 +62,8 @@ def test_k1_capture_stages_and_does_not_execute(cpu):
     assert toy.buffers["tokens"][:4].tolist() == expected.tokens.tolist()
 
 
-def test_d1_warm_up_and_capture_may_not_share_what_the_first_one_fills(kit):
-    """The plan of a lazy builder, computed in the warm-up, would be missing in the graph (vLLM #42444)."""
+def test_a_value_that_the_warm_up_caches_in_a_shared_state_is_refused(kit):
+    """A plan that a metadata builder computes in the warm-up would not be in the graph (vLLM #42444)."""
 
     class Lazy:
         plan = None
@@ -76,7 +76,7 @@ def test_d1_warm_up_and_capture_may_not_share_what_the_first_one_fills(kit):
         def stage(self, key, phase):
             staged = super().stage(key, phase)
             meta = self.keep if self.shared else Lazy()
-            return Staged(key, {"lens": staged.state.window, "layers": [meta]}, self.generation)
+            return StagedBatch(key, {"lens": staged.state.window, "layers": [meta]}, self.generation)
 
     def body(x):
         (meta,) = x.state["layers"]
@@ -91,13 +91,13 @@ def test_d1_warm_up_and_capture_may_not_share_what_the_first_one_fills(kit):
     manager.capture(fresh, body, keys=[kit.full(4)])
     fresh.stage(kit.full(4), Phase.RUN)
     fresh.buffers["window"].fill_(5.0)
-    staged = Staged(kit.full(4), None, fresh.generation)
+    staged = StagedBatch(kit.full(4), None, fresh.generation)
     out = manager.replay(kit.full(4), staged)
     assert out.shape == (4, kit.WINDOW)
     assert (out == 501).all()
 
 
-def test_d1_a_dict_that_a_plain_object_fills_lazily_is_found(cpu):
+def test_a_shared_dict_in_a_plain_object_that_the_warm_up_fills_is_found(cpu):
     class Plans:
         def __init__(self):
             self.cache = {}
@@ -107,7 +107,7 @@ def test_d1_a_dict_that_a_plain_object_fills_lazily_is_found(cpu):
 
         def stage(self, key, phase):
             staged = super().stage(key, phase)
-            return Staged(key, (staged.state, self.plans), self.generation, staged.signature)
+            return StagedBatch(key, (staged.state, self.plans), self.generation, staged.signature)
 
     def body(x):
         state, plans = x.state
@@ -117,7 +117,7 @@ def test_d1_a_dict_that_a_plain_object_fills_lazily_is_found(cpu):
         cpu.manager().capture(Producer(), body, keys=[cpu.full(4)])
 
 
-def test_d1_the_same_state_object_is_refused_and_shared_constants_are_not(cpu):
+def test_the_same_state_object_is_refused_and_shared_constants_are_not(cpu):
     class Producer(cpu.Toy):
         kept = None
         constants = ("a", [1, 2], {"b": object()})
@@ -126,7 +126,9 @@ def test_d1_the_same_state_object_is_refused_and_shared_constants_are_not(cpu):
             staged = super().stage(key, phase)
             self.kept = staged.state if self.kept is None else self.kept
             return (
-                staged if same is None else Staged(key, same(self, staged), self.generation, staged.signature)
+                staged
+                if same is None
+                else StagedBatch(key, same(self, staged), self.generation, staged.signature)
             )
 
     manager = cpu.manager()
@@ -140,8 +142,8 @@ def test_d1_the_same_state_object_is_refused_and_shared_constants_are_not(cpu):
     assert set(manager.ready) == {cpu.full(4), cpu.full(2)}
 
 
-def test_k1_a_warm_up_gets_the_host_scalars_of_its_capture(cpu):
-    """Kernels and their number follow from them, and none may be loaded in a capture."""
+def test_a_warm_up_must_have_the_host_scalars_of_its_capture(cpu):
+    """Host scalars decide which kernels are launched, and a capture must not load a kernel."""
 
     class Short(cpu.Toy):
         def stage(self, key, phase):
@@ -154,7 +156,7 @@ def test_k1_a_warm_up_gets_the_host_scalars_of_its_capture(cpu):
 
 
 @pytest.mark.parametrize("capturing", [True, False])
-def test_k2_a_failed_capture_leaves_the_manager_usable(kit, capturing):
+def test_a_failed_capture_leaves_the_manager_usable(kit, capturing):
     toy = kit.Toy()
     manager = kit.manager()
     collecting = gc.isenabled()
@@ -165,7 +167,7 @@ def test_k2_a_failed_capture_leaves_the_manager_usable(kit, capturing):
     assert any(isinstance(cause, ZeroDivisionError) for cause in causes)
     assert list(manager.ready) == [kit.full(8), kit.full(4)]
     assert manager.pending == (kit.full(1),)
-    assert [note.key for note in manager.report.failures] == [kit.full(2)]
+    assert [event.key for event in manager.report.failures] == [kit.full(2)]
     with pytest.raises(NotCaptured, match=r"FULL 2 tokens.*its capture failed: .*by zero"):
         manager.replay(kit.full(2), toy.stage(kit.full(2), Phase.RUN))
     for num in (8, 4):
@@ -179,7 +181,7 @@ def test_k2_a_failed_capture_leaves_the_manager_usable(kit, capturing):
     assert manager.report.failures == ()
 
 
-def test_k2_the_session_is_closed_whatever_happens(cpu):
+def test_the_session_ends_after_any_error(cpu):
     class Backend(cpu.Backend):
         events = ()
 
@@ -193,32 +195,32 @@ def test_k2_the_session_is_closed_whatever_happens(cpu):
                 self.events += ("close",)
 
     backend, toy = Backend(), cpu.Toy()
-    manager = CudaGraphManager(cpu.plan(), backend)
+    manager = CudaGraphManager(cpu.dispatcher(), backend)
     with pytest.raises(CaptureError):
         manager.capture(toy, fail_at(toy.body, 8))
     with pytest.raises(KeyboardInterrupt):
         manager.capture(toy, fail_at(toy.body, 4, error=KeyboardInterrupt))
     assert backend.events == ("open", "close") * 2
     assert list(manager.ready) == [cpu.full(8)]
-    assert manager.pending == (cpu.full(4), cpu.full(2), cpu.full(1)), "interrupted is not failed"
+    assert manager.pending == (cpu.full(4), cpu.full(2), cpu.full(1)), "an interrupted key is pending"
     manager.capture(toy, toy.body, keys=())
     manager.capture(toy, toy.body)
     manager.capture(toy, toy.body)
     assert backend.events == ("open", "close") * 3
 
 
-def test_keep_going_notes_what_failed(kit):
+def test_keep_going_records_failures_in_the_report(kit):
     toy = kit.Toy()
     manager = kit.manager()
     manager.capture(toy, fail_at(toy.body, 8, 2), keep_going=True)
     assert list(manager.ready) == [kit.full(4), kit.full(1)]
-    notes = manager.report.failures
-    assert [note.key for note in notes] == [kit.full(8), kit.full(2)]
-    assert all("by zero" in note.reason for note in notes)
+    events = manager.report.failures
+    assert [event.key for event in events] == [kit.full(8), kit.full(2)]
+    assert all("by zero" in event.reason for event in events)
     assert manager.pending == ()
 
 
-def test_m1_a_host_read_is_refused(kit):
+def test_a_host_read_is_refused(kit):
     toy = kit.Toy()
     manager = kit.manager()
 
@@ -230,11 +232,11 @@ def test_m1_a_host_read_is_refused(kit):
     assert manager.report.failures[0].key == kit.full(8)
 
 
-def test_keys_are_of_the_plan_and_captured_once(cpu):
+def test_keys_must_be_in_the_dispatcher_and_not_captured(cpu):
     toy = cpu.Toy()
     manager = cpu.manager()
     with pytest.raises(
-        ValueError, match=r"keys: FULL 3 tokens.* is not in the plan; nearest: FULL 2 .*FULL 4"
+        ValueError, match=r"keys: FULL 3 tokens.* is not in the dispatcher; nearest: FULL 2 .*FULL 4"
     ):
         manager.capture(toy, toy.body, keys=[cpu.full(8), cpu.full(3)])
     assert not manager.ready
@@ -244,7 +246,7 @@ def test_keys_are_of_the_plan_and_captured_once(cpu):
         manager.capture(toy, toy.body, keys=[cpu.full(8)])
 
 
-def test_lazy_capture_within_a_budget(cpu, monkeypatch):
+def test_capture_pending_keeps_its_time_budget(cpu, monkeypatch):
     toy = cpu.Toy()
     clock = [0.0]
     monkeypatch.setattr(manager_module, "perf_counter", lambda: clock[0])
@@ -261,7 +263,7 @@ def test_lazy_capture_within_a_budget(cpu, monkeypatch):
     assert len(manager.capture(toy, body, keys=())) == 0
     assert list(manager.capture_pending(0.0)) == [cpu.full(8)], "at least one"
     assert list(manager.capture_pending(3.5)) == [cpu.full(8), cpu.full(4), cpu.full(2)]
-    assert list(manager.capture_pending(1e9)) == list(manager.plan.keys)
+    assert list(manager.capture_pending(1e9)) == list(manager.dispatcher.keys)
     assert manager.capture_pending(1e9) is manager.states
     assert manager.report.seconds == 8.0
 
@@ -286,20 +288,20 @@ def test_release_and_capture_again_gives_the_same(kit):
     assert manager.pending == ()
     manager.release([kit.full(8)], reason="one")
     assert manager.pending == (kit.full(8),)
-    manager.release(reason="c3: the workspace grew")
-    assert manager.pending == manager.plan.keys
+    manager.release(reason="the workspace grew")
+    assert manager.pending == manager.dispatcher.keys
     assert len(manager.states) == 0
     manager.capture(toy, toy.body)
     assert all(torch.equal(a, b) for a, b in zip(first, results(), strict=True))
-    notes = manager.report.releases
-    assert [note.reason for note in notes] == ["one"] + ["c3: the workspace grew"] * 3
-    assert notes[0].key == kit.full(8)
-    record = manager.states[kit.full(8)]
+    events = manager.report.releases
+    assert [event.reason for event in events] == ["one"] + ["the workspace grew"] * 3
+    assert events[0].key == kit.full(8)
+    captured = manager.states[kit.full(8)]
     manager.release([kit.full(8)], reason="once more")
     with pytest.raises(NotCaptured, match="it was released: once more"):
         manager.states[kit.full(8)]
     with pytest.raises(GraphError, match="released"):
-        record.recording.replay(None)
+        captured.graph.replay(None)
 
 
 def test_a_buffer_that_moves_between_captures_is_found(kit):
@@ -315,19 +317,19 @@ def test_a_buffer_that_moves_between_captures_is_found(kit):
 
 
 def test_a_buffer_of_an_early_capture_that_moves_late_is_found(kit):
-    """Only the latest record is compared; its address book holds those of all earlier ones."""
+    """Only the latest captured key is compared. Its addresses include those of all earlier keys."""
     toy = kit.Toy()
     manager = kit.manager()
     manager.capture(toy, toy.body, keys=[kit.full(8)])
     toy.buffers["late"] = torch.zeros(4, device=toy.device)
     manager.capture(toy, toy.body, keys=[kit.full(4), kit.full(2)])
-    manager.release([kit.full(2)], reason="not the latest any more")
+    manager.release([kit.full(2)], reason="so that it is not the latest")
     toy.buffers["schedule"] = torch.zeros_like(toy.buffers["schedule"])
     with pytest.raises(CaptureError, match=r"AddressMoved.*FULL 4 tokens.*buffer schedule"):
         manager.capture(toy, toy.body)
 
 
-def test_address_checks_grow_with_the_captures_and_not_with_their_square(cpu):
+def test_the_number_of_address_checks_is_linear_in_the_number_of_keys(cpu):
     class Counting(cpu.Toy):
         count = 0
 
@@ -339,28 +341,28 @@ def test_address_checks_grow_with_the_captures_and_not_with_their_square(cpu):
     for size in (4, 8):
         toy = Counting()
         other = cpu.Toy()
-        manager = CudaGraphManager(cpu.plan(range(1, 1 + size), "FULL_AND_PIECEWISE"), cpu.Backend())
+        manager = CudaGraphManager(cpu.dispatcher(range(1, 1 + size), "FULL_AND_PIECEWISE"), cpu.Backend())
         manager.capture(other, other.body, keys=[cpu.pieces(1)])
         manager.capture(toy, toy.body)
         counts.append(toy.count)
-    assert counts == [2 * 7 - 1, 2 * 15 - 1], "the address book of each key, and one check but for the first"
+    assert counts == [2 * 7 - 1, 2 * 15 - 1], "one call per key, and one check for each key after the first"
 
 
-def test_paranoid_capture_shows_what_staging_forgets(cpu):
-    class Forgetful(cpu.Toy):
+def test_paranoid_capture_finds_a_buffer_that_staging_does_not_write(cpu):
+    class KeepsSlots(cpu.Toy):
         def step(self, key, tokens, slots, reach=1):
-            slots_were = self.buffers["slots"].clone()
+            old_slots = self.buffers["slots"].clone()
             staged = super().step(key, tokens, slots, reach)
-            self.buffers["slots"].copy_(slots_were)
+            self.buffers["slots"].copy_(old_slots)
             return staged
 
-    toy = Forgetful()
+    toy = KeepsSlots()
     cpu.manager().capture(toy, toy.body)
     with pytest.raises(CaptureError, match=r"FULL 8 tokens.*IndexError"):
-        cpu.manager(checks=Checks.PARANOID).capture(toy, toy.body)
+        cpu.manager(checks=ReplayChecks.PARANOID).capture(toy, toy.body)
 
 
-def test_paranoid_spoils_before_every_staging(cpu):
+def test_paranoid_poisons_before_every_staging(cpu):
     class Counting(cpu.Toy):
         order = ()
 
@@ -372,16 +374,16 @@ def test_paranoid_spoils_before_every_staging(cpu):
             self.order += ("stage",)
             return super().step(*args, **options)
 
-    for checks, each in ((Checks.ADDRESSES, ("stage",)), (Checks.PARANOID, ("poison", "stage"))):
+    for checks, each in ((ReplayChecks.ADDRESSES, ("stage",)), (ReplayChecks.PARANOID, ("poison", "stage"))):
         toy = Counting()
         manager = cpu.manager(checks=checks)
         manager.capture(toy, toy.body, keys=[cpu.full(2)])
-        manager.states[cpu.full(2)].lend(Phase.RUN)
+        manager.states[cpu.full(2)].restage(Phase.RUN)
         manager.verify(fuzz=1)
-        assert toy.order == each * 5, "warm-up, capture, loan, and two runs"
+        assert toy.order == each * 5, "warm-up, capture, restage, and two runs"
 
 
-def test_progress_is_shown_by_whoever_captures(cpu, capsys):
+def test_the_progress_argument_shows_the_progress(cpu, capsys):
     tqdm = pytest.importorskip("tqdm", reason="tqdm is not installed").tqdm
     toy = cpu.Toy()
     manager = cpu.manager()

@@ -1,4 +1,4 @@
-"""Walking states and outputs."""
+"""`_trees`: tensors of states and outputs, and lazy changes of shared parts."""
 
 from collections import namedtuple
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from bateleur.cudagraph._trees import remember, replace_tensors, tensors
+from bateleur.cudagraph._trees import named_tensors, replace_tensors, watch_lazy_changes
 
 Pair = namedtuple("Pair", "left right")
 
@@ -24,7 +24,7 @@ class Slotted:
 
 
 class Keeper:
-    """A plain object with containers of its own, which are filled and never replaced."""
+    """A plain object that fills its containers and never replaces them."""
 
     def __init__(self):
         self.cache, self.names, self.steps = {}, set(), [[]]
@@ -49,21 +49,21 @@ class Slim:
 def test_tensors_come_in_order_with_their_paths_once_each():
     a, b, c, d = (torch.zeros(n) for n in range(4))
     tree = {"x": [a, None, 3], "y": (Pair(b, "text"), Data(c), Slim(a)), 7: d}
-    assert [path for path, _ in tensors(tree, "out")] == [
+    assert [path for path, _ in named_tensors(tree, "out")] == [
         "out['x'][0]",
         "out['y'][0][0]",
         "out['y'][1].plan",
         "out[7]",
     ]
-    assert [len(tensor) for _, tensor in tensors(tree)] == [0, 1, 2, 3]
-    assert list(tensors(a, "out")) == [("out", a)]
+    assert [len(tensor) for _, tensor in named_tensors(tree)] == [0, 1, 2, 3]
+    assert list(named_tensors(a, "out")) == [("out", a)]
     hidden = Plain()
     hidden.plan = a
-    assert list(tensors([hidden])) == [], "what a plain object holds is its own affair"
+    assert list(named_tensors([hidden])) == [], "tensors in plain objects are not found"
 
 
-def test_a2_parts_that_are_made_when_asked_for_are_all_seen():
-    """An object that is gone may have the identity of the next one."""
+def test_parts_that_a_mapping_creates_on_access_are_all_found():
+    """A freed object may have the same id as a later one."""
 
     class Lazy(Mapping):
         def __init__(self, depth):
@@ -78,7 +78,7 @@ def test_a2_parts_that_are_made_when_asked_for_are_all_seen():
         def __len__(self):
             return 1 + bool(self.depth)
 
-    assert sum(1 for _ in tensors(Lazy(50))) == 51
+    assert sum(1 for _ in named_tensors(Lazy(50))) == 51
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_a2_parts_that_are_made_when_asked_for_are_all_seen():
     ],
 )
 @pytest.mark.parametrize("wrap", [lambda node: node, lambda node: {"a": (1, Data([node]))}])
-def test_what_was_filled_and_is_shared_is_found(make, fill, wrap):
+def test_a_shared_part_that_changed_is_found(make, fill, wrap):
     node = make()
-    shared = remember(wrap(node))
-    assert shared(wrap(node)) is None, "nothing was filled yet"
+    shared = watch_lazy_changes(wrap(node))
+    assert shared(wrap(node)) is None, "nothing has changed yet"
     fill(node)
     assert shared(wrap(make())) is None
     assert shared(wrap(node)) in ("state", "state['a'][1].plan[0]")
@@ -116,9 +116,9 @@ def test_what_was_filled_and_is_shared_is_found(make, fill, wrap):
         (lambda node: node.steps[0].append(1), ".steps[0]"),
     ],
 )
-def test_d1_what_a_plain_object_holds_is_looked_into(fill, where):
+def test_containers_in_plain_objects_are_found(fill, where):
     node = Keeper()
-    shared, shallow = remember([node]), remember([node], into_objects=False)
+    shared, shallow = watch_lazy_changes([node]), watch_lazy_changes([node], into_objects=False)
     assert shared([node]) is None
     fill(node)
     assert shared([Keeper()]) is None
@@ -126,9 +126,9 @@ def test_d1_what_a_plain_object_holds_is_looked_into(fill, where):
     assert shallow([node]) is None
 
 
-def test_contents_of_tensors_do_not_count():
+def test_changed_contents_of_tensors_do_not_count():
     buffer = torch.zeros(3)
-    shared = remember({"buffer": buffer})
+    shared = watch_lazy_changes({"buffer": buffer})
     buffer.fill_(1)
     assert shared({"buffer": buffer}) is None
 
@@ -138,10 +138,10 @@ def test_tensors_are_replaced_in_a_copy_and_other_parts_are_shared():
     plain.plan = x
     tree = {"pair": Pair(x, (1, plain)), "data": [Data({"deep": x}), Slim(x), Frozen(x, "name")]}
     copied = replace_tensors(tree, lambda tensor: tensor + 1)
-    assert {where for where, each in tensors(copied) if each.tolist() == [1, 1]} == {
+    assert {where for where, each in named_tensors(copied) if each.tolist() == [1, 1]} == {
         "['pair'][0]", "['data'][0].plan['deep']", "['data'][1].plan", "['data'][2].plan"
     }  # fmt: skip
     assert {type(copied["pair"]), type(copied["data"][2])} == {Pair, Frozen}
     assert copied["data"][2].name == "name"
     assert copied["pair"].right[1] is plain
-    assert all(each is x for _, each in tensors(tree)), "the tree itself is as it was"
+    assert all(each is x for _, each in named_tensors(tree)), "the original tree is unchanged"

@@ -1,4 +1,4 @@
-"""Verify: a replay is compared with the eager run, and what differs is named."""
+"""`verify`: compares replays with eager runs, and names the tensor that differs."""
 
 import dataclasses
 from collections import namedtuple
@@ -6,9 +6,10 @@ from collections import namedtuple
 import pytest
 import torch
 
+from bateleur.cudagraph.captured_state import CapturedStateProducer
 from bateleur.cudagraph.errors import NotCaptured
-from bateleur.cudagraph.states import Borrowed, Checks
-from bateleur.cudagraph.verify import compare, judge
+from bateleur.cudagraph.replay_checks import ReplayChecks
+from bateleur.cudagraph.verify import compare_runs, compare_tensors
 
 
 def ready(kit, body=None, toy=None, mode="FULL_AND_PIECEWISE", **options):
@@ -18,10 +19,10 @@ def ready(kit, body=None, toy=None, mode="FULL_AND_PIECEWISE", **options):
     return toy, manager
 
 
-@pytest.mark.parametrize("checks", [Checks.OFF, Checks.PARANOID])
-def test_every_key_large_before_small(kit, checks):
+@pytest.mark.parametrize("checks", [ReplayChecks.OFF, ReplayChecks.PARANOID])
+def test_all_keys_are_verified_large_keys_first(kit, checks):
     toy, manager = ready(kit, checks=checks)
-    report = manager.verify(also={"cache": toy.cache})
+    report = manager.verify(extra_tensors={"cache": toy.cache})
     assert report.ok
     assert [v.key.num_tokens for v in report.comparisons] == [8, 8, 4, 4, 2, 2, 1, 1]
     assert {v.max_difference for v in report.comparisons} == {0.0}
@@ -29,8 +30,8 @@ def test_every_key_large_before_small(kit, checks):
     assert [each.key for each in manager.verify(kit.full(2), fuzz=1).comparisons] == [kit.full(2)]
 
 
-def test_a_frozen_value_is_found_with_its_key_and_seed(kit):
-    """The body keeps a host scalar of the step: right in the warm-up, frozen in the graph."""
+def test_a_host_scalar_fixed_in_the_graph_is_found_with_key_and_seed(kit):
+    """The body uses a host scalar of the step. The graph has the captured value."""
     toy = kit.Toy()
 
     def body(x):
@@ -42,16 +43,16 @@ def test_a_frozen_value_is_found_with_its_key_and_seed(kit):
     assert not report.ok
     (comparison,) = report.failing
     assert comparison.key == kit.full(4)
-    frozen = [kit.WINDOW - toy.fuzz(kit.full(4), seed).state.reach for seed in range(8)]
-    assert comparison.max_difference == pytest.approx(max(frozen), abs=1e-5)
-    first = next(seed for seed, apart in enumerate(frozen) if apart)
-    assert frozen[first + 1 :] != [0] * (7 - first), "a later one differs, too"
-    assert comparison.failure == f"seed {first}: output['hidden'][0] differs by {frozen[first]}"
+    differences = [kit.WINDOW - toy.fuzz(kit.full(4), seed).state.reach for seed in range(8)]
+    assert comparison.max_difference == pytest.approx(max(differences), abs=1e-5)
+    first = next(seed for seed, difference in enumerate(differences) if difference)
+    assert differences[first + 1 :] != [0] * (7 - first), "a later seed differs too"
+    assert comparison.failure == f"seed {first}: output['hidden'][0] differs by {differences[first]}"
     assert "FAILED  FULL 4 tokens, 4 requests, 1 each: seed" in report.table()
 
 
-def test_i1_scratch_in_the_memory_of_another_graph_is_found(cpu):
-    """Allocated while the first key was captured, read by all: the pool may hand it out again (flashinfer #4238)."""
+def test_a_scratch_buffer_in_the_memory_of_another_graph_is_found(cpu):
+    """It was allocated in the capture of the first key and is read by all keys (flashinfer #4238)."""
     toy = cpu.Toy()
     calls, scratch = [], []
 
@@ -62,11 +63,13 @@ def test_i1_scratch_in_the_memory_of_another_graph_is_found(cpu):
         return toy.body(x)["hidden"] * (scratch[0] if scratch else 1.0)
 
     _, manager = ready(cpu, body, toy, mode="FULL_DECODE_ONLY")
-    manager.replay(cpu.full(8), toy.fuzz(cpu.full(8), 0))  # writes the scratch: from here on all seems well
-    assert [v.key.num_tokens for v in manager.verify().failing] == [4], "then both runs read the poison"
+    manager.replay(
+        cpu.full(8), toy.fuzz(cpu.full(8), 0)
+    )  # writes the scratch buffer, so that it has valid contents
+    assert [v.key.num_tokens for v in manager.verify().failing] == [4], "after that both runs read poison"
 
 
-def test_writes_in_place_are_compared_when_named(kit):
+def test_extra_tensors_are_compared(kit):
     toy = kit.Toy()
 
     def body(x):
@@ -75,15 +78,15 @@ def test_writes_in_place_are_compared_when_named(kit):
 
     _, manager = ready(kit, body, toy, mode="FULL_DECODE_ONLY")
     assert manager.verify().ok
-    report = manager.verify(also={"cache": toy.cache})
+    report = manager.verify(extra_tensors={"cache": toy.cache})
     assert len(report.failing) == 4
     assert "cache differs by" in report.failing[0].failure
-    report = manager.verify(also=lambda state: {"the first row": toy.cache[state.reach]})
+    report = manager.verify(extra_tensors=lambda state: {"the first row": toy.cache[state.reach]})
     assert "the first row differs by" in report.failing[0].failure
 
 
 def test_eager_and_replay_start_from_the_same_cache(kit):
-    """The body adds to the cache: two runs on one staging would differ."""
+    """The body adds to the cache, so two runs after one staging would differ."""
     toy = kit.Toy()
 
     def body(x):
@@ -91,7 +94,7 @@ def test_eager_and_replay_start_from_the_same_cache(kit):
         return toy.cache[x.state.slots] * 2
 
     _, manager = ready(kit, body, toy, mode="FULL_DECODE_ONLY")
-    assert manager.verify(also={"cache": toy.cache}).ok
+    assert manager.verify(extra_tensors={"cache": toy.cache}).ok
 
 
 def test_bad_input(cpu):
@@ -101,19 +104,19 @@ def test_bad_input(cpu):
     with pytest.raises(NotCaptured, match="FULL 3"):
         manager.verify(cpu.full(3))
 
-    class Dull:
+    class NotFuzzable:
         stage, addresses, generation = toy.stage, toy.addresses, property(lambda self: toy.generation)
 
-    _, dull = ready(cpu, toy.body, Dull(), mode="FULL_DECODE_ONLY")
-    with pytest.raises(TypeError, match=r"producer Dull has no fuzz\(key, seed\)"):
-        dull.verify()
-    borrowed = cpu.manager()
-    borrowed.capture(Borrowed(dull.states), toy.body)
-    with pytest.raises(TypeError, match="producer Dull has no fuzz"):
-        borrowed.verify()
-    lent = cpu.manager(checks=Checks.PARANOID)
-    lent.capture(Borrowed(manager.states), toy.body)
-    assert lent.verify(also={"cache": toy.cache}).ok
+    _, not_fuzzable = ready(cpu, toy.body, NotFuzzable(), mode="FULL_DECODE_ONLY")
+    with pytest.raises(TypeError, match=r"producer NotFuzzable has no method fuzz\(key, seed\)"):
+        not_fuzzable.verify()
+    other = cpu.manager()
+    other.capture(CapturedStateProducer(not_fuzzable.states), toy.body)
+    with pytest.raises(TypeError, match="producer NotFuzzable has no method fuzz"):
+        other.verify()
+    paranoid = cpu.manager(checks=ReplayChecks.PARANOID)
+    paranoid.capture(CapturedStateProducer(manager.states), toy.body)
+    assert paranoid.verify(extra_tensors={"cache": toy.cache}).ok
 
 
 def test_outputs_of_any_shape(cpu):
@@ -143,7 +146,7 @@ def test_outputs_of_any_shape(cpu):
 def test_outputs_that_differ_in_their_tensors(kit):
     one, two = {"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)}
     for eager, replay in ((one, two), (two, one)):
-        comparison = judge(
+        comparison = compare_runs(
             kit.full(1), lambda seed, run=eager: run, lambda seed, run=replay: run, 2, 0.0, 0.0
         )
         assert comparison.failure == "seed 0: only one of the outputs has b"
@@ -151,8 +154,8 @@ def test_outputs_that_differ_in_their_tensors(kit):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_the_order_of_a_sum_passes_and_another_value_does_not(cpu, dtype):
-    """Two sums of the same terms in bfloat16 differ by a hundred times what they may in float32."""
+def test_another_order_of_a_sum_passes_and_another_value_fails(cpu, dtype):
+    """The tolerance depends on the dtype: bfloat16 sums differ far more than float32 sums."""
     toy = cpu.Toy()
     terms = torch.rand(8, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
 
@@ -163,7 +166,7 @@ def test_the_order_of_a_sum_passes_and_another_value_does_not(cpu, dtype):
         total = rows[:, 0].clone()
         for column in rows.T[1:]:
             total = total + column
-        small = total - rows.sum(1)  # nothing but rounding, beside a large element
+        small = total - rows.sum(1)  # only rounding, in a row with a large element
         return torch.stack([total, small], 1) * (1 + wrong * eager)
 
     eager, wrong = False, 0.0
@@ -197,5 +200,5 @@ nan, inf = float("nan"), float("inf")
     ],
 )
 def test_compare(expected, actual, difference, within):
-    found = compare(torch.tensor(expected), torch.tensor(actual), rtol=0.01, atol=0.1)
+    found = compare_tensors(torch.tensor(expected), torch.tensor(actual), rtol=0.01, atol=0.1)
     assert found == (pytest.approx(difference, abs=1e-6), within)

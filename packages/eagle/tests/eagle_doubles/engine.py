@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import (
-    Ask,
     BatchExecutionDescriptor,
-    CapturePlan,
-    Checks,
+    CudagraphDispatcher,
     CudaGraphManager,
     GraphBackend,
     Phase,
-    Staged,
+    ReplayChecks,
+    StagedBatch,
+    UnpaddedBatch,
 )
 from bateleur.eagle.conformance.toy_engine import ToyEngine, ToyRequest, ToyState
 from bateleur.eagle.conformance.toy_target import DTYPE
@@ -40,7 +40,7 @@ class GraphEngine(ToyEngine):
         """Stagings so far."""
         return self.buffers.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[ToyState]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[ToyState]:
         """A dummy step of `key`."""
         inner = BuildPhase(phase.value)
         num_reqs = key.num_reqs or min(key.num_tokens, self.limits.max_num_reqs)
@@ -57,7 +57,7 @@ class GraphEngine(ToyEngine):
         """Spoil the buffers."""
         self.buffers.poison()
 
-    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[ToyState]:
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[ToyState]:
         """Random rows that fit `key`, over random caches."""
         rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
         length = key.uniform_query_len
@@ -81,20 +81,22 @@ class GraphEngine(ToyEngine):
         )
         return self._staged(key, self.buffers.stage(rows, shape), BuildPhase.RUN)
 
-    def capture(self, plan: CapturePlan, backend: GraphBackend, checks: Checks = Checks.PARANOID) -> Any:
+    def capture(
+        self, plan: CudagraphDispatcher, backend: GraphBackend, checks: ReplayChecks = ReplayChecks.PARANOID
+    ) -> Any:
         """Capture the target; returns its states."""
         self.manager = CudaGraphManager(plan, backend, checks=checks)
         return self.manager.capture(self, self._body)
 
     def _staged(
         self, key: BatchExecutionDescriptor, batch: CommonAttentionMetadata, phase: BuildPhase
-    ) -> Staged[ToyState]:
+    ) -> StagedBatch[ToyState]:
         return self._proof(key, ToyState(batch, self.builder.build(batch, 0, phase)))
 
-    def _proof(self, key: BatchExecutionDescriptor, state: ToyState) -> Staged[ToyState]:
+    def _proof(self, key: BatchExecutionDescriptor, state: ToyState) -> StagedBatch[ToyState]:
         assert state.attention is not None
         signature = None if key.num_reqs is None else self.builder.signature(state.attention)
-        return Staged(key, state, state.batch.generation, signature)
+        return StagedBatch(key, state, state.batch.generation, signature)
 
     def _shape(self, rows: StepRows) -> BatchShape:
         if self.manager is None:
@@ -102,8 +104,8 @@ class GraphEngine(ToyEngine):
         lens = rows.query_lens
         num_reqs, num_tokens, longest = len(lens), int(lens.sum()), int(lens.max())
         uniform = longest if (lens == longest).all() else None
-        ask = Ask(num_reqs, num_tokens, uniform, longest, not rows.is_prefilling.any())
-        self.key = key = self.manager.plan.decide(ask, self.manager.ready).descriptor
+        ask = UnpaddedBatch(num_reqs, num_tokens, uniform, longest, not rows.is_prefilling.any())
+        self.key = key = self.manager.dispatcher.dispatch(ask, self.manager.ready).descriptor
         if key is None:
             return BatchShape.of(num_reqs, num_tokens, longest)
         reqs, promised = key.num_reqs or num_reqs, key.max_query_len or longest

@@ -8,7 +8,7 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
-from bateleur.cudagraph import Decision, Why
+from bateleur.cudagraph import DispatchDecision, DispatchReason
 from bateleur.eagle import AcceptStats
 from bateleur.runner.serve.metrics import HELP, render
 from bateleur.runner.stats import EngineStats, OffloadStats, RequestHistograms
@@ -29,8 +29,8 @@ def busy() -> EngineStats:
     )
     stats.offload.disk_hit_tokens, stats.offload.written_bytes, stats.offload.read_bytes = 8, 7, 6
     stats.offload.refused["corrupt"], stats.offload.unwritten_files = 2, 1
-    for why in (Why.DECODE, Why.DECODE, Why.STATE):
-        stats.decisions.count(Decision(None, why))
+    for why in (DispatchReason.DECODE, DispatchReason.DECODE, DispatchReason.HAS_PREFILL):
+        stats.decisions.count(DispatchDecision(None, why))
     stats.histograms.time_to_first_token_seconds.observe_all([0.001, 0.3, 1e6], [1, 1, 1])
     return stats
 

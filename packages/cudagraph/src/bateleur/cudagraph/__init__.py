@@ -1,13 +1,29 @@
-"""CUDA graphs: which one a batch runs on and why, captures that return what they baked, replays against proof."""
+"""CUDA graphs for inference engines: dispatch of batches to graphs, capture, checked replay, and verification."""
 
-from bateleur.cudagraph._memory import External
+from bateleur.cudagraph._memory import ExternalMemory
 from bateleur.cudagraph.backends import get_backend
-from bateleur.cudagraph.backends.base import GraphBackend, Recording
+from bateleur.cudagraph.backends.base import CapturedBody, GraphBackend
 from bateleur.cudagraph.backends.eager import EagerBackend
 from bateleur.cudagraph.backends.recorded import RecordedBackend
-from bateleur.cudagraph.consensus import Agreement, Bid, Consensus, LocalConsensus, TorchDistConsensus, fold
-from bateleur.cudagraph.decision import Ask, Decision, DecisionCounter, Why
-from bateleur.cudagraph.descriptor import BatchExecutionDescriptor, Variant
+from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor, UnpaddedBatch, Variant
+from bateleur.cudagraph.capture_report import CaptureCost, CaptureReport, KeyEvent
+from bateleur.cudagraph.captured_state import CapturedState, CapturedStateProducer, CapturedStates
+from bateleur.cudagraph.data_parallel import (
+    DispatchCoordinator,
+    JointDispatch,
+    LocalCoordinator,
+    RankStep,
+    TorchDistCoordinator,
+    dispatch_jointly,
+)
+from bateleur.cudagraph.dispatcher import (
+    Coverage,
+    CudagraphDispatcher,
+    DispatchCounter,
+    DispatchDecision,
+    DispatchReason,
+    SizeRange,
+)
 from bateleur.cudagraph.errors import (
     AddressMoved,
     CaptureError,
@@ -24,62 +40,60 @@ from bateleur.cudagraph.errors import (
 from bateleur.cudagraph.execution import Body, Execution
 from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.plan import CapturePlan, Coverage, Span
-from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
-from bateleur.cudagraph.staged import Fuzzable, Phase, Poisonable, Producer, SignatureLike, Staged
-from bateleur.cudagraph.states import Borrowed, CapturedState, CapturedStates, Checks
-from bateleur.cudagraph.verify import Comparison, VerifyReport
+from bateleur.cudagraph.replay_checks import ReplayChecks
+from bateleur.cudagraph.staging import Fuzzable, Phase, Poisonable, Producer, SignatureLike, StagedBatch
+from bateleur.cudagraph.verify import ReplayComparison, VerifyReport
 
 __all__ = [
     "AddressMoved",
-    "Agreement",
-    "Ask",
     "BatchExecutionDescriptor",
-    "Bid",
     "Body",
-    "Borrowed",
+    "CaptureCost",
     "CaptureError",
-    "CapturePlan",
     "CaptureReport",
+    "CapturedBody",
     "CapturedState",
+    "CapturedStateProducer",
     "CapturedStates",
-    "Checks",
-    "Comparison",
-    "Consensus",
     "Coverage",
     "CudaGraphManager",
     "CudaGraphMode",
+    "CudagraphDispatcher",
     "DanglingExternal",
-    "Decision",
-    "DecisionCounter",
+    "DispatchCoordinator",
+    "DispatchCounter",
+    "DispatchDecision",
+    "DispatchReason",
     "EagerBackend",
     "Execution",
-    "External",
+    "ExternalMemory",
     "Fuzzable",
     "GraphBackend",
     "GraphError",
     "HostSync",
+    "JointDispatch",
+    "KeyEvent",
     "KeyMismatch",
-    "KeyNote",
-    "KeyReport",
-    "LocalConsensus",
+    "LocalCoordinator",
     "NotCaptured",
     "Phase",
     "Poisonable",
     "Producer",
+    "RankStep",
     "RecordedBackend",
-    "Recording",
+    "ReplayChecks",
+    "ReplayComparison",
     "ReplayFailed",
     "SharedState",
     "SignatureLike",
     "SignatureMismatch",
-    "Span",
-    "Staged",
+    "SizeRange",
+    "StagedBatch",
     "StaleState",
-    "TorchDistConsensus",
+    "TorchDistCoordinator",
+    "UnpaddedBatch",
     "Variant",
     "VerifyReport",
-    "Why",
-    "fold",
+    "dispatch_jointly",
     "get_backend",
 ]

@@ -1,4 +1,4 @@
-"""Which memory a recording owns, and which it only knows by address."""
+"""Tracks the memory that a capture uses: owned memory, and external memory that is only known by address."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from bateleur.cudagraph.errors import AddressMoved, DanglingExternal
 
 
 @dataclass(eq=False, slots=True)
-class External:
-    """Memory that a recording reads or writes and does not own.
+class ExternalMemory:
+    """A storage that a graph reads or writes and does not own, such as weights, caches and staged buffers.
 
     Attributes:
-        address: of the storage's first byte.
-        nbytes: of the storage.
-        shape, dtype: of the tensor through which the recording met it first.
-        mutated: whether the recording writes to it.
+        address: address of the storage's first byte.
+        nbytes: size of the storage.
+        shape, dtype: shape and dtype of the first tensor through which the capture used the storage.
+        mutated: whether the graph writes to it.
     """
 
     address: int
@@ -34,92 +34,89 @@ class External:
 
 
 @dataclass(eq=False, slots=True)
-class Block(External):
-    """One storage that a recording met.
+class TrackedStorage(ExternalMemory):
+    """One storage that a capture used.
 
-    It is held weakly. torch keeps one Python object for a storage as long as any tensor views it, so the reference
-    dies with the memory and not before.
+    Attributes:
+        ref: weak reference to the storage. torch keeps one Python object per storage while any tensor views it, so
+            the reference dies exactly when the memory is freed.
+        owned: whether an operator of the capture allocated it.
     """
 
     ref: weakref.ref[UntypedStorage]
     owned: bool
 
 
-class Memory:
-    """The storages that a recording met, each once, in order.
+class TrackedMemory:
+    """The storages that a capture used, each once, in order of first use.
 
-    A storage is owned if an operator of the capture returned it, else external. Owned memory goes back to the pool when
-    the body drops it. A replay reaches it through views that do not own it, see `Tape.unowned`.
+    A storage is owned if an operator of the capture allocated it, else it is external. Owned memory returns to the
+    pool when the body drops it. A replay uses it through views that do not own it, see `CaptureTracker.non_owning`.
     """
 
     def __init__(self) -> None:
-        self._blocks: list[Block] = []
-        self._by_id: dict[int, Block] = {}
+        self._storages: list[TrackedStorage] = []
+        self._by_id: dict[int, TrackedStorage] = {}
         self._views: list[Tensor] = []
 
-    def find(self, tensor: Tensor) -> Block | None:
-        """The block of a tensor's storage, if it was met."""
+    def find(self, tensor: Tensor) -> TrackedStorage | None:
+        """Return the entry of a tensor's storage. None if the storage is not tracked."""
         storage = tensor.untyped_storage()
-        block = self._by_id.get(id(storage))
-        return block if block is not None and block.ref() is storage else None
+        tracked = self._by_id.get(id(storage))
+        return tracked if tracked is not None and tracked.ref() is storage else None
 
-    def add(self, tensor: Tensor, *, owned: bool) -> Block:
-        """Note a storage that was not met before."""
+    def add(self, tensor: Tensor, *, owned: bool) -> TrackedStorage:
+        """Track the storage of `tensor`, which is not tracked yet."""
         storage = tensor.untyped_storage()
         place = storage.data_ptr(), storage.nbytes(), tuple(tensor.shape), tensor.dtype
-        block = Block(*place, mutated=False, ref=weakref.ref(storage), owned=owned)
-        self._blocks.append(block)
-        self._by_id[id(storage)] = block
-        return block
-
-    def adopt(self, tensor: Tensor) -> None:
-        """Own a tensor's storage, unless it was met before."""
-        if self.find(tensor) is None:
-            self.add(tensor, owned=True)
+        tracked = TrackedStorage(*place, mutated=False, ref=weakref.ref(storage), owned=owned)
+        self._storages.append(tracked)
+        self._by_id[id(storage)] = tracked
+        return tracked
 
     @property
-    def externals(self) -> tuple[External, ...]:
-        """What is not owned."""
-        return tuple(block for block in self._blocks if not block.owned)
+    def externals(self) -> tuple[ExternalMemory, ...]:
+        """The storages that are not owned."""
+        return tuple(each for each in self._storages if not each.owned)
 
     @property
-    def owned(self) -> tuple[Block, ...]:
-        """All owned blocks in the order in which the capture made them. The storages of most of them are gone."""
-        return tuple(block for block in self._blocks if block.owned)
+    def owned(self) -> tuple[TrackedStorage, ...]:
+        """The owned storages in the order of allocation. Most of them are freed already."""
+        return tuple(each for each in self._storages if each.owned)
 
-    def hold(self, view: Tensor) -> None:
-        """Keep a view of owned memory that does not own it, for `poison` and `drop_views`."""
+    def add_view(self, view: Tensor) -> None:
+        """Remember a non-owning view of owned memory, for `poison` and `empty_views`."""
         self._views.append(view)
 
     def check(self) -> list[UntypedStorage]:
-        """The external storages, alive as long as the caller holds the list.
+        """Return the external storages. They stay alive as long as the caller holds the list.
 
         Raises:
-            DanglingExternal: one was freed.
-            AddressMoved: one was resized, and is elsewhere now.
+            DanglingExternal: a storage was freed.
+            AddressMoved: a storage was resized, and has another address now.
         """
         alive = []
-        for block in self._blocks:
-            if block.owned:
+        for each in self._storages:
+            if each.owned:
                 continue
-            storage = block.ref()
+            storage = each.ref()
             if storage is None:
-                raise DanglingExternal(f"{block} was freed since the capture")
-            if storage.data_ptr() != block.address:
-                raise AddressMoved(f"{block} is at {storage.data_ptr():#x} now: its storage was resized")
+                raise DanglingExternal(f"{each} was freed since the capture")
+            if storage.data_ptr() != each.address:
+                raise AddressMoved(f"{each} is at {storage.data_ptr():#x} now: its storage was resized")
             alive.append(storage)
         return alive
 
     def poison(self) -> None:
-        """Spoil owned memory that can still be read: storages that exist, and views."""
-        for block in self._blocks:
-            storage = block.ref() if block.owned else None
+        """Poison the owned memory that can still be read: live storages and views."""
+        for each in self._storages:
+            storage = each.ref() if each.owned else None
             if storage is not None:
-                poison_storage_(storage, block.dtype)
+                poison_storage_(storage, each.dtype)
         for view in self._views:
             poison_storage_(view.untyped_storage(), view.dtype)
 
-    def drop_views(self) -> None:
+    def empty_views(self) -> None:
         """Make every view an empty tensor, because its memory is no longer reserved for the graphs."""
         with torch.inference_mode():
             for view in self._views:
@@ -128,21 +125,21 @@ class Memory:
 
 
 def storage_at(address: int, nbytes: int, device: torch.device) -> UntypedStorage:
-    """Memory at an address, as a storage that does not own it and does not keep it alive."""
-    # As torch's own cudagraph trees do. The declared type is that of another class.
+    """Return the memory at an address as a storage that neither owns it nor keeps it alive."""
+    # The cudagraph trees of torch use this function too. Its declared return type is wrong.
     return cast(UntypedStorage, torch._C._construct_storage_from_data_pointer(address, device, nbytes))
 
 
 def poison_storage_(storage: UntypedStorage, dtype: torch.dtype) -> None:
-    """Spoil a whole storage, as numbers of `dtype`."""
+    """Poison a whole storage, as elements of `dtype`."""
     flat = torch.empty(0, dtype=dtype, device=storage.device)
     poison_(flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,)))
 
 
 def poison_(tensor: Tensor) -> Tensor:
-    """Spoil `tensor` in place: NaN, True, or an integer far out of any range; inference tensors too.
+    """Fill `tensor` in place with NaN, True, or an integer out of any valid range. Inference tensors are allowed.
 
-    Signed integers get half of their minimum, so that adding to it or negating it does not come back into range.
+    Signed integers get half of their minimum, so that a sum or negation of poison is out of range too.
     """
     with torch.inference_mode():
         dtype = tensor.dtype
@@ -152,7 +149,7 @@ def poison_(tensor: Tensor) -> Tensor:
             tensor.fill_(float("nan"))
         elif dtype is torch.bool:
             tensor.fill_(True)
-        elif dtype.itemsize == 1 and dtype is not torch.int8:  # uint8, and the float8 family: all bits set
+        elif dtype.itemsize == 1 and dtype is not torch.int8:  # uint8 and float8: all bits set
             tensor.view(torch.uint8).fill_(255)
         else:
             info = torch.iinfo(dtype)

@@ -1,4 +1,4 @@
-"""Walking what a producer stages and what a body returns: dataclasses, mappings, tuples, lists, sets, plain objects."""
+"""Walks through states and outputs: dataclasses, mappings, tuples, lists, sets and plain objects."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from bateleur.cudagraph.execution import T
 _BUILTIN = (Mapping, tuple, list, AbstractSet)
 
 
-def tensors(tree: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a tree with its path, in a fixed order."""
+def named_tensors(tree: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor of a tree once, with its path, in a fixed order. Tensors in plain objects are not found."""
     for where, node in _walk(tree, path):
         if isinstance(node, Tensor):
             yield where, node
 
 
 def replace_tensors(tree: T, change: Callable[[Tensor], Tensor]) -> T:
-    """A copy of a tree with `change(tensor)` in place of each tensor of its dicts, lists, tuples and dataclasses.
+    """Return a copy of a tree with `change(tensor)` in place of each tensor.
 
-    Whatever else it holds, the copy shares.
+    Dicts, lists, tuples and dataclasses are copied. Other objects are shared with the original.
     """
     made: Any = tree
     if isinstance(tree, Tensor):
@@ -44,28 +44,41 @@ def replace_tensors(tree: T, change: Callable[[Tensor], Tensor]) -> T:
     return cast(T, made)
 
 
-def remember(state: object, *, into_objects: bool = True) -> Callable[[object], str | None]:
-    """Remember what `state` holds; the function returned tells of another state which lazily filled part it shares.
+def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[[object], str | None]:
+    """Remember the containers and objects in `state`, to find shared ones that change later.
 
-    It returns the path of a part of the other state that belongs to `state` too and has been filled or changed
-    since, None where there is none. Tensors don't count: their contents are staged, not kept. Nor do the containers
-    that plain objects hold unless `into_objects`: there a backend keeps what its eager parts make once.
+    Changed contents of tensors do not count, because every staging writes them.
+
+    Args:
+        state: any tree.
+        into_objects: also look at containers that plain objects hold. False for PIECEWISE keys, because an attention
+            backend may cache there what its eager parts create once.
+
+    Returns:
+        A function of another state. It returns the path of a part of the other state that is also a part of `state`
+        and has changed since. None if there is no such part.
     """
-    before = [(node, list(_parts(node).values())) for _, node in _walk(state, "state", into_objects)]
+    before = [(node, list(_children(node).values())) for _, node in _walk(state, "state", into_objects)]
 
-    def shared(other: object) -> str | None:
-        filled = {
-            id(node) for node, parts in before if [*map(id, parts)] != [*map(id, _parts(node).values())]
+    def changed_part_of(other: object) -> str | None:
+        changed = {
+            id(node)
+            for node, children in before
+            if [*map(id, children)] != [*map(id, _children(node).values())]
         }
         nodes = _walk(other, "state", into_objects)
-        return next((where for where, node in nodes if id(node) in filled), None)
+        return next((where for where, node in nodes if id(node) in changed), None)
 
-    return shared
+    return changed_part_of
 
 
 def _walk(node: object, path: str, into_objects: bool = False) -> Iterator[tuple[str, object]]:
-    """Yield each container and leaf once. A plain object is yielded, and if asked the containers that it holds."""
-    seen: dict[int, object] = {}  # held, or a part that is made anew could have the id of one that is gone
+    """Yield each container and leaf once, with its path.
+
+    A plain object is yielded as a leaf. With `into_objects`, the containers that it holds follow.
+    """
+    # The nodes are kept alive, so that no new object gets the id of a freed one.
+    seen: dict[int, object] = {}
     stack = [(path, node)]
     while stack:
         where, node = stack.pop()
@@ -75,19 +88,19 @@ def _walk(node: object, path: str, into_objects: bool = False) -> Iterator[tuple
         yield where, node
         plain = not isinstance(node, _BUILTIN) and not is_dataclass(node)
         if not plain or into_objects:
-            parts = [(where + name, part) for name, part in _parts(node).items()]
-            stack.extend(reversed([each for each in parts if not plain or isinstance(each[1], _BUILTIN)]))
+            children = [(where + name, child) for name, child in _children(node).items()]
+            stack.extend(reversed([each for each in children if not plain or isinstance(each[1], _BUILTIN)]))
 
 
-def _parts(node: object) -> dict[str, object]:
-    """What a container or object holds, by the text that selects it; empty for a leaf."""
+def _children(node: object) -> dict[str, object]:
+    """Return what a container or object holds, by the path suffix that selects it. Empty for a leaf."""
     if isinstance(node, Mapping):
-        return {f"[{key!r}]": part for key, part in node.items()}
+        return {f"[{key!r}]": child for key, child in node.items()}
     if isinstance(node, tuple | list | AbstractSet):
-        return {f"[{index}]": part for index, part in enumerate(node)}
-    parts = {f".{name}": part for name, part in getattr(node, "__dict__", {}).items()}
+        return {f"[{index}]": child for index, child in enumerate(node)}
+    children = {f".{name}": child for name, child in getattr(node, "__dict__", {}).items()}
     for cls in type(node).__mro__:
         if "__slots__" in vars(cls):
             slots = (name for name, member in vars(cls).items() if isinstance(member, MemberDescriptorType))
-            parts |= {f".{name}": getattr(node, name, None) for name in slots}
-    return parts
+            children |= {f".{name}": getattr(node, name, None) for name in slots}
+    return children

@@ -1,52 +1,52 @@
-"""What can go wrong around a graph. Every message names the key, and what differs."""
+"""Errors of capture and replay. Every message names the key and what differs."""
 
 from __future__ import annotations
 
 
 class GraphError(RuntimeError):
-    """Base of all errors of this package that are not wrong arguments."""
+    """Base class of all errors of this package, except `ValueError` and `TypeError` for wrong arguments."""
 
 
 class CaptureError(GraphError):
-    """A capture was refused or failed; nothing of it remains, and the manager stays usable."""
+    """A capture was refused or failed. Nothing of it remains, and the manager can capture and replay other keys."""
 
 
 class HostSync(CaptureError):
-    """The body read a device value on the host while it was captured: a replay could not do that again."""
+    """The body read a device value on the host during capture. A replay could not repeat that."""
 
 
 class SharedState(CaptureError):
-    """A warm-up and a capture were given the same state object: what one fills lazily the other would skip."""
+    """Warm-up and capture got the same state object. A value cached in it by the warm-up would not be in the graph."""
 
 
 class ReplayFailed(GraphError):
-    """A graph raised while it ran. What it wrote until then is undefined; the key was released."""
+    """A replay raised. The key was released, and the memory that the graph writes is undefined."""
 
 
 class DanglingExternal(GraphError):
-    """Memory that a graph reads or writes, and does not own, has been freed since the capture."""
+    """External memory that a graph reads or writes was freed after the capture."""
 
 
 class AddressMoved(GraphError):
-    """A buffer that a graph baked is at another address now."""
+    """A buffer that a graph reads or writes has another address than at capture."""
 
 
 class StaleState(GraphError):
-    """The buffers were staged again since: the contents belong to another batch."""
+    """Another batch was staged into the same buffers after this one."""
 
 
 class KeyMismatch(GraphError):
-    """A batch was staged for one key, and another was to be replayed."""
+    """The batch was staged for another key than the one to replay."""
 
 
 class SignatureMismatch(GraphError):
-    """A host scalar of the batch is not admitted by the one that was captured."""
+    """The host scalars of the batch do not fit the ones that were captured."""
 
 
 class NotCaptured(GraphError, KeyError):
-    """There is no graph for this key; the message has the nearest keys and the field that differs.
+    """There is no graph for a key. The message names the nearest keys and the fields that differ.
 
-    A KeyError as well, since captured states are a mapping.
+    It is a KeyError because captured states are a mapping.
     """
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""One execution of a body, and the places where it may leave the graph."""
+"""`Execution`: the argument of a body, with the state of one step and the way to leave a piecewise graph."""
 
 from __future__ import annotations
 
@@ -7,37 +7,52 @@ from typing import Concatenate, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 
-# S is the state that a producer stages and a body reads, T what a body returns: here and in the other files.
+# In all files of this package, S is the state that a producer stages, and T is what a body returns.
 S = TypeVar("S")
 T = TypeVar("T")
 
 
-Cut: TypeAlias = Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Tensor]
-"""What a piecewise capture does where the body leaves the graph: run `fn(state, *tensors)` between two pieces."""
+EagerCall: TypeAlias = Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Tensor]
+"""How a piecewise capture calls `fn(state, *tensors)` between two pieces. Arguments: `fn` and `tensors`."""
 
 
 class Execution(Generic[S]):
-    """What a body gets: the key it runs for (None when it runs eagerly), the state, and `eager`."""
+    """The argument of a body: one run of the forward pass.
 
-    __slots__ = ("_cut", "key", "state")
+    Attributes:
+        key: the graph that is captured or run. None if the step runs eagerly.
+        state: the staged state of the step.
+    """
 
-    def __init__(self, key: BatchExecutionDescriptor | None, state: S, cut: Cut | None = None) -> None:
+    __slots__ = ("_eager_call", "key", "state")
+
+    def __init__(
+        self, key: BatchExecutionDescriptor | None, state: S, eager_call: EagerCall | None = None
+    ) -> None:
         self.key = key
         self.state = state
-        self._cut = cut
+        self._eager_call = eager_call
 
     def eager(self, fn: Callable[Concatenate[S, ...], Tensor], *tensors: Tensor) -> Tensor:
-        """`fn(state, *tensors)`; in a piecewise graph this runs between two captured pieces, on each replay again.
+        """Return `fn(state, *tensors)`. In a piecewise graph, `fn` runs eagerly between two pieces on every replay.
 
-        `fn` must take all that belongs to the batch from the `state` it is given, since a replay passes the state of
-        its own step, and may depend otherwise only on what lives as long as the graph. Its result has the same
-        shape, strides and dtype for every batch of one key. It must not keep an argument: later pieces use the memory
-        of arguments again. Work that it launches on another stream must be joined before it returns.
+        On a replay, `fn` gets the state of the replayed step.
+
+        Args:
+            fn: a function of the state and `tensors`.
+                It must read everything that depends on the batch from the state.
+                Anything else that it reads must live as long as the graph.
+                It must not keep a reference to an argument, because later pieces reuse the memory.
+                Work that it launches on another stream must be joined before it returns.
+            tensors: tensors that the body computed.
+
+        Returns:
+            The tensor that `fn` returned. Its shape, strides and dtype must be the same for every batch of a key.
         """
-        return fn(self.state, *tensors) if self._cut is None else self._cut(fn, tensors)
+        return fn(self.state, *tensors) if self._eager_call is None else self._eager_call(fn, tensors)
 
 
 Body: TypeAlias = Callable[[Execution[S]], T]
-"""A forward pass: everything on the device that a graph should hold."""
+"""The function that a graph captures, usually the forward pass of a model."""

@@ -1,4 +1,4 @@
-"""Captures the graphs of a plan, hands out what they baked, and replays them against proof."""
+"""`CudaGraphManager`: captures the graphs of a dispatcher, replays them after checks, and verifies them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Generic, TypeAlias
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph._trees import remember
-from bateleur.cudagraph.backends.base import GraphBackend, Recording
-from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph._trees import watch_lazy_changes
+from bateleur.cudagraph.backends.base import CapturedBody, GraphBackend
+from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.capture_report import CaptureCost, CaptureReport, KeyEvent
+from bateleur.cudagraph.captured_state import CapturedKeys, CapturedState, CapturedStates, nearest
+from bateleur.cudagraph.dispatcher import CudagraphDispatcher
 from bateleur.cudagraph.errors import (
     AddressMoved,
     CaptureError,
@@ -23,82 +26,100 @@ from bateleur.cudagraph.errors import (
 )
 from bateleur.cudagraph.execution import Body, Execution, S, T
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.plan import CapturePlan
-from bateleur.cudagraph.report import CaptureReport, KeyNote, KeyReport
-from bateleur.cudagraph.staged import Phase, Producer, Staged, stage_checked
-from bateleur.cudagraph.states import CapturedState, CapturedStates, Checks, Records, check_warm, nearest
-from bateleur.cudagraph.verify import Also, Comparison, VerifyReport, copies, judge
+from bateleur.cudagraph.replay_checks import (
+    ReplayChecks,
+    check_addresses,
+    check_staged,
+    check_tensors,
+    check_warmup,
+)
+from bateleur.cudagraph.staging import Phase, Producer, StagedBatch, stage_batch
+from bateleur.cudagraph.verify import (
+    ExtraTensors,
+    ReplayComparison,
+    VerifyReport,
+    compare_runs,
+    copy_tensors,
+)
 
 Progress: TypeAlias = Callable[[Sequence[BatchExecutionDescriptor]], Iterable[BatchExecutionDescriptor]]
+"""Yields the keys in order and shows the progress, such as `tqdm`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Record(CapturedState[S], Generic[S, T]):
-    """A captured state with its graph; owns body and recording as well."""
+class _CapturedKey(CapturedState[S], Generic[S, T]):
+    """A captured state with its body, captured graph and cost."""
 
     body: Body[S, T]
-    recording: Recording[S, T]
-    report: KeyReport
-
-    def check_externals(self, staged: Staged[S]) -> None:
-        """Prove that no memory of others has been freed or moved."""
-        self.recording.check_externals()
+    graph: CapturedBody[S, T]
+    cost: CaptureCost
 
 
 class CudaGraphManager(Generic[S, T]):
-    """The graphs of one plan, captured with one backend.
+    """Captures and replays the graphs of one dispatcher by one backend.
 
-    S is the state that the producer stages and the body reads, T what the body returns. Managers that share a backend
-    object share its memory: a replay may then spoil what another one returned, so copy what must outlive it.
+    S is the type of the state that the producer stages and the body reads. T is the type that the body returns.
+    Managers with the same backend object share memory, so a replay of one manager may overwrite the outputs of another.
+    Copy an output that must stay valid.
 
     Args:
-        plan: the keys, in capture order.
-        backend: how to capture.
-        checks: what every replay proves before it runs.
+        dispatcher: the keys, in capture order.
+        backend: captures the graphs, see `get_backend`.
+        checks: checks before every replay.
+
+    Attributes:
+        dispatcher: as given.
+        producer: the producer of the latest `capture`. None before.
+        states: a live view of the captured keys.
     """
 
-    def __init__(self, plan: CapturePlan, backend: GraphBackend, *, checks: Checks = Checks.CHEAP) -> None:
-        self.plan = plan
+    def __init__(
+        self,
+        dispatcher: CudagraphDispatcher,
+        backend: GraphBackend,
+        *,
+        checks: ReplayChecks = ReplayChecks.CHEAP,
+    ) -> None:
+        self.dispatcher = dispatcher
         self._backend = backend
-        self._poison = checks >= Checks.PARANOID
-        # Chosen once: a replay runs what is here, and at OFF nothing is.
+        self._poison = checks >= ReplayChecks.PARANOID
         levels = (
-            (Checks.CHEAP, _Record.check_staged),
-            (Checks.ADDRESSES, _Record.check_addresses),
-            (Checks.ADDRESSES, _Record.check_externals),
-            (Checks.PARANOID, _Record.check_tensors),
-            (Checks.PARANOID, self._spoil_outputs),
+            (ReplayChecks.CHEAP, check_staged),
+            (ReplayChecks.ADDRESSES, check_addresses),
+            (ReplayChecks.ADDRESSES, _check_externals),
+            (ReplayChecks.PARANOID, check_tensors),
+            (ReplayChecks.PARANOID, self._poison_outputs),
         )
-        self._checks: tuple[Callable[[_Record[S, T], Staged[S]], None], ...] = tuple(
+        self._checks: tuple[Callable[[_CapturedKey[S, T], StagedBatch[S]], None], ...] = tuple(
             check for level, check in levels if checks >= level
         )
         self.producer: Producer[S] | None = None
-        """The one that the latest `capture` bound."""
         self._body: Body[S, T] | None = None
-        self._records: Records[_Record[S, T]] = Records(self._why_missing)
+        self._captured: CapturedKeys[_CapturedKey[S, T]] = CapturedKeys(self._missing_reason)
         self._failures: dict[BatchExecutionDescriptor, str] = {}
-        self._releases: dict[BatchExecutionDescriptor, KeyNote] = {}
-        self.states: CapturedStates[S] = MappingProxyType(self._records)
-        """What is captured, live."""
+        self._releases: dict[BatchExecutionDescriptor, KeyEvent] = {}
+        self.states: CapturedStates[S] = MappingProxyType(self._captured)
 
     @property
     def ready(self) -> Set[BatchExecutionDescriptor]:
-        """The keys that can be replayed, live: for `CapturePlan.decide`."""
-        return self._records.keys()
+        """A live view of the keys that can be replayed, for `CudagraphDispatcher.dispatch`."""
+        return self._captured.keys()
 
     @property
     def pending(self) -> tuple[BatchExecutionDescriptor, ...]:
-        """The keys of the plan that are neither captured nor failed, in capture order."""
-        return tuple(key for key in self.plan.keys if key not in self._records and key not in self._failures)
+        """Keys of the dispatcher that are neither captured nor failed, in capture order."""
+        return tuple(
+            key for key in self.dispatcher.keys if key not in self._captured and key not in self._failures
+        )
 
     @property
     def report(self) -> CaptureReport:
-        """Costs, failures and releases up to now."""
+        """A snapshot of costs, failures and releases."""
         return CaptureReport(
             self._backend.name,
-            len(self.plan.keys),
-            tuple(record.report for record in self._records.values()),
-            tuple(KeyNote(key, reason) for key, reason in self._failures.items()),
+            len(self.dispatcher.keys),
+            tuple(captured.cost for captured in self._captured.values()),
+            tuple(KeyEvent(key, reason) for key, reason in self._failures.items()),
             tuple(self._releases.values()),
         )
 
@@ -111,63 +132,66 @@ class CudaGraphManager(Generic[S, T]):
         progress: Progress = iter,
         keep_going: bool = False,
     ) -> CapturedStates[S]:
-        """Capture `body` over what `producer` stages, the largest key first, and bind both for later captures.
+        """Capture `body` on dummy batches of `producer`, in capture order.
 
-        Each key is staged and run eagerly once, then staged anew and captured. What was captured before stays with the
-        producer and the body it was captured with.
+        Each key is staged and run eagerly once (warm-up), then staged again and captured. The manager keeps `producer`
+        and `body` for `capture_pending`. Keys that were captured before keep their own producer and body.
 
         Args:
             producer: stages a dummy batch for each key.
-            body: the forward pass.
-            keys: keys of the plan that are not captured, in any order; None means all of these. () only binds.
-            progress: goes through the keys and shows how far it is, such as `tqdm`.
-            keep_going: note a key that fails in the report and go on, instead of raising.
+            body: the function to capture.
+            keys: keys of the dispatcher that are not captured yet, in any order. None: all of them.
+                `()`: capture nothing, but keep `producer` and `body`.
+            progress: yields the keys and shows the progress, such as `tqdm`.
+            keep_going: if a key fails, record it in the report and continue, instead of raising.
 
         Returns:
-            All that is captured now, live.
+            A live view of all captured keys.
 
         Raises:
-            CaptureError: a key failed; what was captured before it stays, and the manager stays usable.
+            CaptureError: a key failed. Keys that were captured before stay captured.
+            ValueError: a key is not in the dispatcher, or is captured already.
         """
-        wanted = self._wanted(keys)
+        ordered = self._in_capture_order(keys)
         self.producer, self._body = producer, body
-        for key in wanted:
+        for key in ordered:
             self._failures.pop(key, None)
-        return self._capture(wanted, None, progress, keep_going)
+        return self._capture(ordered, None, progress, keep_going)
 
     def capture_pending(
         self, budget_s: float, *, progress: Progress = iter, keep_going: bool = False
     ) -> CapturedStates[S]:
-        """Capture pending keys with the bound producer and body: one, and more while `budget_s` seconds are not over.
+        """Capture pending keys with the producer and body of the latest `capture`, for about `budget_s` seconds.
 
-        Arguments, result and errors are those of `capture`. A key that failed is not tried again.
+        At least one pending key is captured. No capture begins after `budget_s` seconds. A key that failed before is
+        not tried again. The other arguments, the result and the errors are those of `capture`.
         """
         if not budget_s >= 0:
             raise ValueError(f"budget_s={budget_s} must be at least 0")
         return self._capture(self.pending, budget_s, progress, keep_going)
 
-    def replay(self, key: BatchExecutionDescriptor, staged: Staged[S]) -> T:
-        """Replay the graph of `key` on what was staged for it.
+    def replay(self, key: BatchExecutionDescriptor, staged: StagedBatch[S]) -> T:
+        """Replay the graph of `key` on the batch `staged`.
 
         Returns:
-            What the body returned under capture: tensors of the graph, overwritten by its next replay.
+            What the body returned at capture: tensors that the next replay of any graph of the backend may overwrite.
 
         Raises:
             NotCaptured: there is no graph for `key`.
-            KeyMismatch, StaleState, SignatureMismatch: `staged` may not replay it; nothing was run.
-            AddressMoved, DanglingExternal: the graph is out of date, `release` it; nothing was run.
-            ReplayFailed: the graph raised, and the key was released. Run the step eagerly: what an earlier replay
-                returned has been partly overwritten.
+            KeyMismatch, StaleState, SignatureMismatch: `staged` does not fit the graph. Nothing ran.
+            AddressMoved, DanglingExternal: memory of the graph moved or was freed. Nothing ran. Release the key.
+            ReplayFailed: the graph raised, and the key was released. Run the step eagerly. Outputs of earlier replays
+                may be partly overwritten.
         """
-        record = self._records[key]
+        captured = self._captured[key]
         for check in self._checks:
-            check(record, staged)
+            check(captured, staged)
         try:
-            return record.recording.replay(staged.state)
+            return captured.graph.replay(staged.state)
         except (AddressMoved, DanglingExternal):
             raise
         except Exception as error:
-            self._drop(key, f"its replay failed: {error!r}")
+            self._release_key(key, f"its replay failed: {error!r}")
             raise ReplayFailed(f"{key}: {error!r}; the key was released, run the step eagerly") from error
 
     def verify(
@@ -177,59 +201,68 @@ class CudaGraphManager(Generic[S, T]):
         fuzz: int = 3,
         rtol: float | None = None,
         atol: float = 1e-5,
-        also: Also[S] = MappingProxyType({}),
+        extra_tensors: ExtraTensors[S] = MappingProxyType({}),
     ) -> VerifyReport:
-        """Compare replays with eager runs of the same body on random contents, staged anew for each of the two.
+        """Compare replays with eager runs of the same body on random batches. Each run stages its batch again.
 
         Args:
-            key: None means all that are captured, the largest first, so that stale tails show.
-            fuzz: number of random batches per key; their seeds are 0, 1, ...
-            rtol, atol: bounds of floating-point differences, |replay - eager| <= atol + rtol * the largest |eager| of
-                a row. None allows for the rounding of a few sums in the coarsest dtype among them. Integers must be
-                equal.
-            also: tensors that the body writes in place, such as caches, compared like what it returns; or a function
-                from the staged state to such tensors.
+            key: the key to verify. None: all captured keys, large keys first, so that contents which a large batch
+                leaves in the buffers of a small one are found.
+            fuzz: number of random batches per key. Their seeds are 0, 1, ...
+            rtol, atol: tolerance of floating-point differences:
+                |replay - eager| <= `atol` + `rtol` * the largest |eager| of the row. Integers must be equal.
+                `rtol=None` allows for the rounding of a few sums in the least precise dtype of the compared tensors.
+            extra_tensors: tensors to compare besides the output, by name, such as caches that the body writes in
+                place. Also accepts a function that returns them for a staged state.
 
         Raises:
+            NotCaptured: `key` is not captured.
             TypeError: the producer is not `Fuzzable`.
+            ValueError: `fuzz` is below 1.
         """
         if fuzz < 1:
             raise ValueError(f"fuzz={fuzz} must be at least 1")
-        keys = sorted(self._records, key=lambda k: k.num_tokens, reverse=True) if key is None else [key]
-        return VerifyReport(tuple(self._verify_key(k, fuzz, rtol, atol, also) for k in keys))
+        keys = sorted(self._captured, key=lambda k: k.num_tokens, reverse=True) if key is None else [key]
+        return VerifyReport(tuple(self._verify_key(k, fuzz, rtol, atol, extra_tensors) for k in keys))
 
     def release(self, keys: Iterable[BatchExecutionDescriptor] | None = None, *, reason: str) -> None:
-        """Free graphs, for instance before memory that they bake moves; their keys are pending again.
+        """Free graphs, for example before a buffer that they use is moved. The keys are pending again.
 
         Args:
-            keys: captured keys, else `NotCaptured` and nothing is released; None means all.
-            reason: kept in the report and told to whoever asks for the key.
+            keys: captured keys. None: all captured keys.
+            reason: shown in the report and in `NotCaptured`.
+
+        Raises:
+            NotCaptured: a key is not captured. Nothing is released.
+            ValueError: `reason` is empty.
         """
         if not reason:
-            raise ValueError(f"reason={reason!r} must say why")
-        wanted = {key: self._records[key] for key in (self._records if keys is None else keys)}
-        for key in wanted:
-            self._drop(key, reason)
+            raise ValueError(f"reason={reason!r} must not be empty")
+        released = {key: self._captured[key] for key in (self._captured if keys is None else keys)}
+        for key in released:
+            self._release_key(key, reason)
 
-    def _drop(self, key: BatchExecutionDescriptor, reason: str) -> None:
-        record = self._records.pop(key)
-        before = self._releases.pop(key, None)  # the latest goes last
-        self._releases[key] = KeyNote(key, reason, 1 if before is None else before.times + 1)
-        record.recording.release()
+    def _release_key(self, key: BatchExecutionDescriptor, reason: str) -> None:
+        captured = self._captured.pop(key)
+        before = self._releases.pop(key, None)  # popped, so that the latest release is the last entry
+        self._releases[key] = KeyEvent(key, reason, 1 if before is None else before.times + 1)
+        captured.graph.release()
 
-    def _wanted(
+    def _in_capture_order(
         self, keys: Iterable[BatchExecutionDescriptor] | None
     ) -> tuple[BatchExecutionDescriptor, ...]:
-        """Put the keys to capture in the order of the plan."""
+        """Check `keys` and sort them by capture order. None: all keys that are not captured."""
         if keys is None:
-            return tuple(key for key in self.plan.keys if key not in self._records)
-        asked, planned = set(keys), set(self.plan.keys)
-        for key in asked:
+            return tuple(key for key in self.dispatcher.keys if key not in self._captured)
+        given, planned = set(keys), set(self.dispatcher.keys)
+        for key in given:
             if key not in planned:
-                raise ValueError(f"keys: {key} is not in the plan; {nearest(key, self.plan.keys)}")
-            if key in self._records:
+                raise ValueError(
+                    f"keys: {key} is not in the dispatcher; {nearest(key, self.dispatcher.keys)}"
+                )
+            if key in self._captured:
                 raise ValueError(f"keys: {key} is captured; release it to capture it again")
-        return tuple(key for key in self.plan.keys if key in asked)
+        return tuple(key for key in self.dispatcher.keys if key in given)
 
     def _capture(
         self,
@@ -241,14 +274,14 @@ class CudaGraphManager(Generic[S, T]):
         if not keys:
             return self.states
         if self.producer is None or self._body is None:
-            raise CaptureError("nothing to capture with; bind it: capture(producer, body, keys=())")
+            raise CaptureError("there is no producer and body; call capture(producer, body, keys=()) first")
         start = perf_counter()
         with self._backend.session():
             for index, key in enumerate(progress(keys)):
                 if index and budget_s is not None and perf_counter() - start >= budget_s:
                     break
                 try:
-                    self._records[key] = self._capture_key(key, self.producer, self._body)
+                    self._captured[key] = self._capture_key(key, self.producer, self._body)
                 except Exception as error:
                     self._failures[key] = repr(error)
                     if keep_going:
@@ -260,27 +293,27 @@ class CudaGraphManager(Generic[S, T]):
 
     def _capture_key(
         self, key: BatchExecutionDescriptor, producer: Producer[S], body: Body[S, T]
-    ) -> _Record[S, T]:
+    ) -> _CapturedKey[S, T]:
         start = perf_counter()
-        warm = stage_checked(producer, key, Phase.WARMUP, poison=self._poison)
-        filled_part_of = remember(warm.state, into_objects=key.mode is CudaGraphMode.FULL)
+        warmup = stage_batch(producer, key, Phase.WARMUP, poison=self._poison)
+        changed_part_of = watch_lazy_changes(warmup.state, into_objects=key.mode is CudaGraphMode.FULL)
         with torch.no_grad():
-            body(Execution(key, warm.state))
+            body(Execution(key, warmup.state))
         warmed = perf_counter()
-        staged = stage_checked(producer, key, Phase.CAPTURE, poison=self._poison)
-        shared = "state" if staged.state is warm.state else filled_part_of(staged.state)
+        staged = stage_batch(producer, key, Phase.CAPTURE, poison=self._poison)
+        shared = "state" if staged.state is warmup.state else changed_part_of(staged.state)
         if shared is not None:
             raise SharedState(
-                f"{key}: {shared} is the same object in warm-up and capture; what the warm-up filled in it would not "
-                "be in the graph"
+                f"{key}: {shared} is the same object in warm-up and capture, so a value that the warm-up cached in it "
+                "would not be in the graph; make a new object in each staging"
             )
-        check_warm(warm, staged)
-        self._check_earlier(producer)
+        check_warmup(warmup, staged)
+        self._check_earlier_captures(producer)
         addresses = MappingProxyType(dict(producer.addresses()))
-        recording = self._backend.capture(body, key, staged.state)
+        graph = self._backend.capture(body, key, staged.state)
         seconds = perf_counter() - warmed
-        externals = recording.externals
-        return _Record(
+        externals = graph.externals
+        return _CapturedKey(
             key=key,
             addresses=addresses,
             externals=externals,
@@ -288,21 +321,19 @@ class CudaGraphManager(Generic[S, T]):
             staged=staged,
             poison=self._poison,
             body=body,
-            recording=recording,
-            report=KeyReport(
-                key, warmed - start, seconds, recording.nbytes, recording.num_graphs, len(externals)
-            ),
+            graph=graph,
+            cost=CaptureCost(key, warmed - start, seconds, graph.nbytes, graph.num_graphs, len(externals)),
         )
 
-    def _check_earlier(self, producer: Producer[S]) -> None:
-        """Prove that this staging moved no buffer of an earlier capture of `producer`.
+    def _check_earlier_captures(self, producer: Producer[S]) -> None:
+        """Check that this staging moved no buffer of an earlier capture of `producer`.
 
-        The latest record is enough. Its address book was taken after the same check, so it has every buffer of the
-        records before it, at the addresses that these records baked.
+        It compares with the latest captured key only. The addresses of that key passed the same check, so they include
+        every buffer of the keys before it.
         """
-        latest = next((each for each in reversed(self._records.values()) if each.producer is producer), None)
+        latest = next((each for each in reversed(self._captured.values()) if each.producer is producer), None)
         if latest is not None:
-            latest.check_addresses()
+            check_addresses(latest)
 
     def _verify_key(
         self,
@@ -310,33 +341,39 @@ class CudaGraphManager(Generic[S, T]):
         num_seeds: int,
         rtol: float | None,
         atol: float,
-        also: Also[S],
-    ) -> Comparison:
-        record = self._records[key]
+        extra_tensors: ExtraTensors[S],
+    ) -> ReplayComparison:
+        captured = self._captured[key]
 
-        def stage(seed: int) -> Staged[S]:
-            return stage_checked(record.producer, key, Phase.RUN, poison=self._poison, seed=seed)
+        def stage(seed: int) -> StagedBatch[S]:
+            return stage_batch(captured.producer, key, Phase.RUN, poison=self._poison, seed=seed)
 
         def eager(seed: int) -> dict[str, Tensor]:
             staged = stage(seed)
             with torch.no_grad():
-                return copies(record.body(Execution(key, staged.state)), also, staged.state)
+                output = captured.body(Execution(key, staged.state))
+                return copy_tensors(output, extra_tensors, staged.state)
 
         def replay(seed: int) -> dict[str, Tensor]:
             staged = stage(seed)
-            self._spoil_outputs(record, staged)  # what this graph doesn't write itself shows
-            return copies(self.replay(key, staged), also, staged.state)
+            self._poison_outputs(captured, staged)  # shows elements that the graph does not write
+            return copy_tensors(self.replay(key, staged), extra_tensors, staged.state)
 
-        return judge(key, eager, replay, num_seeds, rtol, atol)
+        return compare_runs(key, eager, replay, num_seeds, rtol, atol)
 
-    def _why_missing(self, key: BatchExecutionDescriptor) -> str:
-        if key not in self.plan.keys:
-            return "it is not in the plan"
+    def _missing_reason(self, key: BatchExecutionDescriptor) -> str:
+        if key not in self.dispatcher.keys:
+            return "it is not in the dispatcher"
         if key in self._failures:
             return f"its capture failed: {self._failures[key]}"
         released = self._releases.get(key)
-        return f"it was released: {released.reason}" if released else "it is planned and not captured yet"
+        return f"it was released: {released.reason}" if released else "it is not captured yet"
 
-    def _spoil_outputs(self, record: _Record[S, T], staged: Staged[S]) -> None:
-        for any_record in self._records.values():
-            any_record.recording.poison()
+    def _poison_outputs(self, captured: _CapturedKey[S, T], staged: StagedBatch[S]) -> None:
+        for each in self._captured.values():
+            each.graph.poison()
+
+
+def _check_externals(captured: _CapturedKey[S, T], staged: StagedBatch[S]) -> None:
+    """Check that no external memory of the graph was freed or moved."""
+    captured.graph.check_externals()

@@ -1,4 +1,4 @@
-"""Which kinds of batches are captured, and how."""
+"""`CudaGraphMode`: which batches run on a graph, and how each graph is captured."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _SUPPORT = (
 
 
 class CudaGraphMode(Enum):
-    """How decode batches and mixed batches run.
+    """How decode batches and mixed batches run. The names are those of vLLM's `CUDAGraphMode`.
 
-    NONE: everything runs eagerly.
-    PIECEWISE: the pieces between attention-like operators are captured, for every batch.
-    FULL: the whole forward pass is captured, for every batch.
-    FULL_DECODE_ONLY: decode batches run as FULL, mixed batches eagerly.
-    FULL_AND_PIECEWISE: decode batches run as FULL, mixed batches as PIECEWISE.
+    A decode batch has only requests that have finished their prompts. A mixed batch has at least one prefill row.
 
-    The first three are how one graph is made; the last two are policies over two kinds of batches.
+    NONE: all batches run eagerly.
+    PIECEWISE: all batches run on piecewise graphs. Attention-like operators run eagerly between two captured pieces.
+    FULL: all batches run on full graphs. One graph holds the whole forward pass.
+    FULL_DECODE_ONLY: decode batches run on full graphs, mixed batches run eagerly.
+    FULL_AND_PIECEWISE: decode batches run on full graphs, mixed batches on piecewise graphs.
     """
 
     NONE = "NONE"
@@ -31,34 +31,40 @@ class CudaGraphMode(Enum):
     FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
 
     @property
-    def decode(self) -> CudaGraphMode:
+    def decode_mode(self) -> CudaGraphMode:
         """How decode batches run: NONE, PIECEWISE or FULL."""
         two_kinds = self in (CudaGraphMode.FULL_DECODE_ONLY, CudaGraphMode.FULL_AND_PIECEWISE)
         return CudaGraphMode.FULL if two_kinds else self
 
     @property
-    def mixed(self) -> CudaGraphMode:
-        """How batches with a prefill row run: NONE, PIECEWISE or FULL."""
+    def mixed_mode(self) -> CudaGraphMode:
+        """How mixed batches run: NONE, PIECEWISE or FULL."""
         if self is CudaGraphMode.FULL_DECODE_ONLY:
             return CudaGraphMode.NONE
         return CudaGraphMode.PIECEWISE if self is CudaGraphMode.FULL_AND_PIECEWISE else self
 
     def resolve(self, support: int, *, query_len: int = 1) -> tuple[CudaGraphMode, str | None]:
-        """Return the nearest mode that the model can run, and a sentence why it is another one, if it is.
+        """Return the nearest mode that the model's attention backends can run, and why it differs from this mode.
 
-        support: what FULL graphs may hold, the least over all metadata builders: 0 nothing, 1 rows of one token,
-            2 rows of equal length, 3 every batch.
-        query_len: tokens of the longest decode row, 1 + num_spec.
-        Raises `ValueError` for a number outside its range.
+        Args:
+            support: which batches a full graph may hold, the smallest value over all metadata builders.
+                0: none, 1: rows of one token, 2: rows of equal length, 3: every batch.
+            query_len: tokens of the longest decode row: 1 + the number of draft tokens.
+
+        Returns:
+            The mode, and one sentence with the reason. The reason is None if the mode is unchanged.
+
+        Raises:
+            ValueError: `support` is not in [0, 3], or `query_len` is below 1.
         """
         if not 0 <= support < len(_SUPPORT):
             raise ValueError(f"support={support} must be in [0, {len(_SUPPORT) - 1}]")
         if query_len < 1:
             raise ValueError(f"query_len={query_len} must be at least 1")
-        if self.decode is CudaGraphMode.FULL and support < (1 if query_len == 1 else 2):
-            # What captures decode batches in pieces has no reason left to run the others eagerly.
+        if self.decode_mode is CudaGraphMode.FULL and support < (1 if query_len == 1 else 2):
+            # PIECEWISE serves mixed batches too, so none of them needs to run eagerly.
             mode, reason = CudaGraphMode.PIECEWISE, f"decode rows have up to {query_len} tokens"
-        elif self.mixed is CudaGraphMode.FULL and support < 3:
+        elif self.mixed_mode is CudaGraphMode.FULL and support < 3:
             mode, reason = CudaGraphMode.FULL_AND_PIECEWISE, "the mode asks for every batch"
         else:
             return self, None

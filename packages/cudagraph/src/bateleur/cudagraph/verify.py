@@ -1,4 +1,4 @@
-"""The proof that a replay is the eager run: the same contents staged twice, both results compared."""
+"""Verification: compares a replay with an eager run of the same body on the same staged contents."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph._trees import tensors
-from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph._trees import named_tensors
+from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.execution import S
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """What came out for one key.
+class ReplayComparison:
+    """Result of the verification of one key.
 
-    max_difference: largest absolute difference of an element over all of them; inf where one is NaN and the other not.
-    failure: the first tensor out of tolerance, with its seed; None if all are within.
-    part: which graphs of an engine these are, where those of several managers are told together.
+    Attributes:
+        key: key of the graph.
+        max_difference: largest absolute difference of an element, over all tensors and seeds. inf if exactly one of the
+            two elements is NaN.
+        failure: names the first tensor out of tolerance, and its seed. None if all are within tolerance.
+        part: name of the manager, in a report about several managers of an engine. Empty otherwise.
     """
 
     key: BatchExecutionDescriptor
@@ -32,29 +35,33 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Comparisons in the order of the runs: large keys before small."""
+    """Results of `CudaGraphManager.verify`.
 
-    comparisons: tuple[Comparison, ...]
+    Attributes:
+        comparisons: one result per key, large keys first.
+    """
+
+    comparisons: tuple[ReplayComparison, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether every replay equals its eager run."""
+        """Whether every replay equals its eager run, within tolerance."""
         return not self.failing
 
     @property
-    def failing(self) -> tuple[Comparison, ...]:
-        """The keys that don't."""
+    def failing(self) -> tuple[ReplayComparison, ...]:
+        """The results of keys that are out of tolerance."""
         return tuple(comparison for comparison in self.comparisons if comparison.failure is not None)
 
     @classmethod
     def join(cls, parts: Mapping[str, VerifyReport]) -> VerifyReport:
-        """The comparisons of several managers, by the name of what their graphs are."""
+        """Join the reports of several managers, by the name of each manager."""
         return cls(
             tuple(replace(each, part=part) for part, report in parts.items() for each in report.comparisons)
         )
 
     def table(self) -> str:
-        """Return a line per key as text."""
+        """Return one line of text per key."""
         lines = [f"{'largest difference':>18}  {'':<6}  key"]
         for comparison in self.comparisons:
             mark, tail = ("ok", "") if comparison.failure is None else ("FAILED", f": {comparison.failure}")
@@ -63,52 +70,65 @@ class VerifyReport:
         return "\n".join(lines)
 
 
-Also: TypeAlias = Mapping[str, Tensor] | Callable[[S], Mapping[str, Tensor]]
-"""What is compared besides an output: tensors by name, or a function from the staged state to them."""
+ExtraTensors: TypeAlias = Mapping[str, Tensor] | Callable[[S], Mapping[str, Tensor]]
+"""Tensors to compare besides the output, by name, or a function that returns them for a staged state."""
 
-Run = Callable[[int], Mapping[str, Tensor]]
-"""From a seed to copies of everything that is compared, by name."""
-
-
-def copies(tree: object, also: Also[S], state: S) -> dict[str, Tensor]:
-    """Copy the tensors of an output, and the others that are compared with it."""
-    others = also(state) if callable(also) else also
-    return {name: tensor.clone() for name, tensor in (*tensors(tree, "output"), *others.items())}
+RunSeed = Callable[[int], Mapping[str, Tensor]]
+"""Runs the batch of a seed, and returns copies of all tensors to compare, by name."""
 
 
-def judge(
-    key: BatchExecutionDescriptor, eager: Run, replay: Run, num_seeds: int, rtol: float | None, atol: float
-) -> Comparison:
-    """Compare both runs for seeds 0 .. num_seeds - 1."""
+def copy_tensors(output: object, extra_tensors: ExtraTensors[S], state: S) -> dict[str, Tensor]:
+    """Return copies of the tensors of an output and of the extra tensors, by name."""
+    extra = extra_tensors(state) if callable(extra_tensors) else extra_tensors
+    return {name: tensor.clone() for name, tensor in (*named_tensors(output, "output"), *extra.items())}
+
+
+def compare_runs(
+    key: BatchExecutionDescriptor,
+    eager: RunSeed,
+    replay: RunSeed,
+    num_seeds: int,
+    rtol: float | None,
+    atol: float,
+) -> ReplayComparison:
+    """Run seeds 0 .. `num_seeds` - 1 eagerly and by replay, and compare the results.
+
+    Args:
+        rtol, atol: see `CudaGraphManager.verify`.
+    """
     largest, failure = 0.0, None
     for seed in range(num_seeds):
         expected, actual = eager(seed), replay(seed)
         if expected.keys() != actual.keys():
-            odd = sorted(expected.keys() ^ actual.keys())[0]
-            largest, failure = inf, failure or f"seed {seed}: only one of the outputs has {odd}"
+            unmatched = sorted(expected.keys() ^ actual.keys())[0]
+            largest, failure = inf, failure or f"seed {seed}: only one of the outputs has {unmatched}"
             continue
-        coarsest = max((rounding(tensor.dtype) for tensor in expected.values()), default=0.0)
+        coarsest = max((rounding_tolerance(tensor.dtype) for tensor in expected.values()), default=0.0)
         for name, tensor in expected.items():
             tolerance = coarsest if rtol is None else rtol
-            difference, within = compare(tensor, actual[name], tolerance, atol)
+            difference, within = compare_tensors(tensor, actual[name], tolerance, atol)
             largest = max(largest, difference)
             if not within and failure is None:
                 failure = f"seed {seed}: {name} differs by {difference:.3g}"
-    return Comparison(key, largest, failure)
+    return ReplayComparison(key, largest, failure)
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """Relative difference that the order of a few sums makes; torch's own tests allow for as much."""
+def rounding_tolerance(dtype: torch.dtype) -> float:
+    """Relative difference that another order of a few sums may cause. The tests of torch allow about as much."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return (2 if dtype.itemsize <= 2 else 11) * torch.finfo(dtype).eps
 
 
-def compare(expected: Tensor, actual: Tensor, rtol: float, atol: float) -> tuple[float, bool]:
-    """Largest absolute difference, and whether all are within `atol` plus `rtol` times the largest of their row.
+def compare_tensors(expected: Tensor, actual: Tensor, rtol: float, atol: float) -> tuple[float, bool]:
+    """Compare two tensors of any shape.
 
-    An element is a sum of large and small ones, so what it is rounded to depends on the large ones of its row (the
-    last dimension). Integers must be equal. NaN equals NaN: rows of padding may hold it.
+    Integers must be equal. NaN equals NaN, because padding rows may hold it. The tolerance is relative to the largest
+    element of the row (the last dimension), because the rounding of a sum depends on its largest terms.
+
+    Returns:
+        The largest absolute difference, and whether all differences are within `atol` + `rtol` * the largest element
+        of `expected` in the row. (inf, False) if shapes or dtypes differ.
     """
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return inf, False
@@ -121,7 +141,7 @@ def compare(expected: Tensor, actual: Tensor, rtol: float, atol: float) -> tuple
         return 0.0, True
     if not inexact:
         return float((expected.double() - actual.double()).abs().max()), False
-    apart = (expected - actual).abs().nan_to_num(nan=inf, posinf=inf).masked_fill(same, 0.0)
+    difference = (expected - actual).abs().nan_to_num(nan=inf, posinf=inf).masked_fill(same, 0.0)
     largest = expected.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1 if expected.dim() else (), keepdim=True)
-    within = apart.isfinite() & (apart <= atol + rtol * largest)
-    return float(apart.max()), bool(within.all())
+    within = difference.isfinite() & (difference <= atol + rtol * largest)
+    return float(difference.max()), bool(within.all())

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import BatchExecutionDescriptor, Phase, Staged
+from bateleur.cudagraph import BatchExecutionDescriptor, Phase, StagedBatch
 from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.geometry import draft_max_seq_len, stage_chain, stage_first
@@ -115,14 +115,14 @@ class ChainSteps:
 
     # --- dummies --------------------------------------------------------------------------------------------
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[DraftState]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[DraftState]:
         """Stage dummy rows that fill `key`, through the code of real ones; nothing is stored."""
         num_rows = key.num_tokens
         context_len = min(1, self.max_seq_len - 1)
         batch = self._dummies.dummy(BatchShape.of(num_rows, num_rows, 1), context_len=context_len)
         return self._staged(key, batch, phase)
 
-    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[DraftState]:
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[DraftState]:
         """Stage random rows over random caches; for an engine without requests."""
         rng = np.random.default_rng(seed)
         group, num_blocks = self._cache.blocks, self._cache.kv[0][0].shape[0] - 1
@@ -159,7 +159,7 @@ class ChainSteps:
         phase: Phase,
         table: Tensor | None = None,
         seed: int | None = None,
-    ) -> Staged[DraftState]:
+    ) -> StagedBatch[DraftState]:
         """Stage a first pass that drew token 0 everywhere, and build the second one."""
         num_rows, x = batch.num_actual_reqs, self._inputs
         stage_dummy(x, self._cache, batch, 0, table, seed)

@@ -14,19 +14,19 @@ from typing import Any
 from torch import Tensor
 
 from bateleur.cudagraph import (
-    Ask,
     BatchExecutionDescriptor,
-    Borrowed,
+    CapturedStateProducer,
     CapturedStates,
-    CapturePlan,
-    Checks,
-    Consensus,
+    CudagraphDispatcher,
     CudaGraphManager,
     CudaGraphMode,
+    DispatchCoordinator,
     GraphBackend,
-    LocalConsensus,
+    LocalCoordinator,
     Phase,
-    Staged,
+    ReplayChecks,
+    StagedBatch,
+    UnpaddedBatch,
 )
 from bateleur.eagle.chain_steps import ChainSteps
 from bateleur.eagle.passes import DraftState
@@ -47,15 +47,15 @@ class DraftGraphs:
     fuse: one graph for a whole chain if its metadata can be refreshed in the graph; else one graph for each pass.
     chains: numbers of drafts that get a fused graph; other numbers use the next longer one. () means only K.
     checks: what a replay checks.
-    consensus: how ranks agree on the chain's graph, given its plan.
+    coordinator: makes the coordinator of all ranks for a dispatcher. It chooses the graph of the chain.
     """
 
     backend: GraphBackend
     sizes: tuple[int, ...]
     fuse: bool = True
     chains: tuple[int, ...] = ()
-    checks: Checks = Checks.CHEAP
-    consensus: Callable[[CapturePlan], Consensus] = LocalConsensus
+    checks: ReplayChecks = ReplayChecks.CHEAP
+    coordinator: Callable[[CudagraphDispatcher], DispatchCoordinator] = LocalCoordinator
 
 
 class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
@@ -78,12 +78,14 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
         backend: GraphBackend,
         *,
         keys: Iterable[BatchExecutionDescriptor] | None = None,
-        checks: Checks = Checks.CHEAP,
+        checks: ReplayChecks = ReplayChecks.CHEAP,
     ) -> None:
         wanted = tuple(states if keys is None else dict.fromkeys(keys))
-        self.lender: Borrowed[Any] = Borrowed(states, wanted)
+        self.lender: CapturedStateProducer[Any] = CapturedStateProducer(states, wanted)
         # The plan has exactly these keys and makes no decision: a first pass runs on the target's key.
-        plan = CapturePlan(CudaGraphMode.FULL, tuple(sorted(wanted, reverse=True)), MappingProxyType({}))
+        plan = CudagraphDispatcher(
+            CudaGraphMode.FULL, tuple(sorted(wanted, reverse=True)), MappingProxyType({})
+        )
         super().__init__(plan, backend, checks=checks)
 
     @property
@@ -98,7 +100,7 @@ class LentSteps:
     adopt: see `Adopt`. own: stages the drafter's own buffers.
     """
 
-    def __init__(self, lender: Borrowed[Any], adopt: Adopt, own: ChainSteps) -> None:
+    def __init__(self, lender: CapturedStateProducer[Any], adopt: Adopt, own: ChainSteps) -> None:
         self._lender, self._adopt, self._own = lender, adopt, own
 
     @property
@@ -106,11 +108,11 @@ class LentSteps:
         """How often the target's buffers have been staged."""
         return self._lender.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[DraftState]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[DraftState]:
         """Borrow the target's state of `key`, and stage the drafter's own buffers for it."""
         return self._adopt(self._lender.stage(key, phase).state, phase, None).staged(key)
 
-    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[DraftState]:
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[DraftState]:
         """Stage a random step of the target, which must be `Fuzzable`, and random contents of the drafter's buffers."""
         return self._adopt(self._lender.fuzz(key, seed).state, Phase.RUN, seed).staged(key)
 
@@ -138,7 +140,7 @@ class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
         max_num_reqs: int,
         chains: Sequence[int],
         support: GraphSupport,
-    ) -> CapturePlan:
+    ) -> CudagraphDispatcher:
         """Return the plan of graphs for `sizes` rows.
 
         chains: numbers of drafts that get a graph; () for one graph per pass.
@@ -148,9 +150,9 @@ class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
         captures = support >= GraphSupport.SINGLE_TOKEN
         mode = CudaGraphMode.FULL_DECODE_ONLY if captures else CudaGraphMode.NONE
         variants = tuple((k,) for k in sorted(set(chains))) or ((),)
-        return CapturePlan.make(mode, sizes, max_num_reqs=max_num_reqs, variants=variants)
+        return CudagraphDispatcher.make(mode, sizes, max_num_reqs=max_num_reqs, variants=variants)
 
     @staticmethod
-    def ask(num_rows: int, chain: int | None) -> Ask:
+    def ask(num_rows: int, chain: int | None) -> UnpaddedBatch:
         """Return the request for a graph: a chain of so many drafts, or None for single passes."""
-        return Ask(num_rows, num_rows, 1, 1, True, () if chain is None else (chain,))
+        return UnpaddedBatch(num_rows, num_rows, 1, 1, True, () if chain is None else (chain,))

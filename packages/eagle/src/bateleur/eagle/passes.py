@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Execution, Staged
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Execution, StagedBatch
 from bateleur.eagle.buffers import DraftInputs
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.draw import argmax, draw
@@ -51,10 +51,10 @@ class DraftState:
     work: Tensor | None = None
     """Work list of the pass that runs, see `AttentionBackend.divide`; None between passes."""
 
-    def staged(self, key: BatchExecutionDescriptor) -> Staged[DraftState]:
+    def staged(self, key: BatchExecutionDescriptor) -> StagedBatch[DraftState]:
         """Return the staged step; a piecewise graph captures no host scalar of the metadata."""
         signature = self.sign(self.metadata) if key.mode is CudaGraphMode.FULL else None
-        return Staged(key, self, self.batch.generation, signature)
+        return StagedBatch(key, self, self.batch.generation, signature)
 
 
 class DraftPasses:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from bateleur.cudagraph import (
     BatchExecutionDescriptor,
-    Bid,
     CapturedStates,
-    Decision,
-    DecisionCounter,
+    DispatchCounter,
+    DispatchDecision,
+    DispatchReason,
     Execution,
     Phase,
-    Why,
+    RankStep,
 )
 from bateleur.eagle.borrow import TargetState, require_borrow
 from bateleur.eagle.buffers import DraftInputs
@@ -108,7 +108,7 @@ class EagleSpeculator:
         self.steps = ChainSteps(self.inputs, cache, self._builder, limits.max_model_len)
         self.prefill: PrefillEagleCudaGraphManager | None = None
         self.decode: DecodeEagleCudaGraphManager | None = None
-        self.decisions = DecisionCounter()
+        self.decisions = DispatchCounter()
         self._columns = torch.arange(num_speculative_tokens, device=self.inputs.device)
         self._chains: tuple[int, ...] = ()
         self._graphs = graphs
@@ -271,7 +271,7 @@ class EagleSpeculator:
                 self._adopt,
                 self._cache.group,
             )
-        self._consensus = graphs.consensus(plan)
+        self._coordinator = graphs.coordinator(plan)
 
     # --- the first pass -------------------------------------------------------------------------------------
 
@@ -341,12 +341,12 @@ class EagleSpeculator:
             if key.variant:  # one graph of all passes, refreshes included
                 return
 
-    def _decide(self, num_rows: int, num_drafts: int) -> Decision:
+    def _decide(self, num_rows: int, num_drafts: int) -> DispatchDecision:
         """Choose the chain's graph, the same on all ranks, or eager with the reason."""
         if self.decode is None:
-            return Decision(None, Why.NO_GRAPHS)
+            return DispatchDecision(None, DispatchReason.NO_GRAPHS)
         chain = next((k for k in self._chains if k >= num_drafts), None)
         ask = self.decode.ask(num_rows, chain)
-        decision = self._consensus.agree(Bid(ask, self.decode.ready)).decision(ask)
+        decision = self._coordinator.coordinate(RankStep(ask, self.decode.ready)).decision_for(ask)
         self.decisions.count(decision)
         return decision

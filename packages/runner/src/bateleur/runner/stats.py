@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bateleur.cudagraph import DecisionCounter
+from bateleur.cudagraph import DispatchCounter
 from bateleur.eagle import AcceptStats
 from bateleur.runner.histogram import Histogram
 
@@ -107,7 +107,7 @@ class EngineStats:
     kv_cache_usage: float = 0.0
     """Share of KV blocks that running requests hold, now; in [0, 1]."""
     histograms: RequestHistograms = field(default_factory=RequestHistograms)
-    decisions: DecisionCounter = field(default_factory=DecisionCounter)
+    decisions: DispatchCounter = field(default_factory=DispatchCounter)
     """Steps by the kind of graph that they ran on, or why on none."""
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Ways of capturing: `cuda`, `recorded` and `eager`."""
+"""Capture backends: `cuda`, `recorded` and `eager`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from bateleur.cudagraph.backends.recorded import RecordedBackend
 
 
 def get_backend(name: str, device: torch.device | str) -> GraphBackend:
-    """A new backend for bodies that run on `device`. Its recordings share memory with each other and no others.
+    """Return a new backend. Its captures share memory with each other and with no other backend object.
 
     Args:
-        name: `cuda` (CUDA graphs), `recorded` (their semantics on the CPU), `eager` (no graphs), or `auto`: `cuda` on
-            a CUDA device, else `eager`.
-        device: where the tensors of the bodies are.
+        name: `cuda` (CUDA graphs), `recorded` (emulation of CUDA graphs on CPU), `eager` (no graphs), or `auto`:
+            `cuda` on a CUDA device, else `eager`.
+        device: device of the tensors that bodies use.
 
     Raises:
-        ValueError: there is no such backend, or not on this device.
+        ValueError: `name` is unknown, or the backend does not support `device`.
     """
     device = torch.device(device)
     if name == "auto":
@@ -31,5 +31,5 @@ def get_backend(name: str, device: torch.device | str) -> GraphBackend:
     if name != "recorded":
         raise ValueError(f"name={name!r} must be auto, cuda, recorded or eager")
     if device.type != "cpu":
-        raise ValueError(f"name='recorded' records on the CPU; device={device} must be cpu")
+        raise ValueError(f"name='recorded' needs device='cpu', got device={device}; use name='cuda' on a GPU")
     return RecordedBackend()

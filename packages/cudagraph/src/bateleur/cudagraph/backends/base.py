@@ -1,4 +1,4 @@
-"""What every way of capturing has in common."""
+"""`GraphBackend`: the interface of all capture backends, and `CapturedBody`, what they return."""
 
 from __future__ import annotations
 
@@ -6,31 +6,38 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Protocol
 
-from bateleur.cudagraph._memory import External, Memory
-from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph._memory import ExternalMemory, TrackedMemory
+from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.errors import GraphError
 from bateleur.cudagraph.execution import Body, S, T
 
 
 class Graph(Protocol):
-    """A captured piece, as `torch.cuda.CUDAGraph` is one."""
+    """One captured piece, such as `torch.cuda.CUDAGraph`."""
 
     def replay(self) -> None:
-        """Do it again."""
+        """Run the piece."""
 
     def reset(self) -> None:
-        """Free it."""
+        """Free the graph."""
 
 
-class Recording(Generic[S, T]):
-    """A captured body. Its output tensors keep their addresses and own no memory: replays of it, and of other
-    recordings of the same backend, overwrite them.
+class CapturedBody(Generic[S, T]):
+    """A captured body: one graph, or several graphs with eager parts between them.
 
-    run: what a replay does. graphs: its captured pieces. memory: what they met.
+    Its output tensors have fixed addresses and own no memory. Every replay of a graph of the same backend object may
+    overwrite them.
+
+    Args:
+        key: key of the graph.
+        run: replays the body for a state, and returns its output.
+        graphs: the captured pieces.
+        memory: the storages that the pieces use.
 
     Attributes:
-        num_graphs: captured pieces: 1 for a FULL graph, 0 where nothing was captured (eager backend).
-        nbytes: memory that the capture took of the device: what the pool grew by, and what the driver keeps for graphs.
+        num_graphs: captured pieces. 1 for a FULL key, 0 if nothing was captured (eager backend).
+        nbytes: device memory that the capture allocated, in bytes: growth of the pool, and the driver's memory for the
+            graphs.
     """
 
     def __init__(
@@ -38,71 +45,72 @@ class Recording(Generic[S, T]):
         key: BatchExecutionDescriptor,
         run: Callable[[S], T],
         graphs: Sequence[Graph] = (),
-        memory: Memory | None = None,
+        memory: TrackedMemory | None = None,
     ) -> None:
         self.num_graphs = len(graphs)
         self.nbytes = 0
         self._key = key
         self._run: Callable[[S], T] | None = run
         self._graphs = graphs
-        self._memory = memory or Memory()
-        self._spoiled = False
+        self._memory = memory or TrackedMemory()
+        self._poisoned = False
 
     @property
-    def externals(self) -> tuple[External, ...]:
-        """Everything it reads or writes and does not own; empty where a backend can't tell."""
+    def externals(self) -> tuple[ExternalMemory, ...]:
+        """Memory that the graphs use and do not own. Empty if the backend cannot find it."""
         return self._memory.externals
 
     def replay(self, state: S) -> T:
-        """Run it. A FULL graph reads only what it baked; the eager parts of a piecewise one get `state`.
+        """Run the graphs, and return the output. Only the eager parts of a piecewise body read `state`.
 
         Raises:
-            AddressMoved, DanglingExternal: memory that it does not own is gone; nothing was run.
+            AddressMoved, DanglingExternal: external memory moved or was freed. Nothing ran.
+            GraphError: the graphs were released, or an eager part failed.
         """
         if self._run is None:
-            raise GraphError(f"{self._key}: released")
-        self._spoiled = False
+            raise GraphError(f"{self._key}: the graph was released; capture it again")
+        self._poisoned = False
         return self._run(state)
 
     def check_externals(self) -> None:
-        """Raise `DanglingExternal` or `AddressMoved` if memory it does not own is not where it was."""
+        """Raise `DanglingExternal` or `AddressMoved` if external memory was freed or moved."""
         self._memory.check()
 
     def poison(self) -> None:
-        """Spoil its outputs and what else can be read of its memory, as a sibling might: NaN, or values out of range.
+        """Poison the outputs and other owned memory, as a replay of another graph might overwrite it.
 
-        Once after each replay is enough: checks do this to all recordings in every step.
+        A second call without a replay between does nothing, because PARANOID checks poison all graphs in every step.
         """
-        if not self._spoiled:
+        if not self._poisoned:
             self._memory.poison()
-            self._spoiled = True
+            self._poisoned = True
 
     def release(self) -> None:
-        """Free the graphs; a replay after that is refused, and outputs of earlier ones become empty tensors.
+        """Free the graphs. Outputs of earlier replays become empty tensors, and `replay` raises.
 
-        A graph of another recording that reads them then finds that its external memory was freed.
+        If a graph of another backend object reads such an output, its next check finds that the memory was freed.
         """
         for graph in self._graphs:
             graph.reset()
-        self._memory.drop_views()
-        self._run, self._graphs, self._memory = None, (), Memory()
+        self._memory.empty_views()
+        self._run, self._graphs, self._memory = None, (), TrackedMemory()
 
 
 class GraphBackend(Protocol):
-    """Captures bodies. Recordings of one backend object share memory, so a replay may spoil another's outputs."""
+    """Captures bodies. All captures of one backend object share a memory pool."""
 
     @property
     def name(self) -> str:
-        """`cuda`, `recorded` or `eager`."""
+        """Name of the backend: `cuda`, `recorded` or `eager`."""
 
     def session(self) -> AbstractContextManager[None]:
-        """Around warm-ups and captures: whatever they need of the process, put back afterwards in any case."""
+        """Return the context for warm-ups and captures, such as a side stream. It restores everything at its end."""
         return nullcontext()
 
-    def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> Recording[S, T]:
-        """Capture one call of `body`, as one graph, or as pieces for a key of mode PIECEWISE.
+    def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
+        """Capture one call of `body`: one graph for a FULL key, several pieces for a PIECEWISE key.
 
         Raises:
-            HostSync: the body read a device value on the host; it names the operator where the backend sees operators.
-            CaptureError: the body did something else that no graph can hold, or raised; the backend stays usable.
+            HostSync: the body read a device value on the host. The message names the operator if the backend sees it.
+            CaptureError: the body raised, or did something else that no graph can hold. The backend can capture again.
         """

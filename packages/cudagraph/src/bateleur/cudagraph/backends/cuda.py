@@ -1,4 +1,4 @@
-"""CUDA graphs: `torch.cuda.CUDAGraph`, one memory pool and one stream for all recordings of a backend."""
+"""`CudaBackend`: captures `torch.cuda.CUDAGraph` objects, with one memory pool and one stream per backend object."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import UntypedStorage
 
-from bateleur.cudagraph._watch import Tape
-from bateleur.cudagraph.backends.base import GraphBackend, Recording
-from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph._capture_tracker import CaptureTracker
+from bateleur.cudagraph.backends.base import CapturedBody, GraphBackend
+from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.capture import BodyCapture
 from bateleur.cudagraph.errors import CaptureError
 from bateleur.cudagraph.execution import Body, S, T
-from bateleur.cudagraph.segments import Segments
 
 _INVALID: list[torch.cuda.CUDAGraph] = []
-"""Graphs of invalid captures, for the life of the process, see `CapturePool.abandon`."""
+"""Graphs of invalid captures. They live as long as the process, see `CudaGraphPool.abandon`."""
 
 
-class CapturePool:
+class CudaGraphPool:
     """A private memory pool of torch's allocators that several captures share.
 
     Attributes:
@@ -39,46 +39,46 @@ class CapturePool:
         self._device = device
 
     @property
-    def takes_captures(self) -> bool:
-        """Whether another capture may use the pool: torch refuses its handle after its last graph has gone."""
+    def accepts_captures(self) -> bool:
+        """Whether another capture may use the pool. torch refuses the handle after the last graph was freed."""
         return bool(self.graphs) and not self.abandoned
 
     def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Clean up after a capture that the driver refused to begin or to end. Earlier graphs keep the pool.
 
-        `CUDAGraph.capture_begin` puts three parts of torch into the state of a capture: the device allocator, the
-        allocator of pinned host memory (torch >= 2.11), and the default random generator. If the driver reports an
-        error, `capture_end` raises and leaves them in that state. `CUDAGraph.reset` ends it in torch 2.15 and not in
-        torch 2.11, where:
+        `CUDAGraph.capture_begin` puts three parts of torch into capture state: the device allocator, the allocator of
+        pinned host memory (torch >= 2.11), and the default random generator. If the driver reports an error,
+        `capture_end` raises and leaves them in that state. `CUDAGraph.reset` ends the state in torch 2.15, but not in
+        torch 2.11. There:
 
-        * The device allocator defers frees and can't return cached memory. It is told here.
-        * The host allocator has no Python binding. It refuses another capture into the pool, hence `abandoned`. At each
-          allocation it calls a function that has the address of the graph object, so the object must never be freed.
+        * The device allocator defers frees and can't return cached memory. The two `torch._C` calls below end this.
+        * The host allocator has no Python binding. It refuses another capture into the pool, so the pool is abandoned.
+          At each allocation it calls a function with the address of the graph object, so the object is never freed.
         * The generator refuses to draw outside of a capture, so the warm-up of the next key could not draw. A complete
-          capture resets it, so an empty one is made here.
+          capture resets it, so this captures an empty graph.
         """
         self.abandoned = True
         _INVALID.append(graph)
         with suppress(RuntimeError):
             graph.reset()
-        with suppress(RuntimeError):  # reset() has ended the capture in the allocator
+        with suppress(RuntimeError):  # raised if reset() has ended the capture in the allocator
             torch._C._cuda_endAllocateToPool(self._device.index, self.handle)
             torch._C._cuda_releasePool(self._device.index, self.handle)
         empty = torch.cuda.CUDAGraph()
         try:
             begin_capture(empty, torch.cuda.graph_pool_handle())
             end_capture(empty)
-        except RuntimeError:  # the device is lost; the next capture raises the same error
+        except RuntimeError:  # the device is lost, and the next capture raises the same error
             _INVALID.append(empty)
 
 
 def begin_capture(graph: torch.cuda.CUDAGraph, handle: Any) -> None:
-    """Begin a capture on the current stream. Other threads may go on using the driver."""
+    """Begin a capture on the current stream. Other threads may call the driver meanwhile."""
     graph.capture_begin(pool=handle, capture_error_mode="thread_local")
 
 
 def end_capture(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture, which may be empty."""
+    """End a capture. It may be empty."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         graph.capture_end()
@@ -89,40 +89,42 @@ class CudaBackend(GraphBackend):
 
     Args:
         device: a CUDA device.
-        audit: watch the operators of a capture, to know whose memory a graph uses and to name a host sync. It costs
-            time during capture only, but torch.compile does not run compiled code under it: False for such bodies;
-            then `externals` is empty, `check_externals` and `poison` do nothing, and outputs and arguments of eager
-            parts keep their memory, because nothing tells it from memory of others. Kernels that are launched without
-            an operator are not seen.
+        track_operators: see every operator of a capture, to find external memory and to name a host sync. It costs
+            time during capture only. Use False for bodies that `torch.compile` compiled, because they do not run
+            compiled under a dispatch mode. Then `externals` is empty, `check_externals` and `poison` do nothing, and
+            outputs and arguments of eager parts keep their memory allocated, because the backend cannot tell it from
+            external memory. Kernels that are launched without a torch operator are never seen.
 
     Raises:
-        ValueError: `device` is no CUDA device, or there is none.
+        ValueError: `device` is not a CUDA device, or CUDA is not available.
     """
 
     name = "cuda"
 
-    def __init__(self, device: torch.device | str = "cuda", *, audit: bool = True) -> None:
+    def __init__(self, device: torch.device | str = "cuda", *, track_operators: bool = True) -> None:
         device = torch.device(device)
         if device.type != "cuda":
-            raise ValueError(f"name='cuda' captures CUDA graphs; device={device} must be a CUDA device")
+            raise ValueError(
+                f"name='cuda' needs a CUDA device, got device={device}; use name='recorded' on CPU"
+            )
         if not torch.cuda.is_available():
             raise ValueError(f"device={device}: this machine or this build of torch has no CUDA")
         self._device = torch.device(
             "cuda", torch.cuda.current_device() if device.index is None else device.index
         )
-        self._audit = audit
+        self._track_operators = track_operators
         self._stream = torch.cuda.Stream(self._device)
-        self._lent: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
-        self._pool: CapturePool | None = None
+        self._pool_views: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
+        self._pool: CudaGraphPool | None = None
         self._in_session = False
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """A side stream that waits for the current one and is waited for, and no garbage collection.
+        """Switch to a side stream, ordered with the current stream, and switch garbage collection off.
 
-        A collection during capture may free what the driver must not be asked to free then (a Triton module, a graph).
+        A collection during a capture may free a Triton module or a graph, which the driver does not allow then.
         """
-        with torch.cuda.device(self._device), _no_collection():
+        with torch.cuda.device(self._device), _garbage_collection_off():
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
             self._in_session = True
@@ -133,33 +135,33 @@ class CudaBackend(GraphBackend):
                 self._in_session = False
                 current.wait_stream(self._stream)
 
-    def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> Recording[S, T]:
-        """Capture one call of `body`, within a `session`; `CaptureError` without one."""
+    def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
+        """Capture one call of `body`. Call it within `session()`, else it raises `CaptureError`."""
         if not self._in_session:
-            raise CaptureError(f"{key}: a CUDA graph is captured within session()")
+            raise CaptureError(f"{key}: capture() must be called within session()")
         if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(f"{key}: a capture within a capture")
-        if self._pool is None or not self._pool.takes_captures:
-            self._pool = CapturePool(self._device)
+            raise CaptureError(f"{key}: capture() was called within another capture; end that one first")
+        if self._pool is None or not self._pool.accepts_captures:
+            self._pool = CudaGraphPool(self._device)
         before, _ = torch.cuda.mem_get_info(self._device)
-        tape = CudaTape(key, self._device, self._lent, self._pool)
-        watchers = (tape,) if self._audit else ()
-        recording = Segments(tape, key, state).capture(body, *watchers)
-        recording.nbytes = max(before - torch.cuda.mem_get_info(self._device)[0], 0)
-        return recording
+        tracker = CudaCaptureTracker(key, self._device, self._pool_views, self._pool)
+        modes = (tracker,) if self._track_operators else ()
+        captured = BodyCapture(tracker, key, state).capture(body, *modes)
+        captured.nbytes = max(before - torch.cuda.mem_get_info(self._device)[0], 0)
+        return captured
 
 
-class CudaTape(Tape):
-    """Captures pieces on the current stream."""
+class CudaCaptureTracker(CaptureTracker):
+    """Captures pieces as CUDA graphs, on the current stream."""
 
     def __init__(
         self,
         key: BatchExecutionDescriptor,
         device: torch.device,
-        lent: weakref.WeakSet[UntypedStorage],
-        pool: CapturePool,
+        pool_views: weakref.WeakSet[UntypedStorage],
+        pool: CudaGraphPool,
     ) -> None:
-        super().__init__(key, device, lent)
+        super().__init__(key, device, pool_views)
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -175,7 +177,7 @@ class CudaTape(Tape):
         self.open = True
 
     def end(self) -> torch.cuda.CUDAGraph:
-        """Close the piece."""
+        """Close the piece, and return its graph."""
         self.check()
         graph = self._close()
         assert graph is not None, "begin() was called"
@@ -183,13 +185,13 @@ class CudaTape(Tape):
         return graph
 
     def abort(self) -> None:
-        """End the capture, so that stream and pool are usable again, and drop the graph."""
-        with suppress(RuntimeError):  # the capture is invalid; the error that got us here says why
+        """End the capture and drop the graph, so that stream and pool can be used again."""
+        with suppress(RuntimeError):  # the capture is invalid, and the caller raises the cause
             graph = self._close()
             if graph is not None:
                 graph.reset()
 
-    def _take(self, nbytes: int, device: torch.device) -> UntypedStorage:
+    def _allocate(self, nbytes: int, device: torch.device) -> UntypedStorage:
         return UntypedStorage(nbytes, device=device)
 
     def _close(self) -> torch.cuda.CUDAGraph | None:
@@ -205,8 +207,8 @@ class CudaTape(Tape):
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Switch automatic garbage collection off, and put it back as it was. A body must not collect by itself."""
+def _garbage_collection_off() -> Iterator[None]:
+    """Switch automatic garbage collection off, and restore it at the end. The body must not call `gc.collect`."""
     enabled = gc.isenabled()
     gc.disable()
     try:

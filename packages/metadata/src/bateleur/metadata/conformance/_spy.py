@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from bateleur.metadata.batch import CommonAttentionMetadata, field_values
 from bateleur.metadata.bounds import SeqLenBound
-from bateleur.metadata.conformance._sync import READS, is_composite, waits
+from bateleur.metadata.conformance._host_sync import HOST_READS, is_composite, waits_for_device
 from bateleur.metadata.fields import FIELDS
 
 Note = Callable[[str], None]
@@ -98,8 +98,8 @@ class _Functions(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS and self._watch.reaches(args[:1]):
-            self._watch.note(READS[func])
+        if func in HOST_READS and self._watch.reaches(args[:1]):
+            self._watch.note(HOST_READS[func])
         with torch._C.DisableTorchFunction():
             return func(*args, **(kwargs or {}))
 
@@ -127,7 +127,7 @@ class _Operators(TorchDispatchMode):
         if not watch.reaches((args, kwargs)):
             return out
         name = func._schema.name
-        if waits(func, args, kwargs, watch.reaches) or _leaves_device(name, args, out):
+        if waits_for_device(func, args, kwargs, watch.reaches) or _leaves_device(name, args, out):
             watch.note(name.replace("aten::", "aten."))
         given = {spec.name: arg for spec, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
         written = [

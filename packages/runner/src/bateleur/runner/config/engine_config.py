@@ -29,7 +29,7 @@ from bateleur.runner.vllm_names import ENGINE, with_draft, without
 if TYPE_CHECKING:
     import torch
 
-    from bateleur.cudagraph import Checks, CudaGraphMode
+    from bateleur.cudagraph import CudaGraphMode, ReplayChecks
     from bateleur.eagle import Drafter, DraftPolicy, Rule
     from bateleur.mamba import MambaCacheMode, PromptScan, StatePolicy
 
@@ -240,7 +240,7 @@ class GraphConfig(Checked):
     cudagraph_capture_sizes: Sequence[int] | None = option(None, maybe(_SIZES))
     """Token counts to capture. Default: up to 512 tokens, and up to those of `max_num_seqs` requests with all their
     drafts, dense for small batches."""
-    cudagraph_checks: str | Checks = option("CHEAP", OneOf(("OFF", "CHEAP", "ADDRESSES", "PARANOID")))
+    cudagraph_checks: str | ReplayChecks = option("CHEAP", OneOf(("OFF", "CHEAP", "ADDRESSES", "PARANOID")))
     """What each replay verifies: "OFF", "CHEAP", "ADDRESSES" or "PARANOID"."""
 
     def __post_init__(self) -> None:

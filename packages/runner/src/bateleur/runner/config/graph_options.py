@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bateleur.cudagraph import Checks, CudaGraphMode
+from bateleur.cudagraph import CudaGraphMode, ReplayChecks
 from bateleur.runner.arguments import member_of, refuse
 from bateleur.runner.config.engine_config import GraphConfig
 
@@ -22,7 +22,7 @@ class GraphOptions:
     """One of "auto", "cuda", "recorded" or "eager", see `bateleur.cudagraph.backends`."""
     capture_sizes: Sequence[int] | None = None
     """Token counts; None is `default_capture_sizes`."""
-    checks: Checks = Checks.CHEAP
+    checks: ReplayChecks = ReplayChecks.CHEAP
     """What each replay verifies."""
 
     @classmethod
@@ -37,5 +37,5 @@ class GraphOptions:
         if config.cudagraph_backend == wrong:
             refuse("cudagraph_backend", wrong, f"another where the device is {device.type}")
         mode = member_of(CudaGraphMode, config.cudagraph_mode or default)
-        checks = member_of(Checks, config.cudagraph_checks)
+        checks = member_of(ReplayChecks, config.cudagraph_checks)
         return cls(mode, config.cudagraph_backend, config.cudagraph_capture_sizes, checks)

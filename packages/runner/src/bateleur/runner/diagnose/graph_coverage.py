@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from bateleur.cudagraph import Ask, BatchExecutionDescriptor, CapturePlan, Coverage, CudaGraphMode
+from bateleur.cudagraph import (
+    BatchExecutionDescriptor,
+    Coverage,
+    CudagraphDispatcher,
+    CudaGraphMode,
+    UnpaddedBatch,
+)
 from bateleur.eagle import Rule
 from bateleur.eagle.full_proposal import can_follow
 from bateleur.mamba import MambaMetadataBuilder
@@ -30,7 +36,7 @@ from bateleur.runner.spec_decode.proposal_graphs import proposal_keys
 class GraphFacts:
     """A plan and what it covers."""
 
-    plan: CapturePlan
+    plan: CudagraphDispatcher
     notes: tuple[str, ...]
     """Why the mode is not the one asked for, and what else a user should know."""
     decode: tuple[Coverage, ...]
@@ -69,9 +75,9 @@ class GraphFacts:
             drafts = f", with {coverage.query_len - 1} drafts each" if coverage.query_len > 1 else ""
             lines += ["", f"decoding requests{drafts}", coverage.table()]
         lines += ["", f"{'tokens of a prompt':>20}  runs on"]
-        for span in self.prompts.spans:
+        for span in self.prompts.ranges:
             size = str(span.first) if span.first == span.last else f"{span.first}-{span.last}"
-            lines.append(f"{size:>20}  {span.why if span.descriptor is None else span.descriptor}")
+            lines.append(f"{size:>20}  {span.reason if span.descriptor is None else span.descriptor}")
         return "\n".join(lines)
 
 
@@ -101,7 +107,7 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     gaps = gaps_of_drafts(plan, limits.max_num_seqs, max(query_lens))
     notes += [note for note in (reason, gaps) if note is not None]
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
-    prompts = [plan.decide(Ask(1, n, n, n, decode_only=False)) for n in range(1, longest + 1)]
+    prompts = [plan.dispatch(UnpaddedBatch(1, n, n, n, decode_only=False)) for n in range(1, longest + 1)]
     decode = tuple(plan.coverage(limits.max_num_seqs, length) for length in query_lens)
     largest = max((key.num_tokens for key in plan.keys), default=0)
     shared = graph_bytes(empty_model(config, checkpoint, dtype), limits, largest)
@@ -115,12 +121,12 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
 
 def _as_dict(coverage: Coverage) -> dict[str, Any]:
     spans = []
-    for span in coverage.spans:
+    for span in coverage.ranges:
         graph = None if span.descriptor is None else str(span.descriptor)
-        spans.append({"first": span.first, "last": span.last, "graph": graph, "why": str(span.why)})
+        spans.append({"first": span.first, "last": span.last, "graph": graph, "why": str(span.reason)})
     return {
         "query_len": coverage.query_len,
         "spans": spans,
-        "mean_padding": coverage.mean_waste,
-        "worst_padding": coverage.worst_waste,
+        "mean_padding": coverage.mean_padding,
+        "worst_padding": coverage.worst_padding,
     }

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.cudagraph import Decision
+from bateleur.cudagraph import DispatchDecision
 from bateleur.runner.errors import RankFailed
 from bateleur.runner.parallel.ranks import Ranks
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.scheduling.scheduler import StepPlan
 
 
-def compare(ranks: Ranks, plan: StepPlan, decision: Decision, table: RequestTable) -> None:
+def compare(ranks: Ranks, plan: StepPlan, decision: DispatchDecision, table: RequestTable) -> None:
     """One exchange of a digest of each field. Raises RankFailed, on every rank, that names a field and who differs."""
     rows = plan.rows
     fields: dict[str, NDArray[Any]] = {

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from bateleur.cudagraph import Checks, CudaGraphMode, Decision, ReplayFailed, VerifyReport
+from bateleur.cudagraph import CudaGraphMode, DispatchDecision, ReplayChecks, ReplayFailed, VerifyReport
 from bateleur.eagle import BoundedDrafter, Drafter, EagleSpeculator, Rule
 from bateleur.metadata import BatchShape
 from bateleur.runner.cache.prefix_cache import PrefixCache
@@ -103,7 +103,7 @@ class Engine:
         self.ends = StepEnd(self._verifier, self.model_state, self._lengths)
         warm_up(model, self.graphs, self.producer, self._verifier, limits, head)
         self._capture_ends()
-        on_graphs = self.graphs.plan.mode.decode is CudaGraphMode.FULL
+        on_graphs = self.graphs.plan.mode.decode_mode is CudaGraphMode.FULL
         graphed = [length - 1 for length in lens] if on_graphs else ()
         self._grammars = GrammarMasks(self._verifier, graphed=bool(graphed))
         self._draft_sync = setup.drafter.sync if isinstance(setup.drafter, DraftHead) else None
@@ -321,7 +321,7 @@ class Engine:
     def _run(self, plan: StepPlan, clock: StepClock, admitted: Sequence[Request]) -> InFlight:
         """The device's part of a step."""
         decision, shape = self._decide(plan)
-        if not self.model.ranks.alone and self.setup.graphs.checks >= Checks.ADDRESSES:
+        if not self.model.ranks.alone and self.setup.graphs.checks >= ReplayChecks.ADDRESSES:
             compare(self.model.ranks, plan, decision, self.table)
         rows = self._rows.of(plan)
         batch = self.producer.buffers.stage(rows, shape)
@@ -349,7 +349,7 @@ class Engine:
             clock.lap("draft")
         return launched
 
-    def _decide(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
+    def _decide(self, plan: StepPlan) -> tuple[DispatchDecision, BatchShape]:
         """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
         if not self.graphs.decides_alone:
             self._decided.forget()
@@ -357,7 +357,7 @@ class Engine:
         self.graphs.decisions.count(decision)
         return decision, shape
 
-    def _decide_anew(self, plan: StepPlan) -> tuple[Decision, BatchShape]:
+    def _decide_anew(self, plan: StepPlan) -> tuple[DispatchDecision, BatchShape]:
         ask = ask_for(plan, self.table)
         decision = self.graphs.decide(ask)
         return decision, padded_shape(decision.descriptor, ask.num_reqs, ask.num_tokens, ask.max_query_len)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.cudagraph import Ask
+from bateleur.cudagraph import UnpaddedBatch
 from bateleur.metadata import StepRows, decode_like, uniform_query_len
 from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.requests.request_table import RequestTable
@@ -16,15 +16,17 @@ from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
 
 
-def ask_for(plan: StepPlan, table: RequestTable) -> Ask:
+def ask_for(plan: StepPlan, table: RequestTable) -> UnpaddedBatch:
     """What a step is, for whoever decides which graph it runs on."""
     num_reqs, num_tokens = len(plan.rows), plan.num_tokens
     longest = int(plan.query_lens.max())
     if num_reqs == plan.num_decodes:
         common = longest if num_reqs * longest == num_tokens else None
-        return Ask(num_reqs, num_tokens, common, longest, decode_only=True)
+        return UnpaddedBatch(num_reqs, num_tokens, common, longest, decode_only=True)
     state = (plan.query_lens, plan.is_prefilling, table.num_computed[plan.rows])
-    return Ask(num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all()))
+    return UnpaddedBatch(
+        num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all())
+    )
 
 
 class StagedRows:

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from bateleur.cudagraph import Phase, Staged
+from bateleur.cudagraph import Phase, StagedBatch
 from bateleur.eagle import EagleSpeculator
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
@@ -64,7 +64,7 @@ def _steps(
     producer: StepProducer,
     limits: EngineLimits,
     drafter: EagleSpeculator | None,
-) -> Iterator[tuple[int, int, Staged[StepContext]]]:
+) -> Iterator[tuple[int, int, StagedBatch[StepContext]]]:
     """Rows, the tokens of each, and the step, which has run unless that is up to captures."""
     ready = () if graphs.manager is None else graphs.manager.ready
     sizes = {(key.num_reqs, key.uniform_query_len or 1): key for key in ready if key.num_reqs is not None}

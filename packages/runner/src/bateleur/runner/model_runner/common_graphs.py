@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from bateleur.cudagraph import CudaGraphManager
-from bateleur.cudagraph.consensus import Bid, BidCodec
+from bateleur.cudagraph.data_parallel import RankStep, RankStepCodec
 from bateleur.runner.errors import RankFailed
 from bateleur.runner.parallel.ranks import Ranks
 
@@ -18,8 +18,8 @@ def keep_common(manager: CudaGraphManager[Any, Any], ranks: Ranks) -> None:
     """
     if ranks.alone:
         return
-    codec = BidCodec(manager.plan)
-    told = ranks.tell_all([codec.fingerprint, *codec.encode(Bid(None, manager.ready))])
+    codec = RankStepCodec(manager.dispatcher)
+    told = ranks.tell_all([codec.fingerprint, *codec.encode(RankStep(None, manager.ready))])
     for rank, (fingerprint, *_) in enumerate(told):
         if fingerprint != codec.fingerprint:
             raise RankFailed(rank, f"disagrees with rank {ranks.rank} about which graphs to capture")

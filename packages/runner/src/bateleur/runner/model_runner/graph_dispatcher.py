@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from bateleur.cudagraph import (
-    Ask,
     BatchExecutionDescriptor,
-    CapturePlan,
+    CudagraphDispatcher,
     CudaGraphManager,
     CudaGraphMode,
-    Decision,
-    DecisionCounter,
+    DispatchCounter,
+    DispatchDecision,
     Execution,
     Phase,
-    Staged,
+    StagedBatch,
+    UnpaddedBatch,
     VerifyReport,
 )
 from bateleur.cudagraph.backends import get_backend
@@ -69,7 +69,7 @@ def capture_sizes(
     if sizes is not None:
         return tuple(sizes)
     most, largest = _most_tokens(limits), limits.max_num_reqs * max(query_lens)
-    if mode.mixed is not CudaGraphMode.NONE:
+    if mode.mixed_mode is not CudaGraphMode.NONE:
         return default_capture_sizes(most, largest)
     found = default_capture_sizes(min(most, largest), largest)
     return found if largest in found else (*found, largest)  # the full batch is the one that counts
@@ -91,13 +91,13 @@ def make_plan(
     limits: BatchLimits,
     support: GraphSupport,
     query_lens: Sequence[int] = (1,),
-) -> tuple[CapturePlan, str | None]:
+) -> tuple[CudagraphDispatcher, str | None]:
     """The plan of a model whose builders support `support`, and why its mode is not the one asked for, if so.
 
     `query_lens`: tokens of each row in the steps that decode: 1, and 1 + the drafts that all rows may have.
     """
     mode, reason = mode.resolve(support, query_len=max(query_lens))
-    plan = CapturePlan.make(
+    plan = CudagraphDispatcher.make(
         mode,
         capture_sizes(mode, sizes, limits, query_lens),
         max_num_reqs=limits.max_num_reqs,
@@ -107,13 +107,13 @@ def make_plan(
     return plan, reason
 
 
-def gaps_of_drafts(plan: CapturePlan, max_num_reqs: int, query_len: int) -> str | None:
+def gaps_of_drafts(plan: CudagraphDispatcher, max_num_reqs: int, query_len: int) -> str | None:
     """Which batches have no graph with all their drafts, `query_len` tokens a row, if all have one without; else None.
 
     Sizes count tokens: those of every batch without drafts are those of few batches with some.
     """
     plain, drafted = (plan.coverage(max_num_reqs, length) for length in (1, query_len))
-    missing = sum(span.num_reqs for span in drafted.gaps)
+    missing = sum(span.num_sizes for span in drafted.gaps)
     if plain.gaps or not missing:
         return None
     return (
@@ -145,7 +145,7 @@ class StepGraphs:
         gaps = gaps_of_drafts(self.plan, limits.max_num_reqs, max(query_lens))
         if gaps is not None:
             warnings.warn(gaps, RuntimeWarning, stacklevel=2)
-        self.decisions = DecisionCounter()
+        self.decisions = DispatchCounter()
         self._lockstep: Lockstep | None = None
         self.manager: CudaGraphManager[StepContext, tuple[Tensor, ...]] | None = None
         if self.plan.keys:
@@ -200,11 +200,11 @@ class StepGraphs:
         """Whether what a step runs on follows from it, and not from what other ranks have to do, too."""
         return self._lockstep is None
 
-    def decide(self, ask: Ask) -> Decision:
+    def decide(self, ask: UnpaddedBatch) -> DispatchDecision:
         """What a step of this shape and state runs on; data-parallel ranks all ask together, or are idle."""
         if self._lockstep is not None:
-            return self._lockstep.of(ask).decision(ask)
-        return self.plan.decide(ask, None if self.manager is None else self.manager.ready)
+            return self._lockstep.of(ask).decision_for(ask)
+        return self.plan.dispatch(ask, None if self.manager is None else self.manager.ready)
 
     def idle(self) -> bool:
         """Without a step, take part in that of other ranks, if there is one; whether there was. Nothing remains of it.
@@ -212,7 +212,7 @@ class StepGraphs:
         The rows are nobody's: their tables name null blocks and null slots, what is stored there is dropped, and
         nothing is drawn. On a graph they fill it; else it is a token, and to the experts it brings rows of nobody.
         """
-        if self._lockstep is None or (agreed := self._lockstep.of(None)).ask is None:
+        if self._lockstep is None or (agreed := self._lockstep.of(None)).batch is None:
             return False
         self._take_part(agreed.descriptor)
         return True
@@ -220,7 +220,7 @@ class StepGraphs:
     def _take_part(self, key: BatchExecutionDescriptor | None) -> None:
         self.run(self._producer.stage_prompt(1) if key is None else self._producer.stage(key, Phase.RUN))
 
-    def run(self, staged: Staged[StepContext]) -> tuple[Tensor, ...]:
+    def run(self, staged: StagedBatch[StepContext]) -> tuple[Tensor, ...]:
         """Hidden states (padded tokens, M) of a staged step, then the taps; the next replay overwrites a graph's.
 
         Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
@@ -235,7 +235,7 @@ class StepGraphs:
         if self.manager is None:
             raise ValueError("key: there are no graphs, the mode captures nothing")
         with torch.inference_mode():
-            return self.manager.verify(fuzz=fuzz, also=self._producer.written)
+            return self.manager.verify(fuzz=fuzz, extra_tensors=self._producer.written)
 
     def _body(self, execution: Execution[StepContext]) -> tuple[Tensor, ...]:
         return self.model.run(execution, self._taps)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bateleur.cudagraph import Agreement, Ask, BatchExecutionDescriptor, Bid, CapturePlan
-from bateleur.cudagraph.consensus import BidCodec, fold
+from bateleur.cudagraph import (
+    BatchExecutionDescriptor,
+    CudagraphDispatcher,
+    JointDispatch,
+    RankStep,
+    UnpaddedBatch,
+)
+from bateleur.cudagraph.data_parallel import RankStepCodec, dispatch_jointly
 from bateleur.runner.models.exchange import Exchange
 
 
@@ -13,25 +19,26 @@ class Lockstep:
     """Whether any rank has work, on which graph all run, or else how many rows each brings to the experts: one exchange
     of a few integers.
 
-    A `bateleur.cudagraph.Consensus`. The host waits for the other hosts, since what it stages depends on them.
+    A `bateleur.cudagraph.DispatchCoordinator`. The host waits for the other hosts, because the padding that it stages
+    depends on their batches.
     """
 
     def __init__(
-        self, exchange: Exchange, plan: CapturePlan, ready: Iterable[BatchExecutionDescriptor]
+        self, exchange: Exchange, plan: CudagraphDispatcher, ready: Iterable[BatchExecutionDescriptor]
     ) -> None:
         """ready: the graphs that all ranks have, see `keep_common`."""
-        self._exchange, self._plan, self._codec = exchange, plan, BidCodec(plan)
+        self._exchange, self._plan, self._codec = exchange, plan, RankStepCodec(plan)
         everywhere = frozenset(ready)
         self._ready = None if everywhere.issuperset(plan.keys) else everywhere
 
-    def agree(self, mine: Bid) -> Agreement:
+    def coordinate(self, mine: RankStep) -> JointDispatch:
         """The fold of all bids, whose graphs are those of all."""
-        told = self._exchange.ranks.tell_all(self._codec.encode(Bid(mine.ask)))
-        bids = [Bid(self._codec.decode(each).ask, self._ready) for each in told]
-        agreed = fold(bids, self._plan)
+        told = self._exchange.ranks.tell_all(self._codec.encode(RankStep(mine.batch)))
+        bids = [RankStep(self._codec.decode(each).batch, self._ready) for each in told]
+        agreed = dispatch_jointly(bids, self._plan)
         self._exchange.num_rows = 0 if agreed.descriptor is not None else agreed.num_tokens
         return agreed
 
-    def of(self, ask: Ask | None) -> Agreement:
+    def of(self, ask: UnpaddedBatch | None) -> JointDispatch:
         """That of a rank with this batch, or without any."""
-        return self.agree(Bid(ask))
+        return self.coordinate(RankStep(ask))

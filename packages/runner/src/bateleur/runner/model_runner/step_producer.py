@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.cudagraph import BatchExecutionDescriptor, Checks, CudaGraphMode, Phase, Staged
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Phase, ReplayChecks, StagedBatch
 from bateleur.metadata import (
     NULL_BLOCK,
     BatchLimits,
@@ -39,7 +39,7 @@ class StepProducer:
         model_state: ModelState,
         limits: BatchLimits,
         device: torch.device,
-        checks: Checks,
+        checks: ReplayChecks,
         kv_blocks: BlockTable,
     ) -> None:
         self.model_state = model_state
@@ -54,28 +54,28 @@ class StepProducer:
         key: BatchExecutionDescriptor | None,
         phase: BuildPhase = BuildPhase.RUN,
         origin: object = None,
-    ) -> Staged[StepContext]:
+    ) -> StagedBatch[StepContext]:
         """Build the metadata of a batch that was staged for `key`; a replay refuses it if it is not the latest.
 
         origin: of the rows that were staged, see `StepRows`; None for rows that come once.
         """
-        if self._checks >= Checks.PARANOID:
+        if self._checks >= ReplayChecks.PARANOID:
             x = self.buffers
             level: Literal["host", "device"] = "device" if x.device.type == "cpu" else "host"
             validate(batch, x.limits, x.groups, level=level, seq_len_fill=x.seq_len_fill)
         pieces = key is not None and key.mode is CudaGraphMode.PIECEWISE
         context = self.model_state.prepare(batch, phase, pieces=pieces, origin=origin)
         # Only a FULL graph bakes host scalars of the metadata; the eager parts of a piecewise one get this context.
-        signed = self._checks >= Checks.CHEAP and key is not None and key.mode is CudaGraphMode.FULL
+        signed = self._checks >= ReplayChecks.CHEAP and key is not None and key.mode is CudaGraphMode.FULL
         signature = self.model_state.signature(context) if signed else None
-        return Staged(key, context, batch.generation, signature)
+        return StagedBatch(key, context, batch.generation, signature)
 
     @property
     def generation(self) -> int:
         """Number of stagings so far."""
         return self.buffers.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[StepContext]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[StepContext]:
         """Stage a dummy batch that fills `key`: null blocks, nothing stored.
 
         For a capture, and its warm-up, which loads the kernels that the capture launches, with the bound of the longest
@@ -92,11 +92,11 @@ class StepProducer:
         batch = self.buffers.dummy(shape, context_len=context_len, max_seq_len=bound)
         return self.prepare(batch, key, BuildPhase(phase.value))
 
-    def stage_prompt(self, num_tokens: int) -> Staged[StepContext]:
+    def stage_prompt(self, num_tokens: int) -> StagedBatch[StepContext]:
         """Stage a prompt of nobody that runs eagerly, of so many tokens or as many as there can be; nothing stored."""
         return self.stage_prompts(min(num_tokens, self.buffers.limits.max_model_len))
 
-    def stage_prompts(self, num_tokens: int) -> Staged[StepContext]:
+    def stage_prompts(self, num_tokens: int) -> StagedBatch[StepContext]:
         """Stage dummy prompts that run eagerly, about `num_tokens` tokens in total, in as few rows as hold them.
 
         Nothing is stored in the caches.
@@ -109,7 +109,7 @@ class StepProducer:
         batch = self.buffers.dummy(shape, is_prefilling=True, max_seq_len=self._longest_bound)
         return self.prepare(batch, None)
 
-    def stage_decodes(self, num_reqs: int, query_len: int) -> Staged[StepContext]:
+    def stage_decodes(self, num_reqs: int, query_len: int) -> StagedBatch[StepContext]:
         """Stage rows of nobody that decode and run eagerly, `query_len` tokens each; nothing stored."""
         context_len = min(1, self.buffers.limits.max_model_len - query_len)
         shape = BatchShape.of(num_reqs, num_reqs * query_len, query_len)
@@ -133,7 +133,7 @@ class StepProducer:
         """Spoil all buffers; the next staging defines every entry again."""
         self.buffers.poison()
 
-    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[StepContext]:
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[StepContext]:
         """Stage random rows that `key` can hold, over random cache contents: for an engine without requests.
 
         Noise is drawn on the device, in the dtype of the cache, for the blocks, pages and ring rows that the rows use.

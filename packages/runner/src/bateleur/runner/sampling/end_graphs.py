@@ -15,13 +15,13 @@ from torch import Tensor
 
 from bateleur.cudagraph import (
     BatchExecutionDescriptor,
-    Borrowed,
-    CapturePlan,
+    CapturedStateProducer,
+    CudagraphDispatcher,
     CudaGraphManager,
     CudaGraphMode,
     Execution,
     Phase,
-    Staged,
+    StagedBatch,
     VerifyReport,
 )
 from bateleur.cudagraph.backends import get_backend
@@ -48,20 +48,20 @@ class EndSteps:
 
     def __init__(self, forward: Forward, sampler: CapturedSampler) -> None:
         self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
-        self._lender: Borrowed[StepContext] = Borrowed(forward.states)
+        self._lender: CapturedStateProducer[StepContext] = CapturedStateProducer(forward.states)
 
     @property
     def generation(self) -> int:
         """How often the step's buffers have been staged."""
         return self._lender.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[EndState]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[EndState]:
         """Rows of nobody, with the outputs that the forward pass computes for them."""
         lent = self._lender.stage(replace(key, variant=()), phase)
         self._rows.clear()
         return behind(self._forward, lent, key)
 
-    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[EndState]:
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[EndState]:
         """Random rows behind a random step; for an engine without requests."""
         lent = self._lender.fuzz(replace(key, variant=()), seed)
         staged = behind(self._forward, lent, key)
@@ -80,11 +80,13 @@ class EndSteps:
         self._rows.poison()
 
 
-def behind(forward: Forward, lent: Staged[StepContext], key: BatchExecutionDescriptor) -> Staged[EndState]:
+def behind(
+    forward: Forward, lent: StagedBatch[StepContext], key: BatchExecutionDescriptor
+) -> StagedBatch[EndState]:
     """The end of a step that is staged for its forward pass, after a replay of that."""
     assert lent.key is not None
     hidden, *_ = forward.replay(lent.key, lent)
-    return Staged(key, EndState(lent.state, hidden), lent.generation, lent.signature)
+    return StagedBatch(key, EndState(lent.state, hidden), lent.generation, lent.signature)
 
 
 def end_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutionDescriptor, ...]:
@@ -109,10 +111,10 @@ class EndGraphs:
         self._model_state, self._lengths = model_state, lengths
         verifier = sampler.verifier
         self._drafts = verifier.num_places > 0
-        ready = [key for key in forward.plan.keys if key in forward.ready]
+        ready = [key for key in forward.dispatcher.keys if key in forward.ready]
         keys = end_keys(ready) if verifier.fits_graphs else ()
         # A plan of exactly these, which decides nothing: an end runs on the key of its forward pass.
-        plan = CapturePlan(CudaGraphMode.FULL, keys, MappingProxyType({}))
+        plan = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
         backend = get_backend(options.backend, verifier.device)
         self.manager: CudaGraphManager[EndState, Tensor] = CudaGraphManager(
             plan, backend, checks=options.checks
@@ -120,7 +122,7 @@ class EndGraphs:
 
     def capture(self) -> None:
         """Capture all; a key that fails runs eagerly from then on, and is warned about."""
-        if not self.manager.plan.keys:
+        if not self.manager.dispatcher.keys:
             return
         with torch.inference_mode():
             self.manager.capture(EndSteps(self._forward, self._sampler), self._body, keep_going=True)
@@ -133,7 +135,7 @@ class EndGraphs:
         """Whether the end of a step on `key` of the forward pass, of any kind, can be replayed."""
         return all(replace(key, variant=(kind,)) in self.manager.ready for kind in KINDS)
 
-    def run(self, staged: Staged[StepContext], hidden_TD: Tensor, kind: str) -> Tensor:
+    def run(self, staged: StagedBatch[StepContext], hidden_TD: Tensor, kind: str) -> Tensor:
         """End the step whose rows were staged, with laws of that kind; see `CapturedSampler.record`.
 
         Raises ReplayFailed if it failed.
@@ -141,7 +143,7 @@ class EndGraphs:
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))
         state = EndState(staged.state, hidden_TD)
-        return self.manager.replay(key, Staged(key, state, staged.generation, staged.signature))
+        return self.manager.replay(key, StagedBatch(key, state, staged.generation, staged.signature))
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
         """Show that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
@@ -155,7 +157,7 @@ class EndGraphs:
             return {**written(state.context), **own}
 
         with torch.inference_mode():
-            return self.manager.verify(fuzz=fuzz, also=also)
+            return self.manager.verify(fuzz=fuzz, extra_tensors=also)
 
     def _body(self, execution: Execution[EndState]) -> Tensor:
         assert execution.key is not None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from bateleur.cudagraph import Checks, Staged
+from bateleur.cudagraph import ReplayChecks, StagedBatch
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
@@ -68,18 +68,18 @@ class StepEnd:
         """For graphs of the end, and of what comes behind it."""
         self.graphs: EndGraphs | None = None
         self._poison = False
-        self.by_why: Counter[EndWhy] = Counter()
+        self.by_reason: Counter[EndWhy] = Counter()
 
     def capture(self, forward: Forward, options: GraphOptions) -> None:
         """Capture the ends of the steps that `forward` has graphs of."""
-        self._poison = options.checks >= Checks.PARANOID
+        self._poison = options.checks >= ReplayChecks.PARANOID
         self.graphs = EndGraphs(forward, options, self.sampler, self._model_state, self._lengths)
         self.graphs.capture()
 
     def run(
         self,
         plan: StepPlan,
-        staged: Staged[StepContext],
+        staged: StagedBatch[StepContext],
         hidden_TD: Tensor,
         allowed: Tensor | None,
         clock: StepClock,
@@ -89,7 +89,7 @@ class StepEnd:
         Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
         """
         why = self._why(plan, staged, allowed)
-        self.by_why[why] += 1
+        self.by_reason[why] += 1
         if self._poison:
             self.sampler.rows.spoil()
         if why is not EndWhy.GRAPH:
@@ -106,7 +106,7 @@ class StepEnd:
         clock.lap("sample")
         return Ended(self.sampler.verified(plan, packed), num_valid, held=True)
 
-    def _why(self, plan: StepPlan, staged: Staged[StepContext], allowed: Tensor | None) -> EndWhy:
+    def _why(self, plan: StepPlan, staged: StagedBatch[StepContext], allowed: Tensor | None) -> EndWhy:
         key, verifier = staged.key, self._verifier
         if self.graphs is None:
             return EndWhy.NO_GRAPHS
@@ -126,7 +126,7 @@ class StepEnd:
     def _eagerly(
         self,
         plan: StepPlan,
-        staged: Staged[StepContext],
+        staged: StagedBatch[StepContext],
         hidden_TD: Tensor,
         allowed: Tensor | None,
         clock: StepClock,

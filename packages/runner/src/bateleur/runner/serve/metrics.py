@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from bateleur.cudagraph import DecisionCounter
+from bateleur.cudagraph import DispatchCounter
 from bateleur.runner.histogram import Histogram
 from bateleur.runner.stats import EngineStats
 
@@ -97,9 +97,9 @@ class _Collector:
         help_text = "Drafts accepted, by place."
         yield self._by_label("spec_decode_num_accepted_tokens_per_pos", help_text, "position", places)
 
-    def _steps(self, decisions: DecisionCounter) -> Iterator[Metric]:
+    def _steps(self, decisions: DispatchCounter) -> Iterator[Metric]:
         graphs, eager = {}, {}
-        for why, count in list(decisions.by_why.items()):
+        for why, count in list(decisions.by_reason.items()):
             kind, _, reason = str(why).partition(": ")
             if reason:
                 eager[reason] = float(count)

@@ -34,7 +34,7 @@ def verify_passes(drafter: EagleSpeculator, fuzz: int) -> dict[str, VerifyReport
     managers = {"first draft pass": drafter.prefill, "draft chain": drafter.decode}
     with torch.inference_mode():
         return {
-            name: manager.verify(fuzz=fuzz, also=also)
+            name: manager.verify(fuzz=fuzz, extra_tensors=also)
             for name, manager in managers.items()
             if manager is not None
         }

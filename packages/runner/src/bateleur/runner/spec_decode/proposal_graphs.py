@@ -15,16 +15,16 @@ from torch import Tensor
 
 from bateleur.cudagraph import (
     BatchExecutionDescriptor,
-    Borrowed,
-    CapturePlan,
+    CapturedStateProducer,
+    CudagraphDispatcher,
     CudaGraphManager,
     CudaGraphMode,
-    Decision,
+    DispatchDecision,
+    DispatchReason,
     Execution,
     Phase,
-    Staged,
+    StagedBatch,
     VerifyReport,
-    Why,
 )
 from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import DraftContext, EagleSpeculator
@@ -45,9 +45,9 @@ class ProposalState:
     """As of `DraftContext`, in the output buffers of the forward pass's graph."""
     passes: FullProposalState
 
-    def staged(self, key: BatchExecutionDescriptor, generation: int) -> Staged[ProposalState]:
+    def staged(self, key: BatchExecutionDescriptor, generation: int) -> StagedBatch[ProposalState]:
         """Return the staged proposal."""
-        return Staged(key, self, generation, self.passes.signature)
+        return StagedBatch(key, self, generation, self.passes.signature)
 
 
 class ProposalSteps:
@@ -58,21 +58,21 @@ class ProposalSteps:
     ) -> None:
         self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
         self._drafter, self._whole = drafter, whole
-        self._lender: Borrowed[StepContext] = Borrowed(forward.states)
+        self._lender: CapturedStateProducer[StepContext] = CapturedStateProducer(forward.states)
 
     @property
     def generation(self) -> int:
         """How often the step's buffers and the metadata of a chain have been staged."""
         return self._lender.generation + self._whole.generation
 
-    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> Staged[ProposalState]:
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[ProposalState]:
         """Stage dummy rows after a replay of their forward pass."""
         lent = self._lender.stage(replace(key, variant=()), phase)
         outputs = self._forward.replay(replace(key, variant=()), lent)
         self._rows.clear()
         return self._behind(key, lent.state, outputs, phase)
 
-    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> Staged[ProposalState]:
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[ProposalState]:
         """Stage random rows after a random step, over random draft caches; for an engine without requests."""
         lent, rng = self._lender.fuzz(replace(key, variant=()), seed), np.random.default_rng(seed)
         outputs, batch = self._forward.replay(replace(key, variant=()), lent), lent.state.batch
@@ -87,7 +87,7 @@ class ProposalSteps:
 
     def _behind(
         self, key: BatchExecutionDescriptor, context: StepContext, outputs: tuple[Tensor, ...], phase: Phase
-    ) -> Staged[ProposalState]:
+    ) -> StagedBatch[ProposalState]:
         hidden, *taps = outputs
         passes = self._whole.stage(context, int(key.variant[0]), phase)
         features = features_of(self._drafter, hidden, taps)
@@ -134,9 +134,9 @@ class ProposalGraphs:
         """Plan graphs for each graph of `forward` with rows of equal length, with these numbers of drafts."""
         self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
         self._drafter, self._whole, self._numbers = drafter, whole, sorted(numbers)
-        keys = proposal_keys([key for key in forward.plan.keys if key in forward.ready], self._numbers)
+        keys = proposal_keys([key for key in forward.dispatcher.keys if key in forward.ready], self._numbers)
         # The plan makes no decision: a proposal runs on the key of its forward pass.
-        plan = CapturePlan(CudaGraphMode.FULL, keys, MappingProxyType({}))
+        plan = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
         backend = get_backend(options.backend, sampler.verifier.device)
         self.manager: CudaGraphManager[ProposalState, Tensor] = CudaGraphManager(
             plan, backend, checks=options.checks
@@ -144,7 +144,7 @@ class ProposalGraphs:
 
     def capture(self) -> None:
         """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
-        if not self.manager.plan.keys:
+        if not self.manager.dispatcher.keys:
             return
         steps = ProposalSteps(self._forward, self._sampler, self._drafter, self._whole)
         with torch.inference_mode():
@@ -165,7 +165,7 @@ class ProposalGraphs:
         return key if key in self.manager.ready else None
 
     def run(
-        self, key: BatchExecutionDescriptor, staged: Staged[StepContext], features: tuple[Tensor, ...]
+        self, key: BatchExecutionDescriptor, staged: StagedBatch[StepContext], features: tuple[Tensor, ...]
     ) -> None:
         """Propose for the staged step, and store its drafts. Raises ReplayFailed if the graph failed."""
         batch = staged.state.batch
@@ -173,9 +173,9 @@ class ProposalGraphs:
         generation = staged.generation + self._whole.generation
         self.manager.replay(key, ProposalState(staged.state, features, passes).staged(key, generation))
         self._whole.ran(batch.num_reqs)
-        decision = Decision(
+        decision = DispatchDecision(
             key,
-            Why.DECODE,
+            DispatchReason.DECODE,
             batch.num_tokens - batch.num_actual_tokens,
             batch.num_reqs - batch.num_actual_reqs,
         )
@@ -192,7 +192,7 @@ class ProposalGraphs:
             return {**written(state.context), **own}
 
         with torch.inference_mode():
-            return self.manager.verify(fuzz=fuzz, also=also)
+            return self.manager.verify(fuzz=fuzz, extra_tensors=also)
 
     def _body(self, execution: Execution[ProposalState]) -> Tensor:
         assert execution.key is not None

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.cudagraph import Staged
+from bateleur.cudagraph import StagedBatch
 from bateleur.eagle import (
     AcceptanceEstimates,
     AcceptStats,
@@ -105,7 +105,7 @@ class Proposer:
     def propose(
         self,
         plan: StepPlan,
-        staged: Staged[StepContext],
+        staged: StagedBatch[StepContext],
         features: tuple[Tensor, ...],
         ended: Ended,
         admitted: Sequence[Request],
@@ -172,7 +172,7 @@ class Proposer:
     def _context(
         self,
         plan: StepPlan,
-        staged: Staged[StepContext],
+        staged: StagedBatch[StepContext],
         features: tuple[Tensor, ...],
         ended: Ended,
         num_drafts: int,

@@ -1,4 +1,4 @@
-"""The backend without graphs, and how a backend is chosen."""
+"""`EagerBackend` and `get_backend`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def test_a_replay_runs_the_body_for_the_state_it_is_given() -> None:
         return execution.eager(lambda state, x: x * state, torch.ones(2)) + bool(torch.ones(1))
 
     with backend.session():
-        recording = backend.capture(body, KEY, 2)
+        captured = backend.capture(body, KEY, 2)
     assert calls == []
-    first, second = recording.replay(3), recording.replay(5)
+    first, second = captured.replay(3), captured.replay(5)
     assert calls == [(KEY, 3), (KEY, 5)]
     assert (first.tolist(), second.tolist()) == ([4, 4], [6, 6])
-    recording.poison()
-    recording.check_externals()
+    captured.poison()
+    captured.check_externals()
     assert second.tolist() == [6, 6]
-    assert (recording.externals, recording.num_graphs, recording.nbytes) == ((), 0, 0)
-    recording.release()
+    assert (captured.externals, captured.num_graphs, captured.nbytes) == ((), 0, 0)
+    captured.release()
     with pytest.raises(GraphError, match="PIECEWISE 4 tokens"):
-        recording.replay(3)
+        captured.replay(3)
 
 
-def test_errors_of_the_body_are_its_own() -> None:
+def test_errors_of_the_body_are_raised_unchanged() -> None:
     def body(_: Any) -> None:
         raise KeyError("weights")
 

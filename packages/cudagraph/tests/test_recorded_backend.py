@@ -1,4 +1,4 @@
-"""What only the recorded backend shows or refuses."""
+"""`RecordedBackend`: behaviour that other backends do not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph._pool import BLOCK_BYTES
+from bateleur.cudagraph._cpu_graph_pool import BLOCK_BYTES
 from bateleur.cudagraph.errors import AddressMoved, CaptureError, DanglingExternal, GraphError, HostSync
 
 READS: dict[str, Callable[[Tensor], object]] = {
@@ -31,10 +31,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", READS)
-def test_m1_reads_of_memory_without_an_operator_are_refused(
-    recorded: Any, name: str, inference: bool
-) -> None:
-    """Class M, T-M1."""
+def test_reads_of_memory_without_an_operator_are_refused(recorded: Any, name: str, inference: bool) -> None:
     x = torch.tensor([1.0, 2.0])
     with torch.inference_mode(inference):
         with pytest.raises(HostSync, match=name):
@@ -64,7 +61,7 @@ def test_tensors_of_host_data_are_refused(recorded: Any, name: str, inference: b
 
 
 def test_a_tensor_of_host_data_that_is_kept_is_refused_too(recorded: Any) -> None:
-    """As a pageable copy would be on CUDA, whether or not the tensor lives on."""
+    """On CUDA it is a copy from pageable memory, which no graph can hold."""
     kept = []
 
     def body(_: Any) -> Tensor:
@@ -85,7 +82,7 @@ def test_a_caught_read_still_fails_the_capture(recorded: Any) -> None:
         recorded.capture(body)
 
 
-def test_a3_outputs_and_intermediates_are_poisoned_until_the_first_replay(recorded: Any) -> None:
+def test_outputs_and_intermediates_are_poisoned_until_the_first_replay(recorded: Any) -> None:
     x = torch.tensor([1.0, 2.0])
     leaked, output = [], {}
 
@@ -103,7 +100,7 @@ def test_a3_outputs_and_intermediates_are_poisoned_until_the_first_replay(record
         )
         return output
 
-    recording = recorded.capture(body)
+    captured = recorded.capture(body)
     spoiled = {name: value.tolist() for name, value in output.items()}
     assert leaked[0].isnan().all()
     assert output["bfloat"].isnan().all()
@@ -112,12 +109,12 @@ def test_a3_outputs_and_intermediates_are_poisoned_until_the_first_replay(record
     assert spoiled["small"] == [-64, -64]
     assert spoiled["byte"] == [255, 255]
     assert spoiled["bool"] == [True, True]
-    assert recording.replay(None)["int"].tolist() == [4, 6]
+    assert captured.replay(None)["int"].tolist() == [4, 6]
     assert leaked[0].tolist() == [2, 3], "every replay writes the intermediates, at the same addresses"
 
 
-def test_memory_without_contents_keeps_what_it_had(recorded: Any) -> None:
-    """`empty` is no operator of the graph: what reads it before writing it sees poison, or another replay's values."""
+def test_empty_writes_nothing_in_a_replay(recorded: Any) -> None:
+    """`torch.empty` is not recorded. Reading it before writing it gives poison, or values of another replay."""
     x = torch.tensor([1.0, 2.0, 3.0])
 
     def body(_: Any) -> Tensor:
@@ -125,29 +122,29 @@ def test_memory_without_contents_keeps_what_it_had(recorded: Any) -> None:
         made[:2] = x[:2]
         return made + 0
 
-    recording = recorded.capture(body)
-    first = recording.replay(None)
+    captured = recorded.capture(body)
+    first = captured.replay(None)
     assert first[:2].tolist() == [1, 2]
     assert first[2].isnan()
 
 
-def test_d2_a_dead_external_is_never_read(recorded: Any) -> None:
+def test_freed_external_memory_is_never_read(recorded: Any) -> None:
     held = {"x": torch.tensor([1.0])}
     made = []
 
     def body(execution: Any) -> None:
         made.append(execution.state["x"] + 1)
 
-    recording = recorded.capture(body, held)
+    captured = recorded.capture(body, held)
     del held["x"]
     for _ in range(2):
         with pytest.raises(DanglingExternal, match=r"shape \(1,\).*freed"):
-            recording.replay(None)
+            captured.replay(None)
     assert made[0].isnan().all()
 
 
 @pytest.mark.parametrize("piecewise", [False, True])
-def test_a_recording_keeps_neither_body_nor_state_alive(recorded: Any, piecewise: bool) -> None:
+def test_a_captured_body_keeps_neither_body_nor_state_alive(recorded: Any, piecewise: bool) -> None:
     class State:
         x = torch.tensor([1.0])
 
@@ -157,26 +154,26 @@ def test_a_recording_keeps_neither_body_nor_state_alive(recorded: Any, piecewise
         y = execution.state.x + 1
         return execution.eager(lambda s, t: t * 2, y) if piecewise else y
 
-    recording = recorded.capture(body, state, "PIECEWISE" if piecewise else "FULL")
+    captured = recorded.capture(body, state, "PIECEWISE" if piecewise else "FULL")
     gone = [weakref.ref(state), weakref.ref(body)]
     del state, body
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
-    recording.check_externals()
+    captured.check_externals()
 
 
-def test_c3_resized_memory_is_found(recorded: Any) -> None:
-    """Class C, T-C3: a workspace that grew after the capture."""
+def test_resized_external_memory_is_found(recorded: Any) -> None:
+    """Example: a workspace that grew after the capture."""
     workspace = torch.zeros(4)
-    recording = recorded.capture(lambda _: workspace.add_(1))
+    captured = recorded.capture(lambda _: workspace.add_(1))
     workspace.resize_(1 << 20)
     with pytest.raises(AddressMoved, match="resized"):
-        recording.replay(None)
+        captured.replay(None)
     with pytest.raises(AddressMoved, match="resized"):
-        recording.check_externals()
+        captured.check_externals()
 
 
-def test_memory_that_does_not_outlive_the_capture_is_refused(recorded: Any) -> None:
+def test_external_memory_freed_during_the_capture_is_refused(recorded: Any) -> None:
     held = [torch.tensor([1.0]), torch.zeros(4)]
 
     def frees(_: Any) -> Tensor:
@@ -188,8 +185,8 @@ def test_memory_that_does_not_outlive_the_capture_is_refused(recorded: Any) -> N
         recorded.capture(lambda _: held[0].add_(1).resize_(1 << 20))
 
 
-def test_k2_what_failed_halfway_is_undone(recorded: Any) -> None:
-    """Class K, T-K2: contents bit for bit, and the generators."""
+def test_a_failed_capture_is_undone(recorded: Any) -> None:
+    """External memory and random generators are restored bit for bit."""
     buffers = [torch.full((4,), float("nan")), torch.arange(6).view(2, 3), torch.ones(2, dtype=torch.bool)]
     buffers[0].view(torch.int32)[1] = 0x7FC12345
     before = [b.clone().view(torch.uint8).tolist() for b in buffers]
@@ -209,40 +206,40 @@ def test_k2_what_failed_halfway_is_undone(recorded: Any) -> None:
     assert torch.equal(generator.get_state(), states[1])
 
 
-def test_a_generator_of_its_own_advances_with_each_replay(recorded: Any) -> None:
+def test_an_explicit_generator_advances_with_each_replay(recorded: Any) -> None:
     generator = torch.Generator().manual_seed(1)
-    recording = recorded.capture(lambda _: torch.rand(4, generator=generator))
+    captured = recorded.capture(lambda _: torch.rand(4, generator=generator))
     expected = [torch.rand(4, generator=torch.Generator().manual_seed(1))]
-    first = recording.replay(None).clone()
+    first = captured.replay(None).clone()
     assert torch.equal(first, expected[0])
-    assert not torch.equal(recording.replay(None), first)
+    assert not torch.equal(captured.replay(None), first)
 
 
-def test_a_custom_operator_is_recorded_as_one(recorded: Any) -> None:
-    """Its inside is opaque, as a kernel's is: no memory of it belongs to the recording."""
+def test_a_custom_operator_is_recorded_as_one_call(recorded: Any) -> None:
+    """Operators inside of it are not seen, as with a kernel, and their memory is not owned by the graph."""
     library = torch.library.Library("bateleur_test", "FRAGMENT")
     library.define("opaque(Tensor x) -> Tensor")
     library.impl("opaque", lambda x: (x.expand(1000, 2) * 2).sum(0) + bool(x.sum() > 0), "CPU")
     x = torch.tensor([1.0, 2.0])
-    recording = recorded.capture(lambda _: torch.ops.bateleur_test.opaque(x))
-    assert recording.nbytes == BLOCK_BYTES, "its result"
-    assert recording.replay(None).tolist() == [2001, 4001]
+    captured = recorded.capture(lambda _: torch.ops.bateleur_test.opaque(x))
+    assert captured.nbytes == BLOCK_BYTES, "only its result"
+    assert captured.replay(None).tolist() == [2001, 4001]
     library._destroy()
 
 
-def test_a_shape_that_follows_the_values_is_found(recorded: Any) -> None:
+def test_a_result_whose_shape_depends_on_values_is_found(recorded: Any) -> None:
     library = torch.library.Library("bateleur_test", "FRAGMENT")
     library.define("positive(Tensor x) -> Tensor")
     library.impl("positive", lambda x: x[x > 0], "CPU")
     x = torch.tensor([1.0, 2.0])
-    recording = recorded.capture(lambda _: torch.ops.bateleur_test.positive(x))
+    captured = recorded.capture(lambda _: torch.ops.bateleur_test.positive(x))
     x[0] = -1
     with pytest.raises(GraphError, match=r"positive.*\(1,\).*\(2,\)"):
-        recording.replay(None)
+        captured.replay(None)
     library._destroy()
 
 
-def test_other_kinds_of_tensors_are_refused(recorded: Any) -> None:
+def test_tensor_subclasses_are_refused(recorded: Any) -> None:
     class Wrapped(Tensor):
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -253,18 +250,18 @@ def test_other_kinds_of_tensors_are_refused(recorded: Any) -> None:
         recorded.capture(lambda _: x + 1)
 
 
-def test_what_a_recording_weighs(recorded: Any) -> None:
+def test_nbytes_of_a_captured_body(recorded: Any) -> None:
     x = torch.zeros(256)
-    recording = recorded.capture(lambda _: (x + 1).view(2, 128) * 2)
-    assert recording.nbytes == 2 * 1024
-    assert recording.num_graphs == 1
-    recording.release()
+    captured = recorded.capture(lambda _: (x + 1).view(2, 128) * 2)
+    assert captured.nbytes == 2 * 1024
+    assert captured.num_graphs == 1
+    captured.release()
     with pytest.raises(GraphError, match="released"):
-        recording.replay(None)
+        captured.replay(None)
 
 
-def test_nested_recordings(recorded: Any) -> None:
-    """A body may replay another recording: its operators become the body's. Both must not share memory."""
+def test_a_body_may_replay_a_captured_body(recorded: Any) -> None:
+    """The operators of the inner replay are recorded in the outer body. Both need backend objects of their own."""
     x = torch.tensor([1.0])
     inner = recorded.capture(lambda _: x * 2)
     outer = type(recorded)("recorded").capture(lambda _: inner.replay(None) + 1)
@@ -276,7 +273,7 @@ def test_nested_recordings(recorded: Any) -> None:
 
 def test_empty_tensors_and_bodies_without_operators(recorded: Any) -> None:
     none = torch.empty(0, 4)
-    recording = recorded.capture(lambda _: (none * 2, none.sum(0)))
-    assert recording.replay(None)[0].shape == (0, 4)
-    assert recording.replay(None)[1].tolist() == [0, 0, 0, 0]
+    captured = recorded.capture(lambda _: (none * 2, none.sum(0)))
+    assert captured.replay(None)[0].shape == (0, 4)
+    assert captured.replay(None)[1].tolist() == [0, 0, 0, 0]
     assert recorded.capture(lambda _: 1).replay(None) == 1

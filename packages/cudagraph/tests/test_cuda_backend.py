@@ -1,4 +1,4 @@
-"""How the CUDA backend treats the process: against a double of `torch.cuda`, and on a GPU where there is one."""
+"""`CudaBackend` on a double of `torch.cuda`, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Handle = tuple[int, int]
 
 
 class Allocator:
-    """The part of torch's device and host allocators that follows captures.
+    """A double of the capture state of torch's device and host allocators.
 
     As `beginAllocateToPool`, `endAllocateToPool` and `releasePool` of c10/cuda/CUDACachingAllocator.h, and
     `begin_allocate_to_pool`, `end_allocate_to_pool` and `release_pool` of ATen/core/CachingHostAllocator.h.
@@ -41,12 +41,12 @@ class Allocator:
             raise RuntimeError("INTERNAL ASSERT: the pool ended with its last graph")
         self.use_count[pool] = self.use_count.get(pool, 0) + 1
         if pool in self.underway:
-            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+            raise RuntimeError("beginAllocateToPool: already captured to mempool_id")
         self.underway[pool] = weakref.ref(graph)
 
     def end(self, pool: Handle) -> None:
         if pool not in self.underway:
-            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+            raise RuntimeError("endAllocatePool: not currently captured to mempool_id")
         del self.underway[pool]
 
     def release(self, pool: Handle) -> None:
@@ -54,12 +54,14 @@ class Allocator:
         assert self.use_count[pool] >= 0, "released more often than begun"
 
     def allocate(self) -> None:
-        """Ask each capture whether the allocation is its own."""
-        assert all(graph() is not None for graph in self.underway.values()), "reads a graph that was freed"
+        """Allocate: torch calls the filter function of each capture."""
+        assert all(graph() is not None for graph in self.underway.values()), (
+            "the allocator uses a freed graph"
+        )
 
 
 class Graph:
-    """`torch.cuda.CUDAGraph` on a double."""
+    """A double of `torch.cuda.CUDAGraph`."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -116,12 +118,13 @@ class Graph:
 
 
 class Driver:
-    """A double of `torch.cuda` that follows captures as torch does, and writes down what is asked of it.
+    """A double of `torch.cuda` with the capture state of torch. It logs the calls.
 
     resets: whether `CUDAGraph.reset` cleans up after an invalid capture, as in torch 2.15. In torch 2.11 it does not.
-    invalid: the next `capture_end` fails because the capture was invalidated. no_memory: it fails at its last act,
-        which makes the graph executable. refused: the next `capture_begin` fails.
-    drawing: whether the random generator is in the mode of a capture.
+    invalid: the next `capture_end` fails because the capture was invalidated.
+    no_memory: the next `capture_end` fails when it instantiates the graph.
+    refused: the next `capture_begin` fails.
+    drawing: whether the random generator is in capture state.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, resets: bool) -> None:
@@ -180,7 +183,7 @@ class Driver:
         patch.setattr(cuda, "_INVALID", [])
 
     def step(self) -> None:
-        """What eager work does between captures: allocate on the device and on the host, and draw."""
+        """Do what eager work does between captures: allocate on device and host, and draw random numbers."""
         self.device.allocate()
         self.host.allocate()
         if self.drawing:
@@ -194,10 +197,10 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 def test_a_capture_is_on_a_side_stream_with_one_pool(driver: Driver) -> None:
     backend = cuda.CudaBackend("cuda")
-    recordings = []
+    bodies = []
     for _ in range(2):
         with backend.session():
-            recordings.append(backend.capture(lambda _: 7, KEY, None))
+            bodies.append(backend.capture(lambda _: 7, KEY, None))
         assert driver.log == [
             "side waits for main",
             ("begin", (0, 1), "thread_local", "side"),
@@ -205,19 +208,19 @@ def test_a_capture_is_on_a_side_stream_with_one_pool(driver: Driver) -> None:
             "main waits for side",
         ]
         driver.log.clear()
-    assert recordings[0].replay(None) == 7
+    assert bodies[0].replay(None) == 7
     assert driver.log == ["replay"]
 
 
 def test_a_pool_ends_with_its_last_graph(driver: Driver) -> None:
-    """The handle of a pool whose graphs are gone is refused by the allocator."""
+    """The allocator refuses the handle of a pool after its last graph was freed."""
     backend = cuda.CudaBackend("cuda:0")
 
     def capture() -> Any:
         with backend.session():
-            recording = backend.capture(lambda _: None, KEY, None)
+            captured = backend.capture(lambda _: None, KEY, None)
         pools.append(next(entry[1] for entry in driver.log[::-1] if entry[0] == "begin"))
-        return recording
+        return captured
 
     pools: list[Any] = []
     first, second = capture(), capture()
@@ -243,7 +246,7 @@ def test_pieces_and_memory(driver: Driver) -> None:
         return y
 
     with backend.session():
-        recording = backend.capture(body, PIECEWISE, 1)
+        captured = backend.capture(body, PIECEWISE, 1)
     assert [e if isinstance(e, str) else e[0] for e in driver.log[1:-1]] == [
         "begin",
         "end",
@@ -251,12 +254,12 @@ def test_pieces_and_memory(driver: Driver) -> None:
         "between",
         "end",
     ]
-    assert (recording.num_graphs, recording.nbytes) == (2, 50)
-    assert recording.replay(5).tolist() == [6, 6]
+    assert (captured.num_graphs, captured.nbytes) == (2, 50)
+    assert captured.replay(5).tolist() == [6, 6]
 
 
-def test_k2_after_a_failed_body_stream_and_pool_are_usable(driver: Driver) -> None:
-    """Class K, T-K2: the capture is ended, the graph dropped, and the error is the body's own."""
+def test_stream_and_pool_can_be_used_after_a_failed_body(driver: Driver) -> None:
+    """The capture ends, the graph is dropped, and the error of the body is raised."""
     backend = cuda.CudaBackend("cuda")
 
     def body(_: Any) -> None:
@@ -287,8 +290,8 @@ INVALID: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", INVALID)
 @pytest.mark.parametrize("mode", [KEY, PIECEWISE], ids=["full", "piecewise"])
-def test_k2_an_invalid_capture_costs_one_key_alone(driver: Driver, how: str, mode: Any) -> None:
-    """Its pool may not be used again, earlier graphs keep it, and what runs between captures is not affected."""
+def test_an_invalid_capture_affects_only_its_key(driver: Driver, how: str, mode: Any) -> None:
+    """Its pool gets no other capture, earlier graphs keep the pool, and eager work between captures is not affected."""
     backend = cuda.CudaBackend("cuda")
 
     def fails(execution: Any) -> None:
@@ -308,7 +311,7 @@ def test_k2_an_invalid_capture_costs_one_key_alone(driver: Driver, how: str, mod
         later = [backend.capture(ok, KEY, None) for _ in range(2)]
         driver.step()
     begun = [entry[1] for entry in driver.log if entry[0] == "begin"]
-    assert begun[-1] == begun[-2] != begun[0], "the keys after it share a new pool"
+    assert begun[-1] == begun[-2] != begun[0], "later keys share a new pool"
     assert [each.replay(None) for each in (first, *later)] == [2, 2, 2]
     first.release()
     for each in later:
@@ -317,7 +320,7 @@ def test_k2_an_invalid_capture_costs_one_key_alone(driver: Driver, how: str, mod
     assert not driver.device.underway
 
 
-def test_k2_a_capture_that_does_not_begin_costs_one_key_alone(driver: Driver) -> None:
+def test_a_capture_that_does_not_begin_affects_only_its_key(driver: Driver) -> None:
     backend = cuda.CudaBackend("cuda")
     with backend.session():
         first = backend.capture(lambda _: 1, KEY, None)
@@ -332,7 +335,7 @@ def test_k2_a_capture_that_does_not_begin_costs_one_key_alone(driver: Driver) ->
 
 
 def test_a_pool_after_an_abandoned_one_ends_with_its_own_last_graph(driver: Driver) -> None:
-    """Graphs of the abandoned pool do not count."""
+    """Live graphs of the abandoned pool do not keep the new pool alive."""
     backend = cuda.CudaBackend("cuda")
     with backend.session():
         kept = backend.capture(lambda _: 1, KEY, None)
@@ -344,7 +347,7 @@ def test_a_pool_after_an_abandoned_one_ends_with_its_own_last_graph(driver: Driv
     assert kept.replay(None) == 1
 
 
-def test_an_invalid_capture_that_nobody_noticed_is_an_error(driver: Driver) -> None:
+def test_an_invalid_capture_without_another_error_is_an_error(driver: Driver) -> None:
     backend = cuda.CudaBackend("cuda")
 
     def body(_: Any) -> None:
@@ -354,7 +357,7 @@ def test_an_invalid_capture_that_nobody_noticed_is_an_error(driver: Driver) -> N
         backend.capture(body, KEY, None)
 
 
-def test_a_capture_within_a_capture_is_refused_and_leaves_the_outer_one_as_it_was(driver: Driver) -> None:
+def test_a_capture_within_a_capture_is_refused_and_does_not_change_the_outer_one(driver: Driver) -> None:
     backend = cuda.CudaBackend("cuda")
 
     def body(_: Any) -> int:
@@ -371,8 +374,8 @@ def test_a_capture_within_a_capture_is_refused_and_leaves_the_outer_one_as_it_wa
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_k2_garbage_collection_is_put_back(driver: Driver, enabled: bool) -> None:
-    """Class K: a collection during capture can invalidate it; a body that raises must not leave it off."""
+def test_garbage_collection_is_restored(driver: Driver, enabled: bool) -> None:
+    """A collection can invalidate a capture, so it is off. It must be on again after a body that raises."""
     backend = cuda.CudaBackend("cuda")
     was = gc.isenabled()
     try:
@@ -389,14 +392,16 @@ def test_k2_garbage_collection_is_put_back(driver: Driver, enabled: bool) -> Non
         (gc.enable if was else gc.disable)()
 
 
-def test_a_session_collects_no_garbage(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With many objects that takes half a second, and every capture opens a session."""
+def test_a_session_does_not_call_the_garbage_collector(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many objects a collection takes half a second, and every capture has a session."""
     monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("collects"))
     with cuda.CudaBackend("cuda").session():
         assert not gc.isenabled()
 
 
-def test_captures_belong_in_a_session(driver: Driver) -> None:
+def test_a_capture_needs_a_session(driver: Driver) -> None:
     backend = cuda.CudaBackend("cuda")
     with pytest.raises(CaptureError, match=r"^FULL 4 tokens.*session"):
         backend.capture(lambda _: 1, KEY, None)
@@ -412,9 +417,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graph
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("audit", [False, True])
-def test_gpu_an_illegal_call_leaves_everything_usable(audit: bool) -> None:
-    backend = cuda.CudaBackend("cuda", audit=audit)
+@pytest.mark.parametrize("track_operators", [False, True])
+def test_gpu_the_backend_can_be_used_after_an_illegal_call(track_operators: bool) -> None:
+    backend = cuda.CudaBackend("cuda", track_operators=track_operators)
     x = torch.ones(1 << 20, device="cuda")
     kept = None
     for body in (
@@ -446,14 +451,14 @@ def test_gpu_later_captures_reuse_the_pool() -> None:
     x = torch.ones(1 << 22, device="cuda")
     torch.cuda.empty_cache()
     with backend.session():
-        recordings = [
+        bodies = [
             backend.capture(lambda execution: (execution.state * 2).sin(), KEY, x[:n])
             for n in (1 << 22, 1 << 20)
         ]
-    assert recordings[0].nbytes >= 1 << 24
-    assert recordings[1].nbytes < recordings[0].nbytes
-    for recording in recordings:
-        recording.release()
+    assert bodies[0].nbytes >= 1 << 24
+    assert bodies[1].nbytes < bodies[0].nbytes
+    for captured in bodies:
+        captured.release()
     with backend.session():
         assert backend.capture(lambda _: x + 1, KEY, None).replay(None)[0].item() == 2
 
@@ -464,8 +469,8 @@ def test_gpu_replays_are_ordered_with_the_current_stream() -> None:
     backend = cuda.CudaBackend("cuda")
     x = torch.zeros(1 << 22, device="cuda")
     with backend.session():
-        recording = backend.capture(lambda _: x.sin().cos().sum(), KEY, None)
+        captured = backend.capture(lambda _: x.sin().cos().sum(), KEY, None)
     for value in range(20):
         x.fill_(value)
-        found = recording.replay(None).clone()
+        found = captured.replay(None).clone()
         torch.testing.assert_close(found, x.sin().cos().sum())

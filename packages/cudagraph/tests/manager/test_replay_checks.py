@@ -1,4 +1,4 @@
-"""Replay: proof before it, equality with the eager run, and what a failure leaves behind."""
+"""Replays: the checks before them, equality with the eager run, and the state after a failure."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.cudagraph.backends.eager import EagerBackend
-from bateleur.cudagraph.decision import Ask
+from bateleur.cudagraph.batch_descriptor import UnpaddedBatch
 from bateleur.cudagraph.errors import (
     AddressMoved,
     DanglingExternal,
@@ -21,8 +21,8 @@ from bateleur.cudagraph.errors import (
 )
 from bateleur.cudagraph.execution import Execution
 from bateleur.cudagraph.manager import CudaGraphManager
-from bateleur.cudagraph.staged import Phase, Staged
-from bateleur.cudagraph.states import Checks
+from bateleur.cudagraph.replay_checks import ReplayChecks
+from bateleur.cudagraph.staging import Phase, StagedBatch
 
 
 def ready(kit, mode="FULL_DECODE_ONLY", **options):
@@ -32,7 +32,7 @@ def ready(kit, mode="FULL_DECODE_ONLY", **options):
     return toy, manager
 
 
-def test_b1_a_batch_staged_for_another_key_is_refused(kit):
+def test_a_batch_staged_for_another_key_is_refused(kit):
     toy, manager = ready(kit)
     staged = toy.step(kit.full(4), [1, 2, 3], [1, 2, 3])
     with pytest.raises(KeyMismatch, match=r"FULL 8 tokens.*staged for FULL 4 tokens"):
@@ -40,7 +40,7 @@ def test_b1_a_batch_staged_for_another_key_is_refused(kit):
     eager = toy.step(None, [1, 2, 3], [1, 2, 3])
     with pytest.raises(KeyMismatch, match=r"staged for no graph \(an eager step\)"):
         manager.replay(kit.full(4), eager)
-    with pytest.raises(NotCaptured, match=r"FULL 3 tokens.*not in the plan"):
+    with pytest.raises(NotCaptured, match=r"FULL 3 tokens.*not in the dispatcher"):
         manager.replay(kit.full(3), staged)
     again = toy.step(kit.full(4), [1, 2, 3], [1, 2, 3])
     with pytest.raises(StaleState, match="generation"):
@@ -48,18 +48,18 @@ def test_b1_a_batch_staged_for_another_key_is_refused(kit):
     assert manager.replay(kit.full(4), again)["batch"].item() == 4
 
 
-def test_e1_the_captured_signature_must_admit_the_batch(kit):
+def test_the_captured_signature_must_admit_the_batch(kit):
     toy, manager = ready(kit)
     staged = toy.step(kit.full(4), [1], [1], reach=kit.WINDOW)
     manager.replay(kit.full(4), staged)
-    beyond = Staged(staged.key, staged.state, staged.generation, kit.Bound(kit.WINDOW + 1))
+    beyond = StagedBatch(staged.key, staged.state, staged.generation, kit.Bound(kit.WINDOW + 1))
     with pytest.raises(SignatureMismatch, match=r"FULL 4 tokens.*: reach is 5, above 4"):
         manager.replay(kit.full(4), beyond)
-    bare = Staged(staged.key, staged.state, staged.generation)
+    bare = StagedBatch(staged.key, staged.state, staged.generation)
     with pytest.raises(SignatureMismatch, match="was staged without a signature"):
         manager.replay(kit.full(4), bare)
     unsigned = kit.Toy()
-    unsigned.stage = lambda key, phase: Staged(
+    unsigned.stage = lambda key, phase: StagedBatch(
         key, kit.Toy.stage(unsigned, key, phase).state, unsigned.generation
     )
     plain = kit.manager()
@@ -69,82 +69,82 @@ def test_e1_the_captured_signature_must_admit_the_batch(kit):
     assert plain.replay(kit.full(4), unsigned.stage(kit.full(4), Phase.RUN))["batch"].item() == 4
 
 
-def test_c1_a_replaced_buffer_is_found(kit):
-    toy, manager = ready(kit, checks=Checks.ADDRESSES)
+def test_a_buffer_that_was_replaced_is_found(kit):
+    toy, manager = ready(kit, checks=ReplayChecks.ADDRESSES)
     old = toy.buffers["slots"]
     toy.buffers["slots"] = torch.zeros_like(old)
     with pytest.raises(AddressMoved, match="buffer slots was captured at"):
         manager.replay(kit.full(4), toy.step(kit.full(4), [1], [1]))
-    assert kit.full(4) in manager.ready, "a refusal changes nothing"
+    assert kit.full(4) in manager.ready, "a failed check changes nothing"
     toy.buffers["slots"] = old
     toy.buffers["more"] = toy.weight.clone()
     manager.replay(kit.full(4), toy.step(kit.full(4), [1], [1]))
 
 
-def test_c1_memory_that_died_is_found(kit):
-    toy, manager = ready(kit, checks=Checks.ADDRESSES)
+def test_freed_external_memory_is_found(kit):
+    toy, manager = ready(kit, checks=ReplayChecks.ADDRESSES)
     staged = toy.step(kit.full(4), [1], [1])
     manager.replay(kit.full(4), staged)
     toy.weight = toy.weight.clone()
     with pytest.raises(DanglingExternal):
         manager.replay(kit.full(4), staged)
-    assert kit.full(4) in manager.ready, "a refusal changes nothing"
+    assert kit.full(4) in manager.ready, "a failed check changes nothing"
 
 
-def test_c1_the_recorded_backend_finds_it_at_any_level(cpu):
-    toy, manager = ready(cpu, checks=Checks.OFF)
+def test_the_recorded_backend_finds_freed_memory_at_any_level(cpu):
+    toy, manager = ready(cpu, checks=ReplayChecks.OFF)
     toy.weight = toy.weight.clone()
     with pytest.raises(DanglingExternal):
         manager.replay(cpu.full(4), toy.step(cpu.full(4), [1], [1]))
     assert cpu.full(4) in manager.ready
 
 
-def test_c1_memory_is_checked_before_anything_runs(cpu, monkeypatch):
-    """A graph on a device would not notice by itself."""
-    for checks in (Checks.CHEAP, Checks.ADDRESSES):
+def test_memory_is_checked_before_anything_runs(cpu, monkeypatch):
+    """A CUDA graph would read freed memory without an error."""
+    for checks in (ReplayChecks.CHEAP, ReplayChecks.ADDRESSES):
         toy, manager = ready(cpu, checks=checks)
-        recording = manager.states[cpu.full(4)].recording
+        graph = manager.states[cpu.full(4)].graph
 
         def fail():
             raise DanglingExternal("freed")
 
-        monkeypatch.setattr(recording, "check_externals", fail)
+        monkeypatch.setattr(graph, "check_externals", fail)
         staged = toy.step(cpu.full(4), [1], [1])
-        if checks is Checks.CHEAP:
+        if checks is ReplayChecks.CHEAP:
             manager.replay(cpu.full(4), staged)
             continue
-        monkeypatch.setattr(recording, "replay", None)
+        monkeypatch.setattr(graph, "replay", None)
         with pytest.raises(DanglingExternal):
             manager.replay(cpu.full(4), staged)
 
 
-def test_c1_an_address_book_that_the_producer_updates_in_place(kit):
+def test_addresses_that_the_producer_updates_in_place_are_checked(kit):
     toy = kit.Toy()
-    book = dict(toy.addresses())
-    toy.addresses = lambda: book
-    manager = kit.manager(checks=Checks.ADDRESSES)
+    addresses = dict(toy.addresses())
+    toy.addresses = lambda: addresses
+    manager = kit.manager(checks=ReplayChecks.ADDRESSES)
     manager.capture(toy, toy.body)
-    book["window"] += 64
+    addresses["window"] += 64
     with pytest.raises(AddressMoved, match="buffer window"):
         manager.replay(kit.full(4), toy.step(kit.full(4), [1], [1]))
 
 
-def test_c3_growth_of_a_workspace_is_found_and_invalidates_all_keys(kit):
-    toy, manager = ready(kit, checks=Checks.ADDRESSES)
+def test_growth_of_a_workspace_is_found_and_invalidates_all_keys(kit):
+    toy, manager = ready(kit, checks=ReplayChecks.ADDRESSES)
     toy.buffers["window"] = toy.weight.new_zeros(2 * kit.MAX, kit.WINDOW)
-    for key in manager.plan.keys:
+    for key in manager.dispatcher.keys:
         with pytest.raises(AddressMoved, match="buffer window"):
             manager.replay(key, toy.step(key, [1], [1]))
     manager.release(reason="window grew")
-    assert manager.pending == manager.plan.keys
+    assert manager.pending == manager.dispatcher.keys
     manager.capture(toy, toy.body)
-    for key in manager.plan.keys:
+    for key in manager.dispatcher.keys:
         assert manager.replay(key, toy.step(key, [1], [1]))["batch"].item() == key.num_tokens
 
 
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
-def test_c2_a_tensor_made_anew_for_each_step_is_refused(kit, mode):
-    """It lives as long as the record of the capture, so that the graph would read the first one for ever."""
+def test_a_tensor_that_is_allocated_in_each_step_is_refused(kit, mode):
+    """The captured state keeps the first such tensor alive, so the graph would read that one in every step."""
 
     class Fresh(kit.Toy):
         def step(self, *args, **options):
@@ -152,22 +152,22 @@ def test_c2_a_tensor_made_anew_for_each_step_is_refused(kit, mode):
             staged.state.tokens = staged.state.tokens.clone()
             return staged
 
-    for checks in (Checks.ADDRESSES, Checks.PARANOID):
+    for checks in (ReplayChecks.ADDRESSES, ReplayChecks.PARANOID):
         toy = Fresh()
         manager = kit.manager(mode, checks=checks)
         manager.capture(toy, toy.body)
-        key = manager.plan.keys[0]
+        key = manager.dispatcher.keys[0]
         staged = toy.step(key, [1, 2], [1, 2])
-        if checks is Checks.ADDRESSES:
+        if checks is ReplayChecks.ADDRESSES:
             manager.replay(key, staged)
             continue
         with pytest.raises(AddressMoved, match=r" 8 tokens.*: state.tokens was captured as \(8,\) .* at 0x"):
             manager.replay(key, staged)
-        assert key in manager.ready, "a refusal changes nothing"
+        assert key in manager.ready, "a failed check changes nothing"
 
 
-def test_c2_eager_parts_see_other_parts_of_the_same_memory_in_every_step(kit):
-    """A dummy batch of decodes and prompts is captured, and then a step has only one of them."""
+def test_eager_parts_may_use_another_view_in_every_step(kit):
+    """The captured dummy batch has decode and prefill rows, and a later step has only one kind."""
 
     class Viewing(kit.Toy):
         has_part = True
@@ -177,20 +177,20 @@ def test_c2_eager_parts_see_other_parts_of_the_same_memory_in_every_step(kit):
             staged.state.part = staged.state.tokens[:1] if self.has_part else None
             return staged
 
-    toy, manager = Viewing(), kit.manager("PIECEWISE", checks=Checks.PARANOID)
+    toy, manager = Viewing(), kit.manager("PIECEWISE", checks=ReplayChecks.PARANOID)
     manager.capture(toy, toy.body)
-    toy.has_part, key = False, manager.plan.keys[0]
+    toy.has_part, key = False, manager.dispatcher.keys[0]
     staged = toy.step(key, [1, 2], [1, 2])
     assert manager.replay(key, staged)["batch"].item() == 8
     gone = dataclasses.replace(staged.state, tokens=None)
-    with pytest.raises(AddressMoved, match="the batch's is not there"):
+    with pytest.raises(AddressMoved, match="in this batch is missing"):
         manager.replay(key, dataclasses.replace(staged, state=gone))
 
 
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
-def test_b1_a_batch_of_another_producer_is_refused(kit, mode):
-    toy, manager = ready(kit, mode, checks=Checks.PARANOID)
-    other, key = kit.Toy(), manager.plan.keys[0]
+def test_a_batch_of_another_producer_is_refused(kit, mode):
+    toy, manager = ready(kit, mode, checks=ReplayChecks.PARANOID)
+    other, key = kit.Toy(), manager.dispatcher.keys[0]
     own = toy.step(key, [1], [1])
     while other.generation < toy.generation:
         foreign = other.step(key, [5], [5])
@@ -199,19 +199,19 @@ def test_b1_a_batch_of_another_producer_is_refused(kit, mode):
     assert manager.replay(key, own)["batch"].item() == 8
 
 
-def test_c2_a_tensor_of_another_shape_or_missing_is_refused(kit):
-    toy, manager = ready(kit, checks=Checks.PARANOID)
+def test_a_tensor_of_another_shape_or_missing_is_refused(kit):
+    toy, manager = ready(kit, checks=ReplayChecks.PARANOID)
     staged = toy.step(kit.full(4), [1], [1])
     narrow = dataclasses.replace(staged.state, window=staged.state.window[:, :2])
-    with pytest.raises(AddressMoved, match=r"\(4, 4\) with strides .* the batch's is \(4, 2\)"):
+    with pytest.raises(AddressMoved, match=r"\(4, 4\) with strides .* in this batch is \(4, 2\)"):
         manager.replay(kit.full(4), dataclasses.replace(staged, state=narrow))
     gone = dataclasses.replace(staged.state, window=None)
-    with pytest.raises(AddressMoved, match="the batch's is not there"):
+    with pytest.raises(AddressMoved, match="in this batch is missing"):
         manager.replay(kit.full(4), dataclasses.replace(staged, state=gone))
 
 
-def test_c1_what_dies_between_two_pieces_releases_the_key(cpu):
-    """The first piece ran by then: that is a failed replay, not a refusal."""
+def test_external_memory_freed_between_two_pieces_releases_the_key(cpu):
+    """The first piece has run, so this is a failed replay and not a failed check."""
     toy = cpu.Toy()
     kept = [torch.ones(cpu.MAX, 3)]
 
@@ -233,10 +233,10 @@ def test_c1_what_dies_between_two_pieces_releases_the_key(cpu):
     assert cpu.pieces(4) not in manager.ready
 
 
-def test_checks_off_prove_nothing(kit):
-    toy, manager = ready(kit, checks=Checks.OFF)
+def test_checks_off_replays_any_batch(kit):
+    toy, manager = ready(kit, checks=ReplayChecks.OFF)
     staged = toy.step(kit.full(4), [1, 2], [1, 2])
-    wrong = Staged(kit.full(8), None, 0)
+    wrong = StagedBatch(kit.full(8), None, 0)
     assert manager.replay(kit.full(4), wrong)["batch"].item() == 4
     toy.step(kit.full(2), [1, 2], [1, 2])
     assert manager.replay(kit.full(4), staged)["batch"].item() == 2
@@ -244,20 +244,20 @@ def test_checks_off_prove_nothing(kit):
         manager.replay(kit.full(3), staged)
 
 
-def test_i1_a_sibling_replay_spoils_what_was_not_copied(kit):
-    toy, manager = ready(kit, checks=Checks.PARANOID)
+def test_the_replay_of_another_graph_overwrites_outputs(kit):
+    toy, manager = ready(kit, checks=ReplayChecks.PARANOID)
     out = manager.replay(kit.full(4), toy.step(kit.full(4), [1], [1]))
     kept = out["hidden"].clone()
     manager.replay(kit.full(2), toy.step(kit.full(2), [1], [1]))
     assert torch.isfinite(kept).all()
-    assert not torch.isclose(out["hidden"], kept).any(), "poisoned, or another graph's by now"
+    assert not torch.isclose(out["hidden"], kept).any(), "poisoned, or overwritten by another graph"
     again = manager.replay(kit.full(4), toy.step(kit.full(4), [1], [1]))
     assert again["hidden"] is out["hidden"]
     assert torch.isfinite(out["hidden"]).all()
 
 
 def test_a_replay_that_raises_releases_its_key(cpu):
-    """A failed replay must not leave the results of the step before in use (kekzl/imp #1417)."""
+    """The outputs of the step before must not be used after a failed replay (kekzl/imp #1417)."""
     toy, manager = ready(cpu)
     manager.replay(cpu.full(4), toy.step(cpu.full(4), [1], [1]))
     staged = toy.step(cpu.full(4), [1], [99])
@@ -270,8 +270,8 @@ def test_a_replay_that_raises_releases_its_key(cpu):
     assert "IndexError" in manager.report.releases[0].reason
     with pytest.raises(NotCaptured, match="released: its replay failed"):
         manager.replay(cpu.full(4), staged)
-    ask = Ask(4, 4, 1, 1, decode_only=True)
-    assert manager.plan.decide(ask, manager.ready).descriptor == cpu.full(8)
+    batch = UnpaddedBatch(4, 4, 1, 1, decode_only=True)
+    assert manager.dispatcher.dispatch(batch, manager.ready).descriptor == cpu.full(8)
     manager.replay(cpu.full(8), toy.step(cpu.full(8), [1], [1]))
 
 
@@ -292,28 +292,32 @@ def test_an_eager_part_that_raises_releases_its_key(kit):
 
 
 class Pair:
-    """The same batches through graphs and through a twin that runs eagerly, unpadded."""
+    """Runs each batch on a graph, and eagerly without padding on a copy of the model."""
 
     def __init__(self, kit, mode, order=None):
-        self.toy, self.twin = kit.Toy(), kit.Toy()
-        self.manager = kit.manager(mode, checks=Checks.PARANOID)
-        for key in order or self.manager.plan.keys:
+        self.toy, self.eager_toy = kit.Toy(), kit.Toy()
+        self.manager = kit.manager(mode, checks=ReplayChecks.PARANOID)
+        for key in order or self.manager.dispatcher.keys:
             self.manager.capture(self.toy, self.toy.body, keys=[key])
         self.toy.cache.zero_()
         self.used = set()
 
     def step(self, tokens, slots, reach, decode_only=True):
         num = len(tokens)
-        key = self.manager.plan.decide(Ask(num, num, 1, 1, decode_only), self.manager.ready).descriptor
+        key = self.manager.dispatcher.dispatch(
+            UnpaddedBatch(num, num, 1, 1, decode_only), self.manager.ready
+        ).descriptor
         self.used.add(key)
         out = self.manager.replay(key, self.toy.step(key, tokens, slots, reach))
-        expected = self.twin.body(Execution(None, self.twin.step(None, tokens, slots, reach).state))
+        expected = self.eager_toy.body(Execution(None, self.eager_toy.step(None, tokens, slots, reach).state))
         assert torch.equal(out["hidden"][:num], expected["hidden"])
-        assert torch.equal(self.toy.cache[1:], self.twin.cache[1:]), "and the cache, but for the null slot"
+        assert torch.equal(self.toy.cache[1:], self.eager_toy.cache[1:]), (
+            "the cache, except for the null slot"
+        )
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([8, 4, 2, 1]))[::5])
-def test_d3_any_capture_order(kit, order):
+def test_any_capture_order(kit, order):
     pair = Pair(kit, "FULL_DECODE_ONLY", [kit.full(n) for n in order])
     for num in (8, 3, 1, 5, 2):
         pair.step(list(range(num)), list(range(1, num + 1)), 1 + num % kit.WINDOW)
@@ -344,16 +348,16 @@ STEPS = st.lists(
 @settings(max_examples=25, deadline=None)
 @given(steps=STEPS)
 def test_any_sequence_of_batches_replays_like_eager(pair, steps):
-    """State carries over from step to step and from example to example; sizes come in any order."""
+    """The cache keeps its contents from step to step and from example to example. Sizes come in any order."""
     for rows, reach, decode_only in steps:
-        if pair.manager.plan.mode.mixed.name == "NONE":
+        if pair.manager.dispatcher.mode.mixed_mode.name == "NONE":
             decode_only = True
         pair.step([token for token, _ in rows], [slot for _, slot in rows], reach, decode_only)
 
 
-def test_the_eager_backend_runs_the_body_on_what_it_is_given(cpu):
+def test_the_eager_backend_runs_the_body_on_the_given_batch(cpu):
     toy = cpu.Toy()
-    manager = CudaGraphManager(cpu.plan(), EagerBackend())
+    manager = CudaGraphManager(cpu.dispatcher(), EagerBackend())
     manager.capture(toy, toy.body)
     for num in (8, 2):
         expected = toy.body(Execution(None, toy.fuzz(cpu.full(num), 1).state))["hidden"]

@@ -1,21 +1,21 @@
-"""The report: numbers of every key, as text and as JSON."""
+"""`CaptureReport`: costs of every key, as text and as JSON."""
 
 import json
 
 import pytest
 
-from bateleur.cudagraph.descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.capture_report import MIB, CaptureCost, CaptureReport, KeyEvent
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.report import MIB, CaptureReport, KeyNote, KeyReport
 
 FULL = BatchExecutionDescriptor(CudaGraphMode.FULL, 8, 4, 2, 2, ("lora", 3))
 PIECES = BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, 8)
 REPORT = CaptureReport(
     "recorded",
     5,
-    (KeyReport(PIECES, 0.5, 0.25, 3 * MIB, 7, 9), KeyReport(FULL, 0.125, 0.125, MIB // 2, 1, 9)),
-    (KeyNote(PIECES, "too large"),),
-    (KeyNote(FULL, "asleep", 3),),
+    (CaptureCost(PIECES, 0.5, 0.25, 3 * MIB, 7, 9), CaptureCost(FULL, 0.125, 0.125, MIB // 2, 1, 9)),
+    (KeyEvent(PIECES, "too large"),),
+    (KeyEvent(FULL, "asleep", 3),),
 )
 
 
@@ -55,7 +55,7 @@ def test_of_a_manager(cpu):
     manager.capture(toy, toy.body)
     report = manager.report
     assert (report.backend, report.num_planned) == ("recorded", 8)
-    assert [row.key for row in report.captured] == list(manager.plan.keys)
+    assert [row.key for row in report.captured] == list(manager.dispatcher.keys)
     assert [row.num_graphs for row in report.captured] == [1] * 4 + [2] * 4
     for row in report.captured:
         assert row.num_externals == len(manager.states[row.key].externals) > 0
@@ -66,18 +66,18 @@ def test_of_a_manager(cpu):
     assert report.seconds == pytest.approx(sum(row.warmup_s + row.capture_s for row in report.captured))
     manager.release([cpu.full(8)], reason="asleep")
     assert len(report.captured) == 8, "a report is a snapshot"
-    assert [note.reason for note in manager.report.releases] == ["asleep"]
+    assert [event.reason for event in manager.report.releases] == ["asleep"]
 
 
 def test_releases_are_counted_and_only_the_latest_reason_is_kept(cpu):
     toy = cpu.Toy()
     manager = cpu.manager()
-    for night in range(5):
+    for attempt in range(5):
         manager.capture(toy, toy.body)
-        manager.release(reason=f"night {night}")
-    assert [(note.key, note.reason, note.times) for note in manager.report.releases] == [
-        (key, "night 4", 5) for key in manager.plan.keys
+        manager.release(reason=f"release {attempt}")
+    assert [(event.key, event.reason, event.times) for event in manager.report.releases] == [
+        (key, "release 4", 5) for key in manager.dispatcher.keys
     ]
     manager.capture(toy, toy.body, keys=[cpu.full(8)])
     manager.release(reason="last")
-    assert manager.report.releases[-1] == KeyNote(cpu.full(8), "last", 6)
+    assert manager.report.releases[-1] == KeyEvent(cpu.full(8), "last", 6)

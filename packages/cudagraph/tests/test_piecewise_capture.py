@@ -1,4 +1,4 @@
-"""Piecewise graphs: what a body passes to `eager` runs between captured pieces."""
+"""Piecewise graphs: functions that a body passes to `eager` run between captured pieces."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bateleur.cudagraph.errors import CaptureError, DanglingExternal, GraphError
 
 @dataclass
 class State:
-    """A batch: `x` is where the graphs read it, `scale` is host data of one step."""
+    """A batch. The graphs read the buffer `x`; `scale` is a host scalar of one step."""
 
     x: Tensor
     scale: float
 
 
 def attend(state: State, y: Tensor) -> Tensor:
-    """Reads a device value on the host: only an eager part may."""
+    """Read a device value on the host, which only an eager part may do."""
     return y * state.scale + float(y.sum() > 1e9)
 
 
@@ -38,15 +38,15 @@ def body(execution: Any) -> Tensor:
 
 def test_pieces_and_eager_parts(graphs: Any) -> None:
     x = graphs.tensor([1.0, 2.0])
-    recording = graphs.capture(body, State(x, 1.0), "PIECEWISE")
-    assert recording.num_graphs == 3
-    assert [external.address for external in recording.externals] == [x.data_ptr()]
-    for scale in (3.0, 5.0):  # the state of its own step, not the one that was captured
+    captured = graphs.capture(body, State(x, 1.0), "PIECEWISE")
+    assert captured.num_graphs == 3
+    assert [external.address for external in captured.externals] == [x.data_ptr()]
+    for scale in (3.0, 5.0):  # eager parts get the state of the step, not the captured state
         x.add_(1)
         expected = (x + 1) * scale * 2 * scale + (x + 1)
-        assert torch.equal(recording.replay(State(x, scale)), expected)
-    recording.poison()
-    assert torch.equal(recording.replay(State(x, scale)), expected), "every value is made anew"
+        assert torch.equal(captured.replay(State(x, scale)), expected)
+    captured.poison()
+    assert torch.equal(captured.replay(State(x, scale)), expected), "a replay writes every value"
 
 
 def test_a_full_graph_holds_its_eager_parts(graphs: Any) -> None:
@@ -58,26 +58,26 @@ def test_a_full_graph_holds_its_eager_parts(graphs: Any) -> None:
     def run(execution: Any) -> Tensor:
         return execution.eager(lambda state, y: execution.eager(nested, y) + 1, execution.state.x + 1)
 
-    recording = graphs.capture(run, State(x, 2.0))
-    assert recording.num_graphs == 1
+    captured = graphs.capture(run, State(x, 2.0))
+    assert captured.num_graphs == 1
     x.fill_(4)
-    assert recording.replay(State(x, 100.0)).tolist() == [11, 11], "scalars are frozen"
+    assert captured.replay(State(x, 100.0)).tolist() == [11, 11], "host scalars have their captured values"
 
 
-def test_pieces_may_be_empty_and_parts_may_be_all(graphs: Any) -> None:
+def test_a_body_may_consist_of_eager_parts_only(graphs: Any) -> None:
     x = graphs.tensor([1.0, 2.0])
 
     def run(execution: Any) -> Tensor:
         y = execution.eager(attend, execution.state.x)
         return execution.eager(attend, y)
 
-    recording = graphs.capture(run, State(x, 1.0), "PIECEWISE")
-    assert recording.num_graphs == 3
-    assert recording.replay(State(x, 3.0)).tolist() == [9, 18]
+    captured = graphs.capture(run, State(x, 1.0), "PIECEWISE")
+    assert captured.num_graphs == 3
+    assert captured.replay(State(x, 3.0)).tolist() == [9, 18]
 
 
-def test_pieces_are_rolled_back_and_parts_are_not(graphs: Any) -> None:
-    """Class K, T-K1, for pieces; an eager part runs in a capture as it does in a warm-up."""
+def test_a_capture_undoes_pieces_but_not_eager_parts(graphs: Any) -> None:
+    """An eager part runs in a capture as it does in a warm-up."""
     cache, log = graphs.tensor([0.0, 0.0]), graphs.tensor([0.0])
 
     def write(state: State, y: Tensor) -> Tensor:
@@ -90,15 +90,15 @@ def test_pieces_are_rolled_back_and_parts_are_not(graphs: Any) -> None:
         cache.add_(y)
         return cache + 0
 
-    recording = graphs.capture(run, None, "PIECEWISE")
+    captured = graphs.capture(run, None, "PIECEWISE")
     assert cache.tolist() == [0, 0]
     assert log.tolist() == [1]
-    assert recording.replay(None).tolist() == [3, 3]
+    assert captured.replay(None).tolist() == [3, 3]
     assert (cache.tolist(), log.tolist()) == ([3, 3], [2])
-    assert [e.mutated for e in recording.externals if e.address == cache.data_ptr()] == [True]
+    assert [e.mutated for e in captured.externals if e.address == cache.data_ptr()] == [True]
 
 
-def test_what_crosses_pieces_lives_as_long_as_they_do(graphs: Any) -> None:
+def test_tensors_used_by_several_pieces_live_as_long_as_the_graphs(graphs: Any) -> None:
     x = graphs.tensor([1.0, 2.0])
 
     def run(execution: Any) -> Tensor:
@@ -109,13 +109,13 @@ def test_what_crosses_pieces_lives_as_long_as_they_do(graphs: Any) -> None:
             del _
         return y + kept
 
-    recordings = [graphs.capture(run, State(x, 1.0), "PIECEWISE") for _ in range(3)]
-    for recording in (*recordings, *recordings[::-1]):
-        assert torch.equal(recording.replay(State(x, 1.0)), x + 3 + x.exp())
+    bodies = [graphs.capture(run, State(x, 1.0), "PIECEWISE") for _ in range(3)]
+    for captured in (*bodies, *bodies[::-1]):
+        assert torch.equal(captured.replay(State(x, 1.0)), x + 3 + x.exp())
 
 
 @pytest.mark.parametrize("in_place", ["argument", "view", "state"])
-def test_a_part_may_return_memory_that_it_was_given(graphs: Any, in_place: str) -> None:
+def test_an_eager_part_may_return_its_argument(graphs: Any, in_place: str) -> None:
     x, other = graphs.tensor([1.0, 2.0]), graphs.tensor([10.0, 20.0])
 
     def part(state: State, y: Tensor) -> Tensor:
@@ -130,14 +130,14 @@ def test_a_part_may_return_memory_that_it_was_given(graphs: Any, in_place: str) 
         z.add_(1)
         return y + 0, z
 
-    recording = graphs.capture(run, State(other, 2.0), "PIECEWISE")
+    captured = graphs.capture(run, State(other, 2.0), "PIECEWISE")
     assert other.tolist() == [10, 20]
-    y, z = recording.replay(State(graphs.tensor([5.0, 6.0]), 3.0))
-    assert other.tolist() == [10, 20], "the memory of the captured state is not where results go"
+    y, z = captured.replay(State(graphs.tensor([5.0, 6.0]), 3.0))
+    assert other.tolist() == [10, 20], "results are not copied into the captured state"
     if in_place == "state":
         assert (y.tolist(), z.tolist()) == ([2, 3], [6, 7])
     else:
-        assert y.tolist() == z.tolist() == [7, 10], "z is y, as in an eager run"
+        assert y.tolist() == z.tolist() == [7, 10], "z and y share memory, as in an eager run"
 
 
 @pytest.mark.parametrize(
@@ -149,29 +149,29 @@ def test_a_part_may_return_memory_that_it_was_given(graphs: Any, in_place: str) 
         (lambda y: None, "NoneType.*float32"),
     ],
 )
-def test_a_part_whose_result_changes_is_named(graphs: Any, change: Any, said: str) -> None:
+def test_an_eager_part_whose_result_has_another_layout_is_named(graphs: Any, change: Any, said: str) -> None:
     x = graphs.tensor([1.0, 2.0])
 
     def attend_or_not(state: Any, y: Tensor) -> Any:
         return change(y) if state else y + 1
 
-    recording = graphs.capture(lambda e: e.eager(attend_or_not, x + 1) * 2, None, "PIECEWISE")
-    recording.replay(None)
+    captured = graphs.capture(lambda e: e.eager(attend_or_not, x + 1) * 2, None, "PIECEWISE")
+    captured.replay(None)
     with pytest.raises(GraphError, match=rf"^PIECEWISE 4 tokens: eager part 0 .*attend_or_not.*{said}"):
-        recording.replay(True)
+        captured.replay(True)
 
 
 def test_a_partial_is_named_by_its_function_and_not_by_its_arguments(graphs: Any) -> None:
-    """The text of an argument that holds a tensor is a read of the device, which a capture refuses."""
+    """The text of a tensor argument would read the device, which a capture refuses."""
     x = graphs.tensor([1.0, 2.0])
 
     def scaled(by: list[Tensor], state: Any, y: Tensor) -> Any:
         return y * by[0] if state is None else None
 
-    recording = graphs.capture(lambda e: e.eager(partial(scaled, [x + 1]), x + 1) * 2, None, "PIECEWISE")
-    assert recording.replay(None).tolist() == [8, 18]
+    captured = graphs.capture(lambda e: e.eager(partial(scaled, [x + 1]), x + 1) * 2, None, "PIECEWISE")
+    assert captured.replay(None).tolist() == [8, 18]
     with pytest.raises(GraphError, match=r"eager part 0 .*scaled\)"):
-        recording.replay(True)
+        captured.replay(True)
 
 
 def test_misuse_of_eager_is_refused(graphs: Any) -> None:
@@ -196,7 +196,7 @@ def test_misuse_of_eager_is_refused(graphs: Any) -> None:
         kept[0].eager(attend, x)
 
 
-def test_k2_a_failing_part_leaves_the_backend_usable(graphs: Any) -> None:
+def test_a_failing_part_leaves_the_backend_usable(graphs: Any) -> None:
     x = graphs.tensor([1.0, 2.0])
 
     def fails(state: Any, y: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def test_k2_a_failing_part_leaves_the_backend_usable(graphs: Any) -> None:
     assert graphs.capture(body, State(x, 1.0), "PIECEWISE").replay(State(x, 1.0)).tolist() == [6, 9]
 
 
-def test_a_part_that_fails_in_a_replay_is_not_hidden(graphs: Any) -> None:
+def test_an_error_of_an_eager_part_in_a_replay_is_raised(graphs: Any) -> None:
     x = graphs.tensor([1.0])
 
     def part(state: Any, y: Tensor) -> Tensor:
@@ -221,26 +221,26 @@ def test_a_part_that_fails_in_a_replay_is_not_hidden(graphs: Any) -> None:
             raise KeyError("cache")
         return y
 
-    recording = graphs.capture(lambda e: e.eager(part, x + 1), None, "PIECEWISE")
+    captured = graphs.capture(lambda e: e.eager(part, x + 1), None, "PIECEWISE")
     with pytest.raises(KeyError, match="cache"):
-        recording.replay(True)
-    assert recording.replay(None).tolist() == [2]
-    recording.release()
+        captured.replay(True)
+    assert captured.replay(None).tolist() == [2]
+    captured.release()
     with pytest.raises(GraphError, match="released"):
-        recording.replay(None)
+        captured.replay(None)
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_inference_mode(graphs: Any, inference: bool) -> None:
     x = graphs.tensor([1.0, 2.0])
     with torch.inference_mode(inference):
-        recording = graphs.capture(body, State(x, 1.0), "PIECEWISE")
+        captured = graphs.capture(body, State(x, 1.0), "PIECEWISE")
     for replay_inference in (False, True):
         with torch.inference_mode(replay_inference):
-            assert recording.replay(State(x, 3.0)).tolist() == [38, 57]
+            assert captured.replay(State(x, 3.0)).tolist() == [38, 57]
 
 
-def test_c1_a_piece_finds_what_a_part_freed(recorded: Any) -> None:
+def test_a_piece_finds_external_memory_that_an_eager_part_freed(recorded: Any) -> None:
     held = {"cache": torch.tensor([1.0])}
 
     def part(state: Any, y: Tensor) -> Tensor:
@@ -248,43 +248,41 @@ def test_c1_a_piece_finds_what_a_part_freed(recorded: Any) -> None:
             held.clear()
         return y + 1
 
-    recording = recorded.capture(
-        lambda e: e.eager(part, held["cache"] * 2) + held["cache"], None, "PIECEWISE"
-    )
-    assert recording.replay(None).tolist() == [4]
+    captured = recorded.capture(lambda e: e.eager(part, held["cache"] * 2) + held["cache"], None, "PIECEWISE")
+    assert captured.replay(None).tolist() == [4]
     with pytest.raises(GraphError, match=r"between two pieces: .* was freed since the capture") as error:
-        recording.replay(True)
+        captured.replay(True)
     assert isinstance(error.value.__cause__, DanglingExternal)
     with pytest.raises(DanglingExternal, match="freed"):
-        recording.check_externals()
+        captured.check_externals()
 
 
 # --- memory ---------------------------------------------------------------------------------------------------
 
 
-def test_c1_an_argument_from_outside_of_the_graphs_lives_as_long_as_they_do(graphs: Any) -> None:
-    """Class C: no operator of a piece sees it, so nothing else would notice that it is gone."""
+def test_an_external_argument_of_an_eager_part_lives_as_long_as_the_graphs(graphs: Any) -> None:
+    """No operator of a piece uses it, so no check would find that it was freed."""
     held = [graphs.tensor([1.0, 2.0])]
-    x, gone = held[0] * 3, ref(held[0].untyped_storage())
-    recording = graphs.capture(lambda e: e.eager(lambda state, y: y * 2, held.pop()) + x, None, "PIECEWISE")
-    assert gone() is not None
-    assert recording.replay(None).tolist() == [5, 10]
-    recording.release()
-    del recording
-    assert gone() is None
+    x, storage = held[0] * 3, ref(held[0].untyped_storage())
+    captured = graphs.capture(lambda e: e.eager(lambda state, y: y * 2, held.pop()) + x, None, "PIECEWISE")
+    assert storage() is not None
+    assert captured.replay(None).tolist() == [5, 10]
+    captured.release()
+    del captured
+    assert storage() is None
 
 
-def test_a_returned_argument_from_outside_of_the_graphs_is_not_the_recordings(graphs: Any) -> None:
+def test_an_external_argument_that_an_eager_part_returns_stays_external(graphs: Any) -> None:
     x = graphs.tensor([1.0, 2.0])
-    recording = graphs.capture(lambda e: e.eager(lambda state, y: y, x) + 1, None, "PIECEWISE")
-    recording.poison()
+    captured = graphs.capture(lambda e: e.eager(lambda state, y: y, x) + 1, None, "PIECEWISE")
+    captured.poison()
     assert x.tolist() == [1, 2]
-    assert [external.address for external in recording.externals] == [x.data_ptr()]
-    assert recording.replay(None).tolist() == [2, 3]
+    assert [external.address for external in captured.externals] == [x.data_ptr()]
+    assert captured.replay(None).tolist() == [2, 3]
 
 
 def test_later_pieces_use_the_memory_of_arguments_and_results(graphs: Any) -> None:
-    """And all values are right: a part reads its arguments before, and results are read before they are overwritten."""
+    """All values are right, because arguments and results are read before later pieces overwrite them."""
     x = graphs.tensor([[1.0] * 64] * 4)
     seen: list[list[int]] = []
 
@@ -301,19 +299,19 @@ def test_later_pieces_use_the_memory_of_arguments_and_results(graphs: Any) -> No
             del wide
         return h
 
-    recording = graphs.capture(run, None, "PIECEWISE")
-    captured = seen[-1]
-    assert len(set(captured)) < len(captured), "not even one address was used again"
+    captured = graphs.capture(run, None, "PIECEWISE")
+    addresses = seen[-1]
+    assert len(set(addresses)) < len(addresses), "no address was reused"
     for value in (1.0, 3.0):
         x.fill_(value)
         seen.append([])
-        replayed = recording.replay(None).clone()
-        assert seen[-1] == captured
+        replayed = captured.replay(None).clone()
+        assert seen[-1] == addresses
         assert torch.equal(replayed, run(Execution(None, None)))
 
 
 class Layers:
-    """A forward pass as hybrids have it: what a layer projects is wide, and goes to an eager part."""
+    """A forward pass like that of hybrid models: each layer passes wide projections to an eager part."""
 
     def __init__(self, graphs: Any) -> None:
         self.unit = 64 if graphs.device.type == "cpu" else 32768
@@ -339,34 +337,34 @@ class Layers:
             return {key: backend.capture(self.body, key, self.x[: key.num_tokens]) for key in keys}
 
 
-def test_all_keys_together_keep_little_more_than_the_largest(graphs: Any) -> None:
-    """Kept arguments, results or outputs of each key would take four times as much here."""
+def test_all_keys_together_need_little_more_memory_than_the_largest(graphs: Any) -> None:
+    """Without shared memory, all keys together would need four times as much."""
     layers = Layers(graphs)
     largest = BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, 64)
     alone = layers.capture(get_backend(graphs.name, graphs.device), [largest])[largest].nbytes
-    recordings = layers.capture(graphs.backend, layers.keys)
+    bodies = layers.capture(graphs.backend, layers.keys)
     assert alone > 0
-    assert sum(recording.nbytes for recording in recordings.values()) <= 1.2 * alone
+    assert sum(captured.nbytes for captured in bodies.values()) <= 1.2 * alone
     for key in (*layers.keys, *reversed(layers.keys)):
         x = layers.x[: key.num_tokens]
-        replayed = {name: each.clone() for name, each in recordings[key].replay(x).items()}
+        replayed = {name: each.clone() for name, each in bodies[key].replay(x).items()}
         for name, each in layers.body(Execution(None, x)).items():
             torch.testing.assert_close(replayed[name], each, msg=f"{key}: {name}")
 
 
-def test_what_another_graph_of_the_backend_returned_is_refused(graphs: Any) -> None:
-    """Its memory may be that of the capture itself."""
+def test_a_capture_that_reads_the_output_of_another_graph_is_refused(graphs: Any) -> None:
+    """The capture might get the same memory."""
     x = graphs.tensor([1.0, 2.0])
-    recording = graphs.capture(lambda _: (x * 2)[:1])
-    first = recording.replay(None)
+    captured = graphs.capture(lambda _: (x * 2)[:1])
+    first = captured.replay(None)
     with pytest.raises(CaptureError, match="memory of another graph of the same backend"):
         graphs.capture(lambda _: first + 1)
-    recording.replay(None)
+    captured.replay(None)
     assert type(graphs)(graphs.name).capture(lambda _: first + 1).replay(None).tolist() == [3]
     assert graphs.capture(lambda _: x + 1).replay(None).tolist() == [2, 3]
 
 
-def test_released_outputs_are_empty_and_a_graph_that_reads_them_is_out_of_date(graphs: Any) -> None:
+def test_released_outputs_are_empty_and_a_graph_that_reads_them_finds_it(graphs: Any) -> None:
     x, other = graphs.tensor([1.0, 2.0]), type(graphs)(graphs.name)
     first = graphs.capture(lambda _: x * 2)
     output = first.replay(None)

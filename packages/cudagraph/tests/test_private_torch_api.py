@@ -1,4 +1,4 @@
-"""What the package relies on and torch does not promise: a new version that changes it fails here, by name."""
+"""Undocumented behaviour of torch that the package needs. A torch version that changes it fails here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import weakref
 
 import torch
 
+from bateleur.cudagraph._capture_tracker import TorchDispatchMode, changes_views, writes
 from bateleur.cudagraph._memory import storage_at
-from bateleur.cudagraph._watch import TorchDispatchMode, changes_views, writes
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def test_the_names_exist() -> None:
         assert callable(torch._C._cuda_releasePool)
 
 
-def test_what_operators_write() -> None:
+def test_written_arguments_of_operators() -> None:
     for func in (aten.unsqueeze_.default, aten.set_.source_Storage, aten.resize_.default):
         assert changes_views(func)
         assert writes(func) == ()
@@ -47,7 +47,7 @@ def test_a_storage_has_one_python_object_as_long_as_a_tensor_views_it() -> None:
     gc.collect()
     assert ref() is view.untyped_storage()
     assert id(view.untyped_storage()) == number
-    module = torch.nn.Linear(4, 4)  # here only C++ holds the storage
+    module = torch.nn.Linear(4, 4)  # only C++ references the storage
     held = weakref.ref(module.weight.untyped_storage())
     gc.collect()
     assert held() is module.weight.untyped_storage()
@@ -65,7 +65,7 @@ def test_memory_by_address() -> None:
     assert tensor.tolist() == [0, 10, 2, 30]
     ref = weakref.ref(tensor.untyped_storage())
     del tensor
-    assert ref() is None, "it is not kept alive"
+    assert ref() is None, "the storage does not keep it alive"
     assert storage_at(0, 0, CPU).nbytes() == 0
     buffer = (ctypes.c_char * 4)(b"a", b"b", b"c", b"d")
     assert list(torch.empty(0, dtype=torch.uint8).set_(storage_at(ctypes.addressof(buffer), 4, CPU))) == [

@@ -1,4 +1,4 @@
-"""Real processes and a real process group: every rank gets the fold of all bids, by one collective."""
+"""`TorchDistCoordinator` in three processes: every rank gets the joint dispatch, by one collective per step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# What each process runs. All of them draw the same bids and send their own; so each knows the right answer.
+# The program of each process. All processes draw the same steps of all ranks, so each can compute the expected result.
 RANK = r"""
 import random, sys
 from datetime import timedelta
@@ -17,11 +17,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from bateleur.cudagraph.consensus import Bid, fold
+from bateleur.cudagraph.data_parallel import RankStep, dispatch_jointly
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.decision import Ask
-from bateleur.cudagraph.plan import CapturePlan
-from bateleur.cudagraph.consensus import TorchDistConsensus
+from bateleur.cudagraph.batch_descriptor import UnpaddedBatch
+from bateleur.cudagraph.dispatcher import CudagraphDispatcher
+from bateleur.cudagraph.data_parallel import TorchDistCoordinator
 
 rank, world, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group(
@@ -35,30 +35,30 @@ for name in ("all_gather", "all_reduce", "broadcast", "all_gather_into_tensor", 
         return _real(*args, **kwargs)
     setattr(dist, name, counted)
 
-plan = CapturePlan.make(
+dispatcher = CudagraphDispatcher.make(
     CudaGraphMode.FULL_AND_PIECEWISE, range(1, 80), max_num_reqs=40, query_lens=(1, 3), variants=[(), ("lora", 2)]
 )
 rng = random.Random(7)
 
 def draw():
     kind, num_reqs = rng.random(), rng.randint(1, 45)
-    ready = None if rng.random() < 0.7 else frozenset(key for key in plan.keys if rng.random() < 0.9)
+    ready = None if rng.random() < 0.7 else frozenset(key for key in dispatcher.keys if rng.random() < 0.9)
     if kind < 0.4:
-        return Bid(None, ready)
+        return RankStep(None, ready)
     length = rng.choice((1, 1, 1, 3))
     variant = ("lora", 2) if rng.random() < 0.1 else ()
-    return Bid(Ask(num_reqs, num_reqs * length, length, length, kind < 0.9, variant), ready)
+    return RankStep(UnpaddedBatch(num_reqs, num_reqs * length, length, length, kind < 0.9, variant), ready)
 
-def check(group, size, steps):
-    consensus = TorchDistConsensus(group, plan)
+def check(group, size, num_steps):
+    coordinator = TorchDistCoordinator(group, dispatcher)
     calls.clear()
     agreed = []
-    for _ in range(steps):
-        bids = [draw() for _ in range(size)]
+    for _ in range(num_steps):
+        steps = [draw() for _ in range(size)]
         if rank < size:
-            agreed.append(consensus.agree(bids[rank]))
-            assert agreed[-1] == fold(bids, plan), (agreed[-1], bids)
-    assert [name for name, _ in calls] == ["all_gather"] * steps
+            agreed.append(coordinator.coordinate(steps[rank]))
+            assert agreed[-1] == dispatch_jointly(steps, dispatcher), (agreed[-1], steps)
+    assert [name for name, _ in calls] == ["all_gather"] * num_steps
     assert len({tuple(pointers) for _, pointers in calls}) == 1, "buffers are allocated once"
     return agreed
 
@@ -68,10 +68,10 @@ if rank < 2:
     agreed += check(pair, 2, 20)
 rng.setstate(state)
 try:
-    TorchDistConsensus(None, CapturePlan.make(CudaGraphMode.FULL, [1, 2, 4 + (rank == world - 1)]))
+    TorchDistCoordinator(None, CudagraphDispatcher.make(CudaGraphMode.FULL, [1, 2, 4 + (rank == world - 1)]))
 except ValueError as error:
     print("refused:", error)
-kinds = {(each.why.name, each.descriptor is None) for each in agreed}
+kinds = {(each.reason.name, each.descriptor is None) for each in agreed}
 assert {("IDLE", True), ("DECODE", False), ("PIECEWISE", False)} < kinds, kinds
 dist.destroy_process_group()
 print("done")
@@ -80,7 +80,7 @@ print("done")
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: Any) -> list[str]:
-    """What three processes print that form one group of three, and two of them a second one."""
+    """Output of three processes. All are in one group, and two of them in a second group."""
     store: Path = tmp_path_factory.mktemp("store") / "store"
     arguments = [[sys.executable, "-c", RANK, str(rank), "3", str(store)] for rank in range(3)]
     running = [
@@ -96,10 +96,13 @@ def outputs(tmp_path_factory: Any) -> list[str]:
     return [output for output, _ in finished]
 
 
-def test_every_rank_gets_the_fold_by_one_collective_a_step(outputs: list[str]) -> None:
+def test_every_rank_gets_the_joint_dispatch_by_one_collective_per_step(outputs: list[str]) -> None:
     assert [output.splitlines()[-1] for output in outputs] == ["done"] * 3
 
 
-def test_different_plans_are_refused_on_every_rank(outputs: list[str]) -> None:
-    message = "refused: plan must be the same on all ranks; that of rank 2 is not that of rank 0"
+def test_different_dispatchers_are_refused_on_every_rank(outputs: list[str]) -> None:
+    message = (
+        "refused: dispatcher must be equal on all ranks, but rank 2 differs from rank 0; "
+        "make it from the same arguments on every rank"
+    )
     assert [output.splitlines()[0] for output in outputs] == [message] * 3

@@ -1,4 +1,4 @@
-"""The memory that recordings share."""
+"""`CpuGraphPool`: the memory that all captures of a recorded backend share."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import pytest
 import torch
 from torch import UntypedStorage
 
-from bateleur.cudagraph._pool import BLOCK_BYTES, Pool
+from bateleur.cudagraph._cpu_graph_pool import BLOCK_BYTES, CpuGraphPool
 
 
-def block(pool: Pool, count: int) -> UntypedStorage:
-    """So many blocks."""
-    return pool.take(count * BLOCK_BYTES)
+def block(pool: CpuGraphPool, count: int) -> UntypedStorage:
+    """Allocate `count` blocks."""
+    return pool.allocate(count * BLOCK_BYTES)
 
 
-def test_memory_is_taken_again_when_its_storage_is_gone_and_not_before() -> None:
-    pool = Pool()
+def test_memory_is_reused_only_after_its_storage_is_freed() -> None:
+    pool = CpuGraphPool()
     first = block(pool, 1)
     view = torch.empty(0, dtype=torch.uint8).set_(first)
     address = first.data_ptr()
     del first
-    assert block(pool, 1).data_ptr() != address, "a tensor still has it"
+    assert block(pool, 1).data_ptr() != address, "a tensor still uses it"
     del view
     assert block(pool, 1).data_ptr() == address
     assert pool.nbytes == 2 * BLOCK_BYTES
 
 
-def test_the_smallest_span_that_fits_is_split_and_joined_again() -> None:
-    pool = Pool()
+def test_the_smallest_fitting_range_is_split_and_joined_again() -> None:
+    pool = CpuGraphPool()
     large, small = block(pool, 4), block(pool, 2)
     at_large, at_small = large.data_ptr(), small.data_ptr()
     del large, small
@@ -45,7 +45,7 @@ def test_the_smallest_span_that_fits_is_split_and_joined_again() -> None:
 
 
 def test_segments_are_not_joined_even_if_they_are_neighbours() -> None:
-    pool = Pool()
+    pool = CpuGraphPool()
     taken = [block(pool, 1) for _ in range(8)]
     taken.clear()
     assert block(pool, 2).nbytes() == 2 * BLOCK_BYTES
@@ -54,16 +54,16 @@ def test_segments_are_not_joined_even_if_they_are_neighbours() -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 511, 512, 513, 1536])
 def test_sizes_are_rounded_up_and_storages_are_as_large_as_asked(nbytes: int) -> None:
-    pool = Pool()
-    storage = pool.take(nbytes)
+    pool = CpuGraphPool()
+    storage = pool.allocate(nbytes)
     assert storage.nbytes() == nbytes
     assert pool.nbytes == -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def test_a_view_by_address_owns_nothing_and_is_readable_for_ever() -> None:
-    pool = Pool()
+    pool = CpuGraphPool()
     storage = block(pool, 2).fill_(7)
-    view = pool.at(storage.data_ptr() + BLOCK_BYTES, BLOCK_BYTES)
+    view = pool.storage_at(storage.data_ptr() + BLOCK_BYTES, BLOCK_BYTES)
     address = storage.data_ptr()
     del storage
     assert block(pool, 2).data_ptr() == address
@@ -72,5 +72,5 @@ def test_a_view_by_address_owns_nothing_and_is_readable_for_ever() -> None:
 
 
 def test_nothing_takes_nothing() -> None:
-    pool = Pool()
-    assert pool.take(0).nbytes() == pool.at(0, 0).nbytes() == pool.nbytes == 0
+    pool = CpuGraphPool()
+    assert pool.allocate(0).nbytes() == pool.storage_at(0, 0).nbytes() == pool.nbytes == 0

@@ -1,0 +1,147 @@
+"""`BodyCapture`: captures a body as one full graph, or as piecewise graphs with eager parts between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from bateleur.cudagraph._capture_tracker import CaptureTracker
+from bateleur.cudagraph._trees import replace_tensors
+from bateleur.cudagraph.backends.base import CapturedBody, Graph
+from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.errors import AddressMoved, CaptureError, DanglingExternal, GraphError
+from bateleur.cudagraph.execution import Body, Execution, S, T
+from bateleur.cudagraph.modes import CudaGraphMode
+
+
+class EagerPart:
+    """A function that runs eagerly between two graphs of a replay, such as attention.
+
+    Args:
+        name: shown in errors.
+        fn: called with the state of the step and `tensors`.
+        tensors: the arguments. The graph before writes them. Memory of the pool is not owned, see
+            `CaptureTracker.non_owning`.
+        result: the tensor that the next graph reads. It is in memory of the pool and not owned, or it is a view of an
+            argument if `fn` returned one.
+    """
+
+    def __init__(
+        self, name: str, fn: Callable[..., Tensor], tensors: tuple[Tensor, ...], result: Tensor
+    ) -> None:
+        self._name = name
+        self._fn = fn
+        self._tensors = tensors
+        self._result = result
+        self._layout = _layout(result)
+
+    def run(self, state: Any) -> None:
+        """Call the function, and copy its result to where the next graph reads it.
+
+        Raises:
+            GraphError: the result has another shape, strides, dtype or device than at capture.
+        """
+        result = self._fn(state, *self._tensors)
+        if not isinstance(result, Tensor) or _layout(result) != self._layout:
+            found = _layout(result) if isinstance(result, Tensor) else type(result).__name__
+            raise GraphError(f"{self._name} returned {found}; the next graph reads {self._layout}")
+        if result.data_ptr() != self._result.data_ptr():
+            with torch.inference_mode():
+                self._result.copy_(result)
+
+
+def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+class BodyCapture(Generic[S]):
+    """Captures one call of a body.
+
+    Args:
+        tracker: captures each piece.
+        key: a FULL key gives one graph, a PIECEWISE key one graph before, between and after its eager parts.
+        state: the staged state for the call.
+    """
+
+    def __init__(self, tracker: CaptureTracker, key: BatchExecutionDescriptor, state: S) -> None:
+        self._graphs: list[Graph] = []
+        self._parts: list[EagerPart] = []
+        self._tracker = tracker
+        self._key = key
+        self._state = state
+        self._in_body = False
+
+    def capture(self, body: Body[S, T], *modes: AbstractContextManager[Any]) -> CapturedBody[S, T]:
+        """Call the body once, within the torch modes `modes`.
+
+        Raises:
+            CaptureError: the body raised, or did what no graph can hold. No piece is open then.
+        """
+        piecewise = self._key.mode is CudaGraphMode.PIECEWISE
+        execution = Execution(self._key, self._state, self._eager_call if piecewise else None)
+        with ExitStack() as stack:
+            for mode in (torch.no_grad(), *modes):
+                stack.enter_context(mode)
+            try:
+                self._begin()
+                output = body(execution)
+                self._end()
+                output = replace_tensors(output, self._tracker.non_owning)
+            except BaseException as error:
+                self._in_body = False
+                self._tracker.abort()
+                if isinstance(error, CaptureError) or not isinstance(error, Exception):
+                    raise
+                raise CaptureError(f"{self._key}: {type(error).__name__} in the body: {error}") from error
+        run = _replay_function(self._key, output, self._graphs, self._parts)
+        return CapturedBody(self._key, run, self._graphs, self._tracker.memory)
+
+    def _begin(self) -> None:
+        self._tracker.begin()
+        self._in_body = True
+
+    def _end(self) -> None:
+        self._in_body = False
+        self._graphs.append(self._tracker.end())
+
+    def _eager_call(self, fn: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
+        # A partial is named by its function, because its own text contains its arguments and may read a device.
+        function = getattr(fn, "func", fn)
+        function_name = getattr(function, "__qualname__", type(function).__name__)
+        name = f"{self._key}: eager part {len(self._parts)} ({function_name})"
+        if not self._in_body:
+            raise CaptureError(f"{name}: eager() was called within an eager part, or after the capture")
+        self._end()
+        result = fn(self._state, *tensors)
+        if not isinstance(result, Tensor):
+            raise CaptureError(f"{name} must return one tensor, not {type(result).__name__}")
+        arguments = tuple(self._tracker.non_owning(tensor) for tensor in tensors)
+        self._begin()
+        argument_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        if result.untyped_storage().data_ptr() not in argument_storages:
+            result = self._tracker.result_buffer(result)
+        self._parts.append(EagerPart(name, fn, arguments, self._tracker.non_owning(result)))
+        return result
+
+
+def _replay_function(
+    key: BatchExecutionDescriptor, output: T, graphs: list[Graph], parts: list[EagerPart]
+) -> Callable[[Any], T]:
+    """Return a function that replays the first graph, then each eager part and the graph after it."""
+    first, rest = graphs[0], tuple(zip(parts, graphs[1:], strict=True))
+
+    def run(state: Any) -> T:
+        first.replay()
+        try:
+            for part, graph in rest:
+                part.run(state)
+                graph.replay()
+        except (AddressMoved, DanglingExternal) as error:
+            raise GraphError(f"{key}: between two pieces: {error}") from error
+        return output
+
+    return run

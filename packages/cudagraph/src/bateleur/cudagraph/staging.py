@@ -1,0 +1,128 @@
+"""`Producer` stages batches into buffers at fixed addresses. `StagedBatch` shows which batch the buffers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, Protocol, runtime_checkable
+
+from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
+from bateleur.cudagraph.errors import KeyMismatch, StaleState
+from bateleur.cudagraph.execution import S
+
+
+class Phase(StrEnum):
+    """Why a batch is staged: to run a step, to warm up a key, or to capture it."""
+
+    RUN = "run"
+    WARMUP = "warmup"
+    CAPTURE = "capture"
+
+
+class SignatureLike(Protocol):
+    """The host scalars that a body reads. `bateleur.metadata.Signature` is an implementation."""
+
+    def admits(self, runtime: Any, /) -> str | None:
+        """Return why a graph with these host scalars cannot run a batch with those of `runtime`. None if it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBatch(Generic[S]):
+    """A staged batch. A replay takes it as evidence that the buffers hold this batch.
+
+    Attributes:
+        key: the graph that the batch was padded for. None if the step runs eagerly.
+        state: what the body reads. Its tensors are views of the producer's buffers.
+        generation: `Producer.generation` after this staging.
+        signature: the host scalars of the state. None if the body reads none.
+    """
+
+    key: BatchExecutionDescriptor | None
+    state: S
+    generation: int
+    signature: SignatureLike | None = None
+
+
+class Producer(Protocol[S]):
+    """Stages batches into buffers at fixed addresses."""
+
+    @property
+    def generation(self) -> int:
+        """Number of stagings so far. Each staging overwrites the batch of the one before."""
+
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[S]:
+        """Stage a dummy batch that fills `key`: a new state object with new contents at the same addresses.
+
+        In phase CAPTURE, the host scalars must be the largest of all batches that may replay `key`. Phase WARMUP must
+        use the same host scalars, so that the warm-up loads every kernel that the capture launches.
+        """
+
+    def addresses(self) -> Mapping[str, int]:
+        """Return the data pointer of every buffer, by name."""
+
+
+@runtime_checkable
+class Fuzzable(Protocol[S]):
+    """A producer that can stage random batches. `CudaGraphManager.verify` needs it."""
+
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[S]:
+        """Stage a random valid batch that fills `key`.
+
+        The same `seed` gives the same contents, also in caches that the body writes.
+        """
+
+
+@runtime_checkable
+class Poisonable(Protocol):
+    """A producer that can poison its buffers, so that values which staging does not write become visible."""
+
+    def poison(self) -> None:
+        """Fill every buffer with NaN, or with integers that are out of range."""
+
+
+def check_current(producer: Producer[S], key: BatchExecutionDescriptor, staged: StagedBatch[S]) -> None:
+    """Check that `staged` was staged for `key`, and that `producer` has staged nothing after it.
+
+    Raises:
+        KeyMismatch: it was staged for another key.
+        StaleState: another batch was staged after it.
+    """
+    if staged.key is not key and staged.key != key:
+        other = "no graph (an eager step)" if staged.key is None else str(staged.key)
+        raise KeyMismatch(f"{key}: the batch was staged for {other}; stage it for the key to replay")
+    generation = producer.generation
+    if staged.generation != generation:
+        raise StaleState(
+            f"{key}: staged at generation {staged.generation}, but the producer is at {generation}: "
+            "the buffers hold another batch; stage this batch again"
+        )
+
+
+def stage_batch(
+    producer: Producer[S],
+    key: BatchExecutionDescriptor,
+    phase: Phase,
+    *,
+    poison: bool,
+    seed: int | None = None,
+) -> StagedBatch[S]:
+    """Stage a dummy or random batch, and check the key and generation that the producer returns.
+
+    Args:
+        poison: poison the buffers before staging, if the producer is `Poisonable`.
+        seed: seed of a random batch. None: a dummy batch.
+
+    Raises:
+        TypeError: there is a seed and the producer is not `Fuzzable`.
+    """
+    if poison and isinstance(producer, Poisonable):
+        producer.poison()
+    if seed is None:
+        staged = producer.stage(key, phase)
+    elif isinstance(producer, Fuzzable):
+        staged = producer.fuzz(key, seed)
+    else:
+        raise TypeError(f"producer {type(producer).__name__} has no method fuzz(key, seed); verify needs it")
+    check_current(producer, key, staged)
+    return staged
