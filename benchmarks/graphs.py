@@ -62,7 +62,7 @@ def step_ms(batch: int, device: torch.device, rounds: int) -> dict[str, float]:
 
 
 def replay_us(llm: LLM, rounds: int) -> dict[str, float]:
-    """Host time of `manager.replay` and of the recording's own call inside it; the difference is ours."""
+    """Host time of `manager.replay`, and of the graph's own replay inside of it. The difference is the manager's."""
     manager = llm.engine.graphs.manager
     assert manager is not None
     (key,) = manager.ready

@@ -1,8 +1,8 @@
 """CUDA graphs around a torch module of one's own: `pip install bateleur-cudagraph`.
 
 A recurrent decoder keeps a state per sequence. Its steps are captured for some batch sizes and replayed, and a second
-module is captured over the buffers of the first. Without a GPU the recorded backend stands in for CUDA graphs: what is
-captured is frozen, overwritten and refused as there.
+module is captured over the buffers of the first. Without a GPU, the recorded backend emulates CUDA graphs
+on CPU.
 
     python examples/cudagraph_own_module.py
 """
@@ -27,7 +27,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Decoder(nn.Module):
-    """States are updated in place, for a graph knows them by address; sequence 0 is nobody's."""
+    """A recurrent decoder. It updates states in place, because a graph has their addresses. Padding uses sequence 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Decoder(nn.Module):
 
 
 class Producer:
-    """Stages every batch, real or dummy, at the same addresses."""
+    """Stages real and dummy batches at the same addresses."""
 
     def __init__(self) -> None:
         self.generation, self.batch = 0, torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
@@ -51,7 +51,7 @@ class Producer:
     def stage(
         self, key: BatchExecutionDescriptor, phase: Phase, ids: list[int] = (), sequences: list[int] = ()
     ) -> StagedBatch:
-        """Rows that pad a batch, and all rows of a dummy, belong to sequence 0."""
+        """Stage a batch. Padding rows, and all rows of a dummy batch, use sequence 0."""
         self.generation += 1
         self.batch.zero_()[:, : len(ids)] = torch.tensor([ids, sequences])
         return StagedBatch(key, self.batch[:, : key.num_tokens], self.generation)
@@ -65,13 +65,13 @@ def main() -> None:
     torch.manual_seed(0)
     model, producer = Decoder().to(DEVICE), Producer()
     backend = get_backend("cuda" if DEVICE == "cuda" else "recorded", DEVICE)
-    plan = CudagraphDispatcher.make(CudaGraphMode.FULL_DECODE_ONLY, capture_sizes=[1, 2, 4, 8])
-    manager = CudaGraphManager(plan, backend)
+    dispatcher = CudagraphDispatcher.make(CudaGraphMode.FULL_DECODE_ONLY, capture_sizes=[1, 2, 4, 8])
+    manager = CudaGraphManager(dispatcher, backend)
     states = manager.capture(producer, lambda execution: model(execution.state))
     print(manager.report.table())
 
-    key = plan.dispatch(UnpaddedBatch(3, 3, 1, 1, decode_only=True), manager.ready).descriptor
-    print(f"3 rows: {key}; 9 rows: {plan.dispatch(UnpaddedBatch(9, 9, 1, 1, decode_only=True)).reason}")
+    key = dispatcher.dispatch(UnpaddedBatch(3, 3, 1, 1, decode_only=True), manager.ready).descriptor
+    print(f"3 rows: {key}; 9 rows: {dispatcher.dispatch(UnpaddedBatch(9, 9, 1, 1, decode_only=True)).reason}")
     ids, sequences = [7, 8, 9], [5, 2, 11]
     for step in range(3):
         before = model.states.clone()
@@ -83,15 +83,15 @@ def main() -> None:
         ids = replayed.argmax(-1).tolist()
         print(f"step {step}: tokens {ids}; logits and states equal those of the module")
 
-    # A second module, captured over the states that the first capture returned: one staging serves both graphs.
+    # Capture a second module that reads the captured states of the first. One staging serves both graphs.
     judge = nn.Sequential(nn.Embedding(100, 32), nn.Linear(32, 1)).to(DEVICE)
-    second = CudaGraphManager(plan, backend)
+    second = CudaGraphManager(dispatcher, backend)
     second.capture(CapturedStateProducer(states), lambda execution: judge(execution.state[0]), keys=[key])
     staged = producer.stage(key, Phase.RUN, ids, sequences)
     torch.testing.assert_close(second.replay(key, staged)[:3], judge(staged.state[0])[:3])
-    print("a graph over states on loan: equal to its module")
+    print("a second graph on the same staged batch: equal to its module")
 
-    # Whoever borrows a state stages it anew. What was staged before is gone then, and its replay is refused.
+    # Restaging a captured state overwrites the buffers, so the batch that was staged before must not be replayed.
     states[key].restage(Phase.WARMUP)
     try:
         manager.replay(key, staged)
