@@ -244,12 +244,12 @@ def test_c6_a_chunk_of_exactly_1_plus_k_tokens_is_no_decode(
         cudagraph_capture_sizes=[1 + K],
     )
     assert ids(llm.generate(asked([prompt]), params)) == [texts.of(prompt, params)]
-    by_why = llm.engine.graphs.decisions.by_reason
-    assert by_why[DispatchReason.HAS_PREFILL] == 3
-    assert by_why[DispatchReason.DECODE] == llm.get_metrics().num_steps - 3
+    by_reason = llm.engine.graphs.decisions.by_reason
+    assert by_reason[DispatchReason.HAS_PREFILL] == 3
+    assert by_reason[DispatchReason.DECODE] == llm.get_metrics().num_steps - 3
     (short,) = (texts.of(prompt[: 1 + K], params),)
     assert ids(llm.generate(asked([prompt[: 1 + K]]), params)) == [short]
-    assert by_why[DispatchReason.HAS_PREFILL] == 4
+    assert by_reason[DispatchReason.HAS_PREFILL] == 4
 
 
 def test_c7_capture_sizes_need_not_be_multiples_of_1_plus_k(make: Callable[..., LLM], texts: Texts) -> None:

@@ -59,9 +59,9 @@ def test_pieces_hold_attention_and_mixed_steps_say_the_tokens_of_eager_ones(
 
     monkeypatch.setattr(TritonBackend, "attend", counted)
     assert talk(llm) == expected
-    by_why = llm.engine.graphs.decisions.by_reason
-    assert by_why[DispatchReason.PIECEWISE] >= 4
-    assert set(by_why) <= {DispatchReason.PIECEWISE, DispatchReason.DECODE}
+    by_reason = llm.engine.graphs.decisions.by_reason
+    assert by_reason[DispatchReason.PIECEWISE] >= 4
+    assert set(by_reason) <= {DispatchReason.PIECEWISE, DispatchReason.DECODE}
     assert not calls, "a replay calls attention between two pieces"
     assert llm.engine.graphs.manager is not None
     pieces = {

@@ -94,7 +94,7 @@ def test_tokens_are_those_of_eager_plain_decoding(
     for greedy in (False, True):
         kinds = [{"temperature": 0.0}] * 3 if greedy else DRAWS
         assert tokens(llm, params(kinds)) == plain(case.startswith("mtp"), greedy)
-    ends = llm.engine.ends.by_why
+    ends = llm.engine.ends.by_reason
     assert set(ends) == {EndWhy.GRAPH, EndWhy.FORWARD}
     assert ends[EndWhy.GRAPH] > 10
 
@@ -153,7 +153,7 @@ def test_what_a_graph_does_not_hold_runs_eagerly_and_is_counted(
     llm = make(**HEAD, **GRAPHS)
     kinds = [kind | {"logprobs": 1} for kind in DRAWS]
     assert tokens(llm, params(kinds)) == plain(False, False)
-    assert set(llm.engine.ends.by_why) == {EndWhy.RULES, EndWhy.FORWARD}
+    assert set(llm.engine.ends.by_reason) == {EndWhy.RULES, EndWhy.FORWARD}
     assert llm.engine._proposer.drafter.decisions.by_reason[DispatchReason.DECODE] > 10
 
 
@@ -171,7 +171,7 @@ def test_behind_a_step_that_ends_eagerly_nothing_stale_is_read(make: Callable[..
             steps.append(sampler.verifier.next.ids[live].tolist())
             spoiled += int((sampler.rows.num_valid > 1 + HEAD["num_speculative_tokens"]).sum())
         proposed.append(steps)
-        assert llm.engine.ends.by_why[EndWhy.RULES] > 10
+        assert llm.engine.ends.by_reason[EndWhy.RULES] > 10
     assert proposed[0] == proposed[1]
     assert spoiled > 10, "rows of requests that have ended"
 
@@ -285,6 +285,6 @@ def test_35387_rows_of_unequal_draft_lengths_keep_their_graph(
         "head", num_speculative_tokens=3, draft_policy=policy(), **GRAPHS | {"cudagraph_capture_sizes": [12]}
     )
     assert tokens(llm, params(DRAWS)) == plain(False, False)
-    assert set(llm.engine.ends.by_why) == {EndWhy.GRAPH, EndWhy.FORWARD}
-    assert llm.engine.ends.by_why[EndWhy.FORWARD] <= 2, "prompts"
+    assert set(llm.engine.ends.by_reason) == {EndWhy.GRAPH, EndWhy.FORWARD}
+    assert llm.engine.ends.by_reason[EndWhy.FORWARD] <= 2, "prompts"
     assert llm.get_metrics().acceptance.tried[0] > 0

@@ -57,7 +57,7 @@ def said(folder: Path, verify: bool = False, **settings: Any) -> list[list[list[
             report = llm.engine.verify_graphs(fuzz=1)
             assert {each.part for each in report.comparisons} >= {"forward", "end", "proposal"}
             assert report.ok, report.table()
-            assert llm.engine.ends.by_why.keys() >= {EndWhy.GRAPH, EndWhy.FORWARD}
+            assert llm.engine.ends.by_reason.keys() >= {EndWhy.GRAPH, EndWhy.FORWARD}
         return outputs
 
 

@@ -55,7 +55,7 @@ class Ended(NamedTuple):
 class StepEnd:
     """Verifies a step, commits the states of its rows, and keeps how far these have come.
 
-    by_why: how many steps ended on a graph, and how many eagerly for which reason.
+    by_reason: how many steps ended on a graph, and how many eagerly for which reason.
     """
 
     def __init__(
