@@ -386,17 +386,3 @@ def _raising(error: Exception) -> Callable[..., None]:
         raise error
 
     return make
-
-
-def test_a_request_that_can_never_fit_is_refused_with_both_numbers(
-    make_llm: Callable[..., LLM], refused: Any
-) -> None:
-    """A request within max_model_len but over the cache would wait for ever (vLLM #39734)."""
-    plan = make_llm().cache_plan
-    llm = make_llm(kv_cache_memory_bytes=plan.state_bytes + 11 * plan.kv_bytes // plan.num_blocks)
-    with refused(
-        "the request may grow to 82 tokens and needs 11 KV blocks; the cache has 10. Lower max_tokens or raise "
-        "kv_cache_memory_bytes"
-    ):
-        llm.add_request([1] * 41, SamplingParams(max_tokens=41))
-    llm.generate([[1] * 40], SamplingParams(max_tokens=41, ignore_eos=True))

@@ -162,7 +162,7 @@ def make(tiny: Callable[[str], Path], tiny_mtp: Path, make_head: Callable[..., P
         if settings.get("draft") == "head":
             hidden, vocab, dim = (48, 101, 24) if family == "llama" else (40, 131, 16)
             settings = settings | {"draft": make_head(hidden, vocab, dim, (1, 2, 4))}
-        sizes = {"max_model_len": 96, "max_num_seqs": 3, "max_num_batched_tokens": 16, "block_size": 4}
+        sizes = {"max_model_len": 76, "max_num_seqs": 3, "max_num_batched_tokens": 16, "block_size": 4}
         folder = tiny_mtp if family == "mtp" else tiny(family)
         return LLM(folder, device="cpu", **(sizes | settings))
 

@@ -154,8 +154,10 @@ def test_a_long_prompt_is_measured_here(
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 5}))
     llm = LLM(folder, device="cpu", max_model_len=32, max_num_seqs=1)
-    room = "max_model_len is 32 and leaves room for 31 prompt tokens and one output token"
-    with refused(f"prompts[0]: prompt has 40 tokens; {room}"):
+    with refused(
+        "prompts[0]: prompt has 40 tokens; this model's maximum context length is 32 tokens (max_model_len), the "
+        "output included: reduce the length of the messages or of the prompt"
+    ):
         llm.generate("a" * 40)
     assert "indexing errors" not in capfd.readouterr().err
 

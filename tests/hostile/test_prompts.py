@@ -60,7 +60,10 @@ def brief(value: object) -> str:
     return ascii(value)[1:31] if isinstance(value, str) else ""
 
 
-TOO_LONG = f"max_model_len is {LONGEST} and leaves room for 63 prompt tokens and one output token"
+TOO_LONG = (
+    f"this model's maximum context length is {LONGEST} tokens (max_model_len), the output included: reduce the length "
+    "of the messages or of the prompt"
+)
 
 
 def must(name: str, shown: str, rule: str) -> str:

@@ -130,7 +130,7 @@ def test_what_only_the_engine_can_refuse_spoils_its_line_alone(tmp_path: Path) -
     records = [json.loads(line) for line in results.read_text().splitlines()]
     wrong = [
         "holds '\\ud800' at position 1, half of a surrogate pair",
-        "prompt has 2002 tokens; max_model_len is 128",
+        "prompt has 2002 tokens; this model's maximum context length is 128 tokens (max_model_len)",
         "prompt_token_ids[0] is 4096; it must be a token id, an integer in [0, 4095]",
         "prompt_token_ids[0] is [1]; it must be a token id, an integer in [0, 4095]",
     ]
@@ -162,7 +162,7 @@ def test_a_prompt_that_is_too_long_is_told_by_us_alone(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1].startswith(
-        "bateleur: prompts[0]: prompt has 2002 tokens; max_model_len is 128"
+        "bateleur: prompts[0]: prompt has 2002 tokens; this model's maximum context length is 128 tokens"
     )
 
 

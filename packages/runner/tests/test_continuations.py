@@ -132,7 +132,7 @@ def test_interrupted_ones_are_all_recomputed(sharing: LLM, monkeypatch: pytest.M
 
 
 def test_preempted_ones_are_recomputed(expected: list[list[int]]) -> None:
-    llm = LLM(device="cpu", max_model_len=48, max_num_seqs=3, block_size=4, kv_cache_memory_bytes=2_300_000)
+    llm = LLM(device="cpu", max_model_len=32, max_num_seqs=3, block_size=4, kv_cache_memory_bytes=2_300_000)
     (output,) = llm.generate(PROMPT, SamplingParams(**DRAWN, seed=40, n=5))
     assert output.num_preemptions > 0
     assert tokens(output) == expected

@@ -90,11 +90,15 @@ def test_what_is_refused_names_its_field(client: Any) -> None:
         (
             {"prompt": "x" * 50_000},
             "prompt",
-            "prompt has 50000 characters; max_model_len is 256 tokens, of at most ",
+            "prompt has 50000 characters, in tokens of at most ",
         ),
         ({"prompt": ["x"] * 99}, None, "99 sequences are asked for at once; "),
         ({"prompt": ["x"] * 2000}, "prompt", "prompt has 2000 entries for n = 1 answers each; "),
-        ({"prompt": [1] * 256}, "prompt", "prompt has 256 tokens; max_model_len is 256, the answer included"),
+        (
+            {"prompt": [1] * 256},
+            "prompt",
+            "prompt has 256 tokens; this model's maximum context length is 256 tokens",
+        ),
         ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21; it must be at most max_logprobs = 20"),
     ]
     for body, param, message in cases:

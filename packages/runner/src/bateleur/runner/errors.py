@@ -4,6 +4,7 @@ ValueError                  an argument is wrong: the message names it, its valu
     BatchInvariant          a batch breaks a rule of its field table
     InexactBound            a host bound was asked for more than it knows
     BorrowError             a drafter was lent metadata that is not what it was captured with
+    ContextLengthExceeded   a prompt leaves no room for an output token within max_model_len
     MissingExtra            what is asked for needs an extra that is not installed; also an ImportError
     PrefixRefused           a file is no prefix of this engine's; it says why
 RuntimeError                an LLM was called by a second caller at once, or in a forked process
@@ -91,6 +92,7 @@ __all__ = [
     "CaptureError",
     "CollectiveBroken",
     "ConformanceError",
+    "ContextLengthExceeded",
     "DanglingExternal",
     "EngineDead",
     "GraphError",
@@ -114,6 +116,22 @@ __all__ = [
 
 class QueueFull(RuntimeError):
     """As many requests as may wait are waiting; one that comes later may find room."""
+
+
+class ContextLengthExceeded(ValueError):
+    """A prompt leaves no room for an output token within `max_model_len`.
+
+    The message has the phrases by which clients recognise this error ("maximum context length is N tokens", "reduce the
+    length of the messages").
+    """
+
+    def __init__(self, length: str, max_model_len: int) -> None:
+        """length: of the prompt, such as "3000 tokens"."""
+        super().__init__(
+            f"prompt has {length}; this model's maximum context length is {max_model_len} tokens (max_model_len), the "
+            "output included: reduce the length of the messages or of the prompt"
+        )
+        self.length, self.max_model_len = length, max_model_len
 
 
 class EngineDead(RuntimeError):

@@ -84,9 +84,7 @@ class LLM:
             _log.info("%s", self.graph_costs)
         self._runner: Engine | Front = self.engine
         self._ledger: Ledger | Front = self.engine.ledger
-        self._admission = InputProcessor(
-            self.tokenizer, self.spec, self.engine.scheduler, self.limits, self.config
-        )
+        self._admission = InputProcessor(self.tokenizer, self.spec, self.limits, self.config)
         self._default_params = SamplingParams.from_dict(recommended_sampling(setup.folder))
         self._turn = Turn(self.device)
         if (leader := self._leader) is not None:

@@ -42,6 +42,8 @@ class CachePlan:
     """KV blocks of the longest request."""
     num_state_slots: int
     """Mamba state slots, the null slot included; 0 for a model without Mamba layers."""
+    max_model_len: int
+    """Tokens of the longest request: as many as were asked for, or as the KV blocks hold."""
 
     @property
     def block_size(self) -> int:
@@ -60,9 +62,32 @@ class CachePlan:
 
     def common(self, ranks: Ranks) -> CachePlan:
         """What all ranks have room for; each brings its own plan."""
-        told = ranks.tell_all([self.max_num_seqs, self.num_blocks, self.num_state_slots])
-        rows, blocks, slots = map(min, zip(*told, strict=True))
-        return replace(self, max_num_seqs=rows, num_blocks=blocks, num_state_slots=slots)
+        sizes = [
+            self.max_num_seqs,
+            self.num_blocks,
+            self.num_state_slots,
+            self.max_blocks,
+            self.max_model_len,
+        ]
+        rows, blocks, slots, longest, tokens = map(min, zip(*ranks.tell_all(sizes), strict=True))
+        return replace(
+            self,
+            max_num_seqs=rows,
+            num_blocks=blocks,
+            num_state_slots=slots,
+            max_blocks=longest,
+            max_model_len=tokens,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the KV blocks hold; the null block holds none."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def num_missing_blocks(self) -> int:
+        """KV blocks without which the longest request does not fit; 0 if it fits."""
+        return max(1 + self.max_blocks - self.num_blocks, 0) if self.max_blocks else 0
 
     @property
     def kv_bytes(self) -> int:
@@ -95,11 +120,17 @@ def plan_caches(
     budget_bytes: int,
     *,
     rows_chosen: bool = True,
+    length_chosen: bool | None = None,
 ) -> CachePlan:
     """Fit all that a `CachePlan` counts into `budget_bytes`, in the order that stands on top of this file.
 
     With prefix caching, or if nobody chose the rows, the plan may have fewer of them than `limits.max_num_seqs`, or
     share nothing: a RuntimeWarning says so, with the numbers.
+
+    length_chosen: whether the user chose `limits.max_model_len`. If not, and the KV blocks hold fewer tokens of one
+        request, the plan's `max_model_len` is lowered to that with a RuntimeWarning. Prefix caching then gets up to
+        half of the memory. If so, a ValueError names the length that fits. None does not compare the length with the
+        KV blocks.
 
     Raises ValueError with both numbers when the states of `max_num_seqs` requests, or of one if nobody chose, and two
     KV blocks do not fit without sharing, and as `CacheCosts.of`.
@@ -109,15 +140,49 @@ def plan_caches(
         states = replace(options.states, mode=MambaCacheMode.NONE, block_size=None, retention=None)
         without = replace(options, share_prefixes=False, states=states)
         alone = CacheCosts.of(spec, dtype, limits.max_model_len, without)
-    most = limits.max_num_seqs
-    if not rows_chosen:
-        limits = replace(limits, max_num_seqs=_rows_beside_keys(alone, limits, budget_bytes))
-    plan = _plan_alone(alone, limits, budget_bytes)
-    if costs.retention is not None:
-        plan = _plan_shared(costs, limits, budget_bytes, plan) or plan
-    for lost in _losses(plan, most, costs.retention is not None, rows_chosen):
+
+    def planned(budget: int) -> CachePlan:
+        rows = limits.max_num_seqs
+        if not rows_chosen:
+            rows = _rows_beside_keys(alone, limits, budget, bool(length_chosen))
+        plan = _plan_alone(alone, replace(limits, max_num_seqs=rows), budget)
+        if costs.retention is not None:
+            shared = replace(limits, max_num_seqs=rows)
+            plan = _plan_shared(costs, shared, budget, plan, length_chosen is False) or plan
+        return plan
+
+    plan = larger = planned(budget_bytes)
+    if length_chosen is not None and plan.num_missing_blocks:
+        needed = budget_bytes
+        while larger.num_missing_blocks:
+            needed += larger.num_missing_blocks * costs.block_bytes
+            larger = planned(needed)
+        numbers = (
+            f"the KV cache holds {plan.num_tokens} tokens of one request in {budget_bytes} bytes, and "
+            f"{limits.max_model_len} tokens need {needed} bytes"
+        )
+        plan = _shortened(plan, limits, numbers, chosen=length_chosen)
+    for lost in _losses(plan, limits.max_num_seqs, costs.retention is not None, rows_chosen):
         warnings.warn(f"kv_cache_memory_bytes is {budget_bytes}; {lost}", RuntimeWarning, stacklevel=3)
     return plan
+
+
+def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: bool) -> CachePlan:
+    """The plan with the `max_model_len` that its KV blocks hold. See `plan_caches` for the warning and the error."""
+    fits, wanted, least = plan.num_tokens, limits.max_model_len, limits.max_query_len + 1
+    if chosen or fits < least:
+        fix = f"set max_model_len to at most {fits}, or " if fits >= least else ""
+        raise ValueError(
+            f"max_model_len={wanted}: {numbers}; {fix}raise kv_cache_memory_bytes or gpu_memory_utilization, or lower "
+            f"max_num_seqs={plan.max_num_seqs}"
+        )
+    warnings.warn(
+        f"max_model_len is lowered from {wanted} to {fits}: {numbers}. To change this, raise kv_cache_memory_bytes or "
+        f"gpu_memory_utilization, or lower max_num_seqs={plan.max_num_seqs}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return replace(plan, max_model_len=fits, max_blocks=plan.num_blocks - 1)
 
 
 def _losses(plan: CachePlan, most: int, share: bool, rows_chosen: bool) -> list[str]:
@@ -136,10 +201,12 @@ def _losses(plan: CachePlan, most: int, share: bool, rows_chosen: bool) -> list[
     return lost
 
 
-def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int) -> int:
-    """`max_num_seqs`, halved until keys and values of the longest request fit as well, or have half of the memory."""
+def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, length_chosen: bool) -> int:
+    """`max_num_seqs`, halved until keys and values of the longest request fit as well. Unless the user chose its
+    length, half of the memory for keys and values is enough."""
     longest = (1 + -(-limits.max_model_len // costs.options.block_size)) * costs.block_bytes
-    room, rows = budget_bytes - min(longest, budget_bytes // 2), limits.max_num_seqs
+    keys = longest if length_chosen else min(longest, budget_bytes // 2)
+    room, rows = budget_bytes - keys, limits.max_num_seqs
     while rows > 1 and costs.fixed_bytes(rows) > room:
         rows //= 2
     return rows
@@ -158,10 +225,17 @@ def _plan_alone(costs: CacheCosts, limits: EngineLimits, budget_bytes: int) -> C
 
 
 def _plan_shared(
-    costs: CacheCosts, limits: EngineLimits, budget_bytes: int, plain: CachePlan
+    costs: CacheCosts, limits: EngineLimits, budget_bytes: int, plain: CachePlan, shortens: bool
 ) -> CachePlan | None:
-    """Beside every request that `plain` could serve; None if not even one would run with states to share."""
+    """Beside every request that `plain` could serve; None if not even one would run with states to share.
+
+    shortens: if `plain` does not hold the longest request, its keys and values get half of the memory, and
+    `max_model_len` is lowered to that, so that prefixes are shared.
+    """
     longest = min(plain.num_blocks, 1 + plain.max_blocks)
+    if shortens and plain.num_missing_blocks:
+        keys = min(budget_bytes // 2, budget_bytes - costs.fixed_bytes(1))
+        longest = min(longest, max(keys // costs.block_bytes, 2))
     room = budget_bytes - longest * costs.block_bytes - costs.fixed_bytes(0)
     rows = min(limits.max_num_seqs, room // (costs.fixed_bytes(1) - costs.fixed_bytes(0)))
     if rows < 1:
@@ -194,4 +268,5 @@ def _fill(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, pages: int
         num_blocks=num_blocks,
         max_blocks=max_blocks,
         num_state_slots=1 + rows * costs.pages_per_request + pages if costs.layout is not None else 0,
+        max_model_len=limits.max_model_len,
     )

@@ -5,6 +5,7 @@ A draft head is read whole, tensor by tensor, to be told from what it shares wit
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from bateleur.mamba import MambaCacheMode
 from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
+from bateleur.runner.cache.plan import plan_caches
 from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import told as attends
@@ -26,6 +28,7 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import told
 from bateleur.runner.device import resolve_device
+from bateleur.runner.engine.setup import unmeasured_budget
 from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
@@ -39,6 +42,7 @@ from bateleur.runner.models.spec import (
     LatentLayer,
     MambaLayer,
     MlpLayer,
+    ModelSpec,
     ShortConvLayer,
     parts_of,
 )
@@ -119,6 +123,8 @@ class CheckpointFacts:
     kept_states: int
     """With prefix caching, Mamba states that others may find of a request of `max_model_len` tokens."""
     max_model_len: int
+    """Tokens of the longest request that an engine with these options accepts, prompt and output together. On a GPU
+    without `kv_cache_memory_bytes` it does not consider the KV cache, whose size the start of an engine measures."""
     prompt_scan: str | None
     """What scans the prompts of delta rules, and why nothing else does; None without any."""
     attention: str | None
@@ -159,6 +165,7 @@ class CheckpointFacts:
             *([f"weights a token takes      {self.active_bytes:>16,} bytes"] if experts else []),
             f"KV cache per token         {self.kv_bytes_per_token:>16,} bytes",
             *self._states(),
+            f"longest request            {self.max_model_len:>16,} tokens, prompt and output",
             f"beside all that, about     {self.workspace_bytes:>16,} bytes at most, of steps and graphs",
             f"prefix hits in steps of    {self.hit_granularity:>16,} tokens",
         ]
@@ -248,12 +255,34 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         workspace_bytes=workspace_bytes(target, limits, caches.block_size, graph_tokens),
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
         kept_states=hits.pages_to_share,
-        max_model_len=longest,
+        max_model_len=_fitting_length(config, spec, counted, limits, caches),
         prompt_scan=told(config.model.prompt_scan, spec, counted, device),
         attention=attends(config.model.attention_backend, spec, computed, device),
         cpu_kernels=describe_kernels(device),
         unused_tensors=len(checkpoint.unused) - own,
     )
+
+
+def _fitting_length(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, limits: EngineLimits, caches: CacheOptions
+) -> int:
+    """`max_model_len` as the start of an engine lowers it. Raises ValueError as `plan_caches`."""
+    device, num_ranks = resolve_device(config.model.device), config.parallel.num_ranks
+    budget = unmeasured_budget(config.cache, device, num_ranks)
+    if budget is None:
+        return limits.max_model_len
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the engine itself warns; here the number is part of the table
+        plan = plan_caches(
+            spec,
+            dtype,
+            limits,
+            caches,
+            budget,
+            rows_chosen=config.scheduler.max_num_seqs is not None,
+            length_chosen=config.model.max_model_len is not None,
+        )
+    return plan.max_model_len
 
 
 def empty_model(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> HybridDecoder:

@@ -79,9 +79,7 @@ class Follower:
         """When counters were last told."""
         setup = EngineSetup.of(config, needed_bytes, group.ranks)
         self.engine = Engine(setup)
-        self._admission = InputProcessor(
-            setup.tokenizer, setup.model.spec, self.engine.scheduler, setup.limits, config
-        )
+        self._admission = InputProcessor(setup.tokenizer, setup.model.spec, setup.limits, config)
 
     def follow(self, order: Wire) -> Reply | None:
         """Do what the first rank does, or has told this one to do."""

@@ -13,13 +13,13 @@ from torch import Tensor
 from bateleur.runner.arguments import TEXTS_AND_BYTES, Integer, refuse, require_unicode, text
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.errors import ContextLengthExceeded
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.outputs import RequestOutputKind
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.ticket import Ticket
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.structured.grammar import Grammars
 from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.structured_outputs import StructuredOutputsParams
@@ -43,13 +43,11 @@ class InputProcessor:
         self,
         tokenizer: Tokenizer,
         spec: ModelSpec,
-        scheduler: Scheduler,
         limits: EngineLimits,
         config: EngineConfig,
     ) -> None:
         self._tokenizer = tokenizer
         self._spec = spec
-        self._scheduler = scheduler
         self._limits = limits
         self._seed = config.model.seed
         self._by_priority = config.scheduler.scheduling_policy == "priority"
@@ -238,7 +236,10 @@ class InputProcessor:
                 )
 
     def _admit(self, ids: list[int], params: SamplingParams, stop_ids: frozenset[int]) -> int:
-        """The length at which the request ends; ValueError if it could never run."""
+        """The length at which the request ends, prompt included: `max_tokens`, or what is left of `max_model_len`.
+
+        Raises ValueError for a request that could never run.
+        """
         if not ids:
             raise ValueError("prompt is empty; at least one token is needed")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -253,22 +254,8 @@ class InputProcessor:
             raise ValueError(f"stop is {params.stop}; without a tokenizer there is no text to find it in")
         longest = self._limits.max_model_len
         if len(ids) >= longest:
-            raise ValueError(
-                f"prompt has {len(ids)} tokens; max_model_len is {longest} and leaves room for {longest - 1} "
-                "prompt tokens and one output token"
-            )
-        limit = longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
-        pool = self._scheduler.pool
-        # The last token drawn is never stored, but drafts of more tokens may be.
-        ahead = self._limits.max_query_len - 2 + self._scheduler.lookahead_tokens
-        stored = min(limit + ahead, longest)
-        needed = self._scheduler.blocks_needed(stored)
-        if pool is not None and needed > pool.capacity:
-            raise ValueError(
-                f"the request may grow to {limit} tokens and needs {needed} KV blocks; the cache has {pool.capacity}. "
-                "Lower max_tokens or raise kv_cache_memory_bytes"
-            )
-        return limit
+            raise ContextLengthExceeded(f"{len(ids)} tokens", longest)
+        return longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -153,16 +153,16 @@ class _CacheSizes:
         cache, device = self.config.cache, self.model.device
         if device.type == "cuda":
             limits = self._fitted(limits, graphs)
-        if cache.kv_cache_memory_bytes is not None:
-            return self._within(cache.kv_cache_memory_bytes, limits)
-        if device.type != "cuda":
-            main_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            return self._within(main_memory // (4 * self.model.peers.local[1]), limits)
+        budget = unmeasured_budget(cache, device, self.model.peers.local[1])
+        if budget is not None:
+            return self._within(budget, limits)
         torch.cuda.empty_cache()  # return what loading the weights left
         memory = torch.cuda.mem_get_info(device)
         tokens = largest_capture(graphs, limits)
         first = self._within(
-            _left(cache, memory, workspace_bytes(self.model, limits, cache.block_size, tokens)), limits
+            _left(cache, memory, workspace_bytes(self.model, limits, cache.block_size, tokens)),
+            limits,
+            trial=True,
         )
         # No more rows than were measured.
         return self._within(_left(cache, memory, measure(first)), first.limits)
@@ -194,14 +194,23 @@ class _CacheSizes:
             max_num_batched_tokens=least(limits.max_num_batched_tokens),
         )
 
-    def _within(self, budget: int, limits: EngineLimits) -> EngineSetup:
-        """The setup with caches of `budget` bytes."""
+    def _within(self, budget: int, limits: EngineLimits, *, trial: bool = False) -> EngineSetup:
+        """The setup with caches of `budget` bytes. A trial keeps `max_model_len` even if the caches hold less."""
         config, model = self.config, self.model
-        chosen = config.scheduler.max_num_seqs is not None
-        least = self.ranks.least(budget)
-        plan = plan_caches(model.spec, model.dtype, limits, self.options, least, rows_chosen=chosen)
-        plan = plan.common(self.ranks)
-        limits = replace(limits, max_num_seqs=plan.max_num_seqs)
+        with warnings.catch_warnings():
+            if trial:
+                warnings.simplefilter("ignore")
+            plan = plan_caches(
+                model.spec,
+                model.dtype,
+                limits,
+                self.options,
+                self.ranks.least(budget),
+                rows_chosen=config.scheduler.max_num_seqs is not None,
+                length_chosen=config.model.max_model_len is not None and not trial,
+            ).common(self.ranks)
+        longest = limits.max_model_len if trial else plan.max_model_len
+        limits = replace(limits, max_num_seqs=plan.max_num_seqs, max_model_len=longest)
         drafter = self.drafter
         if config.speculative.draft == NGRAM:
             drafter = prompt_lookup(config.speculative, limits, model.device)
@@ -212,6 +221,17 @@ class _CacheSizes:
             host=_host_sizes(config.cache, plan, self.ranks),
             disk=_disk(config.cache, plan, self.data),
         )
+
+
+def unmeasured_budget(cache: CacheConfig, device: torch.device, num_local_ranks: int = 1) -> int | None:
+    """Bytes for the caches of a rank, if they do not depend on a measurement: `kv_cache_memory_bytes`, or on a CPU a
+    quarter of main memory for all ranks of this machine together. None on a GPU without `kv_cache_memory_bytes`.
+    """
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes
+    if device.type == "cuda":
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (4 * num_local_ranks)
 
 
 def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:

@@ -19,6 +19,7 @@ from bateleur.runner.assets import shipped_model
 from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.engine.output_processor import NO_NUMBERS
 from bateleur.runner.engine_thread import Reader
+from bateleur.runner.errors import ContextLengthExceeded
 from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.openai.names import require_served, served_names
 from bateleur.runner.openai.requests import Asked
@@ -103,14 +104,10 @@ class Service:
         """Before it is tokenised or looked through, which takes time: what has too many tokens, whatever they are."""
         longest = self.llm.llm.limits.max_model_len
         if isinstance(prompt, list) and len(prompt) >= longest:
-            raise ValueError(
-                f"prompt has {len(prompt)} tokens; max_model_len is {longest}, the answer included"
-            )
+            raise ContextLengthExceeded(f"{len(prompt)} tokens", longest)
         if isinstance(prompt, str) and self.is_long(len(prompt)):
-            raise ValueError(
-                f"prompt has {len(prompt)} characters; max_model_len is {longest} tokens, of at most "
-                f"{self._longest_token} characters each"
-            )
+            length = f"{len(prompt)} characters, in tokens of at most {self._longest_token} characters"
+            raise ContextLengthExceeded(length, longest)
 
     def is_long(self, characters: int) -> bool:
         """Whether a text has too many tokens for the model, whatever they are."""
