@@ -502,7 +502,9 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
             {"rope_theta": 10**30, "rope_type": "default"},
         )
     ),
-    rope("rope_type is 'dynamic'; supported are default, linear, llama3, yarn", rope_type="dynamic"),
+    rope(
+        "rope_type is 'ntk'; supported are default, linear, llama3, yarn, longrope, dynamic", rope_type="ntk"
+    ),
     (
         "bamba",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.2}},

@@ -10,15 +10,25 @@ import torch
 
 from bateleur.mamba import Mamba2
 from bateleur.runner.arguments import Check, Integer, Number, OneOf, Several, flag, maybe, refuse, shown, text
-from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, ModelSpec, RopeSpec
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    DynamicRope,
+    Layer,
+    LongRope,
+    MambaLayer,
+    ModelSpec,
+    RopeSpec,
+)
 
 _ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "dynamic": ("factor",),
 }
-"""Kinds whose frequencies do not depend on the length of the sequence, and what they can't do without."""
+"""Supported values of `rope_type`, and the fields that they can't do without."""
 
 _TOKEN_ID = Integer(0, rule="a token id or a list of them")
 _TOKEN_IDS = Several(_TOKEN_ID, "a token id or a list of them")
@@ -129,6 +139,7 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("rope_theta partial_rotary_factor attention_factor", _POSITIVE),
     ("beta_fast beta_slow low_freq_factor high_freq_factor", _POSITIVE),
     ("factor", Number(1)),
+    ("short_factor long_factor", Several(_POSITIVE, "a list of numbers > 0")),
 )
 _CHECKS = {name: check for names, check in _RULES for name in names.split()}
 """What a field may be, wherever a family has it; those of rotary embedding may stand in an object of their own."""
@@ -213,6 +224,8 @@ class ConfigFields:
         """written: what the file has; errors name fields as it does."""
         self.config = config
         self._written = written or {}
+        self._rope_parameters: dict[str, Any] = {}
+        """Those that `rope` has read."""
 
     def raw(self, name: str) -> Any:
         """The field as it is; None where there is none."""
@@ -289,6 +302,7 @@ class ConfigFields:
         self, architecture: str, layers: tuple[Layer, ...], norm_eps: str = "rms_norm_eps", **more: Any
     ) -> ModelSpec:
         """The model of these layers, with what all have under the same names. norm_eps: the field."""
+        longest, scaled = self._lengths()
         return ModelSpec(
             architecture=architecture,
             vocab_size=self["vocab_size"],
@@ -296,32 +310,56 @@ class ConfigFields:
             layers=layers,
             norm_eps=self[norm_eps],
             tie_word_embeddings=self["tie_word_embeddings"],
-            max_position_embeddings=self["max_position_embeddings"],
+            max_position_embeddings=longest,
+            max_scaled_positions=scaled,
             eos_token_ids=token_ids("eos_token_id", self.raw("eos_token_id")),
             **more,
         )
 
+    def _lengths(self) -> tuple[int, int]:
+        """Positions that the model was made for, and those that a user may choose with scaled rotary embedding.
+
+        Files with YaRN often keep the `max_position_embeddings` of before. Of other kinds it is often the scaled length
+        already, so that only a user can say more.
+        """
+        positions, parameters = self["max_position_embeddings"], self._rope_parameters
+        kind, factor = str(parameters.get("rope_type")), parameters.get("factor") or 1.0
+        original = parameters.get("original_max_position_embeddings") or positions
+        if kind == "yarn":
+            return max(positions, int(original * factor)), 0
+        before = {"linear": positions, "dynamic": positions, "longrope": original}
+        return positions, int(before.get(kind, 0) * factor)
+
     def rope(self, *, partial: bool) -> RopeSpec:
-        """Rotary embedding from `rope_parameters`; ValueError for frequencies that depend on a sequence's length.
+        """Rotary embedding from `rope_parameters`, as transformers computes it.
 
         partial: whether the plain kind of this family heeds `partial_rotary_factor`; the scaled kinds always do.
         """
-        parameters = self.raw("rope_parameters") or {}
+        self._rope_parameters = parameters = self.raw("rope_parameters") or {}
         kind = parameters.get("rope_type", "default")
         if kind not in _ROPE_NEEDS:
             raise ValueError(f"rope_type is {kind!r}; supported are {', '.join(_ROPE_NEEDS)}")
         _CHECKS["rope_theta"]("rope_theta", parameters.get("rope_theta"))
         try:
             return self._frequencies(kind, parameters, partial)
-        except (ArithmeticError, TypeError):  # each passed its check, but not all together
+        except (ArithmeticError, TypeError, RuntimeError):  # each passed its check, but not all together
             refuse("rope_parameters", parameters, "numbers that make frequencies")
 
     def _frequencies(self, kind: str, parameters: dict[str, Any], partial: bool) -> RopeSpec:
         if kind != "default":
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](self.config, torch.device("cpu"))
-            return RopeSpec(tuple(inv_freq.tolist()), float(scaling))
+            compute, cpu = ROPE_INIT_FUNCTIONS[kind], torch.device("cpu")
+            inv_freq, scaling = compute(self.config, cpu)
+            beyond: LongRope | DynamicRope | None = None
+            if kind == "longrope":
+                original = parameters["original_max_position_embeddings"]
+                longer, _ = compute(self.config, cpu, seq_len=original + 1)
+                beyond = LongRope(original, tuple(longer.tolist()))
+            elif kind == "dynamic":
+                original = self["max_position_embeddings"]
+                beyond = DynamicRope(original, float(parameters["rope_theta"]), float(parameters["factor"]))
+            return RopeSpec(tuple(inv_freq.tolist()), float(scaling), beyond)
         factor = float(parameters.get("partial_rotary_factor", 1.0)) if partial else 1.0
         lanes = self.head_dim()
         dim = int(lanes * factor)

@@ -58,9 +58,9 @@ class EngineLimits:
         """What a user chose, completed. Raises ValueError for what the model or a step can't hold."""
         longest, wanted = spec.max_position_embeddings, config.model.max_model_len
         if wanted is not None:
-            if not 2 <= wanted <= longest:
+            if not 2 <= wanted <= spec.longest:
                 raise ValueError(
-                    f"max_model_len is {wanted}; it must be at least 2 and at most the model's {longest}"
+                    f"max_model_len is {wanted}; it must be at least 2 and at most the model's {spec.longest}"
                 )
             longest = wanted
         drafts = config.speculative.num_drafts

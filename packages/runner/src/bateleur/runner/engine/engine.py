@@ -371,6 +371,7 @@ class Engine:
         if not admitted:
             return []
         self._clock.started(admitted)
+        self.model.set_prompt_length(admitted[0].rope_length)
         self._emitter.admit(admitted, self.scheduler.running)
         for request in admitted:
             if self.scheduler.prefixes is not None and not request.num_preemptions:

@@ -138,6 +138,7 @@ class InputProcessor:
                 ticket.bad_words,
             )
             request.index, request.priority, request.matcher = index, ticket.priority, matcher
+            request.rope_length = self._spec.rope_length(len(ids))
             request.leader = members[0] if members else None
             members.append(request)
         return RequestGroup(ticket.request_id, ticket.prompt, list(ids), ticket.kind, members)

@@ -94,6 +94,7 @@ class EngineSetup:
         graphs = GraphOptions.of(config.graphs, device)
         folder, ahead = config.model.model, choose_async(config, device)
         checkpoint = open_checkpoint(shipped_model() if folder is None else folder)
+        config = without_prefix_caching(config) if checkpoint.spec.has_length_dependent_rope else config
         dtype = resolve_dtype(config.model.dtype, checkpoint, device)
         recorded = graphs.mode is not CudaGraphMode.NONE
         caches = CacheOptions.of(config, checkpoint.spec, device)
@@ -221,6 +222,26 @@ class _CacheSizes:
             host=_host_sizes(config.cache, plan, self.ranks),
             disk=_disk(config.cache, plan, self.data),
         )
+
+
+def without_prefix_caching(config: EngineConfig) -> EngineConfig:
+    """The configuration for a model whose keys depend on the length of the prompt; warns if it changes anything."""
+    if not config.cache.enable_prefix_caching:
+        return config
+    warnings.warn(
+        "enable_prefix_caching is off: with rope_type 'longrope' or 'dynamic', keys depend on the length of the prompt",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    cache = replace(
+        config.cache,
+        enable_prefix_caching=False,
+        mamba_cache_mode=None,
+        kv_offload_bytes=0,
+        kv_offload_path=None,
+        kv_offload_disk_bytes=None,
+    )
+    return replace(config, cache=cache)
 
 
 def unmeasured_budget(cache: CacheConfig, device: torch.device, num_local_ranks: int = 1) -> int | None:

@@ -206,6 +206,11 @@ class HybridDecoder:
         for table in self._tables.values():
             table.reserve(num_positions)
 
+    def set_prompt_length(self, prompt_len: int) -> None:
+        """Rotary tables of the next steps are those of prompts of this length; see `ModelSpec.rope_length`."""
+        for table in self._tables.values():
+            table.set_prompt_length(prompt_len)
+
     def run(self, execution: Execution[StepContext], taps: Sequence[int] = ()) -> tuple[Tensor, ...]:
         """Hidden states of a step after the final norm, then the residual stream at some boundaries between layers.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.runner.models.spec import RopeSpec
+from bateleur.runner.models.spec import LongRope, RopeSpec
 
 _FIRST_ROWS = 256
 
@@ -17,6 +17,8 @@ class RopeTable:
     """Cosines and signed sines by position; it grows to the longest sequence any step has promised.
 
     Growing allocates, so a table must be long enough before a CUDA graph is captured over it: `reserve`.
+
+    With frequencies that depend on the sequence's length, the table is that of one prompt length: `set_prompt_length`.
     """
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -25,19 +27,43 @@ class RopeTable:
         # Uploaded once: a table may grow in the middle of a step.
         self._inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=device)
         self._table_P2R = torch.empty(0, 2 * spec.rotary_dim, dtype=dtype, device=device)
+        self._prompt_len = 0
 
     def reserve(self, num_positions: int) -> None:
         """Make positions 0 .. num_positions - 1 available."""
         rows = self._table_P2R.shape[0]
         if num_positions <= rows:
             return
-        rows = max(num_positions, 2 * rows, _FIRST_ROWS)
-        # Angles in float32, rounded once at the end, as the checkpoints were trained.
-        positions_P = torch.arange(rows, dtype=torch.float32, device=self._inv_freq.device)
-        angle_PR = torch.outer(positions_P, self._inv_freq)
+        self._table_P2R = self._rows(max(num_positions, 2 * rows, _FIRST_ROWS))
+
+    def set_prompt_length(self, prompt_len: int) -> None:
+        """Make this the table of requests with prompts of this length, in place; see `ModelSpec.rope_length`."""
+        if self.spec.beyond is not None and prompt_len != self._prompt_len:
+            self._prompt_len = prompt_len
+            self._table_P2R.copy_(self._rows(len(self._table_P2R)))
+
+    def _rows(self, count: int) -> Tensor:
+        """The first rows of the table. Angles are float32 and rounded once at the end, as checkpoints were trained."""
+        positions_P = torch.arange(count, dtype=torch.float32, device=self._inv_freq.device)
+        angle_PR = positions_P[:, None] * self._frequencies(positions_P + 1)
         cos, sin = angle_PR.cos(), angle_PR.sin()
         table = torch.cat((cos, cos, -sin, sin), dim=-1).mul_(self.spec.attention_scaling)
-        self._table_P2R = table.to(self._dtype)
+        return table.to(self._dtype)
+
+    def _frequencies(self, length_P: Tensor) -> Tensor:
+        """(P, R/2) or (R/2,) radians per position. length_P: of the sequence up to each position."""
+        beyond = self.spec.beyond
+        if beyond is None:
+            return self._inv_freq
+        length_P1 = length_P.clamp(min=self._prompt_len)[:, None]
+        if isinstance(beyond, LongRope):
+            longer = torch.tensor(beyond.inv_freq, dtype=torch.float32, device=length_P.device)
+        else:
+            dim, original = self.spec.rotary_dim, beyond.original_length
+            growth = beyond.factor * length_P1 / original - (beyond.factor - 1)
+            base_P1 = beyond.theta * growth ** (dim / (dim - 2))
+            longer = 1.0 / base_P1 ** (torch.arange(0, dim, 2, device=length_P.device).float() / dim)
+        return torch.where(length_P1 > beyond.original_length, longer, self._inv_freq)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine, each (T, 1, R), of positions that have been reserved."""

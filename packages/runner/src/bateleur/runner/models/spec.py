@@ -19,13 +19,37 @@ Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
+class LongRope:
+    """Other frequencies for sequences beyond the original length (rope_type "longrope")."""
+
+    original_length: int
+    inv_freq: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicRope:
+    """A base that grows with the sequence beyond the original length (rope_type "dynamic", NTK)."""
+
+    original_length: int
+    theta: float
+    """The base up to the original length."""
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding over the first `rotary_dim` lanes of a head, halves layout."""
+    """Rotary position embedding over the first `rotary_dim` lanes of a head, halves layout.
+
+    With `beyond`, frequencies depend on the length of the sequence, as in transformers: all tokens of a prompt have
+    those of the prompt's length, and every later token has those of the length up to itself.
+    """
 
     inv_freq: tuple[float, ...]
     """Radians per position of each lane pair, any scaling already applied."""
     attention_scaling: float = 1.0
     """Factor on cosine and sine (YaRN)."""
+    beyond: LongRope | DynamicRope | None = None
+    """Frequencies of sequences that are longer than the original length; None if they are the same."""
 
     def __post_init__(self) -> None:
         if not self.inv_freq:
@@ -283,6 +307,9 @@ class ModelSpec:
     logits_divisor: float = 1.0
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
+    """Tokens of the longest request, unless the user chooses another length."""
+    max_scaled_positions: int = 0
+    """With scaled rotary embedding, the greatest length that a user may choose; 0 is `max_position_embeddings`."""
     eos_token_ids: tuple[int, ...] = ()
     foreign_tokens: tuple[tuple[int, str], ...] = ()
     """Ids that stand for what is no text, and the fields of the checkpoint that say so."""
@@ -303,6 +330,31 @@ class ModelSpec:
             )
         if self.logits_divisor == 0.0:
             raise ValueError("logits_divisor is 0; logits are divided by it")
+
+    @property
+    def longest(self) -> int:
+        """The greatest `max_model_len` that a user may choose."""
+        return max(self.max_position_embeddings, self.max_scaled_positions)
+
+    @property
+    def has_length_dependent_rope(self) -> bool:
+        """Whether keys depend on the length of the prompt, not on their position alone."""
+        return any(layer.rope is not None and layer.rope.beyond is not None for layer in self.attention)
+
+    def rope_length(self, prompt_len: int) -> int:
+        """The prompt length that rotary frequencies are computed from: equal for prompts with equal frequencies, and 0
+        for prompts within the original length.
+        """
+        lengths = [0]
+        for layer in self.attention:
+            if (
+                layer.rope is not None
+                and (beyond := layer.rope.beyond)
+                and prompt_len > beyond.original_length
+            ):
+                dynamic = isinstance(beyond, DynamicRope)
+                lengths.append(prompt_len if dynamic else beyond.original_length + 1)
+        return max(lengths)
 
     @property
     def num_layers(self) -> int:

@@ -49,6 +49,8 @@ class Request:
     """Whether every step reports it, not only the last."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of what it may not write."""
+    rope_length: int = 0
+    """See `ModelSpec.rope_length`; requests that run at once have the same one."""
     matcher: Matcher | None = None
     """Where its text stands in the grammar that it must follow."""
     index: int = 0

@@ -331,6 +331,8 @@ class Scheduler:
             return False
         if self._late and self.waiting.first in self._late:
             return False
+        if self.running and self.running[0].rope_length != self.waiting.first.rope_length:
+            return False  # their keys need other rotary tables
         if self.pool is None or not self.running:
             return True
         # One spare block for each running request, so that admission does not at once cause a preemption.
