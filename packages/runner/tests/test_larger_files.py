@@ -79,7 +79,7 @@ def test_images_are_refused_by_name(pair: tuple[Path, Any]) -> None:
         ({"text_config": {"hidden_size": 0}}, "hidden_size is 0; it must be an integer in"),
         ({"image_token_id": -1}, "image_token_id is -1; it must be a token id"),
         (
-            {"architectures": ["Qwen3_5ForCausalLM"]},
+            {"architectures": ["Qwen3_5ForSequenceClassification"]},
             "architectures is .*; supported is 'Qwen3_5ForConditionalGeneration'",
         ),
     ],

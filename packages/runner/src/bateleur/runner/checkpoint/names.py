@@ -166,6 +166,22 @@ def resolve_layout(names: Names, tensors: Container[str]) -> Names:
     return resolved
 
 
+def with_prefix(tensors: Mapping[str, TensorEntry], names: Names) -> Mapping[str, TensorEntry]:
+    """The tensors of a file under the names of a model with a head.
+
+    A base model is saved without the first part of its names, such as `model.`; its head, if any, keeps its name.
+    """
+    (embedding,) = (name for name, part in names.items() if part.target == "embedding")
+    prefix, _, rest = embedding.partition(".")
+    if embedding in tensors or rest not in tensors:
+        return tensors
+    outside = {name for name in names if not name.startswith(f"{prefix}.")}
+    return {
+        name if name in outside or name.startswith("mtp.") else f"{prefix}.{name}": entry
+        for name, entry in tensors.items()
+    }
+
+
 def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
     """The same, where a file cuts a convolution of several things into equal parts instead of one for each.
 

@@ -16,7 +16,7 @@ from bateleur.runner.arguments import folder, refuse, shown
 from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.fields import ConfigFields, check_fields, token_ids
 from bateleur.runner.checkpoint.file_config import FileConfig, states_kinds
-from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout
+from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout, with_prefix
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import (
     UNUSED,
@@ -69,14 +69,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     family, fields, written = read_config(path)
     declared, named = _read_spec(path, family, fields, written)
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
-    found = list_tensors(path, family.other_prefixes)
-    unused = {
-        name: entry
-        for name, entry in found.items()
-        if UNUSED.fullmatch(name) or name.startswith(family.skips)
-    }
-    tensors = {name: entry for name, entry in found.items() if name not in unused}
-    laid_out = cut_evenly(resolve_layout(named, tensors), tensors)
+    found = with_prefix(list_tensors(path, family.other_prefixes), named)
+    known = {name: entry for name, entry in found.items() if not UNUSED.fullmatch(name)}
+    laid_out = cut_evenly(resolve_layout(named, known), known)
+    tensors = {name: entry for name, entry in known.items() if entry.named or name in laid_out}
+    unused = {name: entry for name, entry in found.items() if name not in tensors}
     spec, names = resolve_tied(spec, laid_out, tensors)
     weights = HybridDecoder(spec, dtype=torch.float32, device="meta").weights()
     check_weights(path, spec.architecture, weights, names, tensors)
@@ -176,7 +173,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     if family is None:
         raise ValueError(f"model_type is {kind!r}{unrun}; supported are {', '.join(sorted(FAMILIES))}")
     architectures = config.get("architectures") or [family.architecture]
-    if family.architecture not in architectures:
+    if family.architectures.isdisjoint(architectures):
         raise ValueError(f"architectures is {architectures}{unrun}; supported is {family.architecture!r}")
     if config.get("quantization_config") not in (None, {}):
         raise ValueError("quantization_config is set; quantised weights are not supported")

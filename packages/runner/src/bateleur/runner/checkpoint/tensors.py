@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 
@@ -33,6 +33,8 @@ class TensorEntry:
     start: int
     """Byte of the file."""
     num_bytes: int
+    named: bool = True
+    """False for a tensor of a shard that the index does not name. It is read if the model needs it."""
 
     def read(self, opened: BufferedReader) -> Tensor:
         """The tensor, of a dtype in `DTYPES`, out of its file: a copy, while torch would ask for memory for the whole
@@ -50,6 +52,8 @@ def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -
 
     other_prefixes: (other, ours); names that begin with the other prefix are listed under ours.
 
+    Copies of a tensor in other shards than the one that the index names are left out.
+
     Raises ValueError for no weights, a shard that is missing, truncated or lacks a tensor of the index, or a tensor
     that occurs twice.
     """
@@ -60,6 +64,8 @@ def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -
         for other, ours in other_prefixes:
             if name.startswith(other):
                 name = ours + name.removeprefix(other)
+        if name in entries and not entry.named:
+            continue
         if name in entries:
             there = entries[name]
             raise ValueError(f"{entry.file}: {entry.name} is also in {there.file.name} as {there.name}")
@@ -70,9 +76,11 @@ def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -
 def _indexed(folder: Path) -> list[TensorEntry]:
     index = folder / INDEX
     if not index.is_file():
-        raise ValueError(
-            f"{folder}: holds neither {SINGLE} nor {INDEX}; only safetensors weights can be read"
-        )
+        shards = sorted(file.name for file in folder.glob("*.safetensors"))
+        rule = "only safetensors weights can be read"
+        if shards:
+            rule = f"{len(shards)} other safetensors files are here ({shards[0]}, ...), which need this index"
+        raise ValueError(f"{folder}: holds neither {SINGLE} nor {INDEX}; {rule}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index}: weight_map must map tensor names to file names")
@@ -86,7 +94,8 @@ def _indexed(folder: Path) -> list[TensorEntry]:
     if lost := sorted(weight_map.items() - {(entry.name, entry.file.name) for entry in entries}):
         listed = ", ".join(f"{name} in {file}" for name, file in lost)
         raise ValueError(f"{index}: names tensors that are missing: {listed}")
-    return entries
+    ours = [entry for entry in entries if weight_map.get(entry.name) == entry.file.name]
+    return ours + [replace(entry, named=False) for entry in entries if entry.name not in weight_map]
 
 
 def _headers(file: Path) -> list[TensorEntry]:

@@ -19,8 +19,10 @@ from bateleur.runner.models.shares import Share
 from bateleur.runner.models.spec import ModelSpec
 
 _LM_HEAD = "lm_head.weight"
-UNUSED = re.compile(r"mtp\..*|.*\brotary_emb\.inv_freq")
-"""Draft heads of NemotronH; frequencies that old Llama checkpoints carry although the configuration implies them."""
+_OTHER_PARTS = "visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector"
+UNUSED = re.compile(rf"mtp\..*|.*\brotary_emb\.inv_freq|(model\.)?({_OTHER_PARTS})\..*")
+"""Draft heads; frequencies that old Llama checkpoints carry although the configuration implies them; parts of models
+for images and audio, which trainers leave in the files of text models."""
 _LISTED = 40
 """Weights that an error names."""
 

@@ -41,8 +41,6 @@ class Family:
     """The names, with numbers of the configuration that are multiplied into weights."""
     inside: str | None = None
     """The field of a larger configuration that holds the model's own; the other parts of such files are not read."""
-    skips: tuple[str, ...] = ()
-    """Prefixes of the tensors of those parts."""
     kinds: tuple[str, ...] = ()
     """What `layer_types` may hold, where transformers would refuse others in its own words."""
     mtp: MtpNames | None = None
@@ -52,6 +50,17 @@ class Family:
     what the file leaves out."""
     needs: tuple[str, ...] = ()
     """Fields of which a configuration must have one, as a library's layers would stand in for them."""
+
+    @property
+    def architectures(self) -> frozenset[str]:
+        """Values of `architectures` that name this text model: with a head, in a larger model, or without a head."""
+        stem = self.architecture
+        for ending in ("ForCausalLM", "ForConditionalGeneration"):
+            stem = stem.removesuffix(ending)
+        if stem == self.architecture:
+            return frozenset((stem,))
+        endings = ("ForCausalLM", "ForConditionalGeneration", "Model", "TextModel")
+        return frozenset(stem + ending for ending in endings)
 
 
 _INERT = (

@@ -95,7 +95,6 @@ def _family(model_type: str, architecture: str, *, experts: bool, inside: str | 
         partial(qwen_names, joined_names),
         other_prefixes=(("model.language_model.", "model."),),
         inside=inside,
-        skips=() if inside is None else ("model.visual.",),
         kinds=KINDS,
         mtp=MTP,
         needs=NEEDS,
