@@ -80,7 +80,7 @@ def test_ends_of_text_that_are_tokens(folder: Path, value: Any, ids: tuple[int, 
 
 # --- tokenizers ---------------------------------------------------------------------------------------------------
 
-INSTEAD = "With skip_tokenizer_init it takes token ids"
+INSTEAD = "Name a folder with a tokenizer.json (tokenizer), or pass token ids (skip_tokenizer_init)"
 UNREADABLE = f"its tokenizer cannot be read. {INSTEAD}"
 TOKENIZERS: list[tuple[str, dict[str, Any]]] = [
     ("tokenizer.json", {"added_tokens": 5}),
@@ -129,7 +129,7 @@ def test_no_tokenizer(folder: Path, refused: Any, gone: list[str], folder_in_pla
         (folder / name).unlink()
     if folder_in_place:
         (folder / "tokenizer.json").mkdir()
-    with refused(f"{folder}: holds no tokenizer.json. {INSTEAD}"):
+    with refused(f"{folder}: holds no tokenizer.json and no tiktoken.model. {INSTEAD}"):
         LLM(folder, device="cpu")
     LLM(folder, device="cpu", max_num_seqs=1, skip_tokenizer_init=True)
 

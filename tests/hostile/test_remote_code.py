@@ -45,7 +45,10 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Ca
     return lay
 
 
-TOKENIZER = "; code of a checkpoint is never run. With skip_tokenizer_init it takes token ids"
+TOKENIZER = (
+    "; code of a checkpoint is never run. Name a folder with a tokenizer.json (tokenizer), or pass token ids "
+    "(skip_tokenizer_init)"
+)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ ENGINE = _table(
     ("quantization", (None,), "weights are not quantised"),
     ("kv_cache_dtype", ("auto",), "keys and values have the dtype of the model"),
     ("trust_remote_code", (False,), "code of a checkpoint is never run"),
-    ("tokenizer", (None,), "the tokenizer is the checkpoint's own, see skip_tokenizer_init"),
-    ("tokenizer_mode", ("auto",), "the tokenizer is the checkpoint's own, see skip_tokenizer_init"),
+    ("tokenizer_mode", ("auto",), "the tokenizer is the one that its files describe, see tokenizer"),
     (
         "revision code_revision tokenizer_revision hf_token download_dir",
         (None,),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from bateleur.runner.checkpoint import tiktoken_file
 from bateleur.runner.checkpoint.open import Checkpoint, quietly
 from bateleur.runner.checkpoint.tokenizer_files import read_alone
 from bateleur.runner.json_file import read_json
@@ -16,17 +18,26 @@ _ANY_LENGTH = 1 << 62
 """Prompts are measured here, so that the tokenizer's own limit has nothing to warn about."""
 _END_TOKENS = ("eos_token", "eot_token")
 """Names of special tokens that end a text."""
-_INSTEAD = "With skip_tokenizer_init it takes token ids"
+_INSTEAD = "Name a folder with a tokenizer.json (tokenizer), or pass token ids (skip_tokenizer_init)"
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The checkpoint's own tokenizer; warns of one with tokens that the model does not have.
+def load_tokenizer(checkpoint: Checkpoint, folder: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of a folder, or the checkpoint's own; warns of one with tokens that the model does not have.
 
     Raises ValueError if the folder holds none that can be read, or one that is code of its own, which is never run.
     """
-    folder, known = checkpoint.path, checkpoint.spec.vocab_size
-    _refuse_code(folder)
-    tokenizer = read_alone(folder) or _ask_transformers(folder)
+    folder, known = checkpoint.path if folder is None else Path(folder), checkpoint.spec.vocab_size
+    if not folder.is_dir():
+        raise ValueError(
+            f"tokenizer={str(folder)!r}: is no folder; name one with a tokenizer.json or tiktoken.model"
+        )
+    tokenizer: Any
+    if (folder / tiktoken_file.NAME).is_file() and not (folder / "tokenizer.json").is_file():
+        _refuse_code(folder, known=tiktoken_file.is_kimi)
+        tokenizer = tiktoken_file.read_tiktoken(folder)
+    else:
+        _refuse_code(folder)
+        tokenizer = read_alone(folder) or _ask_transformers(folder)
     if len(tokenizer) <= len(
         tokenizer.all_special_tokens
     ):  # for some models transformers makes one of no files
@@ -72,12 +83,15 @@ def _ask_transformers(folder: Path) -> Any:
         raise ValueError(f"{folder}: its tokenizer cannot be read. {_INSTEAD}") from error
 
 
-def _refuse_code(folder: Path) -> None:
-    """Refuse a tokenizer that is a class in a file beside it: transformers' own in its place would split otherwise."""
+def _refuse_code(folder: Path, known: Callable[[Any], bool] = lambda named: False) -> None:
+    """Refuse a tokenizer that is a class in a file beside it: transformers' own in its place would split otherwise.
+
+    known: whether a class is one whose split is known here.
+    """
     for file in (folder / "tokenizer_config.json", folder / "config.json"):
         named = read_json(file).get("auto_map") if file.is_file() else None
         named = named.get("AutoTokenizer") if isinstance(named, dict) else named
-        if named:
+        if named and not known(named):
             raise ValueError(
                 f"{file}: auto_map names {named!r} as its tokenizer; code of a checkpoint is never run. {_INSTEAD}"
             )
@@ -86,7 +100,7 @@ def _refuse_code(folder: Path) -> None:
 def _find_fault(folder: Path) -> None:
     """Raise ValueError that says what is wrong with the files of a tokenizer, where that can be told."""
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder}: holds no tokenizer.json. {_INSTEAD}")
+        raise ValueError(f"{folder}: holds no tokenizer.json and no {tiktoken_file.NAME}. {_INSTEAD}")
     for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / name).is_file():
             read_json(folder / name)

@@ -65,11 +65,21 @@ def read_alone(folder: Path) -> FileTokenizer | None:
         return None
     if not _adds_nothing(said, tokenizer):
         return None
-    tokenizer.special_tokens_map = {name: _content(said[name]) for name in _NAMED if said.get(name)}
-    tokenizer.extra_special_tokens = tuple(each for name in _LISTED for each in said.get(name) or ())
-    template = folder / "chat_template.jinja"
-    tokenizer.chat_template = template.read_text("utf-8") if template.is_file() else said.get("chat_template")
+    tokenizer.special_tokens_map, tokenizer.extra_special_tokens = special_tokens_of(said)
+    tokenizer.chat_template = template_of(folder, said)
     return tokenizer
+
+
+def special_tokens_of(config: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Special tokens of a `tokenizer_config.json`: by what they are for, and others."""
+    named = {name: _content(config[name]) for name in _NAMED if config.get(name)}
+    return named, tuple(_content(each) for name in _LISTED for each in config.get(name) or ())
+
+
+def template_of(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template of a folder: a file of its own, or a field of `tokenizer_config.json`."""
+    file = folder / "chat_template.jinja"
+    return file.read_text("utf-8") if file.is_file() else config.get("chat_template")
 
 
 def _is_plain(folder: Path, said: Mapping[str, Any]) -> bool:
@@ -77,7 +87,8 @@ def _is_plain(folder: Path, said: Mapping[str, Any]) -> bool:
     known = {"tokenizer_class", "chat_template", "clean_up_tokenization_spaces", "added_tokens_decoder"}
     if not (known | {*_NAMED, *_LISTED, *_SIDES, *_IDLE}).issuperset(said):
         return False
-    kind = str(read_json(folder / "config.json").get("model_type"))
+    model = folder / "config.json"
+    kind = str(read_json(model).get("model_type")) if model.is_file() else ""
     return (
         said.get("tokenizer_class") in _CLASSES
         and not kind.startswith(_REBUILT)

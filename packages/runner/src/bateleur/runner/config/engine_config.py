@@ -87,6 +87,8 @@ class ModelConfig(Checked):
     """Where it runs: "auto", "cpu", "cuda" or "cuda:N"."""
     max_model_len: int | None = option(None, maybe(Integer(2, why=", or None")))
     """Longest request in tokens, prompt and output; default: what the model was made for."""
+    tokenizer: str | Path | None = option(None, maybe(folder))
+    """Folder with the tokenizer's files, tokenizer.json or tiktoken.model (default: the model's folder)."""
     skip_tokenizer_init: bool = option(False, flag)
     """Open a checkpoint without its tokenizer; prompts are token ids, and texts stay empty."""
     attention_backend: str = option("auto", text)

@@ -20,11 +20,17 @@ from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.cache.workspace import workspace_bytes
-from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
+from bateleur.runner.checkpoint.open import Checkpoint, load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer, with_end_tokens
 from bateleur.runner.config.async_scheduling import choose_async
 from bateleur.runner.config.attention_backend import choose_backend
-from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, SpeculativeConfig
+from bateleur.runner.config.engine_config import (
+    NGRAM,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SpeculativeConfig,
+)
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import choose_scan
@@ -100,8 +106,7 @@ class EngineSetup:
         caches = CacheOptions.of(config, checkpoint.spec, device)
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         limits = EngineLimits.of(config, checkpoint.spec, device)
-        tokenizer = NoTokenizer() if config.model.skip_tokenizer_init else load_tokenizer(checkpoint)
-        checkpoint = with_end_tokens(checkpoint, tokenizer)
+        checkpoint, tokenizer = _with_tokenizer(checkpoint, config.model)
         widest = checkpoint.spec.widest_head
         backend = choose_backend(config.model.attention_backend, device, dtype, widest)
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
@@ -132,6 +137,14 @@ class EngineSetup:
             prompt_scan=scan,
         )
         return _CacheSizes(made, config, network, caches, drafter, ranks, data).sized(limits, graphs, measure)
+
+
+def _with_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> tuple[Checkpoint, Tokenizer]:
+    """The checkpoint with the end tokens that its tokenizer knows, and the tokenizer."""
+    if config.skip_tokenizer_init:
+        return checkpoint, NoTokenizer()
+    tokenizer = load_tokenizer(checkpoint, config.tokenizer)
+    return with_end_tokens(checkpoint, tokenizer), tokenizer
 
 
 @dataclass(frozen=True, slots=True)
