@@ -31,6 +31,7 @@ ROOMS = (
         "errors",
         "histogram",
         "json_file",
+        "log_once",
         "options",
         "outputs",
         "stats",

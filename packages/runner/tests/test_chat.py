@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.log_once import _logged
 from bateleur.runner.text.chat import render
+from bateleur.runner.text.messages import checked_messages
 from bateleur.runner.text.tokenizer import NoTokenizer
 
 TEMPLATE = (
@@ -111,13 +113,9 @@ MALFORMED: list[tuple[Any, str]] = [
         [{"role": "user", "content": [{"type": "text"}]}],
         r"messages\[0\].content\[0\].text is None; it must be text",
     ),
-    ([USER | {"name": 3}], r"messages\[0\].name is 3; it must be text, or None"),
     (assistant({}), r"messages\[1\].tool_calls is \{\}; it must be a list"),
     (assistant([3]), r"messages\[1\].tool_calls\[0\] is 3; it must be an object"),
     (assistant([{}]), r"messages\[1\].tool_calls\[0\].function is None; it must be an object"),
-    (calls("{"), r"tool_calls\[0\].function.arguments is '\{'; it must be a JSON object"),
-    (calls("[" * 100_000), r"tool_calls\[0\].function.arguments is '\[.*; it must be a JSON object"),
-    (calls("3"), r"tool_calls\[0\].function.arguments is 3; it must be an object"),
     ([{"role": "rude", "content": "x"}], "^the chat template refuses these messages: no rudeness$"),
 ]
 
@@ -126,6 +124,104 @@ MALFORMED: list[tuple[Any, str]] = [
 def test_malformed_messages_are_named_by_place(llm: LLM, messages: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         render(llm.tokenizer, messages, chat_template=TEMPLATE)
+
+
+PAST: list[tuple[Any, Any]] = [
+    (calls('{"city": "Par'), "(Par)"),
+    (calls('{"city": "Par\\'), "(Par)"),
+    (calls('{"city": "Bern", "da'), "(Bern)"),
+    (calls('{"city": "Bern", "days":'), "(Bern)"),
+    (calls('"{\\"city\\": \\"Bern\\"}"'), "(Bern)"),
+    (calls('{"city": "\\ud83e"}'), "(\ufffd)"),
+    (calls('{"city": "\\ud83e\\udd85"}'), "(\U0001f985)"),
+    (calls("{"), "f()"),
+    (calls("[" * 100_000), "f()"),
+    (calls("3"), "f()"),
+    (calls(None), "f()"),
+    (calls("[1]"), "f()"),
+    ([USER, {"role": "assistant", "content": None}, {"role": "tool", "content": None}], "<tool></>"),
+    ([USER, {"role": "assistant", "content": None, "refusal": "No."}], "<assistant>No.</>"),
+    (
+        [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}],
+        "<assistant>No.</>",
+    ),
+    (
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "a"}],
+            },
+            {"role": "assistant", "content": "b\ud800"},
+            USER,
+        ],
+        "<user>[image_url]\na</><assistant>b\ufffd</>",
+    ),
+    ([{"role": "user"}, {"role": "assistant", "content": {"a": 1}}, USER], '<user></><assistant>{"a": 1}</>'),
+    (assistant([{"type": "custom", "custom": {"name": "sh", "input": "ls"}}]), "sh()"),
+    (
+        [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": '{"city": "Bern"}'}}],
+        "f(Bern)",
+    ),
+    ([USER | {"name": 3, "reasoning": ["x"]}], "<user>x = 1</>"),
+]
+
+
+@pytest.mark.parametrize(("messages", "written"), PAST, ids=[str(i) for i in range(len(PAST))])
+def test_malformed_past_messages_are_read_as_well_as_possible(llm: LLM, messages: Any, written: str) -> None:
+    assert written in render(llm.tokenizer, messages, chat_template=TEMPLATE)["prompt"]
+
+
+def test_arguments_that_were_cut_keep_what_is_complete() -> None:
+    def read(given: Any) -> Any:
+        message = checked_messages(calls(given))[1]
+        return message["tool_calls"][0]["function"]["arguments"]
+
+    assert read('{"city": "Par", "days": [1, {"a": 2') == {"city": "Par", "days": [1, {"a": 2}]}
+    assert read("ls -la") == {"arguments": "ls -la"}
+    assert read([1, 2]) == {"arguments": [1, 2]}
+
+
+def test_a_fault_of_past_messages_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    _logged.clear()
+    for _ in range(3):
+        checked_messages(calls("{"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "malformed message in a conversation: arguments of a past tool call that are no JSON object are read as well "
+        "as possible"
+    ]
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}"
+    "{% endif %}{{ '<' ~ m.role ~ '>' ~ m.content }}{% endfor %}"
+)
+FIRST_ALONE = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    "{% for m in messages if m.role == 'user' %}{{ '<user>' ~ m.content }}{% endfor %}"
+)
+PLAIN = "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ m.content }}{% endfor %}"
+KNOWS = "{# developer #}" + PLAIN
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "written"),
+    [
+        (STRICT, "system system user", "<system>0\n\n1<user>2"),
+        (STRICT, "system developer user", "<system>0\n\n1<user>2"),
+        (STRICT, "developer user", "<system>0<user>1"),
+        (STRICT, "user system", "<system>1<user>0"),
+        (STRICT, "system user assistant system user", "<system>0\n\n3<user>1<assistant>2<user>4"),
+        (FIRST_ALONE, "system developer user", "0\n\n1<user>2"),
+        (PLAIN, "system system user system", "<system>0<system>1<user>2<system>3"),
+        (PLAIN, "user developer", "<user>0<system>1"),
+        (KNOWS, "system developer user", "<system>0<developer>1<user>2"),
+    ],
+)
+def test_system_messages_are_merged_if_the_template_wants_one(
+    llm: LLM, template: str, roles: str, written: str
+) -> None:
+    messages = [{"role": role, "content": str(i)} for i, role in enumerate(roles.split())]
+    assert render(llm.tokenizer, messages, chat_template=template)["prompt"] == written
 
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypedDict, cast
 
 from bateleur.runner.arguments import flag, refuse, shown, text
+from bateleur.runner.log_once import log_once
 from bateleur.runner.text.messages import Message, checked_messages, checked_tools
 from bateleur.runner.text.tokenizer import Tokenizer
 
@@ -27,6 +31,9 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
+_log = logging.getLogger(__name__)
+_SYSTEM = ("system", "developer")
+"""Roles of instructions."""
 _OWN = ("conversation", "messages", "tokenize", "return_dict", "return_tensors", *ChatOptions.__annotations__)
 """Names that `chat_template_kwargs` cannot give, since the call itself says them."""
 
@@ -48,6 +55,9 @@ def render(
     add_generation_prompt: end with what an answer begins with. continue_final_message: the last message goes on.
     chat_template_kwargs: further names for the template, such as enable_thinking.
 
+    System messages that the template refuses or leaves out are merged into the first one, if the template accepts
+    them so. A template that does not know the role "developer" gets "system".
+
     The ids are those of the text, without a token before it that the tokenizer puts before other texts: the template
     writes it. Raises ValueError for what is malformed, naming its place, without a template, or where it raises.
     """
@@ -65,20 +75,56 @@ def render(
             "the checkpoint has no chat template, which says how messages become a prompt; give chat_template, or a "
             "prompt in place of messages"
         )
-    template = cast(Any, tokenizer).apply_chat_template
-    try:
-        written = template(
-            conversation,
-            tools=functions,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=False,
-            **more,
-        )
-    except Exception as error:  # the template is a program: it may raise whatever it likes
-        raise ValueError(f"the chat template refuses these messages: {_named(error)}") from error
+    own = getattr(tokenizer, "chat_template", None) if chat_template is None else chat_template
+    template = partial(
+        cast(Any, tokenizer).apply_chat_template,
+        tools=functions,
+        chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tokenize=False,
+        **more,
+    )
+    written = _write(template, _with_known_roles(conversation, str(own)))
     return ChatPrompt(prompt=written, prompt_token_ids=tokenizer.encode(written, add_special_tokens=False))
+
+
+def _with_known_roles(conversation: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """OpenAI's newer name of the system's role is for templates that read it."""
+    if "developer" in template:
+        return conversation
+    return [each | {"role": "system"} if each["role"] == "developer" else each for each in conversation]
+
+
+def _write(template: Callable[[list[dict[str, Any]]], str], conversation: list[dict[str, Any]]) -> str:
+    """What the template writes. Raises ValueError if it raises."""
+    places = [i for i, each in enumerate(conversation) if each["role"] in _SYSTEM]
+    system = [text for i in places if (text := conversation[i]["content"].strip())]
+    try:
+        written: str | None = template(conversation)
+        refusal = None
+    except Exception as error:  # the template is a program: it may raise whatever it likes
+        written, refusal = None, error
+    if places not in ([], [0]):
+        if written is not None and all(each in written for each in system):
+            return written
+        with suppress(Exception):
+            again = template(_merged(conversation, system))
+            if all(each in again for each in system):
+                log_once(
+                    _log, "system messages were merged into the first one, because the template wants one"
+                )
+                return again
+    if written is None:
+        assert refusal is not None
+        raise ValueError(f"the chat template refuses these messages: {_named(refusal)}") from refusal
+    return written
+
+
+def _merged(conversation: list[dict[str, Any]], system: list[str]) -> list[dict[str, Any]]:
+    """The conversation with one system message, the first, that has these texts."""
+    first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    return [*first, *(each for each in conversation if each["role"] not in _SYSTEM)]
 
 
 def _names(given: object) -> dict[str, Any]:

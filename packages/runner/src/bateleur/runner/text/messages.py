@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bateleur.runner.arguments import TEXTS_AND_BYTES, refuse, require_unicode, text
+from bateleur.runner.arguments import TEXTS_AND_BYTES, refuse, require_unicode, shown, text
+from bateleur.runner.log_once import log_once
+
+_log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 """`role`, `content` (text, or parts of text), and what else the template knows; OpenAI's names."""
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+"""Types of parts with a text."""
+_REASONING_PARTS = ("thinking", "reasoning")
+_HALF = re.compile(r"(?i)(\\ud[89ab]..\\ud[c-f]..)|\\ud[89a-f]..")
+_DEEPEST = 200
+"""Levels of nested arguments that are completed."""
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
     """A conversation with every content as one text, and arguments of tool calls as objects.
 
-    Raises ValueError that names the place, such as messages[2].content, of what is malformed, or is no text.
+    Clients send the whole conversation with every turn, so what is malformed in past messages is read as well as
+    possible, and logged once. Raises ValueError that names the place, such as messages[2].content, of a message without
+    a role, and of the last turn of the user if it is no text.
     """
     listed = _sequence("messages", messages, "a list of messages")
     if not listed:
         refuse("messages", messages, "at least one message")
-    return [_message(f"messages[{i}]", each) for i, each in enumerate(listed)]
+    checked = [_with_role(f"messages[{i}]", each) for i, each in enumerate(listed)]
+    roles = [message["role"] for message in checked]
+    past = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else 0
+    for i, message in enumerate(checked):
+        _normalise(f"messages[{i}]", message, asked=i >= past and message["role"] == "user")
+    return checked
 
 
 def checked_tools(tools: object) -> list[dict[str, Any]] | None:
@@ -46,60 +64,138 @@ def is_conversation(messages: object) -> bool:
     return not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
 
 
-def _message(name: str, given: object) -> dict[str, Any]:
+def _with_role(name: str, given: object) -> dict[str, Any]:
     message = _mapping(name, given)
-    role = text(f"{name}.role", message.get("role"))
-    calls = message.get("tool_calls")
-    if message.get("content") is None and role != "assistant":
-        refuse(f"{name}.content", message.get("content"), "text, or a list of parts")
-    message["content"] = _content(f"{name}.content", message.get("content"))
+    text(f"{name}.role", message.get("role"))
+    return message
+
+
+def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
+    """Change the fields of a message to what templates know. asked: it belongs to the turn that is to be answered."""
+    content = message.get("content")
+    if asked and content is None:
+        refuse(f"{name}.content", content, "text, or a list of parts")
+    if content is None and isinstance(message.get("refusal"), str):
+        content = message["refusal"]
+    message["content"] = _content(f"{name}.content", content, message, asked=asked)
     for key in ("name", "tool_call_id", "reasoning", "reasoning_content"):
         if message.get(key) is not None and not isinstance(message[key], str):
-            refuse(f"{name}.{key}", message[key], "text, or None")
+            _log_fault(f"{key} that is no text is left out")
+            del message[key]
+    calls = message.get("tool_calls")
+    if calls is None and isinstance(message.get("function_call"), Mapping):  # OpenAI's older form
+        calls = [{"type": "function", "function": message.pop("function_call")}]
     if calls is None:
         message.pop("tool_calls", None)
     else:
         listed = _sequence(f"{name}.tool_calls", calls, "a list of tool calls, or None")
         message["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", each) for i, each in enumerate(listed)]
-    return message
 
 
-def _content(name: str, content: object) -> str:
-    """Parts are joined by newlines, as vLLM does; nothing is an empty text, since some templates know no None."""
+def _content(name: str, content: object, message: dict[str, Any], *, asked: bool) -> str:
+    """Parts are joined by newlines, as vLLM does; nothing is an empty text, because some templates know no None."""
     if content is None:
         return ""
     if isinstance(content, str):
-        require_unicode(name, content)
-        return content
-    parts = []
+        return _unicode(name, content, asked=asked)
+    if not asked and (not isinstance(content, Sequence) or isinstance(content, TEXTS_AND_BYTES)):
+        _log_fault("a content that is no text and no list of parts is written as JSON")
+        return json.dumps(content, ensure_ascii=False, default=shown)
+    texts = []
     for i, each in enumerate(_sequence(name, content, "text, or a list of parts")):
-        part = _mapping(f"{name}[{i}]", each)
-        if part.get("type") != "text":
-            refuse(
-                f"{name}[{i}].type",
-                part.get("type"),
-                "'text': models of text alone are served, and no images",
-            )
-        if not isinstance(part.get("text"), str):
-            refuse(f"{name}[{i}].text", part.get("text"), "text")
-        require_unicode(f"{name}[{i}].text", part["text"])
-        parts.append(part["text"])
-    return "\n".join(parts)
+        part = {"type": "text", "text": each} if isinstance(each, str) and not asked else each
+        written = _part(f"{name}[{i}]", part, message, asked=asked)
+        if written is not None:
+            texts.append(_unicode(f"{name}[{i}].text", written, asked=asked))
+    return "\n".join(texts)
+
+
+def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> str | None:
+    """The text of a part of a content; None if it is reasoning, which becomes a field of the message."""
+    part = _mapping(name, given)
+    kind = part.get("type")
+    if kind in _REASONING_PARTS:
+        message.setdefault("reasoning_content", str(part.get(kind) or part.get("text") or ""))
+        return None
+    written = part.get("refusal") if kind == "refusal" else part.get("text")
+    if kind in _TEXT_PARTS and isinstance(written, str):
+        return written
+    if asked and kind in _TEXT_PARTS:
+        refuse(f"{name}.text", written, "text")
+    if asked:
+        refuse(f"{name}.type", kind, "'text': this server reads text only, and no images")
+    _log_fault(f"a part of the type {shown(kind)} is replaced by its text or its type")
+    return written if isinstance(written, str) else f"[{kind}]"
+
+
+def _unicode(name: str, written: str, *, asked: bool) -> str:
+    """Text that a tokenizer can read: half of a surrogate pair is refused in a new text, and replaced in a past one."""
+    if asked or written.isascii():
+        require_unicode(name, written)
+        return written
+    return written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _call(name: str, given: object) -> dict[str, Any]:
-    """A call of a tool; its arguments as an object, where OpenAI has them as JSON and templates write them again."""
+    """A call of a tool with its arguments as an object; OpenAI has JSON text, and templates write it again."""
     call = _mapping(name, given)
+    if call.get("type") == "custom" and isinstance(custom := call.pop("custom", None), Mapping):
+        call |= {"type": "function", "function": {**custom, "arguments": {"input": custom.get("input")}}}
     function = _mapping(f"{name}.function", call.get("function"))
     text(f"{name}.function.name", function.get("name"))
-    arguments, place = function.get("arguments"), f"{name}.function.arguments"
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            refuse(place, function["arguments"], "a JSON object")
-    function["arguments"] = _mapping(place, {} if arguments is None else arguments)
+    function["arguments"] = _arguments(function.get("arguments"))
     return call | {"function": function}
+
+
+def _arguments(given: object) -> dict[str, Any]:
+    """The best reading of arguments: an object, its complete part if it was cut, or the text under "arguments"."""
+    if isinstance(given, str) and "\\ud" in given.lower():
+        given = _HALF.sub(lambda found: found[1] or "\\ufffd", given)
+    value = given
+    for _ in range(2):  # some clients encode twice
+        if isinstance(value, str):
+            value = _json_value(value) if value.strip() else {}
+    if value is None:
+        return {}
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return dict(value)
+    _log_fault("arguments of a past tool call that are no JSON object are read as well as possible")
+    for cut in _completions(given) if isinstance(given, str) else ():
+        if isinstance(value := _json_value(cut), dict):
+            return value
+    return {"arguments": given}
+
+
+def _json_value(written: str) -> Any:
+    """The value of JSON text; the text itself if it is none."""
+    try:
+        return json.loads(written)
+    except (ValueError, RecursionError):
+        return written
+
+
+def _completions(written: str) -> Iterator[str]:
+    """JSON text that was cut, with what is open closed: all of it, then without its last member."""
+    open_ones, quoted, escaped, comma = "", False, False, 0
+    for i, char in enumerate(written):
+        if quoted:
+            quoted, escaped = char != '"' or escaped, char == "\\" and not escaped
+        elif char == '"':
+            quoted = True
+        elif char in "{[":
+            open_ones = "}]"["{[".index(char)] + open_ones
+        elif char in "}]":
+            open_ones = open_ones[1:]
+        elif char == "," and open_ones == "}":
+            comma = i
+        if len(open_ones) > _DEEPEST:
+            return
+    yield written[: len(written) - escaped] + '"' * quoted + open_ones
+    yield written[:comma] + "}"
+
+
+def _log_fault(fault: str) -> None:
+    log_once(_log, f"malformed message in a conversation: {fault}")
 
 
 def _mapping(name: str, value: object) -> dict[str, Any]:
