@@ -116,7 +116,7 @@ def test_what_kills_every_replica_is_not_asked_for_ever() -> None:
 
 @pytest.mark.parametrize(
     ("error", "status", "code"),
-    [(QueueFull("all wait"), 429, "queue_full"), (EngineDead("it was closed"), 503, "engine_dead")],
+    [(QueueFull("all wait"), 429, "rate_limit_exceeded"), (EngineDead("it was closed"), 503, "engine_dead")],
 )
 def test_other_refusals_are_told(error: Exception, status: int, code: str) -> None:
     reply, replicas = ask([error], WHOLE)

@@ -101,3 +101,48 @@ def test_what_is_refused_names_its_place(client: Any) -> None:
         ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
     ]:
         assert client.error(400, PATH, body)["param"] == param
+
+
+def test_errors_have_openais_codes_and_phrases(make_client: Callable[..., Any]) -> None:
+    """Agents compact a conversation when they see one of these."""
+    client = make_client(chat_template=TEMPLATE)
+    long = "word " * 3000
+    for path, body, field in [
+        (PATH, {"messages": [{"role": "user", "content": long}]}, "prompt"),
+        (PATH, {"messages": [{"role": "user", "content": long[:1500]}]}, "prompt"),
+        ("/v1/completions", {"prompt": long}, "prompt"),
+        ("/v1/completions", {"prompt": [1] * 300}, "prompt"),
+    ]:
+        error = client.error(400, path, body)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        assert "this model's maximum context length is 256 tokens" in error["message"]
+    error = client.error(404, PATH, {"messages": HELLO, "model": "gpt-4"})
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "the model 'gpt-4' does not exist" in error["message"]
+    error = client.error(400, PATH, {"model": "bateleur"})
+    assert (error["code"], error["param"]) == ("missing_required_parameter", "messages")
+
+
+SWITCHED = (
+    "{{ messages[0].content }}"
+    "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "thinks"),
+    [
+        ({}, {}, True),
+        ({}, {"reasoning_effort": "none"}, False),
+        ({}, {"enable_thinking": False}, False),
+        ({"enable_thinking": False}, {}, False),
+        ({"enable_thinking": False}, {"reasoning_effort": "high"}, True),
+        ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+)
+def test_thinking_is_switched_for_a_request_or_the_server(
+    make_client: Callable[..., Any], options: dict[str, Any], body: dict[str, Any], thinks: bool
+) -> None:
+    client = make_client(chat_template=SWITCHED, default_chat_template_kwargs=options)
+    reply = client.ask(PATH, {"messages": HELLO, "return_token_ids": True, **GREEDY, **body}).json()
+    assert "".join(reply["prompt_token_texts"]) == "def f(" + "<think>" * thinks

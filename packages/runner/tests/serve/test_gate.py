@@ -123,7 +123,7 @@ def test_a_full_queue_says_when_to_come_again(client: Any, engine: AsyncLLM) -> 
     for name in taken:
         engine._places.release(name)
     assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
-    assert reply.json()["error"]["code"] == "queue_full"
+    assert reply.json()["error"]["code"] == "rate_limit_exceeded"
 
 
 @pytest.mark.parametrize(

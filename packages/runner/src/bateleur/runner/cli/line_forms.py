@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from bateleur.runner.arguments import listed, refuse
@@ -20,7 +20,7 @@ from bateleur.runner.openai.requests import (
 )
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.serve.parsers.chat_format import ChatFormat, ChatTurn, turn_of
+from bateleur.runner.serve.parsers.chat_format import ChatFormat, ChatTurn, turn_of, with_options
 from bateleur.runner.serve.parsers.message import chat_message
 from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.text.chat import ChatPrompt
@@ -195,7 +195,7 @@ class BatchForm:
         asked = _ENDPOINTS[url](body, self._defaults)
         require_served(asked.model, self._names)
         if isinstance(asked, ChatRequest):
-            asked = replace(asked, chat_template=self._parsers.chat_template)
+            asked = with_options(asked, self._parsers)
         if asked.stream:
             refuse("stream", True, "false: the results of a batch are whole")
         return asked

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bateleur.runner.arguments import TEXTS_AND_BYTES, Check, Integer, OneOf, flag, refuse, shown
+from bateleur.runner.arguments import TEXTS_AND_BYTES, Check, Integer, flag, refuse, shown, text
 from bateleur.runner.openai.fields import COMMON, mapping, response_format, split
 from bateleur.runner.openai.tools import ToolChoice, forced_schema, tool_choice, tools
 from bateleur.runner.sampling_params import SamplingParams
@@ -117,9 +117,7 @@ def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRe
         sampling["logprobs"] = top
     elif "top_logprobs" in own:
         refuse("top_logprobs", top, "absent unless logprobs is true")
-    known, template = own.get("tools", ()), dict(own.get("chat_template_kwargs", {}))
-    if "reasoning_effort" in own:
-        template.setdefault("reasoning_effort", own["reasoning_effort"])
+    known = own.get("tools", ())
     continued = own.get("continue_final_message", False)
     prompted = own.get("add_generation_prompt", not continued)
     if continued and prompted:
@@ -131,11 +129,20 @@ def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRe
         tools=known,
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        template=template,
+        template=_thinking(own) | own.get("chat_template_kwargs", {}),
         add_generation_prompt=prompted,
         continue_final_message=continued,
         **_common(own, {"max_tokens": None, **defaults, **sampling}),
     )
+
+
+def _thinking(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Names for the template that switch the thinking, which templates call differently."""
+    names: dict[str, Any] = {}
+    effort, thinks = own.get("reasoning_effort"), own.get("enable_thinking")
+    if effort is not None:
+        names["reasoning_effort"], thinks = effort, effort != "none" if thinks is None else thinks
+    return names if thinks is None else names | {"enable_thinking": thinks, "thinking": thinks}
 
 
 def _force(
@@ -185,9 +192,7 @@ def _prompts(name: str, value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """As templates know them, which call by its older name what OpenAI calls the developer now."""
-    roles = {"developer": "system"}
-    return tuple(each | {"role": roles.get(each["role"], each["role"])} for each in checked_messages(value))
+    return tuple(checked_messages(value))
 
 
 def _no_suffix(name: str, value: Any) -> None:
@@ -211,7 +216,8 @@ _CHAT: dict[str, Check] = {
     "logprobs": flag,
     "top_logprobs": Integer(0, 20),
     "max_completion_tokens": Integer(1),
-    "reasoning_effort": OneOf(("none", "minimal", "low", "medium", "high", "xhigh")),
+    "reasoning_effort": text,
+    "enable_thinking": flag,
     "chat_template_kwargs": mapping,
     "add_generation_prompt": flag,
     "continue_final_message": flag,

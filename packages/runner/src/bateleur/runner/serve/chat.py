@@ -17,7 +17,7 @@ from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.chunks import Chunks
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.json_text import JSONText
-from bateleur.runner.serve.parsers.chat_format import AnswerReader, ChatTurn, turn_of
+from bateleur.runner.serve.parsers.chat_format import AnswerReader, ChatTurn, turn_of, with_options
 from bateleur.runner.serve.parsers.message import chat_delta, chat_message
 from bateleur.runner.serve.service import Service, new_id
 from bateleur.runner.serve.sse import EventStream
@@ -31,7 +31,7 @@ def router(service: Service) -> APIRouter:
     async def chat(request: Request) -> Response:
         body = await read_object(request, service.config)
         with refusing():
-            asked = replace(chat_request(body, service.defaults), chat_template=service.config.chat_template)
+            asked = with_options(chat_request(body, service.defaults), service.config)
         service.check_model(asked.model)
         with refusing():
             long = service.is_long(len(repr((asked.messages, asked.tools))))

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import ClientDisconnect
 
-from bateleur.runner.errors import EngineDead, QueueFull
+from bateleur.runner.errors import ContextLengthExceeded, EngineDead, QueueFull
 from bateleur.runner.openai.replies import error_body
 from bateleur.runner.serve.json_text import JSONText
 
@@ -45,16 +45,24 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except QueueFull as error:
-        raise refusal(429, str(error), code="queue_full", headers={"Retry-After": "1"}) from error
+        said = f"rate limit exceeded: {error}"
+        raise refusal(429, said, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from error
     except EngineDead as error:
         raise dead(error) from error
     except ValueError as error:
-        raise refusal(400, str(error), param=_field_of(str(error))) from error
+        raise refusal(400, str(error), param=_field_of(str(error)), code=_code_of(error)) from error
 
 
 def dead(error: EngineDead) -> HTTPException:
     """The engine has died, or the server is about to end."""
     return refusal(503, str(error), code="engine_dead")
+
+
+def _code_of(error: ValueError) -> str | None:
+    """OpenAI's code, by which programs tell errors apart; None for a value that breaks a rule."""
+    if isinstance(error, ContextLengthExceeded):
+        return "context_length_exceeded"
+    return "missing_required_parameter" if re.match(r"\w+ is absent;", str(error)) else None
 
 
 def _field_of(message: str) -> str | None:

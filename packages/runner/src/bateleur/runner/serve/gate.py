@@ -52,7 +52,7 @@ class Gate:
             return response_of(
                 refusal(
                     401,
-                    "Authorization holds none of the keys; it must be Bearer and an api_key",
+                    "incorrect API key provided: Authorization must be Bearer and one of the keys of --api-key",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )

@@ -14,7 +14,7 @@ from uuid import uuid4
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from bateleur.runner.arguments import refuse
+from bateleur.runner.arguments import refuse, shown
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.engine.output_processor import NO_NUMBERS
@@ -54,7 +54,8 @@ class Service:
         try:
             require_served(name, self.names)
         except ValueError as error:
-            raise refusal(404, str(error), param="model", code="model_not_found") from error
+            said = f"the model {shown(name)} does not exist: {error}"
+            raise refusal(404, said, param="model", code="model_not_found") from error
 
     @cached_property
     def decode(self) -> TokenText:

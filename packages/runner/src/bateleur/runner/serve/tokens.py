@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,6 +13,7 @@ from bateleur.runner.openai.requests import chat_request
 from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.parsers.chat_format import with_options
 from bateleur.runner.serve.service import Service
 
 _OF_CHATS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
@@ -58,7 +58,7 @@ def _tokens(service: Service, asked: dict[str, Any]) -> dict[str, Any]:
         ids = tokenizer.encode(asked["prompt"], add_special_tokens=asked.get("add_special_tokens", True))
     else:
         chat = chat_request({name: asked[name] for name in _OF_CHATS if name in asked}, {})
-        chat = replace(chat, chat_template=service.config.chat_template)
+        chat = with_options(chat, service.config)
         ids = chat.prompts_for(tokenizer)[0]["prompt_token_ids"]
     told = {"count": len(ids), "max_model_len": service.llm.llm.limits.max_model_len, "tokens": list(ids)}
     strings = asked.get("return_token_strs", False)

@@ -149,6 +149,12 @@ class ChatFormat:
         return "possible"
 
 
+def with_options(asked: ChatRequest, options: ParserOptions) -> ChatRequest:
+    """The same body, with the template and the names for it that the options give."""
+    names = {**(options.default_chat_template_kwargs or {}), **asked.template}
+    return replace(asked, chat_template=options.chat_template, template=names)
+
+
 def turn_of(chat_format: ChatFormat, asked: ChatRequest, prompt: ChatPrompt) -> ChatTurn:
     """The turn of a body of `/v1/chat/completions`."""
     return chat_format.turn(

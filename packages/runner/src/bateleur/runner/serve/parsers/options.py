@@ -29,6 +29,12 @@ def _template(name: str, value: Any) -> str:
         refuse(name, value, f"a template, which has {{{{ or {{% in it, or a file with one ({error})")
 
 
+def _names(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        refuse(name, value, "an object: names for the chat template, and their values")
+    return dict(value)
+
+
 def _parser(parsers: Collection[str], aliases: Mapping[str, str]) -> Callable[[str, Any], str]:
     """The check of a parser's name; returns our name of it. None is `none`."""
     check = OneOf((AUTO, NONE, *parsers, *aliases))
@@ -46,6 +52,8 @@ class ParserOptions(Checked):
 
     chat_template: str | None = option(None, maybe(_template))
     """Jinja template that writes chats, or a file with one (default: the checkpoint's)."""
+    default_chat_template_kwargs: Mapping[str, Any] | None = option(None, maybe(_names), hashed=False)
+    """Names for the chat template if a request does not give them, such as {"enable_thinking": false}."""
     tool_call_parser: str = option(AUTO, _parser(TOOL_PARSERS, TOOL_PARSER_ALIASES))
     """Notation of the model's tool calls: granite, hermes, kimi_k2, lfm2, llama3_json, olmo3, qwen3_coder, none, or
     auto, which chooses by the chat template (default: auto)."""
