@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bateleur.runner.log_once import _logged
 from bateleur.runner.openai.logprobs import chat_logprobs, completion_logprobs
 from bateleur.runner.openai.replies import chat_reply, completion_choice, completion_reply, error_body
 from bateleur.runner.openai.requests import chat_request, completion_request
@@ -99,7 +100,7 @@ def test_bodies_go_before_defaults_and_null_says_nothing() -> None:
 )
 def test_a_wrong_body_is_refused_by_field(body: Any, message: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as error:
-        completion_request(body, {})
+        completion_request(body, {}, strict=True)
     assert message in str(error.value)
 
 
@@ -149,6 +150,51 @@ def test_chats_become_what_templates_want() -> None:
 )
 def test_thinking_is_switched_by_names_for_the_template(body: dict[str, Any], names: dict[str, Any]) -> None:
     assert chat_request({"messages": HELLO, **body}, {}).template == names
+
+
+SILENT: dict[str, Any] = {
+    **{"modalities": ["text"], "use_beam_search": False, "length_penalty": 1.0, "vllm_xargs": {}},
+    **{"verbosity": "low", "prediction": {"type": "content", "content": "x"}, "web_search_options": {}},
+    **{"functions": [], "function_call": "none", "store": True, "audio": None, "stop": "", "seed": 1.0},
+    **{"tools": [], "tool_choice": "auto", "stream_options": None},
+}
+
+
+def test_fields_that_ask_for_what_happens_anyway_are_accepted() -> None:
+    asked = chat_request({"messages": HELLO, "max_tokens": 5.0, **SILENT}, {}, strict=True)
+    assert (asked.params.seed, asked.params.stop, asked.params.max_tokens) == (1, (), 5)
+    assert (asked.tools, asked.tool_choice) == ((), "none")
+    assert completion_request({"prompt": "x", "logprobs": True, "stop": ["", "a"]}, {}).params.stop == ("a",)
+    assert completion_request({"prompt": "x", "logprobs": True}, {}).params.logprobs == 1
+    assert completion_request({"prompt": "x", "logprobs": False}, {}).params.logprobs is None
+
+
+def test_an_unknown_field_is_logged_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    _logged.clear()
+    for _ in range(2):
+        chat_request({"messages": HELLO, "chat_id": 5, "num_ctx": 8}, {})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"field '{name}' of a request is unknown and was ignored; --strict-fields refuses it"
+        for name in ("chat_id", "num_ctx")
+    ]
+
+
+def test_tools_of_other_kinds_and_second_ones_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    _logged.clear()
+    second = {"type": "function", "function": {"name": "f", "description": "second"}}
+    asked = chat_request({"messages": HELLO, "tools": [{"type": "web_search"}, TOOL, second]}, {})
+    assert asked.tools == (TOOL,)
+    assert len(caplog.records) == 2
+    only = chat_request({"messages": HELLO, "tools": [{"type": "web_search"}], "tool_choice": "auto"}, {})
+    assert (only.tools, only.tool_choice) == ((), "none")
+
+
+def test_allowed_tools_are_a_choice_among_tools() -> None:
+    other = {"type": "function", "function": {"name": "g"}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    asked = chat_request({"messages": HELLO, "tools": [TOOL, other], "tool_choice": choice}, {})
+    assert (asked.tools, asked.tool_choice) == ((other,), "required")
 
 
 def test_a_choice_of_tools() -> None:
@@ -210,7 +256,17 @@ def test_tools_that_are_too_deep_are_refused() -> None:
         ({"tools": [{"type": "f"}]}, "tools[0].type is 'f'; it must be 'function'"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name is 'f'; it must be another"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters is 3"),
-        ({"tool_choice": "auto"}, "tool_choice is 'auto'; it must be absent without tools"),
+        ({"tool_choice": "required"}, "tool_choice is 'required'; it must be absent without tools"),
+        (
+            {"chat_template": "{{ 1 }}"},
+            "chat_template is '{{ 1 }}'; it must be absent: a template is a program",
+        ),
+        (
+            {"modalities": ["text", "audio"]},
+            "modalities is ['text', 'audio']; it must be ['text']: answers are text",
+        ),
+        ({"length_penalty": 2.0}, "length_penalty is 2.0; it must be 1 or 1.0: it belongs to beam search"),
+        ({"tools": {}}, "tools is {}; it must be a list of tools"),
         ({"tools": [TOOL], "tool_choice": "g"}, "tool_choice is 'g'; it must be none, auto, required"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
@@ -221,7 +277,7 @@ def test_tools_that_are_too_deep_are_refused() -> None:
 )
 def test_a_wrong_chat_is_refused_by_field(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as error:
-        chat_request({"messages": HELLO, **more}, {})
+        chat_request({"messages": HELLO, **more}, {}, strict=True)
     assert message in str(error.value)
 
 

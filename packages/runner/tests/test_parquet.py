@@ -54,12 +54,12 @@ def test_rows_may_be_calls(files: Any, tmp_path: Path) -> None:
     """OpenAI's form, whose body is a struct, or JSON."""
     source, target = tmp_path / "in.parquet", tmp_path / "out.parquet"
     url = {"method": "POST", "url": "/v1/completions"}
-    bodies = [json.dumps({"prompt": "abc", "max_tokens": 2}), json.dumps({"prompt": "x", "colour": 1}), "{"]
+    bodies = [json.dumps({"prompt": "abc", "max_tokens": 2}), json.dumps({"prompt": "x", "top_p": 7}), "{"]
     write(source, [{"custom_id": str(n), **url, "body": body} for n, body in enumerate(bodies)])
     assert main(["batch", str(source), str(target)]) == 1
     good, *wrong = read(target)
     assert (good["line"], good["id"], good["text"], good["error"]) == (1, "0", "aa", None)
-    assert ["colour" in wrong[0]["error"], "body" in wrong[1]["error"]] == [True, True]
+    assert ["top_p" in wrong[0]["error"], "body" in wrong[1]["error"]] == [True, True]
 
 
 @needs_pyarrow

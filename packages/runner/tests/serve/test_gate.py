@@ -177,7 +177,14 @@ def test_a_token_does_not_wait_until_the_head_of_its_reply_is_acknowledged() -> 
 
 
 @pytest.mark.parametrize(
-    ("target", "path"), [("http://h:1/v1/models", None), ("https://h", "/"), ("/http://v1", "/http://v1")]
+    ("target", "path"),
+    [
+        ("http://h:1/v1/models", None),
+        ("/v1/models/", None),
+        ("/health/", "/health"),
+        ("https://h", "/"),
+        ("/http://v1", "/http://v1"),
+    ],
 )
 def test_a_whole_address_goes_by_the_gate_as_its_path_does(target: str, path: str | None) -> None:
     """None where a key is asked for."""
@@ -195,3 +202,10 @@ def test_a_whole_address_goes_by_the_gate_as_its_path_does(target: str, path: st
     gate = Gate(app, SimpleNamespace(config=ServeConfig(api_key=["k"]), stopping=False))
     asyncio.run(gate({"type": "http", "path": target, "method": "GET", "headers": []}, nothing, ignore))
     assert seen == ([] if path is None else [path])
+
+
+def test_unknown_fields_are_refused_if_the_server_is_strict(make_client: Callable[..., Any]) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "session_id": "a"}
+    assert make_client().ask(f"{PATH}/", body).status_code == 200
+    error = make_client(strict_fields=True).error(400, PATH, body)
+    assert (error["code"], error["message"][:12]) == ("unknown_parameter", "'session_id'")

@@ -179,5 +179,5 @@ def test_a_forced_call_follows_the_schema_of_its_tool(client: Any) -> None:
 
 
 def test_the_client_is_told_what_is_wrong_with_its_tools(scripted: Scripted) -> None:
-    with pytest.raises(BadRequestError, match=r"tools\[0\]\.type"):
-        whole(scripted("", tool_call_parser="hermes"), tools=[{"type": "x"}])
+    with pytest.raises(BadRequestError, match=r"tools\[0\]\.function"):
+        whole(scripted("", tool_call_parser="hermes"), tools=[{"type": "function"}])

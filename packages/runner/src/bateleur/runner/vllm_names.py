@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from bateleur.runner.arguments import refuse, shown
@@ -11,11 +11,12 @@ Refusals = dict[str, tuple[tuple[Any, ...], str]]
 """By name: the values that mean what is done here, and why there are no others."""
 
 
-def _table(*rows: tuple[str, tuple[Any, ...], str]) -> Refusals:
+def table(*rows: tuple[str, tuple[Any, ...], str]) -> Refusals:
+    """Rows of names, the values of them that are accepted, and why no others are."""
     return {name: (values, why) for names, values, why in rows for name in names.split()}
 
 
-ENGINE = _table(
+ENGINE = table(
     ("pipeline_parallel_size", (1,), "say tensor_parallel_size"),
     ("distributed_executor_backend", (None, "mp"), "ranks are processes; under torchrun it starts them"),
     ("disable_custom_all_reduce", (True,), "sums over ranks are those of NCCL and gloo"),
@@ -46,7 +47,7 @@ ENGINE = _table(
 )
 """Arguments of vLLM's `LLM`."""
 
-SAMPLING = _table(
+SAMPLING = table(
     ("best_of", (None, 1), "every continuation is returned; say n"),
     ("guided_decoding", (None,), "say structured_outputs"),
     ("spaces_between_special_tokens", (True,), "text is what the tokenizer makes of all tokens together"),
@@ -55,7 +56,7 @@ SAMPLING = _table(
 )
 """Parameters of vLLM's `SamplingParams`."""
 
-STRUCTURED = _table(
+STRUCTURED = table(
     ("disable_fallback", (False, True), "there is one library, and nothing to fall back to"),
     ("disable_additional_properties", (False,), "a schema says additionalProperties itself"),
     ("whitespace_pattern", (None,), "whitespace is as JSON has it, or none: say disable_any_whitespace"),
@@ -93,12 +94,15 @@ def with_draft(given: Mapping[str, Any]) -> dict[str, Any]:
     return options | meant
 
 
-def without(table: Refusals, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, less the names of the table. Raises ValueError for a value that asks for what there isn't."""
-    for name, value in given.items():
-        if name in table:
-            values, why = table[name]
-            if not any(type(value) is type(each) and value == each for each in values):
-                known = " or ".join(map(repr, values))
-                raise ValueError(f"{name} is {shown(value)}; it must be {known}: {why}")
-    return {name: value for name, value in given.items() if name not in table}
+def without(table: Refusals, given: Mapping[str, Any], *, keep: Collection[str] = ()) -> dict[str, Any]:
+    """What was given, less the names of the table. Raises ValueError for a value that asks for what there isn't.
+
+    keep: names that are passed on, although the table has them.
+    """
+    refused = {name for name in given if name in table and name not in keep}
+    for name in refused:
+        values, why = table[name]
+        if not any(type(given[name]) is type(each) and given[name] == each for each in values):
+            known = " or ".join(map(repr, values)) or "absent"
+            raise ValueError(f"{name} is {shown(given[name])}; it must be {known}: {why}")
+    return {name: value for name, value in given.items() if name not in refused}

@@ -1,28 +1,51 @@
-"""The fields of a request body: which are known, which mean nothing here, and what kind of value each has."""
+"""The fields of a request body: which are known, which change nothing, which are refused, and the rules of values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bateleur.runner.arguments import Check, Integer, flag, listed, refuse, text
+from bateleur.runner.arguments import Check, Integer, flag, listed, refuse, shown, text
+from bateleur.runner.log_once import log_once
+from bateleur.runner.options import options_of
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.vllm_names import SAMPLING
+from bateleur.runner.vllm_names import SAMPLING, table, without
 
-IGNORED = frozenset(
-    [
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-    ]
+_log = logging.getLogger(__name__)
+
+IGNORED = {
+    "user": "it names the caller",
+    "metadata": "it is for the caller's own books",
+    "store": "chat completions are not stored",
+    "service_tier": "there is one",
+    "safety_identifier": "it names the caller",
+    "prompt_cache_key": "prompts are matched with the prefix cache by their tokens",
+    "prompt_cache_retention": "the prefix cache keeps what it has room for",
+    "prediction": "it makes answers faster at most, and changes none",
+    "verbosity": "models that were not trained for it know nothing of it",
+    "web_search_options": "this server does not search",
+}
+"""Fields that are accepted and change nothing, and why."""
+REFUSED = table(
+    ("modalities", (["text"],), "answers are text"),
+    ("audio", (None,), "answers are text"),
+    ("functions function_call", ([], "none"), "this form is out of use: say tools and tool_choice"),
+    ("use_beam_search", (False,), "there is no beam search"),
+    ("length_penalty", (1, 1.0), "it belongs to beam search"),
+    ("early_stopping", (False,), "it belongs to beam search"),
+    ("chat_template", (), "a template is a program, and clients may not bring one: see --chat-template"),
+    ("add_special_tokens", (), "a chat template writes all tokens; of a completion send token ids instead"),
+    ("cache_salt", (), "the prefix cache is shared by all requests: see --no-enable-prefix-caching"),
+    ("vllm_xargs kv_transfer_params", ({},), "this server has no plug-ins that read it"),
+    ("mm_processor_kwargs", ({},), "prompts are text or token ids"),
+    ("guided_json guided_regex guided_choice guided_grammar", (), "say structured_outputs"),
 )
-"""Fields that say nothing about the text: taken, whatever they hold."""
+"""Fields that ask for something else than what is done, but for these values; and why."""
 _NOT_OF_A_BODY = frozenset(("output_kind", "detokenize", "return_tags"))
 """Parameters that decide in which form the engine reports, which is up to whoever answers the body."""
+
+_INTEGERS = frozenset(each.name for each in options_of(SamplingParams) if each.type.startswith("int"))
 
 _PRIORITY = Integer(-(1 << 31), (1 << 31) - 1)
 
@@ -60,19 +83,43 @@ COMMON: dict[str, Check] = {
 """What bodies of every kind may hold beside sampling parameters."""
 
 
-def split(body: Mapping[str, Any], checks: Mapping[str, Check]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields that `checks` knows, checked, and those for `SamplingParams`, as they are.
+def split(
+    body: Mapping[str, Any], checks: Mapping[str, Check], *, strict: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields that `checks` knows, checked, and those for `SamplingParams`.
 
-    A field that holds null counts as absent. Raises ValueError for an unknown one, by name, and for a wrong value.
+    A field that holds null counts as absent. An unknown field is logged once, and ignored unless `strict`. Raises
+    ValueError that names the field for a wrong value.
     """
     given = {name: value for name, value in mapping("the body", body).items() if value is not None}
+    given = without(REFUSED, given, keep=checks)
     sampling = ({*SamplingParams.names(), *SAMPLING} - _NOT_OF_A_BODY) - checks.keys()
-    if unknown := given.keys() - checks.keys() - sampling - IGNORED:
-        raise ValueError(f"{listed(unknown)}: no such field is known here")
+    if unknown := given.keys() - checks.keys() - sampling - IGNORED.keys():
+        report_unknown(unknown, strict=strict)
     own = {name: check(name, given[name]) for name, check in checks.items() if name in given}
-    if "stream_options" in own and not own.get("stream"):
+    if own.get("stream_options") and not own.get("stream"):
         refuse("stream_options", given["stream_options"], "absent unless stream is true")
-    return own, {name: value for name, value in given.items() if name in sampling}
+    values = {name: _plain_value(name, value) for name, value in given.items() if name in sampling}
+    return own, {name: value for name, value in values.items() if value is not None}
+
+
+def report_unknown(names: Iterable[str], *, strict: bool) -> None:
+    """Log each unknown field once. Raises ValueError instead if `strict`."""
+    if strict:
+        raise ValueError(f"{listed(names)}: no such field is known here (--strict-fields)")
+    for name in sorted(names):
+        log_once(
+            _log, f"field {shown(name)} of a request is unknown and was ignored; --strict-fields refuses it"
+        )
+
+
+def _plain_value(name: str, value: Any) -> Any:
+    """A sampling parameter as other servers read it: 1.0 is an integer, and an empty stop string is none."""
+    if name in _INTEGERS and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if name == "stop" and not isinstance(value, str) and isinstance(value, Sequence):
+        return [each for each in value if each != ""]
+    return None if name == "stop" and value == "" else value
 
 
 def response_format(name: str, value: Any) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """What a body of `/v1/completions` or `/v1/chat/completions` asks for, in the words of the engine.
 
-Names are OpenAI's, those of `SamplingParams`, and vLLM's `priority`, `request_id` and `return_token_ids`. Whatever is
-unknown or out of its rule is a ValueError that begins with the field's name.
+Names are OpenAI's, those of `SamplingParams`, and vLLM's `priority`, `request_id` and `return_token_ids`. A value that
+breaks a rule is a ValueError that begins with the name of the field.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from bateleur.runner.arguments import TEXTS_AND_BYTES, Check, Integer, flag, refuse, shown, text
 from bateleur.runner.openai.fields import COMMON, mapping, response_format, split
-from bateleur.runner.openai.tools import ToolChoice, forced_schema, tool_choice, tools
+from bateleur.runner.openai.tools import ToolChoice, allowed_tools, forced_schema, tool_choice, tools
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.text.chat import ChatPrompt, render
 from bateleur.runner.text.messages import checked_messages
@@ -83,12 +83,17 @@ class ChatRequest(Asked):
         return (prompt,)
 
 
-def completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> CompletionRequest:
+def completion_request(
+    body: Mapping[str, Any], defaults: Mapping[str, Any], *, strict: bool = False
+) -> CompletionRequest:
     """Read a body of `/v1/completions`.
 
-    defaults: sampling parameters where the body is silent. Raises ValueError as the module says.
+    defaults: sampling parameters where the body is silent. strict: refuse unknown fields. Raises ValueError as the
+    module says.
     """
-    own, sampling = split(body, _COMPLETION)
+    own, sampling = split(body, _COMPLETION, strict=strict)
+    if isinstance(sampling.get("logprobs"), bool):
+        sampling["logprobs"] = 1 if sampling["logprobs"] else None
     if "prompt" not in own:
         raise ValueError("prompt is absent; it must be text, token ids, or a list of these")
     echo, limit = own.get("echo", False), sampling.get("max_tokens")
@@ -102,12 +107,15 @@ def completion_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     )
 
 
-def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRequest:
+def chat_request(
+    body: Mapping[str, Any], defaults: Mapping[str, Any], *, strict: bool = False
+) -> ChatRequest:
     """Read a body of `/v1/chat/completions`; without a limit a reply may be as long as the model's context.
 
-    defaults: sampling parameters where the body is silent. Raises ValueError as the module says.
+    defaults: sampling parameters where the body is silent. strict: refuse unknown fields and tools that are not
+    functions. Raises ValueError as the module says.
     """
-    own, sampling = split(body, _CHAT)
+    own, sampling = split(body, _CHAT, strict=strict)
     if "messages" not in own:
         raise ValueError("messages is absent; it must be a list of at least one message")
     if "max_completion_tokens" in own:
@@ -117,12 +125,12 @@ def chat_request(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatRe
         sampling["logprobs"] = top
     elif "top_logprobs" in own:
         refuse("top_logprobs", top, "absent unless logprobs is true")
-    known = own.get("tools", ())
+    chosen, known = allowed_tools(own.get("tool_choice"), tools(own.get("tools"), strict=strict))
     continued = own.get("continue_final_message", False)
     prompted = own.get("add_generation_prompt", not continued)
     if continued and prompted:
         refuse("add_generation_prompt", prompted, "false where continue_final_message is true")
-    choice, parallel = tool_choice(own.get("tool_choice"), known), own.get("parallel_tool_calls", True)
+    choice, parallel = tool_choice(chosen, known), own.get("parallel_tool_calls", True)
     _force(choice, forced_schema(choice, known, parallel=parallel), own, sampling)
     return ChatRequest(
         messages=own["messages"],
@@ -195,6 +203,11 @@ def _messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(checked_messages(value))
 
 
+def _as_it_is(name: str, value: Any) -> Any:
+    """What is read together with other fields."""
+    return value
+
+
 def _no_suffix(name: str, value: Any) -> None:
     if value != "":
         refuse(name, value, "absent: text is written at the end alone")
@@ -210,8 +223,8 @@ _COMPLETION: dict[str, Check] = {
 _CHAT: dict[str, Check] = {
     **COMMON,
     "messages": _messages,
-    "tools": tools,
-    "tool_choice": lambda name, value: value,
+    "tools": _as_it_is,
+    "tool_choice": _as_it_is,
     "parallel_tool_calls": flag,
     "logprobs": flag,
     "top_logprobs": Integer(0, 20),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from bateleur.runner.arguments import refuse, shown, text
+from bateleur.runner.log_once import log_once
 from bateleur.runner.openai.fields import mapping
 from bateleur.runner.openai.schema_types import standard_types
 from bateleur.runner.text.messages import checked_tools
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +31,35 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """{"type": "function", "function": {"name": ..., "parameters": ...}}, each."""
 
 
-def tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """Check tools, each under a name of its own. Raises ValueError that names the place."""
-    checked, seen = checked_tools(value) or [], set[str]()
-    for i, each in enumerate(checked):
-        called = each["function"]["name"]
-        if called in seen:
-            refuse(f"{name}[{i}].function.name", called, "another: a tool before has it")
-        seen.add(called)
-    return tuple(checked)
+def tools(value: Any, *, strict: bool = False) -> tuple[dict[str, Any], ...]:
+    """The functions among tools, each under a name of its own. Raises ValueError that names the place.
+
+    Other tools, which only their vendor's servers run, and a second tool of one name are left out, and logged once;
+    they are refused if `strict`.
+    """
+    functions: dict[str, dict[str, Any]] = {}
+    for i, each in enumerate(value if isinstance(value, list | tuple) else ()):
+        kind = each.get("type") if isinstance(each, Mapping) else "function"
+        if kind != "function" and isinstance(kind, str) and not strict:
+            log_once(_log, f"tools of the type {shown(kind)} are left out: this server runs none itself")
+            continue
+        try:
+            checked = (checked_tools([each]) or [{}])[0]
+        except ValueError as error:
+            raise ValueError(str(error).replace("tools[0]", f"tools[{i}]", 1)) from error
+        called = checked["function"]["name"]
+        if called in functions and strict:
+            refuse(f"tools[{i}].function.name", called, "another: a tool before has it")
+        if functions.setdefault(called, checked) is not checked:
+            log_once(_log, f"of several tools with the name {shown(called)} the first is used")
+    if not isinstance(value, list | tuple):
+        checked_tools(value)
+    return tuple(functions.values())
 
 
 def tool_choice(value: Any, known: Tools) -> ToolChoice:
     """Read a `tool_choice` beside the tools that are known; silent means auto where there are any."""
-    if value is None:
+    if value is None or (value == "auto" and not known):
         return "auto" if known else "none"
     if value == "none":
         return "none"
@@ -57,6 +76,17 @@ def tool_choice(value: Any, known: Tools) -> ToolChoice:
     if not known:
         refuse("tool_choice", value, "absent without tools")
     return "auto" if value == "auto" else "required"
+
+
+def allowed_tools(choice: Any, known: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
+    """Of {type: allowed_tools, allowed_tools: {mode, tools}} the mode and the tools; else what was given."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return choice, known
+    name = "tool_choice.allowed_tools"
+    allowed = mapping(name, choice.get("allowed_tools"))
+    functions = [mapping(f"{name}.tools", each).get("function") for each in allowed.get("tools") or ()]
+    names = [mapping(f"{name}.tools.function", each).get("name") for each in functions]
+    return allowed.get("mode", "auto"), tuple(each for each in known if each["function"]["name"] in names)
 
 
 def forced_schema(choice: ToolChoice, known: Tools, *, parallel: bool) -> dict[str, Any] | None:

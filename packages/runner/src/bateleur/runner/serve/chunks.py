@@ -1,49 +1,27 @@
-"""A reply in parts: a chunk for each continuation that has grown in a step."""
+"""A reply in parts, in OpenAI's form of chunks."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
-from bateleur.runner.engine_thread import Reader
 from bateleur.runner.openai.requests import Asked
-from bateleur.runner.outputs import CompletionOutput, RequestOutput
-from bateleur.runner.serve.service import Service, raise_failure
 from bateleur.runner.serve.usage import Usage
 
 
-class Chunks(ABC):
-    """What the families of endpoints share: who reads, what is counted, what stands in every chunk."""
+async def chunks(
+    parts: AsyncGenerator[dict[str, Any], None], asked: Asked, head: dict[str, Any], usage: Usage
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Every chunk, and the usage behind them if it is asked for.
 
-    def __init__(self, service: Service, asked: Asked, head: dict[str, Any]) -> None:
-        self._service, self._asked, self._head = service, asked, head
-        self._usage = Usage()
-
-    @abstractmethod
-    def parts(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Fields of the chunk that tells what is new of a continuation, `choices` and others; None if nothing is."""
-
-    def count(self, output: RequestOutput) -> None:
-        """Take a report into the usage."""
-        self._usage.count(output)
-
-    async def events(self, reader: Reader) -> AsyncGenerator[dict[str, Any], None]:
-        """Every chunk, with the usage behind them if it is asked for."""
-        try:
-            while outputs := await reader.read():
-                for output in outputs:
-                    raise_failure(output)
-                    self.count(output)
-                    for completion in output.outputs:
-                        if (parts := self.parts(output, completion)) is not None:
-                            yield self._chunk(parts)
-            if self._asked.include_usage:
-                yield self._chunk({"choices": []}) | {"usage": self._usage.told()}
-        finally:
-            self._service.llm.leave(reader)
-
-    def _chunk(self, parts: dict[str, Any]) -> dict[str, Any]:
-        if self._asked.continuous_usage:
-            return {**self._head, **parts, "usage": self._usage.told()}
-        return {**self._head, **parts, **({"usage": None} if self._asked.include_usage else {})}
+    parts: fields of each chunk, `choices` and others. head: fields of every chunk. usage: is counted by `parts`.
+    """
+    async with aclosing(parts):
+        async for part in parts:
+            chunk = {**head, **part}
+            if asked.include_usage:
+                chunk["usage"] = usage.told() if asked.continuous_usage else None
+            yield chunk
+    if asked.include_usage:
+        yield {**head, "choices": [], "usage": usage.told()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bateleur.runner.arguments import Integer, Number, OneOf, Several, folder, maybe, refuse, text
+from bateleur.runner.arguments import Integer, Number, OneOf, Several, flag, folder, maybe, refuse, text
 from bateleur.runner.assets import default_drafts
 from bateleur.runner.options import option
 from bateleur.runner.serve.parsers.options import ParserOptions
@@ -64,6 +64,8 @@ class ServeConfig(ParserOptions):
     """Certificates of authorities; with them a client must have one of theirs."""
     root_path: str = option("", _path)
     """Path under which a proxy shows the server."""
+    strict_fields: bool = option(False, flag)
+    """Refuse requests with unknown fields, which are ignored and logged once by default."""
     max_queued_requests: int = option(1024, Integer(0))
     """Requests that may wait beside those that run; the next one gets status 429."""
     max_logprobs: int = option(20, Integer(0))

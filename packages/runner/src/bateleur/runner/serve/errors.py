@@ -62,6 +62,8 @@ def _code_of(error: ValueError) -> str | None:
     """OpenAI's code, by which programs tell errors apart; None for a value that breaks a rule."""
     if isinstance(error, ContextLengthExceeded):
         return "context_length_exceeded"
+    if "no such field is known here" in str(error):
+        return "unknown_parameter"
     return "missing_required_parameter" if re.match(r"\w+ is absent;", str(error)) else None
 
 

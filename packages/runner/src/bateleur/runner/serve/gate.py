@@ -71,6 +71,7 @@ class Gate:
 
 
 def _path(target: str) -> str:
-    """Of what is asked for, which may be a whole address, as proxies are asked (RFC 9112, 3.2.2)."""
+    """The path of a target without a slash at its end. Proxies are asked for a whole address (RFC 9112, 3.2.2)."""
     scheme, _, rest = target.partition("://")
-    return "/" + rest.partition("/")[2] if scheme in ("http", "https") else target
+    path = "/" + rest.partition("/")[2] if scheme in ("http", "https") else target
+    return path.rstrip("/") or "/"

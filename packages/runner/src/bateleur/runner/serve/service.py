@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -120,6 +120,16 @@ class Service:
         """Characters; 0 where that is not known."""
         vocabulary: dict[str, int] = getattr(self.llm.llm.tokenizer, "get_vocab", dict)()
         return max(map(len, vocabulary), default=0)
+
+    async def outputs(self, reader: Reader) -> AsyncGenerator[RequestOutput, None]:
+        """Every report, as it comes; to leave the generator aborts what has not ended. HTTPException for a failure."""
+        try:
+            while outputs := await reader.read():
+                for output in outputs:
+                    raise_failure(output)
+                    yield output
+        finally:
+            self.llm.leave(reader)
 
     async def finish(self, reader: Reader, request: Request) -> list[RequestOutput]:
         """What became of the prompts, in their order, or ClientDisconnect if nobody waits for it any more."""

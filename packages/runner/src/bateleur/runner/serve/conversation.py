@@ -1,0 +1,75 @@
+"""A conversation in, events out: what chat completions, responses and messages share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from fastapi import Request
+
+from bateleur.runner.engine_thread import Reader
+from bateleur.runner.openai.requests import ChatRequest
+from bateleur.runner.outputs import CompletionOutput, RequestOutput
+from bateleur.runner.serve.errors import refusing
+from bateleur.runner.serve.parsers.chat_format import AnswerReader, ChatTurn, turn_of, with_options
+from bateleur.runner.serve.parsers.events import Event
+from bateleur.runner.serve.service import Service
+from bateleur.runner.serve.usage import Usage
+from bateleur.runner.text.chat import ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is new of one continuation."""
+
+    output: RequestOutput
+    completion: CompletionOutput
+    events: list[Event]
+
+
+class Answer:
+    """A conversation that the engine answers."""
+
+    def __init__(self, service: Service, asked: ChatRequest, turn: ChatTurn, reader: Reader) -> None:
+        self.asked, self.usage = asked, Usage()
+        self._service, self._turn, self._reader = service, turn, reader
+        self._readers: dict[int, AnswerReader] = {}
+
+    async def reports(self) -> AsyncGenerator[Report, None]:
+        """Every report of every continuation. To leave the generator aborts the request."""
+        async with aclosing(self._service.outputs(self._reader)) as outputs:
+            async for output in outputs:
+                self.usage.count(output)
+                for completion in output.outputs:
+                    yield self._read(output, completion)
+
+    async def whole(self, request: Request) -> list[Report]:
+        """One report for each continuation, if the request does not stream. ClientDisconnect if the client leaves."""
+        (output,) = await self._service.finish(self._reader, request)
+        self.usage.count(output)
+        return [self._read(output, completion) for completion in output.outputs]
+
+    def _read(self, output: RequestOutput, completion: CompletionOutput) -> Report:
+        if completion.index not in self._readers:
+            self._readers[completion.index] = self._turn.reader()
+        return Report(output, completion, self._readers[completion.index].read(completion))
+
+
+async def prompt_of(service: Service, asked: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
+    """The request with the server's options, and its prompt. HTTPException for one that the template refuses."""
+    service.check_model(asked.model)
+    asked = with_options(asked, service.config)
+    with refusing():
+        long = service.is_long(len(repr((asked.messages, asked.tools))))
+        (prompt,) = await service.llm.aside(lambda: asked.prompts_for(service.llm.llm.tokenizer), long=long)
+    return asked, prompt
+
+
+async def answer(service: Service, asked: ChatRequest, reply_id: str) -> Answer:
+    """Begin to answer a conversation. HTTPException if that is not possible."""
+    asked, prompt = await prompt_of(service, asked)
+    with refusing():
+        turn = turn_of(service.chat_format, asked, prompt)
+    asked = replace(asked, params=turn.params)
+    return Answer(service, asked, turn, await service.submit([prompt], asked, reply_id))
