@@ -103,6 +103,33 @@ def test_what_had_begun_ends_with_an_error() -> None:
     assert len(replicas.calls) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "last"),
+    [
+        (
+            "/v1/messages",
+            {
+                "type": "error",
+                "error": {"type": "api_error", "message": "the replica that answered was lost"},
+            },
+        ),
+        (
+            "/v1/responses",
+            {
+                "type": "error",
+                "code": "replica_lost",
+                "param": None,
+                "message": "the replica that answered was lost",
+            },
+        ),
+    ],
+)
+def test_an_error_has_the_form_of_the_events_before_it(path: str, last: dict[str, Any]) -> None:
+    reply, _ = ask([*EVENTS, LOST], path=path)
+    name, _, told = reply.text.split("\n\n")[-2].partition("\ndata: ")
+    assert (name, json.loads(told)) == ("event: error", last)
+
+
 def test_a_stream_that_ends_is_passed_on() -> None:
     reply, _ = ask([*EVENTS, END, LOST])
     assert reply.text == "data: 1\n\ndata: 2\n\n"

@@ -180,6 +180,15 @@ def test_what_shares_nothing_has_no_key_in_common() -> None:
     assert len(everything) == len(set(everything)) > 5 * 5
 
 
+@pytest.mark.parametrize(("path", "field"), [("/v1/messages", "messages"), ("/v1/responses", "input")])
+def test_conversations_of_other_apis_have_keys_too(path: str, field: str) -> None:
+    messages = [{"role": "user", "content": LOREM[:500]}]
+    keys = prefix_keys(path, {field: messages})
+    assert len(keys) > 5
+    assert prefix_keys(path, {field: messages, "instructions": "x", "system": "x"})[0] != keys[0]
+    assert prefix_keys("/v1/responses", {"input": LOREM[:500]})
+
+
 def test_the_first_of_several_prompts_counts() -> None:
     assert completion([LOREM[:500], "other"]) == completion(LOREM[:500])
     assert completion([[7] * 500, [8]]) == completion([7] * 500)

@@ -14,12 +14,14 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from openai import AsyncOpenAI
 
 from bateleur.runner import AsyncLLM
 from bateleur.runner.replicas.engine_replica import EngineReplica
 from bateleur.runner.replicas.front import Front
 from bateleur.runner.serve.app import build_app
 from bateleur.runner.serve.config import ServeConfig
+from scripted_model import write_scripted_model
 
 
 @pytest.fixture(scope="session")
@@ -80,6 +82,23 @@ class Client:
         assert (end, rest) == ("data: [DONE]", "")
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a stream whose events have names."""
+        reply = self.ask(path, body | {"stream": True})
+        assert reply.status_code == 200, reply.text
+        *events, rest = reply.text.split("\n\n")
+        assert rest == ""
+        told = [json.loads(event.partition("\ndata: ")[2]) for event in events]
+        assert [event.partition("\n")[0] for event in events] == [f"event: {each['type']}" for each in told]
+        return told
+
+    def openai(self) -> Any:
+        """A client of OpenAI's library."""
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        return AsyncOpenAI(
+            api_key="-", base_url="http://here/v1", http_client=httpx.AsyncClient(transport=transport)
+        )
+
     def error(self, status: int, path: str, body: Any = None, **options: Any) -> dict[str, Any]:
         """The error of a request that is refused with this status."""
         reply = self.ask(path, body, **options)
@@ -111,6 +130,41 @@ def behind_a_front(engine: AsyncLLM, config: ServeConfig) -> FastAPI:
 def make_client(request: pytest.FixtureRequest, engine: AsyncLLM) -> Callable[..., Client]:
     """A server in this process, with these fields of `ServeConfig`."""
     return lambda **options: Client(request.param(engine, ServeConfig(**options)))
+
+
+TEXTS: dict[str, Any] = {
+    "weather": [
+        '<think>\nI look.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+        "<think>\nGood.\n</think>\n\nIt is 5 degrees.",
+    ],
+    "patch": '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin"}}\n</tool_call>',
+    "two": "First.\nstop here",
+    "endless": "a b c " * 12,
+    "default": "Hello hello.",
+}
+"""What the scripted model writes, by the first message of the user."""
+
+
+@pytest.fixture(scope="session")
+def scripted_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    """A model that writes `TEXTS`."""
+    folder = write_scripted_model(tmp_path_factory.mktemp("scripted") / "model", TEXTS)
+    llm = AsyncLLM(folder, device="cpu", max_model_len=1024, max_num_seqs=4, enable_prefix_caching=True)
+    yield llm
+    asyncio.run(llm.close())
+
+
+@pytest.fixture(scope="session", params=[build_app, behind_a_front], ids=["alone", "behind a front"])
+def make_scripted(request: pytest.FixtureRequest, scripted_engine: AsyncLLM) -> Callable[..., Client]:
+    """A server of the scripted model in this process, with these fields of `ServeConfig`."""
+    names: dict[str, Any] = {"served_model_name": ["scripted"], "tool_call_parser": "hermes"}
+    return lambda **options: Client(request.param(scripted_engine, ServeConfig(**(names | options))))
+
+
+@pytest.fixture(scope="session")
+def scripted(make_scripted: Callable[..., Client]) -> Client:
+    """The server of the scripted model as it is without options."""
+    return make_scripted()
 
 
 @pytest.fixture(scope="session")

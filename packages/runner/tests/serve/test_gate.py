@@ -39,6 +39,8 @@ def test_a_key_is_asked_for_under_v1_alone(make_client: Callable[..., Any]) -> N
         assert reply.json()["error"]["code"] == "invalid_api_key"
     for key in ("Bearer first", "bearer second"):
         assert client.ask("/v1/models", headers={"authorization": key}).status_code == 200
+    assert client.ask("/v1/models", headers={"x-api-key": "second"}).status_code == 200
+    assert client.ask("/v1/models", headers={"x-api-key": "third"}).status_code == 401
     assert client.ask("/health").status_code == 200
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from starlette.types import Message, Scope
 
-from bateleur.runner.replicas.prefix_keys import prefix_keys
+from bateleur.runner.replicas.prefix_keys import PATHS, prefix_keys
 from bateleur.runner.serve.json_text import loads
 
 _TOLD = (
@@ -55,7 +55,7 @@ def call_of(scope: Scope, body: bytes) -> Call:
     told["client"], told["server"] = _place(scope.get("client")), _place(scope.get("server"))
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     prefixes: tuple[bytes, ...] = ()
-    if body and path.endswith("/completions"):
+    if body and path.endswith(PATHS):
         try:
             value = loads(body)
         except ValueError:

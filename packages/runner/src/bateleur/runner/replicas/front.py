@@ -18,7 +18,7 @@ from bateleur.runner.serve.body import read_bytes
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.errors import dead, refusal, refusing
 from bateleur.runner.serve.gate import guard
-from bateleur.runner.serve.json_text import dumps
+from bateleur.runner.serve.sse import last_event
 
 _MOST_LOSSES = 3
 """Replicas that may be lost with one request: it may be what they die of."""
@@ -81,9 +81,9 @@ class Front:
         except asyncio.CancelledError:
             if not self._closing:
                 raise
-            await reply.break_off(dead(EngineDead("it was closed")))
+            await reply.break_off(dead(EngineDead("it was closed")), scope["path"])
         except HTTPException as error:
-            await reply.break_off(error)
+            await reply.break_off(error, scope["path"])
         finally:
             task.cancel()
             self._running.discard(task)
@@ -158,12 +158,12 @@ class _Reply:
         """Another replica begins anew."""
         self._head = None
 
-    async def break_off(self, error: HTTPException) -> None:
+    async def break_off(self, error: HTTPException, path: str) -> None:
         """Tell a stream why it ends, as its last event. Raises the error where that can't be told so."""
         kinds = [value for name, value in (self._head or {}).get("headers", ()) if name == b"content-type"]
         if self.ended:
             return
         if not self.began or not kinds or not kinds[0].startswith(b"text/event-stream"):
             raise error
-        body = b"data: " + dumps(error.detail) + b"\n\n"
+        body = last_event(error, path)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

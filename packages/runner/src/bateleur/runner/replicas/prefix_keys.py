@@ -17,8 +17,15 @@ SHORTEST = 128
 """Bytes of the first prefix: what is shorter is soon read again."""
 _MOST_MESSAGES = 64
 """Messages, the first ones, whose ends have keys."""
-_OF_TEMPLATES = ("model", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
-"""Fields of a chat that may stand before its messages."""
+_OF_TEMPLATES = (
+    *("model", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"),
+    *("instructions", "system", "thinking", "reasoning", "previous_response_id"),
+)
+"""Fields of a conversation that may stand before its messages."""
+_MESSAGES = {"/chat/completions": "messages", "/v1/messages": "messages", "/v1/responses": "input"}
+"""Paths of conversations, and the fields that hold their messages."""
+PATHS = (*_MESSAGES, "/completions")
+"""Ends of the paths of requests with a prompt."""
 
 
 def prefix_keys(path: str, body: Mapping[str, Any]) -> tuple[bytes, ...]:
@@ -27,8 +34,9 @@ def prefix_keys(path: str, body: Mapping[str, Any]) -> tuple[bytes, ...]:
     Of several prompts the first counts. What is wrong with a body is for others to say.
     """
     try:
-        if path.endswith("/chat/completions"):
-            messages = body.get("messages")
+        field = next((name for end, name in _MESSAGES.items() if path.endswith(end)), None)
+        if field is not None:
+            messages = [body[field]] if isinstance(body.get(field), str) else body.get(field)
             head = _bytes([body.get(name) for name in _OF_TEMPLATES])
             return tuple(_keys(head, map(_bytes, messages if isinstance(messages, list) else ())))
         if path.endswith("/completions"):

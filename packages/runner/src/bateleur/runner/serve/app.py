@@ -8,6 +8,8 @@ from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.serve import about, chat, completions, tokens
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.gate import guard
+from bateleur.runner.serve.messages import routes as messages
+from bateleur.runner.serve.responses import routes as responses
 from bateleur.runner.serve.service import Service
 
 
@@ -19,7 +21,7 @@ def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
     service = Service(llm, config or ServeConfig())
     app = FastAPI(title="bateleur", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.service = service
-    for room in (about, chat, completions, tokens):
-        app.include_router(room.router(service))
+    for endpoints in (about, chat, completions, messages, responses, tokens):
+        app.include_router(endpoints.router(service))
     guard(app, service)
     return app

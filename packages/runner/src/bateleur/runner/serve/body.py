@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
+from pydantic import BaseModel, ValidationError
 
+from bateleur.runner.arguments import shown
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.errors import refusal, refusing
 from bateleur.runner.serve.json_text import loads
 
+Model = TypeVar("Model", bound=BaseModel)
 _CLOSE = {"Connection": "close"}
 """What comes of such a body is not waited for."""
 _PATIENCE = 4
@@ -29,6 +32,19 @@ async def read_object(request: Request, config: ServeConfig) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(f"the body is {_called(value)}; it must be an object")
     return value
+
+
+def validated(model: type[Model], body: dict[str, Any]) -> Model:
+    """The body as a model. Raises ValueError that names the first field with a wrong value."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"][:1]))
+        if first["type"] == "missing":
+            raise ValueError(f"{name} is absent; it is required") from error
+        rule = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+        raise ValueError(f"{name} is {shown(body.get(name))}; it must be {rule}") from error
 
 
 async def read_bytes(request: Request, config: ServeConfig) -> bytes:

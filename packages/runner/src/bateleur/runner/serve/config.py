@@ -66,6 +66,8 @@ class ServeConfig(ParserOptions):
     """Path under which a proxy shows the server."""
     strict_fields: bool = option(False, flag)
     """Refuse requests with unknown fields, which are ignored and logged once by default."""
+    response_store_bytes: int = option(64 * 2**20, Integer(0))
+    """Bytes of stored responses of /v1/responses; those that were used least recently are dropped."""
     max_queued_requests: int = option(1024, Integer(0))
     """Requests that may wait beside those that run; the next one gets status 429."""
     max_logprobs: int = option(20, Integer(0))

@@ -13,7 +13,7 @@ from bateleur.runner.openai.requests import ChatRequest
 from bateleur.runner.outputs import CompletionOutput, RequestOutput
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.parsers.chat_format import AnswerReader, ChatTurn, turn_of, with_options
-from bateleur.runner.serve.parsers.events import Event
+from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall
 from bateleur.runner.serve.service import Service
 from bateleur.runner.serve.usage import Usage
 from bateleur.runner.text.chat import ChatPrompt
@@ -35,6 +35,14 @@ class Answer:
         self.asked, self.usage = asked, Usage()
         self._service, self._turn, self._reader = service, turn, reader
         self._readers: dict[int, AnswerReader] = {}
+        self._thoughts: dict[int, int] = {}
+        self._answering: set[int] = set()
+        self._thinks = False
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens so far of the reasoning, with the tag that ends it."""
+        return sum(self._thoughts.values()) if self._thinks else 0
 
     async def reports(self) -> AsyncGenerator[Report, None]:
         """Every report of every continuation. To leave the generator aborts the request."""
@@ -53,7 +61,20 @@ class Answer:
     def _read(self, output: RequestOutput, completion: CompletionOutput) -> Report:
         if completion.index not in self._readers:
             self._readers[completion.index] = self._turn.reader()
-        return Report(output, completion, self._readers[completion.index].read(completion))
+        events = self._readers[completion.index].read(completion)
+        self._count_reasoning(completion, events)
+        return Report(output, completion, events)
+
+    def _count_reasoning(self, completion: CompletionOutput, events: list[Event]) -> None:
+        index, ids = completion.index, completion.token_ids
+        self._thinks = self._thinks or any(isinstance(each, Reasoning) for each in events)
+        if index in self._answering:
+            return
+        count, end = len(ids), self._service.chat_format.reasoning_end_id
+        if any(isinstance(each, Content | ToolCall) for each in events):
+            self._answering.add(index)
+            count = ids.index(end) + 1 if end in ids else 0
+        self._thoughts[index] = self._thoughts.get(index, 0) + count
 
 
 async def prompt_of(service: Service, asked: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:

@@ -39,6 +39,16 @@ def refusal(
     return HTTPException(status, error_body(message, kind=kind, param=param, code=code), headers)
 
 
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
 @contextmanager
 def refusing() -> Iterator[None]:
     """What a request is refused for in this block has the status that fits; what is a mistake of ours is not told."""
@@ -73,12 +83,32 @@ def _field_of(message: str) -> str | None:
     return found[1] if found else None
 
 
-def response_of(error: AnyHTTPException) -> Response:
-    """An error as it is sent."""
+def response_of(error: AnyHTTPException, path: str) -> Response:
+    """An error as it is sent to a client of a path: in Anthropic's form under /v1/messages, else in OpenAI's."""
+    return JSONText(detail_of(error, path), error.status_code, error.headers)
+
+
+def detail_of(error: AnyHTTPException, path: str) -> dict[str, Any]:
+    """What `response_of` sends."""
+    return anthropic_error(error) if "/v1/messages" in path else {"error": error_of(error)}
+
+
+def error_of(error: AnyHTTPException) -> dict[str, Any]:
+    """`message`, `type`, `param` and `code` of an error."""
     told: Any = error.detail
     if not isinstance(told, dict):
         told = refusal(error.status_code, str(told)).detail
-    return JSONText(told, error.status_code, error.headers)
+    inner: dict[str, Any] = told["error"]
+    return inner
+
+
+def anthropic_error(error: AnyHTTPException) -> dict[str, Any]:
+    """An error in Anthropic's form, which is also the last event of a stream."""
+    told, status = error_of(error), error.status_code
+    kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    # Claude Code compacts a conversation when it reads this phrase.
+    too_long = "prompt is too long: " if told["code"] == "context_length_exceeded" else ""
+    return {"type": "error", "error": {"type": kind, "message": f"{too_long}{told['message']}"}}
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -90,13 +120,14 @@ def add_handlers(app: FastAPI) -> None:
             found = {404: "there is no such path", 405: "this path takes no such method"}[error.status_code]
             where = f"{request.method} {request.url.path[:100]}"
             error = refusal(error.status_code, f"{found}: {where}", headers=error.headers)
-        return response_of(error)
+        return response_of(error, request.url.path)
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     async def unknown(request: Request, error: Exception) -> Response:
-        return response_of(refusal(500, f"an error inside the server: {type(error).__name__}"))
+        refused = refusal(500, f"an error inside the server: {type(error).__name__}")
+        return response_of(refused, request.url.path)
 
     app.add_exception_handler(AnyHTTPException, known)
     app.add_exception_handler(ClientDisconnect, gone)

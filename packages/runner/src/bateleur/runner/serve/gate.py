@@ -52,22 +52,26 @@ class Gate:
             return response_of(
                 refusal(
                     401,
-                    "incorrect API key provided: Authorization must be Bearer and one of the keys of --api-key",
+                    "incorrect API key provided: Authorization (Bearer) or x-api-key must be a key of --api-key",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
-                )
+                ),
+                path,
             )
         if self._service.stopping and scope["method"] == "POST":
             said = "the server is about to end and takes no more requests"
-            return response_of(refusal(503, said, code="stopping", headers={"Retry-After": "1"}))
+            return response_of(refusal(503, said, code="stopping", headers={"Retry-After": "1"}), path)
         return None
 
     def _knows(self, scope: Scope) -> bool:
         """Compares with every key, each in constant time."""
-        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # of Anthropic's clients
         token = given.strip().encode("utf-8", "surrogateescape")
         found = [compare_digest(token, key) for key in self._keys]
-        return kind.lower() == "bearer" and any(found)
+        return any(found)
 
 
 def _path(target: str) -> str:

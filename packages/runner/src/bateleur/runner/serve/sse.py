@@ -9,19 +9,22 @@ from fastapi import HTTPException
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from bateleur.runner.serve.errors import refusing
+from bateleur.runner.serve.errors import detail_of, error_of, refusing
 from bateleur.runner.serve.json_text import dumps
 
 DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
-    """A reply whose events come as they are made; whoever makes them is told at once when nobody listens any more."""
+    """A reply whose events are sent as they are made; their generator is closed at once when the client leaves.
+
+    named: each event is preceded by its type, and nothing follows the last one; else they end with `DONE`.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
-        self._bytes = _encoded(events)
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None], *, named: bool = False) -> None:
+        self._bytes = _encoded(events, named)
         super().__init__(self._bytes, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,14 +35,24 @@ class EventStream(StreamingResponse):
             await self._bytes.aclose()
 
 
-async def _encoded(events: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+def last_event(error: HTTPException, path: str) -> bytes:
+    """The event that ends a stream of a path because of an error, if the path's own events can't be continued."""
+    told = detail_of(error, path)
+    if "/v1/responses" in path:
+        told = {**error_of(error), "type": "error"}
+    return b"event: error\n" * ("type" in told) + b"data: " + dumps(told) + b"\n\n"
+
+
+async def _encoded(events: AsyncGenerator[dict[str, Any], None], named: bool) -> AsyncGenerator[bytes, None]:
     """An error is the last event; else an event that says so is."""
     try:
         with refusing():
             async for event in events:
-                yield b"data: " + dumps(event) + b"\n\n"
-        yield DONE
+                name = f"event: {event['type']}\n".encode() if named else b""
+                yield name + b"data: " + dumps(event) + b"\n\n"
+        if not named:
+            yield DONE
     except HTTPException as error:
-        yield b"data: " + dumps(error.detail) + b"\n\n"
+        yield last_event(error, "")
     finally:
         await events.aclose()

@@ -89,6 +89,8 @@ class ChatFormat:
         wanted = {Think.BEGIN, Think.END, *(() if self._format is None else self._format.tags())}
         self._table = TagTable({token: tag for token, tag in tags.items() if tag in wanted})
         self._think_ids = {tag: token for token, tag in tags.items() if tag in (Think.BEGIN, Think.END)}
+        self.reasoning_end_id = self._think_ids.get(Think.END)
+        """Token that ends the reasoning; None if it is no single token."""
         self._special = special_token_ids(tokenizer)
 
     def turn(

@@ -1,0 +1,150 @@
+"""The body of `/v1/messages`, and what it asks for as a body of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from bateleur.runner.arguments import refuse
+
+Block = dict[str, Any]
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_IGNORED = (
+    "metadata",
+    "service_tier",
+    "container",
+    "context_management",
+    "mcp_servers",
+    "betas",
+    "inference_geo",
+)
+"""Fields of Anthropic's API that change nothing here."""
+
+
+class CountTokensBody(BaseModel):
+    """A conversation whose tokens are counted."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    messages: list[dict[str, Any]] = Field(description="Messages of the roles user and assistant.")
+    model: str | None = Field(None, description="Name of the model; default: the one that is served.")
+    system: str | list[Block] | None = Field(None, description="System message: text, or blocks of text.")
+    tools: list[Block] | None = Field(
+        None, description="Tools with a name and an input_schema; others are left out."
+    )
+    tool_choice: Block | None = Field(None, description="type: auto, any, tool (with name) or none.")
+    thinking: Block | None = Field(
+        None, description="type: enabled (with budget_tokens), adaptive or disabled."
+    )
+    output_config: Block | None = Field(
+        None, description="effort, and format: a JSON schema that the text follows."
+    )
+    output_format: Block | None = Field(None, description="The same format, in an older place.")
+
+
+class MessagesBody(CountTokensBody):
+    """A request for a message. Further fields are those of chat completions, such as `seed` and `min_p`."""
+
+    max_tokens: int | None = Field(
+        None, ge=1, description="Most tokens of the answer; default: what is left."
+    )
+    stream: bool | None = Field(None, description="Send events as they happen. Default: false.")
+    stop_sequences: list[str] | None = Field(None, description="Texts that end the answer.")
+
+
+def chat_body(body: CountTokensBody) -> dict[str, Any]:
+    """The same request as a body of chat completions. Raises ValueError for what this server does not have."""
+    chat = {name: value for name, value in (body.model_extra or {}).items() if name not in _IGNORED}
+    messages = [*_system(body.system), *(each for message in body.messages for each in _messages(message))]
+    form = (body.output_config or {}).get("format") or body.output_format
+    chat |= {
+        "model": body.model,
+        "messages": messages,
+        "tools": [_tool(each) for each in body.tools or ()],
+        "response_format": _format(form),
+        "reasoning_effort": (body.output_config or {}).get("effort"),
+    }
+    if body.tool_choice is not None:
+        chat |= _choice(body.tool_choice)
+    if body.thinking is not None:
+        chat["enable_thinking"] = body.thinking.get("type") != "disabled"
+    if isinstance(body, MessagesBody):
+        chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
+        if messages and messages[-1]["role"] == "assistant":  # the answer goes on with this text
+            chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    return chat
+
+
+def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
+    return [] if not system else [{"role": "system", "content": system}]
+
+
+def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """One message as messages of a chat: results of tools are messages of their own, before the user's text."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(content, list):
+        yield {"role": role, "content": content}
+        return
+    blocks = [each for each in content if isinstance(each, Mapping)]
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            result = {
+                "role": "tool",
+                "tool_call_id": block.get("tool_use_id"),
+                "content": _parts(block.get("content")),
+            }
+            yield result
+    calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
+    rest = _parts([block for block in blocks if block.get("type") not in ("tool_result", "tool_use")])
+    if rest or calls or not blocks:
+        yield {"role": role, "content": rest, **({"tool_calls": calls} if calls else {})}
+
+
+def _parts(content: Any) -> Any:
+    """Blocks as parts of a chat's message."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for block in content:
+        source = block.get("source") if isinstance(block, Mapping) else None
+        if (
+            isinstance(source, Mapping)
+            and isinstance(source.get("data"), str)
+            and source.get("type") == "text"
+        ):
+            parts.append({"type": "text", "text": source["data"]})
+        elif not isinstance(block, Mapping) or block.get("type") != "redacted_thinking":
+            parts.append(block)
+    return parts
+
+
+def _call(block: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": block.get("name"), "arguments": block.get("input")}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _tool(tool: Block) -> dict[str, Any]:
+    """Tools without a schema are those that Anthropic's servers run; their type says so."""
+    if tool.get("type") not in (None, "custom", "function"):
+        return tool
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: Block) -> dict[str, Any]:
+    kind = choice.get("type")
+    if kind == "tool":
+        chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
+    else:
+        chosen = _TOOL_CHOICES.get(str(kind)) or refuse("tool_choice.type", kind, "auto, any, tool or none")
+    parallel = choice.get("disable_parallel_tool_use")
+    return {"tool_choice": chosen, **({"parallel_tool_calls": not parallel} if parallel is not None else {})}
+
+
+def _format(form: Any) -> Any:
+    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}

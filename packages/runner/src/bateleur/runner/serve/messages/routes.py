@@ -1,0 +1,85 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`, in Anthropic's form."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import Response
+
+from bateleur.runner.openai.requests import ChatRequest, chat_request
+from bateleur.runner.serve.body import read_object, validated
+from bateleur.runner.serve.conversation import Answer, answer, prompt_of
+from bateleur.runner.serve.errors import anthropic_error, refusing
+from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.messages.body import Block, CountTokensBody, MessagesBody, chat_body
+from bateleur.runner.serve.messages.writer import MessageWriter
+from bateleur.runner.serve.service import Service
+from bateleur.runner.serve.sse import EventStream
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoints."""
+    routes = APIRouter()
+
+    @routes.post("/v1/messages")
+    async def create(request: Request) -> Response:
+        asked = await _read(service, request, MessagesBody)
+        message_id = f"msg_{uuid4().hex}"
+        answered = await answer(service, asked, message_id)
+        writer = MessageWriter(message_id, service.names[0])
+        if asked.stream:
+            return EventStream(_events(answered, writer), named=True)
+        (report,) = await answered.whole(request)
+        for _ in writer.write(report.events):
+            pass
+        return JSONText(writer.message | {"usage": _usage(answered)})
+
+    @routes.post("/v1/messages/count_tokens")
+    async def count(request: Request) -> Response:
+        asked = await _read(service, request, CountTokensBody)
+        _, prompt = await prompt_of(service, asked)
+        return JSONText({"input_tokens": len(prompt["prompt_token_ids"])})
+
+    return routes
+
+
+async def _read(service: Service, request: Request, model: type[CountTokensBody]) -> ChatRequest:
+    """What the body of a request asks for."""
+    value = await read_object(request, service.config)
+    with refusing():
+        chat = chat_body(validated(model, value))
+        return chat_request(chat, service.defaults, strict=service.config.strict_fields)
+
+
+async def _events(answered: Answer, writer: MessageWriter) -> AsyncGenerator[dict[str, Any], None]:
+    begun = False
+    try:
+        with refusing():
+            async with aclosing(answered.reports()) as reports:
+                async for report in reports:
+                    if not begun:
+                        begun = True
+                        for sent in writer.begin(_usage(answered)):
+                            yield sent
+                    for sent in writer.write(report.events):
+                        yield sent
+        for sent in writer.end(_usage(answered)):
+            yield sent
+    except HTTPException as error:
+        yield anthropic_error(error)
+
+
+def _usage(answered: Answer) -> Block:
+    """`input_tokens` are those that were not found in the prefix cache."""
+    told = answered.usage.told()
+    cached = told["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": told["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": told["completion_tokens"],
+    }

@@ -1,0 +1,207 @@
+"""The body of `/v1/responses`, and what it asks for as a body of chat completions."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from bateleur.runner.arguments import refuse, shown
+from bateleur.runner.log_once import log_once
+
+Item = dict[str, Any]
+_log = logging.getLogger(__name__)
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""A custom tool takes one text."""
+
+
+class ResponsesBody(BaseModel):
+    """A request for a response. Further fields are those of chat completions, such as `top_k` and `stop`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    input: str | list[Item] = Field(
+        description="Text, or items: messages, calls, outputs of tools, reasoning."
+    )
+    model: str | None = Field(None, description="Name of the model; default: the one that is served.")
+    instructions: str | None = Field(None, description="System message before the input; it is not kept.")
+    previous_response_id: str | None = Field(
+        None, description="Id of a stored response that this one continues."
+    )
+    store: bool | None = Field(None, description="Keep the response for later requests. Default: true.")
+    background: bool | None = Field(
+        None, description="Return at once; read the response by its id. Default: false."
+    )
+    stream: bool | None = Field(None, description="Send events as they happen. Default: false.")
+    max_output_tokens: int | None = Field(
+        None, ge=1, description="Most tokens of reasoning and answer together."
+    )
+    tools: list[Item] | None = Field(
+        None, description="Tools of the types function and custom; others are left out."
+    )
+    tool_choice: str | Item | None = Field(None, description="none, auto, required, or a tool.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether there may be several calls. Default: true."
+    )
+    text: Item | None = Field(None, description="`format`: text, json_object or json_schema.")
+    reasoning: Item | None = Field(
+        None, description="`effort`: none switches thinking off. There are no summaries."
+    )
+    top_logprobs: int | None = Field(
+        None, ge=0, description="Most likely tokens that are reported at each place."
+    )
+    include: list[str] | None = Field(
+        None, description="message.output_text.logprobs; others have no effect."
+    )
+    truncation: str | None = Field(None, description="auto drops the beginning of an input that is too long.")
+    metadata: dict[str, Any] | None = Field(None, description="Is returned as it is.")
+    conversation: Any = Field(None, description="Refused: say previous_response_id.")
+    prompt: Any = Field(None, description="Refused: prompt templates are not stored here.")
+    stream_options: Item | None = Field(None, description="Accepted; there is nothing to obfuscate.")
+    max_tool_calls: int | None = Field(
+        None, description="Accepted: it counts tools that servers run themselves."
+    )
+
+    @property
+    def stored(self) -> bool:
+        """Whether the response is kept."""
+        return self.store is not False
+
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of the tools that take a text in place of arguments."""
+        return frozenset(str(each.get("name")) for each in self.tools or () if each.get("type") == "custom")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log probabilities are reported."""
+        return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or ())
+
+
+def chat_body(body: ResponsesBody, earlier: Sequence[Item]) -> dict[str, Any]:
+    """The same request as a body of chat completions. earlier: items of the responses that this one continues.
+
+    Raises ValueError for what this server does not have.
+    """
+    for name in ("conversation", "prompt"):
+        if getattr(body, name) is not None:
+            refuse(name, getattr(body, name), "absent: say previous_response_id, or send all items as input")
+    messages = messages_of([*earlier, *body.items])
+    if body.instructions is not None:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    chat: dict[str, Any] = {
+        **(body.model_extra or {}),
+        "model": body.model,
+        "messages": messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": [_tool(each) for each in body.tools or ()],
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _format((body.text or {}).get("format")),
+        "reasoning_effort": (body.reasoning or {}).get("effort"),
+        "stream": True,
+    }
+    if body.wants_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if body.truncation == "auto":
+        chat["truncate_prompt_tokens"] = -1
+    return chat
+
+
+def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Items as messages of a chat: reasoning, text and calls of one turn are one message of the assistant."""
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(items):
+        match item.get("type", "message" if "role" in item else None):
+            case "message":
+                _add_message(messages, item)
+            case "function_call" | "custom_tool_call":
+                _assistant(messages).setdefault("tool_calls", []).append(_call(item))
+            case "function_call_output" | "custom_tool_call_output":
+                output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+                messages.append(output)
+            case "reasoning":
+                message = _assistant(messages, new=("content", "tool_calls", "reasoning_content"))
+                message["reasoning_content"] = _reasoning(item)
+            case None:
+                refuse(f"input[{i}].type", None, "the type of an item, such as message")
+            case kind:
+                log_once(
+                    _log,
+                    f"items of the type {shown(kind)} are left out: they belong to tools of other servers",
+                )
+    return messages
+
+
+def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
+    if item.get("role") != "assistant":
+        messages.append({"role": item.get("role"), "content": item.get("content")})
+    else:
+        _assistant(messages, new=("content", "tool_calls"))["content"] = item.get("content")
+
+
+def _assistant(messages: list[dict[str, Any]], new: Sequence[str] = ()) -> dict[str, Any]:
+    """The last message, if it is the assistant's and has none of the fields `new`; else another one."""
+    if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(name) for name in new):
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _call(item: Item) -> dict[str, Any]:
+    arguments = item.get("arguments")
+    if item["type"] == "custom_tool_call":
+        arguments = json.dumps({"input": item.get("input")})
+    function = {"name": item.get("name"), "arguments": arguments}
+    return {"id": item.get("call_id"), "type": "function", "function": function}
+
+
+def _reasoning(item: Item) -> str:
+    parts = item.get("content") or item.get("summary") or ()
+    return "\n".join(str(each.get("text", "")) for each in parts if isinstance(each, Mapping))
+
+
+def _tool(tool: Item) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind == "custom":
+        about, grammar = tool.get("description") or "", (tool.get("format") or {}).get("definition")
+        if grammar:
+            about += f"\n\nIts input follows this grammar:\n{grammar}"
+        function = {"name": tool.get("name"), "description": about, "parameters": _CUSTOM_PARAMETERS}
+        return {"type": "function", "function": function}
+    if kind != "function" or "function" in tool:
+        return tool
+    return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
+
+
+def _tool_choice(choice: str | Item | None) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    match choice.get("type"):
+        case "function" | "custom":
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        case "allowed_tools":
+            chosen = [_tool_choice(each) for each in choice.get("tools") or () if "name" in each]
+            allowed = {"mode": choice.get("mode", "auto"), "tools": chosen}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+    return "auto"  # a tool that another server would run
+
+
+def _format(given: Any) -> Any:
+    if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}

@@ -1,0 +1,231 @@
+"""`/v1/responses`: conversations as items, which the server stores if it is asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, HTTPException, Request
+from fastapi.responses import Response
+
+from bateleur.runner.openai.logprobs import chat_logprobs
+from bateleur.runner.openai.requests import ChatRequest, chat_request
+from bateleur.runner.serve.body import read_object, validated
+from bateleur.runner.serve.conversation import Answer, answer, prompt_of
+from bateleur.runner.serve.errors import error_of, refusal, refusing
+from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.responses.body import Item, ResponsesBody, chat_body
+from bateleur.runner.serve.responses.store import ResponseStore, Stored
+from bateleur.runner.serve.responses.writer import ResponseWriter
+from bateleur.runner.serve.service import Service
+from bateleur.runner.serve.sse import EventStream
+
+_CANCEL_SECONDS = 10
+"""Time for an aborted request to end; a client that does not read its stream may hold it up."""
+_RUNNING = ("queued", "in_progress")
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoints."""
+    routes, responses = APIRouter(), _Responses(service)
+
+    @routes.post("/v1/responses")
+    async def create(request: Request) -> Response:
+        return await responses.create(request)
+
+    @routes.post("/v1/responses/input_tokens")
+    async def count(request: Request) -> Response:
+        _, asked, _ = await responses.read(request)
+        _, prompt = await prompt_of(service, asked)
+        return JSONText({"object": "response.input_tokens", "input_tokens": len(prompt["prompt_token_ids"])})
+
+    @routes.get("/v1/responses/{response_id}")
+    async def retrieve(request: Request, response_id: str) -> Response:
+        return JSONText(responses.stored(response_id).response)
+
+    @routes.delete("/v1/responses/{response_id}")
+    async def delete(request: Request, response_id: str) -> Response:
+        responses.stored(response_id)
+        responses.store.drop(response_id)
+        return JSONText({"id": response_id, "object": "response", "deleted": True})
+
+    @routes.post("/v1/responses/{response_id}/cancel")
+    async def cancel(request: Request, response_id: str) -> Response:
+        return JSONText(await responses.cancel(response_id))
+
+    @routes.get("/v1/responses/{response_id}/input_items")
+    async def inputs(request: Request, response_id: str) -> Response:
+        items = [{"id": f"item_{i}", **each} for i, each in enumerate(responses.stored(response_id).inputs)]
+        ids = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
+        return JSONText({"object": "list", "data": items[::-1], "has_more": False, **ids})
+
+    return routes
+
+
+@dataclass(slots=True)
+class _Running:
+    """A response that is being written."""
+
+    response: Item
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    status: int = 200
+    """Of HTTP, if it fails."""
+    task: asyncio.Task[Item] | None = None
+    """Writes it in the background."""
+
+
+class _Responses:
+    """The responses of one server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.store = ResponseStore(service.config.response_store_bytes)
+        self._running: dict[str, _Running] = {}
+
+    def stored(self, response_id: str) -> Stored:
+        """A stored response. HTTPException if there is none."""
+        stored = self.store.get(response_id)
+        if stored is None:
+            said = (
+                f"response {response_id[:100]!r} is not stored here: --response-store-bytes bounds how many are, and "
+                "each of several --replicas has its own; send the whole conversation as input instead"
+            )
+            raise refusal(404, said, param="previous_response_id", code="response_not_found")
+        return stored
+
+    async def read(self, request: Request) -> tuple[ResponsesBody, ChatRequest, Stored | None]:
+        """The body of a request, what it asks for, and what it continues."""
+        value = await read_object(request, self._service.config)
+        with refusing():
+            body = validated(ResponsesBody, value)
+            if body.background and (body.stream or not body.stored):
+                raise ValueError("background is True; it must be False with stream, and without store")
+        earlier = None if body.previous_response_id is None else self.stored(body.previous_response_id)
+        if earlier is not None and earlier.response["status"] in _RUNNING:
+            raise refusal(
+                400, "previous_response_id names a response that has not ended", param="previous_response_id"
+            )
+        with refusing():
+            chat = chat_body(body, earlier.items if earlier else [])
+            asked = chat_request(chat, self._service.defaults, strict=self._service.config.strict_fields)
+        return body, asked, earlier
+
+    async def create(self, request: Request) -> Response:
+        """Answer a request."""
+        body, asked, earlier = await self.read(request)
+        response = _response(self._service, body, asked)
+        answered = await answer(self._service, asked, response["id"])
+        running = _Running(response)
+        events = self._events(answered, body, earlier, running)
+        if body.stream:
+            return EventStream(events, named=True)
+        if body.background:
+            self._running[response["id"]] = running
+            self.store.put(response, body.items, earlier)
+            running.task = asyncio.create_task(_last(events))
+            return JSONText(response)
+        last = await self._service.unless_gone(_last(events), request)
+        if last["type"] == "response.failed":
+            raise refusal(running.status, response["error"]["message"], code=response["error"]["code"])
+        return JSONText(response)
+
+    async def cancel(self, response_id: str) -> Item:
+        """Abort a response that is being written; returns it."""
+        running = self._running.get(response_id)
+        if running is None:
+            return self.stored(response_id).response
+        await self._service.llm.abort(f"{response_id}-0")
+        await asyncio.wait_for(running.ended.wait(), _CANCEL_SECONDS)
+        return running.response
+
+    async def _events(
+        self, answered: Answer, body: ResponsesBody, earlier: Stored | None, running: _Running
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        writer, response = ResponseWriter(running.response, body.custom_tools), running.response
+        self._running[response["id"]] = running
+        try:
+            async with aclosing(answered.reports()) as reports:
+                for sent in writer.begin():
+                    yield sent
+                with refusing():
+                    async for report in reports:
+                        logprobs = None
+                        if (most := answered.asked.params.logprobs) is not None:
+                            known = report.completion.logprobs or ()
+                            logprobs = chat_logprobs(report.completion.token_ids, known, most)["content"]
+                        for sent in writer.write(report.events, logprobs):
+                            yield sent
+            for sent in writer.end(_usage(answered)):
+                yield sent
+        except HTTPException as error:
+            running.status = error.status_code
+            for sent in writer.fail(error_of(error)):
+                yield sent
+        finally:
+            if response["status"] in _RUNNING:  # the client has left
+                response["status"] = "cancelled"
+            if body.stored:
+                self.store.put(response, body.items, earlier)
+            del self._running[response["id"]]
+            running.ended.set()
+
+
+async def _last(events: AsyncGenerator[dict[str, Any], None]) -> Item:
+    last: Item = {}
+    async with aclosing(events):
+        async for event in events:
+            last = event
+    return last
+
+
+def _response(service: Service, body: ResponsesBody, asked: ChatRequest) -> Item:
+    """A response that has no output yet."""
+    params = asked.params
+    return {
+        "id": f"resp_{uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "model": service.names[0],
+        "output": [],
+        "parallel_tool_calls": asked.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": None,
+        "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
+        "safety_identifier": None,
+        "service_tier": "default",
+        "store": body.stored,
+        "temperature": params.temperature,
+        "text": {"format": {"type": "text"}, **(body.text or {})},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": None,
+        "metadata": body.metadata or {},
+    }
+
+
+def _usage(answered: Answer) -> Item:
+    told = answered.usage.told()
+    return {
+        "input_tokens": told["prompt_tokens"],
+        "input_tokens_details": told["prompt_tokens_details"],
+        "output_tokens": told["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": answered.num_reasoning_tokens},
+        "total_tokens": told["total_tokens"],
+    }

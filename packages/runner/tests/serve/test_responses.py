@@ -1,0 +1,295 @@
+"""`/v1/responses`: items in, items out; streamed events join to the same response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bateleur.runner.serve.responses.body import ResponsesBody, chat_body, messages_of
+from bateleur.runner.serve.responses.store import ResponseStore
+
+PATH = "/v1/responses"
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "Looks.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"city": "Oslo"}'}
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return "".join(
+        part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"]
+    )
+
+
+def test_a_response_has_items(scripted: Any) -> None:
+    response = scripted.ask(PATH, {"input": "weather", "tools": [TOOL], "metadata": {"a": "b"}}).json()
+    reasoning, call = response["output"]
+    assert (response["object"], response["status"], response["model"]) == (
+        "response",
+        "completed",
+        "scripted",
+    )
+    assert [part["text"] for part in reasoning["content"]] == ["I look."]
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "weather", '{"city": "Oslo"}')
+    assert {reasoning["status"], call["status"]} == {"completed"}
+    usage = response["usage"]
+    assert usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"]
+    assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
+    assert response["metadata"] == {"a": "b"}
+
+
+def test_the_types_are_those_of_the_openai_client(scripted: Any) -> None:
+    async def run() -> None:
+        client = scripted.openai()
+        first = await client.responses.create(model="scripted", input="weather", tools=[TOOL])
+        call = first.output[-1]
+        assert call.type == "function_call"
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+        history: Any = [{"role": "user", "content": "weather"}, *first.output, output]
+        second = await client.responses.create(model="scripted", input=history, tools=[TOOL])
+        assert second.output_text == "It is 5 degrees."
+        third = await client.responses.create(
+            model="scripted", input=[output], tools=[TOOL], previous_response_id=first.id
+        )
+        assert (third.output_text, third.previous_response_id) == ("It is 5 degrees.", first.id)
+        assert third.usage.input_tokens == second.usage.input_tokens
+        assert third.usage.input_tokens_details.cached_tokens > 0
+        counted = await client.responses.input_tokens.count(model="scripted", input=history, tools=[TOOL])
+        assert counted.input_tokens == second.usage.input_tokens
+        inputs = await client.responses.input_items.list(third.id)
+        assert [item.type for item in inputs.data] == ["function_call_output"]
+        again = await client.responses.retrieve(third.id)
+        assert again.output_text == third.output_text
+        await client.responses.delete(third.id)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("text", ["weather", "default", "patch"])
+def test_events_join_to_the_response(scripted: Any, text: str) -> None:
+    body = {"input": text, "tools": [TOOL, {"type": "custom", "name": "patch"}], "store": False}
+    whole = scripted.ask(PATH, body).json()
+    events = scripted.events(PATH, body)
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[0]["response"]["output"] == []
+    last = events[-1]
+    assert last["type"] == "response.completed"
+
+    def plain(items: Any) -> Any:
+        return [
+            {name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items
+        ]
+
+    assert plain(last["response"]["output"]) == plain(whole["output"])
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == last["response"]["output"]
+    for index, item in enumerate(done):
+        own = [event for event in events if event.get("output_index") == index]
+        assert (own[0]["type"], own[-1]["type"]) == (
+            "response.output_item.added",
+            "response.output_item.done",
+        )
+        joined = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+        text = item.get("arguments") or item.get("input") or item["content"][0]["text"]
+        assert joined == text
+        assert {event["item_id"] for event in own[1:-1]} == {item["id"]}
+
+
+def test_every_kind_of_event_is_sent(scripted: Any) -> None:
+    tools = [TOOL, {"type": "custom", "name": "patch"}]
+    asked = [{"input": name, "tools": tools} for name in ("weather", "patch", "default")]
+    asked.append({"input": "endless", "max_output_tokens": 3})
+    kinds = {
+        event["type"].removeprefix("response.") for body in asked for event in scripted.events(PATH, body)
+    }
+    assert kinds == {
+        *("created", "in_progress", "completed", "incomplete", "output_item.added", "output_item.done"),
+        *("content_part.added", "content_part.done", "output_text.delta", "output_text.done"),
+        *("reasoning_text.delta", "reasoning_text.done"),
+        *("function_call_arguments.delta", "function_call_arguments.done"),
+        *("custom_tool_call_input.delta", "custom_tool_call_input.done"),
+    }
+
+
+def test_a_limit_makes_it_incomplete(scripted: Any) -> None:
+    response = scripted.ask(PATH, {"input": "endless", "max_output_tokens": 3}).json()
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    assert response["output"][0]["status"] == "incomplete"
+    assert response["usage"]["output_tokens"] == 3
+
+
+def test_text_may_follow_a_schema(scripted: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"const": 3}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    response = scripted.ask(
+        PATH, {"input": "default", "text": {"format": form}, "max_output_tokens": 40}
+    ).json()
+    assert text_of(response).startswith("{")
+    assert response["text"]["format"] == form
+
+
+def test_a_call_may_be_forced(scripted: Any) -> None:
+    body = {
+        "input": "default",
+        "tools": [TOOL | {"strict": True}],
+        "tool_choice": {"type": "function", "name": "weather"},
+    }
+    response = scripted.ask(PATH, body | {"max_output_tokens": 60}).json()
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+
+
+def test_log_probabilities_are_reported_if_they_are_included(scripted: Any) -> None:
+    body = {"input": "default", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    (item,) = scripted.ask(PATH, body).json()["output"]
+    (part,) = item["content"]
+    assert "".join(each["token"] for each in part["logprobs"]).startswith(part["text"])
+    assert {len(each["top_logprobs"]) for each in part["logprobs"]} == {2}
+
+
+def test_what_is_not_stored_is_not_found(make_scripted: Callable[..., Any]) -> None:
+    client = make_scripted()
+    gone = client.ask(PATH, {"input": "default", "store": False}).json()
+    for path, method, body in [
+        (f"{PATH}/{gone['id']}", "GET", None),
+        (f"{PATH}/{gone['id']}", "DELETE", None),
+        (f"{PATH}/{gone['id']}/cancel", "POST", None),
+        (PATH, "POST", {"input": "default", "previous_response_id": gone["id"]}),
+    ]:
+        error = client.error(404, path, body, method=method)
+        assert (error["code"], error["param"]) == ("response_not_found", "previous_response_id")
+    kept = client.ask(PATH, {"input": "default"}).json()
+    assert client.ask(f"{PATH}/{kept['id']}").json() == kept
+    assert client.ask(f"{PATH}/{kept['id']}", method="DELETE").json()["deleted"]
+    assert client.ask(f"{PATH}/{kept['id']}").status_code == 404
+    small = make_scripted(response_store_bytes=100)
+    assert small.ask(f"{PATH}/{small.ask(PATH, {'input': 'default'}).json()['id']}").status_code == 404
+
+
+def test_the_store_is_bounded_in_bytes() -> None:
+    store = ResponseStore(1000)
+    for name in "abcdefgh":
+        store.put({"id": name, "output": [{"text": "x" * 200}]}, [], None)
+    assert [name for name in "abcdefgh" if store.get(name)] == ["e", "f", "g", "h"]
+    store.get("e")
+    store.put({"id": "i", "output": []}, [{"text": "y" * 100}], store.get("f"))
+    found = [name for name in "efghi" if store.get(name)]
+    assert found == ["e", "f", "i"], (
+        "what was not used for longest goes; a continuation counts with what it continues"
+    )
+    assert [item["text"][0] for item in store.get("i").items] == ["x", "y"]  # type: ignore[union-attr]
+    store.put({"id": "huge", "output": ["z" * 2000]}, [], None)
+    assert store.get("huge") is None
+    assert store._num_bytes == 0
+
+
+def test_a_response_in_the_background_is_polled_and_cancelled(scripted: Any) -> None:
+    async def run() -> None:
+        client = scripted.openai()
+        begun = await client.responses.create(model="scripted", input="default", background=True)
+        assert begun.status == "queued"
+        while (response := await client.responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.01)
+        assert (response.status, response.output_text) == ("completed", "Hello hello.")
+        endless = {"ignore_eos": True, "max_output_tokens": 900}
+        begun = await client.responses.create(
+            model="scripted", input="x", background=True, extra_body=endless
+        )
+        await asyncio.sleep(0.05)
+        response = await client.responses.cancel(begun.id)
+        assert response.status == "cancelled"
+        assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "code"),
+    [
+        ({}, "input is absent", "missing_required_parameter"),
+        ({"input": 3}, "input is 3; it must be", None),
+        ({"input": [{"content": "x"}]}, "input[0].type is None", None),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens is 0; it must be greater than", None),
+        ({"input": "x", "temperature": 9e9, "top_p": 7}, "top_p is 7", None),
+        ({"input": "x", "conversation": "c"}, "conversation is 'c'; it must be absent", None),
+        ({"input": "x", "prompt": {"id": "p"}}, "prompt is", None),
+        ({"input": "x", "background": True, "stream": True}, "background is True", None),
+        ({"input": "word " * 3000}, "prompt has", "context_length_exceeded"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "response_format.type is 'xml'", None),
+    ],
+)
+def test_what_is_refused(scripted: Any, body: dict[str, Any], said: str, code: str | None) -> None:
+    error = scripted.error(400, PATH, body)
+    assert error["message"].startswith(said)
+    assert error["code"] == code
+    assert scripted.error(404, PATH, {"input": "x", "model": "gpt"})["code"] == "model_not_found"
+
+
+def test_items_of_one_turn_are_one_message() -> None:
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
+    output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "5"}]}
+    custom = {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": "*** Begin"}
+    items = [
+        {"role": "user", "content": "w"},
+        reasoning,
+        said,
+        CALL,
+        CALL,
+        output,
+        output,
+        reasoning,
+        custom,
+        {"type": "web_search_call"},
+    ]
+    user, turn, first, second, last = messages_of(items)
+    assert user == {"role": "user", "content": "w"}
+    assert (turn["reasoning_content"], turn["content"], len(turn["tool_calls"])) == (
+        "Hm.",
+        said["content"],
+        2,
+    )
+    assert first == second == {"role": "tool", "tool_call_id": "c", "content": output["output"]}
+    assert last["reasoning_content"] == "Hm."
+    assert last["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input": "*** Begin"}'}
+    assert [each["role"] for each in messages_of([said, said])] == ["assistant", "assistant"]
+
+
+def test_fields_become_those_of_chat_completions() -> None:
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
+    body = ResponsesBody.model_validate(
+        {
+            "input": "x",
+            "instructions": "Be kind.",
+            "reasoning": {"effort": "low"},
+            "tools": [TOOL, {"type": "web_search"}],
+            "tool_choice": allowed,
+            "truncation": "auto",
+            "top_k": 5,
+        }
+    )
+    chat = chat_body(body, [{"role": "user", "content": "before"}])
+    assert [each["content"] for each in chat["messages"]] == ["Be kind.", "before", "x"]
+    assert (chat["reasoning_effort"], chat["top_k"], chat["truncate_prompt_tokens"]) == ("low", 5, -1)
+    assert chat["tools"][0] == {
+        "type": "function",
+        "function": {name: TOOL[name] for name in TOOL if name != "type"},
+    }
+    assert chat["tool_choice"]["allowed_tools"]["tools"] == [
+        {"type": "function", "function": {"name": "weather"}}
+    ]
+    assert chat["tools"][1] == {"type": "web_search"}
