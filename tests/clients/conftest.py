@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bateleur.runner.assets import shipped_draft, shipped_model
+from scripted_model import CHAT, write_scripted_model
 
 OPTIONS = (
     *("--port", "0", "--device", "cpu", "--dtype", "float32", "--num-threads", "1"),
@@ -29,6 +32,12 @@ OPTIONS = (
 TEMPLATE = """{% for tool in tools or [] %}# tool: {{ tool["function"]["name"] }}
 {% endfor %}{% for message in messages %}# {{ message["role"] }}: {{ message["content"] }}
 {% endfor %}{% if add_generation_prompt %}# assistant: {% endif %}"""
+
+
+ONE_SYSTEM_MESSAGE = (
+    "{% if messages | selectattr('role', 'equalto', 'system') | list | length > 1 %}"
+    "{{ raise_exception('one system message') }}{% endif %}"
+)
 
 
 @contextmanager
@@ -61,6 +70,21 @@ def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     parsers = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice")
     with serving(folder.parent / "log", str(folder), *OPTIONS, *parsers) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def agent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a model that calls a tool and then answers; its template takes one system message."""
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    turns = [f"<think>\nI look.\n</think>\n\n{call}", "<think>\nGood.\n</think>\n\nIt is 5 degrees."]
+    report = json.dumps({"city": "Oslo", "degrees": 5})
+    folder = tmp_path_factory.mktemp("agents")
+    texts: dict[str, Any] = {"weather": turns, "report": report, "default": "Hello."}
+    write_scripted_model(folder / "model", texts, chat_template=ONE_SYSTEM_MESSAGE + CHAT)
+    options = ("--port", "0", "--device", "cpu", "--num-threads", "1", "--max-num-seqs", "8")
+    named = ("--served-model-name", "scripted", "--tool-call-parser", "hermes")
+    with serving(folder / "log", str(folder / "model"), *options, *named) as url:
         yield url
 
 

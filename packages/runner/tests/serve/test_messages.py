@@ -96,6 +96,13 @@ def test_errors_have_anthropics_form(make_scripted: Callable[..., Any]) -> None:
     assert reply.status_code == 415
 
 
+def test_a_stored_conversation_is_refused_so_that_clients_send_all_of_it(scripted: Any) -> None:
+    reply = scripted.ask(PATH, ASKED | {"thread": {"type": "create"}})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 def read(**body: Any) -> dict[str, Any]:
     return chat_body(MessagesBody.model_validate({"messages": [WEATHER], **body}))
 

@@ -108,7 +108,10 @@ def anthropic_error(error: AnyHTTPException) -> dict[str, Any]:
     kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     # Claude Code compacts a conversation when it reads this phrase.
     too_long = "prompt is too long: " if told["code"] == "context_length_exceeded" else ""
-    return {"type": "error", "error": {"type": kind, "message": f"{too_long}{told['message']}"}}
+    inner: dict[str, Any] = {"type": kind, "message": f"{too_long}{told['message']}"}
+    if told["code"] == "thread_unsupported_request":  # clients then go on without threads
+        inner["details"] = {"error_code": told["code"], "unsupported": [told["param"]]}
+    return {"type": "error", "error": inner}
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -47,6 +47,7 @@ class CountTokensBody(BaseModel):
 class MessagesBody(CountTokensBody):
     """A request for a message. Further fields are those of chat completions, such as `seed` and `min_p`."""
 
+    thread: Block | None = Field(None, description="Refused, so that clients send the whole conversation.")
     max_tokens: int | None = Field(
         None, ge=1, description="Most tokens of the answer; default: what is left."
     )

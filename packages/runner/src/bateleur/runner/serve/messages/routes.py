@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from bateleur.runner.openai.requests import ChatRequest, chat_request
 from bateleur.runner.serve.body import read_object, validated
 from bateleur.runner.serve.conversation import Answer, answer, prompt_of
-from bateleur.runner.serve.errors import anthropic_error, refusing
+from bateleur.runner.serve.errors import anthropic_error, refusal, refusing
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.messages.body import Block, CountTokensBody, MessagesBody, chat_body
 from bateleur.runner.serve.messages.writer import MessageWriter
@@ -51,7 +51,12 @@ async def _read(service: Service, request: Request, model: type[CountTokensBody]
     """What the body of a request asks for."""
     value = await read_object(request, service.config)
     with refusing():
-        chat = chat_body(validated(model, value))
+        body = validated(model, value)
+    if isinstance(body, MessagesBody) and body.thread is not None:
+        said = "thread must be absent: conversations are not stored here, send all messages"
+        raise refusal(400, said, param="thread", code="thread_unsupported_request")
+    with refusing():
+        chat = chat_body(body)
         return chat_request(chat, service.defaults, strict=service.config.strict_fields)
 
 
