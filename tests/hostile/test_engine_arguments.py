@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.config.engine_config import all_options
+from bateleur.runner.config.engine_config import EngineConfig, all_options
 from eagle_doubles.drafters import StickyDrafter
 
 
@@ -35,6 +35,10 @@ RULES: dict[str, tuple[str, list[Any]]] = {
     "dtype": ("one of auto, float32, bfloat16, float16", ["float8", "", None, 5, [], np.float32, "float64"]),
     "device": ("auto, cpu, cuda or cuda:N", [None, 5, [], True]),
     "max_model_len": ("an integer >= 2, or None", [*WHOLE, 1]),
+    "tokenizer": ("the path of a folder", [5, "", b"x", [], True]),
+    "hf_overrides": ("a mapping from names to values, or None", [5, "x", [], {1: 2}]),
+    "generation_config": ("text that is not empty", [5, "", None, []]),
+    "override_generation_config": ("a mapping from names to values, or None", [5, "x", [], {1: 2}]),
     "skip_tokenizer_init": ("True or False", ["no", 0, 1, None]),
     "seed": ("an integer", [None, "1", 1.5, True, []]),
     "max_num_seqs": ("an integer >= 1, or None", WHOLE),
@@ -238,8 +242,11 @@ MORE: list[tuple[dict[str, Any], str]] = [
     ({"options": {}}, "options is no argument of LLM"),
 ]
 
-RANKS, NOT_READ = "say tensor_parallel_size", "a checkpoint is a folder, and nothing is downloaded"
-OWN = "the tokenizer is the checkpoint's own, see skip_tokenizer_init"
+RANKS = "say tensor_parallel_size"
+KERNELS = "kernels are chosen by device, dtype and shape: see attention_backend and prompt_scan"
+PLUGINS = "classes of users are not loaded by name: see bateleur.eagle.Drafter and the registries of backends"
+NOT_READ = "a checkpoint is a folder, and nothing is downloaded: fetch it with hf download"
+OWN = "the tokenizer is the one that its files describe, see tokenizer"
 FOREIGN: list[tuple[str, Any, str]] = [
     ("pipeline_parallel_size", 2, f"1: {RANKS}"),
     (
@@ -248,34 +255,31 @@ FOREIGN: list[tuple[str, Any, str]] = [
         "None or 'mp': ranks are processes; under torchrun it starts them",
     ),
     ("disable_custom_all_reduce", False, "True: sums over ranks are those of NCCL and gloo"),
-    ("quantization", "awq", "None: weights are not quantised"),
-    ("kv_cache_dtype", "fp8", "'auto': keys and values have the dtype of the model"),
+    ("quantization", "awq", "None or {}: weights are not quantised: use a checkpoint in bfloat16"),
+    ("kv_cache_dtype", "fp8", "'auto': keys, values and windows have the dtype of the model"),
     ("trust_remote_code", True, "False: code of a checkpoint is never run"),
     ("trust_remote_code", 1, "False: code of a checkpoint is never run"),
-    ("tokenizer", "x", f"None: {OWN}"),
     ("tokenizer_mode", "slow", f"'auto': {OWN}"),
     ("revision", "main", f"None: {NOT_READ}"),
     ("code_revision", "main", f"None: {NOT_READ}"),
     ("tokenizer_revision", "main", f"None: {NOT_READ}"),
     ("hf_token", "secret", f"None: {NOT_READ}"),
     ("download_dir", "/tmp", f"None: {NOT_READ}"),
-    ("hf_overrides", {"a": 1}, "None or {}: the configuration is the checkpoint's own"),
     ("load_format", "pt", "'auto' or 'safetensors': weights are read from safetensors"),
     ("config_format", "mistral", "'auto' or 'hf': the configuration is read from config.json"),
-    ("enforce_eager", True, "False: say cudagraph_mode='NONE'"),
     ("max_seq_len_to_capture", 8192, "None: say cudagraph_capture_sizes"),
     ("compilation_config", 3, "None or {}: say cudagraph_mode and cudagraph_capture_sizes"),
     ("speculative_config", 3, "None or a mapping: say draft, num_speculative_tokens and draft_policy"),
     ("enable_chunked_prefill", False, "None or True: long prompts always run in chunks"),
     ("swap_space", 4, "0: what has no room is computed again"),
-    ("cpu_offload_gb", 1, "0: weights stay where they are"),
+    ("cpu_offload_gb", 1, "0: weights stay on the device; see kv_offload_bytes for the prefix cache"),
     ("num_gpu_blocks_override", 9, "None: say kv_cache_memory_bytes"),
-    ("enable_lora", True, "None or False: adapters are not loaded"),
-    ("limit_mm_per_prompt", {"image": 1}, "None or {}: prompts are text or token ids"),
-    ("disable_log_stats", False, "True: nothing is logged; see get_metrics"),
+    ("enable_lora", True, "None or False: LoRA adapters are not loaded: merge them into the checkpoint"),
+    ("limit_mm_per_prompt", {"image": 1}, "None or {}: models of text alone are served"),
     ("task", "embed", "'auto' or 'generate': models generate"),
     ("runner", "pooling", "'auto' or 'generate': models generate"),
-    ("logits_processors", [1], "None or []: there are none"),
+    ("logits_processors", [1], f"None or []: {PLUGINS}"),
+    ("moe_backend", "cutlass", f"None or 'auto' or 'triton': {KERNELS}"),
 ]
 
 
@@ -312,6 +316,13 @@ def test_names_of_vllm(refused: Any, name: str, value: Any, rule: str) -> None:
         LLM("/nowhere", **{name: value})
 
 
+def test_enforce_eager_captures_no_graphs(refused: Any) -> None:
+    config = EngineConfig.of(enforce_eager=True, device="cpu")
+    assert config.graphs.cudagraph_mode == "NONE"
+    with refused("cudagraph_mode is 'FULL'; it must be NONE beside enforce_eager"):
+        EngineConfig.of(enforce_eager=True, cudagraph_mode="FULL")
+
+
 def test_names_of_vllm_that_ask_for_what_there_is(make: Callable[..., LLM]) -> None:
     make(
         tensor_parallel_size=1,
@@ -320,6 +331,9 @@ def test_names_of_vllm_that_ask_for_what_there_is(make: Callable[..., LLM]) -> N
         trust_remote_code=False,
         tokenizer=None,
         enforce_eager=False,
+        disable_log_stats=True,
+        language_model_only=True,
+        mm_processor_cache_gb=0,
     )
 
 

@@ -85,7 +85,12 @@ class LLM:
         self._runner: Engine | Front = self.engine
         self._ledger: Ledger | Front = self.engine.ledger
         self._admission = InputProcessor(self.tokenizer, self.spec, self.limits, self.config)
-        self._default_params = SamplingParams.from_dict(recommended_sampling(setup.folder))
+        model = self.config.model
+        self.default_sampling = recommended_sampling(
+            setup.folder, model.generation_config, model.override_generation_config
+        )
+        """Sampling parameters where a request is silent, by name."""
+        self._default_params = SamplingParams.from_dict(self.default_sampling)
         self._turn = Turn(self.device)
         if (leader := self._leader) is not None:
             leader.begin()

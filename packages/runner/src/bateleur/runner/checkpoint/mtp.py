@@ -36,7 +36,7 @@ def read_mtp(checkpoint: Checkpoint) -> MtpModule:
     """The MTP head of a checkpoint. Raises ValueError for none, and for one of a kind that is not supported."""
     path = checkpoint.path
     file = path / "config.json"
-    family, fields, _ = read_config(path)
+    family, fields, _ = read_config(path, checkpoint.overrides)
     if family.mtp is None:
         known = ", ".join(sorted(name for name, each in FAMILIES.items() if each.mtp is not None))
         raise ValueError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -52,10 +54,12 @@ class Checkpoint:
     """By the names that `names` uses."""
     unused: Mapping[str, TensorEntry]
     """Known tensors that the model does not need, such as those of an MTP head, `mtp.*`."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields in place of those of `config.json`."""
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a folder's `config.json` and the headers of its weights.
+def open_checkpoint(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Read a folder's `config.json` and the headers of its weights. overrides: fields in place of those of the file.
 
     Raises ValueError if it is no checkpoint, its architecture is not supported (the supported ones are named), a size
     in its configuration is impossible, a file is damaged, or weights are missing, surplus or misshapen (all listed).
@@ -66,7 +70,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{path}: is no folder; a checkpoint is a folder with config.json and safetensors weights. Nothing is "
             "downloaded: fetch a model of the Hub before, as `hf download NAME --local-dir DIR` does"
         )
-    family, fields, written = read_config(path)
+    family, fields, written = read_config(path, overrides)
     declared, named = _read_spec(path, family, fields, written)
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
     found = with_prefix(list_tensors(path, family.other_prefixes), named)
@@ -78,7 +82,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     weights = HybridDecoder(spec, dtype=torch.float32, device="meta").weights()
     check_weights(path, spec.architecture, weights, names, tensors)
     tied = declared.tie_word_embeddings
-    return Checkpoint(path, spec, tied, checkpoint_dtype(tensors), names, tensors, unused)
+    return Checkpoint(
+        path, spec, tied, checkpoint_dtype(tensors), names, tensors, unused, dict(overrides or {})
+    )
 
 
 def load_model(
@@ -134,22 +140,34 @@ def quietly() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def read_config(path: Path) -> tuple[Family, ConfigFields, dict[str, Any]]:
+def read_config(
+    path: Path, overrides: Mapping[str, Any] | None = None
+) -> tuple[Family, ConfigFields, dict[str, Any]]:
     """The family of a checkpoint, and its configuration, as transformers and as the file has it.
+
+    overrides: fields in place of those of the file; objects are merged field by field.
 
     Raises ValueError as `open_checkpoint`.
     """
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path}: holds no config.json; it is no Hugging Face checkpoint")
-    fields = read_json(file)
+    fields = _overridden(read_json(file), overrides or {})
     try:
         check_fields(fields)
         family = _family(fields)
         own = fields if family.inside is None else fields.get(family.inside)
-        return family, ConfigFields(_config(path, family, fields), own), fields
+        return family, ConfigFields(_config(path, family, fields, bool(overrides)), own), fields
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise ValueError(f"{file}{' with hf_overrides' * bool(overrides)}: {error}") from error
+
+
+def _overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(fields)
+    for name, value in overrides.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(name), dict)
+        merged[name] = _overridden(merged[name], value) if both else value
+    return merged
 
 
 def _read_spec(
@@ -206,11 +224,15 @@ def _foreign_tokens(config: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
     return tuple((token, name) for token, name in named if isinstance(token, int))
 
 
-def _config(path: Path, family: Family, written: Mapping[str, Any]) -> Any:
+def _config(path: Path, family: Family, written: Mapping[str, Any], overridden: bool) -> Any:
     """The fields of the model itself: the file's own where transformers would not change them, else what it says."""
 
     def ask() -> Any:
-        return _own_part(family, _ask_transformers(path, written))
+        if not overridden:
+            return _own_part(family, _ask_transformers(path, written))
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(written))
+            return _own_part(family, _ask_transformers(Path(folder), written))
 
     plain = family.plain.issuperset(written) and states_kinds(written, _KINDS)
     return FileConfig(written, ask) if plain else ask()

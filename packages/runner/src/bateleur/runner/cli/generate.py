@@ -32,7 +32,11 @@ def run(args: argparse.Namespace) -> int:
     """Check the call, before torch and the model are loaded; then open the model, and write."""
     if (args.prompt is None) == (args.prompt_file is None):
         raise ValueError("give either a prompt or --prompt-file")
-    recommended = recommended_sampling(args.model or shipped_model())
+    recommended = recommended_sampling(
+        args.model or shipped_model(),
+        getattr(args, "generation_config", "auto"),
+        getattr(args, "override_generation_config", None),
+    )
     defaults = DEFAULTS | (recommended or FOR_SILENT_MODELS) | given(args, SamplingParams.names())
     params = SamplingParams.from_dict(defaults)
     if args.overwrite and args.output is None:

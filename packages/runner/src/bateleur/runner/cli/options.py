@@ -6,7 +6,6 @@ the parsed arguments: defaults are those of whoever takes them.
 
 from __future__ import annotations
 
-import json
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
+from bateleur.runner.cli.vllm_flags import add_vllm_flags, json_value
 from bateleur.runner.config.engine_config import PARTS, all_options
 from bateleur.runner.options import Option, options_of
 from bateleur.runner.replicas.config import ReplicaConfig
@@ -109,7 +109,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "str | Path": {"metavar": "DIR"},
     "Sequence[float]": {"metavar": "X", "type": float, "nargs": "+"},
     "Path": {"metavar": "FILE"},
-    "Mapping": {"metavar": "JSON", "type": json.loads},
+    "Mapping": {"metavar": "JSON", "type": json_value},
 }
 """What `argparse` is told of an option, by what its type begins with; others are names."""
 _LISTS = ("served_model_name", "api_key", "allowed_origins", "peers")
@@ -248,6 +248,7 @@ def _of_files(command: ArgumentParser, files: Any) -> None:
 
 def _serve(command: ArgumentParser) -> None:
     command.add_argument("model", nargs="?", **_FOLDER, help=f"{_MODEL}, with its draft head")
+    command.add_argument("--model", dest="named_model", **_FOLDER, help="The same as MODEL")
     _add(command.add_argument_group("server"), options_of(ServeConfig))
     _add(command.add_argument_group("replicas"), options_of(ReplicaConfig))
     for part, options in _ENGINE.items():
@@ -256,6 +257,7 @@ def _serve(command: ArgumentParser) -> None:
             group.add_argument("--num-threads", metavar="N", type=int, help=_THREADS)
             options = [*options, *(each for each in all_options() if each.name == "seed")]
         _add(group, options)
+    add_vllm_flags(command)
 
 
 def _bench(command: ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from bateleur.runner.arguments import refuse
 from bateleur.runner.cli.console import say, tell_of_graphs, write_text
 from bateleur.runner.cli.options import ENGINE, follows_another, given
+from bateleur.runner.cli.vllm_flags import check_vllm_flags
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.options import options_of
 from bateleur.runner.replicas.config import NOT_OF_RAY, ReplicaConfig
@@ -18,9 +19,16 @@ from bateleur.runner.serve.config import ServeConfig, served_engine
 
 def run(args: argparse.Namespace) -> int:
     """Check the call and take the address, before torch and the model are loaded; then serve until a signal comes."""
+    check_vllm_flags(args)
+    if args.named_model is not None:
+        if args.model is not None:
+            raise ValueError(f"--model {args.named_model}: must be absent beside {args.model}")
+        args.model = args.named_model
     config = ServeConfig(**given(args, [option.name for option in options_of(ServeConfig)]))
     replicas = ReplicaConfig(**given(args, [option.name for option in options_of(ReplicaConfig)]))
-    engine = served_engine({"model": args.model, **given(args, {*ENGINE, "seed"})})
+    engine = served_engine(
+        {"model": args.model, **given(args, {*ENGINE, "seed", "enforce_eager", "speculative_config"})}
+    )
     EngineConfig.of(**engine)
     if getattr(args, "num_threads", 1) < 1:
         raise ValueError(f"--num-threads is {args.num_threads}; it must be at least 1")

@@ -24,7 +24,7 @@ from bateleur.runner.arguments import (
     text,
 )
 from bateleur.runner.options import Checked, Option, option, options_of
-from bateleur.runner.vllm_names import ENGINE, with_draft, without
+from bateleur.runner.vllm_names import ENGINE, in_our_names, without
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +59,12 @@ def _drafter(name: str, value: Any) -> Any:
     return value
 
 
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        refuse(name, value, "a mapping from names to values, or None")
+    return dict(value)
+
+
 def _policy(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         sizes = {Integer(1)(f"{name}: a batch size", size): size for size in value}
@@ -89,6 +95,12 @@ class ModelConfig(Checked):
     """Longest request in tokens, prompt and output; default: what the model was made for."""
     tokenizer: str | Path | None = option(None, maybe(folder))
     """Folder with the tokenizer's files, tokenizer.json or tiktoken.model (default: the model's folder)."""
+    hf_overrides: Mapping[str, Any] | None = option(None, maybe(_object), hashed=False)
+    """Fields in place of those of config.json; objects are merged field by field."""
+    generation_config: str = option("auto", text)
+    """Where default sampling parameters come from: "auto", the model's folder; "vllm", none; or another folder."""
+    override_generation_config: Mapping[str, Any] | None = option(None, maybe(_object), hashed=False)
+    """Default sampling parameters in place of those of `generation_config`, such as {"temperature": 0.6}."""
     skip_tokenizer_init: bool = option(False, flag)
     """Open a checkpoint without its tokenizer; prompts are token ids, and texts stay empty."""
     attention_backend: str = option("auto", text)
@@ -298,7 +310,7 @@ class EngineConfig:
 
         Names of vLLM's pass where they ask for what there is.
         """
-        options, parts = without(ENGINE, with_draft(options)), {}
+        options, parts = without(ENGINE, in_our_names(options)), {}
         for part, config in PARTS.items():
             names = [each.name for each in options_of(config) if each.name in options]
             parts[part] = config(**{name: options.pop(name) for name in names})

@@ -208,10 +208,10 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
     With dtype "auto", weights and KV cache are counted in the stored dtype. Raises ValueError as `LLM` does.
     """
     config = EngineConfig.of(model=path, **options)
-    dtype, chosen = config.model.dtype, config.speculative
-    checkpoint, device = open_checkpoint(path), resolve_device(config.model.device)
-    computed = resolve_dtype(dtype, checkpoint, device)
-    counted = checkpoint.dtype if dtype == "auto" else computed
+    device, chosen = resolve_device(config.model.device), config.speculative
+    checkpoint = open_checkpoint(path, config.model.hf_overrides)
+    computed = resolve_dtype(config.model.dtype, checkpoint, device)
+    counted = checkpoint.dtype if config.model.dtype == "auto" else computed
     limits = EngineLimits.of(config, checkpoint.spec, device)
     caches = CacheOptions.of(config, checkpoint.spec, device)
     target, longest = empty_model(config, checkpoint, counted), limits.max_model_len
@@ -224,8 +224,7 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
         parts["draft head"] = _head_facts(head)
         caches = replace(caches, draft=head.costs(counted, member_of(Rule, chosen.speculative_rule)))
         own = len(head.report.own) if chosen.draft == MTP else 0
-    costs = CacheCosts.of(spec, counted, longest, caches)
-    hits = CacheCosts.of(spec, counted, longest, _sharing(caches))
+    costs, hits = (CacheCosts.of(spec, counted, longest, each) for each in (caches, _sharing(caches)))
     return CheckpointFacts(
         path=str(path),
         architecture=spec.architecture,

@@ -87,7 +87,8 @@ class Leader:
             return None
         folder = config.model.model
         share = share_model if config.parallel.data_parallel_size == 1 else share_experts
-        share(open_checkpoint(shipped_model() if folder is None else folder).spec, Ranks(0, size, "none"))
+        checkpoint = open_checkpoint(folder or shipped_model(), config.model.hf_overrides)
+        share(checkpoint.spec, Ranks(0, size, "none"))
         device = resolve_device(config.model.device)
         meeting = Meeting.here(JOINING)
         here = size if meeting is None else meeting.ranks.local[1]

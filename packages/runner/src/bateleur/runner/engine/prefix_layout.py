@@ -70,6 +70,7 @@ def _fields(setup: EngineSetup) -> dict[str, str]:
     policy = "none" if layout is None else layout.policy.value
     slots = layout is not None and layout.policy is StatePolicy.SLOTS
     return {
+        "model": blake2b(repr(setup.spec).encode(), digest_size=8).hexdigest(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": device,
         "attention_backend": setup.backend.name,

@@ -11,6 +11,7 @@ from bateleur.runner.arguments import Integer, Number, OneOf, Several, flag, fol
 from bateleur.runner.assets import default_drafts
 from bateleur.runner.options import option
 from bateleur.runner.serve.parsers.options import ParserOptions
+from bateleur.runner.vllm_names import in_our_names
 
 _FILE = maybe(lambda name, value: Path(folder(name, value)))
 _NAMES = Several(text, "a sequence of names")
@@ -68,6 +69,12 @@ class ServeConfig(ParserOptions):
     """Refuse requests with unknown fields, which are ignored and logged once by default."""
     response_store_bytes: int = option(64 * 2**20, Integer(0))
     """Bytes of stored responses of /v1/responses; those that were used least recently are dropped."""
+    enable_force_include_usage: bool = option(False, flag)
+    """Report the usage in every stream, whether or not stream_options ask for it."""
+    return_tokens_as_token_ids: bool = option(False, flag)
+    """Write tokens as token_id:ID in log probabilities, so that tokens of the same text differ."""
+    disable_fastapi_docs: bool = option(False, flag)
+    """Do not serve /docs and /openapi.json."""
     max_queued_requests: int = option(1024, Integer(0))
     """Requests that may wait beside those that run; the next one gets status 429."""
     max_logprobs: int = option(20, Integer(0))
@@ -101,5 +108,6 @@ class ServeConfig(ParserOptions):
 def served_engine(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of an engine that is served: prefixes are shared, and the shipped model has its draft head, unless they
     say otherwise. "none" is no draft."""
+    options = in_our_names(options)
     engine = {"draft": None, "enable_prefix_caching": True, **default_drafts(options), **options}
     return engine | {"draft": None if engine["draft"] == "none" else engine["draft"]}

@@ -15,12 +15,10 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from bateleur.runner.arguments import refuse, shown
-from bateleur.runner.assets import shipped_model
 from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.engine.output_processor import NO_NUMBERS
 from bateleur.runner.engine_thread import Reader
 from bateleur.runner.errors import ContextLengthExceeded
-from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.openai.names import require_served, served_names
 from bateleur.runner.openai.requests import Asked
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
@@ -43,7 +41,7 @@ class Service:
         folder = None if model is None else Path(model)
         self.names = served_names(folder, config.served_model_name)
         """Names of the model; the first is told."""
-        self.defaults: dict[str, Any] = recommended_sampling(folder or shipped_model())
+        self.defaults: dict[str, Any] = llm.llm.default_sampling
         """Sampling parameters where a request is silent."""
         self.created = int(time.time())
         self.stopping = False
