@@ -252,7 +252,7 @@ def test_tools_that_are_too_deep_are_refused() -> None:
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls[0].function is None"),
         ({"top_logprobs": 2}, "top_logprobs is 2; it must be absent unless logprobs is true"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
+        ({"logprobs": True, "top_logprobs": -2}, "top_logprobs is -2"),
         ({"tools": [{"type": "f"}]}, "tools[0].type is 'f'; it must be 'function'"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name is 'f'; it must be another"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters is 3"),
@@ -395,3 +395,10 @@ def test_types_of_forced_calls_may_have_other_names() -> None:
         "object",
         {"type": {"type": "string"}, "n": {"type": ["integer", "null"]}, "of": {"enum": [{"type": "int"}]}},
     )
+
+
+def test_an_answer_may_leave_out_its_reasoning_and_begin_with_the_last_message() -> None:
+    asked = chat_request(
+        {"messages": HELLO, "echo": True, "include_reasoning": False, "documents": [{"a": 1}]}, {}
+    )
+    assert (asked.echo, asked.include_reasoning, asked.template) == (True, False, {"documents": [{"a": 1}]})

@@ -39,6 +39,7 @@ def test_defaults_and_names() -> None:
         "detokenize": True,
         "return_tags": False,
         "truncate_prompt_tokens": None,
+        "truncation_side": "left",
         "output_kind": RequestOutputKind.CUMULATIVE,
         "structured_outputs": None,
     }

@@ -69,3 +69,22 @@ def test_the_tokenizer_is_told_to_who_has_none(client: Any) -> None:
 )
 def test_what_is_refused(client: Any, path: str, body: dict[str, Any], param: str | None) -> None:
     assert client.error(400, path, body)["param"] == param
+
+
+def test_bodies_are_described(make_client: Callable[..., Any]) -> None:
+    client = make_client()
+    assert "swagger" in client.ask("/docs").text
+    paths = client.ask("/openapi.json").json()["paths"]
+
+    def fields(path: str) -> dict[str, Any]:
+        schema: dict[str, Any] = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        return schema["properties"]
+
+    assert fields("/v1/chat/completions")["enable_thinking"]["type"] == "boolean"
+    assert fields("/v1/chat/completions")["temperature"]["type"] == "number"
+    assert "prompt" in fields("/v1/completions")
+    assert "previous_response_id" in fields("/v1/responses")
+    assert fields("/v1/messages").keys() > fields("/v1/messages/count_tokens").keys()
+    assert {"/v1/models", "/health", "/tokenize", "/v1/responses/{response_id}/cancel"} <= paths.keys()
+    silent = make_client(disable_fastapi_docs=True)
+    assert [silent.ask(path).status_code for path in ("/docs", "/openapi.json")] == [404, 404]

@@ -146,3 +146,70 @@ def test_thinking_is_switched_for_a_request_or_the_server(
     client = make_client(chat_template=SWITCHED, default_chat_template_kwargs=options)
     reply = client.ask(PATH, {"messages": HELLO, "return_token_ids": True, **GREEDY, **body}).json()
     assert "".join(reply["prompt_token_texts"]) == "def f(" + "<think>" * thinks
+
+
+def test_a_reply_begins_with_the_last_message_if_it_is_asked_to(scripted: Any) -> None:
+    messages = [{"role": "user", "content": "default"}, {"role": "assistant", "content": "Said. "}]
+    body = {"messages": messages, "echo": True, "temperature": 0}
+    assert scripted.ask(PATH, body).json()["choices"][0]["message"]["content"] == "Said. Hello hello."
+    parts = [chunk["choices"][0]["delta"].get("content", "") for chunk in scripted.stream(PATH, body)]
+    assert "".join(parts) == "Said. Hello hello."
+    plain = body | {"messages": messages[:1]}
+    assert scripted.ask(PATH, plain).json()["choices"][0]["message"]["content"] == "Hello hello."
+
+
+def test_a_reply_may_leave_out_its_reasoning(scripted: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "weather"}], "include_reasoning": False}
+    message = scripted.ask(PATH, body).json()["choices"][0]["message"]
+    assert "reasoning_content" not in message
+    assert not any("reasoning" in chunk["choices"][0]["delta"] for chunk in scripted.stream(PATH, body))
+    assert (
+        scripted.ask(PATH, body | {"include_reasoning": True}).json()["choices"][0]["message"]["reasoning"]
+        == "I look."
+    )
+
+
+def test_usage_is_in_every_chunk_only_if_it_is_asked_for_at_all(
+    scripted: Any, make_scripted: Callable[..., Any]
+) -> None:
+    body = {"messages": [{"role": "user", "content": "default"}]}
+    alone = {"stream_options": {"include_usage": False, "continuous_usage_stats": True}}
+    assert not any("usage" in chunk for chunk in scripted.stream(PATH, body | alone))
+    both = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    assert all(chunk["usage"]["prompt_tokens"] for chunk in scripted.stream(PATH, body | both))
+    forced = make_scripted(enable_force_include_usage=True)
+    assert forced.stream(PATH, body)[-1]["usage"]["completion_tokens"] > 0
+    assert (
+        forced.stream("/v1/completions", {"prompt": "x", "max_tokens": 2})[-1]["usage"]["completion_tokens"]
+        == 2
+    )
+
+
+def test_log_probabilities_of_all_tokens(client: Any, make_client: Callable[..., Any]) -> None:
+    error = client.error(400, "/v1/completions", {"prompt": "x", "logprobs": -1})
+    assert error["message"].startswith("logprobs is -1; it must be at most max_logprobs = 20")
+    every = make_client(max_logprobs=-1)
+    body = {"prompt": "def f(", "max_tokens": 1, "temperature": 0, "prompt_logprobs": -1}
+    (choice,) = every.ask("/v1/completions", body).json()["choices"]
+    assert {len(place) for place in choice["prompt_logprobs"][1:]} == {4096}
+    body = {"messages": HELLO, "logprobs": True, "top_logprobs": -1} | GREEDY
+    chat = make_client(max_logprobs=-1, chat_template=TEMPLATE)
+    (choice,) = chat.ask(PATH, body).json()["choices"]
+    assert {len(place["top_logprobs"]) for place in choice["logprobs"]["content"]} == {4096}
+
+
+def test_a_prompt_is_truncated_at_either_side(client: Any) -> None:
+    body = {
+        "prompt": "a b c d e f g h",
+        "max_tokens": 1,
+        "truncate_prompt_tokens": 4,
+        "return_token_ids": True,
+    }
+
+    def ids(**more: Any) -> list[int]:
+        found: list[int] = client.ask("/v1/completions", body | more).json()["choices"][0]["prompt_token_ids"]
+        return found
+
+    everything = ids(truncate_prompt_tokens=100)
+    assert ids() == ids(truncation_side="left") == everything[-4:]
+    assert ids(truncation_side="right") == everything[:4]

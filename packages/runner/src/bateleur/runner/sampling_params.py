@@ -124,9 +124,9 @@ class SamplingParams(Checked):
     """Token ids that end the request like the end-of-sequence token."""
     ignore_eos: bool = option(False, flag)
     """Go on after the end-of-sequence token."""
-    logprobs: int | None = option(None, maybe(Integer(0, why=", or None")))
-    """Report this many most likely tokens per position, and the drawn one; None reports nothing."""
-    prompt_logprobs: int | None = option(None, maybe(Integer(0, why=", or None")))
+    logprobs: int | None = option(None, maybe(Integer(-1, why=" (-1 is all), or None")))
+    """Report this many most likely tokens per position, and the drawn one; -1 for all tokens, None for nothing."""
+    prompt_logprobs: int | None = option(None, maybe(Integer(-1, why=" (-1 is all), or None")))
     """The same for the tokens of the prompt but the first. Its prefix is computed then, and not found in a cache."""
     repetition_penalty: float = option(1.0, Number(0, above=True))
     """> 0; logits of tokens in prompt or output are divided by it if positive, else multiplied."""
@@ -148,7 +148,9 @@ class SamplingParams(Checked):
     return_tags: bool = option(False, flag)
     """List the tags in the text that the model wrote as one token, such as <think>, with their places."""
     truncate_prompt_tokens: int | None = option(None, _truncation)
-    """Of a longer prompt take the last so many tokens; -1: as many as leave room for max_tokens."""
+    """Of a longer prompt take only so many tokens; -1: as many as leave room for max_tokens."""
+    truncation_side: str = option("left", OneOf(("left", "right")))
+    """The side of a prompt at which `truncate_prompt_tokens` takes tokens away."""
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
     """What each report of a request that streams holds: CUMULATIVE, all so far; DELTA, what is new; FINAL_ONLY: there
     is one, at the end."""

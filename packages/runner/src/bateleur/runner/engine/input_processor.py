@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from threading import Lock
 from typing import Any
@@ -79,6 +80,7 @@ class InputProcessor:
             refuse("sampling_params", params, "SamplingParams")
         if request_id is not None:
             text("request_id", request_id)
+        params = self._counted(params)
         priority = self._check_priority(priority)
         words, ids = self._tokens_of(prompt)
         ids = self._cut(ids, params)
@@ -175,14 +177,22 @@ class InputProcessor:
             return [None] * params.n
         return [self.grammars.matcher(asked, stop_token_ids, tried=tried) for _ in range(params.n)]
 
+    def _counted(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with the number of tokens where log probabilities of all are asked for."""
+        asked = (params.logprobs, params.prompt_logprobs)
+        if -1 not in asked:
+            return params
+        logprobs, prompt_logprobs = (self._spec.vocab_size if each == -1 else each for each in asked)
+        return replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
     def _cut(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """The end of a prompt, as `truncate_prompt_tokens` says."""
+        """The part of a prompt that `truncate_prompt_tokens` and `truncation_side` say."""
         most = params.truncate_prompt_tokens
         if most is None:
             return ids
         if most == -1:
             most = max(1, self._limits.max_model_len - (params.max_tokens or 1))
-        return ids[-most:]
+        return ids[-most:] if params.truncation_side == "left" else ids[:most]
 
     def _free_name(self, taken: Container[str]) -> str:
         while True:

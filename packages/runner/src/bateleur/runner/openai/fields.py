@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bateleur.runner.arguments import Check, Integer, flag, listed, refuse, shown, text
@@ -22,6 +23,12 @@ IGNORED = {
     "safety_identifier": "it names the caller",
     "prompt_cache_key": "prompts are matched with the prefix cache by their tokens",
     "prompt_cache_retention": "the prefix cache keeps what it has room for",
+    "prompt_cache_options": "prompts are matched with the prefix cache by their tokens",
+    "context_management": "conversations are answered as they are sent",
+    "background_options": "responses in the background run like others",
+    "access_programs": "every client may use everything",
+    "image": "answers are text",
+    "moderation": "this server does not moderate",
     "prediction": "it makes answers faster at most, and changes none",
     "verbosity": "models that were not trained for it know nothing of it",
     "web_search_options": "this server does not search",
@@ -72,35 +79,60 @@ def _stream_options(name: str, value: Any) -> dict[str, bool]:
     return {key: flag(f"{name}.{key}", each) for key, each in options.items()}
 
 
-COMMON: dict[str, Check] = {
-    "model": text,
-    "request_id": _name,
-    "priority": _PRIORITY,
-    "stream": flag,
-    "stream_options": _stream_options,
-    "return_token_ids": flag,
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a request body that is no sampling parameter."""
+
+    check: Check
+    about: str
+    """What it does, for documents."""
+    kind: str | None = None
+    """Its type in JSON Schema; None for several."""
+
+
+COMMON: dict[str, Field] = {
+    "model": Field(
+        text, "Name of the model; another one than those of /v1/models gets status 404.", "string"
+    ),
+    "request_id": Field(_name, "What the id of the reply ends with.", "string"),
+    "priority": Field(_PRIORITY, "Lower runs first, under --scheduling-policy priority.", "integer"),
+    "stream": Field(flag, "Send chunks as tokens are drawn.", "boolean"),
+    "stream_options": Field(
+        _stream_options,
+        "include_usage: the last chunk has the usage; continuous_usage_stats: every chunk.",
+        "object",
+    ),
+    "return_tokens_as_token_ids": Field(flag, "Write tokens of log probabilities as token_id:ID.", "boolean"),
+    "return_token_ids": Field(
+        flag, "Add token_ids, token_texts and drafted to choices, and the prompt's.", "boolean"
+    ),
 }
-"""What bodies of every kind may hold beside sampling parameters."""
+"""What bodies of every kind may hold in addition to sampling parameters."""
 
 
 def split(
-    body: Mapping[str, Any], checks: Mapping[str, Check], *, strict: bool = False
+    body: Mapping[str, Any], known: Mapping[str, Field], *, strict: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields that `checks` knows, checked, and those for `SamplingParams`.
+    """The fields that `known` has, checked, and those for `SamplingParams`.
 
     A field that holds null counts as absent. An unknown field is logged once, and ignored unless `strict`. Raises
     ValueError that names the field for a wrong value.
     """
     given = {name: value for name, value in mapping("the body", body).items() if value is not None}
-    given = without(REFUSED, given, keep=checks)
-    sampling = ({*SamplingParams.names(), *SAMPLING} - _NOT_OF_A_BODY) - checks.keys()
-    if unknown := given.keys() - checks.keys() - sampling - IGNORED.keys():
+    given = without(REFUSED, given, keep=known)
+    sampling = {*sampling_names(), *SAMPLING} - known.keys()
+    if unknown := given.keys() - known.keys() - sampling - IGNORED.keys():
         report_unknown(unknown, strict=strict)
-    own = {name: check(name, given[name]) for name, check in checks.items() if name in given}
+    own = {name: field.check(name, given[name]) for name, field in known.items() if name in given}
     if own.get("stream_options") and not own.get("stream"):
         refuse("stream_options", given["stream_options"], "absent unless stream is true")
     values = {name: _plain_value(name, value) for name, value in given.items() if name in sampling}
     return own, {name: value for name, value in values.items() if value is not None}
+
+
+def sampling_names() -> frozenset[str]:
+    """Sampling parameters that a body may hold."""
+    return frozenset(SamplingParams.names()) - _NOT_OF_A_BODY
 
 
 def report_unknown(names: Iterable[str], *, strict: bool) -> None:

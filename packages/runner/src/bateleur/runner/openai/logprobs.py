@@ -1,7 +1,7 @@
 """Log probabilities in the two forms of OpenAI's replies, and in vLLM's for prompts.
 
 token_ids: those of a reply or a chunk; known: for each of them what is known in its place, the token itself included;
-most: how many of the most likely are told.
+most: how many of the most likely are told, -1 for all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _likely(place: Mapping[int, Logprob], token: int, most: int) -> dict[str, fl
     """By text, or by bytes for parts of characters; of tokens that read alike the most likely counts."""
     told: dict[str, float] = {}
     for i, each in enumerate(sorted(place, key=lambda each: place[each].rank)):
-        if i < most or each == token:
+        if i < most or most < 0 or each == token:
             name = _text(place[each]) if each == token else _name(place[each])
             told.setdefault(name, _number(place[each]))
     return told
@@ -54,7 +54,7 @@ def chat_logprobs(
     """The form of `/v1/chat/completions`."""
     content = []
     for token, place in zip(token_ids, known, strict=True):
-        ranked = sorted(place.values(), key=lambda each: each.rank)[:most]
+        ranked = sorted(place.values(), key=lambda each: each.rank)[: None if most < 0 else most]
         content.append(_told(place[token]) | {"top_logprobs": [_told(each) for each in ranked]})
     return {"content": content}
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bateleur.runner.arguments import TEXTS_AND_BYTES, Check, Integer, flag, refuse, shown, text
-from bateleur.runner.openai.fields import COMMON, mapping, response_format, split
+from bateleur.runner.arguments import TEXTS_AND_BYTES, Integer, flag, refuse, shown, text
+from bateleur.runner.openai.fields import COMMON, Field, mapping, response_format, split
 from bateleur.runner.openai.tools import ToolChoice, allowed_tools, forced_schema, tool_choice, tools
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.text.chat import ChatPrompt, render
@@ -35,6 +35,8 @@ class Asked:
     continuous_usage: bool = False
     """Of a stream: every chunk tells the usage so far."""
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """Of log probabilities: tokens are token_id:ID."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,10 @@ class ChatRequest(Asked):
     """More arguments of the template."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    echo: bool = False
+    """The answer begins with the last message, if that is the assistant's."""
+    include_reasoning: bool = True
+    """Whether the reply has the reasoning."""
 
     def prompts_for(self, tokenizer: Tokenizer) -> tuple[ChatPrompt]:
         """As of a completion; ValueError as `render`. The model isn't told of tools where none may be called."""
@@ -91,7 +97,7 @@ def completion_request(
     defaults: sampling parameters where the body is silent. strict: refuse unknown fields. Raises ValueError as the
     module says.
     """
-    own, sampling = split(body, _COMPLETION, strict=strict)
+    own, sampling = split(body, COMPLETION_FIELDS, strict=strict)
     if isinstance(sampling.get("logprobs"), bool):
         sampling["logprobs"] = 1 if sampling["logprobs"] else None
     if "prompt" not in own:
@@ -115,7 +121,7 @@ def chat_request(
     defaults: sampling parameters where the body is silent. strict: refuse unknown fields and tools that are not
     functions. Raises ValueError as the module says.
     """
-    own, sampling = split(body, _CHAT, strict=strict)
+    own, sampling = split(body, CHAT_FIELDS, strict=strict)
     if "messages" not in own:
         raise ValueError("messages is absent; it must be a list of at least one message")
     if "max_completion_tokens" in own:
@@ -137,16 +143,18 @@ def chat_request(
         tools=known,
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        template=_thinking(own) | own.get("chat_template_kwargs", {}),
+        template=_names_for_template(own) | own.get("chat_template_kwargs", {}),
+        echo=own.get("echo", False),
+        include_reasoning=own.get("include_reasoning", True),
         add_generation_prompt=prompted,
         continue_final_message=continued,
         **_common(own, {"max_tokens": None, **defaults, **sampling}),
     )
 
 
-def _thinking(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Names for the template that switch the thinking, which templates call differently."""
-    names: dict[str, Any] = {}
+def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Names for the template, of which two switch the thinking: templates call that differently."""
+    names = {"documents": own["documents"]} if "documents" in own else {}
     effort, thinks = own.get("reasoning_effort"), own.get("enable_thinking")
     if effort is not None:
         names["reasoning_effort"], thinks = effort, effort != "none" if thinks is None else thinks
@@ -183,6 +191,7 @@ def _common(own: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
         "include_usage": told.get("include_usage", False),
         "continuous_usage": told.get("continuous_usage_stats", False),
         "return_token_ids": own.get("return_token_ids", False),
+        "return_tokens_as_token_ids": own.get("return_tokens_as_token_ids", False),
     }
 
 
@@ -213,26 +222,45 @@ def _no_suffix(name: str, value: Any) -> None:
         refuse(name, value, "absent: text is written at the end alone")
 
 
-_COMPLETION: dict[str, Check] = {
+COMPLETION_FIELDS: dict[str, Field] = {
     **COMMON,
-    "prompt": _prompts,
-    "echo": flag,
-    "suffix": _no_suffix,
-    "response_format": response_format,
+    "prompt": Field(_prompts, "Text, token ids, or a list of either."),
+    "echo": Field(
+        flag, "The text begins with the prompt; with max_tokens 0 it is the prompt alone.", "boolean"
+    ),
+    "suffix": Field(_no_suffix, "Only the empty text: texts are written at the end alone.", "string"),
+    "response_format": Field(
+        response_format, "text, json_object or json_schema: what the text must be.", "object"
+    ),
 }
-_CHAT: dict[str, Check] = {
+"""Of `/v1/completions`."""
+CHAT_FIELDS: dict[str, Field] = {
     **COMMON,
-    "messages": _messages,
-    "tools": _as_it_is,
-    "tool_choice": _as_it_is,
-    "parallel_tool_calls": flag,
-    "logprobs": flag,
-    "top_logprobs": Integer(0, 20),
-    "max_completion_tokens": Integer(1),
-    "reasoning_effort": text,
-    "enable_thinking": flag,
-    "chat_template_kwargs": mapping,
-    "add_generation_prompt": flag,
-    "continue_final_message": flag,
-    "response_format": response_format,
+    "messages": Field(_messages, "The conversation; contents are texts, or lists of parts of text.", "array"),
+    "tools": Field(
+        _as_it_is, "Functions that the model may call; tools of other types are left out.", "array"
+    ),
+    "tool_choice": Field(_as_it_is, "none, auto, required, a function, or allowed_tools."),
+    "parallel_tool_calls": Field(flag, "Whether an answer may have several calls. Default: true.", "boolean"),
+    "logprobs": Field(flag, "Report the log probability of each token.", "boolean"),
+    "top_logprobs": Field(
+        Integer(-1), "Most likely tokens that are reported at each place; -1 for all.", "integer"
+    ),
+    "max_completion_tokens": Field(Integer(1), "max_tokens by its newer name.", "integer"),
+    "reasoning_effort": Field(
+        text, "Passed to the template; none switches thinking off, others on.", "string"
+    ),
+    "enable_thinking": Field(flag, "Switch thinking, if the template can.", "boolean"),
+    "include_reasoning": Field(flag, "Whether the reply has the reasoning. Default: true.", "boolean"),
+    "documents": Field(_as_it_is, "Passed to the template.", "array"),
+    "chat_template_kwargs": Field(mapping, "Names for the template, and their values.", "object"),
+    "add_generation_prompt": Field(
+        flag, "End the prompt with the beginning of an answer. Default: true.", "boolean"
+    ),
+    "echo": Field(flag, "The reply begins with the last message, if that is the assistant's.", "boolean"),
+    "continue_final_message": Field(flag, "The answer goes on with the last message.", "boolean"),
+    "response_format": Field(
+        response_format, "text, json_object or json_schema: what the answer must be.", "object"
+    ),
 }
+"""Of `/v1/chat/completions`."""

@@ -54,9 +54,10 @@ def router(service: Service) -> APIRouter:
         }
         return HTMLResponse(page.html(), headers=policy)
 
-    for route in routes.routes:
+    for route in list(routes.routes):
         if isinstance(route, APIRoute) and route.methods is not None and "GET" in route.methods:
-            route.methods.add("HEAD")  # as HTTP has it; health checkers ask so
+            # As HTTP has it; health checkers ask so.
+            routes.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     return routes
 
 

@@ -11,6 +11,7 @@ from bateleur.runner.serve.gate import guard
 from bateleur.runner.serve.messages import routes as messages
 from bateleur.runner.serve.responses import routes as responses
 from bateleur.runner.serve.service import Service
+from bateleur.runner.version import package_version
 
 
 def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
@@ -19,7 +20,15 @@ def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
     `app.state.service` is what its endpoints share.
     """
     service = Service(llm, config or ServeConfig())
-    app = FastAPI(title="bateleur", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    documents = not service.config.disable_fastapi_docs
+    app = FastAPI(
+        title="bateleur",
+        version=package_version(),
+        docs_url="/docs" if documents else None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if documents else None,
+        redirect_slashes=False,
+    )
     app.state.service = service
     for endpoints in (about, chat, completions, messages, responses, tokens):
         app.include_router(endpoints.router(service))

@@ -11,7 +11,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from bateleur.runner.openai.replies import chat_choice, chat_reply, of_prompt
-from bateleur.runner.openai.requests import chat_request
+from bateleur.runner.openai.requests import CHAT_FIELDS, chat_request
+from bateleur.runner.serve.api_docs import described
 from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.chunks import chunks
 from bateleur.runner.serve.conversation import Answer, answer
@@ -26,11 +27,13 @@ def router(service: Service) -> APIRouter:
     """The endpoint."""
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions", openapi_extra=described(CHAT_FIELDS, "messages"))
     async def chat(request: Request) -> Response:
+        """Answer a conversation."""
         body = await read_object(request, service.config)
         with refusing():
             asked = chat_request(body, service.defaults, strict=service.config.strict_fields)
+            asked = service.with_server_options(asked)
         reply_id, created = new_id("chatcmpl", asked), int(time.time())
         answered = await answer(service, asked, reply_id)
         if asked.stream:

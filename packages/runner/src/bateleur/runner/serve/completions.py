@@ -13,7 +13,8 @@ from fastapi.responses import Response
 
 from bateleur.runner.engine_thread import Reader
 from bateleur.runner.openai.replies import completion_choice, completion_reply
-from bateleur.runner.openai.requests import CompletionRequest, completion_request
+from bateleur.runner.openai.requests import COMPLETION_FIELDS, CompletionRequest, completion_request
+from bateleur.runner.serve.api_docs import described
 from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.chunks import chunks
 from bateleur.runner.serve.errors import refusing
@@ -27,11 +28,13 @@ def router(service: Service) -> APIRouter:
     """The endpoint."""
     routes = APIRouter()
 
-    @routes.post("/v1/completions")
+    @routes.post("/v1/completions", openapi_extra=described(COMPLETION_FIELDS, "prompt"))
     async def complete(request: Request) -> Response:
+        """Continue prompts."""
         body = await read_object(request, service.config)
         with refusing():
             asked = completion_request(body, service.defaults, strict=service.config.strict_fields)
+            asked = service.with_server_options(asked)
         service.check_model(asked.model)
         reply_id, created = new_id("cmpl", asked), int(time.time())
         reader = await service.submit(asked.prompts, asked, reply_id)

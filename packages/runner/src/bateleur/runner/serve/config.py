@@ -77,8 +77,8 @@ class ServeConfig(ParserOptions):
     """Do not serve /docs and /openapi.json."""
     max_queued_requests: int = option(1024, Integer(0))
     """Requests that may wait beside those that run; the next one gets status 429."""
-    max_logprobs: int = option(20, Integer(0))
-    """Most likely tokens that a request may ask to be told at each place, of its prompt or its answer, at most."""
+    max_logprobs: int = option(20, Integer(-1))
+    """Most likely tokens that a request may ask for at each place of its prompt or its answer; -1 for no limit."""
     max_body_bytes: int = option(16 * 2**20, Integer(1))
     """Bytes of a request's body, at most; a longer one gets status 413."""
     h11_max_incomplete_event_size: int = option(64 * 2**10, Integer(1024))

@@ -59,10 +59,16 @@ class Answer:
         return [self._read(output, completion) for completion in output.outputs]
 
     def _read(self, output: RequestOutput, completion: CompletionOutput) -> Report:
-        if completion.index not in self._readers:
+        first = completion.index not in self._readers
+        if first:
             self._readers[completion.index] = self._turn.reader()
         events = self._readers[completion.index].read(completion)
         self._count_reasoning(completion, events)
+        if not self.asked.include_reasoning:
+            events = [each for each in events if not isinstance(each, Reasoning)]
+        last = self.asked.messages[-1]
+        if first and self.asked.echo and last["role"] == "assistant":
+            events = [Content(last["content"]), *events]
         return Report(output, completion, events)
 
     def _count_reasoning(self, completion: CompletionOutput, events: list[Event]) -> None:

@@ -30,6 +30,7 @@ from bateleur.runner.serve.parsers.chat_format import ChatFormat
 from bateleur.runner.text.token_bytes import TokenText
 
 T = TypeVar("T")
+A = TypeVar("A", bound=Asked)
 
 
 class Service:
@@ -46,6 +47,15 @@ class Service:
         self.created = int(time.time())
         self.stopping = False
         """Whether the server is about to end, and lets nobody in."""
+
+    def with_server_options(self, asked: A) -> A:
+        """The request with what the server's options add to every request."""
+        config = self.config
+        return replace(
+            asked,
+            include_usage=asked.include_usage or config.enable_force_include_usage,
+            return_tokens_as_token_ids=asked.return_tokens_as_token_ids or config.return_tokens_as_token_ids,
+        )
 
     def check_model(self, name: str | None) -> None:
         """HTTPException for a model that is not this one; none is this one."""
@@ -95,9 +105,11 @@ class Service:
                 f"prompt has {num_prompts} entries for n = {params.n} answers each; max_num_seqs and "
                 f"max_queued_requests leave room for {room}"
             )
+        most = self.config.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self.config.max_logprobs:
-                refuse(name, getattr(params, name), f"at most max_logprobs = {self.config.max_logprobs}")
+            asked = getattr(params, name) or 0
+            if most != -1 and not 0 <= asked <= most:
+                refuse(name, asked, f"at most max_logprobs = {most}")
 
     def _refuse_long(self, prompt: object) -> None:
         """Before it is tokenised or looked through, which takes time: what has too many tokens, whatever they are."""

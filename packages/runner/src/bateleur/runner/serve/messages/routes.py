@@ -11,6 +11,7 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
 from bateleur.runner.openai.requests import ChatRequest, chat_request
+from bateleur.runner.serve.api_docs import described_by
 from bateleur.runner.serve.body import read_object, validated
 from bateleur.runner.serve.conversation import Answer, answer, prompt_of
 from bateleur.runner.serve.errors import anthropic_error, refusal, refusing
@@ -25,8 +26,9 @@ def router(service: Service) -> APIRouter:
     """The endpoints."""
     routes = APIRouter()
 
-    @routes.post("/v1/messages")
+    @routes.post("/v1/messages", openapi_extra=described_by(MessagesBody))
     async def create(request: Request) -> Response:
+        """Answer a conversation in Anthropic's form."""
         asked = await _read(service, request, MessagesBody)
         message_id = f"msg_{uuid4().hex}"
         answered = await answer(service, asked, message_id)
@@ -38,8 +40,9 @@ def router(service: Service) -> APIRouter:
             pass
         return JSONText(writer.message | {"usage": _usage(answered)})
 
-    @routes.post("/v1/messages/count_tokens")
+    @routes.post("/v1/messages/count_tokens", openapi_extra=described_by(CountTokensBody))
     async def count(request: Request) -> Response:
+        """Count the tokens of a conversation."""
         asked = await _read(service, request, CountTokensBody)
         _, prompt = await prompt_of(service, asked)
         return JSONText({"input_tokens": len(prompt["prompt_token_ids"])})

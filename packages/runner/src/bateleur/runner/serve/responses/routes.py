@@ -15,6 +15,7 @@ from fastapi.responses import Response
 
 from bateleur.runner.openai.logprobs import chat_logprobs
 from bateleur.runner.openai.requests import ChatRequest, chat_request
+from bateleur.runner.serve.api_docs import described_by
 from bateleur.runner.serve.body import read_object, validated
 from bateleur.runner.serve.conversation import Answer, answer, prompt_of
 from bateleur.runner.serve.errors import error_of, refusal, refusing
@@ -34,32 +35,38 @@ def router(service: Service) -> APIRouter:
     """The endpoints."""
     routes, responses = APIRouter(), _Responses(service)
 
-    @routes.post("/v1/responses")
+    @routes.post("/v1/responses", openapi_extra=described_by(ResponsesBody))
     async def create(request: Request) -> Response:
+        """Answer a conversation of items."""
         return await responses.create(request)
 
-    @routes.post("/v1/responses/input_tokens")
+    @routes.post("/v1/responses/input_tokens", openapi_extra=described_by(ResponsesBody))
     async def count(request: Request) -> Response:
+        """Count the tokens of a conversation of items."""
         _, asked, _ = await responses.read(request)
         _, prompt = await prompt_of(service, asked)
         return JSONText({"object": "response.input_tokens", "input_tokens": len(prompt["prompt_token_ids"])})
 
     @routes.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
+        """A stored response."""
         return JSONText(responses.stored(response_id).response)
 
     @routes.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> Response:
+        """Forget a stored response."""
         responses.stored(response_id)
         responses.store.drop(response_id)
         return JSONText({"id": response_id, "object": "response", "deleted": True})
 
     @routes.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
+        """Abort a response that is being written."""
         return JSONText(await responses.cancel(response_id))
 
     @routes.get("/v1/responses/{response_id}/input_items")
     async def inputs(request: Request, response_id: str) -> Response:
+        """The items of the input of a stored response."""
         items = [{"id": f"item_{i}", **each} for i, each in enumerate(responses.stored(response_id).inputs)]
         ids = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
         return JSONText({"object": "list", "data": items[::-1], "has_more": False, **ids})
