@@ -305,6 +305,7 @@ def test_lists_of_sampling_params(busy: LLM, refused: Any, params: Any, message:
 WITH_THE_MODEL: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [VOCAB]}, f"stop_token_ids holds 101; ids must be in [0, {VOCAB})"),
     ({"stop_token_ids": [3, 10**30]}, f"stop_token_ids holds {10**30}; ids must be in [0, {VOCAB})"),
+    ({"logit_bias": {VOCAB: 1, 3: 1, 500: 1}}, f"logit_bias holds 101, 500; ids must be in [0, {VOCAB})"),
     ({"logit_bias": {VOCAB: 1}}, f"logit_bias holds 101; ids must be in [0, {VOCAB})"),
     ({"logit_bias": {str(10**18): 1}}, f"logit_bias holds {10**18}; ids must be in [0, {VOCAB})"),
     ({"allowed_token_ids": [5, VOCAB]}, f"allowed_token_ids holds 101; ids must be in [0, {VOCAB})"),

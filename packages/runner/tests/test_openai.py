@@ -8,10 +8,16 @@ import pytest
 
 from bateleur.runner.log_once import _logged
 from bateleur.runner.openai.logprobs import chat_logprobs, completion_logprobs
-from bateleur.runner.openai.replies import chat_reply, completion_choice, completion_reply, error_body
+from bateleur.runner.openai.replies import (
+    chat_reply,
+    completion_choice,
+    completion_reply,
+    error_body,
+    request_metrics,
+)
 from bateleur.runner.openai.requests import chat_request, completion_request
 from bateleur.runner.openai.tools import Named, forced_schema, tool_choice
-from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
+from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -351,7 +357,7 @@ def test_log_probabilities_of_a_prompt_are_told_where_they_were_asked_for() -> N
     choice = completion_choice(echoing, whole, whole.outputs[0], 0, decode=decode)
     assert choice["logprobs"]["tokens"] == ["x", "y", "a"]
     assert choice["logprobs"]["token_logprobs"] == [None, -3.0, -1.0]
-    assert "prompt_logprobs" not in choice
+    assert choice["prompt_logprobs"] is None
     chat = chat_request({"messages": HELLO, "prompt_logprobs": 0}, {})
     told = chat_reply(chat, whole, reply_id="i", model="m", created=1, decode=decode)
     assert told["prompt_logprobs"] == [None, place]
@@ -402,3 +408,45 @@ def test_an_answer_may_leave_out_its_reasoning_and_begin_with_the_last_message()
         {"messages": HELLO, "echo": True, "include_reasoning": False, "documents": [{"a": 1}]}, {}
     )
     assert (asked.echo, asked.include_reasoning, asked.template) == (True, False, {"documents": [{"a": 1}]})
+
+
+def test_tokens_may_be_told_by_their_ids() -> None:
+    told = completion_logprobs([97, 98], PLACES, 1, as_ids=True)
+    assert told["tokens"] == ["token_id:97", "token_id:98"]
+    assert told["top_logprobs"] == [{"token_id:98": -0.5, "token_id:97": -1.0}, {"token_id:98": -0.1}]
+    assert told["text_offset"] == [0, 1]
+    first, _ = chat_logprobs([97, 98], PLACES, 1, as_ids=True)["content"]
+    assert (first["token"], first["bytes"], first["top_logprobs"][0]["token"]) == (
+        "token_id:97",
+        [97],
+        "token_id:98",
+    )
+    asked = chat_request({"messages": HELLO, "logprobs": True, "return_tokens_as_token_ids": True}, {})
+    facts: dict[str, Any] = {"reply_id": "i", "model": "m", "created": 1, "decode": decode}
+    reply = chat_reply(asked, output(logprobs=PLACES), **facts)
+    assert reply["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:97"
+
+
+def test_fields_without_a_value_are_null() -> None:
+    facts: dict[str, Any] = {"reply_id": "i", "model": "m", "created": 1, "decode": decode}
+    reply = chat_reply(chat_request({"messages": HELLO}, {}), output(), **facts)
+    assert [reply[name] for name in ("prompt_logprobs", "prompt_token_ids")] == [None, None]
+    message = reply["choices"][0]["message"]
+    assert [message[name] for name in ("refusal", "reasoning", "reasoning_content")] == [None] * 3
+    choice = completion_reply(completion_request({"prompt": "x"}, {}), [output()], **facts)["choices"][0]
+    assert [choice[name] for name in ("prompt_logprobs", "prompt_token_ids")] == [None, None]
+
+
+def test_times_of_a_request_are_told_in_milliseconds() -> None:
+    times = RequestTimes(
+        arrival_time=1.0, first_scheduled_time=1.5, first_token_time=2.0, last_token_time=4.0
+    )
+    told = request_metrics(output("abcde", metrics=times))
+    assert told == {
+        "time_to_first_token_ms": 1000.0,
+        "queue_time_ms": 500.0,
+        "generation_time_ms": 2500.0,
+        "mean_itl_ms": 500.0,
+        "tokens_per_second": 2.0,
+    }
+    assert request_metrics(output()) is None, "nothing was measured"

@@ -255,7 +255,8 @@ class InputProcessor:
             raise ValueError("prompt is empty; at least one token is needed")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if wrong := [i for i in getattr(params, name) or () if not 0 <= i < self._spec.vocab_size]:
-                raise ValueError(f"{name} holds {wrong[0]}; ids must be in [0, {self._spec.vocab_size})")
+                named = ", ".join(map(str, wrong[:8]))
+                raise ValueError(f"{name} holds {named}; ids must be in [0, {self._spec.vocab_size})")
         for name in ("logprobs", "prompt_logprobs"):
             if (number := getattr(params, name) or 0) > self._spec.vocab_size:
                 raise ValueError(f"{name} is {number}; the vocabulary has {self._spec.vocab_size} tokens")

@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 IGNORED = {
     "user": "it names the caller",
     "metadata": "it is for the caller's own books",
+    "client_metadata": "it is for the caller's own books",
     "store": "chat completions are not stored",
     "service_tier": "there is one",
     "safety_identifier": "it names the caller",

@@ -19,11 +19,12 @@ def completion_logprobs(
     *,
     offset: int = 0,
     beginning: str = "",
+    as_ids: bool = False,
 ) -> dict[str, Any]:
     """The form of `/v1/completions`. The token itself is told beside the most likely ones.
 
     known: None for the first token of a prompt, which nothing predicts; `beginning` is its text. offset: characters
-    before the first token.
+    before the first token. as_ids: tokens are told as token_id:ID.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
@@ -31,31 +32,36 @@ def completion_logprobs(
     offsets: list[int] = []
     for token, place in zip(token_ids, known, strict=True):
         offsets.append(offset)
-        tokens.append(beginning if place is None else _text(place[token]))
+        text = beginning if place is None else _text(place[token])
+        tokens.append(_id_name(token) if as_ids else text)
         chosen.append(None if place is None else _number(place[token]))
-        likely.append(None if place is None else _likely(place, token, most))
-        offset += len(tokens[-1])
+        likely.append(None if place is None else _likely(place, token, most, as_ids))
+        offset += len(text)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": likely, "text_offset": offsets}
 
 
-def _likely(place: Mapping[int, Logprob], token: int, most: int) -> dict[str, float]:
+def _likely(place: Mapping[int, Logprob], token: int, most: int, as_ids: bool) -> dict[str, float]:
     """By text, or by bytes for parts of characters; of tokens that read alike the most likely counts."""
     told: dict[str, float] = {}
     for i, each in enumerate(sorted(place, key=lambda each: place[each].rank)):
         if i < most or most < 0 or each == token:
             name = _text(place[each]) if each == token else _name(place[each])
-            told.setdefault(name, _number(place[each]))
+            told.setdefault(_id_name(each) if as_ids else name, _number(place[each]))
     return told
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], known: Sequence[Mapping[int, Logprob]], most: int
+    token_ids: Sequence[int], known: Sequence[Mapping[int, Logprob]], most: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
     """The form of `/v1/chat/completions`."""
+
+    def told(token: int, place: Mapping[int, Logprob]) -> dict[str, Any]:
+        return _told(place[token]) | ({"token": _id_name(token)} if as_ids else {})
+
     content = []
     for token, place in zip(token_ids, known, strict=True):
-        ranked = sorted(place.values(), key=lambda each: each.rank)[: None if most < 0 else most]
-        content.append(_told(place[token]) | {"top_logprobs": [_told(each) for each in ranked]})
+        ranked = sorted(place, key=lambda each: place[each].rank)[: None if most < 0 else most]
+        content.append(told(token, place) | {"top_logprobs": [told(each, place) for each in ranked]})
     return {"content": content}
 
 
@@ -75,6 +81,11 @@ def prompt_logprobs(known: Sequence[Mapping[int, Logprob] | None]) -> list[dict[
 def _told(known: Logprob) -> dict[str, Any]:
     data = known.token_bytes or _text(known).encode("utf-8", "replace")
     return {"token": _text(known), "logprob": _number(known), "bytes": list(data)}
+
+
+def _id_name(token: int) -> str:
+    """vLLM's name of a token that has no other like it."""
+    return f"token_id:{token}"
 
 
 def _text(known: Logprob) -> str:

@@ -67,6 +67,7 @@ def completion_reply(
         "model": model,
         "choices": [completion_choice(asked, *pair, i, decode=decode) for i, pair in enumerate(ended)],
         "usage": usage(outputs, only_prompt=asked.only_prompt),
+        "metrics": request_metrics(outputs[0]) if len(outputs) == 1 else None,
     }
 
 
@@ -104,7 +105,9 @@ def completion_choice(
             ids, known = [*output.prompt_token_ids, *drawn], [*output.prompt_logprobs, *known]
             beginning = decode(ids[:1])
         most = asked.params.logprobs
-        choice["logprobs"] = completion_logprobs(ids, known, most, offset=offset, beginning=beginning)
+        choice["logprobs"] = completion_logprobs(
+            ids, known, most, offset=offset, beginning=beginning, as_ids=asked.return_tokens_as_token_ids
+        )
     if asked.return_token_ids:
         choice |= _marked(completion, drawn, decode)
     if first:
@@ -136,6 +139,7 @@ def chat_reply(
         "model": model,
         "choices": [chat_choice(asked, each, said(each), decode=decode) for each in output.outputs],
         "usage": usage([output]),
+        "metrics": request_metrics(output),
     } | of_prompt(asked, output, decode)
 
 
@@ -156,14 +160,15 @@ def chat_choice(
         reason = "tool_calls"
     choice: dict[str, Any] = {
         "index": completion.index,
-        "delta" if chunk else "message": dict(said) if chunk else {"role": "assistant", **said},
+        "delta" if chunk else "message": dict(said) if chunk else {**_NO_FIELDS, **said},
         "logprobs": None,
         "finish_reason": reason,
         "stop_reason": completion.stop_reason,
     }
     if asked.params.logprobs is not None:
         known = completion.logprobs or ()
-        choice["logprobs"] = chat_logprobs(completion.token_ids, known, asked.params.logprobs)
+        most, as_ids = asked.params.logprobs, asked.return_tokens_as_token_ids
+        choice["logprobs"] = chat_logprobs(completion.token_ids, known, most, as_ids=as_ids)
     if asked.return_token_ids:
         choice |= _marked(completion, list(completion.token_ids), decode)
     return choice
@@ -175,14 +180,34 @@ def _marked(completion: CompletionOutput, token_ids: list[int], decode: Decode) 
     return {"token_ids": token_ids, "token_texts": texts, "drafted": completion.drafted[: len(token_ids)]}
 
 
+_NO_FIELDS = {"role": "assistant", "refusal": None, "reasoning": None, "reasoning_content": None}
+"""Of a message: clients read fields that have no value, too."""
+
+
+def request_metrics(output: RequestOutput) -> dict[str, float | None] | None:
+    """Times of a finished request in milliseconds, by vLLM's names; None for several continuations."""
+    times, count = output.metrics, sum(len(each.token_ids) for each in output.outputs)
+    if len(output.outputs) > 1 or not times.first_token_time:
+        return None
+    decoding = times.last_token_time - times.first_token_time
+    generation = times.last_token_time - times.first_scheduled_time
+    return {
+        "time_to_first_token_ms": 1e3 * (times.first_token_time - times.arrival_time),
+        "generation_time_ms": 1e3 * generation,
+        "queue_time_ms": 1e3 * (times.first_scheduled_time - times.arrival_time),
+        "mean_itl_ms": 1e3 * decoding / (count - 1) if count > 1 else None,
+        "tokens_per_second": count / generation if generation > 0 else None,
+    }
+
+
 def of_prompt(
     asked: Asked, output: RequestOutput, decode: Decode, *, logprobs: bool = True
 ) -> dict[str, Any]:
     """What a body wants to know of its prompt: tokens, what each alone reads, and log probabilities of these."""
-    told: dict[str, Any] = {}
+    told: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
     if asked.return_token_ids:
         ids = output.prompt_token_ids
-        told = {"prompt_token_ids": ids, "prompt_token_texts": [decode.name_of(each) for each in ids]}
+        told |= {"prompt_token_ids": ids, "prompt_token_texts": [decode.name_of(each) for each in ids]}
     if logprobs and output.prompt_logprobs is not None:
         told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
     return told
