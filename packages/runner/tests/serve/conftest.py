@@ -140,6 +140,7 @@ TEXTS: dict[str, Any] = {
     "patch": '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin"}}\n</tool_call>',
     "two": "First.\nstop here",
     "endless": "a b c " * 12,
+    "long": ("one ", "two ", "three ", "four ", "five", "\n", "</think>", "\n\n", "Done.", "<|im_end|>"),
     "default": "Hello hello.",
 }
 """What the scripted model writes, by the first message of the user."""

@@ -213,3 +213,56 @@ def test_a_prompt_is_truncated_at_either_side(client: Any) -> None:
     everything = ids(truncate_prompt_tokens=100)
     assert ids() == ids(truncation_side="left") == everything[-4:]
     assert ids(truncation_side="right") == everything[:4]
+
+
+OPENED = {"enable_thinking": True}
+LONG = [{"role": "user", "content": "long"}]
+
+
+def answers(client: Any, **body: Any) -> tuple[Any, Any, Any, int]:
+    """Reasoning, content, finish reason and tokens of a reply, which are those of the stream as well."""
+    body = {"messages": LONG, **OPENED, **body}
+    reply = client.ask(PATH, body).json()
+    (choice,) = reply["choices"]
+    message = choice["message"]
+    *chunks, last = client.stream(PATH, body | {"stream_options": {"include_usage": True}})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == (message["reasoning"] or "")
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    assert last["usage"] | {"prompt_tokens_details": None} == reply["usage"] | {"prompt_tokens_details": None}
+    return (
+        message["reasoning"],
+        message["content"],
+        choice["finish_reason"],
+        reply["usage"]["completion_tokens"],
+    )
+
+
+def test_reasoning_ends_at_its_budget(scripted: Any) -> None:
+    thought, answer = "one two three four five", "Done."
+    whole = answers(scripted)
+    assert whole[:3] == (thought, answer, "stop")
+    assert answers(scripted, thinking_token_budget=100) == whole
+    assert answers(scripted, thinking_token_budget=6)[:3] == (thought, answer, "stop"), (
+        "exactly as many as there are"
+    )
+    reasoning, _, reason, count = answers(scripted, thinking_token_budget=2, max_tokens=8)
+    assert (reasoning, reason, count) == ("one two", "length", 8)
+    assert answers(scripted, thinking_token_budget=50, max_tokens=3)[2:] == ("length", 3)
+    assert answers(scripted, thinking_token_budget=3, max_tokens=4)[2:] == ("length", 3)
+
+
+def test_a_grammar_follows_the_end_of_a_bounded_reasoning(scripted: Any) -> None:
+    form = {"structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0}
+    reasoning, content, reason, _ = answers(scripted, thinking_token_budget=2, **form)
+    assert (reasoning, reason) == ("one two", "stop")
+    assert content in ("yes", "no")
+
+
+def test_a_budget_that_no_token_can_end_is_refused(scripted: Any, make_client: Callable[..., Any]) -> None:
+    many = {"messages": LONG, **OPENED, "thinking_token_budget": 3, "n": 2, "temperature": 1}
+    assert scripted.error(400, PATH, many)["param"] == "thinking_token_budget"
+    client = make_client(chat_template="{{ messages[0].content ~ '<think>' }}", reasoning_parser="think")
+    error = client.error(400, PATH, {"messages": HELLO, "thinking_token_budget": 3})
+    assert "</think> is no single token of this model" in error["message"]

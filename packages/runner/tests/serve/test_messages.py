@@ -138,7 +138,10 @@ def test_blocks_become_messages() -> None:
     ("body", "fields"),
     [
         ({"max_tokens": 7}, {"max_completion_tokens": 7}),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            {"enable_thinking": True, "thinking_token_budget": 1024},
+        ),
         ({"thinking": {"type": "adaptive"}}, {"enable_thinking": True}),
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
         ({"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),

@@ -72,6 +72,8 @@ class ChatRequest(Asked):
     continue_final_message: bool = False
     echo: bool = False
     """The answer begins with the last message, if that is the assistant's."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning; None for no limit."""
     include_reasoning: bool = True
     """Whether the reply has the reasoning."""
 
@@ -145,6 +147,7 @@ def chat_request(
         parallel_tool_calls=parallel,
         template=_names_for_template(own) | own.get("chat_template_kwargs", {}),
         echo=own.get("echo", False),
+        thinking_token_budget=own.get("thinking_token_budget"),
         include_reasoning=own.get("include_reasoning", True),
         add_generation_prompt=prompted,
         continue_final_message=continued,
@@ -251,6 +254,9 @@ CHAT_FIELDS: dict[str, Field] = {
         text, "Passed to the template; none switches thinking off, others on.", "string"
     ),
     "enable_thinking": Field(flag, "Switch thinking, if the template can.", "boolean"),
+    "thinking_token_budget": Field(
+        Integer(0), "Most tokens of reasoning; then the tag that ends it is written for the model.", "integer"
+    ),
     "include_reasoning": Field(flag, "Whether the reply has the reasoning. Default: true.", "boolean"),
     "documents": Field(_as_it_is, "Passed to the template.", "array"),
     "chat_template_kwargs": Field(mapping, "Names for the template, and their values.", "object"),

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from fastapi import Request
 
-from bateleur.runner.engine_thread import Reader
 from bateleur.runner.openai.requests import ChatRequest
 from bateleur.runner.outputs import CompletionOutput, RequestOutput
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.parsers.chat_format import AnswerReader, ChatTurn, turn_of, with_options
 from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall
 from bateleur.runner.serve.service import Service
+from bateleur.runner.serve.thinking_budget import ThinkingBudget
 from bateleur.runner.serve.usage import Usage
 from bateleur.runner.text.chat import ChatPrompt
 
@@ -31,9 +31,16 @@ class Report:
 class Answer:
     """A conversation that the engine answers."""
 
-    def __init__(self, service: Service, asked: ChatRequest, turn: ChatTurn, reader: Reader) -> None:
+    def __init__(
+        self,
+        service: Service,
+        asked: ChatRequest,
+        turn: ChatTurn,
+        outputs: AsyncGenerator[RequestOutput, None],
+    ) -> None:
+        """outputs: reports of the engine."""
         self.asked, self.usage = asked, Usage()
-        self._service, self._turn, self._reader = service, turn, reader
+        self._service, self._turn, self._outputs = service, turn, outputs
         self._readers: dict[int, AnswerReader] = {}
         self._thoughts: dict[int, int] = {}
         self._answering: set[int] = set()
@@ -46,7 +53,7 @@ class Answer:
 
     async def reports(self) -> AsyncGenerator[Report, None]:
         """Every report of every continuation. To leave the generator aborts the request."""
-        async with aclosing(self._service.outputs(self._reader)) as outputs:
+        async with aclosing(self._outputs) as outputs:
             async for output in outputs:
                 self.usage.count(output)
                 for completion in output.outputs:
@@ -54,7 +61,7 @@ class Answer:
 
     async def whole(self, request: Request) -> list[Report]:
         """One report for each continuation, if the request does not stream. ClientDisconnect if the client leaves."""
-        (output,) = await self._service.finish(self._reader, request)
+        output = await self._service.unless_gone(_joined(self._outputs), request)
         self.usage.count(output)
         return [self._read(output, completion) for completion in output.outputs]
 
@@ -98,5 +105,23 @@ async def answer(service: Service, asked: ChatRequest, reply_id: str) -> Answer:
     asked, prompt = await prompt_of(service, asked)
     with refusing():
         turn = turn_of(service.chat_format, asked, prompt)
+        budget = ThinkingBudget.of(service, asked, prompt, turn)
+    if budget is not None:
+        reader = await budget.submit(reply_id)
+        return Answer(service, asked, turn, budget.outputs(reader, reply_id))
     asked = replace(asked, params=turn.params)
-    return Answer(service, asked, turn, await service.submit([prompt], asked, reply_id))
+    reader = await service.submit([prompt], asked, reply_id)
+    return Answer(service, asked, turn, service.outputs(reader))
+
+
+async def _joined(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    """All reports of a request as one."""
+    joined: RequestOutput | None = None
+    async with aclosing(outputs):
+        async for output in outputs:
+            if joined is None:
+                joined = output
+            else:
+                joined.add(output)
+    assert joined is not None, "every request is reported"
+    return joined

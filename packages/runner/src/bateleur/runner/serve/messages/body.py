@@ -71,6 +71,7 @@ def chat_body(body: CountTokensBody) -> dict[str, Any]:
         chat |= _choice(body.tool_choice)
     if body.thinking is not None:
         chat["enable_thinking"] = body.thinking.get("type") != "disabled"
+        chat["thinking_token_budget"] = body.thinking.get("budget_tokens")
     if isinstance(body, MessagesBody):
         chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
         if messages and messages[-1]["role"] == "assistant":  # the answer goes on with this text

@@ -64,6 +64,11 @@ class ChatTurn:
     _tools: Tools
     _most: int | None
 
+    @property
+    def begins_in_reasoning(self) -> bool:
+        """Whether the prompt has begun the reasoning."""
+        return self._reasoning is not None and self._reasoning.opened
+
     def reader(self) -> AnswerReader:
         """What reads one continuation."""
         calls = None if self._format is None else self._format(self._tools, self._most, self._table)
@@ -91,7 +96,7 @@ class ChatFormat:
         self._think_ids = {tag: token for token, tag in tags.items() if tag in (Think.BEGIN, Think.END)}
         self.reasoning_end_id = self._think_ids.get(Think.END)
         """Token that ends the reasoning; None if it is no single token."""
-        self._special = special_token_ids(tokenizer)
+        self.special_ids = special_token_ids(tokenizer)
 
     def turn(
         self,
@@ -146,7 +151,7 @@ class ChatFormat:
         for token in reversed(prompt["prompt_token_ids"]):
             if token in (begin, end):
                 return "opened" if token == begin else "none"
-            if token in self._special:  # it ends another message
+            if token in self.special_ids:  # it ends another message
                 return "possible"
         return "possible"
 
