@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -78,9 +77,15 @@ def agent_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a model that calls a tool and then answers; its template takes one system message."""
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     turns = [f"<think>\nI look.\n</think>\n\n{call}", "<think>\nGood.\n</think>\n\nIt is 5 degrees."]
-    report = json.dumps({"city": "Oslo", "degrees": 5})
+    report, compact = '{"city": "Oslo", "degrees": 5}', '{"city":"Oslo","degrees":5}'
     folder = tmp_path_factory.mktemp("agents")
+    thought = "<think>\nI look.\n</think>\n\n"
+    forced = [
+        f'{thought}[{{"name":"weather","arguments":{{"city":"Oslo"}}}}]',
+        f'{thought}[{{"name":"final_result","arguments":{compact}}}]',
+    ]
     texts: dict[str, Any] = {"weather": turns, "report": report, "default": "Hello."}
+    texts |= {"study": [turns[0], f"{thought}{report}"], "forced": forced}
     write_scripted_model(folder / "model", texts, chat_template=ONE_SYSTEM_MESSAGE + CHAT)
     options = ("--port", "0", "--device", "cpu", "--num-threads", "1", "--max-num-seqs", "8")
     named = ("--served-model-name", "scripted", "--tool-call-parser", "hermes")

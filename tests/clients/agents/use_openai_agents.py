@@ -14,8 +14,16 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
 set_tracing_disabled(True)
+
+
+class Report(BaseModel):
+    city: str
+    degrees: int
+
+
 client = AsyncOpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0)
 asked: list[str] = []
 
@@ -44,7 +52,13 @@ async def main() -> None:
         kinds = {event.type async for event in stream.stream_events()}
         assert "raw_response_event" in kinds
         print(f"streamed {kind.__name__}", stream.final_output)
-    assert asked == ["Oslo"] * 4, asked
+        agent = Agent(
+            name="helper", tools=[weather], output_type=Report, model=kind("scripted", openai_client=client)
+        )
+        report = (await Runner.run(agent, "study")).final_output
+        assert report == Report(city="Oslo", degrees=5)
+        print(f"structured {kind.__name__} It is {report.degrees} degrees.")
+    assert asked == ["Oslo"] * 6, asked
 
 
 asyncio.run(main())

@@ -6,11 +6,18 @@ import asyncio
 import sys
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic_ai import Agent
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
+
+
+class Report(BaseModel):
+    city: str
+    degrees: int
+
 
 openai = OpenAIProvider(base_url=f"{sys.argv[1]}/v1", api_key="none")
 MODELS: list[Any] = [
@@ -33,7 +40,11 @@ async def main() -> None:
         print(type(model).__name__, (await agent.run("weather")).output)
         async with agent.run_stream("weather") as stream:
             print(f"streamed {type(model).__name__}", await stream.get_output())
-    assert asked == ["Oslo"] * 6, asked
+        agent = Agent(model, output_type=Report, tools=[weather])
+        report = (await agent.run("forced")).output
+        assert report == Report(city="Oslo", degrees=5)
+        print(f"structured {type(model).__name__} It is {report.degrees} degrees.")
+    assert asked == ["Oslo"] * 9, asked
 
 
 asyncio.run(main())
