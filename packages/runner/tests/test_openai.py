@@ -162,7 +162,7 @@ SILENT: dict[str, Any] = {
     **{"modalities": ["text"], "use_beam_search": False, "length_penalty": 1.0, "vllm_xargs": {}},
     **{"verbosity": "low", "prediction": {"type": "content", "content": "x"}, "web_search_options": {}},
     **{"functions": [], "function_call": "none", "store": True, "audio": None, "stop": "", "seed": 1.0},
-    **{"tools": [], "tool_choice": "auto", "stream_options": None},
+    **{"tools": [], "tool_choice": "auto", "stream_options": None, "add_special_tokens": False},
 }
 
 
@@ -270,6 +270,10 @@ def test_tools_that_are_too_deep_are_refused() -> None:
         (
             {"modalities": ["text", "audio"]},
             "modalities is ['text', 'audio']; it must be ['text']: answers are text",
+        ),
+        (
+            {"add_special_tokens": True},
+            "add_special_tokens is True; it must be False: the chat template writes them",
         ),
         ({"length_penalty": 2.0}, "length_penalty is 2.0; it must be 1 or 1.0: it belongs to beam search"),
         ({"tools": {}}, "tools is {}; it must be a list of tools"),

@@ -43,7 +43,6 @@ REFUSED = table(
     ("length_penalty", (1, 1.0), "it belongs to beam search"),
     ("early_stopping", (False,), "it belongs to beam search"),
     ("chat_template", (), "a template is a program, and clients may not bring one: see --chat-template"),
-    ("add_special_tokens", (), "a chat template writes all tokens; of a completion send token ids instead"),
     ("cache_salt", (), "the prefix cache is shared by all requests: see --no-enable-prefix-caching"),
     ("vllm_xargs kv_transfer_params", ({},), "this server has no plug-ins that read it"),
     ("mm_processor_kwargs", ({},), "prompts are text or token ids"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bateleur.runner.arguments import TEXTS_AND_BYTES, Integer, flag, refuse, shown, text
+from bateleur.runner.arguments import TEXTS_AND_BYTES, Check, Integer, flag, refuse, shown, text
 from bateleur.runner.openai.fields import COMMON, Field, mapping, response_format, split
 from bateleur.runner.openai.tools import ToolChoice, allowed_tools, forced_schema, tool_choice, tools
 from bateleur.runner.sampling_params import SamplingParams
@@ -220,6 +220,15 @@ def _as_it_is(name: str, value: Any) -> Any:
     return value
 
 
+def _only(value: bool, why: str) -> Check:
+    def check(name: str, given: Any) -> bool:
+        if flag(name, given) is not value:
+            refuse(name, given, f"{value}: {why}")
+        return value
+
+    return check
+
+
 def _no_suffix(name: str, value: Any) -> None:
     if value != "":
         refuse(name, value, "absent: text is written at the end alone")
@@ -228,6 +237,11 @@ def _no_suffix(name: str, value: Any) -> None:
 COMPLETION_FIELDS: dict[str, Field] = {
     **COMMON,
     "prompt": Field(_prompts, "Text, token ids, or a list of either."),
+    "add_special_tokens": Field(
+        _only(True, "send token ids for a prompt without them"),
+        "Only true: send token ids otherwise.",
+        "boolean",
+    ),
     "echo": Field(
         flag, "The text begins with the prompt; with max_tokens 0 it is the prompt alone.", "boolean"
     ),
@@ -244,6 +258,9 @@ CHAT_FIELDS: dict[str, Field] = {
         _as_it_is, "Functions that the model may call; tools of other types are left out.", "array"
     ),
     "tool_choice": Field(_as_it_is, "none, auto, required, a function, or allowed_tools."),
+    "add_special_tokens": Field(
+        _only(False, "the chat template writes them"), "Only false: the template writes them.", "boolean"
+    ),
     "parallel_tool_calls": Field(flag, "Whether an answer may have several calls. Default: true.", "boolean"),
     "logprobs": Field(flag, "Report the log probability of each token.", "boolean"),
     "top_logprobs": Field(
