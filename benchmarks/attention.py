@@ -29,11 +29,11 @@ from bateleur.metadata import (
     BatchLimits,
     BatchShape,
     InputBuffers,
-    KVGroup,
+    KVCacheGroup,
     StepRows,
     get_backend,
 )
-from bateleur.metadata.backends import names
+from bateleur.metadata.backends import backend_names
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
 
@@ -72,7 +72,7 @@ def timed(calls: dict[str, Callable[[], object]], device: torch.device, rounds: 
 def backends(device: torch.device, dtype: torch.dtype) -> tuple[dict[str, AttentionBackend], dict[str, str]]:
     """Those that run here, and why the others do not. The reference is a specification, not a contender."""
     usable, refused = {}, {}
-    for name in names():
+    for name in backend_names():
         if name == "reference":
             continue
         try:
@@ -90,7 +90,7 @@ def bench(
     width = -(-length // BLOCK)
     model_len = 4 * width * BLOCK
     limits = BatchLimits(rows, rows * query_len, model_len)
-    buffers = InputBuffers(limits, [KVGroup(BLOCK, 4 * width)], device)
+    buffers = InputBuffers(limits, [KVCacheGroup(BLOCK, 4 * width)], device)
     tables = np.zeros((rows, 4 * width), np.int32)
     tables[:, :width] = 1 + np.random.default_rng(0).permutation(rows * width).reshape(rows, width)
     batch = buffers.stage(
@@ -115,7 +115,9 @@ def bench(
         meta = backend.builder().build(batch, 0)
         loose = replace(meta, max_seq_len=model_len)
         for label, each in ((name, meta), (f"{name} loose", loose)):
-            work = backend.divide(each, (kv[0], kv[1]), HEADS)  # once for all layers, so no part of a call
+            work = backend.build_work_list(
+                each, (kv[0], kv[1]), HEADS
+            )  # once for all layers, so no part of a call
             calls[label] = lambda b=backend, m=each, w=work: b.attend(  # type: ignore[misc]
                 q, k, v, (kv[0], kv[1]), m, HEAD_DIM**-0.5, work=w
             )

@@ -47,7 +47,7 @@ from bateleur.metadata import (
     BatchShape,
     BlockTable,
     InputBuffers,
-    KVGroup,
+    KVCacheGroup,
     StepRows,
     get_backend,
 )
@@ -86,13 +86,13 @@ def rows_of(decodes: int, prompts: list[int]) -> tuple[StepRows, BatchShape]:
     num_reqs, num_tokens = len(query_lens), int(query_lens.sum())
     computed = np.array([*rng.integers(100, 1000, decodes), *[0] * len(prompts)], np.int32)
     ids = np.zeros(num_tokens, np.int32)
-    rows = StepRows(query_lens, computed, computed == 0, ids, table_rows=np.arange(num_reqs))
+    rows = StepRows(query_lens, computed, computed == 0, ids, block_table_rows=np.arange(num_reqs))
     return rows, BatchShape.of(num_reqs, num_tokens, int(query_lens.max()))
 
 
 def stage_and_build(rounds: int) -> list[dict[str, Any]]:
     layout = CacheLayout(MambaCacheMode.NONE, MODEL_LEN, 0, MODEL_LEN)
-    groups = [KVGroup(16, MODEL_LEN // 16), KVGroup(MODEL_LEN, 1, has_slots=False)]
+    groups = [KVCacheGroup(16, MODEL_LEN // 16), KVCacheGroup(MODEL_LEN, 1, has_slots=False)]
     blocks = np.random.default_rng(0).integers(1, 9999, (LIMITS.max_num_reqs, MODEL_LEN // 16))
     slots = np.arange(1, LIMITS.max_num_reqs + 1)[:, None]
     tables = [ids.astype(np.int32) for ids in (blocks, slots)]

@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from performance.published import MODELS, NARROW, SHOWN
 
 from bateleur.metadata.backends.triton_paged import TritonBackend
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.matrix import Projection
@@ -38,8 +38,8 @@ from bateleur.runner.models.operators import FORMS
 def as_on_cuda() -> None:
     """For the rest of this process: fused operators go through the dispatcher, where their torch forms are one."""
     for name in FORMS:
-        FORMS[name] = Forms(getattr(torch.ops.bateleur, name).default)
-    TritonBackend.unsupported = lambda *_, **how: None  # type: ignore[method-assign]
+        FORMS[name] = Implementations(getattr(torch.ops.bateleur, name).default)
+    TritonBackend.unsupported_reason = lambda *_, **how: None  # type: ignore[method-assign]
     Projection.pack = lambda self, **how: None  # type: ignore[method-assign]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows, get_backend
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVCacheGroup, StepRows, get_backend
 
 DEVICE, DTYPE = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
 PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 64
@@ -53,7 +53,7 @@ def main() -> None:
     """Two steps: prompts, then every kind of row together."""
     torch.manual_seed(0)
     limits = BatchLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=2 * PAGE)
-    buffers = InputBuffers(limits, [KVGroup(PAGE, max_blocks=2)], DEVICE)
+    buffers = InputBuffers(limits, [KVCacheGroup(PAGE, max_blocks=2)], DEVICE)
     backend = get_backend("torch", device=DEVICE, dtype=DTYPE, head_dim=DIM)
     builder = backend.builder()
     kv = torch.zeros(2, 10, PAGE, KV_HEADS, DIM, device=DEVICE, dtype=DTYPE).unbind()
@@ -63,7 +63,7 @@ def main() -> None:
         rows, tokens = len(lens), sum(lens)
         step = StepRows(
             query_lens=np.array(lens, np.int32),
-            num_computed=done[:rows].copy(),
+            num_computed_tokens=done[:rows].copy(),
             is_prefilling=np.array(prefilling),
             token_ids=np.zeros(tokens, np.int32),
             block_tables=(TABLE[:rows],),

@@ -22,7 +22,7 @@ from bateleur.eagle import geometry
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.mamba.ops import FORMS
 from bateleur.metadata.backends.triton_paged import TritonBackend
-from bateleur.metadata.forms import Forms, load
+from bateleur.metadata.dispatch import Implementations, load
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.models.operators import FORMS as LAYERS
 from eagle_doubles.drafters import ScriptedDrafter
@@ -103,25 +103,27 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
         return call
 
     def put() -> Counter[str]:
-        attention = import_module("bateleur.metadata.kernels.paged_attention")
+        attention = import_module("bateleur.metadata.kernels.cuda_ops")
         operators = {name: load(forms.triton or "") for name, forms in (FORMS | LAYERS).items()}
         operators |= {name: getattr(attention, form) for name, form in ATTENTION.items()}
         for name, kernel in operators.items():
             library.impl(name, counted(name, kernel), "CPU", allow_override=True)
         for name in LAYERS:  # for those that a CPU calls without the dispatcher
-            monkeypatch.setitem(LAYERS, name, Forms(counted(name, operators[name])))
-        monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+            monkeypatch.setitem(LAYERS, name, Implementations(counted(name, operators[name])))
+        monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
 
         for name in PLANNERS:
             home = f"bateleur.mamba.planners.{name}.FORMS"
             form = load(load(home.replace(".FORMS", ":FORMS")).triton)
-            monkeypatch.setattr(home, Forms(counted(f"plan_{name}", form)))
+            monkeypatch.setattr(home, Implementations(counted(f"plan_{name}", form)))
 
         monkeypatch.setattr(NativeChain, "fits", lambda *_: False)
         for name, forms in geometry.FORMS.items():
-            monkeypatch.setitem(geometry.FORMS, name, Forms(counted(name, load(forms.triton or ""))))
+            monkeypatch.setitem(
+                geometry.FORMS, name, Implementations(counted(name, load(forms.triton or "")))
+            )
         verify = import_module("bateleur.eagle.rejection_sampler")
-        coupled = Forms(counted("verify", load(verify.COUPLED.triton)))
+        coupled = Implementations(counted("verify", load(verify.COUPLED.triton)))
         monkeypatch.setattr(verify, "COUPLED", coupled)
         return calls
 

@@ -16,7 +16,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from bateleur.mamba import gated_rms_norm
-from bateleur.metadata._expand import gather_rows
+from bateleur.metadata._device_fields import gather_block_tables
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.device import current, indexed
 from bateleur.runner.engine.follower import Start, run
@@ -285,5 +285,5 @@ class TestPackagesAlone:
     def test_a_form(self, launches: list[tuple[str, int]], index: int) -> None:
         """Staging, planners and draft passes choose a form by a tensor, and are no operators."""
         table = torch.empty(4, 16, dtype=torch.int32, device=f"cuda:{index}")
-        gather_rows(table, table, table[:, 0], table[:, 0], 16)
-        assert launches == [("gather_kernel", index)]
+        gather_block_tables(table, table, table[:, 0], table[:, 0], 16)
+        assert launches == [("gather_block_tables_kernel", index)]

@@ -15,7 +15,7 @@ import pytest
 from bateleur.cudagraph import DispatchReason
 from bateleur.eagle import BySurvival, FixedDrafts, PolicyRows, StepCost, StepTime
 from bateleur.eagle.passes import DraftPasses
-from bateleur.metadata.native import missing
+from bateleur.metadata.native import unavailable_reason
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
 from eagle_doubles.drafters import NoDrafts
@@ -323,7 +323,7 @@ def test_a_target_without_graphs_leaves_its_draft_eager(
     assert not drafter.decode.ready
     whys = set(drafter.decisions.by_reason)
     # Where the chain is one call of C nothing asks for a graph of it.
-    assert whys == ({DispatchReason.NOT_CAPTURED} if missing() is not None else set())
+    assert whys == ({DispatchReason.NOT_CAPTURED} if unavailable_reason() is not None else set())
 
 
 def test_any_policy_that_asks_hears_what_steps_took(make_llm: Callable[..., LLM], random_head: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from bateleur.cudagraph import DispatchReason
 from bateleur.mamba.ops.delta_scan import fla
 from bateleur.metadata.backends.triton_paged import TritonBackend
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.device import Fetch
 from bateleur.runner.engine.collector import Collector
@@ -294,8 +294,8 @@ def test_no_request_is_the_first_to_launch_a_form_of_a_draw(
         note(logits, metadata, drafts=False)
         return alone(logits, metadata, *args)
 
-    monkeypatch.setattr(verifies, "COUPLED", Forms(verified))
-    monkeypatch.setattr(samples, "SAMPLE", Forms(sampled))
+    monkeypatch.setattr(verifies, "COUPLED", Implementations(verified))
+    monkeypatch.setattr(samples, "SAMPLE", Implementations(sampled))
     monkeypatch.setattr(verifies, "sample", lambda *args, lanes: alone(*args, lanes))  # one kernel on CUDA
     llm = cuda.make(**DRAFTS, **mode)
     before = launched.copy()

@@ -45,7 +45,7 @@ def test_replays_follow_the_plan_of_their_step(
 ) -> None:
     expected = [output.outputs[0].token_ids for output in say(make_llm(**SIZES, model=tiny_hybrid))]
     made = install(monkeypatch)
-    monkeypatch.setattr(FlashInferBackend, "unsupported", lambda *_, **__: None)
+    monkeypatch.setattr(FlashInferBackend, "unsupported_reason", lambda *_, **__: None)
     llm = make_llm(**SIZES | GRAPHS | drafts, model=tiny_hybrid, attention_backend="flashinfer")
     fixed = [wrapper for wrapper in made if wrapper.fixed]
     plans = sum(wrapper.num_plans for wrapper in fixed)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bateleur.cudagraph import Phase
 from bateleur.eagle import EagleSpeculator, geometry
 from bateleur.metadata import BatchShape
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
@@ -337,7 +337,7 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
     A CPU may take shortcuts, since its device is the host: they are switched off here.
     """
     for name, forms in geometry.FORMS.items():
-        monkeypatch.setitem(geometry.FORMS, name, Forms(forms.torch))
+        monkeypatch.setitem(geometry.FORMS, name, Implementations(forms.torch))
     head = {"draft": random_head, "drafter": None}
     llm = make(policy, "NONE", **(head if drafts == "head" else {"drafter": RandomDrafter(K, VOCAB)}))
     engine, mode = llm.engine, NoSync()

@@ -47,7 +47,7 @@ def test_pieces_hold_attention_and_mixed_steps_say_the_tokens_of_eager_ones(
 ) -> None:
     """A replay goes from graph to graph without a look at attention: what runs between them is recurrent."""
     expected = talk(make_llm(**SMALL, model=tiny_hybrid))
-    monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+    monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
     graphs = GRAPHS | {"cudagraph_mode": mode}
     llm = make_llm(**SMALL | graphs, model=tiny_hybrid, attention_backend="triton")
     calls = Counter[str]()
@@ -111,7 +111,7 @@ def test_between_pieces_run_prompts_alone(
     make_llm: Callable[..., LLM], tiny_hybrid: Path, monkeypatch: pytest.MonkeyPatch, policy: str, k: int
 ) -> None:
     """Three operators a recurrent layer, and none in a step without prompts: its decodes are in the pieces."""
-    monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+    monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
     options: dict[str, Any] = {
         "mamba_state_policy": policy,
         "cudagraph_checks": "CHEAP",
@@ -141,7 +141,7 @@ def test_a_draft_pass_is_one_graph_wherever_attention_ignores_bounds(
 ) -> None:
     """Drafts, prefixes that are found, and a step in flight: the tokens of eager steps with none of these."""
     expected = talk(make_llm(**SMALL, model=tiny_hybrid))
-    monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+    monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
     options = {"draft": tiny_head, "num_speculative_tokens": 3, "mamba_state_policy": policy}
     options |= {"enable_prefix_caching": True, "mamba_block_size": 8, "async_scheduling": True}
     llm = make_llm(**SMALL | GRAPHS | options, model=tiny_hybrid, attention_backend="triton")
@@ -160,7 +160,7 @@ def test_decodes_and_prompts_are_launches_of_their_own(monkeypatch: pytest.Monke
     pytest.importorskip("triton", reason="triton is not installed")
     import torch
 
-    from bateleur.metadata.backends import _tiles
+    from bateleur.metadata.backends import _launch_config
     from bateleur.metadata.kernels import attention
 
     seen: list[tuple[tuple[int, ...], int]] = []
@@ -172,17 +172,21 @@ def test_decodes_and_prompts_are_launches_of_their_own(monkeypatch: pytest.Monke
     for kernel in ("attention_kernel", "join_kernel"):
         monkeypatch.setattr(attention, kernel, Spy())
     rows, tokens, sms = 64, 63 + 300, 132
-    monkeypatch.setattr(_tiles, "device_sizes", lambda device: (sms, 227 << 10))
-    _tiles._work_shape.cache_clear()
+    monkeypatch.setattr(_launch_config, "device_sizes", lambda device: (sms, 227 << 10))
+    _launch_config._work_shape.cache_clear()
     q, cache = (
         torch.empty(tokens, 32, 128, dtype=torch.bfloat16),
         torch.empty(2, 16, 8, 128, dtype=torch.bfloat16),
     )
     ints = torch.zeros(rows, 1, dtype=torch.int32)
-    shape = _tiles.work_shape(32, cache, rows, tokens, 300, 0)
-    _tiles._work_shape.cache_clear()
+    shape = _launch_config.work_shape(32, cache, rows, tokens, 300, 0)
+    _launch_config._work_shape.cache_clear()
     attention.attend(attention.Batch(q, cache, cache, ints, ints), shape, torch.empty_like(q), 4096, 1.0)
-    splits, short, long = _tiles.split_limit(8, sms), _tiles.SHORT, _tiles.SHORT + 1
+    splits, short, long = (
+        _launch_config.split_limit(8, sms),
+        _launch_config.MAX_SHORT_QUERY_LEN,
+        _launch_config.MAX_SHORT_QUERY_LEN + 1,
+    )
     assert [(each.least, each.most) for each in shape.launches] == [(1, short), (long, 0)]
     assert seen == [
         ((rows + splits + 1, 8), 64),

@@ -17,11 +17,13 @@ from torch import Tensor
 from bateleur.eagle import DraftContext, EagleSpeculator
 from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.native.chain import NativeChain
-from bateleur.metadata.native import missing
+from bateleur.metadata.native import unavailable_reason
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.scheduling.scheduler import StepPlan
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no kernels in C: {missing()}")
+pytestmark = pytest.mark.skipif(
+    unavailable_reason() is not None, reason=f"no kernels in C: {unavailable_reason()}"
+)
 PROMPTS = ["def:fibonacci(n):", "import_os;def:walk(path):", "x", "class:Stack:def:__init__(self"]
 TEMPERATURES = (0.0, 0.8, 0.0, 1.3)
 

@@ -50,11 +50,11 @@ for options in ENGINES:
         assert (stats.num_cached_tokens > 0) == ("enable_prefix_caching" in options), options
 maps = Path("/proc/self/maps").read_text()
 loaded = {{Path(line.split()[-1]).name.partition("-")[0] for line in maps.splitlines() if "bateleur" in line}}
-print(json.dumps([said, native.missing(), sorted(loaded)]))
+print(json.dumps([said, native.unavailable_reason(), sorted(loaded)]))
 """
 
 
-@pytest.mark.skipif(native.missing() is not None, reason="nothing can be compiled here")
+@pytest.mark.skipif(native.unavailable_reason() is not None, reason="nothing can be compiled here")
 def test_an_engine_without_a_compiler_says_what_one_with_it_says(
     fresh: Callable[[str], str], tiny_hybrid: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from bateleur.metadata._expand import gather_rows  # noqa: E402
+from bateleur.metadata._device_fields import gather_block_tables  # noqa: E402
 from sm90 import SHARED_BYTES, Compiled, compiling, faults_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -78,11 +78,11 @@ def test_specialisations_follow_alignment_of_fake_tensors(compiled: Compiled) ->
 
 
 def test_an_operator_launches_for_fake_tensors_of_a_device() -> None:
-    """`Forms.on` asks which device is current: the double's."""
+    """`Implementations.on` asks which device is current: the double's."""
     with FakeTensorMode(), compiling(on_device=True) as found:
         table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
-        gather_rows(table, table, table[:, 0], table[:, 0], 16)
-    assert [kernel.name for kernel in found.kernels] == ["gather_kernel"]
+        gather_block_tables(table, table, table[:, 0], table[:, 0], 16)
+    assert [kernel.name for kernel in found.kernels] == ["gather_block_tables_kernel"]
 
 
 def test_an_error_that_only_real_arguments_show_is_raised(compiled: Compiled) -> None:

@@ -56,9 +56,9 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """The launches of attention kernels from here on, as a large GPU would get them."""
     pytest.importorskip("triton", reason="triton is not installed")
-    home, tiles = "bateleur.metadata.kernels", import_module("bateleur.metadata.backends._tiles")
+    home, tiles = "bateleur.metadata.kernels", import_module("bateleur.metadata.backends._launch_config")
     attention, forms, work = (
-        import_module(f"{home}.{name}") for name in ("attention", "paged_attention", "work")
+        import_module(f"{home}.{name}") for name in ("attention", "cuda_ops", "work_list")
     )
     seen, stage = Launches(), manager.stage_batch
     for module, kernel, out in (
@@ -86,7 +86,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(manager, "stage_batch", noting)
     monkeypatch.setattr(tiles, "device_sizes", lambda device: (132, 227 << 10))
     tiles._work_shape.cache_clear()
-    monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+    monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
     library = Library("bateleur", "IMPL")
     for name, form in (("triton_paged_attention", "paged_attention"), ("attention_work", "attention_work")):
         library.impl(name, getattr(forms, form), "CPU", allow_override=True)

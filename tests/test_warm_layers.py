@@ -15,7 +15,7 @@ from bateleur.cudagraph import Phase, manager
 from bateleur.mamba.ops import FORMS as MAMBA
 from bateleur.metadata.backends import _forms
 from bateleur.metadata.backends.triton_paged import TritonBackend
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.models.operators import FORMS
 
@@ -87,12 +87,12 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """The fused operators of layers from here on, as CUDA gets them, by the phase of the staging before them."""
     found, stage, library = Seen(), manager.stage_batch, Library("bateleur", "IMPL")
-    monkeypatch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+    monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
     forms = {name: each.torch for name, each in FORMS.items()}
     for name, form in (forms | {"rotate_and_write_kv": _forms.rotate_and_write_kv}).items():
         library.impl(name, found.noting(name, form), "CPU", allow_override=True)
         if name in FORMS:
-            monkeypatch.setitem(FORMS, name, Forms(getattr(torch.ops.bateleur, name).default))
+            monkeypatch.setitem(FORMS, name, Implementations(getattr(torch.ops.bateleur, name).default))
 
     def noting(producer: Any, key: Any, phase: Phase, **options: Any) -> Any:
         found.now = found.captured if phase is Phase.CAPTURE else found.warm

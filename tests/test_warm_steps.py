@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import geometry
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import SamplingParams
 
 attention = pytest.importorskip("bateleur.metadata.kernels.attention", reason="triton is not installed")
-from bateleur.metadata.backends import _tiles  # noqa: E402
+from bateleur.metadata.backends import _launch_config  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has"),
@@ -39,8 +39,8 @@ def _kind(arg: Any) -> Any:
 def _kinds_of_tiles(q: Tensor, k_cache: Tensor, max_query_len: int) -> list[Any]:
     """What the kernels of an attention call are compiled for, of all that follows from the batch."""
     lanes, group = q.shape[2], q.shape[1] // k_cache.shape[2]
-    launches = _tiles.launches_of(max_query_len, group)
-    return [(lanes, group, _tiles.tile_options(each[2], lanes, q.dtype, 1 << 20)["BLOCK_M"])
+    launches = _launch_config.launches_of(max_query_len, group)
+    return [(lanes, group, _launch_config.tile_options(each[2], lanes, q.dtype, 1 << 20)["BLOCK_M"])
             for each in launches]  # fmt: skip
 
 
@@ -63,12 +63,12 @@ def test_no_step_is_the_first_to_launch_a_kernel(
             launched.add((name, *map(_kind, args)))
         return dispatch(watch, func, types, args, kwargs)
 
-    def noting(name: str, form: Callable[..., None]) -> Forms:
+    def noting(name: str, form: Callable[..., None]) -> Implementations:
         def stage(*args: Any) -> None:
             launched.add(name)
             form(*args)
 
-        return Forms(stage)
+        return Implementations(stage)
 
     monkeypatch.setattr(type(cuda._watch), "__torch_dispatch__", noted)
     for name, forms in geometry.FORMS.items():

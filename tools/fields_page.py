@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bateleur.metadata import FIELDS, Axis, Field, Pad
+from bateleur.metadata import FIELDS, Field, LeadingDim, Pad
 
 _SHAPES = {
-    Axis.REQ: "(R,)",
-    Axis.REQ_PLUS_1: "(R + 1,)",
-    Axis.TOKEN: "(T,)",
-    Axis.REQ_BLOCK: "(R, max_blocks)",
+    LeadingDim.REQS: "(R,)",
+    LeadingDim.REQS_PLUS_1: "(R + 1,)",
+    LeadingDim.TOKENS: "(T,)",
+    LeadingDim.REQS_BY_BLOCKS: "(R, max_blocks)",
 }
 
 _PADS = {
@@ -42,8 +42,8 @@ def fields_page() -> str:
 
 def _line(field: Field) -> str:
     dtype = str(field.dtype).removeprefix("torch.")
-    home = "host, numpy" if field.part else "host" if field.on_host else "device"
-    shape = _SHAPES[field.axis] + (" per group" if field.per_group else "")
+    home = "host, numpy" if field.bound_attr else "host" if field.on_host else "device"
+    shape = _SHAPES[field.leading_dim] + (" per group" if field.per_group else "")
     pad = _PADS[field.pad] if isinstance(field.pad, Pad) else str(field.pad)
     cells = (f"`{field.name}`", shape, dtype, home, pad, field.doc, field.used_by)
     return f"| {' | '.join(cells)} |\n"

@@ -367,7 +367,7 @@ class FakeCuda:
         _replace_loading(patch, self._spec)
 
     def _replace_kernels(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(TritonBackend, "unsupported", lambda *_, **__: None)
+        patch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
         patch.setattr(JITFunction, "run", partialmethod(_launch, self.watch))
 
     @property

@@ -20,7 +20,7 @@ from bateleur.runner.engine import leader
 from bateleur.runner.parallel.links import Link, Member
 
 FOLLOWER = "bateleur.runner.engine.follower"
-LATER = ["bateleur.metadata.backends.native", "transformers.models.auto.modeling_auto"]
+LATER = ["bateleur.metadata.backends.native_paged", "transformers.models.auto.modeling_auto"]
 """What an engine imports when it is made: a second for each that would do so itself."""
 PRELOADED = [FOLLOWER, "rank_pool", "folder_users", *LATER]
 """What whoever forks off there has imported."""

@@ -15,7 +15,7 @@ from bateleur.metadata import (
     BatchShape,
     CommonAttentionMetadata,
     InputBuffers,
-    KVGroup,
+    KVCacheGroup,
     StepRows,
     get_backend,
 )
@@ -134,7 +134,9 @@ def _staged(
     tables = np.zeros((rows, width), np.int32)
     for row, count in enumerate(used):
         tables[row, :count], blocks = blocks[:count], blocks[count:]
-    buffers = InputBuffers(BatchLimits(rows, total + extra, width * BLOCK), [KVGroup(BLOCK, width)], device)
+    buffers = InputBuffers(
+        BatchLimits(rows, total + extra, width * BLOCK), [KVCacheGroup(BLOCK, width)], device
+    )
     query_lens = np.array(lens, np.int32)
     step = StepRows(
         query_lens, np.array(computed, np.int32), query_lens > 8, np.zeros(total, np.int32), (tables,)

@@ -29,7 +29,7 @@ def run(job: Job) -> None:
         from bateleur.metadata import native
 
         began = time.perf_counter()
-        why = native.missing()
+        why = native.unavailable_reason()
         job.record.figure("C kernels", compiler=why or "found", seconds=time.perf_counter() - began)
     if not job.needs_cuda():
         return

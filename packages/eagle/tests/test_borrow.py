@@ -15,7 +15,7 @@ from bateleur.metadata import (
     BatchShape,
     CommonAttentionMetadata,
     InputBuffers,
-    KVGroup,
+    KVCacheGroup,
     PagedAttentionBuilder,
     PagedAttentionMetadata,
     StepRows,
@@ -38,11 +38,11 @@ class LazyMetadata:
 @pytest.fixture
 def batch() -> CommonAttentionMetadata:
     """A step of two rows with four tokens each, in two KV groups."""
-    groups = (KVGroup(4, 4), KVGroup(4, 4))
+    groups = (KVCacheGroup(4, 4), KVCacheGroup(4, 4))
     buffers = InputBuffers(BatchLimits(4, 16, 16), groups, "cpu")
     rows = StepRows(
         query_lens=np.array([4, 4], np.int32),
-        num_computed=np.array([3, 5], np.int32),
+        num_computed_tokens=np.array([3, 5], np.int32),
         is_prefilling=np.zeros(2, np.bool_),
         token_ids=np.arange(8, dtype=np.int32),
         block_tables=(np.arange(1, 9, dtype=np.int32).reshape(2, 4),) * 2,

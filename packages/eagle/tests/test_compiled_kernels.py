@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bateleur.eagle import Keys, Lanes, Penalties, SamplingMetadata
 from bateleur.eagle.buffers import DraftBuffers
 from bateleur.eagle.rules import Coupled, Drafts, Rows
-from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVCacheGroup, StepRows
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
@@ -159,10 +159,10 @@ def test_a_part_of_a_vocabulary(size: int, truncates: bool, record_property: Rec
 
 @pytest.mark.parametrize("rows", [4, 256, 1024, 4096])
 def test_staging_of_drafts(rows: int, record_property: Recorder) -> None:
-    limits, group = BatchLimits(rows, 8192, 4096), KVGroup(16, 256)
+    limits, group = BatchLimits(rows, 8192, 4096), KVCacheGroup(16, 256)
     step = StepRows(
         query_lens=np.ones(rows, np.int32),
-        num_computed=np.zeros(rows, np.int32),
+        num_computed_tokens=np.zeros(rows, np.int32),
         is_prefilling=np.zeros(rows, bool),
         token_ids=np.zeros(rows, np.int32),
         block_tables=(np.ones((rows, group.max_blocks), np.int32),),

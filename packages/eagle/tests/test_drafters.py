@@ -16,7 +16,7 @@ from bateleur.eagle import ngram
 from bateleur.eagle.drafter import DraftContext, Drafter, TargetNeeds
 from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.stats import AcceptStats
-from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVCacheGroup, StepRows
 from eagle_doubles.drafters import NoDrafts, RandomDrafter, ScriptedDrafter, StickyDrafter
 
 VOCAB, K = 50, 4
@@ -42,10 +42,10 @@ def context(
     """A step in which all tokens stayed; `emitted` is empty where the prompt goes on."""
     count = len(rows)
     lens = [max(len(each), 1) for each in emitted]
-    buffers = InputBuffers(BatchLimits(8, 64, longest), (KVGroup(longest // 16, 16),), "cpu")
+    buffers = InputBuffers(BatchLimits(8, 64, longest), (KVCacheGroup(longest // 16, 16),), "cpu")
     step = StepRows(
         query_lens=np.array(lens, np.int32),
-        num_computed=np.array(computed, np.int32),
+        num_computed_tokens=np.array(computed, np.int32),
         is_prefilling=np.zeros(count, bool),
         token_ids=np.zeros(sum(lens), np.int32),
         block_tables=(np.arange(1, 1 + 16 * count, dtype=np.int32).reshape(count, 16),),

@@ -23,7 +23,7 @@ from bateleur.metadata import (
     BatchShape,
     CommonAttentionMetadata,
     InputBuffers,
-    KVGroup,
+    KVCacheGroup,
     SeqLenBound,
     StepRows,
 )
@@ -52,18 +52,18 @@ class Step:
         self.context, self.lens, self.valid = context, lens, list(valid or lens)
         self.num_rows, self.num_tokens, self.drafts, self.limit = len(rows), sum(lens), drafts, limit
         width = MAX_LEN // BLOCK
-        group = KVGroup(BLOCK, width, lookahead_tokens=drafts if lookahead is None else lookahead)
+        group = KVCacheGroup(BLOCK, width, lookahead_tokens=drafts if lookahead is None else lookahead)
         self.inputs = InputBuffers(BatchLimits(MAX_ROWS, MAX_TOKENS, MAX_LEN), (group,), "cpu")
         self.inputs.poison()
         self.ids = list(range(100, 100 + sum(lens))) if ids is None else list(ids)
         table = 1 + np.random.default_rng(7).permutation(len(rows) * width).reshape(len(rows), width)
         step = StepRows(
             query_lens=np.array(lens, np.int32),
-            num_computed=np.array(context, np.int32),
+            num_computed_tokens=np.array(context, np.int32),
             is_prefilling=np.zeros(len(rows), bool),
             token_ids=np.array(self.ids, np.int32),
             block_tables=(table.astype(np.int32),),
-            exact=np.zeros(len(rows), bool),
+            num_computed_is_exact=np.zeros(len(rows), bool),
         )
         shape = BatchShape(
             len(rows),

@@ -22,7 +22,7 @@ from bateleur.metadata import (
     BatchShape,
     CommonAttentionMetadata,
     InputBuffers,
-    KVGroup,
+    KVCacheGroup,
     StepRows,
 )
 
@@ -66,7 +66,7 @@ def staged(
     table = 1 + np.random.default_rng(7).permutation(rows * width).reshape(rows, width).astype(np.int32)
     step = StepRows(
         query_lens=lens.astype(np.int32),
-        num_computed=context.astype(np.int32),
+        num_computed_tokens=context.astype(np.int32),
         is_prefilling=np.zeros(rows, bool),
         token_ids=np.arange(100, 100 + tokens, dtype=np.int32),
         block_tables=(table,),
@@ -96,7 +96,7 @@ def test_kernels_write_what_torch_writes(
     lens = rng.integers(1, longest + 1, rows)
     context = rng.integers(0, 64 - longest - drafts, rows)
     limits = BatchLimits(rows + padding[0] + 3, int(lens.sum()) + sum(padding) + 9, 64)
-    group = KVGroup(BLOCK, 64 // BLOCK, lookahead_tokens=rows % 3)
+    group = KVCacheGroup(BLOCK, 64 // BLOCK, lookahead_tokens=rows % 3)
     kept = BatchLimits(limits.max_num_reqs, limits.max_num_tokens, limit)
     batches = [
         staged(InputBuffers(limits, (group,), place), context, lens, padding) for place in ("cpu", device)

@@ -23,7 +23,7 @@ from bateleur.eagle import (
     verify,
 )
 from bateleur.eagle.noise import names
-from bateleur.metadata.native import missing
+from bateleur.metadata.native import unavailable_reason
 from eagle_doubles.laws import HOSTILE, INF, NAN, SAMPLINGS, Row, keys_of, likely, metadata_of, normal
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_bad_rows_are_told_and_others_are_not() -> None:
     )
 
 
-@pytest.mark.skipif(missing() is not None, reason=f"no kernels in C: {missing()}")
+@pytest.mark.skipif(unavailable_reason() is not None, reason=f"no kernels in C: {unavailable_reason()}")
 def test_rows_are_decided_by_few_tokens() -> None:
     """Else all of this would hold with `SamplingMetadata.apply` alone."""
     laws = [each for each in SAMPLINGS if each[2] <= 50 and not 0 < 1 - each[3] < 1e-3]

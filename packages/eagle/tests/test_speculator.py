@@ -33,7 +33,7 @@ from bateleur.metadata import (
     BatchLimits,
     BuildPhase,
     CommonAttentionMetadata,
-    KVGroup,
+    KVCacheGroup,
     PagedAttentionBuilder,
     PagedAttentionMetadata,
     get_backend,
@@ -302,7 +302,7 @@ class Spy(PagedAttentionBuilder):
 class With:
     """The torch backend with another builder."""
 
-    ignores_bounds = False
+    tolerates_loose_bounds = False
 
     def __init__(self, builder: Any) -> None:
         self._builder, self._inner = builder, backend_named("torch")
@@ -613,7 +613,7 @@ def wired(**changes: Any) -> EagleSpeculator:
     }
     caches: dict[str, Any] = {
         "kv": paged_caches(1, 9, 4),
-        "groups": (KVGroup(4, 10, lookahead_tokens=K),),
+        "groups": (KVCacheGroup(4, 10, lookahead_tokens=K),),
         "group": 0,
     }
     arguments |= {name: value for name, value in changes.items() if name not in caches}
@@ -625,9 +625,9 @@ def wired(**changes: Any) -> EagleSpeculator:
     ("changes", "text"),
     [
         ({"group": 1}, "group is 1; there are 1 KV groups"),
-        ({"groups": (KVGroup(4, 10, has_slots=False, lookahead_tokens=K),)}, "stores no tokens"),
-        ({"groups": (KVGroup(4, 9, lookahead_tokens=K),)}, "fewer than max_model_len 40"),
-        ({"groups": (KVGroup(4, 10, lookahead_tokens=K - 2),)}, "lookahead_tokens is 1; 3 drafts"),
+        ({"groups": (KVCacheGroup(4, 10, has_slots=False, lookahead_tokens=K),)}, "stores no tokens"),
+        ({"groups": (KVCacheGroup(4, 9, lookahead_tokens=K),)}, "fewer than max_model_len 40"),
+        ({"groups": (KVCacheGroup(4, 10, lookahead_tokens=K - 2),)}, "lookahead_tokens is 1; 3 drafts"),
         ({"kv": paged_caches(2, 9, 4)}, "kv has 2 layers; the head has 1"),
         ({"kv": paged_caches(1, 9, 8)}, "blocks of 8 tokens; the group has 4"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0"),

@@ -10,7 +10,7 @@ from bateleur.eagle import Drawn, Keys, Lanes, Role, SamplingMetadata, argmax, d
 from bateleur.eagle.sampling_metadata import thresholds_by_sort
 from bateleur.eagle.shard_truncation import shard_thresholds
 from bateleur.eagle.vocab_shard import VocabShard, float_of, order_of
-from bateleur.metadata.native import missing
+from bateleur.metadata.native import unavailable_reason
 from eagle_doubles.laws import HOSTILE, INF, NAN, SAMPLINGS, keys_of, left_by, likely, metadata_of, normal
 from together import OneOf, Together, at_once, parts_of
 
@@ -21,8 +21,8 @@ PLAIN = [(0.0, 0, 0, 1), (1, 0, 0, 1), (0.7, 0, 0, 1), (30, 0, 0, 1), (1e-3, 0, 
 @pytest.fixture(params=["c", "torch"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Who looks for the best of a part."""
-    if request.param == "c" and missing() is not None:
-        pytest.skip(f"no kernels in C: {missing()}")
+    if request.param == "c" and unavailable_reason() is not None:
+        pytest.skip(f"no kernels in C: {unavailable_reason()}")
     if request.param == "torch":
         monkeypatch.setattr(native, "takes", lambda _: False)
     return str(request.param)

@@ -18,7 +18,7 @@ from bateleur.eagle.noise import Role, names
 from bateleur.eagle.shard_sampling import PERTURBED_MAX
 from bateleur.eagle.shard_truncation import HISTOGRAM, LAST_TIE
 from bateleur.eagle.vocab_shard import order_of
-from bateleur.metadata.forms import load
+from bateleur.metadata.dispatch import load
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 

@@ -36,7 +36,7 @@ from bateleur.metadata import (
     BuildPhase,
     CommonAttentionMetadata,
     InputBuffers,
-    KVGroup,
+    KVCacheGroup,
     StepRows,
 )
 
@@ -65,7 +65,7 @@ class Groups:
 
     def __init__(self) -> None:
         self.layouts = [CacheLayout(ALL, size, 2, MAX_LEN) for size in (4, 16)]
-        kinds = [KVGroup(kind.block_size, kind.columns(), has_slots=False) for kind in self.layouts]
+        kinds = [KVCacheGroup(kind.block_size, kind.columns(), has_slots=False) for kind in self.layouts]
         self.buffers = InputBuffers(BatchLimits(8, 128, MAX_LEN), kinds, "cpu")
         self.buffers.poison()
         self.builders = [MambaMetadataBuilder(kind, 4, 8, "cpu") for kind in self.layouts]

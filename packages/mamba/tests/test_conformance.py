@@ -12,7 +12,7 @@ from bateleur.mamba import (
     RequestStates,
     StatePolicy,
 )
-from bateleur.metadata import BatchLimits, BuildPhase, KVGroup
+from bateleur.metadata import BatchLimits, BuildPhase, KVCacheGroup
 from bateleur.metadata.conformance import ConformanceError, check_builder
 
 LIMITS = BatchLimits(max_num_reqs=7, max_num_tokens=40, max_model_len=24)
@@ -31,7 +31,7 @@ def builder(drafts: int, kind: type[MambaMetadataBuilder] = MambaMetadataBuilder
 
 def check(drafts: int, kind: type[MambaMetadataBuilder] = MambaMetadataBuilder) -> frozenset[str]:
     """Behind an attention group, as in a hybrid model."""
-    groups = (KVGroup(4, 6), KVGroup(LIMITS.max_model_len, 1 + drafts, has_slots=False))
+    groups = (KVCacheGroup(4, 6), KVCacheGroup(LIMITS.max_model_len, 1 + drafts, has_slots=False))
     lens = (1, 1 + drafts)[: 1 + (drafts > 0)]
     report = check_builder(builder(drafts, kind), LIMITS, groups=groups, group=1, query_lens=lens)
     assert len(report.keys) == 3 * len(lens)
@@ -89,7 +89,7 @@ def test_a_builder_that_breaks_a_class_is_told_so(kind: type[MambaMetadataBuilde
 @pytest.mark.parametrize("mode", [MambaCacheMode.ALIGN, MambaCacheMode.ALL])
 def test_the_builder_conforms_where_states_outlive_steps(mode: MambaCacheMode) -> None:
     layout = CacheLayout(mode, 8, 0, LIMITS.max_model_len)
-    groups = (KVGroup(4, 6), KVGroup(8, layout.columns(), has_slots=False))
+    groups = (KVCacheGroup(4, 6), KVCacheGroup(8, layout.columns(), has_slots=False))
     paged = MambaMetadataBuilder(layout, 4, LIMITS.max_num_reqs, "cpu")
     with pytest.raises(ConformanceError) as error:
         check_builder(paged, LIMITS, groups=groups, group=1, query_lens=(1,))
@@ -107,12 +107,12 @@ def test_the_builder_conforms_with_states_that_travel(
 ) -> None:
     block = LIMITS.max_model_len if mode is MambaCacheMode.NONE else 8
     layout = CacheLayout(mode, block, drafts, LIMITS.max_model_len, policy)
-    own = KVGroup(block, layout.columns(), has_slots=False)
-    rows = KVGroup(block, 1, has_slots=False)
+    own = KVCacheGroup(block, layout.columns(), has_slots=False)
+    rows = KVCacheGroup(block, 1, has_slots=False)
     states = RequestStates(1 + LIMITS.max_num_reqs, "cpu")
     kept = MambaMetadataBuilder(layout, 4, LIMITS.max_num_reqs, "cpu", states)
     lens = (1, 1 + drafts)[: 1 + (drafts > 0)]
     report = check_builder(
-        as_elsewhere(kept), LIMITS, groups=(KVGroup(4, 6), own, rows), group=1, query_lens=lens
+        as_elsewhere(kept), LIMITS, groups=(KVCacheGroup(4, 6), own, rows), group=1, query_lens=lens
     )
     assert len(report.keys) == 3 * len(lens)

@@ -14,7 +14,9 @@ from torch import Tensor
 from bateleur.mamba import ops
 from bateleur.metadata import native as compiler
 
-pytestmark = pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+pytestmark = pytest.mark.skipif(
+    compiler.unavailable_reason() is not None, reason=str(compiler.unavailable_reason())
+)
 I32, NAN = torch.int32, float("nan")
 FLOATS = (torch.float32, torch.bfloat16)
 SLOTS, LIVE, SPARE = 13, 5, 2
@@ -105,7 +107,7 @@ def test_prompts_are_as_torch_has_them(dtype: torch.dtype, bias: bool, monkeypat
     case = Case(dtype, 21, 4, bias, [5, 1, 40])
     chunks, write = [[5], [1], [3, 37]], [4, 5, 6, 3]
     y, windows, live = case.prompts(chunks, write)
-    monkeypatch.setattr(compiler, "missing", lambda: "none is wanted")
+    monkeypatch.setattr(compiler, "unavailable_reason", lambda: "none is wanted")
     plain_y, plain_windows, plain_live = case.prompts(chunks, write)
     places = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(y, plain_y, **places)
@@ -162,7 +164,7 @@ def test_gated_norms_are_as_torch_has_them(
     assert torch.equal(
         torch.cat([ops.gated_rms_norm(x[i : i + 1], z[i : i + 1], *options) for i in range(9)]), y
     )
-    monkeypatch.setattr(compiler, "missing", lambda: "none is wanted")
+    monkeypatch.setattr(compiler, "unavailable_reason", lambda: "none is wanted")
     plain = ops.gated_rms_norm(x, z, *options)
     places = {"rtol": 2e-2, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(y, plain, **places)

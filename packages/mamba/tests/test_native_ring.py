@@ -11,9 +11,11 @@ from torch import Tensor
 from bateleur.mamba import ops
 from bateleur.mamba.ops.native import conv, ring, update
 from bateleur.metadata import native as compiler
-from bateleur.metadata.forms import NOT_TAKEN
+from bateleur.metadata.dispatch import UNSUPPORTED
 
-pytestmark = pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+pytestmark = pytest.mark.skipif(
+    compiler.unavailable_reason() is not None, reason=str(compiler.unavailable_reason())
+)
 I32, NAN = torch.int32, float("nan")
 FLOATS = (torch.float32, torch.bfloat16)
 LIMITS = (0.01, 2.0)
@@ -186,7 +188,7 @@ def test_bfloat16_is_as_torch_has_it(shape: tuple[int, int, int, int], monkeypat
     layer = Layer(shape, 9, torch.bfloat16)
     y, states = layer.one_by_one(layer.states(3)[2], 0, 9)
     assert y.dtype == torch.bfloat16
-    monkeypatch.setattr(compiler, "missing", lambda: "none is wanted")
+    monkeypatch.setattr(compiler, "unavailable_reason", lambda: "none is wanted")
     plain_y, plain_states = layer.one_by_one(layer.states(3)[2], 0, 9)
     torch.testing.assert_close(y, plain_y, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(states, plain_states, rtol=1e-4, atol=1e-4)
@@ -222,11 +224,11 @@ def test_a_slot_that_another_row_reads_is_not_written_before(
     states, starts = layer.states(5), torch.tensor([0, 2, 4], dtype=I32)
     writes = torch.tensor([[0, write[0]], [0, write[1]]])
     args = (*layer.some([0, 1, 2, 3]), starts, 2, reads, writes, *LIMITS)
-    assert (update.selective_state_update(states.clone(), *args) is not NOT_TAKEN) == ok
+    assert (update.selective_state_update(states.clone(), *args) is not UNSUPPORTED) == ok
     x, windows = torch.randn(4, 6), torch.randn(5, 4, 6)
     rows = (starts, 2, reads, torch.zeros(2, dtype=torch.int64), writes[:, 1])
     taken = conv.causal_conv1d_update(x, torch.randn(6, 4), None, windows, *rows, "silu")
-    assert (taken is not NOT_TAKEN) == ok
+    assert (taken is not UNSUPPORTED) == ok
     want = torch.stack(
         [layer.one_by_one(states[s].nan_to_num(0), 2 * i, 2 * i + 2)[1][1] for i, s in enumerate(read)]
     )

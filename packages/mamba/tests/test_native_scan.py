@@ -12,7 +12,9 @@ from bateleur.mamba import ops
 from bateleur.mamba.ops import native
 from bateleur.metadata import native as compiler
 
-compiles = pytest.mark.skipif(compiler.missing() is not None, reason=str(compiler.missing()))
+compiles = pytest.mark.skipif(
+    compiler.unavailable_reason() is not None, reason=str(compiler.unavailable_reason())
+)
 I32 = torch.int32
 
 
@@ -86,7 +88,7 @@ def test_prompts_are_updates_of_single_tokens(
         assert torch.equal(took, y[first : first + count])
         assert torch.equal(state[1], one[target])
     assert torch.equal(one[[1, 2, 7, 8]], states[[1, 2, 7, 8]])
-    monkeypatch.setattr(compiler, "missing", lambda: "none is wanted")
+    monkeypatch.setattr(compiler, "unavailable_reason", lambda: "none is wanted")
     near = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(scanned(inputs, plain, rows, read, write), y, rtol=near, atol=near)
     torch.testing.assert_close(plain, one, rtol=1e-4, atol=1e-4)

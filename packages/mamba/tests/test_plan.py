@@ -24,7 +24,7 @@ from bateleur.metadata import (
     BatchShape,
     BuildPhase,
     InputBuffers,
-    KVGroup,
+    KVCacheGroup,
     StepRows,
     check_reads,
 )
@@ -108,7 +108,7 @@ class Stage:
 
     def __init__(self, drafts: int = 0, *, states: bool = False) -> None:
         self.columns, self.states = 1 + drafts, states
-        groups = [KVGroup(MAX_LEN, width, has_slots=False) for width in (self.columns, 1)[: 1 + states]]
+        groups = [KVCacheGroup(MAX_LEN, width, has_slots=False) for width in (self.columns, 1)[: 1 + states]]
         self.buffers = InputBuffers(BatchLimits(16, 512, MAX_LEN), groups, "cpu")
         self.buffers.poison()
 
@@ -305,7 +305,7 @@ def test_rows_that_come_in_turn_with_other_drafts_are_planned_anew_in_what_was_b
 )
 def test_states_need_the_table_that_names_their_rows(widths, message):
     """Else an attention group's blocks would be taken for rows."""
-    groups = [KVGroup(MAX_LEN, width, has_slots=False) for width in widths]
+    groups = [KVCacheGroup(MAX_LEN, width, has_slots=False) for width in widths]
     one, tables = np.ones(1, np.int32), tuple(np.ones((1, width), np.int32) for width in widths)
     batch = InputBuffers(BatchLimits(16, 512, MAX_LEN), groups, "cpu").stage(
         StepRows(one, 8 * one, np.zeros(1, bool), one, tables), BatchShape(1, 1, 1, 1, 1)

@@ -32,8 +32,7 @@ from bateleur.mamba import (
     plan_replay,
     plan_step,
 )
-from bateleur.metadata.forms import Forms as Choice
-from bateleur.metadata.forms import load
+from bateleur.metadata.dispatch import Implementations, load
 
 LAYOUTS = [
     (mode, block, drafts)
@@ -131,7 +130,7 @@ class Forms:
         form = getattr(import_module(planner.__module__).FORMS, self.form)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                f"{planner.__module__}.FORMS", Choice(load(form) if isinstance(form, str) else form)
+                f"{planner.__module__}.FORMS", Implementations(load(form) if isinstance(form, str) else form)
             )
             assert planner(layout, *moved, out=poisoned(out), **named) is out
         return out
@@ -186,7 +185,7 @@ class Forms:
 @pytest.mark.skipif(INTERPRETED, reason="nothing of Triton's")
 @pytest.mark.parametrize(("mode", "block", "drafts"), LAYOUTS)
 def test_numpy_plans_what_torch_plans(mode: MambaCacheMode, block: int, drafts: int) -> None:
-    Forms("host").rounds(mode, block, drafts, ROUNDS)
+    Forms("numpy").rounds(mode, block, drafts, ROUNDS)
 
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -16,7 +16,7 @@ from torch.library import Library
 from bateleur.mamba import GatedDelta, KimiDelta, Recurrence, ShortConv
 from bateleur.mamba.conformance import check_recurrence
 from bateleur.mamba.ops import FORMS
-from bateleur.metadata.forms import load
+from bateleur.metadata.dispatch import load
 from one_token import one_token
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops import FORMS, reference
-from bateleur.metadata.forms import load
+from bateleur.metadata.dispatch import load
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops import FORMS, reference
-from bateleur.metadata.forms import load
+from bateleur.metadata.dispatch import load
 
 NAN = float("nan")
 OF_LAYERS = ("fold_ring", "delta_fold_ring", "fold_window", "copy_states")

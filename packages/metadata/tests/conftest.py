@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows, field_values
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVCacheGroup, StepRows, field_values
 
 
 def _make_rows(
     query_lens: Sequence[int],
     num_computed: Sequence[int],
-    groups: Sequence[KVGroup],
+    groups: Sequence[KVCacheGroup],
     *,
     is_prefilling: Sequence[bool] | None = None,
     seed: int = 0,
@@ -31,7 +31,7 @@ def _make_rows(
     prefilling = [q > 1 or c == 0 for q, c in zip(query_lens, num_computed, strict=True)]
     return StepRows(
         query_lens=np.array(query_lens, np.int32),
-        num_computed=np.array(num_computed, np.int32),
+        num_computed_tokens=np.array(num_computed, np.int32),
         is_prefilling=np.array(prefilling if is_prefilling is None else is_prefilling, np.bool_),
         token_ids=rng.integers(1, 999, sum(query_lens)).astype(np.int32),
         block_tables=tuple(tables),
@@ -45,7 +45,7 @@ def _whole(batch: Any, limits: BatchLimits) -> dict[str, list[np.ndarray[Any, An
     found: dict[str, list[np.ndarray[Any, Any]]] = {}
     for name, value in field_values(batch).items():
         arrays = value if isinstance(value, tuple) else (value,)
-        extent = FIELDS[name].axis.extent(limits.max_num_reqs, limits.max_num_tokens)
+        extent = FIELDS[name].leading_dim.size(limits.max_num_reqs, limits.max_num_tokens)
         for array in arrays:
             if isinstance(array, torch.Tensor):
                 full = array.as_strided((extent, *array.shape[1:]), array.stride()).numpy()
@@ -99,12 +99,12 @@ def make() -> SimpleNamespace:
 
 
 @pytest.fixture
-def groups() -> tuple[KVGroup, ...]:
-    return KVGroup(5, 17), KVGroup(16, 6), KVGroup(80, 1, has_slots=False)
+def groups() -> tuple[KVCacheGroup, ...]:
+    return KVCacheGroup(5, 17), KVCacheGroup(16, 6), KVCacheGroup(80, 1, has_slots=False)
 
 
 @pytest.fixture
-def buffers(groups: tuple[KVGroup, ...]) -> InputBuffers:
+def buffers(groups: tuple[KVCacheGroup, ...]) -> InputBuffers:
     return InputBuffers(BatchLimits(max_num_reqs=7, max_num_tokens=50, max_model_len=80), groups, "cpu")
 
 

@@ -15,13 +15,13 @@ from bateleur.metadata import (
     BuildPhase,
     CommonAttentionMetadata,
     GraphSupport,
-    KVGroup,
+    KVCacheGroup,
     PagedAttentionBuilder,
     Role,
     Signature,
     get_backend,
 )
-from bateleur.metadata.backends import _load, names
+from bateleur.metadata.backends import _load, backend_names
 from bateleur.metadata.conformance import ConformanceError, check_backend, check_builder
 
 LIMITS = BatchLimits(max_num_reqs=7, max_num_tokens=31, max_model_len=19)
@@ -35,7 +35,7 @@ def backend_on(name: str, device: str) -> Any:
         pytest.skip(str(refusal))
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", backend_names())
 def test_shipped_builders_conform(name: str) -> None:
     """Every one of them, also where its kernels can't run: building touches no kernel."""
     builder = _load(name).builder()
@@ -47,7 +47,7 @@ def test_shipped_builders_conform(name: str) -> None:
 @pytest.mark.parametrize("support", SUPPORTS)
 @pytest.mark.parametrize("group", [0, 1])
 def test_the_paged_builder_conforms_at_every_support_and_group(support: GraphSupport, group: int) -> None:
-    groups = (KVGroup(5, 4), KVGroup(16, 2, lookahead_tokens=2))
+    groups = (KVCacheGroup(5, 4), KVCacheGroup(16, 2, lookahead_tokens=2))
     report = check_builder(
         PagedAttentionBuilder(support),
         LIMITS,
@@ -60,7 +60,7 @@ def test_the_paged_builder_conforms_at_every_support_and_group(support: GraphSup
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", backend_names())
 def test_gpu_shipped_builders_conform(name: str) -> None:
     check_builder(backend_on(name, "cuda").builder(), LIMITS, device="cuda")
 
@@ -306,7 +306,8 @@ def test_a_group_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, torch.float32) for name in names()] + [(name, torch.bfloat16) for name in ("torch", "native")],
+    [(name, torch.float32) for name in backend_names()]
+    + [(name, torch.bfloat16) for name in ("torch", "native")],
 )
 def test_T_A4_shipped_backends_conform(name: str, dtype: torch.dtype) -> None:
     report = check_backend(backend_on(name, "cpu"), dtype=dtype, block_sizes=(5,), head_dims=(24,))
@@ -329,12 +330,12 @@ LAYOUTS = (((4, 4), 16), ((6, 2), 32), ((4, 4), 32), ((6, 2), 16))
         for j, head_dim in enumerate(HEAD_DIMS)
     ],
 )
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", backend_names())
 def test_T_A4_gpu_shipped_backends_conform(
     name: str, dtype: torch.dtype, head_dim: int, layout: tuple[tuple[int, int], int]
 ) -> None:
     backend, (heads, block_size) = backend_on(name, "cuda"), layout
-    reason = backend.unsupported(head_dim, dtype, torch.device("cuda"))
+    reason = backend.unsupported_reason(head_dim, dtype, torch.device("cuda"))
     if reason is not None:
         pytest.skip(reason)
     options = {"heads": (heads,), "head_dims": (head_dim,), "block_sizes": (block_size,)}
@@ -394,6 +395,6 @@ def test_T_A4_what_only_some_garbage_changes_is_found() -> None:
 
 
 def test_a_backend_that_supports_nothing_is_refused() -> None:
-    refusing = Wrong(unsupported=lambda *_: "tired")
+    refusing = Wrong(unsupported_reason=lambda *_: "tired")
     with pytest.raises(ValueError, match=r"supports none of the configurations; head_dim 16, .* tired"):
         check_backend(refusing)

@@ -16,14 +16,14 @@ from bateleur.metadata import (
     BatchShape,
     InexactBound,
     InputBuffers,
-    KVGroup,
+    KVCacheGroup,
     check_reads,
     get_backend,
 )
-from bateleur.metadata.backends._flashinfer import page_list, pages_of
+from bateleur.metadata.attention_metadata_builder import BuildPhase, GraphSupport
+from bateleur.metadata.backends._flashinfer_plans import page_indices, page_indptr_and_last_lens
 from bateleur.metadata.backends.flashinfer import FlashInferBackend
 from bateleur.metadata.backends.reference import ReferenceBackend
-from bateleur.metadata.builder import BuildPhase, GraphSupport
 
 BATCHES = {
     "decode": ([1, 1, 1], [0, 61, 17]),
@@ -53,7 +53,7 @@ def _step(
 ) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """A padded batch, its queries, keys and values, and a cache with every context in it."""
     query_lens, computed = BATCHES[name]
-    groups = (KVGroup(block_size, -(-70 // block_size)),)
+    groups = (KVCacheGroup(block_size, -(-70 // block_size)),)
     buffers = InputBuffers(BatchLimits(9, 70, 70), groups, device)
     num_reqs, num_tokens = len(query_lens), sum(query_lens)
     padded = num_reqs + padding, num_tokens + padding
@@ -130,7 +130,7 @@ def test_batches_of_a_captured_shape_are_planned_into_its_buffers(
     make: Any, made: list[Double], query_len: int, window: int | None
 ) -> None:
     """With the metadata, since a replay calls no layer; padded rows have no token, and see the null block."""
-    groups, backend, reference = (KVGroup(4, 18),), FlashInferBackend(), ReferenceBackend()
+    groups, backend, reference = (KVCacheGroup(4, 18),), FlashInferBackend(), ReferenceBackend()
     buffers, builder = InputBuffers(BatchLimits(5, 15, 70), groups, "cpu"), backend.builder()
     q, k, v = (torch.randn(5 * query_len, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     shape = BatchShape(5, 5 * query_len, 5, 5 * query_len, query_len)
@@ -160,7 +160,7 @@ def test_batches_of_a_captured_shape_are_planned_into_its_buffers(
 
 
 def test_groups_have_plans_of_their_own(make: Any, made: list[Double]) -> None:
-    groups = (KVGroup(4, 18), KVGroup(4, 18))
+    groups = (KVCacheGroup(4, 18), KVCacheGroup(4, 18))
     buffers = InputBuffers(BatchLimits(3, 9, 70), groups, "cpu")
     rows = make.rows([1, 1], [9, 30], groups)
     batch = buffers.stage(rows, BatchShape.of(2, 2, 1))
@@ -175,7 +175,7 @@ def test_groups_have_plans_of_their_own(make: Any, made: list[Double]) -> None:
 
 
 def test_a_batch_without_rows_plans_nothing(make: Any, made: list[Double]) -> None:
-    buffers = InputBuffers(BatchLimits(4, 4, 70), (KVGroup(4, 18),), "cpu")
+    buffers = InputBuffers(BatchLimits(4, 4, 70), (KVCacheGroup(4, 18),), "cpu")
     backend = FlashInferBackend()
     meta = backend.builder().build(buffers.dummy(BatchShape(0, 0, 4, 4, 1)), 0)
     q = torch.ones(4, 2, 8)
@@ -184,9 +184,11 @@ def test_a_batch_without_rows_plans_nothing(make: Any, made: list[Double]) -> No
 
 
 def test_inexact_lengths_are_refused(make: Any) -> None:
-    groups = (KVGroup(4, 18),)
+    groups = (KVCacheGroup(4, 18),)
     buffers = InputBuffers(BatchLimits(4, 4, 70), groups, "cpu")
-    rows = dataclasses.replace(make.rows([1, 1], [9, 30], groups), exact=np.array([True, False]))
+    rows = dataclasses.replace(
+        make.rows([1, 1], [9, 30], groups), num_computed_is_exact=np.array([True, False])
+    )
     batch = buffers.stage(rows, BatchShape.of(2, 2, 1))
     with pytest.raises(
         InexactBound, match="FlashInfer plans on the host, from exact lengths; rows: row 1 has only"
@@ -195,11 +197,11 @@ def test_inexact_lengths_are_refused(make: Any) -> None:
 
 
 def test_pages() -> None:
-    starts, last = pages_of(np.array([1, 4, 5, 8, 9], np.int32), 4)
+    starts, last = page_indptr_and_last_lens(np.array([1, 4, 5, 8, 9], np.int32), 4)
     assert starts.tolist() == [0, 1, 2, 4, 6, 9]
     assert last.tolist() == [1, 4, 1, 4, 1]
     table = torch.arange(20, dtype=torch.int32).view(5, 4)
-    pages = page_list(table, starts)
+    pages = page_indices(table, starts)
     assert pages.tolist() == [0, 4, 8, 9, 12, 13, 16, 17, 18]
     assert pages.dtype is torch.int32
 

@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 import sm90
-from bateleur.metadata._expand import DeviceFields, SentStep
-from bateleur.metadata.backends import _tiles
-from bateleur.metadata.kernels import expand, paged_attention
+from bateleur.metadata._device_fields import DeviceFields, DeviceStep
+from bateleur.metadata.backends import _launch_config
+from bateleur.metadata.kernels import cuda_ops, device_fields
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
@@ -38,10 +38,12 @@ QUERY_LENS = (1, 5, 16, 64)
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """132 multiprocessors with 227 KiB of shared memory for a block."""
-    monkeypatch.setattr(_tiles, "device_sizes", lambda device: (sm90.MULTIPROCESSORS, sm90.SHARED_BYTES))
-    _tiles._work_shape.cache_clear()
+    monkeypatch.setattr(
+        _launch_config, "device_sizes", lambda device: (sm90.MULTIPROCESSORS, sm90.SHARED_BYTES)
+    )
+    _launch_config._work_shape.cache_clear()
     yield
-    _tiles._work_shape.cache_clear()
+    _launch_config._work_shape.cache_clear()
 
 
 def attend(
@@ -56,7 +58,7 @@ def attend(
     lengths = torch.zeros(rows, dtype=torch.int32)
     starts = torch.zeros(rows + 1, dtype=torch.int32)
     bounds = 0, query_len, KEYS, lanes**-0.5, window
-    paged_attention.paged_attention(q, cache, cache, table, lengths, starts, *bounds)
+    cuda_ops.paged_attention(q, cache, cache, table, lengths, starts, *bounds)
 
 
 def checked(found: sm90.Compiled, record: Callable[[str, object], None], name: str) -> list[sm90.Kernel]:
@@ -158,7 +160,7 @@ def test_write_fits_hopper(
             1e-6
         ]
     with sm90.compiling() as found:
-        paged_attention.rotate_and_write_kv(q, k, v, *caches, slots, *turns, *scales)
+        cuda_ops.rotate_and_write_kv(q, k, v, *caches, slots, *turns, *scales)
     checked(found, record_property, f"{heads}, {kv_heads} of {lanes}, {rotary} turn, {norm} {dtype}")
 
 
@@ -172,12 +174,12 @@ def test_staging_fits_hopper(record_property: Callable[[str, object], None]) -> 
         for groups in ((), ((slots, table, 16),), ((slots, table, 16), (slots, table, 32))):
             fields = DeviceFields(ints["tokens"], slots, starts, ints["rows"], ints["rows"], groups, 0)
             for new in (None, starts[:4]):
-                step = SentStep(3, 7, rows, tokens, places[:3], new, places)
-                expand.expand(fields, step)
-        expand.gather_rows(table, table, ints["rows"], places, 33)
-        expand.write_cells(table, table, ints["rows"], places, places)
+                step = DeviceStep(3, 7, rows, tokens, places[:3], new, places)
+                device_fields.expand(fields, step)
+        device_fields.gather_block_tables(table, table, ints["rows"], places, 33)
+        device_fields.write_cells(table, table, ints["rows"], places, places)
     names = {kernel.name for kernel in checked(found, record_property, "")}
-    assert names == {"expand_kernel", "gather_kernel", "cells_kernel"}
+    assert names == {"device_fields_kernel", "gather_block_tables_kernel", "write_block_ids_kernel"}
 
 
 @pytest.mark.parametrize(("capability", "kib"), [(80, 163), (89, 99)])
@@ -186,8 +188,8 @@ def test_attention_fits_devices_with_less_shared_memory(
     monkeypatch: pytest.MonkeyPatch, capability: int, kib: int, lanes: int
 ) -> None:
     """sm_86 and sm_120 have as much as sm_89. float32 takes less, and heads of 192 lanes have the tile of 256."""
-    monkeypatch.setattr(_tiles, "device_sizes", lambda device: (108, kib << 10))
-    _tiles._work_shape.cache_clear()
+    monkeypatch.setattr(_launch_config, "device_sizes", lambda device: (108, kib << 10))
+    _launch_config._work_shape.cache_clear()
     monkeypatch.setitem(sm90._PROPERTIES, "max_shared_mem", kib << 10)
     with sm90.compiling(capability=capability) as found:
         for query_len in (1, 64):

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, get_backend
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVCacheGroup, get_backend
+from bateleur.metadata.attention_metadata_builder import GraphSupport
 from bateleur.metadata.backends import torch_varlen
 from bateleur.metadata.backends.reference import ReferenceBackend, paged_attention_reference
 from bateleur.metadata.backends.torch_varlen import TorchVarlenBackend
-from bateleur.metadata.builder import GraphSupport
 
 BATCHES = {
     "decode": ([1, 1, 1], [0, 61, 17]),
@@ -80,7 +80,7 @@ def _step(
 ) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """A padded batch, its queries, keys and values, and a cache of finite values with every context in it."""
     query_lens, computed = BATCHES[name]
-    groups = (KVGroup(block_size, -(-70 // block_size)),)
+    groups = (KVCacheGroup(block_size, -(-70 // block_size)),)
     buffers = InputBuffers(BatchLimits(9, 70, 70), groups, device)
     num_reqs, num_tokens = len(query_lens), sum(query_lens)
     shape = BatchShape(num_reqs, num_tokens, num_reqs + 2, num_tokens + 5, max(query_lens))
@@ -118,7 +118,7 @@ def test_the_call_means_what_the_reference_means(
 
 @pytest.mark.usefixtures("double")
 def test_a_batch_without_rows_calls_no_kernel(make: Any) -> None:
-    buffers = InputBuffers(BatchLimits(4, 4, 70), (KVGroup(4, 18),), "cpu")
+    buffers = InputBuffers(BatchLimits(4, 4, 70), (KVCacheGroup(4, 18),), "cpu")
     backend = TorchVarlenBackend()
     meta = backend.builder().build(buffers.dummy(BatchShape.of(0, 0, 1)), 0)
     empty = torch.empty(0, 2, 8)
@@ -206,7 +206,7 @@ def test_bad_calls(make: Any) -> None:
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("name", list(BATCHES))
 def test_gpu_equals_the_torch_backend(make: Any, name: str, window: int | None) -> None:
-    reason = TorchVarlenBackend().unsupported(64, torch.bfloat16, torch.device("cuda"), window)
+    reason = TorchVarlenBackend().unsupported_reason(64, torch.bfloat16, torch.device("cuda"), window)
     if reason is not None:
         pytest.skip(reason)
     results = []

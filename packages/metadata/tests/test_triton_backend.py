@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from bateleur.metadata import get_backend, native
-from bateleur.metadata.backends._tiles import SHORT, launches_of, split_limit, work_shape
+from bateleur.metadata.backends._launch_config import (
+    MAX_SHORT_QUERY_LEN,
+    launches_of,
+    split_limit,
+    work_shape,
+)
 from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.metadata.backends.triton_paged import TritonBackend
 
@@ -99,9 +104,9 @@ def test_the_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_prefers_the_kernels_on_cuda_and_torch_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "missing", lambda: None)
+    monkeypatch.setattr(native, "unavailable_reason", lambda: None)
     assert get_backend(device="cpu", **OPTIONS).name == "native"
-    monkeypatch.setattr(native, "missing", lambda: "there is no gcc")
+    monkeypatch.setattr(native, "unavailable_reason", lambda: "there is no gcc")
     assert get_backend(device="cpu", **OPTIONS).name == "torch"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -129,7 +134,10 @@ def test_the_splits_of_all_rows_together_fill_the_device() -> None:
 def test_which_launches_a_batch_takes() -> None:
     assert launches_of(1, 4) == [(1, 0, 4)]
     assert launches_of(5, 16) == [(1, 0, 80)], "drafts of wide groups: one tile, split"
-    assert launches_of(SHORT + 1, 4) == [(1, SHORT, 64), (SHORT + 1, 0, 128)], "decodes apart from prompts"
+    assert launches_of(MAX_SHORT_QUERY_LEN + 1, 4) == [
+        (1, MAX_SHORT_QUERY_LEN, 64),
+        (MAX_SHORT_QUERY_LEN + 1, 0, 128),
+    ], "decodes apart from prompts"
 
 
 @pytest.mark.parametrize("max_query_len", [1, 5, 40])
@@ -140,7 +148,7 @@ def test_a_list_is_made_once_for_the_layers_of_a_kind(
     """It follows from rows, tokens and bounds alone, and what it holds from lengths on the device."""
     backend, cache = TritonBackend(), torch.empty(9, 5, 2, 24)
     meta = replace(backend.builder().build(mixed, 0), max_query_len=max_query_len)
-    work = backend.divide(meta, (cache, cache), 6, window)
+    work = backend.build_work_list(meta, (cache, cache), 6, window)
     shape = work_shape(6, cache, mixed.num_reqs, mixed.num_tokens, max_query_len, window or 0)
     assert work.shape == (shape.num_entries, 8)
     assert work.dtype == torch.int32
@@ -151,4 +159,4 @@ def test_a_list_is_made_once_for_the_layers_of_a_kind(
     }
     if max_query_len >= mixed.max_query_len:
         assert set(rows.tolist()) == owners | {-1}, "rows without tokens have no items"
-    assert TorchBackend().divide(meta, (cache, cache), 6, window) is None
+    assert TorchBackend().build_work_list(meta, (cache, cache), 6, window) is None

@@ -16,11 +16,11 @@ from bateleur.metadata import (
     BatchShape,
     BuildPhase,
     InputBuffers,
-    KVGroup,
+    KVCacheGroup,
     StepRows,
     get_backend,
 )
-from bateleur.metadata.backends import _forms
+from bateleur.metadata.backends import _torch_ops
 from bateleur.metadata.backends.reference import ReferenceBackend
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def _stage(buffers: InputBuffers, name: str, shape: BatchShape | None = None) ->
     table = 1 + rng.permutation(rows * width).astype(np.int32).reshape(rows, width)
     step = StepRows(
         query_lens=query_lens,
-        num_computed=computed,
+        num_computed_tokens=computed,
         is_prefilling=query_lens > 1,
         token_ids=np.ones(query_lens.sum(), np.int32),
         block_tables=(table,),
@@ -73,7 +73,7 @@ def _tensors(batch: Any, head_dim: int, dtype: torch.dtype, device: torch.device
 
 def _buffers(device: torch.device | str) -> InputBuffers:
     limits = BatchLimits(max_num_reqs=16, max_num_tokens=512, max_model_len=4096)
-    return InputBuffers(limits, (KVGroup(BLOCK, 4096 // BLOCK),), device)
+    return InputBuffers(limits, (KVCacheGroup(BLOCK, 4096 // BLOCK),), device)
 
 
 def _attend(
@@ -91,7 +91,7 @@ def _attend(
     rotary: Any = table[..., : head_dim // 2], table[..., head_dim // 2 :]
     if not backend.fuses_rotary:
         for x in (q, k):
-            x[..., : head_dim // 2] = _forms.turned(x, *rotary)
+            x[..., : head_dim // 2] = _torch_ops.apply_rotary(x, *rotary)
         rotary = None
     meta = backend.builder().build(batch, 0)
     out = backend.attend(q, k, v, (caches[0], caches[1]), meta, head_dim**-0.5, window, rotary)
@@ -186,11 +186,11 @@ def test_offsets_beyond_two_billion_elements(device: torch.device) -> None:
     ]
     for side in caches:
         side[0].zero_()
-    buffers = InputBuffers(BatchLimits(2, 8, 16), (KVGroup(BLOCK, 1),), device)
+    buffers = InputBuffers(BatchLimits(2, 8, 16), (KVCacheGroup(BLOCK, 1),), device)
     last = np.array([[blocks - 1], [blocks - 2]], np.int32)
     rows = StepRows(
         query_lens=np.array([1, 5], np.int32),
-        num_computed=np.zeros(2, np.int32),
+        num_computed_tokens=np.zeros(2, np.int32),
         is_prefilling=np.array([True, True]),
         token_ids=np.ones(6, np.int32),
         block_tables=(last,),

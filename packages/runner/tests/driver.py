@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder, StatePool
-from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVGroup, StepRows
+from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVCacheGroup, StepRows
 from bateleur.metadata.backends import get_backend
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.models.spec import AttentionLayer
@@ -39,12 +39,12 @@ class Driver:
         mamba = spec.recurrent
         self.backend = get_backend("auto", device=model.device, dtype=model.dtype, head_dim=16)
         blocks = -(-max_model_len // block_size)
-        groups = [KVGroup(block_size, blocks)] if self.attention else []
+        groups = [KVCacheGroup(block_size, blocks)] if self.attention else []
         self.kv = [self._poisoned(max_reqs * blocks + 1, block_size, layer) for layer in self.attention]
         self.pool = self.mamba_builder = None
         if mamba:
             layout = CacheLayout(MambaCacheMode.NONE, max_model_len, 0, max_model_len)
-            groups.append(KVGroup(layout.block_size, layout.columns(), has_slots=False))
+            groups.append(KVCacheGroup(layout.block_size, layout.columns(), has_slots=False))
             self.pool = StatePool(
                 [replace(layer.state, conv_dtype=model.dtype) for layer in mamba], max_reqs + 1, model.device
             )

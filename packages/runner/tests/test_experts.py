@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.cudagraph._host_sync import is_composite, waits_for_device
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.dispatch import Implementations
 from bateleur.runner.models import grouped
 from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.grouped import GroupedProjection, grouped_product, masked_products
@@ -288,7 +288,7 @@ def test_on_cuda_torch_takes_what_it_is_given(
     monkeypatch.setattr(grouped, "generation", lambda _: 9)
     monkeypatch.setattr(grouped, "_grouped_product", grouped_product)
     monkeypatch.setattr(
-        grouped, "FORMS", Forms(masked_products)
+        grouped, "FORMS", Implementations(masked_products)
     )  # no kernel is launched on what has no memory
     spec = ExpertsLayer(num_experts=4, top_k=2, intermediate_size=inner, gated=gated, router=RouterSpec())
     with FakeTensorMode():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bateleur.metadata.forms import load
+from bateleur.metadata.dispatch import load
 from bateleur.runner.models import latent_attention, mlp  # noqa: F401  define the operators
 from bateleur.runner.models.operators import FORMS
 

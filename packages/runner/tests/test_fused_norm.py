@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.metadata.forms import load
+from bateleur.metadata.dispatch import load
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.operators import FORMS
 from bateleur.runner.models.stream import Stream

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.metadata.forms import load
+from bateleur.metadata.dispatch import load
 from bateleur.runner.models import grouped
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -58,7 +58,7 @@ def test_no_rows() -> None:
 def test_float64_has_the_form_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA, which a tensor here only claims to be on."""
     asked: list[str] = []
-    forms = grouped.Forms(lambda *_: asked.append("torch"), triton="nowhere:nothing")
+    forms = grouped.Implementations(lambda *_: asked.append("torch"), triton="nowhere:nothing")
     monkeypatch.setattr(grouped, "FORMS", forms)
     monkeypatch.setattr(grouped, "torch_has", lambda *_: False)
 

@@ -12,7 +12,7 @@ import torch
 from tiny import FAMILIES
 
 from bateleur.metadata.backends.flashinfer import FlashInferBackend
-from bateleur.metadata.backends.native import NativeBackend
+from bateleur.metadata.backends.native_paged import NativeBackend
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
@@ -194,15 +194,15 @@ def test_which_attention_backend_serves_is_told(
     tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = tiny_checkpoint("llama")
-    monkeypatch.setattr(NativeBackend, "lacks", lambda *_: "there is no gcc")
+    monkeypatch.setattr(NativeBackend, "missing_requirement", lambda *_: "there is no gcc")
     assert describe(path, device="cpu").attention == "torch; not native: there is no gcc"
-    monkeypatch.setattr(NativeBackend, "lacks", lambda *_: None)
+    monkeypatch.setattr(NativeBackend, "missing_requirement", lambda *_: None)
     assert "attention                  native" in describe(path, device="cpu").table().splitlines()
     assert describe(path, device="cpu", attention_backend="torch").attention == "torch, as asked for"
     with pytest.raises(ValueError, match=r"^attention_backend is 'triton'; triton: device cpu is not CUDA"):
         describe(path, device="cpu", attention_backend="triton")
     for backend in (TritonBackend, FlashInferBackend):
-        monkeypatch.setattr(backend, "unsupported", lambda *_, **__: None)
+        monkeypatch.setattr(backend, "unsupported_reason", lambda *_, **__: None)
     # Installed as it may be, nothing chooses it.
     dtype, cuda, spec = torch.bfloat16, torch.device("cuda"), open_checkpoint(path).spec
     assert choose_backend("auto", cuda, dtype, 128).name == "triton"
@@ -214,7 +214,7 @@ def test_which_attention_backend_serves_is_told(
 def test_whose_kernels_run_on_a_cpu_is_told(tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = tiny_checkpoint("llama")
     for reason, told in ((None, "compiled for this processor"), ("no gcc", "torch's own: no gcc")):
-        monkeypatch.setattr(native, "missing", lambda reason=reason: reason)
+        monkeypatch.setattr(native, "unavailable_reason", lambda reason=reason: reason)
         facts = describe(path, device="cpu")
         assert facts.cpu_kernels == told
         assert f"kernels on this CPU        {told}" in facts.table()

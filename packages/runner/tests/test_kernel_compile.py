@@ -12,7 +12,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from bateleur.metadata.forms import load  # noqa: E402
+from bateleur.metadata.dispatch import load  # noqa: E402
 from bateleur.runner.models.kernels.grouped import grouped_products  # noqa: E402
 from bateleur.runner.models.operators import FORMS  # noqa: E402
 from sm90 import compiling, faults_of  # noqa: E402

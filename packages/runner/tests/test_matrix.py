@@ -11,7 +11,7 @@ from bateleur.runner.models import native
 from bateleur.runner.models.matrix import _FEW_TOKENS, Projection, _padded
 
 packs = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
-compiles = pytest.mark.skipif(native.missing() is not None, reason="no compiler")
+compiles = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no compiler")
 uncompiled = pytest.fixture(lambda monkeypatch: monkeypatch.setattr(native, "packs", lambda _: False))
 
 

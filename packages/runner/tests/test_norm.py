@@ -12,7 +12,7 @@ from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.stream import Stream
 
 F32, BF16 = torch.float32, torch.bfloat16
-compiles = pytest.mark.skipif(native.missing() is not None, reason="no compiler")
+compiles = pytest.mark.skipif(native.unavailable_reason() is not None, reason="no compiler")
 
 
 @pytest.mark.parametrize("size", [1, 24, 64, 577])
@@ -20,9 +20,9 @@ compiles = pytest.mark.skipif(native.missing() is not None, reason="no compiler"
 def test_rows_are_normalised_each_by_itself(
     size: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if compiled and (reason := native.missing()) is not None:
+    if compiled and (reason := native.unavailable_reason()) is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(native, "missing", lambda: None if compiled else "none is wanted")
+    monkeypatch.setattr(native, "unavailable_reason", lambda: None if compiled else "none is wanted")
     norm = RMSNorm(size, 1e-5, torch.empty(0))
     norm.weight.copy_(torch.rand(size) + 0.5)
     x = torch.randn(7, 2 * size)[:, :size]
@@ -111,9 +111,9 @@ def test_what_is_kept_of_a_stream_stays(
     stream: torch.dtype, layers: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the begin, twice in a row, and behind what nobody keeps; and layers see the same as if nobody kept it."""
-    if compiled and (reason := native.missing()) is not None:
+    if compiled and (reason := native.unavailable_reason()) is not None:
         pytest.skip(reason)
-    monkeypatch.setattr(native, "missing", lambda: None if compiled else "none is wanted")
+    monkeypatch.setattr(native, "unavailable_reason", lambda: None if compiled else "none is wanted")
     norm = RMSNorm(24, 1e-5, torch.empty(0, dtype=layers))
     norm.weight.copy_(torch.rand(24) + 0.5)
     begin, terms = torch.randn(7, 24).to(stream), [torch.randn(7, 24).to(layers) for _ in range(5)]

@@ -68,7 +68,7 @@ class GraphEngine(ToyEngine):
             lens[-1] += rng.integers(0, min(key.num_tokens, self.limits.max_model_len - 1) - num_reqs + 1)
         rows = StepRows(
             query_lens=lens,
-            num_computed=rng.integers(1, self.limits.max_model_len - lens + 1).astype(np.int32),
+            num_computed_tokens=rng.integers(1, self.limits.max_model_len - lens + 1).astype(np.int32),
             is_prefilling=lens > (length or 1),
             token_ids=rng.integers(0, self.target.vocab_size, lens.sum()).astype(np.int32),
             block_tables=(self.tables[rng.permutation(len(self.tables))[:num_reqs]],),

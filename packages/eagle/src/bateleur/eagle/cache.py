@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bateleur.eagle.heads.spec import HeadSpec
-from bateleur.metadata import BatchLimits, KVGroup
+from bateleur.metadata import BatchLimits, KVCacheGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class DraftCache:
     """
 
     kv: Sequence[tuple[Tensor, Tensor]]
-    groups: Sequence[KVGroup]
+    groups: Sequence[KVCacheGroup]
     group: int = 0
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class DraftCache:
                     )
 
     @property
-    def blocks(self) -> KVGroup:
+    def blocks(self) -> KVCacheGroup:
         """The KV group of the draft layers."""
         return self.groups[self.group]
 

@@ -133,7 +133,7 @@ class ChainSteps:
         longest = min(columns * group.block_size, self.max_seq_len)
         rows = StepRows(
             query_lens=np.ones(num_rows, np.int32),
-            num_computed=rng.integers(0, max(longest - 1, 1), num_rows).astype(np.int32),
+            num_computed_tokens=rng.integers(0, max(longest - 1, 1), num_rows).astype(np.int32),
             is_prefilling=np.zeros(num_rows, np.bool_),
             token_ids=np.zeros(num_rows, np.int32),
             block_tables=(tables,),

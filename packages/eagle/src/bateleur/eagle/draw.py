@@ -13,7 +13,7 @@ from torch.library import Library
 
 from bateleur.eagle import native
 from bateleur.eagle.noise import Keys, Lanes, Role, gumbel
-from bateleur.metadata.forms import Forms, define
+from bateleur.metadata.dispatch import Implementations, define_op
 
 if TYPE_CHECKING:
     from bateleur.eagle.vocab_shard import VocabShard
@@ -58,7 +58,9 @@ def fake_token_rows(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, tokens.new_empty(len(logits), dtype=torch.bool)
 
 
-_argmax_rows = define(_library, _rows, Forms(_rows), mutates=(), fake=fake_token_rows, name="argmax_rows")
+_argmax_rows = define_op(
+    _library, _rows, Implementations(_rows), mutates=(), fake=fake_token_rows, name="argmax_rows"
+)
 """A torch operator, so that a recorded graph holds it."""
 
 
@@ -72,7 +74,9 @@ def fake_value_rows(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return values, values.new_empty(len(logits), dtype=torch.int64)
 
 
-_best_rows = define(_library, _best, Forms(_best), mutates=(), fake=fake_value_rows, name="best_rows")
+_best_rows = define_op(
+    _library, _best, Implementations(_best), mutates=(), fake=fake_value_rows, name="best_rows"
+)
 """The first maximum of every row of a shard and its index; NaN if the row holds one."""
 
 

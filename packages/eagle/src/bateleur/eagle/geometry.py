@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bateleur.eagle.buffers import NO_TOKEN, DraftBuffers
 from bateleur.metadata import NULL_BLOCK, PAD_SLOT, CommonAttentionMetadata, SeqLenBound
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.dispatch import Implementations
 
 
 def draft_max_seq_len(bound: SeqLenBound, num_speculative_tokens: int, max_model_len: int) -> int:
@@ -219,11 +219,11 @@ _WRITE: dict[str, Callable[..., None]] = {
     "advance": _advance,
 }
 _host_stage_first, _host_stage_chain, _host_advance = (partial(write, np) for write in _WRITE.values())
-FORMS: dict[str, Forms[Callable[..., None]]] = {
-    name: Forms(
+FORMS: dict[str, Implementations[Callable[..., None]]] = {
+    name: Implementations(
         partial(write, torch),
         triton=f"bateleur.eagle.kernels.geometry:{name}",
-        host=f"{__name__}:_host_{name}",
+        numpy=f"{__name__}:_host_{name}",
     )
     for name, write in _WRITE.items()
 }

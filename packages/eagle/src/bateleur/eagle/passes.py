@@ -49,7 +49,7 @@ class DraftState:
     greedy: bool = False
     """No row needs noise. Only eager passes read it, because a graph serves any rows."""
     work: Tensor | None = None
-    """Work list of the pass that runs, see `AttentionBackend.divide`; None between passes."""
+    """Work list of the pass that runs, see `AttentionBackend.build_work_list`; None between passes."""
 
     def staged(self, key: BatchExecutionDescriptor) -> StagedBatch[DraftState]:
         """Return the staged step; a piecewise graph captures no host scalar of the metadata."""
@@ -79,7 +79,7 @@ class DraftPasses:
         self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in cache.kv]
         self._store = _storing(cache.kv[-1])
         self._first_cache = cache.kv[0]
-        self._in_pieces = backend.ignores_bounds
+        self._in_pieces = backend.tolerates_loose_bounds
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
         """Run on all tokens of the target's step, draw one draft per row, and stage the chain; (n,) int64 drafts."""
@@ -123,7 +123,7 @@ class DraftPasses:
         count = state.batch.num_tokens
         if self._in_pieces and layers[0] is not self._store:
             spec, caches = self._head.spec, self._first_cache
-            work = self._backend.divide(state.metadata, caches, spec.num_heads, spec.sliding_window)
+            work = self._backend.build_work_list(state.metadata, caches, spec.num_heads, spec.sliding_window)
             state = replace(state, work=work)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from bateleur.eagle.noise import Lanes
 from bateleur.eagle.rules import Drafts, OneHot, RejectionOutput, Rows, Rule, apply_temperature
 from bateleur.eagle.sample import sample
 from bateleur.eagle.sampling_metadata import SamplingMetadata
-from bateleur.metadata.forms import Forms, load
+from bateleur.metadata.dispatch import Implementations, load
 
 
 def verify(
@@ -116,4 +116,4 @@ def _coupled(
     return RejectionOutput(tokens_RC, num_emitted_R, (num_emitted_R <= accepted_R) & places.occupied)
 
 
-COUPLED = Forms(_coupled, triton="bateleur.eagle.kernels.rejection_sampler:coupled")
+COUPLED = Implementations(_coupled, triton="bateleur.eagle.kernels.rejection_sampler:coupled")

@@ -12,7 +12,7 @@ from bateleur.eagle import native
 from bateleur.eagle.draw import Drawn, argmax, fake_token_rows, perturbed
 from bateleur.eagle.noise import Keys, Lanes, Role, gumbel_, hashed, mixed, names, unit
 from bateleur.eagle.sampling_metadata import SamplingMetadata
-from bateleur.metadata.forms import Forms, define, load
+from bateleur.metadata.dispatch import Implementations, define_op, load
 
 _library = Library("bateleur", "FRAGMENT")
 
@@ -65,7 +65,7 @@ def _by_torch(logits: Tensor, metadata: SamplingMetadata, keys: Keys, lanes: Lan
     return _drawn(logits, metadata, keys, Role.TARGET, lanes)
 
 
-SAMPLE = Forms(_by_torch, triton="bateleur.eagle.kernels.rejection_sampler:sample")
+SAMPLE = Implementations(_by_torch, triton="bateleur.eagle.kernels.rejection_sampler:sample")
 """For role TARGET at place 0."""
 
 
@@ -89,5 +89,7 @@ def _rows(
     return tokens, bad
 
 
-_sample_rows = define(_library, _rows, Forms(_rows), mutates=(), fake=fake_token_rows, name="sample_rows")
+_sample_rows = define_op(
+    _library, _rows, Implementations(_rows), mutates=(), fake=fake_token_rows, name="sample_rows"
+)
 """A torch operator, so that a recorded graph holds it."""

@@ -17,7 +17,7 @@ from torch.library import Library
 from bateleur.eagle import native
 from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.rules import apply_temperature
-from bateleur.metadata.forms import Forms, define, load
+from bateleur.metadata.dispatch import Implementations, define_op, load
 
 if TYPE_CHECKING:
     from bateleur.eagle.vocab_shard import VocabShard
@@ -132,7 +132,9 @@ def truncation_thresholds(logits: Tensor, values: Tensor) -> tuple[Tensor, Tenso
     return _truncate_rows(logits, values) if logits.is_cpu else thresholds_by_sort(logits, values)
 
 
-TRUNCATION = Forms(truncation_thresholds, triton="bateleur.eagle.kernels.truncation:truncation_thresholds")
+TRUNCATION = Implementations(
+    truncation_thresholds, triton="bateleur.eagle.kernels.truncation:truncation_thresholds"
+)
 
 
 def thresholds_by_sort(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +168,9 @@ def _fake(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _library = Library("bateleur", "FRAGMENT")
-_truncate_rows = define(_library, _on_cpu, Forms(_on_cpu), mutates=(), fake=_fake, name="truncate_rows")
+_truncate_rows = define_op(
+    _library, _on_cpu, Implementations(_on_cpu), mutates=(), fake=_fake, name="truncate_rows"
+)
 """A torch operator, so that a recorded graph holds it."""
 
 

@@ -15,7 +15,7 @@ from bateleur.eagle.rules import apply_temperature
 from bateleur.eagle.sampling_metadata import TEMPERATURE, SamplingMetadata, mask_truncated_
 from bateleur.eagle.shard_truncation import shard_thresholds
 from bateleur.eagle.vocab_shard import VocabShard
-from bateleur.metadata.forms import Forms, define
+from bateleur.metadata.dispatch import Implementations, define_op
 
 
 def sample_shard(
@@ -77,8 +77,8 @@ def _scores(
 
 
 _library = Library("bateleur", "FRAGMENT")
-PERTURBED_MAX = Forms(_lead, triton="bateleur.eagle.kernels.vocab_shard:perturbed_max_rows")
-perturbed_max_rows = define(
+PERTURBED_MAX = Implementations(_lead, triton="bateleur.eagle.kernels.vocab_shard:perturbed_max_rows")
+perturbed_max_rows = define_op(
     _library, _lead, PERTURBED_MAX, mutates=(), fake=fake_value_rows, name="perturbed_max_rows"
 )
 """The maximum of the perturbed logits of each row, (N,) float32, and its index in the shard, (N,) int64. The maximum

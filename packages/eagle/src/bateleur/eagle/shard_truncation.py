@@ -23,7 +23,7 @@ from bateleur.eagle import native
 from bateleur.eagle.rules import apply_temperature
 from bateleur.eagle.sampling_metadata import LOG_MIN_P, TEMPERATURE, TOP_K, TOP_P, SamplingMetadata
 from bateleur.eagle.vocab_shard import VocabShard, float_of, order_of
-from bateleur.metadata.forms import Forms, define
+from bateleur.metadata.dispatch import Implementations, define_op
 
 DIGIT = 8
 """Bits of the ordered integers that one pass determines."""
@@ -167,9 +167,9 @@ def _fake_last_tie(scaled: Tensor, *_: Tensor) -> Tensor:
 
 
 _library = Library("bateleur", "FRAGMENT")
-HISTOGRAM = Forms(_histogram, triton="bateleur.eagle.kernels.vocab_shard:histogram_rows")
-LAST_TIE = Forms(_last_tie, triton="bateleur.eagle.kernels.vocab_shard:last_tie_rows")
-histogram_rows = define(
+HISTOGRAM = Implementations(_histogram, triton="bateleur.eagle.kernels.vocab_shard:histogram_rows")
+LAST_TIE = Implementations(_last_tie, triton="bateleur.eagle.kernels.vocab_shard:last_tie_rows")
+histogram_rows = define_op(
     _library, _histogram, HISTOGRAM, mutates=(), fake=_fake_histogram, name="histogram_rows"
 )
 """The weight of each digit d in each row, (N, D) int64: of the values with order start + (d << shift) to start + ((d
@@ -178,7 +178,9 @@ largest.
 
 scaled: (N, L) float32. start: (N,) int64.
 """
-_last_tie_rows = define(_library, _last_tie, LAST_TIE, mutates=(), fake=_fake_last_tie, name="last_tie_rows")
+_last_tie_rows = define_op(
+    _library, _last_tie, LAST_TIE, mutates=(), fake=_fake_last_tie, name="last_tie_rows"
+)
 """The index of the last kept tie of each row, (N,) int32: of `own` values equal to `least` the first `kept`, (N,)
 int64 each; -1 if none is kept, L if all are.
 """

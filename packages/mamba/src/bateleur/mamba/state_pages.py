@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
-from bateleur.metadata import BlockTable, spread
+from bateleur.metadata import BlockTable, expand_ranges
 
 _ONE = np.array(1, np.int32)
 
@@ -153,7 +153,7 @@ class StatePages:
         if slack_R is not None:
             first_R = (written_R - slack_R[:num_decodes]) // self.block_size
         end_R = np.minimum(upper_R + num_columns_R, self.table.shape[1])
-        which, columns = spread(np.arange(len(rows)), first_R, end_R - first_R)
+        which, columns = expand_ranges(np.arange(len(rows)), first_R, end_R - first_R)
         self._covered[rows] = end_R * self.block_size
         missing = self.table[rows[which], columns] == 0
         cells: NDArray[np.int64] = rows[which[missing]] * self.table.shape[1] + columns[missing]
@@ -217,7 +217,7 @@ class StatePages:
         before = first_R[passed] - 1
         newest = self._newest[rows[passed]]
         gone = (before >= 0) & ~self._lasting[before] & (newest > 0) & rule.last  # the newest is so no more
-        which, columns = spread(passed, first_R[passed], counts_R[passed])
+        which, columns = expand_ranges(passed, first_R[passed], counts_R[passed])
         stays = self._lasting[columns]
         if rule.prompt_end:
             gone &= before != ends_R[passed]

@@ -1,21 +1,26 @@
 """What attention kernels are told about a batch."""
 
 from bateleur.metadata._memory import DeviceQueue, pinned, upload
+from bateleur.metadata.attention_metadata_builder import (
+    AttentionMetadataBuilder,
+    BuildPhase,
+    GraphSupport,
+    check_reads,
+)
 from bateleur.metadata.backends import (
     AttentionBackend,
     PagedAttentionBuilder,
     PagedAttentionMetadata,
     get_backend,
 )
-from bateleur.metadata.batch import BatchShape, CommonAttentionMetadata, field_values
-from bateleur.metadata.bounds import InexactBound, SeqLenBound
-from bateleur.metadata.buffers import InputBuffers
-from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, GraphSupport, check_reads
-from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field, Pad
-from bateleur.metadata.rows import BatchLimits, KVGroup, StepRows
+from bateleur.metadata.block_table import BlockTable, expand_ranges
+from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata, field_values
+from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Field, LeadingDim, Pad
+from bateleur.metadata.input_buffers import InputBuffers
+from bateleur.metadata.seq_len_bound import InexactBound, SeqLenBound
 from bateleur.metadata.signature import Role, Signature
 from bateleur.metadata.split import RowSplit, decode_like, split_decodes_and_prefills, uniform_query_len
-from bateleur.metadata.tables import BlockTable, spread
+from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, KVGroup, StepRows
 from bateleur.metadata.validate import BatchInvariant, validate
 
 __all__ = [
@@ -24,7 +29,6 @@ __all__ = [
     "PAD_SLOT",
     "AttentionBackend",
     "AttentionMetadataBuilder",
-    "Axis",
     "BatchInvariant",
     "BatchLimits",
     "BatchShape",
@@ -36,7 +40,9 @@ __all__ = [
     "GraphSupport",
     "InexactBound",
     "InputBuffers",
+    "KVCacheGroup",
     "KVGroup",
+    "LeadingDim",
     "Pad",
     "PagedAttentionBuilder",
     "PagedAttentionMetadata",
@@ -47,11 +53,11 @@ __all__ = [
     "StepRows",
     "check_reads",
     "decode_like",
+    "expand_ranges",
     "field_values",
     "get_backend",
     "pinned",
     "split_decodes_and_prefills",
-    "spread",
     "uniform_query_len",
     "upload",
     "validate",

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bateleur.metadata.bounds import IntArray
 from bateleur.metadata.fields import Field
+from bateleur.metadata.seq_len_bound import IntArray
 
 _ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
 _PART = 4  # entries: parts begin at 16 bytes, whatever is before them, so that Triton compiles a kernel once
@@ -88,7 +88,7 @@ def allocate(
     return buffers
 
 
-class Packet:
+class PackedUpload:
     """All that a step sends, as int32: put together in pinned memory, and sent by one copy."""
 
     def __init__(self) -> None:

@@ -20,19 +20,19 @@ PAD_SLOT = -1
 """Slot of a token whose keys and values must not be stored."""
 
 
-class Axis(Enum):
+class LeadingDim(Enum):
     """What the leading dimension of a field counts."""
 
-    REQ = "req"
-    REQ_PLUS_1 = "req+1"
-    TOKEN = "token"
-    REQ_BLOCK = "req, block"
+    REQS = "reqs"
+    REQS_PLUS_1 = "reqs + 1"
+    TOKENS = "tokens"
+    REQS_BY_BLOCKS = "reqs, blocks"
 
-    def extent(self, num_reqs: int, num_tokens: int) -> int:
+    def size(self, num_reqs: int, num_tokens: int) -> int:
         """Length of the leading dimension for a batch of ``num_reqs`` rows and ``num_tokens`` tokens."""
-        if self is Axis.TOKEN:
+        if self is LeadingDim.TOKENS:
             return num_tokens
-        return num_reqs + 1 if self is Axis.REQ_PLUS_1 else num_reqs
+        return num_reqs + 1 if self is LeadingDim.REQS_PLUS_1 else num_reqs
 
 
 class Pad(Enum):
@@ -55,7 +55,7 @@ class Field:
     """
 
     name: str
-    axis: Axis
+    leading_dim: LeadingDim
     dtype: torch.dtype
     _: KW_ONLY
     doc: str
@@ -63,7 +63,7 @@ class Field:
     pad: int | bool | Pad = 0
     on_host: bool = False
     per_group: bool = False
-    part: Literal["", "upper", "exact"] = ""
+    bound_attr: Literal["", "upper", "exact"] = ""
 
     def padding(self, num_tokens: int, seq_len_fill: int) -> int | bool:
         """Padding value in a batch of ``num_tokens`` real tokens."""
@@ -80,28 +80,28 @@ class Field:
 
 
 _TABLE = (
-    Field("input_ids", Axis.TOKEN, torch.int32, doc="Token ids.", used_by="the embedding"),
-    Field("positions", Axis.TOKEN, torch.int64,
+    Field("input_ids", LeadingDim.TOKENS, torch.int32, doc="Token ids.", used_by="the embedding"),
+    Field("positions", LeadingDim.TOKENS, torch.int64,
           doc="Absolute position of each token.", used_by="rotary embeddings"),
-    Field("query_start_loc", Axis.REQ_PLUS_1, torch.int32, pad=Pad.REPEAT_LAST,
+    Field("query_start_loc", LeadingDim.REQS_PLUS_1, torch.int32, pad=Pad.REPEAT_LAST,
           doc="Exclusive prefix sum of the query lengths; never decreases.", used_by="kernels over ragged rows"),
-    Field("query_start_loc_cpu", Axis.REQ_PLUS_1, torch.int32, pad=Pad.REPEAT_LAST, on_host=True,
+    Field("query_start_loc_cpu", LeadingDim.REQS_PLUS_1, torch.int32, pad=Pad.REPEAT_LAST, on_host=True,
           doc="Host twin of query_start_loc, always exact.", used_by="builders: the split, plans, chunk tables"),
-    Field("seq_lens", Axis.REQ, torch.int32, pad=Pad.BUILDER,
+    Field("seq_lens", LeadingDim.REQS, torch.int32, pad=Pad.BUILDER,
           doc="Keys of each row after this step: computed tokens plus query length.", used_by="attention kernels"),
-    Field("num_computed_tokens", Axis.REQ, torch.int32,
+    Field("num_computed_tokens", LeadingDim.REQS, torch.int32,
           doc="Tokens of each row whose keys and states existed before this step.",
           used_by="recurrent kernels: whether and where a state exists"),
-    Field("is_prefilling", Axis.REQ, torch.bool, pad=False, on_host=True,
+    Field("is_prefilling", LeadingDim.REQS, torch.bool, pad=False, on_host=True,
           doc="The row is still consuming its prompt.", used_by="builders: the split"),
-    Field("seq_lens_cpu_upper_bound", Axis.REQ, torch.int32, on_host=True, part="upper",
+    Field("seq_lens_cpu_upper_bound", LeadingDim.REQS, torch.int32, on_host=True, bound_attr="upper",
           doc="Upper bound of seq_lens as the host knows it.", used_by="builders: sizes of grids and workspaces"),
-    Field("seq_lens_cpu_exact", Axis.REQ, torch.bool, pad=True, on_host=True, part="exact",
+    Field("seq_lens_cpu_exact", LeadingDim.REQS, torch.bool, pad=True, on_host=True, bound_attr="exact",
           doc="The bound of the row is its true length.", used_by="builders that need a length of one row"),
-    Field("block_tables", Axis.REQ_BLOCK, torch.int32, pad=NULL_BLOCK, per_group=True,
+    Field("block_tables", LeadingDim.REQS_BY_BLOCKS, torch.int32, pad=NULL_BLOCK, per_group=True,
           doc="Cache blocks of each row, in order; the tail of a real row is padding too.",
           used_by="attention kernels (blocks of keys and values), recurrent kernels (states)"),
-    Field("slot_mappings", Axis.TOKEN, torch.int64, pad=PAD_SLOT, per_group=True,
+    Field("slot_mappings", LeadingDim.TOKENS, torch.int64, pad=PAD_SLOT, per_group=True,
           doc="Cache slot each token is stored in; padding starts at the actual token count.",
           used_by="the kernel that stores keys and values"),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bateleur.metadata.bounds import BoolArray, I32Array
+from bateleur.metadata.seq_len_bound import BoolArray, I32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +22,21 @@ class RowSplit:
     num_prefill_tokens: int
 
 
-def decode_like(query_lens: I32Array, is_prefilling: BoolArray, num_computed: I32Array) -> BoolArray:
+def decode_like(query_lens: I32Array, is_prefilling: BoolArray, num_computed_tokens: I32Array) -> BoolArray:
     """Rows (R,) past their prompt, or computing exactly one new token over existing context."""
-    for name, array in (("is_prefilling", is_prefilling), ("num_computed", num_computed)):
+    for name, array in (("is_prefilling", is_prefilling), ("num_computed_tokens", num_computed_tokens)):
         if array.shape != query_lens.shape:
             raise ValueError(f"{name}: has shape {array.shape}, but query_lens has {query_lens.shape}")
-    result: BoolArray = ~is_prefilling | ((query_lens == 1) & (num_computed > 0))
+    result: BoolArray = ~is_prefilling | ((query_lens == 1) & (num_computed_tokens > 0))
     return result
 
 
-def uniform_query_len(query_lens: I32Array, is_prefilling: BoolArray, num_computed: I32Array) -> int | None:
+def uniform_query_len(
+    query_lens: I32Array, is_prefilling: BoolArray, num_computed_tokens: I32Array
+) -> int | None:
     """The query length all rows share if every one is decode-like, else None; empty rows don't count."""
     used = query_lens > 0
-    if not used.any() or not decode_like(query_lens, is_prefilling, num_computed)[used].all():
+    if not used.any() or not decode_like(query_lens, is_prefilling, num_computed_tokens)[used].all():
         return None
     lengths = query_lens[used]
     return int(lengths[0]) if (lengths == lengths[0]).all() else None
@@ -43,7 +45,7 @@ def uniform_query_len(query_lens: I32Array, is_prefilling: BoolArray, num_comput
 def split_decodes_and_prefills(
     query_lens: I32Array,
     is_prefilling: BoolArray,
-    num_computed: I32Array,
+    num_computed_tokens: I32Array,
     *,
     threshold: int = 1,
     uniform: bool = False,
@@ -52,7 +54,7 @@ def split_decodes_and_prefills(
     """Split a batch, ordered decodes first and padding last, at its first row that can't run as a decode.
 
     Args:
-        query_lens, is_prefilling, num_computed: state of the rows.
+        query_lens, is_prefilling, num_computed_tokens: state of the rows.
         threshold: longest query a decode kernel takes (``1 + drafts`` for a verifying one).
         uniform: decodes must share one query length; and if all rows with tokens are decodes, padded rows
             count as decodes too, so that the number is the captured one.
@@ -64,9 +66,9 @@ def split_decodes_and_prefills(
     if threshold < 1:
         raise ValueError(f"threshold: {threshold} must be at least 1")
     used = query_lens > 0
-    decodes = decode_like(query_lens, is_prefilling, num_computed)
+    decodes = decode_like(query_lens, is_prefilling, num_computed_tokens)
     if treat_short_extends_as_decodes:
-        decodes |= num_computed > 0
+        decodes |= num_computed_tokens > 0
     decodes &= (query_lens <= threshold) & used
     if uniform and len(query_lens):
         decodes &= query_lens == query_lens[0]

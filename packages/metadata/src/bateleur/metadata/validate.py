@@ -5,9 +5,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from bateleur.metadata.batch import CommonAttentionMetadata, field_values
-from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Axis, Field
-from bateleur.metadata.rows import BatchLimits, KVGroup
+from bateleur.metadata.common_attention_metadata import CommonAttentionMetadata, field_values
+from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Field, LeadingDim
+from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup
 
 
 class BatchInvariant(ValueError):
@@ -21,7 +21,7 @@ class BatchInvariant(ValueError):
 def validate(
     batch: CommonAttentionMetadata,
     limits: BatchLimits,
-    groups: tuple[KVGroup, ...],
+    groups: tuple[KVCacheGroup, ...],
     *,
     level: Literal["host", "device"] = "host",
     seq_len_fill: int = 0,
@@ -41,8 +41,8 @@ def validate(
         if field.per_group and len(arrays) != len(groups):
             raise BatchInvariant(name, f"has {len(arrays)} entries for {len(groups)} groups")
         for index, array in enumerate(arrays):
-            extent = field.axis.extent(batch.num_reqs, batch.num_tokens)
-            width = (groups[index].max_blocks,) if field.axis is Axis.REQ_BLOCK else ()
+            extent = field.leading_dim.size(batch.num_reqs, batch.num_tokens)
+            width = (groups[index].max_blocks,) if field.leading_dim is LeadingDim.REQS_BY_BLOCKS else ()
             _check_array(field, array, (extent, *width))
             if field.on_host or level == "device":
                 _check_padding(field, _to_numpy(array), batch, seq_len_fill)
@@ -79,7 +79,7 @@ def _check_array(field: Field, array: Any, shape: tuple[int, ...]) -> None:
 def _check_padding(
     field: Field, array: np.ndarray[Any, Any], batch: CommonAttentionMetadata, seq_len_fill: int
 ) -> None:
-    tail = array[field.axis.extent(batch.num_actual_reqs, batch.num_actual_tokens) :]
+    tail = array[field.leading_dim.size(batch.num_actual_reqs, batch.num_actual_tokens) :]
     pad = field.padding(batch.num_actual_tokens, seq_len_fill)
     wrong = tail != pad
     if wrong.any():
@@ -105,7 +105,7 @@ def _check_host(batch: CommonAttentionMetadata, limits: BatchLimits) -> None:
         raise BatchInvariant("seq_lens_cpu_upper_bound", "is below the query length of a row")
 
 
-def _check_device(batch: CommonAttentionMetadata, groups: tuple[KVGroup, ...]) -> None:
+def _check_device(batch: CommonAttentionMetadata, groups: tuple[KVCacheGroup, ...]) -> None:
     """Device fields against their host twins, and against each other."""
     if not torch.equal(batch.query_start_loc.cpu(), batch.query_start_loc_cpu):
         raise BatchInvariant("query_start_loc", "differs from its host twin")

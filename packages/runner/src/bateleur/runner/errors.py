@@ -53,9 +53,9 @@ if TYPE_CHECKING:
         StaleState,
     )
     from bateleur.eagle.borrow import BorrowError
-    from bateleur.metadata.bounds import InexactBound
     from bateleur.metadata.conformance.errors import ConformanceError
     from bateleur.metadata.native import NoCompiler
+    from bateleur.metadata.seq_len_bound import InexactBound
     from bateleur.metadata.validate import BatchInvariant
 else:
     _GRAPHS = "cudagraph.errors"
@@ -68,7 +68,7 @@ else:
         "DanglingExternal": _GRAPHS,
         "GraphError": _GRAPHS,
         "HostSync": _GRAPHS,
-        "InexactBound": "metadata.bounds",
+        "InexactBound": "metadata.seq_len_bound",
         "KeyMismatch": _GRAPHS,
         "NoCompiler": "metadata.native",
         "NotCaptured": _GRAPHS,

@@ -24,7 +24,7 @@ from bateleur.metadata import (
     BatchShape,
     CommonAttentionMetadata,
     InputBuffers,
-    KVGroup,
+    KVCacheGroup,
     PagedAttentionMetadata,
     StepRows,
 )
@@ -78,7 +78,7 @@ class ToyEngine:
     ) -> None:
         self.target, self.backend, self.limits, self.block_size = target, backend, limits, block_size
         max_blocks = -(-limits.max_model_len // block_size)
-        self.groups = (KVGroup(block_size, max_blocks, lookahead_tokens=lookahead),)
+        self.groups = (KVCacheGroup(block_size, max_blocks, lookahead_tokens=lookahead),)
         self.num_blocks = 1 + limits.max_num_reqs * max_blocks
         self.kv = paged_caches(target.num_layers, self.num_blocks, block_size, device)
         order = np.random.default_rng(3).permutation(self.num_blocks - 1) + 1
@@ -124,7 +124,7 @@ class ToyEngine:
     def _rows(self, chosen: list[ToyRequest], fed: list[list[int]]) -> StepRows:
         return StepRows(
             query_lens=np.array([len(ids) for ids in fed], np.int32),
-            num_computed=np.array([request.computed for request in chosen], np.int32),
+            num_computed_tokens=np.array([request.computed for request in chosen], np.int32),
             is_prefilling=np.array([request.computed < request.prompt_len - 1 for request in chosen]),
             token_ids=np.concatenate([np.array(ids, np.int32) for ids in fed]),
             block_tables=(self.tables[[request.row for request in chosen]],),

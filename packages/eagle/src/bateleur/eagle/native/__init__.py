@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bateleur.metadata.native import Kernel, kernels, missing
+from bateleur.metadata.native import Kernel, kernels, unavailable_reason
 
 _SIGNATURES = (
     ("draw_rows", "plipppppp" + "lli"),
@@ -24,7 +24,7 @@ _SIGNATURES = (
 def takes(logits: Tensor) -> bool:
     """Whether C supports these logits: float32 or bfloat16 (R, V) on a CPU, dense in the last dimension."""
     sound = logits.is_cpu and logits.dtype in (torch.float32, torch.bfloat16)
-    return sound and logits.stride(1) == 1 and logits.numel() > 0 and missing() is None
+    return sound and logits.stride(1) == 1 and logits.numel() > 0 and unavailable_reason() is None
 
 
 def draw_rows(

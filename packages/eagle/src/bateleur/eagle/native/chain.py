@@ -22,7 +22,7 @@ from bateleur.eagle.heads.layers import RMSNorm
 from bateleur.eagle.heads.spec import CallableInC, CProduct
 from bateleur.eagle.noise import Lanes
 from bateleur.eagle.rules import Rule
-from bateleur.metadata.native import Kernel, kernels, missing
+from bateleur.metadata.native import Kernel, kernels, unavailable_reason
 from bateleur.metadata.native.structs import Struct, fields
 
 
@@ -89,7 +89,7 @@ class NativeChain:
     @staticmethod
     def fits(head: Eagle3Head, cache: DraftCache, rule: Rule) -> bool:
         """Whether the C function supports the head, cache and rule."""
-        if rule is not Rule.COUPLED or missing() is not None or not head.vocabulary.whole:
+        if rule is not Rule.COUPLED or unavailable_reason() is not None or not head.vocabulary.whole:
             return False
         layer, spec = head.first.layer, head.spec
         if head.others or spec.sliding_window is not None or layer.input_norm is not None:

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.metadata.forms import Forms, define
+from bateleur.metadata.dispatch import Implementations, define_op
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FORMS: dict[str, Forms[Any]] = {}
+FORMS: dict[str, Implementations[Any]] = {}
 """The forms of every operator, by its name."""
 _library = Library("bateleur", "FRAGMENT")
 """Owns the definitions; dropping it would drop the operators."""
@@ -33,12 +33,12 @@ def operator(
     def declare(form: F) -> F:
         name, folder = form.__name__, form.__module__
         in_c = None if native is None else f"bateleur.mamba.ops.native.{native}:{name}"
-        forms = FORMS[name] = Forms(form, triton=f"{folder}.triton:{name}", native=in_c)
+        forms = FORMS[name] = Implementations(form, triton=f"{folder}.triton:{name}", native=in_c)
         position = None if like is None else list(inspect.signature(form).parameters).index(like)
 
         def fake(*args: Any) -> Tensor | None:
             return None if position is None else args[position].new_empty(args[position].shape)
 
-        return define(_library, form, forms, mutates=mutates, fake=fake)
+        return define_op(_library, form, forms, mutates=mutates, fake=fake)
 
     return declare

@@ -6,7 +6,7 @@ from torch import Tensor
 from bateleur.mamba.planners.checks import require
 from bateleur.mamba.planners.plans import CopyPlan, SlotPlan
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.dispatch import Implementations
 
 
 def plan_copy(
@@ -82,8 +82,8 @@ def _in_torch(
         field.copy_(slot)
 
 
-FORMS = Forms(
+FORMS = Implementations(
     _in_torch,
     triton="bateleur.mamba.planners.triton:plan_copy",
-    host="bateleur.mamba.planners.host:plan_copy",
+    numpy="bateleur.mamba.planners.host:plan_copy",
 )

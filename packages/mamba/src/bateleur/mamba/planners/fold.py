@@ -15,7 +15,7 @@ from torch import Tensor
 from bateleur.mamba.planners.checks import require_policy, require_rows
 from bateleur.mamba.planners.plans import FoldPlan, ReplayPlan
 from bateleur.mamba.spec import CacheLayout, StatePolicy
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.dispatch import Implementations
 
 
 def plan_fold(
@@ -87,8 +87,8 @@ def _in_torch(
     torch.sub(out.accepted, keep, out=out.page_offset).sub_(1).mul_(folds)
 
 
-FORMS = Forms(
+FORMS = Implementations(
     _in_torch,
     triton="bateleur.mamba.planners.triton:plan_fold",
-    host="bateleur.mamba.planners.host:plan_fold",
+    numpy="bateleur.mamba.planners.host:plan_fold",
 )

@@ -6,7 +6,7 @@ from torch import Tensor
 from bateleur.mamba.planners.checks import require
 from bateleur.mamba.planners.plans import ReplayPlan
 from bateleur.mamba.spec import CacheLayout, StatePolicy
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.dispatch import Implementations
 
 
 def plan_replay(
@@ -63,8 +63,8 @@ def _in_torch(
     plan.fold_slot.copy_(written)
 
 
-FORMS = Forms(
+FORMS = Implementations(
     _in_torch,
     triton="bateleur.mamba.planners.triton:plan_replay",
-    host="bateleur.mamba.planners.host:plan_replay",
+    numpy="bateleur.mamba.planners.host:plan_replay",
 )

@@ -6,7 +6,7 @@ from torch import Tensor
 from bateleur.mamba.planners.checks import require
 from bateleur.mamba.planners.plans import SlotPlan
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
-from bateleur.metadata.forms import Forms
+from bateleur.metadata.dispatch import Implementations
 
 
 def plan_step(
@@ -102,8 +102,8 @@ def _fill(plan: SlotPlan, table: Tensor, anchor: Tensor, run: Tensor, has: Tenso
     plan.conv_write.copy_(write[:, 0])
 
 
-FORMS = Forms(
+FORMS = Implementations(
     _in_torch,
     triton="bateleur.mamba.planners.triton:plan_step",
-    host="bateleur.mamba.planners.host:plan_step",
+    numpy="bateleur.mamba.planners.host:plan_step",
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bateleur.mamba.planners.plans import Plan
 from bateleur.mamba.spec import MambaCacheMode
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 
 @triton.jit

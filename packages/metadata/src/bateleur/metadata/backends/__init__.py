@@ -5,21 +5,21 @@ from collections.abc import Mapping
 import torch
 
 from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionBuilder, PagedAttentionMetadata
-from bateleur.metadata.forms import load
+from bateleur.metadata.dispatch import load
 
 __all__ = [
     "AttentionBackend",
     "PagedAttentionBuilder",
     "PagedAttentionMetadata",
+    "backend_names",
     "get_backend",
-    "names",
-    "preferred",
-    "why_not",
+    "preferred_backends",
+    "unsupported_reason",
 ]
 
 _HOMES: Mapping[str, str] = {
     "torch": "torch_paged:TorchBackend",
-    "native": "native:NativeBackend",
+    "native": "native_paged:NativeBackend",
     "reference": "reference:ReferenceBackend",
     "triton": "triton_paged:TritonBackend",
     "torch_varlen": "torch_varlen:TorchVarlenBackend",
@@ -27,17 +27,17 @@ _HOMES: Mapping[str, str] = {
 }
 
 
-def names() -> tuple[str, ...]:
+def backend_names() -> tuple[str, ...]:
     """Names :func:`get_backend` takes, besides ``auto``."""
     return tuple(_HOMES)
 
 
-def preferred(device: torch.device) -> tuple[str, ...]:
+def preferred_backends(device: torch.device) -> tuple[str, ...]:
     """What ``auto`` tries on a device, in this order; any other has to be asked for."""
     return ("triton", "torch") if device.type == "cuda" else ("native", "torch")
 
 
-def why_not(
+def unsupported_reason(
     name: str,
     *,
     device: torch.device,
@@ -46,7 +46,7 @@ def why_not(
     sliding_window: int | None = None,
 ) -> str | None:
     """Why the backend ``name`` can't serve the configuration, or None if it can."""
-    return _load(name).unsupported(head_dim, dtype, device, sliding_window)
+    return _load(name).unsupported_reason(head_dim, dtype, device, sliding_window)
 
 
 def get_backend(
@@ -63,12 +63,12 @@ def get_backend(
         ValueError: no such backend, or it refuses the configuration; the message says why.
     """
     if name != "auto" and name not in _HOMES:
-        raise ValueError(f"name: no backend is called {name!r}; there are auto, {', '.join(names())}")
+        raise ValueError(f"name: no backend is called {name!r}; there are auto, {', '.join(backend_names())}")
     device = torch.device(device)
     reasons = []
-    for candidate in preferred(device) if name == "auto" else (name,):
+    for candidate in preferred_backends(device) if name == "auto" else (name,):
         backend = _load(candidate)
-        reason = backend.unsupported(head_dim, dtype, device, sliding_window)
+        reason = backend.unsupported_reason(head_dim, dtype, device, sliding_window)
         if reason is None:
             backend.device = device
             return backend

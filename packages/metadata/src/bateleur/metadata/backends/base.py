@@ -8,8 +8,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from bateleur.metadata.batch import CommonAttentionMetadata
-from bateleur.metadata.builder import AttentionMetadataBuilder, BuildPhase, GraphSupport
+from bateleur.metadata.attention_metadata_builder import AttentionMetadataBuilder, BuildPhase, GraphSupport
+from bateleur.metadata.common_attention_metadata import CommonAttentionMetadata
 from bateleur.metadata.signature import Role, Signature
 
 KVCache: TypeAlias = tuple[Tensor, Tensor]
@@ -119,13 +119,13 @@ class AttentionBackend:
 
     An engine then zeroes a block before it hands it to a request: the one that had it before may have left NaN.
     """
-    ignores_bounds: ClassVar[bool] = False
+    tolerates_loose_bounds: ClassVar[bool] = False
     """Whether its kernels take any batch of so many rows and tokens, and as long under bounds far above the truth: then
     graphs of mixed batches hold them, whatever else runs between the pieces.
     """
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     """Of queries and caches."""
-    least_capability: ClassVar[tuple[int, int] | None] = None
+    min_capability: ClassVar[tuple[int, int] | None] = None
     """Compute capability of the CUDA devices it needs; None: it needs none."""
     device = torch.device("cpu")
     """Where its builders keep what they own; :func:`get_backend` sets it."""
@@ -141,7 +141,7 @@ class AttentionBackend:
         """A new builder of this backend's metadata, for one KV-cache group or many."""
         return PagedAttentionBuilder(self.graph_support)
 
-    def unsupported(
+    def unsupported_reason(
         self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
     ) -> str | None:
         """Why a configuration can't run here, or None if it can."""
@@ -151,22 +151,23 @@ class AttentionBackend:
             return f"dtype {dtype} is not one of {', '.join(map(str, self.dtypes))}"
         if sliding_window is not None and sliding_window < 1:
             return f"sliding_window {sliding_window} is not positive"
-        reason = self.lacks(head_dim, device)
-        if reason is None and self.least_capability is not None:
-            reason = _device_refusal(device, self.least_capability)
+        reason = self.missing_requirement(head_dim, device)
+        if reason is None and self.min_capability is not None:
+            reason = _device_refusal(device, self.min_capability)
         return reason
 
-    def lacks(self, head_dim: int, device: torch.device) -> str | None:
+    def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
         """What is missing for heads of this size here, or for any; None if nothing is."""
         return None
 
-    def divide(
+    def build_work_list(
         self, meta: PagedAttentionMetadata, kv: KVCache, num_heads: int, sliding_window: int | None = None
     ) -> Tensor | None:
         """Make the work list of a forward pass for all layers with equal heads and windows, or return None.
 
         A model calls it once in each pass, before its layers, and passes the result to every ``attend`` of the pass. A
-        CUDA graph records the call. Only backends that ``ignores_bounds`` are asked. Without a list, a backend that has
+        CUDA graph records the call. Only backends that ``tolerates_loose_bounds`` are asked. Without a list, a
+        backend that has
         one makes it in every ``attend``.
 
         Args:
@@ -224,12 +225,12 @@ class AttentionBackend:
             self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)), *(norm or ()))
         else:
             self.write(k, v, *kv, meta.slot_mapping)
-        return self.attend_stored(q, kv, meta, scale, sliding_window, work)
+        return self.attend_cache(q, kv, meta, scale, sliding_window, work)
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Raise `ValueError` for what the backend can't take, before anything is stored."""
 
-    def attend_stored(
+    def attend_cache(
         self,
         q: Tensor,
         kv: KVCache,
@@ -239,11 +240,11 @@ class AttentionBackend:
         work: Tensor | None = None,
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
-        out: Tensor = self.kernel(q, *kv, *of_rows(meta), scale, sliding_window or 0)
+        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0)
         return out
 
 
-of_rows = attrgetter(
+kernel_row_args = attrgetter(
     "block_table", "seq_lens", "query_start_loc", "num_decodes", "max_query_len", "max_seq_len"
 )
 """What kernels are told of rows, in the order of their arguments."""

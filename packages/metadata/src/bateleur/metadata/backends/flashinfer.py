@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata import ops
-from bateleur.metadata.backends._flashinfer import Config, FlashInferMetadata, Plans, Shape
+from bateleur.metadata.attention_metadata_builder import BuildPhase, GraphSupport
+from bateleur.metadata.backends._flashinfer_plans import FlashInferMetadata, GraphShape, PlanCache, PlanConfig
 from bateleur.metadata.backends.base import (
     AttentionBackend,
     KVCache,
     PagedAttentionBuilder,
     PagedAttentionMetadata,
 )
-from bateleur.metadata.batch import CommonAttentionMetadata
-from bateleur.metadata.bounds import I32Array, InexactBound
-from bateleur.metadata.builder import BuildPhase, GraphSupport
+from bateleur.metadata.common_attention_metadata import CommonAttentionMetadata
+from bateleur.metadata.seq_len_bound import I32Array, InexactBound
 from bateleur.metadata.signature import Role, Signature
 
 __all__ = ["FlashInferBackend", "FlashInferBuilder", "FlashInferMetadata"]
@@ -40,7 +40,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
 
     reads = PagedAttentionBuilder.reads | {"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"}
 
-    def __init__(self, plans: Plans) -> None:
+    def __init__(self, plans: PlanCache) -> None:
         """``plans`` are the backend's."""
         super().__init__(GraphSupport.UNIFORM)
         self._plans, self._owner = plans, plans.new_owner()
@@ -61,8 +61,8 @@ class FlashInferBuilder(PagedAttentionBuilder):
         except InexactBound as error:
             raise InexactBound(f"FlashInfer plans on the host, from exact lengths; {error}") from None
         starts: I32Array = common.query_start_loc_cpu.numpy()[: rows + 1]
-        fills, shape = phase is not BuildPhase.RUN, self._shape(common, group)
-        if shape is not None and not fills and not self._plans.knows(shape):
+        for_capture, shape = phase is not BuildPhase.RUN, self._shape(common, group)
+        if shape is not None and not for_capture and not self._plans.has_shape(shape):
             shape = None
         shared = {name: getattr(paged, name) for name in PagedAttentionMetadata.__slots__}
         if shape is not None:
@@ -71,12 +71,12 @@ class FlashInferBuilder(PagedAttentionBuilder):
             **shared,
             group=group,
             key_lens=lengths.copy(),  # a layer may plan after the buffers were staged again
-            starts=starts.copy(),
+            query_starts=starts.copy(),
             shape=shape,
-            fills=fills,
+            for_capture=for_capture,
         )
         if shape is not None:
-            self._plans.prepare(meta)
+            self._plans.plan_for_graphs(meta)
         return meta
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
@@ -88,7 +88,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
                 ("rows", Role.LAYOUT, meta.shape.rows),
                 ("tokens a row", Role.CONTROL, meta.shape.query_len),
                 ("max_seq_len", Role.BOUND, meta.max_seq_len),
-                ("fills", Role.BOUND, meta.fills),
+                ("for_capture", Role.BOUND, meta.for_capture),
             )
         )
 
@@ -96,7 +96,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
         """Where plans lie that graphs read."""
         return self._plans.addresses(self._owner)
 
-    def _shape(self, common: CommonAttentionMetadata, group: int) -> Shape | None:
+    def _shape(self, common: CommonAttentionMetadata, group: int) -> GraphShape | None:
         """That of a batch whose rows all have as many tokens as it promises at most; None for others."""
         longest = common.max_query_len
         padded, real = (
@@ -105,7 +105,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
         )
         if not longest or any(tokens != rows * longest for tokens, rows in (padded, real)):
             return None
-        return Shape(self._owner, group, common.num_reqs, longest)
+        return GraphShape(self._owner, group, common.num_reqs, longest)
 
 
 class FlashInferBackend(AttentionBackend):
@@ -115,17 +115,17 @@ class FlashInferBackend(AttentionBackend):
     graph_support = GraphSupport.UNIFORM
     needs_finite_cache = True  # nothing is promised of entries behind a row's last key
     dtypes = (torch.float16, torch.bfloat16)
-    least_capability = (8, 0)
+    min_capability = (8, 0)
     write = staticmethod(ops.write_kv)
 
     def __init__(self) -> None:
-        self._plans = Plans()
+        self._plans = PlanCache()
 
     def builder(self) -> FlashInferBuilder:
         """A new builder, for one KV-cache group or many."""
         return FlashInferBuilder(self._plans)
 
-    def lacks(self, head_dim: int, device: torch.device) -> str | None:
+    def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
         """What is missing for heads of this size here, or for any; None if nothing is."""
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed; bateleur-metadata[flashinfer] installs it"
@@ -138,7 +138,7 @@ class FlashInferBackend(AttentionBackend):
         if not isinstance(meta, FlashInferMetadata):
             raise ValueError(f"meta: is {type(meta).__name__}, must be the FlashInferMetadata of its builder")
 
-    def attend_stored(
+    def attend_cache(
         self,
         q: Tensor,
         kv: KVCache,
@@ -155,14 +155,14 @@ class FlashInferBackend(AttentionBackend):
         rest = meta.group, sizes, q.dtype, k_cache.dtype, q.device, scale, sliding_window
         if (shape := meta.shape) is not None:
             single = shape.query_len == 1
-            wrapper = self._plans.fixed(Config(single, *rest, shape), meta)
+            wrapper = self._plans.graph_wrapper(PlanConfig(single, *rest, shape), meta)
             if wrapper is not None:
-                tokens = slice(0, len(q) if single else int(meta.starts[-1]))
-                wrapper.planned(meta, 0, shape.rows).run(q[tokens], kv, out=out[tokens])
+                tokens = slice(0, len(q) if single else int(meta.query_starts[-1]))
+                wrapper.plan_for(meta, 0, shape.rows).run(q[tokens], kv, out=out[tokens])
                 return out
         for decode, begin, end in ((True, 0, n), (False, n, len(meta.key_lens))):
             if begin < end:
-                tokens = slice(int(meta.starts[begin]), int(meta.starts[end]))
-                plan = self._plans.any(Config(decode, *rest)).planned(meta, begin, end)
+                tokens = slice(int(meta.query_starts[begin]), int(meta.query_starts[end]))
+                plan = self._plans.eager_wrapper(PlanConfig(decode, *rest)).plan_for(meta, begin, end)
                 plan.run(q[tokens], kv, out=out[tokens])
         return out

@@ -5,8 +5,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from bateleur.metadata.attention_metadata_builder import GraphSupport
 from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionMetadata
-from bateleur.metadata.builder import GraphSupport
 
 
 def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -65,7 +65,7 @@ class ReferenceBackend(AttentionBackend):
     graph_support = GraphSupport.NEVER  # its loops read lengths on the host
     write = staticmethod(write_kv_reference)
 
-    def attend_stored(
+    def attend_cache(
         self,
         q: Tensor,
         kv: KVCache,

@@ -13,6 +13,6 @@ class TorchBackend(AttentionBackend):
     write = staticmethod(ops.write_kv)
     kernel = staticmethod(ops.paged_attention)
 
-    def lacks(self, head_dim: int, device: torch.device) -> str | None:
+    def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
         """What is missing for heads of this size here, or for any; None if nothing is."""
         return None if device.type in ("cpu", "cuda") else f"device {device} is neither CPU nor CUDA"

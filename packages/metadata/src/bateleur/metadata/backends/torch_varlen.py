@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata import ops
+from bateleur.metadata.attention_metadata_builder import GraphSupport
 from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionMetadata
-from bateleur.metadata.builder import GraphSupport
 
 _MAX_HEAD_DIM = 256
 _PROBE_BLOCK_SIZE = 16
@@ -27,20 +27,20 @@ class TorchVarlenBackend(AttentionBackend):
     graph_support = GraphSupport.UNIFORM
     needs_finite_cache = True  # nothing is promised of entries behind a row's last key
     dtypes = (torch.float16, torch.bfloat16)
-    least_capability = (0, 0)
+    min_capability = (0, 0)
     write = staticmethod(ops.write_kv)
 
-    def lacks(self, head_dim: int, device: torch.device) -> str | None:
+    def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
         """What is missing for heads of this size here, or for any; None if nothing is."""
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             return f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
         return None
 
-    def unsupported(
+    def unsupported_reason(
         self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
     ) -> str | None:
         """Why a configuration can't run here, or None. On CUDA this runs the kernel once, on a few tokens."""
-        reason = super().unsupported(head_dim, dtype, device, sliding_window)
+        reason = super().unsupported_reason(head_dim, dtype, device, sliding_window)
         if reason is not None:
             return reason
         if _kernel() is None:
@@ -55,7 +55,7 @@ class TorchVarlenBackend(AttentionBackend):
                 f"kv: has blocks of {block_size} tokens; cuDNN needs a power of two, FlashAttention 3 takes any"
             )
 
-    def attend_stored(
+    def attend_cache(
         self,
         q: Tensor,
         kv: KVCache,
@@ -132,7 +132,7 @@ def _probe(
     )
     q = torch.zeros(5, 2, head_dim, dtype=dtype, device=device)
     try:
-        out = TorchVarlenBackend().attend_stored(q, (keys, values), meta, 1.0, sliding_window)
+        out = TorchVarlenBackend().attend_cache(q, (keys, values), meta, 1.0, sliding_window)
         right = bool((out[:4] == 1).all()) and bool((out[4:] == 0).all())
     except (RuntimeError, ValueError) as error:
         lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata import ops
-from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionMetadata, of_rows
+from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionMetadata, kernel_row_args
 
 _MAX_HEAD_DIM = 256
 
@@ -25,20 +25,20 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     fuses_rotary = True
     fuses_norm = True
-    ignores_bounds = True
+    tolerates_loose_bounds = True
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    least_capability = (8, 0)  # bfloat16 and asynchronous copies
+    min_capability = (8, 0)  # bfloat16 and asynchronous copies
     write = staticmethod(ops.rotate_and_write_kv)
     kernel: ClassVar[Callable[..., Any]] = staticmethod(ops.triton_paged_attention)
 
-    def divide(
+    def build_work_list(
         self, meta: PagedAttentionMetadata, kv: KVCache, num_heads: int, sliding_window: int | None = None
     ) -> Tensor:
         """Make the work list of the pass, (n, 8) int32, by one launch."""
         bounds = num_heads, meta.slot_mapping.shape[0], meta.max_query_len, sliding_window or 0
         return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds)
 
-    def attend_stored(
+    def attend_cache(
         self,
         q: Tensor,
         kv: KVCache,
@@ -48,10 +48,10 @@ class TritonBackend(AttentionBackend):
         work: Tensor | None = None,
     ) -> Tensor:
         """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
-        out: Tensor = self.kernel(q, *kv, *of_rows(meta), scale, sliding_window or 0, work)
+        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0, work)
         return out
 
-    def lacks(self, head_dim: int, device: torch.device) -> str | None:
+    def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
         """What is missing for heads of this size here, or for any; None if nothing is."""
         if head_dim > _MAX_HEAD_DIM:
             return f"head_dim {head_dim} is above {_MAX_HEAD_DIM}"

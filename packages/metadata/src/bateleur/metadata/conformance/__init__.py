@@ -1,7 +1,7 @@
 """Checks that anybody's builder or backend can be put to: they raise with everything that is wrong, or report."""
 
-from bateleur.metadata.conformance.backend import BackendReport, check_backend
-from bateleur.metadata.conformance.builder import BuilderReport, check_builder
+from bateleur.metadata.conformance.backend_checks import BackendReport, check_backend
+from bateleur.metadata.conformance.builder_checks import BuilderReport, check_builder
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
 
 __all__ = [

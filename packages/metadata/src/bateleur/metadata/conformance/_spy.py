@@ -10,14 +10,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bateleur.metadata.batch import CommonAttentionMetadata, field_values
-from bateleur.metadata.bounds import SeqLenBound
+from bateleur.metadata.common_attention_metadata import CommonAttentionMetadata, field_values
 from bateleur.metadata.conformance._host_sync import HOST_READS, is_composite, waits_for_device
 from bateleur.metadata.fields import FIELDS
+from bateleur.metadata.seq_len_bound import SeqLenBound
 
 Note = Callable[[str], None]
 
-_FIELD_OF = {field.part or name: name for name, field in FIELDS.items()}
+_FIELD_OF = {field.bound_attr or name: name for name, field in FIELDS.items()}
 """The field behind an attribute of a batch, or of its bound."""
 
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.metadata.backends._tiles import WorkShape
-from bateleur.metadata.kernels._tile import LOG2_E, attend_range, finish
+from bateleur.metadata.backends._launch_config import WorkShape
+from bateleur.metadata.kernels._attention_tile import LOG2_E, attend_range, finish
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Kernels in C for a CPU, compiled where they run: by gcc, in half a second, once; the result is kept in
 `~/.cache/bateleur`.
 
-Who has no compiler runs the torch form of everything, and `missing` says why. The rest of the process knows no more of
+Who has no compiler runs the torch form of everything, and `unavailable_reason` says why. The rest of the process
+knows no more of
 this than which functions there are: C sees addresses and sizes, and has no headers but its own and the compiler's.
 
 Kernels share the OpenMP runtime that torch has loaded, and so its threads: two runtimes would wait for each other's.
@@ -87,7 +88,7 @@ def kernels(source: Path, signatures: tuple[tuple[str, str], ...]) -> Mapping[st
 
 
 @cache
-def missing() -> str | None:
+def unavailable_reason() -> str | None:
     """Why there are no kernels here, or None if there are."""
     try:
         kernels(_HEADERS / "probe.c", (("probe", "p"),))
@@ -109,7 +110,7 @@ def finder(module: str, files: Mapping[str, Mapping[str, str]]) -> Callable[[str
 
     @cache
     def kernel(name: str) -> Kernel | None:
-        return None if missing() is not None else kernels(*source_of[name])[name]
+        return None if unavailable_reason() is not None else kernels(*source_of[name])[name]
 
     return kernel
 

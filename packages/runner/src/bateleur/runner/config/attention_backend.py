@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bateleur.metadata import AttentionBackend, get_backend
-from bateleur.metadata.backends import names, preferred, why_not
+from bateleur.metadata.backends import backend_names, preferred_backends, unsupported_reason
 from bateleur.runner.arguments import refuse
 from bateleur.runner.models.spec import ModelSpec
 
@@ -18,7 +18,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
 
     Raises ValueError for a name that is none, and for a backend that can't serve, with the reason.
     """
-    if name not in (known := ("auto", *names())):
+    if name not in (known := ("auto", *backend_names())):
         refuse("attention_backend", name, f"one of {', '.join(known)}")
     try:
         return get_backend(name, device=device, dtype=dtype, head_dim=head_dim)
@@ -36,12 +36,16 @@ def told(name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -
         return None
 
     def refusal(candidate: str) -> str | None:
-        return why_not(candidate, device=device, dtype=dtype, head_dim=spec.widest_head)
+        return unsupported_reason(candidate, device=device, dtype=dtype, head_dim=spec.widest_head)
 
     notes = [choose_backend(name, device, dtype, spec.widest_head).name]
     if name != "auto":
         return f"{name}, as asked for"
-    notes += [f"not {before}: {why}" for before in preferred(device) if (why := refusal(before)) is not None]
+    notes += [
+        f"not {before}: {why}"
+        for before in preferred_backends(device)
+        if (why := refusal(before)) is not None
+    ]
     if refusal(_ASKED_FOR) is None:
         notes.append(f"{_ASKED_FOR} only if asked for: close tokens may change with the batch")
     return "; ".join(notes)

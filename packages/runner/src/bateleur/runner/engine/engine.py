@@ -326,7 +326,7 @@ class Engine:
         rows = self._rows.of(plan)
         batch = self.producer.buffers.stage(rows, shape)
         clock.lap("stage")
-        staged = self.producer.prepare(batch, decision.descriptor, origin=rows.origin)
+        staged = self.producer.prepare(batch, decision.descriptor, batch_id=rows.batch_id)
         clock.lap("build")
         hidden_TD, *taps = self.graphs.run(staged)
         clock.lap("forward")

@@ -44,7 +44,7 @@ class StagedRows:
             return self._rows(plan, computed, sampled, slack == 0)
         if plan.num_decodes < len(plan.rows):  # ids of prompts are others in the next step
             return self._rows(plan, computed, sampled)
-        return self._exact(plan).repeat(computed, sampled)
+        return self._exact(plan).next_step(computed, sampled)
 
     def _of_exact(self, plan: StepPlan) -> StepRows:
         return self._rows(plan, self._table.num_computed[plan.rows], None)
@@ -61,13 +61,13 @@ class StagedRows:
             truth = self._lengths.of(self._verifier.rows_on_device(plan))
         return StepRows(
             query_lens=plan.query_lens,
-            num_computed=computed,
+            num_computed_tokens=computed,
             is_prefilling=plan.is_prefilling,
             token_ids=_prompt_tokens(plan, self._table, computed),
-            exact=exact,
-            computed=truth,
-            sampled=sampled,
-            table_rows=plan.rows,
+            num_computed_is_exact=exact,
+            num_computed_tokens_device=truth,
+            sampled_token_ids=sampled,
+            block_table_rows=plan.rows,
         )
 
 

@@ -26,7 +26,7 @@ from bateleur.metadata import (
     BuildPhase,
     CommonAttentionMetadata,
     GraphSupport,
-    KVGroup,
+    KVCacheGroup,
     Signature,
     check_reads,
 )
@@ -39,7 +39,7 @@ from bateleur.runner.models import HybridDecoder, StepContext
 class _Built(NamedTuple):
     """Metadata of a recurrent group, and of which steps it is."""
 
-    origin: object
+    batch_id: object
     """Of the rows, see `StepRows`."""
     written: tuple[int, int]
     """State of their block table."""
@@ -67,7 +67,7 @@ class ModelState:
         self.caches = caches
         self.backend = backend
         self.vocab_size = model.spec.vocab_size
-        self.groups: tuple[KVGroup, ...] = ()
+        self.groups: tuple[KVCacheGroup, ...] = ()
         """In the order of a step's block tables."""
         self.seq_len_fill = 0
         """What padded rows of `seq_lens` hold, as the attention group's builder declares it."""
@@ -77,7 +77,7 @@ class ModelState:
             self.seq_len_fill = self._attention.seq_len_fill
             plan = caches.plan
             ahead = limits.num_speculative_tokens  # a drafter stores keys of the tokens that it proposes
-            self.groups = (KVGroup(plan.block_size, plan.max_blocks, lookahead_tokens=ahead),)
+            self.groups = (KVCacheGroup(plan.block_size, plan.max_blocks, lookahead_tokens=ahead),)
         self._mamba: MambaMetadataBuilder | None = None
         self._states: RequestStates | None = None
         self._last: _Built | None = None
@@ -106,7 +106,7 @@ class ModelState:
         )
         check_reads(self._mamba)
         self._mamba_group = len(self.groups)
-        own_groups = [KVGroup(layout.block_size, width, has_slots=False) for width in widths]
+        own_groups = [KVCacheGroup(layout.block_size, width, has_slots=False) for width in widths]
         self.groups = (*self.groups, *own_groups)
 
     @property
@@ -172,37 +172,41 @@ class ModelState:
         phase: BuildPhase = BuildPhase.RUN,
         *,
         pieces: bool = False,
-        origin: object = None,
+        batch_id: object = None,
     ) -> StepContext:
         """Build each group's metadata; the batch itself is not written to.
 
-        pieces: for a piecewise graph. origin: of the rows, see `StepRows`.
+        pieces: for a piecewise graph. batch_id: of the rows, see `StepRows`.
         """
         attention = None if self._attention is None else self._attention.build(batch, 0, phase)
-        mamba = None if self._mamba is None else self._recurrent(self._mamba, batch, phase, origin)
+        mamba = None if self._mamba is None else self._recurrent(self._mamba, batch, phase, batch_id)
         if pieces and self._mamba is not None and mamba is not None:
             mamba = self._mamba.in_pieces(mamba, batch)
         caches = self.caches
         return StepContext(batch, self.backend, attention, mamba, caches.kv, caches.states, caches.rings)
 
     def _recurrent(
-        self, builder: MambaMetadataBuilder, batch: CommonAttentionMetadata, phase: BuildPhase, origin: object
+        self,
+        builder: MambaMetadataBuilder,
+        batch: CommonAttentionMetadata,
+        phase: BuildPhase,
+        batch_id: object,
     ) -> MambaMetadata:
         """What the builder makes, or made for the last step if it would be that again."""
         table = self._state_blocks
-        written = table.version, table.num_writes
+        written = table.num_clears, table.num_writes
         last, self._last = self._last, None
         if (
             last is not None
-            and last.origin is origin
+            and last.batch_id is batch_id
             and last.written == written
             and batch.max_seq_len <= last.longest
         ):
             self._last = last
             return last.metadata
         metadata = builder.build(batch, self._mamba_group, phase)
-        if origin is not None and (lasts := builder.lasts(metadata, batch)):
-            self._last = _Built(origin, written, batch.max_seq_len + lasts, metadata)
+        if batch_id is not None and (lasts := builder.lasts(metadata, batch)):
+            self._last = _Built(batch_id, written, batch.max_seq_len + lasts, metadata)
         return metadata
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:

@@ -53,18 +53,18 @@ class StepProducer:
         batch: CommonAttentionMetadata,
         key: BatchExecutionDescriptor | None,
         phase: BuildPhase = BuildPhase.RUN,
-        origin: object = None,
+        batch_id: object = None,
     ) -> StagedBatch[StepContext]:
         """Build the metadata of a batch that was staged for `key`; a replay refuses it if it is not the latest.
 
-        origin: of the rows that were staged, see `StepRows`; None for rows that come once.
+        batch_id: of the rows that were staged, see `StepRows`; None for rows that come once.
         """
         if self._checks >= ReplayChecks.PARANOID:
             x = self.buffers
             level: Literal["host", "device"] = "device" if x.device.type == "cpu" else "host"
             validate(batch, x.limits, x.groups, level=level, seq_len_fill=x.seq_len_fill)
         pieces = key is not None and key.mode is CudaGraphMode.PIECEWISE
-        context = self.model_state.prepare(batch, phase, pieces=pieces, origin=origin)
+        context = self.model_state.prepare(batch, phase, pieces=pieces, batch_id=batch_id)
         # Only a FULL graph bakes host scalars of the metadata; the eager parts of a piecewise one get this context.
         signed = self._checks >= ReplayChecks.CHEAP and key is not None and key.mode is CudaGraphMode.FULL
         signature = self.model_state.signature(context) if signed else None
@@ -123,7 +123,7 @@ class StepProducer:
         With the bound of the longest request, dummy rows launch every kernel that real rows launch. Backends that mind
         loose bounds would take long.
         """
-        return self.buffers.limits.max_model_len if self.model_state.backend.ignores_bounds else None
+        return self.buffers.limits.max_model_len if self.model_state.backend.tolerates_loose_bounds else None
 
     def addresses(self) -> Mapping[str, int]:
         """Data pointers of buffers, builders and caches."""
@@ -200,7 +200,7 @@ class StepProducer:
         num_tokens = int(query_lens.sum())
         rows = StepRows(
             query_lens=query_lens,
-            num_computed=computed.astype(np.int32),
+            num_computed_tokens=computed.astype(np.int32),
             is_prefilling=is_prefilling,
             token_ids=rng.integers(0, self.model_state.vocab_size, num_tokens).astype(np.int32),
             block_tables=self.model_state.random_tables(blocks, computed, computed + query_lens, rng),

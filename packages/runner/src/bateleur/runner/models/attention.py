@@ -38,7 +38,7 @@ class CachedAttention(Branch):
     ) -> Tensor:
         """Write keys and values (T, kv heads, D), and what queries (T, H, D) get of all of the cache: (T, H, D).
 
-        work: see `AttentionBackend.divide`.
+        work: see `AttentionBackend.build_work_list`.
         """
         assert context.attention is not None
         cache, meta, spec, backend = context.kv[self._index], context.attention, self.spec, context.backend

@@ -48,7 +48,8 @@ class LayerStep:
     ranks: Ranks = field(default=ALONE, kw_only=True)
     """Who runs these layers together: each branch returns this rank's part of a sum."""
     work: tuple[Tensor | None, ...] = field(default=(), kw_only=True)
-    """Work list of each attention layer, see `AttentionBackend.divide`; () if the backend minds loose bounds."""
+    """Work list of each attention layer, see `AttentionBackend.build_work_list`; () if the backend minds loose
+    bounds."""
 
     @property
     def fuses_rotary(self) -> bool:
@@ -65,6 +66,6 @@ class LayerStep:
 
         Kernels that take any batch under any bound are captured with the pieces around them, and get `work`.
         """
-        if self.execution.state.backend.ignores_bounds:
+        if self.execution.state.backend.tolerates_loose_bounds:
             return run(self.execution.state, *tensors, work=self.work[index])
         return self.execution.eager(run, *tensors)

@@ -251,11 +251,11 @@ class HybridDecoder:
     def _divide_attention(self, context: StepContext) -> tuple[Tensor | None, ...]:
         """Make `LayerStep.work`: one list for all layers with equal heads and windows."""
         backend, meta = context.backend, context.attention
-        if meta is None or not backend.ignores_bounds:
+        if meta is None or not backend.tolerates_loose_bounds:
             return ()
         layers = self.spec.attention
         made = {
-            first: backend.divide(
+            first: backend.build_work_list(
                 meta, context.kv[first], layers[first].num_heads, layers[first].sliding_window
             )
             for first in dict.fromkeys(self._first_of_kind)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.metadata.forms import Forms, define
+from bateleur.metadata.dispatch import Implementations, define_op
 from bateleur.runner.models.matrix import Projection
 
 _ALIGNED_BYTES = 16
@@ -32,7 +32,7 @@ def masked_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return y_SN
 
 
-FORMS = Forms(masked_products, triton="bateleur.runner.models.kernels.grouped:grouped_products")
+FORMS = Implementations(masked_products, triton="bateleur.runner.models.kernels.grouped:grouped_products")
 """On CUDA, where torch has no grouped product that does not wait for the host; Triton's has no float64."""
 
 
@@ -79,10 +79,10 @@ def _filled(ends: Tensor) -> list[tuple[int, int, int]]:
 
 
 _library = Library("bateleur", "FRAGMENT")
-_grouped_product = define(
+_grouped_product = define_op(
     _library,
     grouped_product,
-    Forms(grouped_product),
+    Implementations(grouped_product),
     mutates=(),
     fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[1]),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bateleur.metadata.native import missing
+from bateleur.metadata.native import unavailable_reason
 from bateleur.runner.models import native
 from bateleur.runner.models.decoder import HybridDecoder
 from bateleur.runner.models.matrix import Projection
@@ -20,7 +20,7 @@ def held_bytes(
     recorded: graphs are recorded over it.
     """
     held = sum(weight.nbytes for weight in model.weights().values())
-    if device.type != "cpu" or missing() is not None:
+    if device.type != "cpu" or unavailable_reason() is not None:
         return held
     for projection in model.projections:
         weight = projection.weight

@@ -12,11 +12,11 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.metadata import forms
+from bateleur.metadata import dispatch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FORMS: dict[str, forms.Forms[Any]] = {}
+FORMS: dict[str, dispatch.Implementations[Any]] = {}
 """The forms of every operator, by its name."""
 _library = Library("bateleur", "FRAGMENT")
 """Owns the definitions; dropping it would drop the operators."""
@@ -40,13 +40,15 @@ def operator(
     def declare(form: F) -> F:
         name, models = form.__name__, "bateleur.runner.models"
         in_c = None if native is None else f"{models}.native.{native}:{name}"
-        found = FORMS[name] = forms.Forms(form, triton=f"{models}.kernels.{home}:{name}", native=in_c)
-        dispatched = forms.define(_library, form, found, mutates=mutates, fake=fake)
+        found = FORMS[name] = dispatch.Implementations(
+            form, triton=f"{models}.kernels.{home}:{name}", native=in_c
+        )
+        dispatched = dispatch.define_op(_library, form, found, mutates=mutates, fake=fake)
 
         @wraps(form)
         def call(first: Tensor, *rest: Any) -> Any:
-            if first.is_cpu and not forms.recorded():
-                return forms.on_cpu(FORMS[name], first, *rest)
+            if first.is_cpu and not dispatch.is_recording():
+                return dispatch.run_on_cpu(FORMS[name], first, *rest)
             return dispatched(first, *rest)
 
         return cast(F, call) if direct else dispatched

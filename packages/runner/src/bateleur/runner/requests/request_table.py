@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.metadata import BlockTable, spread
+from bateleur.metadata import BlockTable, expand_ranges
 from bateleur.runner.requests.request import Request
 
 
@@ -183,7 +183,7 @@ class RequestTable:
             missing_R = -(-stored_R // block_size) - self.num_blocks[rows]
         few = (missing_R > 0).nonzero()[0]
         rows, counts = rows[few], missing_R[few]
-        which, spots = spread(rows, self.num_blocks[rows], counts)
+        which, spots = expand_ranges(rows, self.num_blocks[rows], counts)
         as_taken = lens_R is not None and np.array_equal(now_R, lens_R)
         return Lacking(int(now_R.sum()), as_taken, which * columns + spots, rows, counts)
 

@@ -13,7 +13,7 @@ from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import DraftCache, DraftGraphs, EagleSpeculator, Rule
 from bateleur.eagle.heads import Head, LoadReport, TargetInfo, load_head
 from bateleur.eagle.heads.spec import SharedHead
-from bateleur.metadata import AttentionBackend, KVGroup
+from bateleur.metadata import AttentionBackend, KVCacheGroup
 from bateleur.runner.assets import shipped_draft
 from bateleur.runner.cache.costs import DraftCosts
 from bateleur.runner.cache.plan import CachePlan
@@ -147,7 +147,7 @@ class DraftHead:
     def speculator(
         self,
         plan: CachePlan,
-        groups: Sequence[KVGroup],
+        groups: Sequence[KVCacheGroup],
         backend: AttentionBackend,
         limits: EngineLimits,
         graphs: GraphOptions,

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import LAUNCH, require_dense, store_tile, unless_null, zero_tail
 from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_query_len"])

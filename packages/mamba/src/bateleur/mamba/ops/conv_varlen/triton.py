@@ -25,7 +25,7 @@ from bateleur.mamba.ops.shared.triton import (
     zero_tail,
 )
 from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 
 @triton.jit

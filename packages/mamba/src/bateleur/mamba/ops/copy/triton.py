@@ -24,7 +24,7 @@ from bateleur.mamba.ops.shared.triton import (
     store_tile,
     unless_null,
 )
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 _MOST_PROGRAMS = 32  # a row, of which each takes its share of the state
 

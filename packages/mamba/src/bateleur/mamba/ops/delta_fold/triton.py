@@ -30,7 +30,7 @@ from bateleur.mamba.ops.shared.triton import (
 )
 from bateleur.mamba.ops.shared.triton_delta import block_options, ring_keys, shape_options, unit
 from bateleur.mamba.ops.shared.triton_window import keep_window
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 _TILE_ENTRIES = 8192  # of a state; half of it spills no register where float32 has no tensor cores
 _BLOCK_C = 512

@@ -28,7 +28,7 @@ import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import LAUNCH, require_dense, sigmoid, softplus, unless_null, zero_tail
 from bateleur.mamba.ops.shared.triton_delta import by_head, shape_options, to_unit
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 _LINE = 32  # key channels
 _TILE_ENTRIES = (

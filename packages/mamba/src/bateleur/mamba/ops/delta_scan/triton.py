@@ -44,7 +44,7 @@ from bateleur.mamba.ops.shared.triton_delta import (
     unit,
     zero_tokens,
 )
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 _TILE = 16  # tokens: the least that matrix products take, and few enough to solve for one after the other
 

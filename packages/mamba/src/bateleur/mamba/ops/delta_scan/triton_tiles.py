@@ -27,7 +27,7 @@ import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import INDICES, LAUNCH, load_tile, state_tile, store_tile, unless_null
 from bateleur.mamba.ops.shared.triton_delta import zero_tokens
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 TILE = 64
 """Tokens of a tile: the least number of lines for which all four tensor cores work on one product."""

@@ -27,7 +27,7 @@ from bateleur.mamba.ops.shared.triton import (
     zero_tail,
 )
 from bateleur.mamba.ops.shared.triton_delta import block_options, by_head, shape_options
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 _TILE_ENTRIES = 2048  # of a state, a program: four loads of 16 bytes a thread in float32
 

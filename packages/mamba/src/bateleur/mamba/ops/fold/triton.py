@@ -28,7 +28,7 @@ from bateleur.mamba.ops.shared.triton import (
     unless_null,
 )
 from bateleur.mamba.ops.shared.triton_window import keep_window
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 _TILE_ENTRIES = 8192  # of a state; half of it spills no register where float32 has no tensor cores
 _BLOCK_C = 512

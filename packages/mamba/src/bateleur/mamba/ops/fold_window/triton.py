@@ -16,7 +16,7 @@ import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import LAUNCH, next_row, require_dense, row_shares, rows_of_share
 from bateleur.mamba.ops.shared.triton_window import keep_window
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -3,7 +3,7 @@ the recurrence over prompts.
 
 Prompts go token by token as decodes do, so the bits of a state do not depend on where a prompt was cut.
 
-Each function has the signature of an operator, and returns `NOT_TAKEN` for arguments that it does not take: then
+Each function has the signature of an operator, and returns `UNSUPPORTED` for arguments that it does not take: then
 the operator has torch's form.
 """
 

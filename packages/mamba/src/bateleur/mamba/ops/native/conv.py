@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops.native import addresses, apart_by_chunks, dense, misplaced, takes
-from bateleur.metadata.forms import NOT_TAKEN, NotTaken
+from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels
 
 MOST_TAPS = 8
@@ -40,13 +40,13 @@ def causal_conv1d_update(
     offset: Tensor,
     write: Tensor,
     activation: str,
-) -> Tensor | NotTaken:
-    """The operator in C; `NOT_TAKEN` also where a row writes a slot that another one reads."""
+) -> Tensor | Unsupported:
+    """The operator in C; `UNSUPPORTED` also where a row writes a slot that another one reads."""
     room = weight.shape[1] - 2 + max_query_len  # what so many tokens of a row leave in a slot
     floats = takes(max_query_len, (x, weight, bias, conv_state)) and fits(x, weight, conv_state, room)
     integers = addresses(query_start_loc, read, offset, write)
     if not (x.shape[0] and read.shape[0] and floats and integers and activation in _ACTIVATIONS):
-        return NOT_TAKEN
+        return UNSUPPORTED
     (tokens, channels), taps = x.shape, weight.shape[1]
     slides = conv_state.shape[1] >= taps
     y = x.new_empty(tokens, channels)
@@ -59,7 +59,7 @@ def causal_conv1d_update(
         torch.get_num_threads(),
     )  # fmt: skip
     if wrong < 0:
-        return NOT_TAKEN
+        return UNSUPPORTED
     if wrong:
         raise misplaced(wrong - 1, conv_state.shape[0], tokens)
     return y
@@ -78,20 +78,20 @@ def causal_conv1d_varlen(
     chunk_write: Tensor,
     live_write: Tensor | None,
     activation: str,
-) -> Tensor | NotTaken:
-    """The operator in C; `NOT_TAKEN` also where a row writes a slot that another one reads."""
+) -> Tensor | Unsupported:
+    """The operator in C; `UNSUPPORTED` also where a row writes a slot that another one reads."""
     del query_start_loc
     slots, keep = [read, chunk_write], weight.shape[1] - 1
     if live is not None and live_write is not None:
         slots.append(live_write)
         if not fits(x, weight, live, keep):
-            return NOT_TAKEN
+            return UNSUPPORTED
     floats = takes(1, (x, weight, bias, conv_state, live)) and fits(x, weight, conv_state, keep)
     integers = chunk_row.dtype == torch.int32 and addresses(chunk_start_loc, *slots)
     if not (len(chunk_row) and floats and integers and activation in _ACTIVATIONS):
-        return NOT_TAKEN
+        return UNSUPPORTED
     if not apart_by_chunks(conv_state.shape[0], read, chunk_write, chunk_row):
-        return NOT_TAKEN
+        return UNSUPPORTED
     (tokens, channels), taps = x.shape, weight.shape[1]
     y = x.new_empty(tokens, channels)
     places = dense(read, chunk_start_loc, chunk_row, chunk_write)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops.native import MOST_TOKENS, addresses, dense, fits, takes, takes_state
-from bateleur.metadata.forms import NOT_TAKEN, NotTaken
+from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels
 from bateleur.metadata.native.structs import Struct, fields
 
@@ -57,15 +57,15 @@ def replay_update(
     ring_len: Tensor,
     dt_min: float,
     dt_max: float,
-) -> Tensor | NotTaken:
+) -> Tensor | Unsupported:
     """The operator in C."""
     if not x.shape[0] or not slot.shape[0]:
-        return NOT_TAKEN
+        return UNSUPPORTED
     floats = takes(max_query_len, (x, dt, B, C, ring_x, ring_B), (ssm_state, ring_dt, A, D, dt_bias))
     floats = floats and takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
     integers = addresses(query_start_loc, slot, ring_row, ring_start, ring_len)
     if not (floats and integers and _takes_ring(ssm_state, ring_x, ring_dt, ring_B)):
-        return NOT_TAKEN
+        return UNSUPPORTED
     _, heads, channels, size = ssm_state.shape
     y = x.new_empty(x.shape)
     rows = dense(query_start_loc, slot, ring_row, ring_start, ring_len)
@@ -114,18 +114,18 @@ def fold_ring(
     src: Tensor,
     dst: Tensor,
     page_offset: Tensor,
-) -> NotTaken | None:
-    """The operator in C; `NOT_TAKEN` also where a row writes a slot that another one reads."""
+) -> Unsupported | None:
+    """The operator in C; `UNSUPPORTED` also where a row writes a slot that another one reads."""
     places = ring_row, ring_start, count, src, dst, page_offset
     pages = ssm_state.stride()[2:] == (math.prod(ssm_state.shape[3:]), ssm_state.shape[4], 1)
     pages = pages and fits(ssm_state.shape[3], ssm_state.shape[4])
     integers = all(each.dtype == torch.int64 for each in places)
     if not (integers and pages and takes(1, (ring_x, ring_B), (ssm_state, ring_dt, A))):
-        return NOT_TAKEN
+        return UNSUPPORTED
     if not _takes_windows(conv_state, live, ring_dt):
-        return NOT_TAKEN
+        return UNSUPPORTED
     if not _takes_ring(*(each[0] for each in (ssm_state, ring_x, ring_dt, ring_B))):
-        return NOT_TAKEN
+        return UNSUPPORTED
     (layers, slots, heads, channels, size), (_, ring_rows, capacity, groups, _) = (
         ssm_state.shape,
         ring_B.shape,
@@ -151,7 +151,7 @@ def fold_ring(
             f"src, dst, ring_row, ring_start, count: row {wrong - 1} names one of other slots than the {slots} there "
             f"are, of other rings than the {ring_rows}, or more entries than their {capacity}"
         )
-    return NOT_TAKEN if wrong else None
+    return UNSUPPORTED if wrong else None
 
 
 def function(name: str) -> Kernel:

@@ -17,7 +17,7 @@ from bateleur.mamba.ops.native import (
     takes,
     takes_state,
 )
-from bateleur.metadata.forms import NOT_TAKEN, NotTaken
+from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels
 
 _SIGNATURES = (
@@ -43,13 +43,13 @@ def selective_state_update(
     write: Tensor,
     dt_min: float,
     dt_max: float,
-) -> Tensor | NotTaken:
-    """The operator in C; `NOT_TAKEN` also where a row writes a slot that another one reads."""
+) -> Tensor | Unsupported:
+    """The operator in C; `UNSUPPORTED` also where a row writes a slot that another one reads."""
     floats = takes(max_query_len, (x, dt, B, C), (ssm_state, A, D, dt_bias))
     floats = floats and takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
     integers = addresses(query_start_loc, read, write) and write.shape[1] >= max_query_len
     if not (x.shape[0] and read.shape[0] and floats and integers):
-        return NOT_TAKEN
+        return UNSUPPORTED
     _, heads, channels, size = ssm_state.shape
     y = x.new_empty(x.shape)
     starts, reads = dense(query_start_loc, read)
@@ -63,7 +63,7 @@ def selective_state_update(
         x.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     if wrong < 0:
-        return NOT_TAKEN
+        return UNSUPPORTED
     if wrong:
         raise misplaced(wrong - 1, ssm_state.shape[0], x.shape[0])
     return y
@@ -88,16 +88,16 @@ def ssd_scan_varlen(
     chunk_write: Tensor,
     dt_min: float,
     dt_max: float,
-) -> Tensor | NotTaken:
-    """The operator in C; `NOT_TAKEN` also where a row writes a slot that another one reads."""
+) -> Tensor | Unsupported:
+    """The operator in C; `UNSUPPORTED` also where a row writes a slot that another one reads."""
     del query_start_loc, max_chunks_per_row, chunk_size
     floats = takes(1, (x, dt, B, C), (ssm_state, A, D, dt_bias))
     floats = floats and takes_state(ssm_state, x, B, C, dt, A, D, dt_bias)
     integers = addresses(chunk_start_loc, read, chunk_write) and row_chunk_loc.dtype == torch.int32
     if not (x.shape[0] and read.shape[0] and floats and integers):
-        return NOT_TAKEN
+        return UNSUPPORTED
     if not apart_by_chunks(ssm_state.shape[0], read, chunk_write, chunk_row):
-        return NOT_TAKEN
+        return UNSUPPORTED
     _, heads, channels, size = ssm_state.shape
     y = x.new_empty(x.shape)
     places = dense(chunk_start_loc, row_chunk_loc, read, chunk_write)
@@ -119,12 +119,12 @@ def gated_rms_norm(
     eps: float,
     norm_first: bool = False,
     activation: str = "silu",
-) -> Tensor | NotTaken:
+) -> Tensor | Unsupported:
     """The operator in C."""
     tokens, inner = x.shape
     fits = inner // groups <= MOST_STATE and weight.is_contiguous() and activation in ("silu", "sigmoid")
     if not fits or not takes(1, (x, z, weight)):
-        return NOT_TAKEN
+        return UNSUPPORTED
     y = x.new_empty(tokens, inner)
     _kernels()["gated_norm"](
         x.data_ptr(), x.stride(0), z.data_ptr(), z.stride(0), weight.data_ptr(), y.data_ptr(),

@@ -28,7 +28,7 @@ from bateleur.mamba.ops.shared.triton import (
     unless_null,
     zero_tail,
 )
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 _TILE_ENTRIES = 8192  # of a state, a program: 32 KiB in float32
 

@@ -31,7 +31,7 @@ from bateleur.mamba.ops.shared.triton import (
     store_tile,
     unless_null,
 )
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)

@@ -25,7 +25,7 @@ from bateleur.mamba.ops.shared.triton import (
     unless_null,
     zero_tail,
 )
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 _TILE_ENTRIES = 2048  # of a state, a program: four loads of 16 bytes a thread in float32
 

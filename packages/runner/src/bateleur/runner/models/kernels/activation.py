@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 from bateleur.runner.models.kernels import require_adjacent
 
 _TILE_LANES = 1024

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 
 _FEW_ROWS = 32  # of a group, on average: below, tiles are as low as tensor cores take
 

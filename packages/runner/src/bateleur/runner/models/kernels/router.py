@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bateleur.metadata.forms import cdiv
+from bateleur.metadata.dispatch import cdiv
 from bateleur.runner.models.kernels import require_adjacent
 
 _LANES_A_WARP = 512

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.metadata.forms import F, Forms, define, undispatched
-from bateleur.metadata.native import Kernel, entry, kernels, missing
+from bateleur.metadata.dispatch import F, Implementations, define_op, skip_dispatcher
+from bateleur.metadata.native import Kernel, entry, kernels, unavailable_reason
 from bateleur.metadata.native.huge_pages import HugePages
 
 _NAMES = {
@@ -33,7 +33,7 @@ def packs(weight: Tensor) -> bool:
     """Whether there is a kernel for products with W (N, K): float32, or bfloat16 with an even number of columns."""
     if weight.device.type != "cpu" or (weight.dtype, weight.dtype) not in _NAMES or not weight.numel():
         return False
-    return weight.shape[1] % _columns(weight) == 0 and missing() is None
+    return weight.shape[1] % _columns(weight) == 0 and unavailable_reason() is None
 
 
 def narrowed(weight: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def narrowed(weight: Tensor) -> Tensor:
 
 def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtype) -> int | None:
     """Of W (rows, columns) in `dtype` once it is packed, whose numbers come from `stored`; None where it is not."""
-    if (dtype, dtype) not in _NAMES or not rows * columns or missing() is not None:
+    if (dtype, dtype) not in _NAMES or not rows * columns or unavailable_reason() is not None:
         return None
     if dtype == torch.bfloat16 and columns % 2:
         return None
@@ -60,7 +60,11 @@ def describe_kernels(device: torch.device) -> str | None:
     """Which kernels compute products, norms and attention on a CPU, and why; None for another device."""
     if device.type != "cpu":
         return None
-    return "compiled for this processor" if missing() is None else f"torch's own: {missing()}"
+    return (
+        "compiled for this processor"
+        if unavailable_reason() is None
+        else f"torch's own: {unavailable_reason()}"
+    )
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -121,7 +125,9 @@ def as_operator(
     form: F, *, fake: Callable[..., Any], mutates: tuple[str, ...] = (), name: str | None = None
 ) -> F:
     """A form in C as one that graphs record. mutates: arguments that it writes to."""
-    return undispatched(define(_library, form, Forms(form), mutates=mutates, fake=fake, name=name), form)
+    return skip_dispatcher(
+        define_op(_library, form, Implementations(form), mutates=mutates, fake=fake, name=name), form
+    )
 
 
 product = as_operator(

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bateleur.metadata.forms import NOT_TAKEN, NotTaken
+from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels
 
 _FLOATS = (torch.float32, torch.bfloat16)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | NotTaken:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | Unsupported:
     """The operator in C, for x (T, size) with dense rows, both float32 or bfloat16."""
     return add_rms_norm(x, (), (), weight, eps, x.dtype)
 
@@ -27,12 +27,12 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
     dtype: torch.dtype,
-) -> Tensor | NotTaken:
+) -> Tensor | Unsupported:
     """The operator in C, for up to two terms of one dtype with dense rows, all float32 or bfloat16."""
     if dtype not in _FLOATS or not all(_takes(each) and each.dtype == terms[0].dtype for each in terms):
-        return NOT_TAKEN
+        return UNSUPPORTED
     if not (_takes(h) and _takes(weight) and h.dim() == 2 and len(terms) <= 2):
-        return NOT_TAKEN
+        return UNSUPPORTED
     (tokens, size), none = h.shape, (None, 0, 0.0)
     y = torch.empty(tokens, size, dtype=dtype)
     added = [(each.data_ptr(), each.stride(0), factor) for each, factor in zip(terms, factors, strict=True)]
@@ -45,10 +45,10 @@ def add_rms_norm(
     return y
 
 
-def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor | NotTaken:
+def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor | Unsupported:
     """The operator in C, for float32 or bfloat16 with dense rows."""
     if not _takes(wide):
-        return NOT_TAKEN
+        return UNSUPPORTED
     tokens = wide.shape[0]
     y = wide.new_empty(tokens, size)
     _activate()(

@@ -1,0 +1,71 @@
+"""Which request rows have a place in the batch, and what of their tables the batch does not hold yet."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bateleur.metadata.block_table import BlockTable
+from bateleur.metadata.seq_len_bound import BoolArray, I32Array, IntArray
+
+
+class BlockTableMirror:
+    """The tables of all groups, for one stager. ``place`` (M,) is the place of each request row, -1 for none."""
+
+    def __init__(self, tables: Sequence[BlockTable]) -> None:
+        self.tables = tuple(tables)
+        self.num_rows = len(tables[0].ids) if tables else 0
+        self._iota: IntArray = np.arange(self.num_rows, dtype=np.int64)
+        self.forget_batch()
+
+    def forget_batch(self) -> None:
+        """The batch holds other tables."""
+        self._batch_row_of: IntArray = np.full(self.num_rows, -1, np.int64)
+        self._rows: IntArray = self._iota[:0]
+        self._rows_bytes = b""
+        self._num_clears = -1
+
+    def forget_all(self) -> None:
+        """Nothing is rows_bytes of what any device or batch holds."""
+        self.forget_batch()
+        for table in self.tables:
+            table.mark_all_unstaged()
+
+    def none_cleared(self) -> bool:
+        """Whether every row is still whose it was when rows last got their places."""
+        num_clears = 0
+        for table in self.tables:
+            num_clears += table.num_clears
+        return num_clears == self._num_clears
+
+    def unchanged(self) -> bool:
+        """Whether the rows that have places now would find their cells as they are there."""
+        num_clears = 0
+        for table in self.tables:
+            if not table.has_no_writes:
+                return False
+            num_clears += table.num_clears
+        return num_clears == self._num_clears
+
+    def place_rows(self, rows: IntArray) -> BoolArray | None:
+        """Give rows (R,) their places: which of them hold another row's cells, (R,), or None if none does."""
+        num_clears = sum(table.num_clears for table in self.tables)
+        rows_bytes = rows.tobytes()
+        if rows_bytes == self._rows_bytes and num_clears == self._num_clears:
+            return None
+        moved: BoolArray = np.ones(len(rows), np.bool_)
+        both = min(len(rows), len(self._rows))
+        np.not_equal(rows[:both], self._rows[:both], out=moved[:both])
+        for table in self.tables:
+            moved |= table.cleared[rows]
+        self._batch_row_of[self._rows] = -1
+        self._batch_row_of[rows] = self._iota[: len(rows)]
+        self._rows, self._rows_bytes, self._num_clears = rows.copy(), rows_bytes, num_clears
+        return moved
+
+    def take_writes(self, index: int, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
+        """What was written of table ``index`` since its rows were staged last, see :meth:`BlockTable.take`."""
+        return self.tables[index].take_writes(self._batch_row_of, moved)
+
+    def copy_writes(self, index: int, moved: bool, out: I32Array) -> None:
+        """The same, written to ``out``, see :meth:`BlockTable.copy_writes`."""
+        self.tables[index].copy_writes(self._batch_row_of, moved, out)

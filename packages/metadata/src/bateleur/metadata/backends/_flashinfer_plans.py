@@ -1,0 +1,223 @@
+"""What FlashInfer is told of a batch: its wrappers, planned on the host for each step.
+
+A wrapper of any batch takes what it is given. One of a `GraphShape` plans into buffers at fixed addresses, so that a
+graph
+that holds it serves every batch of that shape: the plan of a step is made with its metadata, before the graph is
+replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bateleur.metadata._memory import pinned, upload
+from bateleur.metadata.backends.base import PagedAttentionMetadata
+from bateleur.metadata.seq_len_bound import I32Array
+
+WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
+_TENSOR_CORE_GROUP = 4  # query heads per key head from which decoding on tensor cores pays
+
+
+class GraphShape(NamedTuple):
+    """Batches that may replay one graph: so many rows, padded ones included, and tokens a row."""
+
+    owner: int
+    """Which builder stages them."""
+    group: int
+    rows: int
+    query_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferMetadata(PagedAttentionMetadata):
+    """What planning needs besides, of the real rows only; padded rows are not planned.
+
+    Attributes:
+        group: KV-cache group.
+        key_lens: (R,) int32 on the host, exact keys of each real row.
+        starts: (R + 1,) int32 on the host, first token of each real row, and behind them the token count.
+        shape: which graphs may hold what runs on it; None for what no graph holds.
+        for_capture: it was staged for a capture or its warm-up, so no later batch of the shape has more tokens.
+    """
+
+    group: int
+    key_lens: I32Array
+    query_starts: I32Array
+    shape: GraphShape | None
+    for_capture: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """What one plan serves besides its batch: layers that differ in any of it need a plan each."""
+
+    decode: bool
+    group: int
+    sizes: tuple[int, int, int, int]
+    """Query heads, key heads, head size and block size, as plans take them."""
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+    scale: float
+    sliding_window: int | None
+    shape: GraphShape | None = None
+
+
+class PlanCache:
+    """The wrappers of a backend, by what they serve; those of one device share a workspace."""
+
+    def __init__(self) -> None:
+        self._num_owners = 0
+        self._wrappers: dict[PlanConfig, PlannedWrapper] = {}
+        self._shapes: dict[GraphShape, list[PlannedWrapper]] = {}
+        self._workspaces: dict[torch.device, Tensor] = {}
+
+    def new_owner(self) -> int:
+        """A number that no other builder of this backend has."""
+        self._num_owners += 1
+        return self._num_owners
+
+    def has_shape(self, shape: GraphShape) -> bool:
+        """Whether some graph may hold batches of this shape."""
+        return shape in self._shapes
+
+    def plan_for_graphs(self, meta: FlashInferMetadata) -> None:
+        """Plan whatever graphs of the shape of `meta` run. There may be none yet: a warm-up is the first to ask."""
+        assert meta.shape is not None
+        for wrapper in self._shapes.setdefault(meta.shape, []):
+            wrapper.plan_for(meta, 0, meta.shape.rows)
+
+    def graph_wrapper(self, config: PlanConfig, meta: FlashInferMetadata) -> PlannedWrapper | None:
+        """The wrapper that graphs of `config.shape` hold; None where none does, and this batch can't be the first."""
+        wrapper = self._wrappers.get(config)
+        if wrapper is None and meta.for_capture:
+            assert config.shape is not None
+            max_pages = config.shape.rows * meta.block_table.shape[1]
+            wrapper = self._wrappers[config] = PlannedWrapper(
+                config, self._workspace(config.device), max_pages
+            )
+            self._shapes[config.shape].append(wrapper)
+        return wrapper
+
+    def eager_wrapper(self, config: PlanConfig) -> PlannedWrapper:
+        """The wrapper of any batch."""
+        if config not in self._wrappers:
+            self._wrappers[config] = PlannedWrapper(config, self._workspace(config.device))
+        return self._wrappers[config]
+
+    def addresses(self, owner: int) -> dict[str, int]:
+        """Where the plans of a builder's batches lie that graphs read."""
+        return {
+            f"{shape.rows} rows of {shape.query_len}, plan {number}, {name}": tensor.data_ptr()
+            for shape, wrappers in self._shapes.items()
+            if shape.owner == owner
+            for number, wrapper in enumerate(wrappers)
+            for name, tensor in wrapper.buffers.items()
+        }
+
+    def _workspace(self, device: torch.device) -> Tensor:
+        if device not in self._workspaces:  # kernels of one stream may share it: nothing in it outlives a run
+            self._workspaces[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return self._workspaces[device]
+
+
+class PlannedWrapper:
+    """One FlashInfer wrapper, and the batch it is planned for.
+
+    `buffers`: where a wrapper of a shape plans; `max_pages` of all its rows.
+    """
+
+    def __init__(self, config: PlanConfig, workspace: Tensor, max_pages: int = 0) -> None:
+        flashinfer: Any = import_module("flashinfer")
+        self._config = config
+        self._planned_for: FlashInferMetadata | None = None
+        self._copied: torch.cuda.Event | None = None
+        self.buffers: dict[str, Tensor] = {}
+        if config.shape is not None:
+            rows, end = config.shape.rows, "buffer" if config.decode else "buf"
+            sizes = {
+                "paged_kv_indptr": rows + 1,
+                "paged_kv_indices": max_pages,
+                "paged_kv_last_page_len": rows,
+            }
+            sizes |= {} if config.decode else {"qo_indptr": rows + 1}
+            self.buffers = {
+                f"{name}_{end}": torch.zeros(size, dtype=torch.int32, device=config.device)
+                for name, size in sizes.items()
+            }
+        options: dict[str, Any] = {"use_cuda_graph": True, **self.buffers} if self.buffers else {}
+        if config.decode:
+            options["use_tensor_cores"] = config.sizes[0] // config.sizes[1] >= _TENSOR_CORE_GROUP
+            self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **options)
+        else:
+            self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **options)
+
+    def plan_for(self, meta: FlashInferMetadata, begin: int, end: int) -> Any:
+        """FlashInfer's wrapper, planned for rows ``begin`` .. ``end - 1`` of ``meta``, padded ones included."""
+        if self._planned_for is not meta:
+            if (
+                self._copied is not None
+            ):  # it plans in pinned memory of its own, whose last copy may be on its way
+                self._copied.synchronize()
+            self._plan(meta, begin, end)
+            self._planned_for = meta
+            if self._config.device.type == "cuda":
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+        return self._wrapper
+
+    def _plan(self, meta: FlashInferMetadata, begin: int, end: int) -> None:
+        config, padding = self._config, max(0, end - len(meta.key_lens))
+        # A padded row has no token, but the decodes' wrapper wants one of each: it sees the zeros of the null block.
+        key_lens = np.pad(meta.key_lens[begin:end], (0, padding), constant_values=1)
+        page_starts, last_page_lens = page_indptr_and_last_lens(key_lens, config.sizes[3])
+        pages = page_indices(meta.block_table[begin:end], page_starts)
+        arguments = [self._host(page_starts), pages, self._host(last_page_lens), *config.sizes]
+        options = {
+            "q_data_type": config.q_dtype,
+            "kv_data_type": config.kv_dtype,
+            "sm_scale": config.scale,
+            "window_left": -1 if config.sliding_window is None else config.sliding_window - 1,
+        }
+        if not config.decode:
+            starts = (
+                np.pad(meta.query_starts[begin : end + 1], (0, padding), "edge") - meta.query_starts[begin]
+            )
+            arguments.insert(0, self._host(starts))
+            options["causal"] = True
+        self._wrapper.plan(*arguments, **options)
+
+    def _host(self, array: I32Array) -> Tensor:
+        """Pinned on a host with a GPU: FlashInfer reads it, and copies it."""
+        return pinned(array.shape, torch.int32, self._config.device).copy_(torch.from_numpy(array))
+
+
+def page_indptr_and_last_lens(key_lens: I32Array, block_size: int) -> tuple[I32Array, I32Array]:
+    """First page (R + 1,) of each row in a list of all pages, its length last; and keys (R,) in each row's last page.
+
+    ``key_lens`` (R,) are at least 1.
+    """
+    counts = (key_lens + (block_size - 1)) // block_size
+    starts = np.zeros(len(key_lens) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts, (key_lens - (counts - 1) * block_size).astype(np.int32)
+
+
+def page_indices(block_table: Tensor, starts: I32Array) -> Tensor:
+    """Pages (P,) int32 of all rows, one row after the other, on the device of ``block_table`` (R, max_blocks).
+
+    ``starts`` (R + 1,) is on the host, so that P is known there, and nothing waits for the device.
+    """
+    device, total = block_table.device, int(starts[-1])
+    first = upload(starts.copy(), device)
+    row = torch.repeat_interleave(
+        torch.arange(len(starts) - 1, device=device), first.diff().long(), output_size=total
+    )
+    column = torch.arange(total, device=device) - first[row]
+    return block_table[row, column]

@@ -1,0 +1,218 @@
+"""Launches, tile sizes and work list sizes of the Triton attention kernels. This module does not import Triton.
+
+Legend: M lines of a tile (tokens x query heads of one key head), N keys of a loop iteration, D head dimension.
+"""
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bateleur.metadata.dispatch import cdiv
+
+MAX_SHORT_QUERY_LEN = 16
+"""Rows of up to so many tokens take small tiles if other rows of the batch may have more."""
+ENTRY_SIZE = 8
+"""int32 numbers in an entry of a work list."""
+_PROGRAMS_PER_SM = 2  # programs of one split each that fit the shared memory of a multiprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of the attention kernel, with its part of the work list.
+
+    Attributes:
+        least, most: it takes rows of ``least`` to ``most`` tokens; ``most`` 0 means no limit.
+        block_m: M.
+        min_keys: fewest keys of a split.
+        num_items: items in the list, padding included. At least one item is padding.
+        first_item: index of its first item in the list.
+        first_line: index of its first line among the partial outputs of all launches.
+        options: tile sizes and launch options of the kernel.
+    """
+
+    least: int
+    most: int
+    block_m: int
+    min_keys: int
+    num_items: int
+    first_item: int
+    first_line: int
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkShape:
+    """What the host decides about the work list of a batch, and about the launches that read it.
+
+    The list is an int32 tensor (``num_entries``, 8): the items of each launch, then ``splits`` joins of each launch.
+    :mod:`bateleur.metadata.backends._work_list` describes the entries.
+
+    Attributes:
+        group: query heads of a key head.
+        num_kv_heads: key heads.
+        window: sliding window in keys, 0 for none.
+        block_n: N.
+        splits: about so many splits hold all keys of a launch.
+        launches: one launch, or one for short rows and one for long rows.
+        num_items: items of all launches, padding included.
+        num_entries: entries of the list.
+        num_lines: lines of partial outputs of all launches.
+        unsplit_keys: rows with at most so many keys are not split.
+        join_grid: joins, parts of a tile, key heads.
+        join_options: tile sizes and launch options of the kernel that joins.
+        work_sizes: numbers that the kernel that makes the list takes.
+    """
+
+    group: int
+    num_kv_heads: int
+    window: int
+    block_n: int
+    splits: int
+    launches: tuple[Launch, ...]
+    num_items: int
+    num_entries: int
+    num_lines: int
+    unsplit_keys: int
+    join_grid: tuple[int, int, int]
+    join_options: dict[str, Any]
+    work_sizes: tuple[int, ...]
+
+
+@cache
+def device_sizes(device: torch.device) -> tuple[int, int]:
+    """Number of multiprocessors, and bytes of shared memory of a block: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 1, 227 << 10
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.shared_memory_per_block_optin
+
+
+def split_limit(num_kv_heads: int, num_sms: int) -> int:
+    """Number of splits of one key head that fill the device. It counts those of all rows together."""
+    return max(_PROGRAMS_PER_SM * num_sms // num_kv_heads, 1)
+
+
+def min_split_keys(block_m: int) -> int:
+    """Fewest keys of a split, a multiple of every N.
+
+    Starting a program costs as much as reading 256 keys. A partial output of M lines in float32 takes at most half of
+    the bytes of ``4 * M`` keys and values.
+    """
+    return max(256, 4 * block_m)
+
+
+def power_of_two(size: int) -> int:
+    """Smallest power of two that is at least ``size``."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def tile_options(tile_rows: int, head_dim: int, dtype: torch.dtype, shared_bytes: int) -> dict[str, Any]:
+    """Tile sizes and launch options for tiles of about ``tile_rows`` lines. A tile has at most 128: two warp groups.
+
+    float32 has no tensor cores of its precision, so its steps are small. The queries of 128 rows of 256 lanes take
+    64 KiB, which is too much for a device with ``shared_bytes`` below 112 KiB.
+    """
+    block_d = max(16, power_of_two(head_dim))
+    full = dtype == torch.float32
+    most = 32 if full else 64 if head_dim > 128 and shared_bytes < 112 << 10 else 128
+    block_m = min(max(16, power_of_two(tile_rows)), most)
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 16 if full else max(32, min(8192 // block_d, 128)),  # 16 KiB of keys a step
+        "BLOCK_D": block_d,
+        "PRECISION": "ieee" if full else "tf32",
+        "num_warps": 8 if full or block_m * block_d > 8192 or block_m > 64 else 4,
+        "num_stages": 2 if full else 3,
+        "enable_fp_fusion": True,
+    }
+
+
+def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
+    """Tile sizes and launch options of a join. A thread loads 4 x 16 bytes at once and waits once for all of them.
+
+    A tile of a decode has a few lines and up to some dozen splits. A tile of a prompt has 128 lines and a few splits.
+    """
+    block_d = max(16, power_of_two(head_dim))
+    block_l, lanes = (1, 2048) if block_m <= 32 else (8, 4096)  # float32 lanes at once
+    return {
+        "BLOCK_L": block_l,
+        "BLOCK_D": block_d,
+        "BLOCK_S": lanes // (block_l * block_d),
+        "num_warps": lanes // 512,
+        "enable_fp_fusion": True,
+    }
+
+
+def launches_of(max_query_len: int, group: int) -> list[tuple[int, int, int]]:
+    """(fewest tokens of a row, most of them or 0, tile rows) of each launch that a batch takes."""
+    if max_query_len <= MAX_SHORT_QUERY_LEN:
+        return [(1, 0, max_query_len * group)]
+    return [(1, MAX_SHORT_QUERY_LEN, min(MAX_SHORT_QUERY_LEN * group, 64)), (MAX_SHORT_QUERY_LEN + 1, 0, 128)]
+
+
+def work_shape(
+    q_heads: int, k_cache: Tensor, num_rows: int, num_tokens: int, max_query_len: int, window: int
+) -> WorkShape:
+    """Return how attention with ``q_heads`` over this cache divides ``num_rows`` rows, padded ones included.
+
+    num_tokens: tokens of the batch, padded ones included. max_query_len: upper bound of the tokens of a row.
+    window: sliding window in keys, 0 for none.
+    """
+    _, _, num_kv_heads, head_dim = k_cache.shape
+    sizes = num_kv_heads, head_dim, k_cache.dtype, k_cache.device
+    return _work_shape(q_heads, *sizes, num_rows, num_tokens, max(max_query_len, 1), window)
+
+
+@lru_cache(maxsize=1024)
+def _work_shape(
+    q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_rows: int,
+    num_tokens: int,
+    max_query_len: int,
+    window: int,
+) -> WorkShape:
+    num_sms, shared_bytes = device_sizes(device)
+    group, splits = q_heads // num_kv_heads, split_limit(num_kv_heads, num_sms)
+    launches: list[Launch] = []
+    first_item = first_line = tile_lines = 0
+    for least, most, tile_rows in launches_of(max_query_len, group):
+        options = tile_options(tile_rows, head_dim, dtype, shared_bytes)
+        block_m = options["BLOCK_M"]
+        rows = min(num_rows, num_tokens // least)
+        lines = (most or max_query_len) * group  # of a row, at most
+        tiles = min(num_tokens * group // block_m + rows, rows * cdiv(lines, block_m))
+        # Beyond one for each tile there are fewer than `splits` items, because `splits` splits hold all keys.
+        num_items = tiles + splits + 1
+        min_keys = min_split_keys(block_m)
+        launches.append(Launch(least, most, block_m, min_keys, num_items, first_item, first_line, options))
+        first_item += num_items
+        first_line += 2 * splits * num_kv_heads * block_m  # split tiles have fewer than 2 * splits splits
+        tile_lines = max(tile_lines, min(lines, block_m))
+    joins = join_options(max(launch.block_m for launch in launches), head_dim)
+    num_joins = splits * len(launches)  # a launch has fewer than `splits` split tiles
+    block_n = launches[0].options["BLOCK_N"]
+    work_sizes = [num_rows.bit_length(), group, num_kv_heads, window, block_n, splits, first_item]
+    for launch in (launches[0], launches[-1]):
+        work_sizes += [launch.least, launch.most, launch.block_m, launch.min_keys, launch.num_items]
+    return WorkShape(
+        group=group,
+        num_kv_heads=num_kv_heads,
+        window=window,
+        block_n=block_n,
+        splits=splits,
+        launches=tuple(launches),
+        num_items=first_item,
+        num_entries=first_item + num_joins,
+        num_lines=first_line,
+        unsplit_keys=min(launch.min_keys for launch in launches),
+        join_grid=(num_joins, cdiv(tile_lines, joins["BLOCK_L"]), num_kv_heads),
+        join_options=joins,
+        work_sizes=tuple(work_sizes),
+    )

@@ -1,0 +1,110 @@
+"""The compiled forms of the paged-attention operators, for CPU tensors; shapes and strides are checked here."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bateleur.metadata import native
+from bateleur.metadata.backends import _torch_ops
+
+_SUFFIX = {torch.float32: "float", torch.bfloat16: "bf16"}
+
+
+def write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+) -> None:
+    """Rotate ``q`` in place, then store the rotated ``k``, and ``v``, by slot; slot -1 stores nothing.
+
+    Raises IndexError for a slot outside the cache; nothing is stored then.
+    """
+    heads, size = q.shape[1:]
+    _torch_ops.check_slots(k, v, slot_mapping)
+    fits = all(_by_heads(each) for each in (q, k, v)) and k_cache.dtype == v_cache.dtype == q.dtype == k.dtype
+    turns = cos is None or (cos.dtype == q.dtype and cos.stride(2) == 1 and cos.stride() == _of(sin).stride())
+    fits = fits and slot_mapping.dtype == torch.int64 and k.shape[1:] == k_cache.shape[2:]
+    if not (fits and turns and _dense(k_cache, v_cache, slot_mapping)):
+        _torch_ops.rotate_and_write_kv(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)
+        return
+    slots = k_cache.shape[0] * k_cache.shape[1]
+    wrong = _kernels()[f"write_{_SUFFIX[q.dtype]}"](
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(),
+        0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
+        k.shape[0], slots, heads, k.shape[1], size, q.stride(0), k.stride(0), v.stride(0),
+        0 if cos is None else cos.stride(0), 0 if cos is None else cos.shape[2],
+    )  # fmt: skip
+    if wrong:
+        raise IndexError(f"slot_mapping: slot {wrong} is outside the {slots} of the cache")
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_decodes: int,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int,
+) -> Tensor:
+    """Attention over the paged cache, every query by itself.
+
+    Raises IndexError for a block outside the cache.
+    """
+    _torch_ops.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
+    rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window)
+    integers = (each.dtype == torch.int32 for each in (block_table, seq_lens, query_start_loc))
+    # Another kind of tensor is torch's to take or to refuse: in C it would be read past its end.
+    fits = all(integers) and k_cache.dtype == v_cache.dtype == q.dtype and q.shape[2] == k_cache.shape[3]
+    if not (fits and block_table.stride(1) == 1 and _dense(k_cache, v_cache, seq_lens, query_start_loc)):
+        rest = block_table, seq_lens, query_start_loc, num_decodes
+        return _torch_ops.paged_attention(q, k_cache, v_cache, *rest, *sizes)
+    if not _by_heads(q):
+        q = q.contiguous()
+    tokens, out = q.shape[0], q.new_empty(q.shape)
+    wrong = _kernels()[f"attend_{_SUFFIX[q.dtype]}"](
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(),
+        query_start_loc.data_ptr(), out.data_ptr(), tokens, rows, q.shape[1], k_cache.shape[2], q.shape[2],
+        q.stride(0), block_table.stride(0), block_table.shape[1], k_cache.shape[0], k_cache.shape[1],
+        sliding_window, scale, torch.get_num_threads(),
+    )  # fmt: skip
+    if wrong:
+        raise IndexError(
+            f"block_table: row {wrong - 1}, of {int(seq_lens[wrong - 1])} tokens in a table of {block_table.shape[1]}"
+            f" blocks, names a block outside the {k_cache.shape[0]} of the cache, or tokens outside the {tokens} of q"
+        )
+    return out
+
+
+def _by_heads(x: Tensor) -> bool:
+    """Whether the heads of a token lie one behind the other."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def _dense(*tensors: Tensor) -> bool:
+    return all(each.is_contiguous() for each in tensors)
+
+
+def _of(sin: Tensor | None) -> Tensor:
+    assert sin is not None
+    return sin
+
+
+@cache
+def _kernels() -> dict[str, native.Kernel]:
+    signatures: list[tuple[str, str]] = []
+    for suffix in _SUFFIX.values():
+        signatures += [(f"write_{suffix}", "=" + "p" * 8 + "l" * 10)]
+        signatures += [(f"attend_{suffix}", "=" + "p" * 7 + "l" * 11 + "fi")]
+    return dict(native.kernels(Path(native.__file__).parent / "attention.c", tuple(signatures)))

@@ -1,0 +1,280 @@
+"""Vectorised torch forms of the paged-attention operators: no loop over requests, no host-device sync.
+
+Legend: T tokens, R rows, S keys of a row (padded to a host bound), M queries of a row (padded likewise), L
+query length in a score matrix, H key heads, G query heads per key head, D head dimension.
+"""
+
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_Pair: TypeAlias = tuple[Tensor, Tensor]
+"""Keys and values."""
+_Rows: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""Block table, lengths and starts, of which there is one more, of some rows."""
+
+_MAX_TILE_SCORES = 1 << 20  # scores of one prefill tile: bounds the mask at 4 MiB in float32
+_MAX_TILE_KEYS = 1 << 20  # gathered entries of one decode tile: keys and values take 4 MiB each in float32
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store keys and values by slot; tokens with slot -1 write zeros to slot 0, which nobody owns."""
+    check_slots(k, v, slot_mapping)
+    skipped = (slot_mapping < 0)[:, None, None]
+    slots = slot_mapping.clamp(min=0)
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        flat = cache.view(-1, *cache.shape[2:])
+        flat.index_copy_(0, slots, new.masked_fill(skipped, 0).to(cache.dtype))
+
+
+def rotate_and_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Normalise and rotate ``q`` in place, then store ``k``, which goes through the same, and ``v``, by slot."""
+    if q_norm is not None and k_norm is not None:
+        whole = norm_spans_all_heads(q, k, q_norm, k_norm)
+        q.copy_(rms_norm(q, q_norm, eps, whole))
+        k = rms_norm(k, k_norm, eps, whole)
+    if cos is not None and sin is not None:
+        q[..., : cos.shape[-1]] = apply_rotary(q, cos, sin)
+        k = torch.cat((apply_rotary(k, cos, sin), k[..., cos.shape[-1] :]), -1)
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def norm_spans_all_heads(q: Tensor, k: Tensor, q_norm: Tensor, k_norm: Tensor) -> bool:
+    """Whether weights of norms are those of all heads of a token; False if they are one head's."""
+    sizes, head_dim = (q_norm.numel(), k_norm.numel()), q.shape[2]
+    if sizes == (head_dim, head_dim):
+        return False
+    if sizes != (q.shape[1] * head_dim, k.shape[1] * head_dim):
+        raise ValueError(
+            f"q_norm, k_norm: have {sizes[0]} and {sizes[1]} weights, must have those of a head, {head_dim}, or of "
+            f"all {q.shape[1]} and {k.shape[1]}"
+        )
+    return True
+
+
+def rms_norm(x_THD: Tensor, weight: Tensor, eps: float, whole: bool) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over each head, or over all of a token; in float32, rounded once."""
+    x = x_THD.flatten(1) if whole else x_THD
+    y = F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+    return y.to(x_THD.dtype).view(x_THD.shape)
+
+
+def apply_rotary(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """The leading R lanes of every head, rotated: lane i turns with lane i + R/2."""
+    rotary_dim = cos_T1R.shape[-1]
+    part_THR = x_THD[..., :rotary_dim]
+    return torch.addcmul(part_THR * cos_T1R, part_THR.roll(rotary_dim // 2, -1), sin_T1R)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_decodes: int,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int,
+) -> Tensor:
+    """Attention over the paged cache: leading ``num_decodes`` rows with one token each, the others padded."""
+    check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
+    num_rows, n = seq_lens.shape[0], num_decodes
+    caches, rows = (k_cache, v_cache), (block_table, seq_lens, query_start_loc)
+    scores = max_seq_len, scale, sliding_window
+    if n == num_rows == q.shape[0] and max_seq_len:
+        return _decode(q, caches, rows, *scores)
+    out_THD = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row takes what padding computes
+    if not max_seq_len:
+        return out_THD[:-1]
+    if n:
+        out_THD[:n] = _decode(q[:n], caches, _part(rows, 0, n), *scores)
+    tile_queries = max(1, min(max_query_len, _MAX_TILE_SCORES // max_seq_len))
+    tile_rows = max(1, _MAX_TILE_SCORES // (max_seq_len * tile_queries))
+    for first in range(n, num_rows, tile_rows):
+        tile = _part(rows, first, min(first + tile_rows, num_rows))
+        for offset in range(0, max_query_len, tile_queries):
+            queries = offset, min(offset + tile_queries, max_query_len)
+            _prefill_tile(out_THD, q, caches, tile, queries, *scores)
+    return out_THD[:-1]
+
+
+def paged_attention_ignoring_work(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_decodes: int,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int,
+    work: Tensor | None = None,
+) -> Tensor:
+    """As :func:`paged_attention`. Kernels of the same operator read a work list; this form ignores it."""
+    rows = block_table, seq_lens, query_start_loc, num_decodes
+    return paged_attention(q, k_cache, v_cache, *rows, max_query_len, max_seq_len, scale, sliding_window)
+
+
+def check_slots(k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """Refuse keys and values that are not equally many, or not as many as slots."""
+    if slot_mapping.shape[0] != k.shape[0] or k.shape != v.shape:
+        raise ValueError(
+            f"slot_mapping: has {slot_mapping.shape[0]} slots for keys {tuple(k.shape)} and values {tuple(v.shape)}"
+        )
+
+
+def check_sizes(
+    q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor, num_decodes: int, max_seq_len: int
+) -> None:
+    """Refuse arguments of :func:`paged_attention` that do not fit each other; of any form of it."""
+    if q.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"q: {q.shape[1]} heads are no multiple of the cache's {k_cache.shape[2]}")
+    num_rows, num_tokens = seq_lens.shape[0], q.shape[0]
+    if not 0 <= num_decodes <= min(num_rows, num_tokens):
+        raise ValueError(f"num_decodes: {num_decodes} must be within {num_rows} rows and {num_tokens} tokens")
+    capacity = block_table.shape[1] * k_cache.shape[1]
+    if max_seq_len > capacity:
+        raise ValueError(f"max_seq_len: {max_seq_len} is above the {capacity} tokens a block table holds")
+
+
+def _part(rows: _Rows, first: int, last: int) -> _Rows:
+    block_table, seq_lens, starts = rows
+    return block_table[first:last], seq_lens[first:last], starts[first : last + 1]
+
+
+def _decode(
+    q_RHD: Tensor, caches: _Pair, rows: _Rows, max_seq_len: int, scale: float, sliding_window: int
+) -> Tensor:
+    """One query a row, in tiles of rows that bound the gathered keys."""
+    scores = max_seq_len, scale, sliding_window
+    keys = min(max_seq_len, sliding_window or max_seq_len)
+    R, tile = q_RHD.shape[0], max(1, _MAX_TILE_KEYS // (keys * caches[0].shape[2] * caches[0].shape[3]))
+    if tile >= R:
+        return _decode_tile(q_RHD, caches, rows, *scores)
+    ends = [(first, min(first + tile, R)) for first in range(0, R, tile)]
+    return torch.cat([_decode_tile(q_RHD[a:b], caches, _part(rows, a, b), *scores) for a, b in ends])
+
+
+def _decode_tile(
+    q_RHD: Tensor, caches: _Pair, rows: _Rows, max_seq_len: int, scale: float, sliding_window: int
+) -> Tensor:
+    """One query a row, the last position of the row."""
+    block_table, seq_lens, starts = rows
+    block_size, H, D = caches[0].shape[1:]
+    R, G = q_RHD.shape[0], q_RHD.shape[1] // H
+    if sliding_window and sliding_window < max_seq_len:  # gather the window only
+        oldest = (seq_lens - sliding_window).clamp_(min=0)[:, None]
+        j_RS = torch.arange(sliding_window, device=q_RHD.device, dtype=torch.int32) + oldest
+        slots_RS = _slots_of(block_table, j_RS.clamp(max=max_seq_len - 1), block_size)
+        hidden_RS = j_RS >= seq_lens[:, None]
+    else:
+        slots_RS = _leading_slots(block_table, max_seq_len, block_size)
+        j_S = torch.arange(max_seq_len, device=q_RHD.device, dtype=torch.int32)
+        hidden_RS = j_S >= seq_lens[:, None]
+    k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(hidden_RS, 0), H)
+    if q_RHD.dtype in (torch.float32, torch.float64):
+        out = _matmul_attention(q_RHD.reshape(R * H, G, D) * scale, k_RHSD, v_RHSD, hidden_RS)
+    else:  # scores of low precision must stay in float32, which the fused form does
+        bias = q_RHD.new_zeros(hidden_RS.shape).masked_fill_(hidden_RS, torch.finfo(q_RHD.dtype).min)
+        q_RHGD = q_RHD.reshape(R, H, G, D)
+        out = F.scaled_dot_product_attention(q_RHGD, k_RHSD, v_RHSD, bias[:, None, None], scale=scale)
+    empty_R = starts[1:] == starts[:-1]
+    return out.reshape(R, H * G, D).masked_fill_(empty_R[:, None, None], 0)
+
+
+def _matmul_attention(q: Tensor, k_RHSD: Tensor, v_RHSD: Tensor, hidden_RS: Tensor) -> Tensor:
+    """Plain products: on CPU at short query lengths 1.1 to 3 times as fast as the fused form."""
+    R, H, S, D = k_RHSD.shape
+    scores = torch.bmm(q, k_RHSD.view(R * H, S, D).transpose(1, 2))
+    # A finite minimum keeps rows without keys at 0 instead of NaN: all their values are the zeros of slot 0.
+    scores.view(R, -1, S).masked_fill_(hidden_RS[:, None], torch.finfo(scores.dtype).min)
+    return torch.bmm(scores.softmax(-1), v_RHSD.view(R * H, S, D))
+
+
+def _prefill_tile(
+    out_THD: Tensor,
+    q_THD: Tensor,
+    caches: _Pair,
+    rows: _Rows,
+    queries: tuple[int, int],
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int,
+) -> None:
+    """Queries ``queries[0]:queries[1]`` of all ``rows``, written to ``out_THD``."""
+    block_table, seq_lens, starts = rows
+    device, num_tokens = q_THD.device, q_THD.shape[0]
+    m_M = torch.arange(*queries, device=device, dtype=torch.int32)
+    lens_R = starts[1:] - starts[:-1]
+    token_RM = starts[:-1, None] + m_M
+    real_RM = m_M < lens_R[:, None]
+    first_R = seq_lens - lens_R  # position of each row's first query in this step
+    i_RM = first_R[:, None] + m_M
+    j_S = torch.arange(max_seq_len, device=device, dtype=torch.int32)
+    unused_RS = j_S >= seq_lens[:, None]
+    hidden_RMS = j_S > i_RM[:, :, None]
+    if sliding_window:  # keys older than every window may sit in blocks that are freed already
+        unused_RS |= j_S <= first_R[:, None] - sliding_window
+        hidden_RMS |= j_S <= i_RM[:, :, None] - sliding_window
+    slots_RS = _leading_slots(block_table, max_seq_len, caches[0].shape[1])
+    # CPU's fused form takes grouped heads as they are; on a GPU a mask and grouped heads exclude each other.
+    heads = caches[0].shape[2] if device.type == "cpu" else q_THD.shape[1]
+    k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(unused_RS, 0), heads)
+    bias_RMS = q_THD.new_zeros(hidden_RMS.shape).masked_fill_(hidden_RMS, torch.finfo(q_THD.dtype).min)
+    q_RMHD = q_THD[token_RM.clamp(max=num_tokens - 1)]
+    tile_RHMD = F.scaled_dot_product_attention(
+        q_RMHD.transpose(1, 2),
+        k_RHSD,
+        v_RHSD,
+        attn_mask=bias_RMS[:, None],
+        scale=scale,
+        enable_gqa=heads != q_THD.shape[1],
+    )
+    target_RM = torch.where(real_RM, token_RM, num_tokens).long()
+    out_THD.index_copy_(0, target_RM.view(-1), tile_RHMD.transpose(1, 2).flatten(0, 1))
+
+
+def _leading_slots(block_table: Tensor, num_keys: int, block_size: int) -> Tensor:
+    """Slots (R, S) int32 of positions 0 to ``num_keys - 1``."""
+    num_blocks = -(-num_keys // block_size)
+    offsets = torch.arange(block_size, device=block_table.device, dtype=torch.int32)
+    slots = torch.add(offsets, block_table[:, :num_blocks, None], alpha=block_size)
+    return slots.flatten(1)[:, :num_keys]
+
+
+def _slots_of(block_table: Tensor, j_RS: Tensor, block_size: int) -> Tensor:
+    """Slots (R, S) int32 of positions ``j_RS``."""
+    column = torch.div(j_RS, block_size, rounding_mode="floor")
+    return block_table.gather(1, column.long()) * block_size + j_RS.remainder(block_size)
+
+
+def _gather(caches: _Pair, slots_RS: Tensor, num_heads: int) -> _Pair:
+    """Keys and values (R, num_heads, S, D), contiguous, heads repeated up to ``num_heads``."""
+    num_kv_heads, head_dim = caches[0].shape[2:]
+    head = torch.arange(num_heads, device=slots_RS.device, dtype=torch.int64)
+    if num_heads != num_kv_heads:
+        head //= num_heads // num_kv_heads
+    # The factor keeps int32 slots from overflowing: the sum with int64 heads is taken in int64.
+    index = torch.add(head[:, None], slots_RS[:, None], alpha=num_kv_heads).view(-1)
+    shape = (slots_RS.shape[0], num_heads, slots_RS.shape[1], head_dim)
+    k, v = (cache.view(-1, head_dim).index_select(0, index).view(shape) for cache in caches)
+    return k, v

@@ -1,0 +1,222 @@
+"""Does a paged-attention backend compute what the reference does, whatever lies in memory it must not read?"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bateleur.metadata.backends.base import AttentionBackend
+from bateleur.metadata.backends.reference import ReferenceBackend
+from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata
+from bateleur.metadata.conformance._random_steps import StepMaker
+from bateleur.metadata.conformance.errors import ConformanceError, Violation
+from bateleur.metadata.input_buffers import InputBuffers
+from bateleur.metadata.seq_len_bound import I32Array
+from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup
+
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+_BATCHES = {
+    "mixed": ((1, 1, 1, 7, 1, 19), (9, 40, 0, 50, 12, 0)),
+    "chunked": ((5, 17, 3), (44, 11, 60)),
+    "verifying": ((3, 3, 3), (20, 1, 57)),
+    "decode": ((1, 1, 1), (0, 61, 17)),
+}
+"""Query lengths over computed tokens, larger batches first."""
+
+_MAX_LEN = 70
+_LARGE = 3e4
+
+
+@dataclass(frozen=True, slots=True)
+class BackendReport:
+    """What :func:`check_backend` ran.
+
+    Attributes:
+        backend: its name.
+        num_cases: configurations times batches that ran.
+        refused: reasons of the configurations that the backend says it does not support.
+    """
+
+    backend: str
+    num_cases: int
+    refused: tuple[str, ...]
+
+
+def check_backend(
+    backend: AttentionBackend,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    heads: Sequence[tuple[int, int]] = ((4, 4), (6, 2)),
+    head_dims: Sequence[int] = (16, 64),
+    block_sizes: Sequence[int] = (16,),
+    sliding_windows: Sequence[int | None] = (None, 6),
+    rtol: float | None = None,
+) -> BackendReport:
+    """Hold ``backend`` to the reference on ragged batches, with garbage wherever nothing may be read.
+
+    Padded tokens, free blocks, the null block behind its first slot and the tails of last blocks hold NaN in one run
+    and large numbers in another: real rows must come out bit for bit the same (T-A4), padded ones as zeros. With
+    ``needs_finite_cache`` it is large numbers of either sign instead.
+
+    Args:
+        device, dtype: of queries and caches.
+        heads: (query heads, key heads).
+        head_dims, block_sizes, sliding_windows: all combinations are tried; None is no window.
+        rtol: allowed error relative to the largest value; default by dtype.
+
+    Raises:
+        ConformanceError: with every violation. A: memory that must not be read changes a real row, or a padded row
+        is not zero. N: a result differs from the reference. W: a store missed its slot.
+        ValueError: the backend supports none of the configurations.
+    """
+    tolerance = _TOLERANCES[dtype] if rtol is None else rtol
+    violations: list[Violation] = []
+    refused: list[str] = []
+    num_cases = 0
+    for dim, window in product(head_dims, sliding_windows):
+        reason = backend.unsupported_reason(dim, dtype, torch.device(device), window)
+        if reason is not None:
+            refused.append(f"head_dim {dim}, sliding_window {window}: {reason}")
+            continue
+        for block_size, pair in product(block_sizes, heads):
+            case = _Case(backend, torch.device(device), dtype, pair, dim, block_size, window)
+            violations += case.check(tolerance)
+            num_cases += len(_BATCHES)
+    if violations:
+        raise ConformanceError(backend.name, violations)
+    if not num_cases:
+        raise ValueError(f"backend: {backend.name} supports none of the configurations; {'; '.join(refused)}")
+    return BackendReport(backend.name, num_cases, tuple(refused))
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One configuration, on all batches through one set of buffers."""
+
+    backend: AttentionBackend
+    device: torch.device
+    dtype: torch.dtype
+    heads: tuple[int, int]
+    dim: int
+    block_size: int
+    window: int | None
+
+    def check(self, tolerance: float) -> Iterator[Violation]:
+        group = KVCacheGroup(self.block_size, -(-_MAX_LEN // self.block_size))
+        fill = self.backend.builder().seq_len_fill
+        buffers = InputBuffers(BatchLimits(9, 40, _MAX_LEN), (group,), self.device, fill)
+        for name, (query_lens, computed) in _BATCHES.items():
+            where = f"{name} batch, {self.heads} heads of {self.dim}, blocks of {self.block_size}, window {self.window}"
+            buffers.poison()
+            batch = _stage(buffers, np.array(query_lens, np.int32), np.array(computed, np.int32))
+            for letter, text in self.faults(batch, tolerance):
+                yield Violation(letter, f"{text} ({where})")
+
+    def faults(self, batch: CommonAttentionMetadata, tolerance: float) -> Iterator[tuple[str, str]]:
+        real, outs = batch.num_actual_tokens, []
+        for garbage in (-_LARGE if self.backend.needs_finite_cache else float("nan"), _LARGE):
+            out, *caches = self.attend(self.backend, batch, garbage)
+            outs.append(out)
+            expected, *stored = self.attend(ReferenceBackend(), batch, garbage)
+            if not all(_close(mine, theirs, tolerance) for mine, theirs in zip(caches, stored, strict=True)):
+                yield "W", "the caches differ from the reference's"
+        if not _close(outs[0][:real], expected[:real], tolerance):
+            error = (outs[0][:real] - expected[:real]).abs().max().item()
+            yield "N", f"rows are off the reference by up to {error:.2g}"
+        elif not torch.equal(outs[0][:real], outs[1][:real]):
+            yield "A", "real rows depend on memory that must not be read"
+        if any(bool((out[real:] != 0).any()) for out in outs):
+            yield "A", "padded rows are not zero"
+
+    def attend(
+        self, backend: AttentionBackend, batch: CommonAttentionMetadata, garbage: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, and the caches behind it, of the same real values each time."""
+        q, k, v, k_cache, v_cache = self.inputs(batch, garbage)
+        rotary, norm = _rotary(batch, self.dim, self.dtype), _norm(self.dim, self.device)
+        fused: dict[str, Any] = {}
+        if backend.fuses_norm:
+            fused["norm"] = norm
+        else:
+            q, k = (_normed(x, weight, norm[2]) for x, weight in zip((q, k), norm[:2], strict=True))
+        if backend.fuses_rotary:
+            fused["rotary"] = rotary
+        else:
+            q, k = _rotated(q, *rotary), _rotated(k, *rotary)
+        meta, scale = backend.builder().build(batch, 0), self.dim**-0.5
+        out = backend.attend(q, k, v, (k_cache, v_cache), meta, scale, self.window, **fused)
+        return out, k_cache, v_cache
+
+    def inputs(self, batch: CommonAttentionMetadata, garbage: float) -> list[Tensor]:
+        """Queries, keys and values, not yet turned, and both caches, with ``garbage`` in all that no row owns."""
+        generator = torch.Generator().manual_seed(0)
+        table, (num_heads, num_kv_heads) = batch.block_tables[0].cpu(), self.heads
+        tokens = torch.arange(batch.num_tokens) < batch.num_actual_tokens
+        slots = torch.zeros(int(table.max()) + 2, self.block_size, dtype=torch.bool)
+        for row, length in enumerate(batch.num_computed_tokens.tolist()):
+            at = torch.arange(length)
+            slots[table[row][at // self.block_size].long(), at % self.block_size] = True
+
+        def random(owned: Tensor, count: int) -> Tensor:
+            values = torch.randn(*owned.shape, count, self.dim, generator=generator).to(self.dtype)
+            return torch.where(owned[..., None, None], values, garbage).to(self.device)
+
+        caches = [random(slots, num_kv_heads) for _ in range(2)]
+        for cache in caches:
+            cache[0, 0] = 0
+        return [random(tokens, count) for count in (num_heads, num_kv_heads, num_kv_heads)] + caches
+
+
+def _stage(buffers: InputBuffers, query_lens: I32Array, computed: I32Array) -> CommonAttentionMetadata:
+    """The batch with padded rows and tokens, stale ids of other requests behind each row's last block."""
+    num_reqs, num_tokens, longest = len(query_lens), int(query_lens.sum()), int(query_lens.max())
+    group = buffers.groups[0]
+    rows = StepMaker(buffers.limits, buffers.groups).rows(query_lens, computed, query_lens > 1)
+    promise = longest if longest == 1 else longest + 2
+    batch = buffers.stage(rows, BatchShape(num_reqs, num_tokens, num_reqs + 3, num_tokens + 5, promise))
+    table = batch.block_tables[0].clone()
+    behind = torch.arange(group.max_blocks) * group.block_size >= batch.seq_lens[:num_reqs, None].cpu()
+    table[:num_reqs][behind.to(table.device)] = int(table.max()) + 1
+    return dataclasses.replace(batch, block_tables=(table,))
+
+
+def _rotary(batch: CommonAttentionMetadata, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine (T, 1, R) for the leading half of the lanes."""
+    width = max(2, dim // 4 * 2)
+    rate = 100.0 ** -(torch.arange(width // 2, device=batch.positions.device) / width)
+    angle = (batch.positions[:, None] % 128) * torch.cat((rate, rate))
+    sign = torch.ones(width, device=angle.device)
+    sign[: width // 2] = -1
+    return angle.cos()[:, None].to(dtype), (angle.sin() * sign)[:, None].to(dtype)
+
+
+def _norm(dim: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
+    """Weights of a head of queries and of keys, and epsilon."""
+    lanes = torch.arange(dim, device=device) / dim
+    return 1.5 - lanes, 0.5 + lanes, 1e-6
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    return torch.cat((turned * cos + turned.roll(width // 2, -1) * sin, rest), -1)
+
+
+def _close(mine: Tensor, reference: Tensor, tolerance: float) -> bool:
+    """Within ``tolerance`` of the largest value; NaN in the same places."""
+    finite = reference[reference.isfinite()].abs()
+    # Garbage is compared exactly: it is larger than any value of the batch.
+    scale = float(finite[finite < 1e4].max()) if bool((finite < 1e4).any()) else 1.0
+    return torch.allclose(mine, reference, rtol=0, atol=tolerance * scale, equal_nan=True)

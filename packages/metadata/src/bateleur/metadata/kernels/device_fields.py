@@ -1,0 +1,147 @@
+"""A sent step made into device fields; the specification is the torch form in `bateleur.metadata._device_fields`.
+
+Legend: N rows, T tokens, C cells or columns of a tile.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bateleur.metadata._device_fields import DeviceFields, DeviceStep
+from bateleur.metadata.dispatch import cdiv
+
+_TILE = 256
+_OPTIONS = {
+    "num_warps": 4,
+    "enable_fp_fusion": True,
+}  # it has no floats; named, since Triton warns where nobody says
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_reqs",
+        "num_tokens",
+        "rows_end",
+        "tokens_end",
+        "max_reqs",
+        "first_id",
+        "table_row",
+    ]
+)
+def device_fields_kernel(
+    computed_ptr, new_starts_ptr, new_ids_ptr, table_ptr,
+    ids_ptr, positions_ptr, starts_ptr, seq_lens_ptr, num_computed_ptr, slots_ptr,
+    num_reqs, num_tokens, rows_end, tokens_end, max_reqs, first_id, table_row,
+    STARTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL: tl.constexpr,
+    SEARCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of whichever reaches farther, rows or tokens). At least 16 blocks a multiprocessor.
+
+    STARTS: they are new. FIELDS: write all of them, or else slots alone. BLOCK_SIZE: 0 for no slots.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    source_ptr = new_starts_ptr if STARTS else starts_ptr
+    if FIELDS:
+        real_N = index < num_reqs
+        start_N = tl.load(source_ptr + index, mask=real_N, other=num_tokens)
+        end_N = tl.load(source_ptr + index + 1, mask=real_N, other=num_tokens)
+        computed_N = tl.load(computed_ptr + index, mask=real_N, other=0).to(tl.int32)
+        row_N = index < rows_end
+        tl.store(num_computed_ptr + index, computed_N, mask=row_N)
+        tl.store(seq_lens_ptr + index, tl.where(real_N, computed_N + end_N - start_N, FILL), mask=row_N)
+        if STARTS:
+            tl.store(starts_ptr + index, start_N, mask=index <= max_reqs)
+
+    # The row of a token is the number of rows that end at or before it.
+    low_T, high_T = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + num_reqs
+    for _ in tl.static_range(SEARCH):
+        open_T = low_T < high_T
+        middle_T = (low_T + high_T) // 2
+        ended_T = tl.load(source_ptr + middle_T + 1, mask=open_T, other=0) <= index
+        low_T = tl.where(open_T & ended_T, middle_T + 1, low_T)
+        high_T = tl.where(open_T & (ended_T == 0), middle_T, high_T)
+    owned_T, token_T = index < num_tokens, index < tokens_end
+    start_T = tl.load(source_ptr + low_T, mask=owned_T, other=0)
+    computed_T = tl.load(computed_ptr + low_T, mask=owned_T, other=0).to(tl.int32)
+    position_T = tl.where(owned_T, computed_T + index - start_T, 0)
+    if FIELDS:
+        tl.store(positions_ptr + index, position_T.to(tl.int64), mask=token_T)
+        sent_T = owned_T & (index >= first_id)
+        id_T = tl.load(new_ids_ptr + index - first_id, mask=sent_T, other=0)
+        tl.store(ids_ptr + index, id_T, mask=token_T & (index >= first_id))
+    if BLOCK_SIZE > 0:
+        column_T = tl.minimum(position_T // BLOCK_SIZE, table_row - 1)
+        cell_T = low_T.to(tl.int64) * table_row + column_T
+        block_T = tl.load(table_ptr + cell_T, mask=owned_T, other=0).to(tl.int64)
+        slot_T = tl.where(block_T > 0, block_T * BLOCK_SIZE + position_T % BLOCK_SIZE, -1)
+        tl.store(slots_ptr + index, slot_T, mask=token_T)
+
+
+@triton.jit(do_not_specialize=["table_row", "width"])
+def gather_block_tables_kernel(
+    batch_ptr, resident_ptr, rows_ptr, source_ptr, table_row, width, BLOCK: tl.constexpr
+):
+    """Grid (places, tiles of columns). At least 16 blocks a multiprocessor."""
+    place = tl.program_id(0).to(tl.int64)
+    source = tl.load(source_ptr + place)
+    row = tl.where(source < 0, -1 - source, source).to(tl.int64)
+    column_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real_C = column_C < width
+    kept_C = column_C < tl.where(source >= 0, width, 0)
+    id_C = tl.load(resident_ptr + row * table_row + column_C, mask=kept_C, other=0)
+    tl.store(batch_ptr + place * table_row + column_C, id_C, mask=real_C)
+    tl.store(resident_ptr + row * table_row + column_C, id_C, mask=column_C < tl.where(source < 0, width, 0))
+    if tl.program_id(1) == 0:
+        tl.store(rows_ptr + place, row.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["table_row", "num_cells"])
+def write_block_ids_kernel(
+    batch_ptr, resident_ptr, rows_ptr, cells_ptr, new_ptr, table_row, num_cells, BLOCK: tl.constexpr
+):
+    """Grid (tiles of cells). At least 16 blocks a multiprocessor."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real_C = index < num_cells
+    cell_C = tl.load(cells_ptr + index, mask=real_C, other=0)
+    id_C = tl.load(new_ptr + index, mask=real_C, other=0)
+    place_C = cell_C // table_row
+    row_C = tl.load(rows_ptr + place_C, mask=real_C, other=0).to(tl.int64)
+    tl.store(batch_ptr + cell_C, id_C, mask=real_C)
+    tl.store(resident_ptr + row_C * table_row + cell_C - place_C * table_row, id_C, mask=real_C)
+
+
+def expand(fields: DeviceFields, step: DeviceStep) -> None:
+    """As the torch form: one launch, and one more for each further group with slots."""
+    x = fields
+    max_reqs = x.seq_lens.shape[0]
+    reach = max(step.rows_end, step.tokens_end, 0 if step.starts is None else max_reqs + 1, 1)
+    first_id = step.num_tokens - step.token_ids.shape[0]
+    sizes = (step.num_reqs, step.num_tokens, step.rows_end, step.tokens_end, max_reqs, first_id)
+    starts = x.query_start_loc if step.starts is None else step.starts
+    nothing = (x.positions, x.query_start_loc, 0)
+    for index, (slots, table, block_size) in enumerate(x.slots or (nothing,)):
+        device_fields_kernel[(cdiv(reach, _TILE),)](
+            step.computed, starts, step.token_ids, table,
+            x.input_ids, x.positions, x.query_start_loc, x.seq_lens, x.num_computed_tokens, slots,
+            *sizes, table.shape[-1],
+            STARTS=step.starts is not None and index == 0, FIELDS=index == 0, BLOCK_SIZE=block_size,
+            FILL=x.seq_len_fill, SEARCH=max_reqs.bit_length(), BLOCK=_TILE, **_OPTIONS,
+        )  # fmt: skip
+
+
+def gather_block_tables(batch: Tensor, resident: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
+    """As the torch form, in one launch."""
+    grid = (source.shape[0], cdiv(max(width, 1), _TILE))
+    gather_block_tables_kernel[grid](
+        batch, resident, rows, source, resident.shape[1], width, BLOCK=_TILE, **_OPTIONS
+    )
+
+
+def write_cells(batch: Tensor, resident: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
+    """As the torch form, in one launch."""
+    num_cells = cells.shape[0]
+    write_block_ids_kernel[(cdiv(num_cells, _TILE),)](
+        batch, resident, rows, cells, ids, batch.shape[1], num_cells, BLOCK=_TILE, **_OPTIONS
+    )

@@ -1,0 +1,190 @@
+"""Kernel that makes the work list of attention. Its specification is `bateleur.metadata.backends._work_list`.
+
+Legend: J rows, the last one first; I items.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bateleur.metadata.backends._launch_config import ENTRY_SIZE, work_shape
+
+_BLOCK = 256  # rows, and items, of a loop iteration
+
+
+@triton.jit
+def _rows(row_J, there_J, lengths, kind):
+    """First token, tokens, keys, first visible key and tiles of each row. Rows of the other launch have no tiles.
+
+    lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: see `work_kernel`.
+    """
+    seq_lens_ptr, starts_ptr = lengths
+    least, most, group, window, block_m, _ = kind
+    token_J = tl.load(starts_ptr + row_J, mask=there_J, other=0)
+    num_queries_J = tl.load(starts_ptr + row_J + 1, mask=there_J, other=0) - token_J
+    seq_len_J = tl.load(seq_lens_ptr + row_J, mask=there_J, other=0)
+    oldest_J = tl.where(window > 0, tl.maximum(seq_len_J - num_queries_J - window + 1, 0), 0)
+    taken_J = (num_queries_J >= least) & ((num_queries_J <= most) | (most == 0))
+    tiles_J = tl.where(taken_J, tl.cdiv(num_queries_J * group, block_m), 0)
+    return token_J, num_queries_J, seq_len_J, oldest_J, tiles_J
+
+
+@triton.jit
+def _count_splits(num_keys, size):
+    """Number of splits of a row. A row without keys has one, which writes its output."""
+    return tl.maximum(tl.cdiv(num_keys, size), 1)
+
+
+@triton.jit
+def _store(entry_ptr, mask, a, b, c, d, e, f, g, h):
+    """Store an entry of eight numbers at each pointer."""
+    tl.store(entry_ptr, a, mask=mask)
+    tl.store(entry_ptr + 1, b, mask=mask)
+    tl.store(entry_ptr + 2, c, mask=mask)
+    tl.store(entry_ptr + 3, d, mask=mask)
+    tl.store(entry_ptr + 4, e, mask=mask)
+    tl.store(entry_ptr + 5, f, mask=mask)
+    tl.store(entry_ptr + 6, g, mask=mask)
+    tl.store(entry_ptr + 7, h, mask=mask)
+
+
+@triton.jit
+def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.constexpr):
+    """Keys of a split, and number of items. ``ends_ptr`` gets the items of each row and all rows before it."""
+    block_n, work = kind[5], tl.zeros([], tl.int64)
+    for begin in range(0, num_rows, BLOCK):
+        row_J = num_rows - 1 - begin - tl.arange(0, BLOCK)
+        _, _, seq_len_J, oldest_J, tiles_J = _rows(row_J, row_J >= 0, lengths, kind)
+        work += tl.sum(tiles_J.to(tl.int64) * (seq_len_J - oldest_J // block_n * block_n), 0)
+    size = tl.zeros([], tl.int64) + min_keys
+    while size * splits < work:
+        size *= 2
+    size, total = size.to(tl.int32), 0
+    for begin in range(0, num_rows, BLOCK):
+        row_J = num_rows - 1 - begin - tl.arange(0, BLOCK)
+        _, _, seq_len_J, oldest_J, tiles_J = _rows(row_J, row_J >= 0, lengths, kind)
+        items_J = tiles_J * _count_splits(seq_len_J - oldest_J // block_n * block_n, size)
+        tl.store(ends_ptr + begin + tl.arange(0, BLOCK), total + tl.cumsum(items_J, 0), mask=row_J >= 0)
+        total += tl.sum(items_J, 0)
+    tl.debug_barrier()  # all threads read what others stored
+    return size, total
+
+
+@triton.jit
+def _row_of(ends_ptr, index_I, real_I, num_rows, search):
+    """Row of each item, counted from the last one, and the number of items before it.
+
+    The row is the number of rows that end at or before the item. ``search``: steps of the binary search.
+    """
+    low_I, high_I = tl.zeros_like(index_I), tl.zeros_like(index_I) + num_rows
+    for _ in range(search):
+        open_I = real_I & (low_I < high_I)
+        middle_I = (low_I + high_I) // 2
+        over_I = tl.load(ends_ptr + middle_I, mask=open_I, other=0) <= index_I
+        low_I = tl.where(open_I & over_I, middle_I + 1, low_I)
+        high_I = tl.where(open_I & (over_I == 0), middle_I, high_I)
+    return low_I, tl.load(ends_ptr + low_I - 1, mask=real_I & (low_I > 0), other=0)
+
+
+@triton.jit
+def _write_items(
+    items_ptr, joins_ptr, ends_ptr, num_rows, num_items, search, lengths, kind, size, total, last, first_line,
+    num_kv_heads, splits, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write all items and their padding, and the joins of split tiles; returns the number of joins."""
+    _, _, group, _, block_m, block_n = kind
+    parts, joins = 0, 0
+    for begin in range(0, num_items, BLOCK):
+        index_I = begin + tl.arange(0, BLOCK)
+        real_I = index_I < total
+        from_end_I, before_I = _row_of(ends_ptr, index_I, real_I, num_rows, search)
+        row_I = num_rows - 1 - from_end_I
+        token_I, num_queries_I, seq_len_I, oldest_I, tiles_I = _rows(row_I, real_I, lengths, kind)
+        base_I = oldest_I // block_n * block_n
+        splits_I = _count_splits(seq_len_I - base_I, size)
+        tile_I, split_I = tiles_I - 1 - (index_I - before_I) // splits_I, (index_I - before_I) % splits_I
+        first_I, begin_m = base_I + split_I * size, tile_I * block_m
+        newest_I = seq_len_I - num_queries_I + tl.minimum(num_queries_I, tl.cdiv(begin_m + block_m, group))
+        several_I = real_I & (splits_I > 1)
+        part_I = parts + tl.cumsum(several_I.to(tl.int32), 0) - 1
+        _store(
+            items_ptr + index_I * 8, index_I < num_items,
+            tl.where(real_I, row_I, -1), tl.where(real_I, token_I, last),
+            tl.where(real_I, num_queries_I, num_items - total), seq_len_I,
+            tl.where(real_I, tile_I, index_I - total), tl.where(real_I, tl.maximum(first_I, oldest_I), 0),
+            tl.where(real_I, tl.minimum(first_I + size, newest_I), 0), tl.where(several_I, part_I, -1),
+        )  # fmt: skip
+        opens_I = several_I & (split_I == 0)
+        join_I = joins + tl.cumsum(opens_I.to(tl.int32), 0) - 1
+        _store(
+            joins_ptr + join_I * 8, opens_I & (join_I < splits),
+            token_I, begin_m, tl.minimum(num_queries_I * group - begin_m, block_m), splits_I,
+            first_line + part_I * num_kv_heads * block_m, tl.zeros_like(index_I) + block_m, 0, 0,
+        )  # fmt: skip
+        parts += tl.sum(several_I.to(tl.int32), 0)
+        joins += tl.sum(opens_I.to(tl.int32), 0)
+    return joins
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows", "num_tokens", "search", "group", "num_kv_heads", "window", "block_n", "splits", "joins_at",
+        "least_0", "most_0", "block_m_0", "min_keys_0", "items_0", "least_1", "most_1", "block_m_1", "min_keys_1",
+        "items_1",
+    ]
+)  # fmt: skip
+def work_kernel(
+    work_ptr, ends_ptr, seq_lens_ptr, starts_ptr,
+    num_rows, num_tokens, search, group, num_kv_heads, window, block_n, splits, joins_at,
+    least_0, most_0, block_m_0, min_keys_0, items_0,
+    least_1, most_1, block_m_1, min_keys_1, items_1,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (launches of attention). At least 9 blocks a multiprocessor.
+
+    ``ends_ptr`` is scratch memory (launches, num_rows). A kind is (least, most, group, window, M, N) of a launch.
+    """
+    which = tl.program_id(0)
+    least, most = tl.where(which == 0, least_0, least_1), tl.where(which == 0, most_0, most_1)
+    block_m, min_keys = (
+        tl.where(which == 0, block_m_0, block_m_1),
+        tl.where(which == 0, min_keys_0, min_keys_1),
+    )
+    num_items = tl.where(which == 0, items_0, items_1)
+    lengths, kind = (seq_lens_ptr, starts_ptr), (least, most, group, window, block_m, block_n)
+    ends_ptr += which * num_rows
+    size, total = _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK)
+    last = tl.where(least == 1, tl.load(starts_ptr + num_rows), num_tokens)
+    first_line = which * 2 * splits * num_kv_heads * block_m_0
+    joins_ptr = work_ptr + (joins_at + which * splits) * 8
+    joins = _write_items(
+        work_ptr + which * items_0 * 8, joins_ptr, ends_ptr, num_rows, num_items, search, lengths, kind, size, total,
+        last, first_line, num_kv_heads, splits, BLOCK,
+    )  # fmt: skip
+    for begin in range(0, splits, BLOCK):
+        index_I = begin + tl.arange(0, BLOCK)
+        _store(joins_ptr + index_I * 8, (index_I >= joins) & (index_I < splits), 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def attention_work(
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    num_heads: int,
+    num_tokens: int,
+    max_query_len: int,
+    sliding_window: int,
+) -> Tensor:
+    """See :data:`bateleur.metadata.ops.attention_work`."""
+    num_rows = seq_lens.shape[0]
+    shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window)
+    work = torch.empty(shape.num_entries, ENTRY_SIZE, dtype=torch.int32, device=seq_lens.device)
+    ends = torch.empty(len(shape.launches), num_rows, dtype=torch.int32, device=seq_lens.device)
+    work_kernel[(len(shape.launches),)](
+        work, ends, seq_lens, query_start_loc, num_rows, num_tokens, *shape.work_sizes,
+        BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return work
