@@ -12,7 +12,7 @@ from bateleur.mamba.ops import copy_states
 from bateleur.mamba.planners import CopyPlan, FoldPlan, ReplayPlan
 from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors
 from bateleur.mamba.spec import StatePolicy, at_least
-from bateleur.metadata.native.huge_pages import zeros
+from bateleur.metadata.native.lazy_zeros import lazy_zeros
 
 
 class Rings(NamedTuple):
@@ -141,16 +141,17 @@ def _zero_pages(
     spec: Recurrence, size: tuple[int, int], device: torch.device | str
 ) -> tuple[Tensor, Tensor | None]:
     """Of `size` layers and slots."""
-    conv = zeros((*size, *spec.conv_shape), dtype=spec.conv_dtype, device=device)
+    conv = lazy_zeros((*size, *spec.conv_shape), dtype=spec.conv_dtype, device=device)
     if not spec.state_shape:
         return conv, None
-    return conv, zeros((*size, *spec.state_shape), dtype=spec.ssm_dtype, device=device)
+    return conv, lazy_zeros((*size, *spec.state_shape), dtype=spec.ssm_dtype, device=device)
 
 
 def _zero_rings(spec: Recurrence, size: tuple[int, int], capacity: int, device: torch.device | str) -> Rings:
     """Of `size` layers and rows."""
-    live = zeros((*size, *spec.live_shape), dtype=spec.conv_dtype, device=device)
+    live = lazy_zeros((*size, *spec.live_shape), dtype=spec.conv_dtype, device=device)
     entries = (
-        zeros((*size, capacity, *each.shape), dtype=each.dtype, device=device) for each in spec.ring_entry
+        lazy_zeros((*size, capacity, *each.shape), dtype=each.dtype, device=device)
+        for each in spec.ring_entry
     )
     return Rings(live, tuple(entries))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bateleur.mamba import Rings, StatePages, StatePool
 from bateleur.metadata import upload
-from bateleur.metadata.native.huge_pages import zeros
+from bateleur.metadata.native.lazy_zeros import lazy_zeros
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.plan import CachePlan
 from bateleur.runner.models.spec import ModelSpec
@@ -66,7 +66,7 @@ def kv_caches(
 ) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of layers of so many heads and lanes: zeros (num_blocks, block_size, num_kv_heads, head_dim)."""
     shapes = [(plan.num_blocks, plan.block_size, *each) for each in heads]
-    empty = partial(zeros, dtype=dtype, device=device)
+    empty = partial(lazy_zeros, dtype=dtype, device=device)
     return [(empty(shape), empty(shape)) for shape in shapes]
 
 

@@ -17,7 +17,6 @@ from torch.library import Library
 
 from bateleur.metadata.dispatch import F, Implementations, define_op, skip_dispatcher
 from bateleur.metadata.native import Kernel, entry, kernels, unavailable_reason
-from bateleur.metadata.native.huge_pages import HugePages
 
 _NAMES = {
     (torch.float32, torch.float32): "linear_float",
@@ -26,7 +25,6 @@ _NAMES = {
 }
 """By dtype of tokens and of the packed matrix."""
 _LINEAR = "=plllpppli"
-_memory = HugePages()
 
 
 def packs(weight: Tensor) -> bool:
@@ -71,7 +69,7 @@ def pack(weight: Tensor) -> Tensor:
     """W (N, K) as the kernels read it: (P, K, WIDTH), in bfloat16 (P, K / 2, WIDTH, 2); rows behind the last are 0."""
     (rows, columns), width, together = weight.shape, _panel_width(), _columns(weight)
     panels = -(-rows // width)
-    packed = _memory.empty(panels, columns // together, width, together, dtype=weight.dtype)
+    packed = torch.empty(panels, columns // together, width, together, dtype=weight.dtype)
     full, rest = divmod(rows, width)
     packed[:full] = weight[: rows - rest].reshape(full, width, columns // together, together).transpose(1, 2)
     if rest:
