@@ -13,7 +13,7 @@ from torch.library import Library
 
 from bateleur.cudagraph import Phase, manager
 from bateleur.mamba.ops import FORMS as MAMBA
-from bateleur.metadata.backends import _forms
+from bateleur.metadata.backends import _torch_ops
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
@@ -89,7 +89,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     found, stage, library = Seen(), manager.stage_batch, Library("bateleur", "IMPL")
     monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
     forms = {name: each.torch for name, each in FORMS.items()}
-    for name, form in (forms | {"rotate_and_write_kv": _forms.rotate_and_write_kv}).items():
+    for name, form in (forms | {"rotate_and_write_kv": _torch_ops.rotate_and_write_kv}).items():
         library.impl(name, found.noting(name, form), "CPU", allow_override=True)
         if name in FORMS:
             monkeypatch.setitem(FORMS, name, Implementations(getattr(torch.ops.bateleur, name).default))

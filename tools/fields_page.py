@@ -1,4 +1,4 @@
-"""The field table as a page of documentation: ``python tools/fields_page.py > docs/fields.md``."""
+"""Documentation page of the field table: ``python tools/fields_page.py > docs/fields.md``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SHAPES = {
 }
 
 _PADS = {
-    Pad.REPEAT_LAST: "the token count (its last real entry)",
-    Pad.BUILDER: "0 or 1, as the builders declare",
+    Pad.REPEAT_LAST: "the token count (the last real entry)",
+    Pad.BUILDER: "`seq_len_fill` of the builders, 0 or 1",
 }
 
 _HEAD = """\
@@ -21,22 +21,22 @@ _HEAD = """\
 
 Written by `python tools/fields_page.py > docs/fields.md` from `bateleur.metadata.FIELDS`; do not edit.
 
-R rows (requests) and T tokens, padding included. Device fields live at fixed addresses where the kernels run, host
-fields in host memory. Every entry behind the real ones holds its padding value over the whole buffer, after each
-`InputBuffers.stage` and `dummy`, whatever an earlier step left there.
+R rows (requests) and T tokens, padding included. Device fields are on the device of the kernels, at fixed addresses.
+Host fields are in host memory. After each `InputBuffers.stage` and `dummy`, all entries after the real ones have the
+padding value.
 
-| field | shape | dtype | home | padding | meaning | used by |
+| field | shape | dtype | memory | padding | meaning | used by |
 |---|---|---|---|---|---|---|
 """
 
 _TAIL = """
-`seq_lens_cpu_upper_bound` and `seq_lens_cpu_exact` are the halves `upper` and `exact` of `batch.seq_len_bound`.
+`seq_lens_cpu_upper_bound` and `seq_lens_cpu_exact` are `batch.seq_len_bound.upper` and `batch.seq_len_bound.exact`.
 `block_tables` and `slot_mappings` hold one tensor for each KV-cache group.
 """
 
 
 def fields_page() -> str:
-    """The page, in Markdown: one line for each field, in the order of the table."""
+    """Return the page in Markdown: one line for each field, in declaration order."""
     return _HEAD + "".join(_line(field) for field in FIELDS.values()) + _TAIL
 
 

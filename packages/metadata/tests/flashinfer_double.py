@@ -1,4 +1,4 @@
-"""A module that stands in for flashinfer: its wrappers attend by nothing but their plans."""
+"""A test double of the flashinfer module. Its wrappers attend by their plans alone."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Double:
         return out
 
     def _from_buffers(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
-        """What every replay does again: all it reads of the batch are the buffers."""
+        """Repeat what a graph replay does: read the batch from the buffers only."""
         heads, kv_heads, _, page = self.sizes
         indptr, last = self.buffers["paged_kv_indptr"].long(), self.buffers["paged_kv_last_page_len"].long()
         starts = torch.arange(len(indptr)) if self.decode else self.buffers["qo_indptr"].long()
@@ -118,7 +118,7 @@ class Double:
 
 
 def install(patch: pytest.MonkeyPatch) -> list[Double]:
-    """Put the module in flashinfer's place; every wrapper that will be made of it."""
+    """Replace flashinfer by the double. Returns the list of wrappers created later."""
     wrappers: list[Double] = []
     module: Any = ModuleType("flashinfer")
     module.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)

@@ -1,4 +1,4 @@
-"""Bug classes B, E, F and G of the catalogue, and report 2, as far as they are about the batch itself."""
+"""Regression tests of bug classes B, E, F and G of batch metadata."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_T_A1_report_2_split_of_a_padded_batch(
 @pytest.mark.parametrize("short_extends", [False, True])
 @pytest.mark.parametrize("uniform", [False, True])
 def test_T_A1_flags_of_rows_without_tokens_decide_nothing(uniform: bool, short_extends: bool) -> None:
-    """What the defect of report 2 left there: no split may look at it."""
+    """Leave stale values, which no split may read."""
     query_lens, computed = np.array([1, 1, 1, 0, 0], np.int32), np.array([50, 100, 200, 0, 0], np.int32)
     splits = {
         split_decodes_and_prefills(
@@ -174,7 +174,7 @@ def test_T_A1_flags_of_rows_without_tokens_decide_nothing(uniform: bool, short_e
 
 
 def test_T_F1_short_extends_need_context_and_the_threshold() -> None:
-    """Under the wide setting too, a row without context is a prefill, and a long chunk is one."""
+    """A row without context and a long chunk are prefills, also with treat_short_extends_as_decodes."""
 
     def decodes(length: int, prefilling: bool, computed: int, threshold: int) -> list[int]:
         arrays = np.array([length], np.int32), np.array([prefilling]), np.array([computed], np.int32)
@@ -205,7 +205,7 @@ def test_T_G2_a_missing_or_short_bound_is_named(mixed: Any) -> None:
 
 
 def one_more(mixed: Any, name: str) -> Any:
-    """A copy of the batch with one real entry of a device field changed by one: one that this step uses."""
+    """Return a copy of the batch with one used entry of a device field changed by one."""
     value = getattr(mixed, name)
     changed = first(value).clone()
     changed.view(-1)[1 if name in ("query_start_loc", "block_tables") else 0] += 1
@@ -216,7 +216,7 @@ def one_more(mixed: Any, name: str) -> Any:
 def test_device_fields_agree_with_the_host_and_each_other(
     mixed: Any, buffers: InputBuffers, name: str
 ) -> None:
-    """Every device field but the ids themselves follows from others, so one wrong entry is found."""
+    """All device fields except the ids can be derived, so that one wrong entry is detected."""
     batch = one_more(mixed, name)
     validate(batch, buffers.limits, buffers.groups)  # the host alone can't know
     with pytest.raises(BatchInvariant) as caught:
@@ -255,7 +255,7 @@ def test_a_slot_in_a_block_of_another_row_is_found(mixed: Any, buffers: InputBuf
 
 
 def test_a_slot_in_the_null_block_is_found(mixed: Any, buffers: InputBuffers) -> None:
-    """Row 0 writes position 9, the last of its second block of 5: both say block 0 here, which nobody owns."""
+    """Row 0 writes position 9, the last of its second block of 5, but the table has the null block."""
     table, slots = mixed.block_tables[0].clone(), mixed.slot_mappings[0].clone()
     table[0, 1], slots[0] = 0, 4
     batch = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Tables of long-lived rows: steps name rows, and only what was written travels."""
+"""Block tables of running requests: steps name rows, and only new block ids are staged."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ROWS = 9
 
 
 def make_tables() -> list[BlockTable]:
-    """Of ROWS rows; the last group's never change."""
+    """Return tables of ROWS rows; the last group's never change."""
     own = np.arange(1, 1 + ROWS, dtype=np.int32)[:, None]
     empty = [np.zeros((ROWS, group.max_blocks), np.int32) for group in GROUPS[:2]]
     return [*map(BlockTable, empty), BlockTable(own)]
 
 
 class Engine:
-    """Requests that come, grow and go, in rows of their own; every block has one owner."""
+    """Simulated requests that start, grow and end. Every block has one owner."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ class Engine:
         self.free = list(range(1, 200))
 
     def change(self) -> None:
-        """Some end, some begin, in rows that others had, and some write states."""
+        """End and start some requests, in reused rows, and write some states."""
         kv, states, _ = self.tables
         for row in [row for row in self.lengths if self.rng.random() < 0.3]:
             held = kv.ids[row]
@@ -60,7 +60,7 @@ class Engine:
                 states.write(row, np.array([0, 2]), self.rng.integers(0, 99, 2))
 
     def step(self, *, shuffle: bool) -> tuple[StepRows, BatchShape]:
-        """One token or more for all requests but perhaps some, with blocks for them."""
+        """Schedule one token or more for most requests, and allocate their blocks."""
         rows = np.array(sorted(self.lengths), np.int64)
         if shuffle:
             rows = self.rng.permutation(rows)[: int(self.rng.integers(len(rows) + 1))]
@@ -79,7 +79,7 @@ class Engine:
         return step, BatchShape(len(rows), num_tokens, LIMITS.max_num_reqs, LIMITS.max_num_tokens, longest)
 
     def expected(self, rows: Any) -> list[Any]:
-        """Every table of the batch, whole."""
+        """Return all block tables of the batch at full size."""
         found = []
         for table in self.tables:
             whole = np.zeros((LIMITS.max_num_reqs, table.ids.shape[1]), np.int32)
@@ -91,7 +91,7 @@ class Engine:
 @pytest.mark.parametrize("sent", [False, True], ids=["in place", "sent"])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_batch_has_the_tables_of_its_rows(make: Any, deferred: Any, seed: int, sent: bool) -> None:
-    """Rows come and go and change places, others' steps and dummies lie between, and copies run late."""
+    """Requests start, end and change batch rows, with other batches between, and copies run late."""
     engine = Engine(seed)
     queue = deferred if sent else None
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=engine.tables, queue=queue)
@@ -130,7 +130,7 @@ def test_the_batch_has_the_tables_of_its_rows(make: Any, deferred: Any, seed: in
 
 
 def test_device_counts_make_the_device_fields(make: Any, deferred: Any) -> None:
-    """The host has bounds, of which it says that they are none else."""
+    """The host has upper bounds that it marks as inexact."""
     for queue in (None, deferred):
         tables = make_tables()
         tables[0].write(np.array([[7], [2]]), np.arange(4), [[1, 2, 3, 4], [5, 6, 7, 8]])
@@ -156,7 +156,7 @@ def test_device_counts_make_the_device_fields(make: Any, deferred: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_steady_step_sends_new_cells_and_counts(deferred: Any, tokens: int) -> None:
-    """256 rows of 128k tokens, and all of them get a block at once: nothing that follows the context."""
+    """256 rows of 128k tokens all get a new block: uploaded bytes do not depend on the context length."""
     rows, length, size = 256, 1 << 17, 16
     limits = BatchLimits(rows, rows * tokens, length)
     groups = (KVCacheGroup(size, length // size), KVCacheGroup(512, length // 512, has_slots=False))
@@ -222,7 +222,7 @@ def test_what_no_table_can_be_is_refused() -> None:
 
 
 class Refusing:
-    """A queue that nothing runs on."""
+    """A queue that never runs its work."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Never runs."""
@@ -234,7 +234,7 @@ class Refusing:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_rows_of_a_later_step_are_staged_as_if_they_were_new(width: int, sampled: bool) -> None:
-    """Over ends of blocks, with blocks that come behind, and other batches in between."""
+    """Rows cross block boundaries, get new blocks, and other batches are staged in between."""
     tables, twins = make_tables(), make_tables()
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables)
     fresh = InputBuffers(LIMITS, GROUPS, "cpu", tables=twins)
@@ -272,7 +272,7 @@ def test_rows_of_a_later_step_are_staged_as_if_they_were_new(width: int, sampled
 
 
 def test_rows_that_come_in_turn_with_other_lengths_are_staged_as_if_they_were_new() -> None:
-    """Longer and shorter than in the step before, so that padding comes and goes."""
+    """Query lengths grow and shrink between steps, so that padding changes."""
     tables, twins = make_tables(), make_tables()
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables)
     fresh = InputBuffers(LIMITS, GROUPS, "cpu", tables=twins)

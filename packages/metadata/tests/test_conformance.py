@@ -1,4 +1,4 @@
-"""The conformance kit: shipped builders and backends pass, and each class of defect is found under its letter."""
+"""The conformance checks: shipped builders and backends pass, and each class of defect is reported by its letter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def backend_on(name: str, device: str) -> Any:
 
 @pytest.mark.parametrize("name", backend_names())
 def test_shipped_builders_conform(name: str) -> None:
-    """Every one of them, also where its kernels can't run: building touches no kernel."""
+    """All builders, also of backends whose kernels cannot run here: building runs no kernel."""
     builder = _load(name).builder()
     report = check_builder(builder, LIMITS)
     assert report.num_builds >= 16
@@ -66,7 +66,7 @@ def test_gpu_shipped_builders_conform(name: str) -> None:
 
 
 class Rows:
-    """A good builder with a buffer of its own: position of the newest key, -1 in padded rows. Others break it."""
+    """A correct builder with its own buffer: position of the newest key, -1 in padded rows."""
 
     reads = frozenset({"seq_lens", "seq_lens_cpu_upper_bound"})
     seq_len_fill = 0
@@ -120,7 +120,7 @@ def moving(self: Any, common: Any) -> Any:
 
 
 class Pair(Rows):
-    """Two buffers, both declared."""
+    """A builder with two declared buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def test_T_A4_shipped_backends_conform(name: str, dtype: torch.dtype) -> None:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (16, 64, 80, 128, 256)
 LAYOUTS = (((4, 4), 16), ((6, 2), 32), ((4, 4), 32), ((6, 2), 16))
-"""Heads, and the size of a block. They take turns: a kernel takes seconds to compile, and a test has a few of them."""
+"""Heads and block size. Tests use them in turn, because compiling a kernel takes seconds."""
 
 
 @pytest.mark.gpu
@@ -343,7 +343,7 @@ def test_T_A4_gpu_shipped_backends_conform(
 
 
 class Wrong:
-    """The torch backend with one thing wrong."""
+    """The torch backend with one defect."""
 
     def __init__(self, **changes: Any) -> None:
         self.inner: Any = get_backend("torch", device="cpu", dtype=torch.float32, head_dim=16)
@@ -364,7 +364,7 @@ class Wrong:
 
 
 def _all_visible(meta: Any, q: Any) -> Any:
-    """One key too many for every row: the next one in the cache."""
+    """Every row reads one key too many."""
     return meta.seq_lens + 1
 
 

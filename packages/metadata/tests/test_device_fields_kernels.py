@@ -1,6 +1,6 @@
-"""The kernels that make a sent step into fields, bit for bit the torch form: interpreted on CPU, and on CUDA.
+"""The kernels of device-side staging equal the torch implementation bit for bit.
 
-The interpreted tests run in a process of their own, which the last test starts.
+They run in Triton's interpreter on a CPU, and on CUDA if there is a device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS, TOKENS, POISON = 6, 300, 77
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where the kernels run."""
+    """Device of the kernels."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return str(request.param)
@@ -38,7 +38,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def kernels() -> Any:
-    """The module under test, imported late: that is when Triton decides."""
+    """The module under test, imported late: Triton selects its interpreter at import."""
     from bateleur.metadata.kernels import device_fields
 
     return device_fields
@@ -80,32 +80,32 @@ def test_expand(
     step = DeviceStep(
         num_reqs=len(lens),
         num_tokens=count,
-        rows_end=max(len(lens), 5),
-        tokens_end=max(count, 8),
-        computed=on_device([7 * i + 3 for i in range(len(lens))], dtype),
-        starts=None if known else starts,
+        pad_rows_until=max(len(lens), 5),
+        pad_tokens_until=max(count, 8),
+        num_computed_tokens=on_device([7 * i + 3 for i in range(len(lens))], dtype),
+        query_start_loc=None if known else starts,
         token_ids=on_device(range(11, 11 + max(count - 1, 0))),
     )
     expected, found = fields(device, block_sizes), fields(device, block_sizes)
     EXPAND.torch(expected, step)
     kernels.expand(found, step)
     assert contents(found) == contents(expected)
-    EXPAND.torch(expected, short := replace(step, tokens_end=count, rows_end=len(lens)))
+    EXPAND.torch(expected, short := replace(step, pad_tokens_until=count, pad_rows_until=len(lens)))
     kernels.expand(found, short)
     assert contents(found) == contents(expected)
 
 
 def tables(device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a batch of 6 places and of 8 rows and the null row, 700 columns each."""
-    resident = torch.arange(9 * 700, dtype=torch.int32, device=device).reshape(9, 700)
-    resident[8] = 0
+    """Return tables of a batch of 6 rows, and of 8 requests and the null row; 700 columns each."""
+    request_tables = torch.arange(9 * 700, dtype=torch.int32, device=device).reshape(9, 700)
+    request_tables[8] = 0
     rows = torch.full((ROWS,), 5, dtype=torch.int32, device=device)
-    return torch.full((ROWS, 700), POISON, dtype=torch.int32, device=device), resident, rows
+    return torch.full((ROWS, 700), POISON, dtype=torch.int32, device=device), request_tables, rows
 
 
 @pytest.mark.parametrize("width", [0, 3, 700])
 def test_gather_rows(kernels: Any, device: str, width: int) -> None:
-    """Row 2 begins anew, and the last two places have none."""
+    """Row 2 was cleared, and the last two batch rows are unused."""
     source = torch.tensor([7, -3, 0, 8, 8], dtype=torch.int32, device=device)
     expected, found = tables(device), tables(device)
     GATHER.torch(*expected, source, width)

@@ -1,4 +1,4 @@
-"""The plan given to FlashInfer, against a double that attends by nothing but the plan; its numbers, on a GPU."""
+"""Plans given to FlashInfer, checked with a double that attends by the plan alone; results on a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BATCHES = {
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Double]:
-    """Every wrapper made from a module that stands in for flashinfer."""
+    """All wrappers created by the double of flashinfer."""
     return install(monkeypatch)
 
 
@@ -51,7 +51,7 @@ def _step(
     device: str = "cpu",
     padding: int = 2,
 ) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """A padded batch, its queries, keys and values, and a cache with every context in it."""
+    """Return a padded batch, its queries, keys and values, and a cache with every context."""
     query_lens, computed = BATCHES[name]
     groups = (KVCacheGroup(block_size, -(-70 // block_size)),)
     buffers = InputBuffers(BatchLimits(9, 70, 70), groups, device)
@@ -94,7 +94,7 @@ def test_the_plan_means_what_the_reference_means(
 
 
 def test_planning_reads_no_device_value(make: Any, made: list[Double]) -> None:
-    """Lengths and starts on the device are spoiled: only tables and slots may matter."""
+    """Lengths and starts on the device are overwritten: results may depend on tables and slots only."""
     results = []
     for spoil in (False, True):
         backend = FlashInferBackend()
@@ -129,7 +129,7 @@ def test_layers_share_a_plan_until_the_next_step(make: Any, made: list[Double]) 
 def test_batches_of_a_captured_shape_are_planned_into_its_buffers(
     make: Any, made: list[Double], query_len: int, window: int | None
 ) -> None:
-    """With the metadata, since a replay calls no layer; padded rows have no token, and see the null block."""
+    """Planning happens with the metadata, because a replay calls no layer. Padded rows see the null block."""
     groups, backend, reference = (KVCacheGroup(4, 18),), FlashInferBackend(), ReferenceBackend()
     buffers, builder = InputBuffers(BatchLimits(5, 15, 70), groups, "cpu"), backend.builder()
     q, k, v = (torch.randn(5 * query_len, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
@@ -259,7 +259,7 @@ def test_bad_calls(make: Any) -> None:
     with pytest.raises(ValueError, match="meta: is PagedAttentionMetadata, must be the FlashInferMetadata"):
         backend.attend(*tensors, cache, ReferenceBackend().builder().build(batch, 0), 1.0)
     meta = backend.builder().build(batch, 0)
-    with pytest.raises(ValueError, match="rotary: the backend 'flashinfer' takes"):
+    with pytest.raises(ValueError, match="rotary: the backend 'flashinfer' does not fuse it"):
         backend.attend(*tensors, cache, meta, 1.0, None, (tensors[0], tensors[0]))
 
 

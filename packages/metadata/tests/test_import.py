@@ -1,4 +1,4 @@
-"""What importing the package loads on top of torch and numpy: counted, since seconds are the machine's."""
+"""Modules that importing the package loads in addition to torch and numpy."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Staging: values against a plain-Python oracle, every tail over the whole buffer, bad input, addresses."""
+"""Staging: values against a plain-Python oracle, padding of whole buffers, bad input, addresses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPS = (KVCacheGroup(4, 5), KVCacheGroup(5, 7, lookahead_tokens=3), KVCacheGro
 
 
 def oracle(rows: StepRows, fill: int) -> dict[str, list[Any]]:
-    """Contents of every whole buffer after staging ``rows``, in plain Python."""
+    """Return the expected contents of all buffers after staging ``rows``."""
     max_reqs, max_tokens = LIMITS.max_num_reqs, LIMITS.max_num_tokens
     starts, positions, owner = [0], [], []
     for row, (q, c) in enumerate(
@@ -150,7 +150,7 @@ def test_T_A5_large_batch_before_small(buffers: InputBuffers, make: Any, groups:
 def test_a_staging_that_broke_off_is_forgotten(
     buffers: InputBuffers, make: Any, groups: Any, broken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interrupted where it has written to the n-th buffer, and not yet noted how far."""
+    """Interrupt staging after the write to the n-th buffer, before its size is recorded."""
     small, shape = make.rows([1], [3], groups, seed=1), BatchShape(1, 1, 7, 50, 1)
     buffers.stage(small, shape)
     calls = iter(range(99))
@@ -184,7 +184,7 @@ def test_a_staging_that_broke_off_is_forgotten(
 
 
 def test_T_A5_single_tokens_after_as_many_longer_rows(buffers: InputBuffers, make: Any, groups: Any) -> None:
-    """Row starts that stay the same from step to step are not written again: those of other steps are."""
+    """Unchanged row starts are not written again; changed ones are."""
     starts = []
     for query_lens in ([1, 1, 1], [1, 1, 1], [2, 1, 3], [1, 1, 1], [1, 1], [1, 1, 1]):
         rows = make.rows(query_lens, [4] * len(query_lens), groups)
@@ -253,7 +253,7 @@ def test_addresses_stay_and_generations_count(buffers: InputBuffers, make: Any) 
 
 
 def broken(rows: StepRows) -> list[tuple[dict[str, Any], str]]:
-    """Changes of a good step of rows (1, 1, 3) over (9, 30, 0), each with what its message must say."""
+    """Invalid changes of a valid step (1, 1, 3) over (9, 30, 0), and the expected messages."""
     i32, tables = np.int32, rows.block_tables
     return [
         ({"query_lens": np.array([1, 1], i32)}, r"query_lens: has shape \(2,\), must be \(3,\)"),

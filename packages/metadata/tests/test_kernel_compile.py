@@ -32,7 +32,7 @@ SHAPES = {  # query heads, key heads, lanes of a head
     "shipped": (4, 2, 64),
 }
 QUERY_LENS = (1, 5, 16, 64)
-"""Of decodes, drafts, the longest short rows, and prompts among short rows: all tile sizes of a model."""
+"""max_query_len of decodes, drafts, the longest short rows, and mixed batches: all tile sizes of a model."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def attend(
 
 
 def checked(found: sm90.Compiled, record: Callable[[str, object], None], name: str) -> list[sm90.Kernel]:
-    """The kernels that were launched, none of which has a fault."""
+    """Return the launched kernels after checking that none has a fault."""
     for kernel in found.kernels:
         assert not sm90.faults_of(kernel)
         tile = "x".join(str(size) for key, size in kernel.options.items() if key.startswith("BLOCK_"))
@@ -109,7 +109,7 @@ def test_other_attention_fits_hopper(
 
 
 def test_a_program_reaches_its_first_key_without_a_barrier() -> None:
-    """It reads one entry of the work list. A search through the rows had 34 barriers before the first key."""
+    """A program reads one entry of the work list, so there is no search with barriers before the first key."""
     with sm90.compiling() as found:
         attend(SHAPES["Llama-3.1-8B"], BF16, 1)
     (kernel,) = (each for each in found.kernels if each.name == "attention_kernel")
@@ -187,7 +187,9 @@ def test_staging_fits_hopper(record_property: Callable[[str, object], None]) -> 
 def test_attention_fits_devices_with_less_shared_memory(
     monkeypatch: pytest.MonkeyPatch, capability: int, kib: int, lanes: int
 ) -> None:
-    """sm_86 and sm_120 have as much as sm_89. float32 takes less, and heads of 192 lanes have the tile of 256."""
+    """sm_86 and sm_120 have as much shared memory as sm_89. float32 needs less. Head dimension 192 uses the tile of
+    256.
+    """
     monkeypatch.setattr(_launch_config, "device_sizes", lambda device: (108, kib << 10))
     _launch_config._work_shape.cache_clear()
     monkeypatch.setitem(sm90._PROPERTIES, "max_shared_mem", kib << 10)

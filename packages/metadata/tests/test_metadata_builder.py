@@ -1,4 +1,4 @@
-"""Slicing keeps every field; builders read what they declare and write nothing."""
+"""Slicing keeps every field. Builders read only declared fields and write none."""
 
 from __future__ import annotations
 

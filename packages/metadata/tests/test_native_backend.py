@@ -1,4 +1,4 @@
-"""Kernels in C: compiled once, kept, and missing for a reason that is told."""
+"""C kernels: compiled once and cached; without a compiler, the reason is reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIGNATURE = (("add", "plfi"),)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache of its own for each test."""
+    """Use a new compilation cache for each test."""
     monkeypatch.setenv("HOME", str(tmp_path))
     forget()
     yield tmp_path / ".cache/bateleur"
@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_written_to_is_passed_over(
 @compiles
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.999])
 def test_a_file_that_was_cut_off_is_compiled_again(source: Path, part: float) -> None:
-    """Loaded, half a file would end the process."""
+    """Loading a truncated library would end the process."""
     made = native._compiled(source)
     data = made.read_bytes()
     made.write_bytes(data[: int(part * len(data))])
@@ -108,7 +108,7 @@ assert native._openmp() == own
 
 @compiles
 def test_a_second_runtime_in_the_process_is_not_torchs(fresh: Callable[[str], str], tmp_path: Path) -> None:
-    """As scikit-learn brings one."""
+    """A second OpenMP runtime, as scikit-learn ships one."""
     fresh(SECOND.format(str(tmp_path / "libgomp-other.so.1")))
 
 
@@ -139,18 +139,18 @@ def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) 
 
 def test_other_systems_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    assert native.unavailable_reason() == "kernels are compiled on Linux alone, and this is darwin"
+    assert native.unavailable_reason() == "C kernels need Linux, and this is darwin"
 
 
 def test_another_runtime_than_gccs_is_no_place_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/true")
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(Path, "read_text", lambda _: "7f00-7f01 r-xp 0 00:00 1  /lib/libiomp5.so\n")
-    assert "another OpenMP runtime" in str(native.unavailable_reason())
+    assert "OpenMP runtime" in str(native.unavailable_reason())
 
 
 def test_what_the_kernels_do_not_read_is_torchs() -> None:
-    """Tables of int64, which C would take for others; beside them the same of int32, prompts beside decodes."""
+    """int64 tables, which C would misread, give the results of int32 tables."""
     make = torch.Generator().manual_seed(1)
     k_cache, v_cache, q = (
         torch.randn(*shape, generator=make) for shape in ((9, 4, 2, 8), (9, 4, 2, 8), (22, 4, 8))
@@ -164,7 +164,7 @@ def test_what_the_kernels_do_not_read_is_torchs() -> None:
 
 
 def test_what_is_not_dense_is_torchs() -> None:
-    """Keys beside values of their block, or of their token; tables by columns; lengths and starts out of a matrix."""
+    """Interleaved keys and values, column-major tables, strided lengths and starts."""
     make = torch.Generator().manual_seed(1)
     blocks, tokens = torch.randn(9, 2, 4, 2, 8, generator=make), torch.randn(9, 4, 2, 16, generator=make)
     q, k = torch.randn(3, 4, 8, generator=make), torch.randn(3, 2, 8, generator=make)
@@ -188,7 +188,7 @@ def test_what_is_not_dense_is_torchs() -> None:
 
 
 class Names(TorchDispatchMode):
-    """The operators that run."""
+    """Return the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def test_kernels_are_operators_for_whoever_records_them() -> None:
 def test_a_query_has_the_same_bits_alone_and_within_a_prompt(
     size: int, window: int, dtype: torch.dtype
 ) -> None:
-    """Keys in bfloat16 are widened once for many queries, which pass a few tokens at once where heads are wide."""
+    """Many queries share float32 copies of bfloat16 keys; wide heads process fewer tokens at once."""
     make = torch.Generator().manual_seed(size)
     long, scale = 2 + (1 << 16) // size, size**-0.5
     length, tokens = torch.tensor([150, long], dtype=torch.int32), [140, 70]
@@ -252,7 +252,7 @@ def test_a_query_has_the_same_bits_alone_and_within_a_prompt(
 @compiles
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slots_and_blocks_outside_the_cache_are_refused(dtype: torch.dtype) -> None:
-    """In C they would be addresses of something else."""
+    """C would read outside of the tensors."""
     cache = torch.zeros(9, 4, 2, 8, dtype=dtype)
     q, k = torch.ones(2, 4, 8, dtype=dtype), torch.ones(2, 2, 8, dtype=dtype)
     with pytest.raises(IndexError, match=r"^slot_mapping: slot 36 is outside the 36 of the cache$"):
@@ -265,7 +265,7 @@ def test_slots_and_blocks_outside_the_cache_are_refused(dtype: torch.dtype) -> N
     def attend(lens: torch.Tensor, starts: torch.Tensor, window: int = 0) -> torch.Tensor:
         return _native_ops.paged_attention(q, cache, cache, table, lens, starts, 2, 1, 9, 0.3, window)
 
-    assert attend(lens, starts).shape == q.shape, "what lies behind a row's length is not read"
+    assert attend(lens, starts).shape == q.shape, "keys after a row's length are not read"
     text = r"^block_table: row {}, of {} tokens in a table of 3 blocks, names a block outside the 9 of the cache, or "
     for block in (9, -1):
         table[1, 0] = block
@@ -298,5 +298,5 @@ assert torch.get_num_threads() == 2
 
 @compiles
 def test_a_process_that_is_forked_off_computes_alone(fresh: Callable[[str], str]) -> None:
-    """OpenMP's threads stay in the parent: it would wait for them for ever."""
+    """OpenMP threads do not survive a fork; waiting for them would hang."""
     fresh(FORKED)

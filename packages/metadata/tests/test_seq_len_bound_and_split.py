@@ -1,4 +1,4 @@
-"""Rules of host bounds, and of which rows run as decodes."""
+"""Host length bounds, and the split of rows into decodes and prefills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Class H of the bug catalogue: staging while earlier steps still run on the device."""
+"""Bug class H: staging while earlier steps still run on the device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEPS = [
 
 
 def _device_memory(batch: Any) -> dict[str, list[Any]]:
-    """The whole device buffers behind a batch, as a kernel finds them when it runs."""
+    """Return the full device buffers of a batch, as a kernel reads them."""
     values = field_values(batch)
     found = {}
     for name in DEVICE_FIELDS:
@@ -57,7 +57,7 @@ def _stage(make: Any, buffers: InputBuffers, index: int) -> Any:
 
 
 def _run(make: Any, buffers: InputBuffers, deferred: Any, in_flight: int) -> list[dict[str, list[Any]]]:
-    """What one kernel per step reads, when the host runs ahead by ``in_flight`` steps."""
+    """Return what one kernel per step reads if the host is ``in_flight`` steps ahead."""
     seen: list[dict[str, list[Any]]] = []
     for index in range(len(STEPS)):
         if index == 3:
@@ -72,7 +72,7 @@ def _run(make: Any, buffers: InputBuffers, deferred: Any, in_flight: int) -> lis
 
 @pytest.fixture
 def expected(make: Any) -> list[dict[str, list[Any]]]:
-    """What the kernels must read: staged in place, one step at a time."""
+    """Return the expected values: staged in place, one step at a time."""
     buffers = InputBuffers(LIMITS, GROUPS, "cpu")
     return [_device_memory(_stage(make, buffers, index)) for index in range(len(STEPS))]
 
@@ -91,7 +91,7 @@ def test_T_H1_every_step_reads_its_own_batch_however_late_copies_run(
 def test_T_H1_one_reused_host_buffer_fails_as_soon_as_two_steps_are_in_flight(
     make: Any, deferred: Any, expected: Any, in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defect this class is about, so that the test above is known to see it."""
+    """The defect of this class, to prove that the test above detects it."""
     reused = torch.zeros(999, dtype=torch.int32)
     monkeypatch.setattr(_memory, "pinned", lambda shape, *_: reused[: shape[0]])
     buffers = InputBuffers(LIMITS, GROUPS, "cpu", queue=deferred)

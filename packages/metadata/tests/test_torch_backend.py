@@ -1,4 +1,4 @@
-"""The torch form against the naive one, with NaN wherever nothing may be read."""
+"""The torch backend against the reference, with NaN in all memory that must not be read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bateleur.metadata.backends.reference import paged_attention_reference
 
 
 def _runs_here(name: str) -> bool:
-    """Whether a backend computes float32 on CPU; the others have tests of their own."""
+    """Return whether a backend supports float32 on a CPU."""
     try:
         get_backend(name, device="cpu", dtype=torch.float32, head_dim=16)
     except ValueError:
@@ -49,7 +49,7 @@ def _world(make: Any, name: str, block_size: int, *, padding: bool = False, fill
 def _attend(
     make: Any, name: str, batch: Any, heads: tuple[int, int], dim: int, dtype: torch.dtype, **options: Any
 ) -> Any:
-    """Fill the context of every row, then one step. Real inputs depend on nothing but the real sizes."""
+    """Fill the context of every row, then run one step. Inputs depend on the real sizes only."""
     window = options.get("window")
     backend = get_backend(name, device="cpu", dtype=dtype, head_dim=dim)
     meta = dataclasses.replace(backend.builder().build(batch, 0), **options.get("meta", {}))
@@ -75,7 +75,7 @@ def _attend(
 @pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_native_queries_have_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
-    """One token a row, or the last two of each together as drafts are: row by row the same."""
+    """Decoding one token gives the same result as verifying the last two tokens together."""
     rows, computed, blocks = 3, torch.tensor([70, 17, 1]), 5
     generator = torch.Generator().manual_seed(0)
     cache = tuple(torch.randn(blocks * rows + 1, 16, 2, 24, generator=generator).to(dtype) for _ in range(2))
@@ -137,7 +137,7 @@ def test_T_A4_real_rows_invariant_under_padding(make: Any, name: str, backend: s
 
 
 def test_T_A4_recycled_tails_and_freed_window_blocks_leak_nowhere(make: Any) -> None:
-    """A table whose tail names blocks of others, and whose leading blocks left the window and went to null."""
+    """A table whose tail has blocks of other rows, and whose blocks before the window are null."""
     batch = _world(make, "mixed", 5)
     for window in (None, 6):
         expected, _ = _attend(make, "torch", batch, (3, 1), 17, torch.float32, window=window)
@@ -175,7 +175,7 @@ def test_prefill_tiles_do_not_change_the_result(
 
 
 def test_the_reference_is_plain_attention() -> None:
-    """Against the textbook: one row, contiguous blocks, causal softmax."""
+    """Compare with plain causal softmax, for one row with contiguous blocks."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, heads, 7, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
     cache = [torch.zeros(4, 3, 2, 7, dtype=torch.float64) for _ in range(2)]
@@ -209,7 +209,7 @@ def test_registry_says_why_not() -> None:
     assert [get_backend(name, **options).name for name in ON_CPU] == ON_CPU
     assert {"torch", "reference"} <= set(ON_CPU)
     for changes, message in (
-        ({"name": "flash"}, "no backend is called 'flash'; there are auto, torch, native, reference,"),
+        ({"name": "flash"}, "name='flash': unknown attention backend; use auto, torch, native, reference,"),
         ({"dtype": torch.int8}, "no backend for 'auto'; native: dtype torch.int8 is not one of"),
         ({"device": "meta"}, "device meta is neither CPU nor CUDA"),
         ({"head_dim": 0}, "head_dim 0 is not positive"),

@@ -1,4 +1,4 @@
-"""The call of torch's varlen attention, against a double on CPU; its numbers, on a GPU that has a kernel."""
+"""Calls of torch's varlen attention, checked with a double on a CPU; results on a GPU that has a kernel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _double(
     seqused_k: Tensor,
     block_table: Tensor,
 ) -> None:
-    """What the documentation says: causal, aligned to the last key; tokens of no row are not written."""
+    """Double per torch's documentation: causal, aligned to the last key; padded tokens are not written."""
     assert cu_seq_k is None
     assert enable_gqa
     assert window_size[1] == 0
@@ -58,7 +58,7 @@ def _double(
 
 
 def test_the_double_has_torchs_signature() -> None:
-    """Read from the source: the import takes seconds."""
+    """Reads the signature from the source, because the import takes seconds."""
     spec = importlib.util.find_spec("torch.nn.attention.varlen")
     source = "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
     functions = {node.name: node.args for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
@@ -78,7 +78,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> None:
 def _step(
     make: Any, name: str, device: str, block_size: int, heads: tuple[int, int], dim: int, dtype: torch.dtype
 ) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-    """A padded batch, its queries, keys and values, and a cache of finite values with every context in it."""
+    """Return a padded batch, its queries, keys and values, and a finite cache with every context."""
     query_lens, computed = BATCHES[name]
     groups = (KVCacheGroup(block_size, -(-70 // block_size)),)
     buffers = InputBuffers(BatchLimits(9, 70, 70), groups, device)
@@ -193,11 +193,9 @@ def test_bad_calls(make: Any) -> None:
     meta = backend.builder().build(batch, 0)
     with pytest.raises(ValueError, match="kv: has blocks of 5 tokens; cuDNN needs a power of two"):
         backend.attend(*tensors, cache, meta, 1.0)
-    with pytest.raises(ValueError, match="rotary: the backend 'torch_varlen' takes"):
+    with pytest.raises(ValueError, match="rotary: the backend 'torch_varlen' does not fuse it"):
         backend.attend(*tensors, cache, meta, 1.0, None, (tensors[0], tensors[0]))
-    with pytest.raises(
-        ValueError, match="norm: the backend 'torch_varlen' takes queries and keys that are normal"
-    ):
+    with pytest.raises(ValueError, match="norm: the backend 'torch_varlen' does not fuse it"):
         backend.attend(*tensors, cache, meta, 1.0, None, None, (tensors[0], tensors[0], 1e-6))
 
 

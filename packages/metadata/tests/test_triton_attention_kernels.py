@@ -1,7 +1,6 @@
-"""The Triton kernels against the naive forms: on CPU in Triton's interpreter, and on CUDA where there is a device.
+"""The Triton attention kernels against the reference.
 
-Triton decides whether to interpret when a kernel is defined, so the CPU tests of this file run in a process of
-their own, which the last test starts.
+They run in Triton's interpreter on a CPU, and on CUDA if there is a device.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ BATCHES = {
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where kernels run; new memory holds NaN or a large number there, so that a read before the write shows."""
+    """Device of the kernels. New memory holds NaN or a large number, to detect reads before a write."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     empty = torch.empty
@@ -56,7 +55,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 @pytest.fixture
 def kernels() -> Any:
-    """The module under test, imported late: that is when Triton decides."""
+    """The module under test, imported late: Triton selects its interpreter at import."""
     from bateleur.metadata.kernels import cuda_ops
 
     return cuda_ops
@@ -64,7 +63,7 @@ def kernels() -> Any:
 
 @pytest.fixture
 def few_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Splits from 128 keys on, about 5 at most, and few tokens make a row long: the interpreter is slow."""
+    """Small limits, because the interpreter is slow: splits from 128 keys on, about 5, and long rows from 5 tokens."""
     monkeypatch.setattr(_launch_config, "min_split_keys", lambda *_: 128)
     monkeypatch.setattr(_launch_config, "split_limit", lambda *_: 5)
     monkeypatch.setattr(_launch_config, "MAX_SHORT_QUERY_LEN", 4)
@@ -75,7 +74,7 @@ def few_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class World:
-    """Inputs of one attention call; all that may not be read is NaN."""
+    """Inputs of one attention call, with NaN in all memory that must not be read."""
 
     q: Tensor
     k_cache: Tensor
@@ -185,7 +184,7 @@ def test_ids_of_blocks_may_be_loaded_in_any_way(
     kernels: Any, device: torch.device, few_keys: None, monkeypatch: pytest.MonkeyPatch, name: str, block_size: int,
     at_once: bool,
 ) -> None:  # fmt: skip
-    """Of all pages of a step at once, one by one, or of each key; and steps within a page."""
+    """Block ids are loaded for all pages at once, one by one, or per key; or an iteration is within a page."""
     from bateleur.metadata.kernels import _attention_tile
 
     monkeypatch.setattr(_attention_tile, "_PAGES_AT_ONCE", tl.constexpr(at_once))
@@ -221,7 +220,7 @@ def test_the_bound_changes_no_bit_of_a_split_row(
     computed: list[int],
     window: int,
 ) -> None:
-    """One split, several, and as many as allowed; a captured bound makes more programs, not other sums."""
+    """One split, several, and the most. A captured bound launches more programs, with equal results."""
     options: dict[str, Any] = {"heads": (2, 1), "head_dim": 128, "window": window, "bound": 2048, **HALF}
     world = make_world(query_lens, computed, device=device, **options)
     out = kernels.paged_attention(*world.args())
@@ -231,7 +230,7 @@ def test_the_bound_changes_no_bit_of_a_split_row(
 
 
 def test_drafts_of_wide_groups_are_split(kernels: Any, device: torch.device, few_keys: None) -> None:
-    """16 query heads a key head and 5 tokens: 80 rows of one tile, whose parts are joined."""
+    """16 query heads per key head and 5 tokens: 80 lines of one tile, with joined splits."""
     world = make_world([5, 5, 1], [300, 3, 0], device=device, heads=(16, 1), bound=512, **HALF)
     out = kernels.paged_attention(*world.args())
     check(kernels, world, out)
@@ -262,7 +261,7 @@ def test_a_token_among_drafts_has_the_bits_of_the_token_alone(
 
 @dataclass(frozen=True)
 class Lengths:
-    """Rows for a work list, padded rows behind them, and how their heads are grouped."""
+    """Rows of a work list with padding, and the query heads per key head."""
 
     queries: NDArray[np.int64]
     keys: NDArray[np.int64]
@@ -272,7 +271,7 @@ class Lengths:
     num_tokens: int
 
     def args(self, device: torch.device) -> tuple[Any, ...]:
-        """Arguments of `attention_work`."""
+        """Return the arguments of `attention_work`."""
         cache = torch.empty(1, 16, 2, 64, dtype=torch.float16, device=device)  # tiles of 32 keys at most
         starts = torch.from_numpy(np.concatenate(([0], self.queries.cumsum()))).int().to(device)
         keys = torch.from_numpy(self.keys).int().to(device)
@@ -310,7 +309,7 @@ LENGTHS = {
 def test_the_work_list_is_that_of_loops(
     kernels: Any, device: torch.device, few_keys: None, name: str
 ) -> None:
-    """Every part of every tile once, the last row first; padding and joins behind it; and the same in torch."""
+    """Every split of every tile occurs once, last row first, then padding and joins; torch gives the same list."""
     lengths = lengths_of(*LENGTHS[name])
     shape, args = lengths.shape(device), lengths.args(device)
     expected = torch.tensor(listed(lengths, shape), dtype=torch.int32)
@@ -320,7 +319,7 @@ def test_the_work_list_is_that_of_loops(
 
 
 def listed(lengths: Lengths, shape: _launch_config.WorkShape) -> list[list[int]]:
-    """The work list, one entry at a time."""
+    """Return the expected work list, computed entry by entry."""
     starts = np.concatenate(([0], lengths.queries.cumsum())).tolist()
     rows = list(zip(starts, lengths.queries.tolist(), lengths.keys.tolist(), strict=False))
     items, joins = [], []
@@ -365,7 +364,7 @@ def listed(lengths: Lengths, shape: _launch_config.WorkShape) -> list[list[int]]
 
 
 def test_a_list_of_the_step_serves_all_its_layers(kernels: Any, device: torch.device, few_keys: None) -> None:
-    """As what each layer makes for itself; a list of another step, or of other heads, is refused."""
+    """A shared list equals that of each layer. A list of another step or other heads is refused."""
     world = make_world([1, 1, 30, 9], [299, 180, 70, 150], device=device, bound=300, **HALF)
     q, k_cache, _, _, seq_lens, starts = world.args()[:6]
     bounds = len(q), world.max_query_len, 0
@@ -382,7 +381,7 @@ def test_a_list_of_the_step_serves_all_its_layers(kernels: Any, device: torch.de
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128])
 @pytest.mark.parametrize("head_dim", [24, 64, 128, 256])
 def test_a_join_adds_parts_in_their_order(device: torch.device, block_m: int, head_dim: int) -> None:
-    """Of tiles with 2 to 40 splits, one of which saw no key, and lines of which no part saw one."""
+    """Tiles with 2 to 40 splits, one without keys, and lines without keys in any split."""
     from bateleur.metadata.kernels import attention
 
     generator, kv_heads, group, rng = torch.Generator().manual_seed(0), 2, 3, np.random.default_rng(block_m)
@@ -429,7 +428,7 @@ def test_a4_real_rows_are_bit_equal_under_padding(
 def test_a_mixed_graph_promises_nothing_but_its_size(
     kernels: Any, device: torch.device, few_keys: None, name: str
 ) -> None:
-    """No split, and any row may hold all tokens: single tokens go through the prefill kernel too."""
+    """No splits, and any row may have all tokens: single tokens use large tiles too."""
     world = make_world(*BATCHES[name], device=device, **HALF)
     check(kernels, replace(world, num_decodes=0, max_query_len=world.q.shape[0], max_seq_len=128))
     check(kernels, replace(world, num_decodes=0, max_query_len=99))
@@ -438,7 +437,7 @@ def test_a_mixed_graph_promises_nothing_but_its_size(
 def test_a5_large_before_small_leaves_nothing_behind(
     kernels: Any, device: torch.device, few_keys: None
 ) -> None:
-    """Blocks and workspace of a large batch are the next one's memory; NaN marks what nobody has written."""
+    """Memory of a large batch is reused by the next one; NaN marks unwritten entries."""
     for batch in ("mixed", "decode"):
         large = make_world([1, 1, 1, 60], [299, 180, 70, 50], device=device, bound=300, seed=1, **HALF)
         kernels.paged_attention(*large.args())
@@ -466,7 +465,7 @@ def test_rows_without_keys_and_batches_without_rows_give_zero(kernels: Any, devi
 
 
 def test_recycled_tails_and_freed_window_blocks_leak_nowhere(kernels: Any, device: torch.device) -> None:
-    """Ids beyond a row's length, or before its window, name nothing at all: they are not even read from."""
+    """Block ids after a row's length or before its window are invalid and must not be read."""
     for window in (0, 20):
         world = make_world(*BATCHES["mixed"], device=device, window=window, block_size=4)
         table, column = (
@@ -565,14 +564,14 @@ def test_write_normalises_and_rotates_queries_in_place_and_stores_by_slot(
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, whole: bool) -> Tensor:
-    """In float64, rounded once."""
+    """RMS norm in float64, rounded once."""
     wide = x.double()
     scale = (wide.square().mean((1, 2) if whole else 2, keepdim=True) + eps).rsqrt()
     return (wide * scale * weight.double().view(-1, 80)).to(x.dtype)
 
 
 def _turn(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """Lane i of the leading R turns with lane i + R/2, one lane at a time."""
+    """Rotate lane i of the leading R with lane i + R/2, one lane at a time."""
     out = x.clone()
     if cos is not None and sin is not None:
         rotary_dim = cos.shape[-1]

@@ -1,4 +1,4 @@
-"""The Triton backend around its kernels: what it refuses, and the torch forms of its operators on CPU."""
+"""The Triton backend: unsupported configurations, and the torch implementations of its operators on a CPU."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_which_launches_a_batch_takes() -> None:
 def test_a_list_is_made_once_for_the_layers_of_a_kind(
     mixed: Any, max_query_len: int, window: int | None
 ) -> None:
-    """It follows from rows, tokens and bounds alone, and what it holds from lengths on the device."""
+    """The list size depends on rows, tokens and bounds; its contents on device lengths."""
     backend, cache = TritonBackend(), torch.empty(9, 5, 2, 24)
     meta = replace(backend.builder().build(mixed, 0), max_query_len=max_query_len)
     work = backend.build_work_list(meta, (cache, cache), 6, window)

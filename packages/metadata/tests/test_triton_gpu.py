@@ -100,7 +100,7 @@ def _attend(
 
 @cache
 def _expected(name: str, dtype: torch.dtype, head_dim: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """What the reference makes of it, which takes up to half a minute."""
+    """Return the reference output; takes up to 30 s."""
     return _attend(ReferenceBackend(), name, torch.device("cpu"), dtype, head_dim, window)
 
 
@@ -136,7 +136,7 @@ def test_backends_on_a_gpu_equal_the_reference(
 def test_a5_a_captured_step_equals_the_eager_one_bit_for_bit(
     device: torch.device, name: str, promise: int
 ) -> None:
-    """Captured on a dummy at the longest length; a large batch replays before the one that is compared."""
+    """Capture a dummy at the longest length, replay a large batch, then replay and compare."""
     backend = get_backend("triton", device=device, dtype=torch.bfloat16, head_dim=128)
     buffers, builder = _buffers(device), backend.builder()
     rows, total = len(BATCHES[name][0]), sum(BATCHES[name][0])
@@ -176,7 +176,7 @@ def test_a5_a_captured_step_equals_the_eager_one_bit_for_bit(
 
 
 def test_offsets_beyond_two_billion_elements(device: torch.device) -> None:
-    """The last block of a cache that int32 offsets cannot reach."""
+    """The last block of a cache beyond int32 offsets."""
     blocks = 2**31 // (BLOCK * KV_HEADS * 128) + 8
     if torch.cuda.mem_get_info()[0] < 5 * 2**31:
         pytest.skip("needs 10 GiB of free device memory")

@@ -1,4 +1,4 @@
-"""What attention kernels are told about a batch."""
+"""Attention metadata for paged KV caches: batch staging, metadata builders, attention backends and kernels."""
 
 from bateleur.metadata._memory import DeviceQueue, pinned, upload
 from bateleur.metadata.attention_metadata_builder import (

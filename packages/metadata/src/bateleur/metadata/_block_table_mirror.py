@@ -1,4 +1,4 @@
-"""Which request rows have a place in the batch, and what of their tables the batch does not hold yet."""
+"""Tracks which request rows are in the batch and which of their block ids the staged tables lack."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,10 @@ from bateleur.metadata.seq_len_bound import BoolArray, I32Array, IntArray
 
 
 class BlockTableMirror:
-    """The tables of all groups, for one stager. ``place`` (M,) is the place of each request row, -1 for none."""
+    """State of the staged block tables of all KV-cache groups, compared with the :class:`BlockTable` objects.
+
+    Maps each request row (M,) to its batch row, -1 if it is not in the batch.
+    """
 
     def __init__(self, tables: Sequence[BlockTable]) -> None:
         self.tables = tuple(tables)
@@ -18,27 +21,27 @@ class BlockTableMirror:
         self.forget_batch()
 
     def forget_batch(self) -> None:
-        """The batch holds other tables."""
+        """Forget which request rows are in the batch, because other tables were staged."""
         self._batch_row_of: IntArray = np.full(self.num_rows, -1, np.int64)
         self._rows: IntArray = self._iota[:0]
         self._rows_bytes = b""
         self._num_clears = -1
 
     def forget_all(self) -> None:
-        """Nothing is rows_bytes of what any device or batch holds."""
+        """Forget the staged tables, on the device as well: the next step stages all rows again."""
         self.forget_batch()
         for table in self.tables:
             table.mark_all_unstaged()
 
     def none_cleared(self) -> bool:
-        """Whether every row is still whose it was when rows last got their places."""
+        """Return whether no request row was cleared since the last :meth:`place_rows`."""
         num_clears = 0
         for table in self.tables:
             num_clears += table.num_clears
         return num_clears == self._num_clears
 
     def unchanged(self) -> bool:
-        """Whether the rows that have places now would find their cells as they are there."""
+        """Return whether the staged tables are up to date for the rows of the last :meth:`place_rows`."""
         num_clears = 0
         for table in self.tables:
             if not table.has_no_writes:
@@ -47,7 +50,10 @@ class BlockTableMirror:
         return num_clears == self._num_clears
 
     def place_rows(self, rows: IntArray) -> BoolArray | None:
-        """Give rows (R,) their places: which of them hold another row's cells, (R,), or None if none does."""
+        """Assign request rows (R,) to batch rows 0 to R - 1.
+
+        Returns (R,) bool, True for batch rows that hold another request's block ids; None if none does.
+        """
         num_clears = sum(table.num_clears for table in self.tables)
         rows_bytes = rows.tobytes()
         if rows_bytes == self._rows_bytes and num_clears == self._num_clears:
@@ -63,9 +69,9 @@ class BlockTableMirror:
         return moved
 
     def take_writes(self, index: int, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
-        """What was written of table ``index`` since its rows were staged last, see :meth:`BlockTable.take`."""
+        """Take the writes to table ``index`` that the staged table lacks, see :meth:`BlockTable.take_writes`."""
         return self.tables[index].take_writes(self._batch_row_of, moved)
 
     def copy_writes(self, index: int, moved: bool, out: I32Array) -> None:
-        """The same, written to ``out``, see :meth:`BlockTable.copy_writes`."""
+        """Copy these writes to ``out``, see :meth:`BlockTable.copy_writes`."""
         self.tables[index].copy_writes(self._batch_row_of, moved, out)

@@ -1,9 +1,10 @@
-"""What a device does with a step that was sent to it: three functions, each one launch on CUDA (a group, if of groups).
+"""Device-side staging: three functions that fill the device fields of a batch from one uploaded step.
 
-The host sends what only it knows. All else is made where it is needed, of what is there: positions and lengths of the
-counts, slots of the tables, and the padding of everything. Each form writes the same bits as staging in place does.
+Each is one launch on CUDA; ``expand`` takes one more for each further group with slots. The host uploads counts, token
+ids and block ids. The device computes positions, lengths, slot mappings and padding. The results equal those of
+:class:`~bateleur.metadata._host_staging.HostStaging` bit for bit.
 
-Shapes: R real rows, T real tokens, n cells or places, C columns of a table, M request rows.
+Shapes: R real rows, T real tokens, n entries, C columns of a block table, M rows of the request table.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from bateleur.metadata.fields import NULL_BLOCK, PAD_SLOT
 
 @dataclass(frozen=True, slots=True)
 class DeviceFields:
-    """The device fields of a batch, whole; ``slots`` with the table and block size of each group that has slots."""
+    """Device tensors of a batch at full size.
+
+    ``slots`` has (slot mapping, block table, block size) of each KV-cache group with slots.
+    """
 
     input_ids: Tensor
     positions: Tensor
@@ -30,88 +34,95 @@ class DeviceFields:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """One step as it comes to the device; tensors are there.
+    """One uploaded step. All tensors are on the device.
 
     Attributes:
         num_reqs, num_tokens: R and T.
-        rows_end, tokens_end: entries behind these are padded already.
-        computed: (R,) integer.
-        starts: (R + 1,) int32; None where ``query_start_loc`` stays as it is.
-        token_ids: (T - k,) int32 for the last of the T tokens; the ids of the others come from elsewhere.
+        pad_rows_until, pad_tokens_until: entries from these indices on are padded already.
+        num_computed_tokens: (R,) integer.
+        query_start_loc: (R + 1,) int32; None if it equals that of the last step.
+        token_ids: (T - k,) int32, ids of the last T - k tokens; another copy writes the first k.
     """
 
     num_reqs: int
     num_tokens: int
-    rows_end: int
-    tokens_end: int
-    computed: Tensor
-    starts: Tensor | None
+    pad_rows_until: int
+    pad_tokens_until: int
+    num_computed_tokens: Tensor
+    query_start_loc: Tensor | None
     token_ids: Tensor
 
 
 def expand(fields: DeviceFields, step: DeviceStep) -> None:
-    """Write every device field but the tables, which are written already, and the ids that come from elsewhere."""
+    """Write all device fields except the block tables, which must be written before, and the first k token ids."""
     EXPAND.on(fields.seq_lens)(fields, step)
 
 
-def gather_block_tables(batch: Tensor, resident: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
-    """Compose the tables of the leading n places of a batch, of the first ``width`` columns.
+def gather_block_tables(
+    batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int
+) -> None:
+    """Fill the first ``width`` columns of a batch's block table from the tables of all requests.
 
-    batch: (R, C) int32. resident: (M + 1, C) int32, of which the last row is null. rows: (R,) int32, gets the request
-    row of each place. source: (n,) int32: a request row; M for a place without one; -1 - row for a row that begins
-    anew, and is null in both.
+    batch: (R, C) int32. request_tables: (M + 1, C) int32; its last row is null. rows: (R,) int32, receives the request
+    row of each batch row. source: (n,) int32, one entry per batch row: a request row, M for an unused batch row, or
+    ``-1 - row`` for a cleared request row, which becomes null in both tables.
     """
-    GATHER.on(batch)(batch, resident, rows, source, width)
+    GATHER.on(batch)(batch, request_tables, rows, source, width)
 
 
-def write_cells(batch: Tensor, resident: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
-    """Write (n,) ids to cells, place * C + column, of the batch, and of the request rows in these places."""
-    CELLS.on(batch)(batch, resident, rows, cells, ids)
+def write_cells(batch: Tensor, request_tables: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
+    """Write n new block ids to a batch's block table and to the tables of all requests.
+
+    cells: (n,) int32, ``batch row * C + column``. ids: (n,) int32. rows: (R,) request row of each batch row.
+    """
+    CELLS.on(batch)(batch, request_tables, rows, cells, ids)
 
 
 def _expand(fields: DeviceFields, step: DeviceStep) -> None:
     num_reqs, num_tokens, starts = step.num_reqs, step.num_tokens, fields.query_start_loc
-    rows_end, tokens_end, device = step.rows_end, step.tokens_end, starts.device
-    if step.starts is not None:
-        starts[: num_reqs + 1] = step.starts
+    pad_rows_until, pad_tokens_until, device = step.pad_rows_until, step.pad_tokens_until, starts.device
+    if step.query_start_loc is not None:
+        starts[: num_reqs + 1] = step.query_start_loc
         starts[num_reqs + 1 :] = num_tokens
-    begin, computed = starts[:num_reqs], step.computed.int()
+    begin, computed = starts[:num_reqs], step.num_computed_tokens.int()
     lens = starts[1 : num_reqs + 1] - begin
     for field, values, pad in (
         (fields.num_computed_tokens, computed, 0),
         (fields.seq_lens, computed + lens, fields.seq_len_fill),
     ):
         field[:num_reqs] = values
-        field[num_reqs:rows_end] = pad
+        field[num_reqs:pad_rows_until] = pad
     first = num_tokens - len(step.token_ids)
     fields.input_ids[first:num_tokens] = step.token_ids
-    fields.input_ids[num_tokens:tokens_end] = 0
+    fields.input_ids[num_tokens:pad_tokens_until] = 0
     token = torch.arange(num_tokens, dtype=torch.int32, device=device)
     row = torch.searchsorted(starts[1 : num_reqs + 1], token, right=True).clamp_(max=num_reqs - 1)
     positions = (token + (computed - begin).index_select(0, row)).long()
     fields.positions[:num_tokens] = positions
-    fields.positions[num_tokens:tokens_end] = 0
+    fields.positions[num_tokens:pad_tokens_until] = 0
     for slots, table, size in fields.slots:
         block = table[row, (positions // size).clamp_(max=table.shape[1] - 1)].long()
         slots[:num_tokens] = torch.where(block > NULL_BLOCK, block * size + positions % size, PAD_SLOT)
-        slots[num_tokens:tokens_end] = PAD_SLOT
+        slots[num_tokens:pad_tokens_until] = PAD_SLOT
 
 
-def _gather_block_tables(batch: Tensor, resident: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
+def _gather_block_tables(
+    batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int
+) -> None:
     places = source.shape[0]
     row = torch.where(source < 0, -1 - source, source).long()
-    kept = resident.index_select(0, row)[:, :width] * (source >= 0).int()[:, None]
-    resident[:, :width].index_copy_(0, row, kept)
+    kept = request_tables.index_select(0, row)[:, :width] * (source >= 0).int()[:, None]
+    request_tables[:, :width].index_copy_(0, row, kept)
     batch[:places, :width] = kept
     rows[:places] = row
 
 
-def _write_cells(batch: Tensor, resident: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
+def _write_cells(batch: Tensor, request_tables: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
     columns = batch.shape[1]
     place = cells.long() // columns
     column = cells - place * columns
     batch[place, column] = ids
-    resident[rows[place].long(), column] = ids
+    request_tables[rows[place].long(), column] = ids
 
 
 _KERNELS = "bateleur.metadata.kernels.device_fields"

@@ -1,4 +1,4 @@
-"""Staging for a device with memory of its own: one copy of what only the host knows, and the rest is made there."""
+"""Staging for a GPU: one upload of the values that only the host knows; the device computes the rest."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,17 +24,17 @@ from bateleur.metadata.seq_len_bound import I32Array, IntArray
 from bateleur.metadata.step_inputs import StepRows
 
 _Tables: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Of the batch, of the request rows, and the request row of each place."""
+"""Block table of the batch, block tables of all requests, and the request row of each batch row."""
 
 Work: TypeAlias = Callable[[Sequence[Tensor]], None]
-"""Done on the device, with the parts of the packet."""
+"""Device work that reads the uploaded arrays."""
 
 
 class DeviceStaging:
-    """Sends every step, from memory that no later step touches: so steps may be in flight.
+    """Uploads every step from new pinned memory, so that several steps may be in flight.
 
-    Beside the tables of a batch the device keeps those of all request rows, so that a row that gets another place in
-    the batch is copied there.
+    The device holds the block tables of all requests in addition to the batch's. A request that moves to another batch
+    row is copied there on the device.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DeviceStaging:
             seq_len_fill,
         )
         rows = values.limits.max_num_reqs
-        self._resident = [
+        self._request_tables = [
             torch.zeros((mirror.num_rows + 1, table.ids.shape[1]), dtype=torch.int32, device=device)
             for table in mirror.tables
         ]
@@ -73,22 +73,22 @@ class DeviceStaging:
         queue.launch(self._warm_up)
 
     def _warm_up(self) -> None:
-        """Run what only later steps need, so that none loads a kernel: nobody has a place, and nothing is written."""
-        for batch, resident, rows in zip(self._tables, self._resident, self._rows, strict=False):
-            nobody = torch.full_like(rows, self._mirror.num_rows)
-            gather_block_tables(batch, resident, rows, nobody, batch.shape[1])
-            write_cells(batch, resident, rows, torch.zeros_like(rows[:1]), torch.zeros_like(rows[:1]))
+        """Run the table kernels once without effect, so that no later step loads a kernel."""
+        for batch, request_tables, rows in zip(self._tables, self._request_tables, self._rows, strict=False):
+            no_rows = torch.full_like(rows, self._mirror.num_rows)
+            gather_block_tables(batch, request_tables, rows, no_rows, batch.shape[1])
+            write_cells(batch, request_tables, rows, torch.zeros_like(rows[:1]), torch.zeros_like(rows[:1]))
 
     def forget(self) -> None:
-        """Every entry may hold anything."""
+        """Treat every entry as unknown, so that the next step defines all of them."""
         limits = self._values.limits
         self._dirty_rows = self._dirty_places = limits.max_num_reqs
         self._dirty_tokens = limits.max_num_tokens
         self._columns = [group.group.max_blocks for group in self._values.groups]
-        self._unpadded = True  # slots of groups without any are padding, and never written but here
+        self._unpadded = True
 
     def poison(self) -> None:
-        """Fill everything with poison."""
+        """Fill all buffers with poison values."""
 
         def fill() -> None:
             for buffer in self._buffers:
@@ -96,31 +96,31 @@ class DeviceStaging:
 
         self._queue.launch(fill)
 
-    def check(self, rows: StepRows, computed: StepLengths, real: bool, repeats: bool) -> None:
-        """Refuse a token without a block."""
-        del repeats
+    def check(self, rows: StepRows, lengths: StepLengths, real: bool, is_next_step: bool) -> None:
+        """Raise ValueError if a token has no block."""
+        del is_next_step
         if real:
-            self._values.check_blocks(rows, computed)
+            self._values.check_blocks(rows, lengths)
 
     def write(
         self,
         rows: StepRows,
         shape: BatchShape,
-        computed: StepLengths,
+        lengths: StepLengths,
         checked: None,
         starts: I32Array | None,
-        repeats: bool,
+        is_next_step: bool,
     ) -> None:
-        """Send what was checked. ``starts``: None where they stay as they are."""
-        del repeats
+        """Upload the step and launch the kernels. ``starts``: None if they equal those of the last step."""
+        del is_next_step
         packet, work = PackedUpload(), self._pad_once()
-        truth = packet.add(computed.num_computed_tokens) if rows.num_computed_tokens_device is None else 0
+        truth = packet.add(lengths.num_computed_tokens) if rows.num_computed_tokens_device is None else 0
         begins = None if starts is None else packet.add(starts)
         first = 0 if rows.sampled_token_ids is None else rows.sampled_token_ids.shape[0]
         ids = packet.add(rows.token_ids[first:])
         if rows.block_table_rows is None:
             self._mirror.forget_batch()
-            work += self._send_tables(packet, rows, computed)
+            work += self._send_tables(packet, rows, lengths)
         else:
             work += self._send_cells(packet, rows.block_table_rows)
         parts = packet.send(self._queue, self._device)
@@ -145,21 +145,21 @@ class DeviceStaging:
             self._queue.copy(self._fields.input_ids[:first], rows.sampled_token_ids)
 
     def _pad_once(self) -> list[Work]:
-        """Slots of groups without any are padding throughout, and nothing else writes them."""
+        """Pad the slot mappings of groups without slots. No step writes them."""
         if not self._unpadded:
             return []
         self._unpadded = False
         idle = [b for b in self._buffers if b.name.startswith("slot_mappings.")]
         return [partial(_fill, each.tensor, each.pad) for each in idle]
 
-    def _send_tables(self, packet: PackedUpload, rows: StepRows, computed: StepLengths) -> list[Work]:
-        """Whole tables, of which nobody says what changed."""
+    def _send_tables(self, packet: PackedUpload, rows: StepRows, lengths: StepLengths) -> list[Work]:
+        """Upload whole block tables, for a step that does not name rows of a :class:`BlockTable`."""
         work: list[Work] = []
         for index, table in enumerate(rows.block_tables):
             group = self._values.groups[index]
-            width = group.width(computed.longest)
+            width = group.width(lengths.longest)
             masked = np.empty((len(table), width), np.int32)
-            group.write_table(table, computed.upper, masked)
+            group.write_table(table, lengths.upper, masked)
             ends = max(self._dirty_places, len(table)), max(self._columns[index], width)
             target = self._tables[index][: ends[0], : ends[1]]
             work.append(partial(_put_table, target, masked.shape, packet.add(masked)))
@@ -168,10 +168,13 @@ class DeviceStaging:
         return work
 
     def _send_cells(self, packet: PackedUpload, rows: IntArray) -> list[Work]:
-        """Where the rows have their places, if that changed, and new cells."""
+        """Upload the assignment of requests to batch rows, if it changed, and new block ids."""
         moved, work = self._mirror.place_rows(rows), list[Work]()
         for index, batch in enumerate(self._tables):
-            table, memory = self._mirror.tables[index], (batch, self._resident[index], self._rows[index])
+            table, memory = (
+                self._mirror.tables[index],
+                (batch, self._request_tables[index], self._rows[index]),
+            )
             cells = self._mirror.take_writes(index, moved is not None)
             width = self._columns[index] = max(self._columns[index], table.width)
             if moved is not None:
@@ -194,7 +197,7 @@ def _fill(tensor: Tensor, value: Any, parts: Sequence[Tensor]) -> None:
 
 
 def _put_table(target: Tensor, shape: tuple[int, ...], table: int, parts: Sequence[Tensor]) -> None:
-    """The leading places and columns are those of the table, and the others, which an earlier step had, null."""
+    """Write the uploaded table and set the other rows and columns of ``target`` to the null block."""
     target.zero_()
     target[: shape[0], : shape[1]] = parts[table].view(shape)
 

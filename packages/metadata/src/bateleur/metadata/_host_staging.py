@@ -1,4 +1,4 @@
-"""Staging where the host writes the memory that kernels read: on a CPU, in numpy, without a copy."""
+"""Staging for a CPU: numpy writes the batch fields in place, because kernels read the same memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from bateleur.metadata.step_inputs import StepRows
 
 
 class HostStaging:
-    """Writes the device fields of every step over those of the step before."""
+    """Overwrites the fields of the last step with those of the next one."""
 
     def __init__(self, values: StepValues, buffers: Sequence[Buffer], mirror: BlockTableMirror) -> None:
         self._values, self._mirror = values, mirror
@@ -28,55 +28,60 @@ class HostStaging:
         self._ids = next(b.host for b in buffers if b.name == "input_ids")
 
     def forget(self) -> None:
-        """Every entry may hold anything."""
+        """Treat every entry as unknown, so that the next step defines all of them."""
         for buffer in self._buffers:
             buffer.dirty = len(buffer.host)
         self._columns = [group.group.max_blocks for group in self._values.groups]
 
     def poison(self) -> None:
-        """Fill everything with poison."""
+        """Fill all buffers with poison values."""
         for buffer in self._buffers:
             buffer.host[...] = buffer.field.poison
 
-    def check(self, rows: StepRows, computed: StepLengths, real: bool, repeats: bool) -> Any:
-        """Positions, and slots of each group; refuses a token without a block.
+    def check(self, rows: StepRows, lengths: StepLengths, real: bool, is_next_step: bool) -> Any:
+        """Compute positions (T,) and the slot mapping (T,) of each group.
 
-        ``repeats``: of the rows that were staged last, see :meth:`StepRows.repeat`.
+        is_next_step: ``rows`` continue the rows staged last, see :meth:`StepRows.next_step`.
+
+        Raises:
+            ValueError: a token has no block.
         """
         values = self._values
         if (
-            repeats
-            and computed.single_token
+            is_next_step
+            and lengths.single_token
             and rows.block_table_rows is not None
             and self._mirror.none_cleared()
         ):
-            positions = values.positions(rows, computed)
-            return positions, values.slots_of_repeat(rows, positions)
-        positions = values.positions(rows, computed)
-        return positions, values.slots(rows, computed, positions, real)
+            positions = values.positions(rows, lengths)
+            return positions, values.slots_of_next_step(rows, positions)
+        positions = values.positions(rows, lengths)
+        return positions, values.slots(rows, lengths, positions, real)
 
     def write(
         self,
         rows: StepRows,
         shape: BatchShape,
-        computed: StepLengths,
+        lengths: StepLengths,
         checked: Any,
         starts: I32Array | None,
-        repeats: bool,
+        is_next_step: bool,
     ) -> None:
-        """Write what was checked. ``starts``: None where they stay as they are."""
+        """Write the step. ``checked``: result of :meth:`check`. ``starts``: None if they equal those of the last
+        step.
+        """
         positions, slots = checked
         self._write_starts(shape, starts)
         values = {
-            "seq_lens": computed.seq_lens,
-            "num_computed_tokens": computed.num_computed_tokens,
+            "seq_lens": lengths.seq_lens,
+            "num_computed_tokens": lengths.num_computed_tokens,
             "input_ids": rows.token_ids,
             "positions": positions,
         }
         for buffer in self._of_rows:
             buffer.put(values[buffer.name], shape.num_reqs)
         sampled = rows.sampled_token_ids
-        known = repeats and sampled is not None and sampled.shape[0] == shape.num_tokens
+        known = is_next_step and sampled is not None and sampled.shape[0] == shape.num_tokens
         for buffer in self._of_tokens:
             if not (known and buffer.host is self._ids):
                 buffer.put(values[buffer.name], shape.num_tokens)
@@ -85,8 +90,8 @@ class HostStaging:
                 buffer.put(slot, len(slot))
         if rows.block_table_rows is None:
             self._mirror.forget_batch()
-            self._write_tables(rows, computed)
-        elif not repeats or not self._mirror.unchanged():
+            self._write_tables(rows, lengths)
+        elif not is_next_step or not self._mirror.unchanged():
             self._follow_tables(rows.block_table_rows)
         if rows.sampled_token_ids is not None:
             self._ids[: rows.sampled_token_ids.shape[0]] = rows.sampled_token_ids.numpy()
@@ -96,21 +101,21 @@ class HostStaging:
             self._starts.pad, self._starts.dirty = shape.num_tokens, len(self._starts.host)
             self._starts.put(starts, len(starts))
 
-    def _write_tables(self, rows: StepRows, computed: StepLengths) -> None:
+    def _write_tables(self, rows: StepRows, lengths: StepLengths) -> None:
         columns = self._columns
         for index, (buffer, table) in enumerate(zip(self._tables, rows.block_tables, strict=True)):
             group, host = self._values.groups[index], buffer.host
-            num_rows, width = len(table), group.width(computed.longest)
-            group.write_table(table, computed.upper, host[:num_rows, :width])
+            num_rows, width = len(table), group.width(lengths.longest)
+            group.write_table(table, lengths.upper, host[:num_rows, :width])
             if columns[index] > width:
                 host[:num_rows, width : columns[index]] = NULL_BLOCK
-            self._end(index, buffer, num_rows, max(columns[index], width))
+            self._null_unused_rows(index, buffer, num_rows, max(columns[index], width))
             columns[index] = width
 
     def _follow_tables(self, rows: Any) -> None:
-        """Rows that have no new place get new cells only."""
+        """Copy whole table rows to batch rows with a new request, and only new block ids to the others."""
         moved = self._mirror.place_rows(rows)
-        self._write_news(moved=moved is not None)
+        self._write_new_ids(moved=moved is not None)
         if moved is None:
             return
         places = moved.nonzero()[0]
@@ -118,17 +123,17 @@ class HostStaging:
             table, width = self._mirror.tables[index], self._columns[index]
             buffer.host[places, :width] = table.ids[rows[places], :width]
             table.cleared[rows] = False
-            self._end(index, buffer, len(rows), width)
+            self._null_unused_rows(index, buffer, len(rows), width)
 
-    def _write_news(self, *, moved: bool) -> None:
+    def _write_new_ids(self, *, moved: bool) -> None:
         """Cells that were written of rows with a place."""
         for index, table in enumerate(self._mirror.tables):
             if moved or not table.has_no_writes:
                 self._mirror.copy_writes(index, moved, self._tables[index].host)
                 self._columns[index] = max(self._columns[index], table.width)
 
-    def _end(self, index: int, buffer: Buffer, num_rows: int, width: int) -> None:
-        """The places behind these rows hold none."""
+    def _null_unused_rows(self, index: int, buffer: Buffer, num_rows: int, width: int) -> None:
+        """Set the table rows after the first ``num_rows`` to the null block."""
         if buffer.dirty > num_rows:
             buffer.host[num_rows : buffer.dirty, :width] = NULL_BLOCK
         buffer.dirty = num_rows

@@ -1,4 +1,4 @@
-"""The memory of a batch, and how a step reaches a device that has memory of its own."""
+"""Buffers of a batch, pinned memory, and copies to a device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,34 +13,34 @@ from torch import Tensor
 from bateleur.metadata.fields import Field
 from bateleur.metadata.seq_len_bound import IntArray
 
-_ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
-_PART = 4  # entries: parts begin at 16 bytes, whatever is before them, so that Triton compiles a kernel once
+_ALIGNMENT = 64  # bytes: one cache line
+_PART = 4  # int32 entries; 16-byte alignment keeps Triton at one specialisation per kernel
 _GAP: IntArray = np.zeros(_PART, np.int32)
 
 
 class DeviceQueue(Protocol):
-    """Work of a device, done in the order of the calls, perhaps late, and before any later work of that device."""
+    """Queue of work on a device: runs calls in order, possibly later, and before other work of that device."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy into the device tensor ``target`` of the same shape, in its dtype.
+        """Enqueue a copy into the device tensor ``target`` of the same shape, converted to its dtype.
 
-        The stager never writes to the memory of ``source`` again. If that is pinned it goes back to torch's allocator,
-        which lends it out again only when the copies that were enqueued from it by ``Tensor.copy_`` have run.
+        The caller never writes to ``source`` again. Pinned memory of ``source`` returns to torch's allocator, which
+        reuses the memory only after the copies enqueued by ``Tensor.copy_`` have run.
         """
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Enqueue what reads and writes device memory only."""
+        """Enqueue work that reads and writes device memory only."""
 
 
 class CurrentStream:
-    """The default :class:`DeviceQueue`: the current stream of the device."""
+    """Default :class:`DeviceQueue`: the current stream of the device."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """As the protocol says."""
+        """See :meth:`DeviceQueue.copy`."""
         target.copy_(source, non_blocking=True)
 
     def launch(self, work: Callable[[], None]) -> None:
-        """As the protocol says."""
+        """See :meth:`DeviceQueue.launch`."""
         work()
 
 
@@ -50,10 +50,10 @@ class Buffer:
 
     Attributes:
         name: ``field`` or ``field.group``.
-        tensor: what the batch carries; on the device for device fields.
-        host: numpy array of the same memory, empty where the device has its own.
-        pad: value of the entries behind the real ones.
-        dirty: leading entries that may differ from ``pad``.
+        tensor: the tensor that the batch carries; on the device for device fields.
+        host: numpy array of the same memory; empty if the device has memory of its own.
+        pad: value of the padded entries.
+        dirty: number of leading entries that may differ from ``pad``.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Buffer:
     dirty: int = 0
 
     def put(self, values: Any, count: int) -> None:
-        """Write ``count`` leading entries, and the padding behind them as far as earlier values reach."""
+        """Write the first ``count`` entries and pad the following ones, as far as earlier steps wrote."""
         self.host[:count] = values
         if self.dirty > count:
             self.host[count : self.dirty] = self.pad
@@ -74,9 +74,9 @@ class Buffer:
 def allocate(
     arrays: Sequence[tuple[str, Field, tuple[int, ...]]], device: torch.device, *, own_memory: bool
 ) -> list[Buffer]:
-    """A buffer for each (name, field, shape), all zero, in one piece of memory of ``device``, in the order given.
+    """Allocate a zeroed buffer for each (name, field, shape), in this order, in one piece of memory on ``device``.
 
-    own_memory: the host does not write it.
+    own_memory: the host cannot write this memory.
     """
     sizes = [int(np.prod(shape)) * field.dtype.itemsize for _, field, shape in arrays]
     starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
@@ -89,21 +89,21 @@ def allocate(
 
 
 class PackedUpload:
-    """All that a step sends, as int32: put together in pinned memory, and sent by one copy."""
+    """All int32 arrays that a step sends to the device, packed in pinned memory and sent by one copy."""
 
     def __init__(self) -> None:
         self._parts: list[IntArray] = []
         self._sizes: list[int] = []
 
     def add(self, values: IntArray) -> int:
-        """Send ``values`` along; returns the number by which :meth:`send` gives them."""
+        """Append ``values``. Returns their index in the result of :meth:`send`."""
         gap = -values.size % _PART
         self._parts += (values.reshape(-1), _GAP[:gap])
         self._sizes += (values.size, gap)
         return len(self._sizes) - 2
 
     def send(self, queue: DeviceQueue, device: torch.device) -> tuple[Tensor, ...]:
-        """Enqueue the copy; the parts as they will be on the device, by number."""
+        """Enqueue the copy. Returns the device tensors by index."""
         source = pinned((sum(self._sizes),), torch.int32, device)
         np.concatenate(self._parts, out=source.numpy(), casting="same_kind")
         target = torch.empty(source.shape, dtype=torch.int32, device=device)
@@ -113,15 +113,17 @@ class PackedUpload:
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory, not yet written: pinned where ``device`` can copy from it while the host goes on.
+    """Return uninitialised host memory, pinned if ``device`` is a CUDA device.
 
-    To be asked for anew each time: torch's pinned allocator keeps what a copy with ``non_blocking`` still has to read.
+    Allocate new memory for each copy: torch's pinned allocator keeps memory that a ``non_blocking`` copy still reads.
     """
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Host to device without waiting; on a CPU it stays where it is, so nobody may write to ``array`` from now on."""
+    """Copy an array to ``device`` without waiting. On a CPU the result shares memory: do not write to ``array``
+    afterwards.
+    """
     source = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda":
         return source.to(device)

@@ -1,4 +1,4 @@
-"""The protocol of metadata builders: from the common batch to what one backend's kernels want."""
+"""Protocol of attention metadata builders: from the common batch to the metadata of one backend."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum, IntEnum
@@ -12,7 +12,7 @@ M = TypeVar("M")
 
 
 class BuildPhase(Enum):
-    """Why metadata is being built."""
+    """Why metadata is built."""
 
     RUN = "run"
     WARMUP = "warmup"
@@ -20,7 +20,10 @@ class BuildPhase(Enum):
 
 
 class GraphSupport(IntEnum):
-    """Which batches a backend's metadata can be captured for; each value includes the smaller ones."""
+    """Batches that a backend can be captured for in a CUDA graph; each value includes the smaller ones.
+
+    Like vLLM's ``AttentionCGSupport``.
+    """
 
     NEVER = 0
     SINGLE_TOKEN = 1
@@ -29,43 +32,42 @@ class GraphSupport(IntEnum):
 
 
 class AttentionMetadataBuilder(Protocol[M]):
-    """Turns a staged batch into one backend's metadata.
+    """Builds one backend's metadata from a staged batch.
 
-    ``build`` never writes to the batch: what a backend needs in padded rows it declares (``seq_len_fill``)
-    and the stager applies. It reads no field outside ``reads``, does not synchronise with the device, and has
-    no loop over requests.
+    ``build`` must not write to the batch, read fields outside ``reads``, wait for the device, or loop over requests. If
+    its kernels need a value in ``seq_lens`` of padded rows, it declares ``seq_len_fill``.
     """
 
     @property
     def reads(self) -> frozenset[str]:
-        """Fields that ``build`` or its kernels read; checked once, by :func:`check_reads`."""
+        """Fields that ``build`` or its kernels read. :func:`check_reads` checks the names."""
 
     @property
     def seq_len_fill(self) -> int:
-        """Value the backend needs in ``seq_lens`` of padded rows, 0 or 1."""
+        """Value of ``seq_lens`` in padded rows, 0 or 1."""
 
     @property
     def graph_support(self) -> GraphSupport:
-        """Which batches may be captured."""
+        """Batches that may be captured."""
 
     def build(self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN) -> M:
-        """Metadata for KV-cache group ``group`` of ``common``: a new object each time.
+        """Return new metadata for KV-cache group ``group`` of ``common``.
 
-        What a builder keeps between steps it keeps in buffers of its own, at addresses that never change.
+        State between steps must be in buffers of the builder, at fixed addresses.
         """
 
     def signature(self, meta: M) -> Signature:
-        """The host scalars of ``meta`` that kernels read, with their roles. No side effect."""
+        """Return the host scalars of ``meta`` that kernels read, with their roles. Must have no side effect."""
 
     def addresses(self) -> Mapping[str, int]:
-        """Data pointer of every buffer the builder owns, by name; empty if it owns none."""
+        """Return the data pointer of every buffer that the builder owns, by name."""
 
 
 def check_reads(builder: AttentionMetadataBuilder[Any], available: Iterable[str] = FIELDS.keys()) -> None:
-    """Refuse a builder, when it is wired, that reads a field nobody stages.
+    """Check the declarations of a builder.
 
     Raises:
-        ValueError: a field in ``builder.reads`` is not in ``available``, or the fill is neither 0 nor 1.
+        ValueError: ``builder.reads`` has a field that is not in ``available``, or ``seq_len_fill`` is not 0 or 1.
     """
     missing = sorted(builder.reads - frozenset(available))
     if missing:

@@ -1,4 +1,4 @@
-"""Block tables of requests that stay for many steps: what their owner writes, and what of it a stager does not know."""
+"""Block tables of running requests on the host, with a log of writes for incremental staging."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,23 +8,22 @@ from bateleur.metadata.seq_len_bound import BoolArray, I32Array, IntArray
 
 
 class BlockTable:
-    """The block ids of every request row of one KV-cache group, in host memory, and the log of what was written.
+    """Block ids of all request rows of one KV-cache group, and the log of writes that are not staged yet.
 
-    An engine keeps one for each group and hands them to :class:`InputBuffers`; a step then names rows, and only cells
-    that were written since the row was last staged travel. One table belongs to one stager. The owner reads ``ids``,
-    and writes through the methods; what lies behind a row's own blocks must be null.
+    An engine has one per group and passes it to :class:`InputBuffers`. A step names rows, and staging copies only ids
+    written since the row was last staged. Each table belongs to one :class:`InputBuffers`. Read ``ids`` directly, but
+    write through the methods. Columns after a row's last block must be null.
 
     Attributes:
-        ids: (M, max_blocks) int32, by request row.
-        width: leading columns that may hold an id, as of the last :meth:`take`; only :meth:`mark_all_unstaged` makes
-        it less.
-        fresh: (M,) bool, rows that were cleared and not staged since.
-        version: counts the rows that were cleared.
-        num_writes: counts the calls of :meth:`write`.
+        ids: (M, max_blocks) int32.
+        width: number of leading columns that may hold ids, as of the last :meth:`take_writes`.
+        cleared: (M,) bool, rows cleared and not staged since.
+        num_clears: number of clears so far.
+        num_writes: number of writes so far.
     """
 
     def __init__(self, ids: I32Array) -> None:
-        """Own ``ids``; nobody knows its contents yet.
+        """Wrap ``ids``. All contents count as not staged.
 
         Raises:
             ValueError: ``ids`` is not a contiguous (M, max_blocks) int32 array.
@@ -40,29 +39,29 @@ class BlockTable:
         self.mark_all_unstaged()
 
     def write(self, rows: IntArray | int, columns: IntArray | int, ids: npt.ArrayLike) -> None:
-        """Set the cells (``rows``, ``columns``), which are broadcast against each other."""
+        """Set ``ids[rows, columns]``; rows and columns are broadcast."""
         cells: npt.NDArray[np.int64] = np.asarray(rows, np.int64) * self._columns + columns
         self.write_cells(cells, ids)
 
     def write_cells(self, cells: npt.NDArray[np.int64], ids: npt.ArrayLike) -> None:
-        """The same of entries (n,) of ``ids`` seen as one row; nobody writes to ``cells`` any more."""
+        """Set entries (n,) of the flattened ``ids``. Do not change ``cells`` afterwards."""
         self.num_writes += 1
         self._flat[cells] = ids
         self._written.append(cells.reshape(-1))
 
     def clear(self, row: int) -> None:
-        """The row belongs to nobody, or to somebody new: all of it is null."""
+        """Set a row to the null block, for a request that ends or begins."""
         self.ids[row] = NULL_BLOCK
         self.cleared[row] = True
         self.num_clears += 1
 
     def clear_all(self) -> None:
-        """As :meth:`clear`, for every row."""
+        """Set all rows to the null block."""
         self.ids[...] = NULL_BLOCK
         self.mark_all_unstaged()
 
     def mark_all_unstaged(self) -> None:
-        """Whoever staged this knows nothing of it any more."""
+        """Treat all contents as not staged."""
         self.cleared: BoolArray = np.ones(len(self.ids), np.bool_)
         cells = self._flat.nonzero()[0]
         self.width = int((cells % self._columns).max(initial=-1)) + 1
@@ -72,15 +71,15 @@ class BlockTable:
 
     @property
     def has_no_writes(self) -> bool:
-        """Whether nothing was written since the last :meth:`take`."""
+        """Whether nothing was written since the last :meth:`take_writes`."""
         return not self._written
 
     def take_writes(self, batch_row: IntArray, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
-        """Return what was written of the rows in the batch: batch rows, columns and ids, (n,) each; None for nothing.
+        """Take the logged writes to rows in the batch: batch rows, columns and current ids, (n,) each, or None.
 
-
-        ``batch_row`` (M,) is negative for other rows, of which everything stays in the log. The ids are those of now.
-        ``moved``: rows may have a batch row that had none the last time; else what was left then is skipped.
+        batch_row: (M,) batch row of each request row, -1 if it is not in the batch; writes to these rows stay in the
+            log.
+        moved: the batch has other rows than last time. Otherwise writes that were skipped then are not searched again.
         """
         cells = self._pending_cells(moved)
         if cells is None:
@@ -95,13 +94,13 @@ class BlockTable:
         return (batch_rows, columns, self._flat[cells]) if len(batch_rows) else None
 
     def copy_writes(self, batch_row: IntArray, moved: bool, out: I32Array) -> None:
-        """As :meth:`take`, written to the batch_rows in ``out`` (R, max_blocks)."""
+        """Take the same writes and copy them to ``out`` (R, max_blocks)."""
         writes = self.take_writes(batch_row, moved)
         if writes is not None:
             out[writes[0], writes[1]] = writes[2]
 
     def _pending_cells(self, moved: bool) -> IntArray | None:
-        """Cells to look at, which leave the log."""
+        """Take the cells to search from the log."""
         if moved:
             self._written += self._skipped
             self._skipped = []
@@ -115,9 +114,9 @@ class BlockTable:
 def expand_ranges(
     which: npt.NDArray[np.int64], first: IntArray, counts: IntArray
 ) -> tuple[npt.NDArray[np.int64], IntArray]:
-    """The numbers of n spans, one span after the other: whose each is, and the number, (N,) each.
+    """Expand n ranges of integers to (owner, value) pairs, (N,) each.
 
-    which: (n,) who has a span. first: (n,) its first number. counts: (n,) how many it has, at least 1.
+    which: (n,) owner of each range. first: (n,) first value. counts: (n,) length, at least 1.
     """
     ends = counts.cumsum()
     if not len(ends) or ends[-1] == len(counts):

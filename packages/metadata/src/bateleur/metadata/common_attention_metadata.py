@@ -1,4 +1,4 @@
-"""What attention kernels are told about a batch."""
+"""The staged batch that metadata builders of all layers read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bateleur.metadata.seq_len_bound import SeqLenBound
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """Real and padded size of a batch, decided before anything is staged.
+    """Real and padded sizes of a batch, decided before staging.
 
     Attributes:
         num_reqs, num_tokens: real rows and tokens.
-        padded_reqs, padded_tokens: sizes the kernels see; equal to the real ones where nothing is padded.
-        max_query_len: a promise about every row, not an observation: 1 for a decode key, ``1 + drafts`` for a
-            verifying one, anything up to ``num_tokens`` for a mixed one.
+        padded_reqs, padded_tokens: sizes that kernels see; equal to the real sizes if there is no padding.
+        max_query_len: guaranteed upper bound of every query length. 1 for a decode graph, ``1 + drafts`` for a
+            verification graph, up to ``num_tokens`` for a mixed batch.
     """
 
     num_reqs: int
@@ -32,7 +32,7 @@ class BatchShape:
     max_query_len: int
 
     def __post_init__(self) -> None:
-        """Check that the sizes can belong to one batch."""
+        """Check the sizes against each other. Raises ValueError."""
         if not 0 <= self.num_reqs <= self.padded_reqs:
             raise ValueError(
                 f"padded_reqs: {self.padded_reqs} must be at least num_reqs {self.num_reqs} >= 0"
@@ -50,30 +50,30 @@ class BatchShape:
 
     @classmethod
     def of(cls, num_reqs: int, num_tokens: int, max_query_len: int) -> BatchShape:
-        """A shape without padding."""
+        """Return a shape without padding."""
         return cls(num_reqs, num_tokens, num_reqs, num_tokens, max_query_len)
 
 
 @dataclass(frozen=True, slots=True)
 class CommonAttentionMetadata:
-    """One staged batch, as every attention-like layer sees it. Nothing is optional; nobody may write to it.
+    """One staged batch. Nothing is optional. Treat all arrays as read-only.
 
-    All arrays are views of persistent buffers: they hold this batch until the next ``stage`` of the buffers
-    they came from. Shapes, with ``R = num_reqs``, ``T = num_tokens`` (both padded), ``G`` KV-cache groups;
-    dtype, home and padding value of each field are in :data:`bateleur.metadata.FIELDS`.
+    The arrays are views of :class:`InputBuffers` and are valid until its next ``stage``. Shapes: R = ``num_reqs`` and
+    T = ``num_tokens``, both padded; G KV-cache groups. :data:`bateleur.metadata.FIELDS` has dtype, device and padding
+    value of each field.
 
     Attributes:
-        num_reqs, num_tokens: padded sizes, those of the arrays: ``padded_reqs`` and ``padded_tokens`` of the shape.
-        num_actual_reqs, num_actual_tokens: real sizes, also in a graph (where vLLM's ``num_actual_tokens`` is padded).
-        max_query_len: promised upper bound of the query lengths.
-        max_seq_len: upper bound of ``seq_lens``: the batch's own at run time, the model's under capture.
+        num_reqs, num_tokens: padded sizes, ``padded_reqs`` and ``padded_tokens`` of the shape.
+        num_actual_reqs, num_actual_tokens: real sizes, under graphs too (vLLM's ``num_actual_tokens`` is padded there).
+        max_query_len: guaranteed upper bound of the query lengths.
+        max_seq_len: upper bound of ``seq_lens``; ``max_model_len`` during a graph capture.
         input_ids, positions: (T,).
         query_start_loc, query_start_loc_cpu: (R + 1,).
         seq_lens, num_computed_tokens, is_prefilling: (R,).
         block_tables: G tensors (R, max_blocks of the group).
         slot_mappings: G tensors (T,).
         seq_len_bound: host bounds of ``seq_lens``.
-        generation: of the buffers, when this was staged; at another one they hold another batch.
+        generation: ``generation`` of the buffers at staging; if the buffers have another one, the views are stale.
     """
 
     num_reqs: int
@@ -95,7 +95,7 @@ class CommonAttentionMetadata:
     generation: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a missing or short bound here, where it has a name, instead of in the kernel that it sizes."""
+        """Check that the batch has a length bound for every row. Raises ValueError."""
         if not isinstance(self.seq_len_bound, SeqLenBound):
             raise ValueError(f"seq_len_bound: is {self.seq_len_bound!r}; every batch carries a SeqLenBound")
         if len(self.seq_len_bound.upper) != self.num_reqs:
@@ -104,9 +104,9 @@ class CommonAttentionMetadata:
             )
 
     def unpadded(self) -> CommonAttentionMetadata:
-        """The same batch without padded rows and tokens: every field sliced as the table says, none lost.
+        """Return the same batch with all fields sliced to the real rows and tokens.
 
-        ``max_query_len`` and ``max_seq_len`` stay: they are bounds, and padding does not raise them.
+        ``max_query_len`` and ``max_seq_len`` stay the same: padding does not raise them.
         """
         reqs, tokens = self.num_actual_reqs, self.num_actual_tokens
         if (reqs, tokens) == (self.num_reqs, self.num_tokens):
@@ -116,7 +116,7 @@ class CommonAttentionMetadata:
 
 
 def field_values(batch: CommonAttentionMetadata) -> dict[str, Any]:
-    """Every field of the table with its value in ``batch``: a tensor, a tuple of tensors or a numpy array."""
+    """Return every field by name: a tensor, a tuple of tensors (one per group) or a numpy array."""
     return {
         name: getattr(batch.seq_len_bound, field.bound_attr) if field.bound_attr else getattr(batch, name)
         for name, field in FIELDS.items()
@@ -124,8 +124,9 @@ def field_values(batch: CommonAttentionMetadata) -> dict[str, Any]:
 
 
 def batch_arrays(view: Callable[[str, int], Any], num_reqs: int, num_tokens: int) -> dict[str, Any]:
-    """What a batch of so many rows and tokens carries, as arguments of :class:`CommonAttentionMetadata`, where ``view``
-    gives the leading entries of a field.
+    """Return the array arguments of :class:`CommonAttentionMetadata` for so many rows and tokens.
+
+    ``view(name, size)`` returns the first ``size`` entries of a field.
     """
     arrays: dict[str, Any] = {}
     halves: dict[str, Any] = {}
@@ -138,7 +139,7 @@ def batch_arrays(view: Callable[[str, int], Any], num_reqs: int, num_tokens: int
     return arrays | {"seq_len_bound": SeqLenBound(**halves)}
 
 
-def leading(values: Mapping[str, Any], name: str, extent: int) -> Any:
-    """The leading entries of a field, of each group where it has several arrays."""
+def leading(values: Mapping[str, Any], name: str, size: int) -> Any:
+    """Return the first ``size`` entries of a field, of each group if the field is per group."""
     value = values[name]
-    return tuple(each[:extent] for each in value) if FIELDS[name].per_group else value[:extent]
+    return tuple(each[:size] for each in value) if FIELDS[name].per_group else value[:size]

@@ -1,10 +1,10 @@
-"""One function in several forms, and what decides which of them runs; metadata, mamba and eagle use it.
+"""Selects the implementation of an operator or planner by device. Used by metadata, mamba, eagle and runner.
 
-reference  loops, in float64 where it is asked for: the specification, never chosen unasked.
-torch      vectorised; on every device.
-native     C, on a CPU with a compiler, for the arguments that it takes.
-triton     on CUDA; imported with the first call, so that importing a package imports no Triton.
-host       numpy, on a CPU outside of graphs, where the call is small and torch's dispatch is most of its time.
+reference: loops, optionally in float64. The specification; never selected automatically.
+torch: vectorised, on every device.
+native: C, on a CPU with a compiler, for arguments that it supports.
+triton: on CUDA. Imported at the first call, so that importing a package does not import Triton.
+numpy: on a CPU outside of graphs, for small calls whose time is mostly torch's dispatch.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,30 +24,30 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Unsupported:
-    """The type of `UNSUPPORTED`."""
+    """Type of :data:`UNSUPPORTED`."""
 
 
 UNSUPPORTED = Unsupported()
-"""What a form returns for arguments that it does not take."""
+"""Returned by a native implementation for arguments that it does not support."""
 
 
 def cdiv(x: int, y: int) -> int:
-    """x / y, rounded up. On the host `triton.cdiv`, which kernels may call, takes a microsecond or more."""
+    """Return x / y, rounded up. ``triton.cdiv`` takes a microsecond or more on the host."""
     return -(-x // y)
 
 
 @cache
-def load(home: str) -> Any:
-    """What `home`, "module:name", names; the first call imports the module."""
-    module, _, name = home.partition(":")
+def load(path: str) -> Any:
+    """Import and return the object at "module:name"."""
+    module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True, slots=True)
 class Implementations(Generic[F]):
-    """The forms of one function; all but `torch` as "module:name".
+    """Implementations of one function. All except ``torch`` are given as "module:name" and loaded at the first call.
 
-    `native` returns `UNSUPPORTED` for arguments that it does not take, and has done nothing then.
+    ``native`` returns :data:`UNSUPPORTED`, without side effects, for arguments that it does not support.
     """
 
     torch: F
@@ -56,9 +56,11 @@ class Implementations(Generic[F]):
     native: str | None = None
 
     def on(self, where: Tensor, *, eager: bool = False) -> F:
-        """The form for the device of `where`. eager: the caller's promise that no graph records the call.
+        """Return the implementation for the device of ``where``.
 
-        Triton launches on the current device of the thread. If `where` is on another GPU, its form makes that one
+        eager: the caller guarantees that no graph records the call, so numpy may be used.
+
+        Triton launches on the current device. If ``where`` is on another GPU, the returned function makes that GPU
         current while it runs.
         """
         if where.is_cuda and self.triton is not None:
@@ -79,11 +81,12 @@ def define_op(
     fake: Callable[..., Any],
     name: str | None = None,
 ) -> F:
-    """Define the operator `torch.ops.<library>.<name>` with the signature of `like`, and return it.
+    """Define the operator ``torch.ops.<library>.<name>`` with the signature of ``like`` and return it.
 
-    mutates: the arguments that it writes to. fake: its result without computing it. name: by default that of `like`.
+    mutates: names of the arguments that it writes to. fake: implementation for fake tensors. name: default is the name
+    of ``like``.
 
-    On CUDA float64 has the torch form: Triton kernels compute in float32.
+    On CUDA, float64 uses the torch implementation, because Triton kernels compute in float32.
     """
     name = name or like.__name__
     schema = infer_schema(like, mutates_args=tuple(mutates)).replace("SymInt", "int")
@@ -95,12 +98,15 @@ def define_op(
 
 
 def is_recording() -> bool:
-    """Whether a dispatch mode of torch sees operators now, as while a graph is recorded."""
+    """Return whether a torch dispatch mode is active, for example while a graph is recorded."""
     return _get_current_dispatch_mode() is not None
 
 
 def skip_dispatcher(operator: F, form: F) -> F:
-    """`operator`, which is for a CPU alone, but while nothing records operators its form: dispatch takes 3 us."""
+    """Return a function that calls ``form`` directly, or ``operator`` while a dispatch mode is active.
+
+    For CPU operators: torch's dispatcher takes about 3 us per call (measured).
+    """
 
     @wraps(form)
     def call(*args: Any) -> Any:
@@ -110,7 +116,7 @@ def skip_dispatcher(operator: F, form: F) -> F:
 
 
 def run_on_cpu(forms: Implementations[Any], *args: Any) -> Any:
-    """The result for tensors on a CPU: of the form in C if it takes the arguments, else of torch's."""
+    """Run the native implementation if there is one that supports the arguments, else torch's."""
     if forms.native is not None and native.unavailable_reason() is None:
         found = load(forms.native)(*args)
         if found is not UNSUPPORTED:

@@ -1,4 +1,4 @@
-"""Persistent buffers and the one way to fill them: real batches and dummy ones alike."""
+"""Persistent input buffers of a batch; real and dummy batches are staged the same way."""
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -22,27 +22,26 @@ from bateleur.metadata.fields import FIELDS, Field, LeadingDim
 from bateleur.metadata.seq_len_bound import I32Array
 from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
 
-_MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) whose views are kept; a step that misses pays a few us
+_MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) with cached views; a miss costs a few microseconds
 
 
 class _Staged(NamedTuple):
-    """What was staged of rows whose counts are all true."""
+    """The last staged rows, if their counts were exact."""
 
     batch_id: object
     shape: BatchShape
-    computed: StepLengths
+    lengths: StepLengths
 
 
 class InputBuffers:
-    """Device and host memory of one batch, at fixed addresses for life.
+    """Device and host buffers of one batch, at fixed addresses.
 
-    :meth:`stage` writes the real rows, gives every entry behind them its declared padding value over the
-    *whole* buffer, and returns views. On CPU the buffers are written in place. To a GPU goes what only the host knows,
-    in one copy from memory that no later step writes to, and kernels make the rest of it: so steps may be in flight
-    while the next one is staged. Host fields are not copied, and hold the last step only.
+    :meth:`stage` writes the real rows, pads the rest of every buffer, and returns views. On a CPU it writes in place.
+    For a GPU it uploads once from new pinned memory, and kernels compute the other fields. Several steps may therefore
+    be in flight. Host fields are not copied: they hold the last staged step only.
 
     Attributes:
-        generation: number of times the contents changed; metadata of an earlier generation is stale.
+        generation: number of stagings so far; metadata with an older generation is stale.
     """
 
     def __init__(
@@ -55,19 +54,19 @@ class InputBuffers:
         tables: Sequence[BlockTable] = (),
         queue: DeviceQueue | None = None,
     ) -> None:
-        """Allocate buffers for ``limits`` and KV-cache ``groups``, padded like an empty batch.
+        """Allocate buffers for ``limits`` and KV-cache ``groups`` and stage an empty batch.
 
         Args:
             groups: KV-cache groups, in the order of ``block_tables``.
-            device: where device fields live.
-            seq_len_fill: what padded rows of ``seq_lens`` hold: 0, or 1 where a builder asks for it.
-            tables: of each group, where steps name rows of tables that live long, see :class:`BlockTable`.
-            queue: does the work of the device. None is the current stream, or, on CPU, nobody; with one of yours CPU
-                counts as a device with memory of its own.
+            device: device of the device fields.
+            seq_len_fill: ``seq_lens`` of padded rows: 0, or 1 if a builder needs that.
+            tables: the :class:`BlockTable` of each group, if steps name its rows (``StepRows.block_table_rows``).
+            queue: runs the device work. Default: the current stream on a GPU, none on a CPU. With a queue, a CPU is
+                treated as a device with memory of its own.
 
         Raises:
             ValueError: ``seq_len_fill`` is not 0 or 1, a group's table is too narrow for ``max_model_len``, or
-            ``tables`` are not as wide as the groups' or not equally long.
+                ``tables`` differ in length or are not as wide as the groups' tables.
         """
         if seq_len_fill not in (0, 1):
             raise ValueError(f"seq_len_fill: {seq_len_fill} must be 0 or 1")
@@ -96,27 +95,26 @@ class InputBuffers:
             self._device = DeviceStaging(
                 self._values, on_device, self._mirror, self.device, stream, seq_len_fill
             )
-        # The views of a size are made once, since addresses never move; those of rows are the same for any tokens.
+        # Addresses are fixed, so views are cached by size.
         view = lru_cache(len(FIELDS) * _MAX_CACHED_VIEWS)(partial(leading, self._whole))
         self._views_of = lru_cache(_MAX_CACHED_VIEWS)(partial(batch_arrays, view))
         self.forget()
-        for _ in range(
-            2
-        ):  # the first defines every entry; in the second starts stay as they are, see `DeviceStaging`
+        for _ in range(2):  # the second one compiles the variant for unchanged starts
             self.dummy(BatchShape.of(0, 0, 1))
 
     def stage(
         self, rows: StepRows, shape: BatchShape, *, max_seq_len: int | None = None
     ) -> CommonAttentionMetadata:
-        """Write one step and return its metadata, valid until the next call.
+        """Stage one step. Returns its metadata, valid until the next call.
 
         Args:
             rows: the real rows.
-            shape: sizes decided for the step; ``rows`` must match its real part.
-            max_seq_len: replaces the batch's own bound (a capture passes ``max_model_len``); never below it.
+            shape: sizes of the step; its real sizes must match ``rows``.
+            max_seq_len: overrides the bound of the batch, must not be below it. A graph capture passes
+                ``max_model_len``.
 
         Raises:
-            ValueError: a field of ``rows`` or ``shape`` breaks a rule; nothing was written then.
+            ValueError: ``rows`` or ``shape`` break a rule. Nothing is written then.
         """
         return self._stage(rows, shape, max_seq_len, real=True)
 
@@ -128,13 +126,12 @@ class InputBuffers:
         is_prefilling: bool = False,
         max_seq_len: int | None = None,
     ) -> CommonAttentionMetadata:
-        """Stage a batch of ``shape`` without requests: it satisfies every rule of a real one, and stores
-        nothing.
+        """Stage a valid batch of ``shape`` without requests. Block tables are null and slots -1, so it stores nothing.
 
-        Query lengths are as equal as they can be, short rows first. Block tables are null and slots -1.
+        Query lengths differ by at most 1, shorter rows first.
 
         Args:
-            shape, max_seq_len: as for :meth:`stage`.
+            shape, max_seq_len: see :meth:`stage`.
             context_len: computed tokens of each row; default 1, or 0 for prefilling rows.
             is_prefilling: whether the rows count as prompts.
         """
@@ -143,9 +140,9 @@ class InputBuffers:
         return self._stage(rows, shape, max_seq_len, real=False)
 
     def poison(self) -> None:
-        """Fill every buffer with values no consumer survives unnoticed (for tests and paranoid checks).
+        """Fill every buffer with out-of-range values, to detect reads of stale entries in tests.
 
-        Metadata handed out before is stale. The next :meth:`stage` defines every entry again.
+        Earlier metadata becomes stale. The next :meth:`stage` defines every entry again.
         """
         for buffer in self._on_host:
             buffer.host[...] = buffer.field.poison
@@ -154,7 +151,7 @@ class InputBuffers:
         self.generation += 1
 
     def forget(self) -> None:
-        """Treat every entry as unknown, as after a staging that broke off: the next one defines all of them."""
+        """Treat every entry as unknown, for example after an interrupted staging. The next one defines all entries."""
         for buffer in self._on_host:
             buffer.dirty = len(buffer.host)
         self._device.forget()
@@ -163,15 +160,15 @@ class InputBuffers:
         self._last: _Staged | None = None
 
     def addresses(self) -> dict[str, int]:
-        """Data pointer of every buffer by name (``field`` or ``field.group``); constant for life."""
+        """Return the data pointer of every buffer by name (``field`` or ``field.group``). They never change."""
         return {name: buffer.tensor.data_ptr() for name, buffer in self._buffers.items()}
 
     # -- allocation ------------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
-        """Host fields apart, device fields in one block: those of rows, then of tokens, then the block tables.
+        """Allocate host fields one by one and device fields in one block: rows, then tokens, then block tables.
 
-        The short ones lead, so that what a step touches lies close together.
+        Short fields come first, so that the memory of a small step is contiguous.
         """
         order = (LeadingDim.REQS_PLUS_1, LeadingDim.REQS, LeadingDim.TOKENS, LeadingDim.REQS_BY_BLOCKS)
         fields = sorted(
@@ -197,7 +194,7 @@ class InputBuffers:
         self._upper = self._buffers["seq_lens_cpu_upper_bound"]
 
     def _arrays(self, field: Field) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and shape of each array of a field."""
+        """Return name and shape of each array of a field."""
         extent = field.leading_dim.size(self.limits.max_num_reqs, self.limits.max_num_tokens)
         if not field.per_group:
             return [(field.name, (extent,))]
@@ -213,13 +210,13 @@ class InputBuffers:
         self, rows: StepRows, shape: BatchShape, max_seq_len: int | None, real: bool
     ) -> CommonAttentionMetadata:
         steps, last = self._values, self._last
-        repeats = real and last is not None and rows.batch_id is last.batch_id and shape is last.shape
-        if repeats and last is not None:
-            computed = steps.computed_of_repeat(rows, shape, last.computed)
+        is_next_step = real and last is not None and rows.batch_id is last.batch_id and shape is last.shape
+        if is_next_step and last is not None:
+            lengths = steps.lengths_of_next_step(rows, shape, last.lengths)
         else:
             steps.check_sizes(rows, shape)
-            computed = steps.computed(rows, shape, self._in_place)
-        longest = computed.longest
+            lengths = steps.lengths(rows, shape, self._in_place)
+        longest = lengths.longest
         if max_seq_len is None:
             max_seq_len = longest
         elif not longest <= max_seq_len <= self.limits.max_model_len:
@@ -227,21 +224,21 @@ class InputBuffers:
                 f"max_seq_len: {max_seq_len} must be at least the longest row {longest} "
                 f"and at most max_model_len {self.limits.max_model_len}"
             )
-        checked = self._device.check(rows, computed, real, repeats)
-        # Every check is done: from here on the buffers change.
+        checked = self._device.check(rows, lengths, real, is_next_step)
+        # All checks passed. The buffers change from here on.
         self._last = None
         starts = None
-        if repeats:
-            self._upper.put(computed.upper, shape.num_reqs)
+        if is_next_step:
+            self._upper.put(lengths.upper, shape.num_reqs)
         else:
-            starts = self._write_host(rows, shape, computed)
-        self._device.write(rows, shape, computed, checked, starts, repeats)
+            starts = self._write_host(rows, shape, lengths)
+        self._device.write(rows, shape, lengths, checked, starts, is_next_step)
         if real and rows.num_computed_is_exact is None and rows.num_computed_tokens_device is None:
-            self._last = _Staged(rows.batch_id, shape, computed)
+            self._last = _Staged(rows.batch_id, shape, lengths)
         return self._metadata(shape, max_seq_len)
 
     def _metadata(self, shape: BatchShape, max_seq_len: int) -> CommonAttentionMetadata:
-        """Of what was just staged."""
+        """Return the metadata of the batch just staged."""
         self.generation += 1
         return CommonAttentionMetadata(
             num_reqs=shape.padded_reqs,
@@ -254,28 +251,28 @@ class InputBuffers:
             **self._views_of(shape.padded_reqs, shape.padded_tokens),
         )
 
-    def _write_host(self, rows: StepRows, shape: BatchShape, computed: StepLengths) -> I32Array | None:
-        """Write the host fields; the starts of rows, if they are not those of the last step."""
+    def _write_host(self, rows: StepRows, shape: BatchShape, lengths: StepLengths) -> I32Array | None:
+        """Write the host fields. Returns the row starts, or None if they equal those of the last step."""
         values = {
             "is_prefilling": rows.is_prefilling,
-            "seq_lens_cpu_upper_bound": computed.upper,
+            "seq_lens_cpu_upper_bound": lengths.upper,
             "seq_lens_cpu_exact": True if rows.num_computed_is_exact is None else rows.num_computed_is_exact,
         }
         for buffer in self._on_host:
             if buffer is not self._starts_cpu:
                 buffer.put(values[buffer.name], shape.num_reqs)
-        return self._write_starts(shape, computed)
+        return self._write_starts(shape, lengths)
 
-    def _write_starts(self, shape: BatchShape, computed: StepLengths) -> I32Array | None:
-        """Those of the host, and what they are if they are not those of the last step."""
-        known = computed.starts.tobytes()
+    def _write_starts(self, shape: BatchShape, lengths: StepLengths) -> I32Array | None:
+        """Write the row starts on the host. Returns them, or None if they equal those of the last step."""
+        known = lengths.starts.tobytes()
         if known == self._known_starts:
             return None
         self._known_starts, starts = known, self._starts_cpu
-        # The padding is the token count, so all of it changes with the step.
+        # The padding value is the token count, so the whole buffer changes.
         starts.pad, starts.dirty = shape.num_tokens, len(starts.host)
-        starts.put(computed.starts, len(computed.starts))
-        return computed.starts
+        starts.put(lengths.starts, len(lengths.starts))
+        return lengths.starts
 
 
 def _check_tables(tables: Sequence[BlockTable], groups: Sequence[KVCacheGroup]) -> None:

@@ -1,8 +1,10 @@
-"""The ``torch.library`` operators of this package, in ``torch.ops.bateleur``.
+"""Operators of this package in ``torch.ops.bateleur``. Importing this module defines them.
 
-Importing this module defines them. ``write_kv`` and ``paged_attention`` have the vectorised torch form on CPU and CUDA.
-``rotate_and_write_kv``, ``attention_work`` and ``triton_paged_attention`` have Triton kernels on CUDA, which load with
-the first call, and the torch form on CPU. Their specification is :mod:`bateleur.metadata.backends.reference`.
+``write_kv`` and ``paged_attention`` are vectorised torch on CPU and CUDA. ``rotate_and_write_kv``, ``attention_work``
+and ``triton_paged_attention`` are Triton kernels on CUDA, loaded at the first call, and torch on a CPU.
+:mod:`bateleur.metadata.backends.reference` is their specification.
+
+Shapes: T tokens, R rows, Hq query heads, Hkv key heads, D head dimension.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,7 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def _nothing(*_: object) -> None:
-    """The fake form of what only writes to its arguments."""
+    """Fake implementation of operators that only write to their arguments."""
 
 
 def _like_queries(q: Tensor, *_: object) -> Tensor:
@@ -34,7 +36,7 @@ def _define(
     home: str = "cuda_ops",
     name: str | None = None,
 ) -> F:
-    """triton, home: name of the kernels' form, and its module."""
+    """Define an operator. triton: name of the CUDA implementation; home: its module in ``kernels``."""
     forms = Implementations(form, triton=triton and f"bateleur.metadata.kernels.{home}:{triton}")
     return define_op(_library, form, forms, mutates=mutates, fake=fake, name=name)
 
@@ -42,7 +44,8 @@ def _define(
 write_kv = _define(_torch_ops.write_kv, fake=_nothing, mutates=("k_cache", "v_cache"))
 """``(k (T, Hkv, D), v, k_cache (blocks, block_size, Hkv, D), v_cache, slot_mapping (T,) int64) -> None``.
 
-Slot -1 stores nothing: it may write zeros to slot 0 of the null block, which must be zero anyway.
+Stores keys and values by slot. A token with slot -1 is not stored; it may write zeros to slot 0 of the null block,
+which must be zero anyway.
 """
 
 rotate_and_write_kv = _define(
@@ -54,29 +57,28 @@ rotate_and_write_kv = _define(
 """``(q (T, Hq, D), k (T, Hkv, D), v, k_cache, v_cache, slot_mapping, cos (T, 1, R) or None, sin, q_norm (D,), (Hq * D,)
 or None, k_norm (D,), (Hkv * D,) or None, eps) -> None``.
 
-Normalises and rotates ``q`` in place, and stores as ``write_kv`` does the keys that went through the same; ``k`` stays
-as it is. Without ``cos`` and ``sin`` nothing turns. Weights of a head make a norm of each head, weights of all heads
-one of all of a token, in float32, rounded before it turns; without them there is none.
+Applies RMS norm and rotary embedding to ``q`` in place. Applies both to ``k`` and stores the result and ``v`` like
+``write_kv``; ``k`` itself does not change. Without ``cos`` and ``sin`` there is no rotation, without weights no norm.
+Weights (D,) mean a norm over each head, longer ones a norm over all heads of a token. The norm is computed in float32
+and rounded before the rotation.
 """
 
 paged_attention = _define(_torch_ops.paged_attention)
 """``(q (T, Hq, D), k_cache, v_cache, block_table (R, max_blocks) int32, seq_lens (R,) int32, query_start_loc
 (R + 1,) int32, num_decodes, max_query_len, max_seq_len, scale, sliding_window) -> (T, Hq, D)``.
 
-Row ``r < num_decodes`` computes token ``r``, if it has one. ``sliding_window`` 0 means none. Tokens of no row
-give 0.
+Row ``r < num_decodes`` has token ``r`` or none. ``sliding_window`` 0 means no window. Padded tokens give 0.
 """
 
 attention_work = _define(
     _work_list.attention_work, fake=_work_list.empty_work_list, triton="attention_work", home="work_list"
 )
 """``(k_cache, seq_lens (R,) int32, query_start_loc (R + 1,) int32, num_heads, num_tokens, max_query_len,
-sliding_window) -> (n, 8) int32``: the work list that ``triton_paged_attention`` reads.
+sliding_window) -> (n, 8) int32``: the work list of ``triton_paged_attention``.
 
-One list serves all layers of a forward pass whose caches have the shape and dtype of ``k_cache``, but for the number
-of blocks. ``num_tokens``, ``max_query_len`` and ``sliding_window`` must be those of the attention. n follows from
-shapes and host numbers alone, and every entry is defined. :mod:`bateleur.metadata.backends._work_list` describes
-entries.
+One list serves all layers of a forward pass whose caches have the shape and dtype of ``k_cache``; the number of blocks
+may differ. ``num_tokens``, ``max_query_len`` and ``sliding_window`` must equal those of the attention call. n depends
+only on shapes and host numbers. :mod:`bateleur.metadata.backends._work_list` describes the entries.
 """
 
 triton_paged_attention = _define(
@@ -85,17 +87,17 @@ triton_paged_attention = _define(
     triton="paged_attention",
     name="triton_paged_attention",
 )
-"""As ``paged_attention``, but ``num_decodes`` has no effect. One more argument, ``work``: what ``attention_work`` made
-of the same rows, or None, so that the call makes it.
+"""Like ``paged_attention``, but ignores ``num_decodes``. The additional argument ``work`` is the result of
+``attention_work`` for the same rows; if it is None, the call computes it.
 """
 
 native_write_kv = skip_dispatcher(
     _define(_native_ops.write_kv, fake=_nothing, mutates=("q", "k_cache", "v_cache"), name="native_write_kv"),
     _native_ops.write_kv,
 )
-"""As ``rotate_and_write_kv``; on CPU compiled."""
+"""Like ``rotate_and_write_kv`` without norms; C on a CPU."""
 
 native_paged_attention = skip_dispatcher(
     _define(_native_ops.paged_attention, name="native_paged_attention"), _native_ops.paged_attention
 )
-"""As ``paged_attention``; on CPU compiled."""
+"""Like ``paged_attention``; C on a CPU."""

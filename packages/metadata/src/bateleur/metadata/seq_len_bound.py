@@ -1,4 +1,4 @@
-"""What the host knows about sequence lengths: bounds, of which some are exact."""
+"""Upper bounds of sequence lengths on the host."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
 class InexactBound(ValueError):
-    """A per-row length was read where the host has only an upper bound."""
+    """A row's length was read, but the host has only an upper bound of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeqLenBound:
     """Upper bounds of the sequence lengths of a batch, 0 in padded rows.
 
-    With asynchronous speculation the true lengths live on the device, and the host counts every draft as
-    accepted. Sizing from the maximum is always right; reading one row is right only where the row is exact.
+    With asynchronous speculative decoding only the device knows the number of accepted drafts. The host then counts
+    every draft as accepted. Use :meth:`max` for sizes. Read lengths of single rows only if they are exact.
 
     Attributes:
-        upper: (R,) int32, upper bound of keys after this step.
-        exact: (R,) bool, whether the bound is the true length.
+        upper: (R,) int32, upper bound of the keys after this step.
+        exact: (R,) bool, True if the bound is the true length.
     """
 
     upper: I32Array
     exact: BoolArray
 
     def __post_init__(self) -> None:
-        """Check that both halves describe the same rows."""
+        """Check that both arrays are (R,). Raises ValueError."""
         if self.upper.ndim != 1 or self.upper.shape != self.exact.shape:
             raise ValueError(
                 f"exact: has shape {self.exact.shape}, but upper has {self.upper.shape}; both must be (rows,)"
@@ -43,11 +43,11 @@ class SeqLenBound:
         return len(self.upper)
 
     def max(self) -> int:
-        """The largest bound, 0 for no rows: always allowed."""
+        """Return the largest bound, 0 for no rows. Allowed for inexact rows too."""
         return int(self.upper.max()) if len(self.upper) else 0
 
     def per_row(self, rows: int | slice = slice(None)) -> Any:
-        """Lengths of ``rows``: an ``int`` for an index, an (n,) int32 array for a slice.
+        """Return lengths of ``rows``: an int for an index, (n,) int32 for a slice.
 
         Raises:
             InexactBound: a selected row has only an upper bound.
@@ -62,10 +62,9 @@ class SeqLenBound:
         return int(value) if isinstance(rows, int) else value
 
     def advanced(self, k: int, cap: int) -> SeqLenBound:
-        """The bound ``k`` tokens later: ``min(upper + k, cap)``, still 0 where it was 0 (padded rows).
+        """Return the bounds after ``k`` more tokens: ``min(upper + k, cap)``, 0 in padded rows.
 
-        ``cap`` is the model's maximum length. Rows that the cap shortens stay upper bounds, and lose
-        exactness.
+        ``cap`` is ``max_model_len``. Rows shortened by ``cap`` become inexact. Raises ValueError for negative ``k``.
         """
         if k < 0:
             raise ValueError(f"k: {k} is negative; a bound can only advance")
@@ -74,5 +73,5 @@ class SeqLenBound:
         return SeqLenBound(upper, self.exact & ((self.upper == 0) | (wide <= cap)))
 
     def narrow(self, num_rows: int) -> SeqLenBound:
-        """The first ``num_rows`` rows, as views."""
+        """Return the first ``num_rows`` rows as views."""
         return SeqLenBound(self.upper[:num_rows], self.exact[:num_rows])

@@ -1,7 +1,6 @@
-"""Host scalars that reach a captured region, each with the rule a replay must keep.
+"""Host scalars that a CUDA graph freezes, each with the rule that a replay must satisfy.
 
-A graph freezes every host number it was captured with. Whether a later batch may still replay it depends on what
-the number was for, so each one carries its role.
+A captured graph keeps every host number of its capture. The use of a number decides which batches may replay it.
 """
 
 from __future__ import annotations
@@ -12,34 +11,34 @@ from enum import Enum
 
 
 class Role(Enum):
-    """What a captured host scalar must be in relation to the batch that replays it."""
+    """Rule between a captured host scalar and that of a batch that replays the graph."""
 
     BOUND = "bound"
-    """Sizes a launch, grid or workspace: at least the batch's."""
+    """Sizes a launch, grid or workspace: the captured value must be at least the batch's."""
     FLOOR = "floor"
-    """What at least so many rows keep, and kernels rely on: at most the batch's."""
+    """Kernels rely on at least this value: the captured value must be at most the batch's."""
     LAYOUT = "layout"
-    """A stride, width or offset: equal."""
+    """A stride, width or offset: must be equal."""
     CONTROL = "control"
-    """Chose a branch or a kernel: equal, and therefore part of the key."""
+    """Selected a branch or kernel: must be equal, and belongs to the graph key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The named host scalars of one batch with their roles. BOUND and FLOOR values are comparable numbers."""
+    """Named host scalars of one batch with their roles. BOUND and FLOOR values must be comparable."""
 
     items: tuple[tuple[str, Role, Hashable], ...] = ()
 
     @classmethod
     def join(cls, **parts: Signature) -> Signature:
-        """One signature of several builders' ones; names become ``part.name``."""
+        """Join the signatures of several builders. Names become ``part.name``."""
         items = (
             (f"{part}.{name}", role, value) for part, s in parts.items() for name, role, value in s.items
         )
         return cls(tuple(items))
 
     def admits(self, runtime: Signature) -> str | None:
-        """Why a batch with signature ``runtime`` may not replay what was captured with this one; None if it may.
+        """Return why a batch with signature ``runtime`` may not replay this capture, or None if it may.
 
         The text names the scalar, its role and both values.
         """

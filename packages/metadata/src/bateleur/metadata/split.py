@@ -1,7 +1,7 @@
-"""Which rows of a batch run as decodes: pure functions of state, not of shape alone.
+"""Split of a batch into decodes and prefills, from the state of its rows.
 
-A prompt of one token has the shape of a decode and is none: its row has no state to continue from. So no
-function here can be asked without the state of the rows. Arguments are (R,) host arrays, in batch order.
+A prompt of one token has the shape of a decode, but no state to continue from. All functions therefore need the state
+of the rows. Arguments are (R,) host arrays in batch order.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,10 @@ from bateleur.metadata.seq_len_bound import BoolArray, I32Array
 
 @dataclass(frozen=True, slots=True)
 class RowSplit:
-    """Leading decode rows, then prefill rows, with the tokens of each. Rows without tokens are in neither,
-    except that :func:`split_decodes_and_prefills` with ``uniform`` counts them as decodes."""
+    """Numbers of leading decode rows and following prefill rows, and their tokens.
+
+    Rows without tokens are in neither, except with ``uniform`` in :func:`split_decodes_and_prefills`.
+    """
 
     num_decodes: int
     num_prefills: int
@@ -23,7 +25,11 @@ class RowSplit:
 
 
 def decode_like(query_lens: I32Array, is_prefilling: BoolArray, num_computed_tokens: I32Array) -> BoolArray:
-    """Rows (R,) past their prompt, or computing exactly one new token over existing context."""
+    """Return (R,) bool: the row is past its prompt, or computes one token over existing context.
+
+    Raises:
+        ValueError: the arrays differ in shape.
+    """
     for name, array in (("is_prefilling", is_prefilling), ("num_computed_tokens", num_computed_tokens)):
         if array.shape != query_lens.shape:
             raise ValueError(f"{name}: has shape {array.shape}, but query_lens has {query_lens.shape}")
@@ -34,7 +40,7 @@ def decode_like(query_lens: I32Array, is_prefilling: BoolArray, num_computed_tok
 def uniform_query_len(
     query_lens: I32Array, is_prefilling: BoolArray, num_computed_tokens: I32Array
 ) -> int | None:
-    """The query length all rows share if every one is decode-like, else None; empty rows don't count."""
+    """Return the common query length if all rows with tokens are decode-like and equally long, else None."""
     used = query_lens > 0
     if not used.any() or not decode_like(query_lens, is_prefilling, num_computed_tokens)[used].all():
         return None
@@ -51,17 +57,19 @@ def split_decodes_and_prefills(
     uniform: bool = False,
     treat_short_extends_as_decodes: bool = False,
 ) -> RowSplit:
-    """Split a batch, ordered decodes first and padding last, at its first row that can't run as a decode.
+    """Split a batch at its first row that cannot run as a decode. Decodes come first, padded rows last.
 
     Args:
         query_lens, is_prefilling, num_computed_tokens: state of the rows.
-        threshold: longest query a decode kernel takes (``1 + drafts`` for a verifying one).
-        uniform: decodes must share one query length; and if all rows with tokens are decodes, padded rows
-            count as decodes too, so that the number is the captured one.
-        treat_short_extends_as_decodes: whether a row that is still in its prompt may run as a decode with up to
-            ``threshold`` tokens over existing context (right for attention, whose kernels see queries and keys
-            only), or with exactly one (right for recurrent layers, where several tokens of a decode are drafts).
-            A row without context is a prefill either way.
+        threshold: longest query of a decode, ``1 + drafts`` for verification.
+        uniform: all decodes must have the same query length. If all rows with tokens are decodes, padded rows count as
+            decodes, so that the number equals that of a graph capture.
+        treat_short_extends_as_decodes: a row within its prompt counts as a decode if it has context and at most
+            ``threshold`` tokens. Use it for attention. Without it only one token counts, as recurrent layers need,
+            whose multi-token decodes are drafts. A row without context is always a prefill.
+
+    Raises:
+        ValueError: ``threshold`` is below 1, or the arrays differ in shape.
     """
     if threshold < 1:
         raise ValueError(f"threshold: {threshold} must be at least 1")

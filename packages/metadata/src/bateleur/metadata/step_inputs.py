@@ -1,4 +1,4 @@
-"""What a scheduler hands to the stager: sizes that hold for life, and the rows of one step."""
+"""Inputs of :class:`InputBuffers`: batch limits, KV-cache groups, and the rows of one step."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +12,14 @@ from bateleur.metadata.seq_len_bound import BoolArray, I32Array
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Largest batch that buffers are made for: rows, tokens in one step, tokens of one request."""
+    """Largest batch: rows, tokens in one step, and tokens of one request."""
 
     max_num_reqs: int
     max_num_tokens: int
     max_model_len: int
 
     def __post_init__(self) -> None:
-        """Refuse sizes that hold nothing."""
+        """Check that all limits are positive. Raises ValueError."""
         for name in ("max_num_reqs", "max_num_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
@@ -32,10 +32,10 @@ class KVCacheGroup:
     Attributes:
         block_size: tokens per block.
         max_blocks: width of the block table.
-        has_slots: whether tokens are stored in slots of blocks. A group without slots (recurrent states) has
-            its block table copied as given and all slots -1.
-        lookahead_tokens: tokens beyond this step whose blocks stay in the table (draft steps write there).
-            Entries behind them are zeroed.
+        has_slots: tokens are stored in slots of blocks. Without slots (recurrent states) the block table is copied
+            unchanged and all slots are -1.
+        lookahead_tokens: tokens after this step whose blocks stay in the table, for draft steps. Later columns become
+            the null block.
     """
 
     block_size: int
@@ -44,7 +44,7 @@ class KVCacheGroup:
     lookahead_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse sizes that hold nothing."""
+        """Check the sizes. Raises ValueError."""
         for name, least in (("block_size", 1), ("max_blocks", 1), ("lookahead_tokens", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least {least}")
@@ -55,21 +55,21 @@ KVGroup = KVCacheGroup  # the former name, for one release
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The real rows of one step, on the host. Row order: decode rows first, then prefill rows.
+    """The real rows of one step, on the host. Decode rows come first, then prefill rows.
 
     Attributes:
-        query_lens: (R,) int32, tokens each row computes in this step, at least 1.
-        num_computed: (R,) int32, tokens before this step (an upper bound where ``exact`` is False).
-        is_prefilling: (R,) bool, the row is still consuming its prompt.
-        token_ids: (T,) int32, ids of all rows, one row after the other.
-        block_tables: one (R, max_blocks) int32 array for each KV-cache group; none where ``table_rows`` names rows.
-        exact: (R,) bool, or None where every ``num_computed`` is the true count.
-        sampled: (n,) device ids that replace the first n of ``token_ids``: what the last step sampled for the
-            leading decode rows, which the host has not seen.
-        table_rows: (R,) int64, distinct rows of the tables that the buffers were made with, in place of tables.
-        computed: (R,) device counts, any integer dtype, that device fields are made of: ``num_computed`` then is what
-            the host knows of them, and no smaller.
-        origin: what all rows have in common that :meth:`repeat` made of the same ones.
+        query_lens: (R,) int32, tokens of each row in this step, at least 1.
+        num_computed_tokens: (R,) int32, tokens before this step; an upper bound if not exact.
+        is_prefilling: (R,) bool, the row is still processing its prompt.
+        token_ids: (T,) int32, concatenated ids of all rows.
+        block_tables: one (R, max_blocks) int32 array for each KV-cache group; empty if ``block_table_rows`` is given.
+        num_computed_is_exact: (R,) bool; None means that all counts are exact.
+        sampled_token_ids: (n,) device ids that replace the first n of ``token_ids``: tokens sampled by the last step,
+            which the host has not read yet.
+        block_table_rows: (R,) int64, distinct rows of the :class:`BlockTable` objects of the buffers.
+        num_computed_tokens_device: (R,) integer device counts. If given, device fields use them, and
+            ``num_computed_tokens`` are upper bounds.
+        batch_id: shared by all rows that :meth:`next_step` derives from the same rows.
     """
 
     query_lens: I32Array
@@ -84,10 +84,10 @@ class StepRows:
     batch_id: object = field(default_factory=object, init=False, repr=False, compare=False)
 
     def next_step(self, num_computed_tokens: I32Array, sampled_token_ids: Tensor | None) -> "StepRows":
-        """The same rows in a later step, where nobody has written to any array of this one, and all counts are true. In
-        tables that live long blocks may have come behind the others of a row.
+        """Return the same rows for the next step, with exact counts and new sampled ids.
 
-        Whoever stages them right behind these looks at nothing but what is new.
+        No array of these rows may have changed. The block tables may have new blocks at the end of a row. If these
+        rows were staged last, staging reads only the changed values.
         """
         rows = StepRows(
             self.query_lens,
@@ -100,22 +100,21 @@ class StepRows:
             self.block_table_rows,
             None,
         )
-        object.__setattr__(rows, "batch_id", self.batch_id)  # not an argument, so that no other rows have it
+        object.__setattr__(rows, "batch_id", self.batch_id)  # set here, so that only derived rows share it
         return rows
 
-    def check_repeat(self, num_reqs: int, num_tokens: int) -> None:
-        """What :meth:`check_arrays` checks, but for what is that of rows which it has seen."""
+    def check_next_step(self, num_reqs: int, num_tokens: int) -> None:
+        """Check the values that :meth:`next_step` replaced. Raises ValueError."""
         _expect("num_computed_tokens", self.num_computed_tokens, (num_reqs,), _I32)
         self._check_sampled(num_tokens)
 
     def check_arrays(
         self, num_reqs: int, num_tokens: int, groups: tuple[KVCacheGroup, ...], table_rows: int
     ) -> None:
-        """Check lengths and dtypes against the sizes of the step, and rows against tables of ``table_rows`` rows, 0 if
-        there are none; host only, and cheap enough for every step.
+        """Check shapes and dtypes. ``table_rows``: number of rows of the block tables, 0 without tables.
 
         Raises:
-            ValueError: names the field, what it has and what it must have.
+            ValueError: names the field, its value and the rule.
         """
         rows = (num_reqs,)
         _expect("query_lens", self.query_lens, rows, _I32)

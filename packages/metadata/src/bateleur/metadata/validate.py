@@ -1,4 +1,4 @@
-"""The invariants of a batch, checked field by field from the table. The same for real and dummy batches."""
+"""Checks of the invariants of a batch, field by field."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup
 
 
 class BatchInvariant(ValueError):
-    """A field of a batch breaks a rule."""
+    """A field of a batch violates a rule. ``field`` has its name."""
 
     def __init__(self, field: str, rule: str) -> None:
         super().__init__(f"{field}: {rule}")
@@ -26,10 +26,10 @@ def validate(
     level: Literal["host", "device"] = "host",
     seq_len_fill: int = 0,
 ) -> None:
-    """Check every field of ``batch``.
+    """Check every field of a real or dummy batch.
 
-    Level ``host`` reads host memory only: sizes, dtypes, and the contents of host fields. Level ``device``
-    copies device fields to the host too, and so waits for the device.
+    Level ``host`` reads host memory only: sizes, dtypes, contents of host fields. Level ``device`` also copies device
+    fields to the host, which waits for the device.
 
     Raises:
         BatchInvariant: names the field and the rule.
@@ -106,9 +106,9 @@ def _check_host(batch: CommonAttentionMetadata, limits: BatchLimits) -> None:
 
 
 def _check_device(batch: CommonAttentionMetadata, groups: tuple[KVCacheGroup, ...]) -> None:
-    """Device fields against their host twins, and against each other."""
+    """Check device fields against their host counterparts and against each other."""
     if not torch.equal(batch.query_start_loc.cpu(), batch.query_start_loc_cpu):
-        raise BatchInvariant("query_start_loc", "differs from its host twin")
+        raise BatchInvariant("query_start_loc", "differs from query_start_loc_cpu")
     num_reqs = batch.num_actual_reqs
     query_lens = np.diff(batch.query_start_loc_cpu.numpy()[: num_reqs + 1])
     lengths = _to_numpy(batch.seq_lens)[:num_reqs]
@@ -134,12 +134,12 @@ def _check_device(batch: CommonAttentionMetadata, groups: tuple[KVCacheGroup, ..
                 raise BatchInvariant("slot_mappings", "has slots for a group without them")
             continue
         used = -(-(lengths + group.lookahead_tokens) // group.block_size)
-        behind = np.arange(group.max_blocks) >= used[:, None]
+        unused = np.arange(group.max_blocks) >= used[:, None]
         others = np.intersect1d(
-            table[behind], table[~behind]
+            table[unused], table[~unused]
         )  # a row may hold blocks that it does not need yet
         if (others != NULL_BLOCK).any():
-            rule = f"has block {others[-1]}, which a row uses, behind the last one another needs"
+            rule = f"has block {others[-1]} of another row after the last block that a row needs"
             raise BatchInvariant("block_tables", rule)
         block = table[row, positions // group.block_size].astype(np.int64)
         home = np.where(

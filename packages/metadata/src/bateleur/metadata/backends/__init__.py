@@ -1,4 +1,4 @@
-"""Paged-attention backends: a builder and kernels each, by name or by what they can do, loaded when asked for."""
+"""Attention backends: a metadata builder and kernels each. They are loaded when they are selected."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ __all__ = [
     "unsupported_reason",
 ]
 
-_HOMES: Mapping[str, str] = {
+_PATHS: Mapping[str, str] = {
     "torch": "torch_paged:TorchBackend",
     "native": "native_paged:NativeBackend",
     "reference": "reference:ReferenceBackend",
@@ -28,12 +28,12 @@ _HOMES: Mapping[str, str] = {
 
 
 def backend_names() -> tuple[str, ...]:
-    """Names :func:`get_backend` takes, besides ``auto``."""
-    return tuple(_HOMES)
+    """Return the names that :func:`get_backend` accepts, except ``auto``."""
+    return tuple(_PATHS)
 
 
 def preferred_backends(device: torch.device) -> tuple[str, ...]:
-    """What ``auto`` tries on a device, in this order; any other has to be asked for."""
+    """Return the names that ``auto`` tries on a device, in this order."""
     return ("triton", "torch") if device.type == "cuda" else ("native", "torch")
 
 
@@ -45,7 +45,7 @@ def unsupported_reason(
     head_dim: int,
     sliding_window: int | None = None,
 ) -> str | None:
-    """Why the backend ``name`` can't serve the configuration, or None if it can."""
+    """Return why the backend ``name`` cannot serve the configuration, or None if it can."""
     return _load(name).unsupported_reason(head_dim, dtype, device, sliding_window)
 
 
@@ -57,13 +57,19 @@ def get_backend(
     head_dim: int,
     sliding_window: int | None = None,
 ) -> AttentionBackend:
-    """The backend ``name``, or with ``auto`` the first that supports the configuration.
+    """Return the backend ``name``; ``auto`` selects the first one that supports the configuration.
+
+    Args:
+        name: ``auto`` or one of :func:`backend_names`.
+        device, dtype: of queries and caches.
+        head_dim: size of one head.
+        sliding_window: in tokens; None for none.
 
     Raises:
-        ValueError: no such backend, or it refuses the configuration; the message says why.
+        ValueError: the name is unknown, or the backend does not support the configuration; the message says why.
     """
-    if name != "auto" and name not in _HOMES:
-        raise ValueError(f"name: no backend is called {name!r}; there are auto, {', '.join(backend_names())}")
+    if name != "auto" and name not in _PATHS:
+        raise ValueError(f"name={name!r}: unknown attention backend; use auto, {', '.join(backend_names())}")
     device = torch.device(device)
     reasons = []
     for candidate in preferred_backends(device) if name == "auto" else (name,):
@@ -77,5 +83,5 @@ def get_backend(
 
 
 def _load(name: str) -> AttentionBackend:
-    backend: AttentionBackend = load(f"bateleur.metadata.backends.{_HOMES[name]}")()
+    backend: AttentionBackend = load(f"bateleur.metadata.backends.{_PATHS[name]}")()
     return backend

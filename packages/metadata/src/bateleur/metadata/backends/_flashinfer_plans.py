@@ -1,8 +1,7 @@
-"""What FlashInfer is told of a batch: its wrappers, planned on the host for each step.
+"""FlashInfer wrappers and their plans, computed on the host for each step.
 
-A wrapper of any batch takes what it is given. One of a `GraphShape` plans into buffers at fixed addresses, so that a
-graph
-that holds it serves every batch of that shape: the plan of a step is made with its metadata, before the graph is
+An eager wrapper accepts any batch. A wrapper of a :class:`GraphShape` plans into buffers at fixed addresses, so that
+one CUDA graph serves every batch of that shape. Its plan is computed together with the metadata, before the graph is
 replayed.
 """
 
@@ -21,14 +20,14 @@ from bateleur.metadata.backends.base import PagedAttentionMetadata
 from bateleur.metadata.seq_len_bound import I32Array
 
 WORKSPACE_BYTES = 128 << 20  # what FlashInfer's documentation recommends
-_TENSOR_CORE_GROUP = 4  # query heads per key head from which decoding on tensor cores pays
+_TENSOR_CORE_GROUP = 4  # query heads per key head; from here on decoding uses tensor cores
 
 
 class GraphShape(NamedTuple):
-    """Batches that may replay one graph: so many rows, padded ones included, and tokens a row."""
+    """Batches that may replay one graph: equal numbers of rows (padded ones included) and of tokens per row."""
 
     owner: int
-    """Which builder stages them."""
+    """Number of the metadata builder, see :meth:`PlanCache.new_owner`."""
     group: int
     rows: int
     query_len: int
@@ -36,14 +35,14 @@ class GraphShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlashInferMetadata(PagedAttentionMetadata):
-    """What planning needs besides, of the real rows only; padded rows are not planned.
+    """Paged-attention metadata, and host lengths of the real rows for planning.
 
     Attributes:
         group: KV-cache group.
-        key_lens: (R,) int32 on the host, exact keys of each real row.
-        starts: (R + 1,) int32 on the host, first token of each real row, and behind them the token count.
-        shape: which graphs may hold what runs on it; None for what no graph holds.
-        for_capture: it was staged for a capture or its warm-up, so no later batch of the shape has more tokens.
+        key_lens: (R,) int32 on the host, exact number of keys of each real row.
+        query_starts: (R + 1,) int32 on the host, first token of each real row, and the token count.
+        shape: shape of the graphs that may replay the batch; None if it runs eagerly.
+        for_capture: the batch was staged for a graph capture or its warm-up, so it has the most tokens of its shape.
     """
 
     group: int
@@ -55,12 +54,12 @@ class FlashInferMetadata(PagedAttentionMetadata):
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """What one plan serves besides its batch: layers that differ in any of it need a plan each."""
+    """Properties of layers that share one plan per batch."""
 
     decode: bool
     group: int
     sizes: tuple[int, int, int, int]
-    """Query heads, key heads, head size and block size, as plans take them."""
+    """Query heads, key heads, head dimension and block size, in FlashInfer's order."""
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
     device: torch.device
@@ -70,7 +69,7 @@ class PlanConfig:
 
 
 class PlanCache:
-    """The wrappers of a backend, by what they serve; those of one device share a workspace."""
+    """All wrappers of a backend. The wrappers of one device share a workspace."""
 
     def __init__(self) -> None:
         self._num_owners = 0
@@ -79,22 +78,24 @@ class PlanCache:
         self._workspaces: dict[torch.device, Tensor] = {}
 
     def new_owner(self) -> int:
-        """A number that no other builder of this backend has."""
+        """Return a new builder number."""
         self._num_owners += 1
         return self._num_owners
 
     def has_shape(self, shape: GraphShape) -> bool:
-        """Whether some graph may hold batches of this shape."""
+        """Return whether a graph was warmed up or captured for this shape."""
         return shape in self._shapes
 
     def plan_for_graphs(self, meta: FlashInferMetadata) -> None:
-        """Plan whatever graphs of the shape of `meta` run. There may be none yet: a warm-up is the first to ask."""
+        """Plan all graph wrappers of the shape of `meta` for this batch. During the first warm-up there is none yet."""
         assert meta.shape is not None
         for wrapper in self._shapes.setdefault(meta.shape, []):
             wrapper.plan_for(meta, 0, meta.shape.rows)
 
     def graph_wrapper(self, config: PlanConfig, meta: FlashInferMetadata) -> PlannedWrapper | None:
-        """The wrapper that graphs of `config.shape` hold; None where none does, and this batch can't be the first."""
+        """Return the wrapper of the graphs of `config.shape`. Creates it during a capture or warm-up, else returns
+        None.
+        """
         wrapper = self._wrappers.get(config)
         if wrapper is None and meta.for_capture:
             assert config.shape is not None
@@ -106,13 +107,13 @@ class PlanCache:
         return wrapper
 
     def eager_wrapper(self, config: PlanConfig) -> PlannedWrapper:
-        """The wrapper of any batch."""
+        """Return the wrapper for batches outside of graphs."""
         if config not in self._wrappers:
             self._wrappers[config] = PlannedWrapper(config, self._workspace(config.device))
         return self._wrappers[config]
 
     def addresses(self, owner: int) -> dict[str, int]:
-        """Where the plans of a builder's batches lie that graphs read."""
+        """Return the plan buffers of a builder's graphs by name."""
         return {
             f"{shape.rows} rows of {shape.query_len}, plan {number}, {name}": tensor.data_ptr()
             for shape, wrappers in self._shapes.items()
@@ -122,15 +123,15 @@ class PlanCache:
         }
 
     def _workspace(self, device: torch.device) -> Tensor:
-        if device not in self._workspaces:  # kernels of one stream may share it: nothing in it outlives a run
+        if device not in self._workspaces:  # shared by kernels of one stream: its contents are temporary
             self._workspaces[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._workspaces[device]
 
 
 class PlannedWrapper:
-    """One FlashInfer wrapper, and the batch it is planned for.
+    """One FlashInfer wrapper and the batch that it is planned for.
 
-    `buffers`: where a wrapper of a shape plans; `max_pages` of all its rows.
+    `buffers`: fixed plan buffers of a graph wrapper. `max_pages`: most pages of all its rows.
     """
 
     def __init__(self, config: PlanConfig, workspace: Tensor, max_pages: int = 0) -> None:
@@ -159,7 +160,7 @@ class PlannedWrapper:
             self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", **options)
 
     def plan_for(self, meta: FlashInferMetadata, begin: int, end: int) -> Any:
-        """FlashInfer's wrapper, planned for rows ``begin`` .. ``end - 1`` of ``meta``, padded ones included."""
+        """Return FlashInfer's wrapper, planned for rows ``begin`` to ``end - 1`` of ``meta``, padded rows included."""
         if self._planned_for is not meta:
             if (
                 self._copied is not None
@@ -174,7 +175,7 @@ class PlannedWrapper:
 
     def _plan(self, meta: FlashInferMetadata, begin: int, end: int) -> None:
         config, padding = self._config, max(0, end - len(meta.key_lens))
-        # A padded row has no token, but the decodes' wrapper wants one of each: it sees the zeros of the null block.
+        # The decode wrapper needs a key in every row. Padded rows get the zeros of the null block.
         key_lens = np.pad(meta.key_lens[begin:end], (0, padding), constant_values=1)
         page_starts, last_page_lens = page_indptr_and_last_lens(key_lens, config.sizes[3])
         pages = page_indices(meta.block_table[begin:end], page_starts)
@@ -194,14 +195,13 @@ class PlannedWrapper:
         self._wrapper.plan(*arguments, **options)
 
     def _host(self, array: I32Array) -> Tensor:
-        """Pinned on a host with a GPU: FlashInfer reads it, and copies it."""
+        """Copy to pinned memory if the device is CUDA. FlashInfer reads the array and copies it."""
         return pinned(array.shape, torch.int32, self._config.device).copy_(torch.from_numpy(array))
 
 
 def page_indptr_and_last_lens(key_lens: I32Array, block_size: int) -> tuple[I32Array, I32Array]:
-    """First page (R + 1,) of each row in a list of all pages, its length last; and keys (R,) in each row's last page.
-
-    ``key_lens`` (R,) are at least 1.
+    """Return FlashInfer's ``paged_kv_indptr`` (R + 1,) and ``paged_kv_last_page_len`` (R,). ``key_lens`` (R,) must be
+    >= 1.
     """
     counts = (key_lens + (block_size - 1)) // block_size
     starts = np.zeros(len(key_lens) + 1, np.int32)
@@ -210,9 +210,9 @@ def page_indptr_and_last_lens(key_lens: I32Array, block_size: int) -> tuple[I32A
 
 
 def page_indices(block_table: Tensor, starts: I32Array) -> Tensor:
-    """Pages (P,) int32 of all rows, one row after the other, on the device of ``block_table`` (R, max_blocks).
+    """Return FlashInfer's ``paged_kv_indices`` (P,) int32: the pages of all rows, on the device of ``block_table``.
 
-    ``starts`` (R + 1,) is on the host, so that P is known there, and nothing waits for the device.
+    ``starts`` is the ``paged_kv_indptr`` (R + 1,) on the host. P is therefore known without waiting for the device.
     """
     device, total = block_table.device, int(starts[-1])
     first = upload(starts.copy(), device)

@@ -1,6 +1,6 @@
-"""Launches, tile sizes and work list sizes of the Triton attention kernels. This module does not import Triton.
+"""Launches, tile sizes and work-list sizes of the Triton attention kernels. This module does not import Triton.
 
-Legend: M lines of a tile (tokens x query heads of one key head), N keys of a loop iteration, D head dimension.
+Shapes: M lines of a tile (tokens x query heads of one key head), N keys of a loop iteration, D head dimension.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 from bateleur.metadata.dispatch import cdiv
 
 MAX_SHORT_QUERY_LEN = 16
-"""Rows of up to so many tokens take small tiles if other rows of the batch may have more."""
+"""Rows of up to this many tokens use small tiles, if other rows of the batch may be longer."""
 ENTRY_SIZE = 8
 """int32 numbers in an entry of a work list."""
 _PROGRAMS_PER_SM = 2  # programs of one split each that fit the shared memory of a multiprocessor
@@ -24,7 +24,7 @@ class Launch:
     """One launch of the attention kernel, with its part of the work list.
 
     Attributes:
-        least, most: it takes rows of ``least`` to ``most`` tokens; ``most`` 0 means no limit.
+        least, most: the launch handles rows of ``least`` to ``most`` tokens; ``most`` 0 means no limit.
         block_m: M.
         min_keys: fewest keys of a split.
         num_items: items in the list, padding included. At least one item is padding.

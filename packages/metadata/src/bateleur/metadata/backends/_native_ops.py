@@ -1,4 +1,4 @@
-"""The compiled forms of the paged-attention operators, for CPU tensors; shapes and strides are checked here."""
+"""C implementations of the paged-attention operators for CPU tensors. Shapes and strides are checked here."""
 
 from functools import cache
 from pathlib import Path
@@ -22,9 +22,10 @@ def write_kv(
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> None:
-    """Rotate ``q`` in place, then store the rotated ``k``, and ``v``, by slot; slot -1 stores nothing.
+    """Rotate ``q`` in place, and store rotated keys and values by slot. Slot -1 stores nothing.
 
-    Raises IndexError for a slot outside the cache; nothing is stored then.
+    Raises:
+        IndexError: a slot is outside of the cache. Nothing is stored then.
     """
     heads, size = q.shape[1:]
     _torch_ops.check_slots(k, v, slot_mapping)
@@ -58,14 +59,15 @@ def paged_attention(
     scale: float,
     sliding_window: int,
 ) -> Tensor:
-    """Attention over the paged cache, every query by itself.
+    """See :data:`bateleur.metadata.ops.paged_attention`. Each query is computed independently of the batch.
 
-    Raises IndexError for a block outside the cache.
+    Raises:
+        IndexError: a block is outside of the cache.
     """
     _torch_ops.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
     rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window)
     integers = (each.dtype == torch.int32 for each in (block_table, seq_lens, query_start_loc))
-    # Another kind of tensor is torch's to take or to refuse: in C it would be read past its end.
+    # Other dtypes and layouts go to torch. C would read past their end.
     fits = all(integers) and k_cache.dtype == v_cache.dtype == q.dtype and q.shape[2] == k_cache.shape[3]
     if not (fits and block_table.stride(1) == 1 and _dense(k_cache, v_cache, seq_lens, query_start_loc)):
         rest = block_table, seq_lens, query_start_loc, num_decodes
@@ -88,7 +90,7 @@ def paged_attention(
 
 
 def _by_heads(x: Tensor) -> bool:
-    """Whether the heads of a token lie one behind the other."""
+    """Return whether the heads of a token are contiguous."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 

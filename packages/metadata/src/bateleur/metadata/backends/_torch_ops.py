@@ -1,7 +1,8 @@
-"""Vectorised torch forms of the paged-attention operators: no loop over requests, no host-device sync.
+"""Vectorised torch implementations of the paged-attention operators, without a loop over requests or a host-device
+sync.
 
-Legend: T tokens, R rows, S keys of a row (padded to a host bound), M queries of a row (padded likewise), L
-query length in a score matrix, H key heads, G query heads per key head, D head dimension.
+Shapes: T tokens, R rows, S keys of a row (padded to a host bound), M queries of a row (padded likewise), L query length
+in a score matrix, H key heads, G query heads per key head, D head dimension.
 """
 
 from typing import TypeAlias
@@ -13,14 +14,14 @@ from torch import Tensor
 _Pair: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values."""
 _Rows: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""Block table, lengths and starts, of which there is one more, of some rows."""
+"""Block table (R, max_blocks), lengths (R,) and starts (R + 1,) of some rows."""
 
 _MAX_TILE_SCORES = 1 << 20  # scores of one prefill tile: bounds the mask at 4 MiB in float32
 _MAX_TILE_KEYS = 1 << 20  # gathered entries of one decode tile: keys and values take 4 MiB each in float32
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store keys and values by slot; tokens with slot -1 write zeros to slot 0, which nobody owns."""
+    """See :data:`bateleur.metadata.ops.write_kv`. Tokens with slot -1 write zeros to slot 0 of the null block."""
     check_slots(k, v, slot_mapping)
     skipped = (slot_mapping < 0)[:, None, None]
     slots = slot_mapping.clamp(min=0)
@@ -42,7 +43,7 @@ def rotate_and_write_kv(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Normalise and rotate ``q`` in place, then store ``k``, which goes through the same, and ``v``, by slot."""
+    """See :data:`bateleur.metadata.ops.rotate_and_write_kv`."""
     if q_norm is not None and k_norm is not None:
         whole = norm_spans_all_heads(q, k, q_norm, k_norm)
         q.copy_(rms_norm(q, q_norm, eps, whole))
@@ -54,7 +55,11 @@ def rotate_and_write_kv(
 
 
 def norm_spans_all_heads(q: Tensor, k: Tensor, q_norm: Tensor, k_norm: Tensor) -> bool:
-    """Whether weights of norms are those of all heads of a token; False if they are one head's."""
+    """Return whether norm weights cover all heads of a token; False if they cover one head.
+
+    Raises:
+        ValueError: the sizes fit neither.
+    """
     sizes, head_dim = (q_norm.numel(), k_norm.numel()), q.shape[2]
     if sizes == (head_dim, head_dim):
         return False
@@ -67,14 +72,14 @@ def norm_spans_all_heads(q: Tensor, k: Tensor, q_norm: Tensor, k_norm: Tensor) -
 
 
 def rms_norm(x_THD: Tensor, weight: Tensor, eps: float, whole: bool) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over each head, or over all of a token; in float32, rounded once."""
+    """RMS norm over each head, or over all heads of a token if ``whole``; computed in float32, rounded once."""
     x = x_THD.flatten(1) if whole else x_THD
     y = F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
     return y.to(x_THD.dtype).view(x_THD.shape)
 
 
 def apply_rotary(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """The leading R lanes of every head, rotated: lane i turns with lane i + R/2."""
+    """Rotate the leading R lanes of every head: lane i is paired with lane i + R/2."""
     rotary_dim = cos_T1R.shape[-1]
     part_THR = x_THD[..., :rotary_dim]
     return torch.addcmul(part_THR * cos_T1R, part_THR.roll(rotary_dim // 2, -1), sin_T1R)
@@ -93,14 +98,14 @@ def paged_attention(
     scale: float,
     sliding_window: int,
 ) -> Tensor:
-    """Attention over the paged cache: leading ``num_decodes`` rows with one token each, the others padded."""
+    """See :data:`bateleur.metadata.ops.paged_attention`. Decodes and prefills are computed in separate tiles."""
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
     num_rows, n = seq_lens.shape[0], num_decodes
     caches, rows = (k_cache, v_cache), (block_table, seq_lens, query_start_loc)
     scores = max_seq_len, scale, sliding_window
     if n == num_rows == q.shape[0] and max_seq_len:
         return _decode(q, caches, rows, *scores)
-    out_THD = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row takes what padding computes
+    out_THD = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row receives results of padded queries
     if not max_seq_len:
         return out_THD[:-1]
     if n:
@@ -129,13 +134,13 @@ def paged_attention_ignoring_work(
     sliding_window: int,
     work: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`paged_attention`. Kernels of the same operator read a work list; this form ignores it."""
+    """Like :func:`paged_attention`; the work list is ignored."""
     rows = block_table, seq_lens, query_start_loc, num_decodes
     return paged_attention(q, k_cache, v_cache, *rows, max_query_len, max_seq_len, scale, sliding_window)
 
 
 def check_slots(k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """Refuse keys and values that are not equally many, or not as many as slots."""
+    """Raise ValueError if keys, values and slots differ in number."""
     if slot_mapping.shape[0] != k.shape[0] or k.shape != v.shape:
         raise ValueError(
             f"slot_mapping: has {slot_mapping.shape[0]} slots for keys {tuple(k.shape)} and values {tuple(v.shape)}"
@@ -145,7 +150,7 @@ def check_slots(k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
 def check_sizes(
     q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor, num_decodes: int, max_seq_len: int
 ) -> None:
-    """Refuse arguments of :func:`paged_attention` that do not fit each other; of any form of it."""
+    """Raise ValueError if arguments of :func:`paged_attention` do not fit each other."""
     if q.shape[1] % k_cache.shape[2]:
         raise ValueError(f"q: {q.shape[1]} heads are no multiple of the cache's {k_cache.shape[2]}")
     num_rows, num_tokens = seq_lens.shape[0], q.shape[0]
@@ -164,7 +169,7 @@ def _part(rows: _Rows, first: int, last: int) -> _Rows:
 def _decode(
     q_RHD: Tensor, caches: _Pair, rows: _Rows, max_seq_len: int, scale: float, sliding_window: int
 ) -> Tensor:
-    """One query a row, in tiles of rows that bound the gathered keys."""
+    """Attention of one query per row, in tiles of rows that bound the gathered keys."""
     scores = max_seq_len, scale, sliding_window
     keys = min(max_seq_len, sliding_window or max_seq_len)
     R, tile = q_RHD.shape[0], max(1, _MAX_TILE_KEYS // (keys * caches[0].shape[2] * caches[0].shape[3]))
@@ -177,7 +182,7 @@ def _decode(
 def _decode_tile(
     q_RHD: Tensor, caches: _Pair, rows: _Rows, max_seq_len: int, scale: float, sliding_window: int
 ) -> Tensor:
-    """One query a row, the last position of the row."""
+    """Attention of one query per row, at the row's last position."""
     block_table, seq_lens, starts = rows
     block_size, H, D = caches[0].shape[1:]
     R, G = q_RHD.shape[0], q_RHD.shape[1] // H
@@ -193,7 +198,7 @@ def _decode_tile(
     k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(hidden_RS, 0), H)
     if q_RHD.dtype in (torch.float32, torch.float64):
         out = _matmul_attention(q_RHD.reshape(R * H, G, D) * scale, k_RHSD, v_RHSD, hidden_RS)
-    else:  # scores of low precision must stay in float32, which the fused form does
+    else:  # SDPA keeps the scores in float32
         bias = q_RHD.new_zeros(hidden_RS.shape).masked_fill_(hidden_RS, torch.finfo(q_RHD.dtype).min)
         q_RHGD = q_RHD.reshape(R, H, G, D)
         out = F.scaled_dot_product_attention(q_RHGD, k_RHSD, v_RHSD, bias[:, None, None], scale=scale)
@@ -202,10 +207,10 @@ def _decode_tile(
 
 
 def _matmul_attention(q: Tensor, k_RHSD: Tensor, v_RHSD: Tensor, hidden_RS: Tensor) -> Tensor:
-    """Plain products: on CPU at short query lengths 1.1 to 3 times as fast as the fused form."""
+    """Attention by plain matrix products: on a CPU 1.1 to 3 times as fast as SDPA for short queries (measured)."""
     R, H, S, D = k_RHSD.shape
     scores = torch.bmm(q, k_RHSD.view(R * H, S, D).transpose(1, 2))
-    # A finite minimum keeps rows without keys at 0 instead of NaN: all their values are the zeros of slot 0.
+    # With a finite minimum, rows without keys give 0 instead of NaN: they read the zeros of slot 0.
     scores.view(R, -1, S).masked_fill_(hidden_RS[:, None], torch.finfo(scores.dtype).min)
     return torch.bmm(scores.softmax(-1), v_RHSD.view(R * H, S, D))
 
@@ -220,7 +225,7 @@ def _prefill_tile(
     scale: float,
     sliding_window: int,
 ) -> None:
-    """Queries ``queries[0]:queries[1]`` of all ``rows``, written to ``out_THD``."""
+    """Attention of queries ``queries[0]:queries[1]`` of all ``rows``, written to ``out_THD``."""
     block_table, seq_lens, starts = rows
     device, num_tokens = q_THD.device, q_THD.shape[0]
     m_M = torch.arange(*queries, device=device, dtype=torch.int32)
@@ -232,11 +237,11 @@ def _prefill_tile(
     j_S = torch.arange(max_seq_len, device=device, dtype=torch.int32)
     unused_RS = j_S >= seq_lens[:, None]
     hidden_RMS = j_S > i_RM[:, :, None]
-    if sliding_window:  # keys older than every window may sit in blocks that are freed already
+    if sliding_window:  # blocks of keys older than every window may be freed
         unused_RS |= j_S <= first_R[:, None] - sliding_window
         hidden_RMS |= j_S <= i_RM[:, :, None] - sliding_window
     slots_RS = _leading_slots(block_table, max_seq_len, caches[0].shape[1])
-    # CPU's fused form takes grouped heads as they are; on a GPU a mask and grouped heads exclude each other.
+    # SDPA supports grouped heads with a mask on a CPU only.
     heads = caches[0].shape[2] if device.type == "cpu" else q_THD.shape[1]
     k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(unused_RS, 0), heads)
     bias_RMS = q_THD.new_zeros(hidden_RMS.shape).masked_fill_(hidden_RMS, torch.finfo(q_THD.dtype).min)
@@ -254,7 +259,7 @@ def _prefill_tile(
 
 
 def _leading_slots(block_table: Tensor, num_keys: int, block_size: int) -> Tensor:
-    """Slots (R, S) int32 of positions 0 to ``num_keys - 1``."""
+    """Return slots (R, S) int32 of positions 0 to ``num_keys - 1``."""
     num_blocks = -(-num_keys // block_size)
     offsets = torch.arange(block_size, device=block_table.device, dtype=torch.int32)
     slots = torch.add(offsets, block_table[:, :num_blocks, None], alpha=block_size)
@@ -262,18 +267,18 @@ def _leading_slots(block_table: Tensor, num_keys: int, block_size: int) -> Tenso
 
 
 def _slots_of(block_table: Tensor, j_RS: Tensor, block_size: int) -> Tensor:
-    """Slots (R, S) int32 of positions ``j_RS``."""
+    """Return slots (R, S) int32 of positions ``j_RS``."""
     column = torch.div(j_RS, block_size, rounding_mode="floor")
     return block_table.gather(1, column.long()) * block_size + j_RS.remainder(block_size)
 
 
 def _gather(caches: _Pair, slots_RS: Tensor, num_heads: int) -> _Pair:
-    """Keys and values (R, num_heads, S, D), contiguous, heads repeated up to ``num_heads``."""
+    """Return keys and values (R, num_heads, S, D), contiguous; key heads are repeated up to ``num_heads``."""
     num_kv_heads, head_dim = caches[0].shape[2:]
     head = torch.arange(num_heads, device=slots_RS.device, dtype=torch.int64)
     if num_heads != num_kv_heads:
         head //= num_heads // num_kv_heads
-    # The factor keeps int32 slots from overflowing: the sum with int64 heads is taken in int64.
+    # Adding to int64 heads computes in int64, so that int32 slots cannot overflow.
     index = torch.add(head[:, None], slots_RS[:, None], alpha=num_kv_heads).view(-1)
     shape = (slots_RS.shape[0], num_heads, slots_RS.shape[1], head_dim)
     k, v = (cache.view(-1, head_dim).index_select(0, index).view(shape) for cache in caches)

@@ -1,13 +1,13 @@
-"""The work list of paged attention: one entry for each (row, query tile, KV split). This is the torch form.
+"""Work list of paged attention: one entry for each (row, query tile, KV split). This is the torch implementation.
 
-One list serves all key heads and all layers with equal heads and windows. It is made on the device, once in each
-forward pass. Its size follows from the numbers of rows and tokens and from `max_query_len`, so a CUDA graph can record
-the launch that makes it and the launches that read it. A program reads one entry; programs of padding end at once.
+One list serves all key heads and all layers with equal heads and windows. The device computes the list once in each
+forward pass. Its size depends on the numbers of rows and tokens and on `max_query_len`. A CUDA graph can therefore
+record the launch that computes the list and the launches that read it. A program reads one entry; padding ends at once.
 
 All splits of a launch have the same number of keys, so that about ``splits`` of them hold all keys of the launch. A
-long row among short rows gets as many programs as its keys are worth. Split sizes are ``min_keys`` times a power of
-two, so that one more token seldom changes the order of sums. The last row and its last tile come first, because the
-last tile of a prompt has the most keys.
+long row among short rows gets programs in proportion to its keys. Split sizes are ``min_keys`` times a power of two, so
+that one more token rarely changes the order of sums. The last row and its last tile come first, because the last tile
+of a prompt has the most keys.
 
 Item: (row, token, queries, seq_len, tile, first, end, part).
     row: index in the batch. token: its first token. queries, seq_len: its tokens and keys. tile: its query tile.
@@ -21,7 +21,7 @@ Join: (token, begin, lines, splits, first line, stride, 0, 0), for each tile wit
     ``first line + (s * key heads + h) * stride + m``.
 Padding of joins: zeros.
 
-Legend: R rows, the last one first; I items.
+Shapes: R rows, the last one first; I items.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What paged-attention backends share: their metadata, the builder of it, how a step attends, what is refused."""
+"""Base classes of paged-attention backends: metadata, metadata builder, and the attention call."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ KVCache: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionMetadata:
-    """What paged attention reads of a batch with R rows and T tokens, for one KV-cache group.
+    """Metadata of one KV-cache group, for a batch with R rows and T tokens.
 
     Attributes:
         query_start_loc: (R + 1,) int32.
         seq_lens: (R,) int32.
         block_table: (R, max_blocks) int32.
-        slot_mapping: (T,) int64, -1 for tokens that store nothing.
-        num_decodes: leading rows where row ``r`` computes token ``r`` and nothing else; padded rows may be
-            among them if they have no token.
+        slot_mapping: (T,) int64, -1 for tokens that are not stored.
+        num_decodes: number of leading rows where row ``r`` has exactly token ``r``; padded rows without a token may
+            be included.
         max_query_len, max_seq_len: host bounds over all rows.
     """
 
@@ -40,19 +40,20 @@ class PagedAttentionMetadata:
 
 
 class PagedAttentionBuilder:
-    """Builder of :class:`PagedAttentionMetadata`: views only, and one host scalar."""
+    """Builds :class:`PagedAttentionMetadata`: views of the batch, and one host scalar."""
 
     reads = frozenset({"query_start_loc", "query_start_loc_cpu", "seq_lens", "block_tables", "slot_mappings"})
     seq_len_fill = 0
 
     def __init__(self, graph_support: GraphSupport = GraphSupport.ALWAYS) -> None:
-        """``graph_support`` is what the backend's kernels allow."""
+        """``graph_support``: batches that the backend's kernels can be captured for."""
         self.graph_support = graph_support
 
     def build(
         self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
     ) -> PagedAttentionMetadata:
-        """Metadata for KV-cache group ``group``. Under capture only the promise of one token a row makes a decode.
+        """Return metadata for KV-cache group ``group``. During a capture, decodes are counted only if
+        ``max_query_len`` is 1.
 
         Raises:
             ValueError: the batch has no such group.
@@ -70,7 +71,7 @@ class PagedAttentionBuilder:
         )
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
-        """Both bounds, and the rows that kernels take for decodes."""
+        """Return ``num_decodes`` and both bounds with their roles."""
         return Signature(
             (
                 ("num_decodes", Role.FLOOR, meta.num_decodes),
@@ -80,17 +81,17 @@ class PagedAttentionBuilder:
         )
 
     def addresses(self) -> Mapping[str, int]:
-        """Nothing: all tensors are the batch's."""
+        """Return nothing: all tensors belong to the batch."""
         return {}
 
 
 def _leading_single_token_rows(common: CommonAttentionMetadata, phase: BuildPhase) -> int:
     if phase is not BuildPhase.RUN and common.max_query_len > 1:
-        return 0  # any row of a batch that replays this may have several tokens
-    if common.max_query_len == 1:  # the promise covers padded rows too, so that a captured size is one form
+        return 0  # a batch that replays the graph may have several tokens in any row
+    if common.max_query_len == 1:  # padded rows too, so that all batches of a captured size agree
         return min(common.num_reqs, common.num_tokens)
     if 0 < common.num_actual_tokens == common.num_actual_reqs * common.max_query_len:
-        return 0  # all have as many
+        return 0  # all rows have the same number, above 1
     starts = common.query_start_loc_cpu.numpy()
     if len(starts) > 1 and starts[1] - starts[0] != 1:
         return 0
@@ -100,51 +101,50 @@ def _leading_single_token_rows(common: CommonAttentionMetadata, phase: BuildPhas
 
 
 class AttentionBackend:
-    """A builder and kernels over a paged KV cache; a kind of it says which, and what it refuses.
+    """Base class of attention backends: a metadata builder and kernels over a paged KV cache.
 
-    Block 0 of a cache is the null block: no request owns it, and its slot 0 stays all zeros. The rest of it, free
-    blocks and table tails may hold anything, NaN too unless ``needs_finite_cache``.
+    Block 0 of a cache is the null block. No request owns it, and its slot 0 stays zero. Other unused entries of the
+    cache may hold any value; they may be NaN unless ``needs_finite_cache``.
     """
 
     name: ClassVar[str]
-    """What :func:`get_backend` calls it."""
+    """Name for :func:`get_backend`."""
     graph_support: ClassVar[GraphSupport] = GraphSupport.ALWAYS
-    """Which batches its kernels may be captured for."""
+    """Batches that its kernels may be captured for."""
     fuses_rotary: ClassVar[bool] = False
-    """Whether ``attend`` takes ``rotary``; where not, the caller rotates queries and keys."""
+    """Whether ``attend`` accepts ``rotary``. If not, the caller rotates queries and keys."""
     fuses_norm: ClassVar[bool] = False
-    """Whether ``attend`` takes ``norm``, beside ``rotary``."""
+    """Whether ``attend`` accepts ``norm`` together with ``rotary``."""
     needs_finite_cache: ClassVar[bool] = False
-    """Whether what a row must not see still has to be finite, as it is multiplied by a weight of 0.
+    """Whether masked keys and values must be finite, because the kernel multiplies them by a weight of 0.
 
-    An engine then zeroes a block before it hands it to a request: the one that had it before may have left NaN.
+    The engine then zeroes a block before a request gets it, because its last owner may have left NaN.
     """
     tolerates_loose_bounds: ClassVar[bool] = False
-    """Whether its kernels take any batch of so many rows and tokens, and as long under bounds far above the truth: then
-    graphs of mixed batches hold them, whatever else runs between the pieces.
+    """Whether kernels accept any batch of a captured number of rows and tokens, and stay as fast if ``max_seq_len`` and
+    ``max_query_len`` are far above the true lengths. Graphs of mixed batches may then contain the attention.
     """
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    """Of queries and caches."""
+    """Supported dtypes of queries and caches."""
     min_capability: ClassVar[tuple[int, int] | None] = None
-    """Compute capability of the CUDA devices it needs; None: it needs none."""
+    """Lowest supported CUDA compute capability; None if no CUDA device is needed."""
     device = torch.device("cpu")
-    """Where its builders keep what they own; :func:`get_backend` sets it."""
+    """Device of the buffers of its builders; set by :func:`get_backend`."""
     write: ClassVar[Callable[..., Any]]
-    """With the arguments of :data:`bateleur.metadata.ops.write_kv`, or if it fuses those of ``rotate_and_write_kv``.
-
-    Weights and epsilon of norms come only where ``fuses_norm``.
+    """Stores keys and values, with the arguments of :data:`bateleur.metadata.ops.write_kv`, or of
+    ``rotate_and_write_kv`` if ``fuses_rotary``. Norm weights and epsilon are passed only if ``fuses_norm``.
     """
     kernel: ClassVar[Callable[..., Any]]
-    """Attention over what is stored, with the arguments of :data:`bateleur.metadata.ops.paged_attention`."""
+    """Attention over the cache, with the arguments of :data:`bateleur.metadata.ops.paged_attention`."""
 
     def builder(self) -> AttentionMetadataBuilder[PagedAttentionMetadata]:
-        """A new builder of this backend's metadata, for one KV-cache group or many."""
+        """Return a new metadata builder, for one or more KV-cache groups."""
         return PagedAttentionBuilder(self.graph_support)
 
     def unsupported_reason(
         self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
     ) -> str | None:
-        """Why a configuration can't run here, or None if it can."""
+        """Return why the backend cannot serve a configuration, or None if it can."""
         if head_dim < 1:
             return f"head_dim {head_dim} is not positive"
         if dtype not in self.dtypes:
@@ -157,24 +157,23 @@ class AttentionBackend:
         return reason
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """What is missing for heads of this size here, or for any; None if nothing is."""
+        """Return which requirement of the backend fails for this head dimension and device, or None."""
         return None
 
     def build_work_list(
         self, meta: PagedAttentionMetadata, kv: KVCache, num_heads: int, sliding_window: int | None = None
     ) -> Tensor | None:
-        """Make the work list of a forward pass for all layers with equal heads and windows, or return None.
+        """Compute the work list of a forward pass for all layers with equal heads and windows, or return None.
 
-        A model calls it once in each pass, before its layers, and passes the result to every ``attend`` of the pass. A
-        CUDA graph records the call. Only backends that ``tolerates_loose_bounds`` are asked. Without a list, a
-        backend that has
-        one makes it in every ``attend``.
+        A model calls it once per forward pass, before its layers, and passes the result to every ``attend``. A CUDA
+        graph records the call. Called only for backends with ``tolerates_loose_bounds``. Without a list, ``attend``
+        computes one if the backend needs it.
 
         Args:
-            meta: of this batch.
+            meta: metadata of this batch.
             kv: caches of one of the layers.
             num_heads: query heads of the layers.
-            sliding_window: of the layers; None for none.
+            sliding_window: of the layers, in tokens; None for none.
         """
         return None
 
@@ -197,28 +196,29 @@ class AttentionBackend:
             q: (T, Hq, D) queries, Hq a multiple of Hkv.
             k, v: (T, Hkv, D) keys and values of the same tokens.
             kv: caches of the layer, written in place.
-            meta: of this batch and this layer's group.
+            meta: metadata of this batch and the layer's KV-cache group.
             scale: factor on the scores.
-            sliding_window: query ``i`` sees key ``j`` iff ``i - sliding_window < j <= i``; None for all ``j
-                <= i``.
-            rotary: cosine and signed sine (T, 1, R) of the tokens' positions, R at most D and even: lane i of the
-                leading R turns with lane i + R/2, ``x * cos + roll(x, R/2) * sin``. ``q`` and ``k`` are not yet
-                rotated then; they may be overwritten. Only where ``fuses_rotary``.
-            norm: weights of queries and of keys, of a head (D,) or of all heads (Hq * D,) and (Hkv * D,), and epsilon
-                of a root mean square norm over each head, or over all of them, before they turn. Only where
-                ``fuses_norm``.
-            work: what ``divide`` returned in this pass for layers with these heads and this window.
+            sliding_window: query ``i`` sees key ``j`` if ``i - sliding_window < j <= i``; None: all ``j <= i``.
+            rotary: cosine and signed sine (T, 1, R), R even and at most D. Lane i of the leading R is paired with lane
+                i + R/2: ``x * cos + roll(x, R/2) * sin``. Pass unrotated ``q`` and ``k`` then; they may be overwritten.
+                Only if ``fuses_rotary``.
+            norm: weights of queries and keys, and epsilon, of an RMS norm before the rotation. Weights (D,) mean a norm
+                over each head, (Hq * D,) and (Hkv * D,) one over all heads. Only if ``fuses_norm``.
+            work: result of ``build_work_list`` in this pass for layers with these heads and this window.
 
         Returns:
             (T, Hq, D) in the dtype of ``q``; 0 for padded tokens.
+
+        Raises:
+            ValueError: ``rotary`` or ``norm`` is given but not fused, or the arguments are not supported.
         """
         if rotary is not None and not self.fuses_rotary:
             raise ValueError(
-                f"rotary: the backend {self.name!r} takes queries and keys that are rotated already"
+                f"rotary: the backend {self.name!r} does not fuse it; rotate q and k before the call"
             )
         if norm is not None and not self.fuses_norm:
             raise ValueError(
-                f"norm: the backend {self.name!r} takes queries and keys that are normalised already"
+                f"norm: the backend {self.name!r} does not fuse it; normalise q and k before the call"
             )
         self.check(kv, meta)
         if self.fuses_rotary:
@@ -228,7 +228,7 @@ class AttentionBackend:
         return self.attend_cache(q, kv, meta, scale, sliding_window, work)
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
-        """Raise `ValueError` for what the backend can't take, before anything is stored."""
+        """Raise ValueError for unsupported arguments, before anything is stored."""
 
     def attend_cache(
         self,
@@ -239,7 +239,7 @@ class AttentionBackend:
         sliding_window: int | None,
         work: Tensor | None = None,
     ) -> Tensor:
-        """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
+        """Return attention (T, Hq, D) over the cache; 0 for padded tokens."""
         out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0)
         return out
 
@@ -247,7 +247,7 @@ class AttentionBackend:
 kernel_row_args = attrgetter(
     "block_table", "seq_lens", "query_start_loc", "num_decodes", "max_query_len", "max_seq_len"
 )
-"""What kernels are told of rows, in the order of their arguments."""
+"""Row arguments of attention kernels, in their order."""
 
 
 def _device_refusal(device: torch.device, least: tuple[int, int]) -> str | None:

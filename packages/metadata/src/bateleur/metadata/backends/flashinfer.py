@@ -1,12 +1,11 @@
-"""Paged attention by FlashInfer (the extra ``flashinfer``): planned on the host for each step, run for each layer.
+"""Paged attention by FlashInfer (extra ``flashinfer``): planned on the host for each step, run for each layer.
 
-FlashInfer wants the pages of all rows as one list, with the number of pages of each row and the tokens in its last
-one. Both counts come from exact lengths that the host has; the list is gathered from the block table on the device,
-so that planning never waits for it. Batches whose rows all have as many tokens are planned into fixed buffers, and may
-be captured; a plan of any other batch holds for that one alone.
+FlashInfer needs the pages of all rows as one list, the number of pages of each row, and the tokens in its last page.
+Both counts come from exact lengths on the host. The list is gathered from the block table on the device, without
+waiting. Batches with equal query lengths are planned into fixed buffers and may be captured.
 
-Nothing chooses it but a caller: decodes and prompts go through different kernels, which split and add in an order of
-their own, so a token that a draft proposed and one that was decoded alone are not the same to the last bit.
+``auto`` never selects this backend. Decodes and prefills use different kernels with different orders of summation, so
+speculative decoding could differ from plain decoding in the last bit.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ _HEAD_DIMS = (64, 128, 256)
 
 
 class FlashInferBuilder(PagedAttentionBuilder):
-    """Adds host lengths to what every paged backend reads, and plans what graphs hold. It reads no device value."""
+    """Paged-attention builder that adds host lengths and plans the wrappers of graphs. It reads no device value."""
 
     reads = PagedAttentionBuilder.reads | {"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"}
 
     def __init__(self, plans: PlanCache) -> None:
-        """``plans`` are the backend's."""
+        """``plans``: plan cache of the backend."""
         super().__init__(GraphSupport.UNIFORM)
         self._plans, self._owner = plans, plans.new_owner()
 
     def build(
         self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
     ) -> FlashInferMetadata:
-        """Metadata for KV-cache group ``group``.
+        """Return metadata for KV-cache group ``group``.
 
         Raises:
             InexactBound: the host has only an upper bound of a row's length.
@@ -70,7 +69,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
         meta = FlashInferMetadata(
             **shared,
             group=group,
-            key_lens=lengths.copy(),  # a layer may plan after the buffers were staged again
+            key_lens=lengths.copy(),  # a copy, because a layer may plan after the next staging
             query_starts=starts.copy(),
             shape=shape,
             for_capture=for_capture,
@@ -80,7 +79,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
         return meta
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
-        """What a graph bakes of a batch with a shape: that, and no numbers of its rows, for its plan is made anew."""
+        """Return the shape of a captured batch. Row counts are not frozen, because each batch gets a new plan."""
         if not isinstance(meta, FlashInferMetadata) or meta.shape is None:
             return super().signature(meta)
         return Signature(
@@ -93,11 +92,11 @@ class FlashInferBuilder(PagedAttentionBuilder):
         )
 
     def addresses(self) -> Mapping[str, int]:
-        """Where plans lie that graphs read."""
+        """Return the plan buffers that graphs read."""
         return self._plans.addresses(self._owner)
 
     def _shape(self, common: CommonAttentionMetadata, group: int) -> GraphShape | None:
-        """That of a batch whose rows all have as many tokens as it promises at most; None for others."""
+        """Return the graph shape of a batch if all rows have ``max_query_len`` tokens, else None."""
         longest = common.max_query_len
         padded, real = (
             (common.num_tokens, common.num_reqs),
@@ -109,11 +108,11 @@ class FlashInferBuilder(PagedAttentionBuilder):
 
 
 class FlashInferBackend(AttentionBackend):
-    """Decode rows and the others run by a wrapper each; layers of equal configuration share the plan of a step."""
+    """Attention by FlashInfer's decode and prefill wrappers. Layers of equal configuration share the plan of a step."""
 
     name = "flashinfer"
     graph_support = GraphSupport.UNIFORM
-    needs_finite_cache = True  # nothing is promised of entries behind a row's last key
+    needs_finite_cache = True  # FlashInfer does not document NaN in entries after a row's last key
     dtypes = (torch.float16, torch.bfloat16)
     min_capability = (8, 0)
     write = staticmethod(ops.write_kv)
@@ -122,11 +121,11 @@ class FlashInferBackend(AttentionBackend):
         self._plans = PlanCache()
 
     def builder(self) -> FlashInferBuilder:
-        """A new builder, for one KV-cache group or many."""
+        """Return a new metadata builder, for one or more KV-cache groups."""
         return FlashInferBuilder(self._plans)
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """What is missing for heads of this size here, or for any; None if nothing is."""
+        """See :meth:`AttentionBackend.missing_requirement`."""
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed; bateleur-metadata[flashinfer] installs it"
         if head_dim not in _HEAD_DIMS:
@@ -134,7 +133,7 @@ class FlashInferBackend(AttentionBackend):
         return None
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
-        """Refuse metadata of another builder."""
+        """Raise ValueError for metadata of another builder."""
         if not isinstance(meta, FlashInferMetadata):
             raise ValueError(f"meta: is {type(meta).__name__}, must be the FlashInferMetadata of its builder")
 
@@ -147,9 +146,9 @@ class FlashInferBackend(AttentionBackend):
         sliding_window: int | None,
         work: Tensor | None = None,
     ) -> Tensor:
-        """Attention (T, Hq, D) over what is stored; 0 for tokens of no row. The first layer of a step plans."""
+        """See :meth:`AttentionBackend.attend_cache`. The first layer of a step plans."""
         assert isinstance(meta, FlashInferMetadata)
-        out = torch.zeros_like(q)  # tokens of no row stay 0
+        out = torch.zeros_like(q)  # padded tokens stay 0
         k_cache, n = kv[0], min(meta.num_decodes, len(meta.key_lens))
         sizes = q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1]
         rest = meta.group, sizes, q.dtype, k_cache.dtype, q.device, scale, sliding_window

@@ -1,4 +1,4 @@
-"""Paged attention in C, with the rotary embedding fused into the write: the default on a CPU with a compiler."""
+"""Paged attention in C, with rotary embedding fused into the KV write: the default on a CPU with a compiler."""
 
 import torch
 
@@ -7,9 +7,9 @@ from bateleur.metadata.backends.base import AttentionBackend
 
 
 class NativeBackend(AttentionBackend):
-    """Paged attention through the compiled forms of the operators.
+    """Paged attention by the C operators.
 
-    A query has the same bits whatever is beside it, and however a prompt is cut. ``attend`` rotates
+    The result of a query does not depend on the other rows or on prompt chunking, bit for bit. ``attend`` rotates
     ``q`` in place.
     """
 
@@ -20,7 +20,7 @@ class NativeBackend(AttentionBackend):
     kernel = staticmethod(ops.native_paged_attention)
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """What is missing here for heads of any size; None if nothing is."""
+        """See :meth:`AttentionBackend.missing_requirement`."""
         if device.type != "cpu":
             return f"device {device} is not a CPU"
         return native.unavailable_reason()

@@ -1,4 +1,4 @@
-"""The naive form of paged attention: loops, float64, any device. It is the specification of the operators."""
+"""Reference paged attention: loops in float64, on any device. The specification of the operators."""
 
 from itertools import pairwise
 
@@ -10,10 +10,9 @@ from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAtte
 
 
 def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store keys and values (T, Hkv, D) in slots (T,) of caches (blocks, block_size, Hkv, D); -1 stores
-    nothing.
+    """Store keys and values (T, Hkv, D) in slots (T,) of caches (blocks, block_size, Hkv, D); -1 stores nothing.
 
-    Slot 0 (the first of the null block) is zero afterwards where any token was skipped.
+    If a token is skipped, slot 0 of the null block becomes zero.
     """
     block_size = k_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
@@ -32,12 +31,11 @@ def paged_attention_reference(
     scale: float,
     sliding_window: int = 0,
 ) -> Tensor:
-    """Attention of queries (T, Hq, D) over paged keys and values; (T, Hq, D) in the dtype of ``q``.
+    """Return attention (T, Hq, D) of queries (T, Hq, D) over the paged cache, in the dtype of ``q``.
 
-    Row ``r`` owns tokens ``query_start_loc[r]:query_start_loc[r + 1]``; they are the last of its
-    ``seq_lens[r]`` positions. Query position ``i`` sees key ``j`` iff ``i - sliding_window < j <= i`` (0: no
-    window). Query head ``h`` reads key head ``h // (Hq // Hkv)``. Tokens of no row, and rows without keys,
-    give 0.
+    Row ``r`` owns tokens ``query_start_loc[r]:query_start_loc[r + 1]``, the last of its ``seq_lens[r]`` positions.
+    Query position ``i`` sees key ``j`` if ``i - sliding_window < j <= i`` (0: no window). Query head ``h`` reads key
+    head ``h // (Hq // Hkv)``. Padded tokens, and rows without keys, give 0.
     """
     out = torch.zeros_like(q)
     block_size = k_cache.shape[1]
@@ -62,7 +60,7 @@ class ReferenceBackend(AttentionBackend):
     """Loops over tokens: exact and slow, for comparison."""
 
     name = "reference"
-    graph_support = GraphSupport.NEVER  # its loops read lengths on the host
+    graph_support = GraphSupport.NEVER  # loops read lengths on the host
     write = staticmethod(write_kv_reference)
 
     def attend_cache(
@@ -74,6 +72,6 @@ class ReferenceBackend(AttentionBackend):
         sliding_window: int | None,
         work: Tensor | None = None,
     ) -> Tensor:
-        """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
+        """See :meth:`AttentionBackend.attend_cache`."""
         rows = meta.block_table, meta.seq_lens, meta.query_start_loc
         return paged_attention_reference(q, *kv, *rows, scale, sliding_window or 0)

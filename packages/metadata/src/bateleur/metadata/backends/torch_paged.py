@@ -1,4 +1,4 @@
-"""Vectorised paged attention in torch: the default on CPU, and what a GPU runs where no kernel fits."""
+"""Paged attention in vectorised torch: the default on a CPU without a compiler, and the fallback on a GPU."""
 
 import torch
 
@@ -14,5 +14,5 @@ class TorchBackend(AttentionBackend):
     kernel = staticmethod(ops.paged_attention)
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """What is missing for heads of this size here, or for any; None if nothing is."""
+        """See :meth:`AttentionBackend.missing_requirement`."""
         return None if device.type in ("cpu", "cuda") else f"device {device} is neither CPU nor CUDA"

@@ -1,7 +1,7 @@
-"""Paged attention by ``torch.nn.attention.varlen``, for machines whose torch has a kernel that reads block tables.
+"""Paged attention by ``torch.nn.attention.varlen``, if torch has a kernel that reads block tables.
 
-Torch 2.13 has the interface; whether a kernel stands behind it depends on the GPU and on what is active: cuDNN from
-torch 2.15 on, FlashAttention 3 or 4 where the caller activated it, and not the FlashAttention 2 inside torch.
+The interface needs torch 2.13. The kernel depends on the GPU: cuDNN from torch 2.15 on, or FlashAttention 3 or 4 if the
+caller activated it. The FlashAttention 2 inside torch does not read block tables.
 """
 
 import inspect
@@ -20,18 +20,18 @@ _PROBE_BLOCK_SIZE = 16
 
 
 class TorchVarlenBackend(AttentionBackend):
-    """Keys and values are stored by our operator, attention is torch's."""
+    """Stores keys and values by our operator; attention is torch's."""
 
     name = "torch_varlen"
-    # Everything that varies in a mixed batch is read on the device, but no replay of one has been compared yet.
+    # Replays of mixed batches have not been verified yet.
     graph_support = GraphSupport.UNIFORM
-    needs_finite_cache = True  # nothing is promised of entries behind a row's last key
+    needs_finite_cache = True  # torch does not document NaN in entries after a row's last key
     dtypes = (torch.float16, torch.bfloat16)
     min_capability = (0, 0)
     write = staticmethod(ops.write_kv)
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """What is missing for heads of this size here, or for any; None if nothing is."""
+        """See :meth:`AttentionBackend.missing_requirement`."""
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             return f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
         return None
@@ -39,7 +39,7 @@ class TorchVarlenBackend(AttentionBackend):
     def unsupported_reason(
         self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
     ) -> str | None:
-        """Why a configuration can't run here, or None. On CUDA this runs the kernel once, on a few tokens."""
+        """See :meth:`AttentionBackend.unsupported_reason`. On CUDA this runs the kernel once, on five tokens."""
         reason = super().unsupported_reason(head_dim, dtype, device, sliding_window)
         if reason is not None:
             return reason
@@ -48,7 +48,7 @@ class TorchVarlenBackend(AttentionBackend):
         return _probe(head_dim, dtype, device, sliding_window, _active_flash_attention())
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
-        """Refuse a block size that is not a power of two, which cuDNN needs, where no other kernel is active."""
+        """Raise ValueError for a block size that cuDNN does not support: it must be a power of two."""
         block_size = kv[0].shape[1]
         if block_size & (block_size - 1) and _active_flash_attention() is None:
             raise ValueError(
@@ -64,7 +64,9 @@ class TorchVarlenBackend(AttentionBackend):
         sliding_window: int | None,
         work: Tensor | None = None,
     ) -> Tensor:
-        """Attention (T, Hq, D) over what is stored; 0 for tokens of no row, which the kernel does not write."""
+        """See :meth:`AttentionBackend.attend_cache`. The kernel does not write padded tokens, so the output starts at
+        0.
+        """
         out = torch.zeros_like(q)
         if meta.seq_lens.shape[0]:
             kernel: Any = _kernel()
@@ -87,7 +89,7 @@ class TorchVarlenBackend(AttentionBackend):
 
 @lru_cache(maxsize=1)
 def _kernel() -> Any:
-    """``varlen_attn_out`` of a torch that has it with block tables, else None."""
+    """Return ``varlen_attn_out`` if it accepts block tables, else None."""
     try:
         from torch.nn.attention.varlen import varlen_attn_out
     except ImportError:
@@ -97,7 +99,7 @@ def _kernel() -> Any:
 
 
 def _active_flash_attention() -> str | None:
-    """Name of the FlashAttention that replaced the one inside torch, if the caller activated any."""
+    """Return the name of the FlashAttention version that the caller activated, if any."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     name: str | None = None if current is None else current()
     return name
@@ -111,10 +113,10 @@ def _probe(
     sliding_window: int | None,
     active: str | None,
 ) -> str | None:
-    """Why torch's kernel can't do two rows over two blocks each, or None. ``active`` is for the cache's key.
+    """Return why torch's kernel fails on two rows over two blocks each, or None. ``active`` is only a cache key.
 
-    The table names the blocks in falling order, values are 1 in blocks of the table and 2 elsewhere, so that a
-    kernel which ignores the table gives itself away. All values of the cache are finite.
+    The table names the blocks in descending order. Values are 1 in its blocks and 2 elsewhere, so that a kernel that
+    ignores the table is detected. All cache values are finite.
     """
     size = _PROBE_BLOCK_SIZE
     keys = torch.zeros(8, size, 1, head_dim, dtype=dtype, device=device)

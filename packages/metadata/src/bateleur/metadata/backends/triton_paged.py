@@ -1,4 +1,4 @@
-"""Paged attention in Triton kernels, norms and rotary embedding fused into the write: the default on CUDA."""
+"""Paged attention in Triton, with norms and rotary embedding fused into the KV write: the default on CUDA."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MAX_HEAD_DIM = 256
 
 
 class TritonBackend(AttentionBackend):
-    """Paged attention through the fused operators of :mod:`bateleur.metadata.ops`.
+    """Paged attention by the Triton operators.
 
-    Triton loads with the first call on a CUDA tensor; on a CPU tensor the operators run their torch forms. ``attend``
-    rotates ``q`` in place.
+    Triton is loaded at the first call on a CUDA tensor. CPU tensors use the torch implementations. ``attend`` rotates
+    ``q`` in place.
     """
 
     name = "triton"
@@ -34,7 +34,7 @@ class TritonBackend(AttentionBackend):
     def build_work_list(
         self, meta: PagedAttentionMetadata, kv: KVCache, num_heads: int, sliding_window: int | None = None
     ) -> Tensor:
-        """Make the work list of the pass, (n, 8) int32, by one launch."""
+        """Compute the work list of the pass, (n, 8) int32, in one launch."""
         bounds = num_heads, meta.slot_mapping.shape[0], meta.max_query_len, sliding_window or 0
         return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds)
 
@@ -47,12 +47,12 @@ class TritonBackend(AttentionBackend):
         sliding_window: int | None,
         work: Tensor | None = None,
     ) -> Tensor:
-        """Attention (T, Hq, D) over what is stored; 0 for tokens of no row."""
+        """See :meth:`AttentionBackend.attend_cache`."""
         out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0, work)
         return out
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """What is missing for heads of this size here, or for any; None if nothing is."""
+        """See :meth:`AttentionBackend.missing_requirement`."""
         if head_dim > _MAX_HEAD_DIM:
             return f"head_dim {head_dim} is above {_MAX_HEAD_DIM}"
         return "triton is not installed" if find_spec("triton") is None else None

@@ -1,4 +1,4 @@
-"""Checks that anybody's builder or backend can be put to: they raise with everything that is wrong, or report."""
+"""Conformance checks for metadata builders and attention backends. They raise with all violations."""
 
 from bateleur.metadata.conformance.backend_checks import BackendReport, check_backend
 from bateleur.metadata.conformance.builder_checks import BuilderReport, check_builder

@@ -1,4 +1,4 @@
-"""Keys that a builder's graphs may be captured for, and random steps that may replay each of them."""
+"""Graph keys of a builder, and random steps that may replay each of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """A padded size with the promise it makes; ``mixed`` admits prompts and any query lengths, else all are equal."""
+class GraphKey:
+    """Padded size of a captured graph. ``mixed`` admits any query lengths; otherwise all lengths are equal."""
 
     num_reqs: int
     num_tokens: int
@@ -27,14 +27,14 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that fits ``key``; without a key it runs eagerly and nothing is padded."""
+    """A step that fits ``key``. Without a key it runs eagerly and unpadded."""
 
-    key: Key | None
+    key: GraphKey | None
     rows: StepRows
 
     @property
     def shape(self) -> BatchShape:
-        """Its sizes, padded to those of the key."""
+        """Sizes of the step, padded to those of the key."""
         lens, key = self.rows.query_lens, self.key
         num_reqs, num_tokens = len(lens), int(lens.sum())
         if key is None:
@@ -46,31 +46,31 @@ class Step:
         return f"query lengths {lens} over {self.rows.num_computed_tokens.tolist()}, {self.key or 'no key'}"
 
 
-def keys_of(support: GraphSupport, limits: BatchLimits, query_lens: Sequence[int]) -> list[Key]:
-    """Keys of some sizes for everything that ``support`` allows."""
+def keys_of(support: GraphSupport, limits: BatchLimits, query_lens: Sequence[int]) -> list[GraphKey]:
+    """Return keys of several sizes for all batches that ``support`` allows."""
     most_reqs, most_tokens = limits.max_num_reqs, limits.max_num_tokens
     lens = {GraphSupport.NEVER: (), GraphSupport.SINGLE_TOKEN: (1,)}.get(support, query_lens)
     keys = [
-        Key(num_reqs, num_reqs * length, length)
+        GraphKey(num_reqs, num_reqs * length, length)
         for length in lens
         for num_reqs in sorted({1, min(3, most_reqs), most_reqs})
         if num_reqs * length <= most_tokens and length < limits.max_model_len
     ]
     if support is GraphSupport.ALWAYS:
         most = min(most_tokens, most_reqs * (limits.max_model_len - 1))
-        keys += [Key(min(n, most_reqs), n, n, mixed=True) for n in sorted({min(5, most), most})]
+        keys += [GraphKey(min(n, most_reqs), n, n, mixed=True) for n in sorted({min(5, most), most})]
     return keys
 
 
 class StepMaker:
-    """Random steps within some limits, the same in every run."""
+    """Generates random steps within limits, with a fixed seed."""
 
     def __init__(self, limits: BatchLimits, groups: Sequence[KVCacheGroup]) -> None:
         self._limits, self._groups = limits, groups
         self._rng = np.random.default_rng(0)
 
-    def steps_of(self, keys: Sequence[Key], per_key: int) -> list[Step]:
-        """Steps for each key, full and padded, and some without a key."""
+    def steps_of(self, keys: Sequence[GraphKey], per_key: int) -> list[Step]:
+        """Return full and padded steps for each key, and some steps without a key."""
         steps = [self._fitting(key, full=index == 0) for key in keys for index in range(per_key)]
         limits = self._limits
         for most in (1, 3, limits.max_num_reqs):
@@ -80,7 +80,7 @@ class StepMaker:
         return steps
 
     def rows(self, query_lens: I32Array, num_computed: I32Array, is_prefilling: BoolArray) -> StepRows:
-        """Rows in this state, with blocks of their own in each group."""
+        """Return rows in this state, each with blocks of its own in every group."""
         num_reqs = len(query_lens)
         return StepRows(
             query_lens=query_lens,
@@ -93,7 +93,7 @@ class StepMaker:
             ),
         )
 
-    def _fitting(self, key: Key, full: bool) -> Step:
+    def _fitting(self, key: GraphKey, full: bool) -> Step:
         num_reqs = key.num_reqs if full else int(self._rng.integers(1, key.num_reqs + 1))
         if key.mixed:
             longest = min(key.max_query_len, self._limits.max_model_len - 1)
@@ -103,14 +103,14 @@ class StepMaker:
         return self._step(key, lens, prompts=key.mixed)
 
     def _ragged(self, num_reqs: int, num_tokens: int, longest: int) -> I32Array:
-        """Ascending query lengths, at least 1 each and ``num_tokens`` at most together, long ones among them."""
+        """Return ascending query lengths >= 1, with a sum of at most ``num_tokens`` and some long ones."""
         lens = np.ones(num_reqs, np.int32)
         spare = int(self._rng.integers(0, max(0, num_tokens - num_reqs) + 1))
         last = lens[-3:]
         last += self._rng.multinomial(spare, self._rng.dirichlet(np.ones(len(last)))).astype(np.int32)
         return np.sort(lens.clip(max=longest))
 
-    def _step(self, key: Key | None, lens: I32Array, prompts: bool) -> Step:
+    def _step(self, key: GraphKey | None, lens: I32Array, prompts: bool) -> Step:
         num_reqs, rng = len(lens), self._rng
         computed = rng.integers(1, self._limits.max_model_len - lens + 1).astype(np.int32)
         prefilling: BoolArray = (

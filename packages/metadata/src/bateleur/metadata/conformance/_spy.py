@@ -1,4 +1,4 @@
-"""Doubles for what a builder touches: a batch that notes which fields are read, and torch without host syncs."""
+"""Test doubles: a batch that records which fields are read, and a mode that detects host-device syncs."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -18,11 +18,11 @@ from bateleur.metadata.seq_len_bound import SeqLenBound
 Note = Callable[[str], None]
 
 _FIELD_OF = {field.bound_attr or name: name for name, field in FIELDS.items()}
-"""The field behind an attribute of a batch, or of its bound."""
+"""Field name by attribute of a batch or of its length bound."""
 
 
 class _Spy:
-    """Stands for a batch or bound, with the original's own values, and notes which fields of the table are read."""
+    """Copy of a batch or bound that records reads of fields."""
 
     def __init__(self, original: Any, note: Note) -> None:
         values = {field.name: getattr(original, field.name) for field in dataclasses.fields(original)}
@@ -40,34 +40,33 @@ class _SpyBound(_Spy, SeqLenBound):
 
 
 class SpyBatch(_Spy, CommonAttentionMetadata):
-    """A batch that notes which fields of the table are read."""
+    """A batch that records which fields are read."""
 
     def __init__(self, batch: CommonAttentionMetadata, note: Note) -> None:
         super().__init__(batch, note)
         object.__setattr__(self, "seq_len_bound", _SpyBound(batch.seq_len_bound, note))
 
     def unpadded(self) -> CommonAttentionMetadata:
-        """A spy on the sliced batch: slicing alone reads nothing."""
+        """Return a spy of the sliced batch. Slicing does not count as a read."""
         return SpyBatch(self._original.unpadded(), self._note)
 
 
 def device_tensors(batch: CommonAttentionMetadata) -> list[Tensor]:
-    """The tensors of a batch whose values the host does not know."""
+    """Return the tensors of a batch whose values only the device knows."""
     values = field_values(batch)
     fields = [name for name, field in FIELDS.items() if not field.on_host]
     return [each for name in fields for each in (values[name] if FIELDS[name].per_group else (values[name],))]
 
 
 class NoSync:
-    """While it lasts, notes every operation that would make the host wait for a value on the device.
+    """Context that reports every operation that would make the host wait for a device value.
 
-    Values on the device are the given tensors and whatever is computed from them. So it works on CPU too, where
-    nothing waits.
+    Device values are the given tensors and all tensors computed from them. The detection works on a CPU too.
     """
 
     def __init__(self, tensors: Iterable[Tensor], note: Note) -> None:
         self.note = note
-        self._storages: dict[int, Any] = {}  # held, so that no address is used twice
+        self._storages: dict[int, Any] = {}  # keeps the storages alive, so that no address is reused
         self.spread(list(tensors))
         self._modes: tuple[Any, ...] = (_Functions(self), _Operators(self))
 
@@ -80,18 +79,18 @@ class NoSync:
             mode.__exit__(*error)
 
     def reaches(self, values: Any) -> bool:
-        """Whether a tensor among ``values`` has values of the device."""
+        """Return whether a tensor among ``values`` holds device values."""
         return any(each.untyped_storage().data_ptr() in self._storages for each in _tensors(values))
 
     def spread(self, values: Any) -> None:
-        """All tensors among ``values`` have values of the device from now on."""
+        """Mark all tensors among ``values`` as device values."""
         for each in _tensors(values):
             storage = each.untyped_storage()
             self._storages[storage.data_ptr()] = storage
 
 
 class _Functions(TorchFunctionMode):
-    """Reads that never reach an operator, like ``tolist`` on CPU."""
+    """Detects reads that are no operators, like ``tolist`` on a CPU."""
 
     def __init__(self, watch: NoSync) -> None:
         super().__init__()
@@ -105,7 +104,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """Operators whose result the host must know, and the spread of device values through the others."""
+    """Detects operators whose result the host must read, and marks the results of other operators as device values."""
 
     def __init__(self, watch: NoSync) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +112,7 @@ class _Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: the first use of a mode would otherwise import the compiler, which takes seconds."""
+        """Return False: else the first use of a mode imports the compiler, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

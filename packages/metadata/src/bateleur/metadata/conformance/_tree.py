@@ -1,4 +1,4 @@
-"""Walking whatever a builder returns: dataclasses, tuples, lists and dicts of tensors, arrays and host values."""
+"""Traversal of metadata objects: dataclasses, tuples, lists and dicts of tensors, arrays and host values."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 HOST_VALUE = (int, float, str, np.generic)
-"""Types of plain numbers, strings and flags."""
+"""Types of plain numbers, strings and bools."""
 
 
 def leaves(node: Any) -> Iterator[tuple[str, Any]]:
-    """(path, value) of everything that is not a container; objects of unknown types count as values."""
+    """Yield (path, value) of everything that is not a container. Objects of unknown types are values."""
     return ((path, each) for path, each in _walk(node) if _children(each) is None)
 
 
 def mutable_containers(node: Any) -> Iterator[tuple[str, Any]]:
-    """(path, container) of everything that could be filled later: lists, dicts, sets, dataclasses not frozen."""
+    """Yield (path, container) of lists, dicts, sets, and dataclasses that are not frozen."""
     for path, each in _walk(node):
         parameters = getattr(each, "__dataclass_params__", None)
         fixed = isinstance(each, tuple | frozenset) or (parameters is not None and parameters.frozen)
@@ -27,12 +27,12 @@ def mutable_containers(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def contents(meta: Any) -> dict[str, Any]:
-    """What every leaf holds, by path, to compare: arrays with shape and dtype, bit for bit; host values as they are."""
+    """Return comparable contents of every leaf by path: bytes, shape and dtype of arrays; host values as they are."""
     return {path: _held(leaf) for path, leaf in leaves(meta)}
 
 
 def difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
-    """The path of the first leaf that differs; None if all are equal."""
+    """Return the path of the first leaf that differs, or None."""
     for path in {**expected, **found}:
         if found.get(path) != expected.get(path):
             return path or "the metadata"
@@ -46,7 +46,9 @@ def _walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _children(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What a container holds, by name; None for a value. Sets hold nothing that has a place."""
+    """Return the named children of a container, or None for a value. Sets have none, because their order is
+    undefined.
+    """
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
     if isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Does a paged-attention backend compute what the reference does, whatever lies in memory it must not read?"""
+"""Compares an attention backend with the reference, with garbage in all memory that must not be read."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ _BATCHES = {
     "verifying": ((3, 3, 3), (20, 1, 57)),
     "decode": ((1, 1, 1), (0, 61, 17)),
 }
-"""Query lengths over computed tokens, larger batches first."""
+"""(query lengths, computed tokens) by name, larger batches first."""
 
 _MAX_LEN = 70
 _LARGE = 3e4
@@ -36,12 +36,12 @@ _LARGE = 3e4
 
 @dataclass(frozen=True, slots=True)
 class BackendReport:
-    """What :func:`check_backend` ran.
+    """Result of :func:`check_backend`.
 
     Attributes:
-        backend: its name.
-        num_cases: configurations times batches that ran.
-        refused: reasons of the configurations that the backend says it does not support.
+        backend: name of the backend.
+        num_cases: number of (configuration, batch) pairs that ran.
+        refused: reasons for unsupported configurations.
     """
 
     backend: str
@@ -60,21 +60,21 @@ def check_backend(
     sliding_windows: Sequence[int | None] = (None, 6),
     rtol: float | None = None,
 ) -> BackendReport:
-    """Hold ``backend`` to the reference on ragged batches, with garbage wherever nothing may be read.
+    """Compare ``backend`` with the reference on ragged batches.
 
-    Padded tokens, free blocks, the null block behind its first slot and the tails of last blocks hold NaN in one run
-    and large numbers in another: real rows must come out bit for bit the same (T-A4), padded ones as zeros. With
-    ``needs_finite_cache`` it is large numbers of either sign instead.
+    Padded tokens, free blocks, the null block after its first slot, and the ends of last blocks hold NaN in one run and
+    large numbers in another. Real rows must be equal bit for bit in both runs, padded rows must be zero. With
+    ``needs_finite_cache``, large numbers of either sign replace NaN.
 
     Args:
         device, dtype: of queries and caches.
         heads: (query heads, key heads).
-        head_dims, block_sizes, sliding_windows: all combinations are tried; None is no window.
+        head_dims, block_sizes, sliding_windows: all combinations are checked; None is no window.
         rtol: allowed error relative to the largest value; default by dtype.
 
     Raises:
-        ConformanceError: with every violation. A: memory that must not be read changes a real row, or a padded row
-        is not zero. N: a result differs from the reference. W: a store missed its slot.
+        ConformanceError: with every violation. A: memory that must not be read changes a real row, or a padded row is
+            not zero. N: a result differs from the reference. W: keys or values were stored in a wrong slot.
         ValueError: the backend supports none of the configurations.
     """
     tolerance = _TOLERANCES[dtype] if rtol is None else rtol
@@ -99,7 +99,7 @@ def check_backend(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One configuration, on all batches through one set of buffers."""
+    """One configuration; all batches use one set of buffers."""
 
     backend: AttentionBackend
     device: torch.device
@@ -139,7 +139,7 @@ class _Case:
     def attend(
         self, backend: AttentionBackend, batch: CommonAttentionMetadata, garbage: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The output, and the caches behind it, of the same real values each time."""
+        """Return output and both caches of ``backend`` for the same inputs."""
         q, k, v, k_cache, v_cache = self.inputs(batch, garbage)
         rotary, norm = _rotary(batch, self.dim, self.dtype), _norm(self.dim, self.device)
         fused: dict[str, Any] = {}
@@ -156,7 +156,7 @@ class _Case:
         return out, k_cache, v_cache
 
     def inputs(self, batch: CommonAttentionMetadata, garbage: float) -> list[Tensor]:
-        """Queries, keys and values, not yet turned, and both caches, with ``garbage`` in all that no row owns."""
+        """Return queries, keys, values and both caches, with ``garbage`` in all entries that no row owns."""
         generator = torch.Generator().manual_seed(0)
         table, (num_heads, num_kv_heads) = batch.block_tables[0].cpu(), self.heads
         tokens = torch.arange(batch.num_tokens) < batch.num_actual_tokens
@@ -176,20 +176,20 @@ class _Case:
 
 
 def _stage(buffers: InputBuffers, query_lens: I32Array, computed: I32Array) -> CommonAttentionMetadata:
-    """The batch with padded rows and tokens, stale ids of other requests behind each row's last block."""
+    """Stage a batch with padding, and put stale block ids after each row's last block."""
     num_reqs, num_tokens, longest = len(query_lens), int(query_lens.sum()), int(query_lens.max())
     group = buffers.groups[0]
     rows = StepMaker(buffers.limits, buffers.groups).rows(query_lens, computed, query_lens > 1)
     promise = longest if longest == 1 else longest + 2
     batch = buffers.stage(rows, BatchShape(num_reqs, num_tokens, num_reqs + 3, num_tokens + 5, promise))
     table = batch.block_tables[0].clone()
-    behind = torch.arange(group.max_blocks) * group.block_size >= batch.seq_lens[:num_reqs, None].cpu()
-    table[:num_reqs][behind.to(table.device)] = int(table.max()) + 1
+    unused = torch.arange(group.max_blocks) * group.block_size >= batch.seq_lens[:num_reqs, None].cpu()
+    table[:num_reqs][unused.to(table.device)] = int(table.max()) + 1
     return dataclasses.replace(batch, block_tables=(table,))
 
 
 def _rotary(batch: CommonAttentionMetadata, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine (T, 1, R) for the leading half of the lanes."""
+    """Return cosine and signed sine (T, 1, R) for the first half of the lanes."""
     width = max(2, dim // 4 * 2)
     rate = 100.0 ** -(torch.arange(width // 2, device=batch.positions.device) / width)
     angle = (batch.positions[:, None] % 128) * torch.cat((rate, rate))
@@ -199,7 +199,7 @@ def _rotary(batch: CommonAttentionMetadata, dim: int, dtype: torch.dtype) -> tup
 
 
 def _norm(dim: int, device: torch.device) -> tuple[Tensor, Tensor, float]:
-    """Weights of a head of queries and of keys, and epsilon."""
+    """Return norm weights of queries and keys for one head, and epsilon."""
     lanes = torch.arange(dim, device=device) / dim
     return 1.5 - lanes, 0.5 + lanes, 1e-6
 
@@ -215,7 +215,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _close(mine: Tensor, reference: Tensor, tolerance: float) -> bool:
-    """Within ``tolerance`` of the largest value; NaN in the same places."""
+    """Return whether values differ by at most ``tolerance`` times the largest one, with NaN in the same places."""
     finite = reference[reference.isfinite()].abs()
     # Garbage is compared exactly: it is larger than any value of the batch.
     scale = float(finite[finite < 1e4].max()) if bool((finite < 1e4).any()) else 1.0

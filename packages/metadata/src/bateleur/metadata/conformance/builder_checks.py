@@ -1,4 +1,4 @@
-"""Does a builder keep the contract? The bugs it is asked about have happened; each class of them has a letter."""
+"""Checks that a metadata builder keeps its contract. Each class of violation has a letter."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bateleur.metadata.attention_metadata_builder import AttentionMetadataBuilder, BuildPhase, check_reads
 from bateleur.metadata.common_attention_metadata import BatchShape, field_values
-from bateleur.metadata.conformance._random_steps import Key, Step, StepMaker, keys_of
+from bateleur.metadata.conformance._random_steps import GraphKey, Step, StepMaker, keys_of
 from bateleur.metadata.conformance._spy import NoSync, SpyBatch, device_tensors
 from bateleur.metadata.conformance._tree import HOST_VALUE, contents, difference, leaves, mutable_containers
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
@@ -24,13 +24,13 @@ Builder = AttentionMetadataBuilder[Any]
 
 @dataclass(frozen=True, slots=True)
 class BuilderReport:
-    """What :func:`check_builder` looked at.
+    """Result of :func:`check_builder`.
 
     Attributes:
-        builder: name of its type.
+        builder: type name of the builder.
         keys: padded sizes that were captured and replayed.
         num_builds: number of calls of ``build``.
-        read: fields that ``build`` itself read; those in ``reads`` alone are its kernels'.
+        read: fields that ``build`` read. Only kernels read the other fields in ``reads``.
     """
 
     builder: str
@@ -49,23 +49,24 @@ def check_builder(
     query_lens: Sequence[int] = (1, 2),
     fresh: Callable[[], Builder] | None = None,
 ) -> BuilderReport:
-    """Hold ``builder`` to everything that stagers, graphs and drafters rely on.
+    """Check ``builder`` on random batches of all sizes that it may be captured for.
 
     Args:
-        builder: not used before.
-        limits: of the batches to try; small and odd ones find the most.
-        groups: KV-cache groups of the batches; default one with blocks of 4 tokens.
-        group: the one to build for.
-        device: where device fields live.
-        query_lens: query lengths of the uniform batches its graphs are for: 1, and 1 + drafts.
-        fresh: makes an equal builder that has built nothing; default a deep copy.
+        builder: a builder that has built nothing yet.
+        limits: limits of the batches. Small, odd numbers detect the most violations.
+        groups: KV-cache groups of the batches; default is one with blocks of 4 tokens.
+        group: KV-cache group to build for.
+        device: device of the device fields.
+        query_lens: query lengths of uniform batches with graphs: 1, and 1 + drafts.
+        fresh: returns a new, equal builder; default is a deep copy.
 
     Raises:
-        ConformanceError: with every violation found; each starts with the letter of its class. A: padding shows
-        contents of another batch. C: a captured address is not the one written later. D: a build depends on
-        builds before it, or shares what may be filled lazily. E: a host scalar of a capture does not cover a
-        batch of its key. G: a field is read that was not declared. L: the batch was written to. M: the host
-        waits for the device, or decides something that the signature does not tell.
+        ConformanceError: with every violation and its letter. A: padding shows contents of another batch. C: a captured
+            address differs from that of a later batch. D: a build depends on earlier builds, or two builds share a
+            mutable object. E: a captured host scalar does not cover a batch of its key. G: an undeclared field is
+            read, or a call raised. L: the batch was written to. M: the host waits for the device, or a host value is
+            missing from the signature.
+        ValueError: ``group`` is not one of the groups.
     """
     if groups is None:
         groups = (KVCacheGroup(4, -(-limits.max_model_len // 4)),)
@@ -88,13 +89,13 @@ def check_builder(
 
 @dataclass
 class _Run:
-    """One check: the buffers, the steps, and what was found."""
+    """One check: buffers, steps and violations."""
 
     builder: Builder
     fresh: Callable[[], Builder]
     buffers: InputBuffers
     group: int
-    keys: list[Key]
+    keys: list[GraphKey]
     found: dict[tuple[str, str], Violation] = field(default_factory=dict)
     num_builds: int = 0
     read: set[str] = field(default_factory=set)
@@ -116,9 +117,9 @@ class _Run:
 
     # -- one build -------------------------------------------------------------------------------------------
 
-    def build(self, builder: Builder, what: Step | Key, phase: BuildPhase = BuildPhase.RUN) -> Any:
-        """Stage a step, or a dummy batch that fills a key as a capture does; and build it under watch: fields read, the
-        batch unchanged, no wait for the device.
+    def build(self, builder: Builder, what: Step | GraphKey, phase: BuildPhase = BuildPhase.RUN) -> Any:
+        """Stage a step, or a dummy batch of a key as a capture does, and build it. Reports undeclared reads, writes to
+        the batch and waits for the device.
         """
         self.buffers.poison()
         if isinstance(what, Step):
@@ -150,20 +151,22 @@ class _Run:
             self.buffers.poison()
         return meta
 
-    def compare(self, letter: str, meta: Any, expected: dict[str, Any], rule: str, what: Step | Key) -> None:
+    def compare(
+        self, letter: str, meta: Any, expected: dict[str, Any], rule: str, what: Step | GraphKey
+    ) -> None:
         path = difference(contents(meta), expected)
         if path:
             self.note(letter, f"{path} {rule}", what)
 
-    def note(self, letter: str, text: str, where: Key | Step | None = None) -> None:
-        """Remember a violation; the same one elsewhere adds nothing."""
+    def note(self, letter: str, text: str, where: GraphKey | Step | None = None) -> None:
+        """Record a violation. The same text is recorded once."""
         violation = Violation(letter, f"{text} ({where})" if where else text)
         self.found.setdefault((letter, text), violation)
 
     # -- several builds --------------------------------------------------------------------------------------
 
     def check_orders(self, expected: list[dict[str, Any]]) -> None:
-        """Every build gives what a builder gives that has never built before, in whatever order they come."""
+        """Check that the result of a build does not depend on earlier builds, in several orders."""
         count = len(self.steps)
         large_first = sorted(range(count), key=lambda i: -self.steps[i].shape.padded_tokens)
         shuffled = np.random.default_rng(1).permutation(count).tolist()
@@ -177,7 +180,7 @@ class _Run:
                 self.compare(letter, self.build(self.builder, step), expected[index], rule, step)
 
     def check_phases(self) -> None:
-        """A new object for each build, and nothing in two of them that one could fill and the other find filled."""
+        """Check that each build returns a new object, and that two builds share no mutable object."""
         phases = (BuildPhase.WARMUP, BuildPhase.CAPTURE, BuildPhase.CAPTURE, BuildPhase.RUN)
         built = [self.build(self.builder, self.steps[0], phase) for phase in phases]
         if len({id(meta) for meta in built}) < len(built):
@@ -190,8 +193,8 @@ class _Run:
                     kinds = f"{phases[first].value} and one for {phases[index].value}"
                     self.note("D", f"{path} is one mutable object in a build for {kinds}")
 
-    def check_key(self, key: Key) -> None:
-        """What a capture of ``key`` bakes holds for every batch that replays it."""
+    def check_key(self, key: GraphKey) -> None:
+        """Check that the captured values of ``key`` hold for every batch that replays it."""
         for phase in (BuildPhase.WARMUP, BuildPhase.CAPTURE):
             expected = contents(self.build(self.fresh(), key, phase))
             captured = self.build(self.builder, key, phase)
@@ -209,27 +212,27 @@ class _Run:
             if refusal:
                 self.note("E", f"the signature of a capture refuses a batch of its key: {refusal}", step)
             now = {name: value for name, _, value in offered.items}
-            told = {(value, now.get(name)) for name, _, value in signature.items}
-            for letter, text in _changes(baked, dict(leaves(meta)), told):
+            in_signature = {(value, now.get(name)) for name, _, value in signature.items}
+            for letter, text in _changes(baked, dict(leaves(meta)), in_signature):
                 self.note(letter, text, key)
 
-    def check_owners(self, baked: dict[str, Any], key: Key) -> None:
-        """Every tensor lies in a buffer of the batch or of the builder."""
+    def check_owners(self, baked: dict[str, Any], key: GraphKey) -> None:
+        """Check that every tensor is in a buffer of the batch or of the builder."""
         owned = [*self.buffers.addresses().values(), *self.builder.addresses().values()]
         tensors = {path: leaf for path, leaf in baked.items() if isinstance(leaf, Tensor) and leaf.numel()}
         for path, leaf in tensors.items():
             first, last = leaf.untyped_storage().data_ptr(), leaf.data_ptr()
             if not any(first <= address <= last for address in owned):
                 text = f"{path} is neither a view of the batch nor in a buffer that addresses() names"
-                self.note("C", f"{text}, so a graph would read this step's tensor for ever", key)
+                self.note(
+                    "C", f"{text}, so a graph would read the tensor of the captured step at every replay", key
+                )
 
 
 def _changes(
-    baked: dict[str, Any], later: dict[str, Any], told: set[tuple[Any, Any]]
+    baked: dict[str, Any], later: dict[str, Any], in_signature: set[tuple[Any, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """What a run must have like the capture of its key, and has not: tensors in the same places, and host values
-    unless the signature tells both.
-    """
+    """Yield differences that a replay must not have: moved tensors, and host values missing from the signature."""
     if baked.keys() != later.keys():
         yield "M", f"{min(baked.keys() ^ later.keys())} is only in one of a capture and a run of its key"
         return
@@ -242,5 +245,5 @@ def _changes(
             baked_in, now = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (leaf, other))
             if (leaf.numel() or other.numel()) and baked_in != now:
                 yield "C", f"{path} has another address, shape or stride in a run than in the capture"
-        elif isinstance(leaf, HOST_VALUE) and leaf != other and (leaf, other) not in told:
+        elif isinstance(leaf, HOST_VALUE) and leaf != other and (leaf, other) not in in_signature:
             yield "M", f"{path} differs between a capture and a run, and the signature does not tell"

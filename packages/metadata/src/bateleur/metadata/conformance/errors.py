@@ -1,4 +1,4 @@
-"""What the checks found."""
+"""Errors of the conformance checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule: the letter of its class, or the name of the part that breaks it, and a sentence."""
+    """One violation: the letter of its class (or the name of a component), and a sentence."""
 
     letter: str
     text: str
@@ -16,7 +16,7 @@ class Violation:
 
 
 class ConformanceError(AssertionError):
-    """A builder, backend, drafter or recurrence breaks its contract: all that was found, in ``violations``."""
+    """A builder, backend, drafter or recurrence breaks its contract. ``violations`` has all findings."""
 
     def __init__(self, subject: str, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)
@@ -25,5 +25,5 @@ class ConformanceError(AssertionError):
 
     @property
     def letters(self) -> str:
-        """The classes of the violations, sorted, each once."""
+        """Sorted letters of the violations, each once."""
         return "".join(sorted({violation.letter for violation in self.violations}))

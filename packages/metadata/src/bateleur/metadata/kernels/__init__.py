@@ -1,1 +1,1 @@
-"""Triton kernels, one family a file. Importing a module of it imports Triton; importing this package does not."""
+"""Triton kernels. Importing this package does not import Triton; importing one of its modules does."""

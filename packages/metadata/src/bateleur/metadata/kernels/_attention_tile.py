@@ -1,8 +1,8 @@
-"""One tile of queries against a range of its row's keys.
+"""Online softmax of one tile of queries over a range of its row's keys.
 
-A tile has M rows: a query head of one key head for one token each, those of a token side by side, so that a key is read
-once for all heads that want it. Legend: M tile rows, N keys of a step, P pages of a step, B slots of a page, D head
-dimension.
+A tile has M lines: the query heads of one key head, for consecutive tokens. The heads of a token are adjacent, so that
+a key is read once for all of them. Shapes: M tile lines, N keys of a loop iteration, P pages of an iteration, B slots
+of a page, D head dimension.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -12,14 +12,14 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 
-# Before 3.8 Triton fetches no keys ahead whose offsets were reshaped; then ids of blocks are loaded one at a time.
+# Triton before 3.8 does not pipeline loads with reshaped offsets. Block ids are then loaded one by one.
 _PAGES_AT_ONCE = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 8))
-_MOST_PAGES = tl.constexpr(8)  # of a step, where their ids are loaded one at a time
+_MOST_PAGES = tl.constexpr(8)  # of an iteration, if block ids are loaded one by one
 
 
 @triton.jit
 def empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Output (M, D), peak (M,) and total (M,) before any key, in float32: unnormalised, on the scores' scale."""
+    """Return the softmax state before any key, in float32: output (M, D), maximum (M,) and sum of weights (M,)."""
     peak_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), peak_M, tl.zeros([BLOCK_M], tl.float32)
 
@@ -29,10 +29,11 @@ def _offsets(
     table_ptr, start, first, last, strides,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PAGES_AT_ONCE: tl.constexpr, ONE_BY_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Where the keys from ``start``, a multiple of N, begin (N,). If pages and steps begin together, the id of a block
-    is loaded once for each page: of all pages at once, or ``ONE_BY_ONE``; else once for each key.
+    """Return offsets (N,) of the keys from ``start``, a multiple of N.
 
-    Pages without a key of ``first`` to ``last - 1`` have no block: nothing is read of their ids.
+    If pages and iterations are aligned, the block id is loaded once for each page: for all pages in one load, or one
+    by one with ``ONE_BY_ONE``. Otherwise it is loaded for each key. Block ids of pages without a key in ``first`` to
+    ``last - 1`` are not read.
     """
     n = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -65,17 +66,17 @@ def attend_keys(
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``state`` after the keys ``first`` to ``last - 1``; without ``MASKED`` both are multiples of N, and all queries
-    see all of these.
+    """Update ``state`` with the keys ``first`` to ``last - 1``. Without ``MASKED``, both are multiples of N and every
+    query sees every key.
 
-    The tile begins ``begin_m`` tile rows behind its row's first query, which has the position ``origin``. ``cache``
-    points to keys and values of one key head and to the row's block table; ``strides`` are those of block and slot;
-    ``scale`` has log2(e) in it. Keys of no row are not loaded: a weight of zero does not help against NaN.
+    The tile starts ``begin_m`` lines after its row's first query, whose position is ``origin``. ``cache`` has pointers
+    to keys and values of one key head and to the row's block table. ``strides`` are those of block and slot. ``scale``
+    includes log2(e). Keys outside the row are not loaded, because a weight of zero does not remove NaN.
     """
     k_ptr, v_ptr, table_ptr = cache
     acc_MD, peak_M, total_M = state
     d = tl.arange(0, q_MD.shape[1])[None, :]
-    # 128 rows of 256 lanes leave no registers for all pages at once.
+    # 128 lines of 256 lanes leave no registers to load all block ids at once.
     AT_ONCE: tl.constexpr = _PAGES_AT_ONCE and q_MD.shape[0] * q_MD.shape[1] <= 128 * 128
     for start in range(first // BLOCK_N * BLOCK_N, last, BLOCK_N):
         key_N = start + tl.arange(0, BLOCK_N)
@@ -93,7 +94,7 @@ def attend_keys(
                 seen_MN = seen_MN & (key_N[None, :] > position_M[:, None] - WINDOW)
             score_MN = tl.where(seen_MN, score_MN, float("-inf"))
         highest_M = tl.maximum(peak_M, tl.max(score_MN, 1))
-        # A query without a key so far has weights of 0, not NaN.
+        # A query without a key so far gets weights of 0 instead of NaN.
         base_M = tl.where(highest_M == float("-inf"), 0.0, highest_M) * scale
         weight_MN = tl.exp2(score_MN * scale - base_M[:, None])
         fade_M = tl.exp2(peak_M * scale - base_M)
@@ -111,7 +112,7 @@ def attend_range(
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state after the keys ``first`` to ``last - 1``: those that all queries see need no masks."""
+    """Return the state after the keys ``first`` to ``last - 1``. Keys visible to all queries need no mask."""
     state = empty_state(q_MD.shape[0], q_MD.shape[1])
     if WINDOW == 0:
         whole = tl.maximum(tl.minimum(last, origin + begin_m // GROUP + 1) // BLOCK_N * BLOCK_N, first)
@@ -128,7 +129,7 @@ def attend_range(
 
 @triton.jit
 def finish(state, scale):
-    """Output (M, D), 0 where there was no key, and logarithm of the sum of weights (M,) in base 2."""
+    """Return the output (M, D), 0 if there was no key, and the base-2 logarithm of the sum of weights (M,)."""
     acc_MD, peak_M, total_M = state
     safe_M = tl.where(total_M > 0, total_M, 1.0)
     return acc_MD / safe_M[:, None], peak_M * scale + tl.log2(safe_M)

@@ -1,9 +1,9 @@
 """Paged attention of ragged rows: one program for each item of the work list and key head.
 
-A batch that may hold short rows (decodes, drafts, ends of prompts) and long rows takes two launches with tiles of
+A batch that may have short rows (decodes, drafts, ends of prompts) and long rows takes two launches with tiles of
 different sizes. If the keys of a tile are split, each program writes a partial output in float32, and one more launch
-joins them. Programs never wait for each other: the order of the launches is enough.
-Legend: M lines of a tile (tokens x query heads of one key head), D head dimension, S splits, L lines of a join.
+joins them. Programs never wait for each other, because launches run in order.
+Shapes: M lines of a tile (tokens x query heads of one key head), D head dimension, S splits, L lines of a join.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -24,7 +24,7 @@ def _zero_tokens(
     out_ptr, first, last, step, head, num_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Zero the heads of a key head in every ``step``-th tile of M lines, from line ``first`` to token ``last - 1``."""
+    """Zero the query heads of a key head in every ``step``-th tile, from line ``first`` to token ``last - 1``."""
     d = tl.arange(0, BLOCK_D)[None, :]
     for begin in range(first, last * GROUP, step):
         m = begin + tl.arange(0, BLOCK_M)
@@ -44,7 +44,7 @@ def attention_kernel(
     """Grid (items, key heads). At least 1 block a multiprocessor.
 
     If its tile has one split, a program writes the output (T, Hq, D). Otherwise it writes a normalised partial output
-    (M, D) and base-2 logarithms of the sums of weights (M,), both in float32. Padding zeroes the tokens of no row.
+    (M, D) and the base-2 logarithm of the sum of weights (M,), both in float32. Padding items zero the padded tokens.
     """
     head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
     num_heads = num_kv_heads * GROUP
@@ -54,7 +54,7 @@ def attention_kernel(
     )  # fmt: skip
     tile, first, end = tl.load(item_ptr + 4), tl.load(item_ptr + 5), tl.load(item_ptr + 6)
     begin_m = tile * BLOCK_M
-    if row < 0:  # padding, of which `num_queries` is the number of items
+    if row < 0:  # padding: `num_queries` is the number of padding items
         _zero_tokens(
             out_ptr, token * GROUP + begin_m, num_tokens, num_queries * BLOCK_M, head, num_heads,
             GROUP, HEAD_DIM, BLOCK_M, BLOCK_D,
@@ -72,7 +72,7 @@ def attention_kernel(
         GROUP, BLOCK_SIZE, HEAD_DIM, WINDOW, BLOCK_N, PRECISION,
     )  # fmt: skip
     result_MD, lse_M = finish(state, scale)
-    # Loaded again, so that registers do not hold them during the loop over keys: 40 to 80 registers a thread fewer.
+    # Loaded again, because keeping them during the loop over keys takes 40 to 80 registers per thread.
     token, num_queries, tile, part = (
         tl.load(item_ptr + 1, cache_modifier=".ca"), tl.load(item_ptr + 2, cache_modifier=".ca"),
         tl.load(item_ptr + 4, cache_modifier=".ca"), tl.load(item_ptr + 7, cache_modifier=".ca"),
@@ -145,12 +145,12 @@ class Batch(NamedTuple):
     work: Tensor
 
     def strides(self) -> tuple[int, ...]:
-        """Strides of a token in the queries, of block, slot and head in the caches, of a row in the block table."""
+        """Return strides of: token (queries); block, slot, head (caches); row (block table)."""
         return (self.q.stride(0), *self.k_cache.stride()[:3], self.block_table.stride(0))
 
 
 def attend(batch: Batch, shape: WorkShape, out: Tensor, max_seq_len: int, scale: float) -> None:
-    """Write ``out`` (T, Hq, D), contiguous, for rows that are divided as ``shape`` says. Tokens of no row become 0."""
+    """Write ``out`` (T, Hq, D), contiguous, with the launches of ``shape``. Padded tokens become 0."""
     q, k_cache, _, _, work = batch
     num_tokens, _, head_dim = q.shape
     may_split = max_seq_len > shape.unsplit_keys

@@ -1,4 +1,4 @@
-"""The CUDA forms of the fused operators: what they refuse, and which kernel takes which rows."""
+"""CUDA implementations of the paged-attention operators: argument checks and kernel launches."""
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def rotate_and_write_kv(
     num_kv_heads = k.shape[1]
     rotary_dim = 0 if cos is None else cos.shape[2]
     if cos is None or sin is None:
-        cos = sin = q  # nothing turns, and nothing is read of it
+        cos = sin = q  # placeholders that the kernel does not read
     norm = 0
     if q_norm is not None and k_norm is not None:
         norm = 2 if norm_spans_all_heads(q, k, q_norm, k_norm) else 1
@@ -62,7 +62,7 @@ def paged_attention(
     sliding_window: int,
     work: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`bateleur.metadata.ops.triton_paged_attention`. Each row's own length says which tiles it takes."""
+    """See :data:`bateleur.metadata.ops.triton_paged_attention`."""
     _check_layout(k_cache, v_cache, q=q)
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
     if scale <= 0:

@@ -1,6 +1,6 @@
-"""A sent step made into device fields; the specification is the torch form in `bateleur.metadata._device_fields`.
+"""Triton kernels of device-side staging. `bateleur.metadata._device_fields` is their specification.
 
-Legend: N rows, T tokens, C cells or columns of a tile.
+Shapes: N rows, T tokens, C cells or columns of a tile.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -13,18 +13,16 @@ from bateleur.metadata._device_fields import DeviceFields, DeviceStep
 from bateleur.metadata.dispatch import cdiv
 
 _TILE = 256
-_OPTIONS = {
-    "num_warps": 4,
-    "enable_fp_fusion": True,
-}  # it has no floats; named, since Triton warns where nobody says
+# The kernels have no floats. Triton 3.9 warns if enable_fp_fusion is not given.
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 @triton.jit(
     do_not_specialize=[
         "num_reqs",
         "num_tokens",
-        "rows_end",
-        "tokens_end",
+        "pad_rows_until",
+        "pad_tokens_until",
         "max_reqs",
         "first_id",
         "table_row",
@@ -33,13 +31,13 @@ _OPTIONS = {
 def device_fields_kernel(
     computed_ptr, new_starts_ptr, new_ids_ptr, table_ptr,
     ids_ptr, positions_ptr, starts_ptr, seq_lens_ptr, num_computed_ptr, slots_ptr,
-    num_reqs, num_tokens, rows_end, tokens_end, max_reqs, first_id, table_row,
+    num_reqs, num_tokens, pad_rows_until, pad_tokens_until, max_reqs, first_id, table_row,
     STARTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL: tl.constexpr,
     SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of whichever reaches farther, rows or tokens). At least 16 blocks a multiprocessor.
+    """Grid (tiles of rows or tokens, the larger number). At least 16 blocks a multiprocessor.
 
-    STARTS: they are new. FIELDS: write all of them, or else slots alone. BLOCK_SIZE: 0 for no slots.
+    STARTS: write query_start_loc. FIELDS: write all fields, else slots only. BLOCK_SIZE: 0 if there are no slots.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     source_ptr = new_starts_ptr if STARTS else starts_ptr
@@ -48,7 +46,7 @@ def device_fields_kernel(
         start_N = tl.load(source_ptr + index, mask=real_N, other=num_tokens)
         end_N = tl.load(source_ptr + index + 1, mask=real_N, other=num_tokens)
         computed_N = tl.load(computed_ptr + index, mask=real_N, other=0).to(tl.int32)
-        row_N = index < rows_end
+        row_N = index < pad_rows_until
         tl.store(num_computed_ptr + index, computed_N, mask=row_N)
         tl.store(seq_lens_ptr + index, tl.where(real_N, computed_N + end_N - start_N, FILL), mask=row_N)
         if STARTS:
@@ -62,7 +60,7 @@ def device_fields_kernel(
         ended_T = tl.load(source_ptr + middle_T + 1, mask=open_T, other=0) <= index
         low_T = tl.where(open_T & ended_T, middle_T + 1, low_T)
         high_T = tl.where(open_T & (ended_T == 0), middle_T, high_T)
-    owned_T, token_T = index < num_tokens, index < tokens_end
+    owned_T, token_T = index < num_tokens, index < pad_tokens_until
     start_T = tl.load(source_ptr + low_T, mask=owned_T, other=0)
     computed_T = tl.load(computed_ptr + low_T, mask=owned_T, other=0).to(tl.int32)
     position_T = tl.where(owned_T, computed_T + index - start_T, 0)
@@ -81,27 +79,29 @@ def device_fields_kernel(
 
 @triton.jit(do_not_specialize=["table_row", "width"])
 def gather_block_tables_kernel(
-    batch_ptr, resident_ptr, rows_ptr, source_ptr, table_row, width, BLOCK: tl.constexpr
+    batch_ptr, request_tables_ptr, rows_ptr, source_ptr, table_row, width, BLOCK: tl.constexpr
 ):
-    """Grid (places, tiles of columns). At least 16 blocks a multiprocessor."""
+    """Copy request rows to batch rows. Grid (batch rows, tiles of columns). At least 16 blocks a multiprocessor."""
     place = tl.program_id(0).to(tl.int64)
     source = tl.load(source_ptr + place)
     row = tl.where(source < 0, -1 - source, source).to(tl.int64)
     column_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_C = column_C < width
     kept_C = column_C < tl.where(source >= 0, width, 0)
-    id_C = tl.load(resident_ptr + row * table_row + column_C, mask=kept_C, other=0)
+    id_C = tl.load(request_tables_ptr + row * table_row + column_C, mask=kept_C, other=0)
     tl.store(batch_ptr + place * table_row + column_C, id_C, mask=real_C)
-    tl.store(resident_ptr + row * table_row + column_C, id_C, mask=column_C < tl.where(source < 0, width, 0))
+    tl.store(
+        request_tables_ptr + row * table_row + column_C, id_C, mask=column_C < tl.where(source < 0, width, 0)
+    )
     if tl.program_id(1) == 0:
         tl.store(rows_ptr + place, row.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["table_row", "num_cells"])
 def write_block_ids_kernel(
-    batch_ptr, resident_ptr, rows_ptr, cells_ptr, new_ptr, table_row, num_cells, BLOCK: tl.constexpr
+    batch_ptr, request_tables_ptr, rows_ptr, cells_ptr, new_ptr, table_row, num_cells, BLOCK: tl.constexpr
 ):
-    """Grid (tiles of cells). At least 16 blocks a multiprocessor."""
+    """Write block ids to both tables. Grid (tiles of cells). At least 16 blocks a multiprocessor."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real_C = index < num_cells
     cell_C = tl.load(cells_ptr + index, mask=real_C, other=0)
@@ -109,39 +109,43 @@ def write_block_ids_kernel(
     place_C = cell_C // table_row
     row_C = tl.load(rows_ptr + place_C, mask=real_C, other=0).to(tl.int64)
     tl.store(batch_ptr + cell_C, id_C, mask=real_C)
-    tl.store(resident_ptr + row_C * table_row + cell_C - place_C * table_row, id_C, mask=real_C)
+    tl.store(request_tables_ptr + row_C * table_row + cell_C - place_C * table_row, id_C, mask=real_C)
 
 
 def expand(fields: DeviceFields, step: DeviceStep) -> None:
-    """As the torch form: one launch, and one more for each further group with slots."""
+    """See `_device_fields.expand`. One launch, and one more for each further group with slots."""
     x = fields
     max_reqs = x.seq_lens.shape[0]
-    reach = max(step.rows_end, step.tokens_end, 0 if step.starts is None else max_reqs + 1, 1)
+    reach = max(
+        step.pad_rows_until, step.pad_tokens_until, 0 if step.query_start_loc is None else max_reqs + 1, 1
+    )
     first_id = step.num_tokens - step.token_ids.shape[0]
-    sizes = (step.num_reqs, step.num_tokens, step.rows_end, step.tokens_end, max_reqs, first_id)
-    starts = x.query_start_loc if step.starts is None else step.starts
+    sizes = (step.num_reqs, step.num_tokens, step.pad_rows_until, step.pad_tokens_until, max_reqs, first_id)
+    starts = x.query_start_loc if step.query_start_loc is None else step.query_start_loc
     nothing = (x.positions, x.query_start_loc, 0)
     for index, (slots, table, block_size) in enumerate(x.slots or (nothing,)):
         device_fields_kernel[(cdiv(reach, _TILE),)](
-            step.computed, starts, step.token_ids, table,
+            step.num_computed_tokens, starts, step.token_ids, table,
             x.input_ids, x.positions, x.query_start_loc, x.seq_lens, x.num_computed_tokens, slots,
             *sizes, table.shape[-1],
-            STARTS=step.starts is not None and index == 0, FIELDS=index == 0, BLOCK_SIZE=block_size,
+            STARTS=step.query_start_loc is not None and index == 0, FIELDS=index == 0, BLOCK_SIZE=block_size,
             FILL=x.seq_len_fill, SEARCH=max_reqs.bit_length(), BLOCK=_TILE, **_OPTIONS,
         )  # fmt: skip
 
 
-def gather_block_tables(batch: Tensor, resident: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
-    """As the torch form, in one launch."""
+def gather_block_tables(
+    batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int
+) -> None:
+    """See `_device_fields.gather_block_tables`. One launch."""
     grid = (source.shape[0], cdiv(max(width, 1), _TILE))
     gather_block_tables_kernel[grid](
-        batch, resident, rows, source, resident.shape[1], width, BLOCK=_TILE, **_OPTIONS
+        batch, request_tables, rows, source, request_tables.shape[1], width, BLOCK=_TILE, **_OPTIONS
     )
 
 
-def write_cells(batch: Tensor, resident: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
-    """As the torch form, in one launch."""
+def write_cells(batch: Tensor, request_tables: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
+    """See `_device_fields.write_cells`. One launch."""
     num_cells = cells.shape[0]
     write_block_ids_kernel[(cdiv(num_cells, _TILE),)](
-        batch, resident, rows, cells, ids, batch.shape[1], num_cells, BLOCK=_TILE, **_OPTIONS
+        batch, request_tables, rows, cells, ids, batch.shape[1], num_cells, BLOCK=_TILE, **_OPTIONS
     )

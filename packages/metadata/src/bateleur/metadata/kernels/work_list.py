@@ -1,6 +1,6 @@
-"""Kernel that makes the work list of attention. Its specification is `bateleur.metadata.backends._work_list`.
+"""Kernel that computes the work list of attention. `bateleur.metadata.backends._work_list` is its specification.
 
-Legend: J rows, the last one first; I items.
+Shapes: J rows, the last one first; I items.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -17,7 +17,8 @@ _BLOCK = 256  # rows, and items, of a loop iteration
 
 @triton.jit
 def _rows(row_J, there_J, lengths, kind):
-    """First token, tokens, keys, first visible key and tiles of each row. Rows of the other launch have no tiles.
+    """Return first token, tokens, keys, first visible key and tiles of each row. Rows of the other launch have no
+    tiles.
 
     lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: see `work_kernel`.
     """
@@ -34,7 +35,7 @@ def _rows(row_J, there_J, lengths, kind):
 
 @triton.jit
 def _count_splits(num_keys, size):
-    """Number of splits of a row. A row without keys has one, which writes its output."""
+    """Return the number of splits of a row. A row without keys has one, which writes its output."""
     return tl.maximum(tl.cdiv(num_keys, size), 1)
 
 
@@ -53,7 +54,7 @@ def _store(entry_ptr, mask, a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.constexpr):
-    """Keys of a split, and number of items. ``ends_ptr`` gets the items of each row and all rows before it."""
+    """Return keys of a split and number of items. ``ends_ptr`` receives cumulative numbers of items by row."""
     block_n, work = kind[5], tl.zeros([], tl.int64)
     for begin in range(0, num_rows, BLOCK):
         row_J = num_rows - 1 - begin - tl.arange(0, BLOCK)
@@ -69,13 +70,13 @@ def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.
         items_J = tiles_J * _count_splits(seq_len_J - oldest_J // block_n * block_n, size)
         tl.store(ends_ptr + begin + tl.arange(0, BLOCK), total + tl.cumsum(items_J, 0), mask=row_J >= 0)
         total += tl.sum(items_J, 0)
-    tl.debug_barrier()  # all threads read what others stored
+    tl.debug_barrier()  # threads read what other threads stored
     return size, total
 
 
 @triton.jit
 def _row_of(ends_ptr, index_I, real_I, num_rows, search):
-    """Row of each item, counted from the last one, and the number of items before it.
+    """Return the row of each item, counted from the last one, and the number of items before the row.
 
     The row is the number of rows that end at or before the item. ``search``: steps of the binary search.
     """
@@ -94,7 +95,7 @@ def _write_items(
     items_ptr, joins_ptr, ends_ptr, num_rows, num_items, search, lengths, kind, size, total, last, first_line,
     num_kv_heads, splits, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write all items and their padding, and the joins of split tiles; returns the number of joins."""
+    """Write all items and their padding, and the joins of split tiles. Returns the number of joins."""
     _, _, group, _, block_m, block_n = kind
     parts, joins = 0, 0
     for begin in range(0, num_items, BLOCK):

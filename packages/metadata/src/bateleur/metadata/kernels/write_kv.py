@@ -1,6 +1,6 @@
-"""Norms and rotary embedding of queries and keys, fused with the write of keys and values by slot.
+"""RMS norm and rotary embedding of queries and keys, fused with the write of keys and values to the cache.
 
-Legend: H heads of a tile, L lanes: of a head, or of one half of the lanes that turn.
+Shapes: H heads of a tile, L lanes of a head or of one half of the rotated lanes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -11,12 +11,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-_TILE_LANES = 1024  # of one program: 8 a thread, 16 bytes of bfloat16
+_TILE_LANES = 1024  # of one program: 8 per thread, 16 bytes of bfloat16
 
 
 @triton.jit
 def _normed(x_HL, scale_H, weight_HL, real_HL):
-    """In float32, rounded once to what it is of."""
+    """Apply norm scale and weights in float32, rounded once to the dtype of the input."""
     y_HL = x_HL.to(tl.float32) * scale_H * tl.load(weight_HL, mask=real_HL, other=0).to(tl.float32)
     return y_HL.to(x_HL.dtype)
 
@@ -34,7 +34,7 @@ def _rotate(
     source_HL, target_HL, real_HL, cos_L, sin_L, turning_L, scale_H, weight_HL,
     HALF: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Lane i turns with lane i + HALF, in float32; source and target may be the same memory."""
+    """Rotate lanes i and i + HALF in float32. Source and target may be the same memory."""
     low_HL, high_HL = tl.load(source_HL, mask=real_HL), tl.load(source_HL + HALF, mask=real_HL)
     if NORM > 0:
         low_HL = _normed(low_HL, scale_H, weight_HL, real_HL)
@@ -52,7 +52,7 @@ def _rotate(
 
 @triton.jit
 def _squares(x_HL, real_HL):
-    """Of every head, (H, 1), summed."""
+    """Return the sum of squares of every head, (H, 1)."""
     x_HL = tl.load(x_HL, mask=real_HL, other=0).to(tl.float32)
     return tl.sum(x_HL * x_HL, 1)[:, None]
 
@@ -64,7 +64,9 @@ def _side(
     NORM: tl.constexpr, REST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The heads of a tile, or of all of them, out of the source to the target. REST: also lanes that do not turn."""
+    """Normalise and rotate the heads of one tile, from source to target. REST: also copy the lanes that are not
+    rotated.
+    """
     HALF: tl.constexpr = ROTARY_DIM // 2
     half_L, lane_L = tl.arange(0, BLOCK_HALF)[None, :], tl.arange(0, BLOCK_D)[None, :]
     h_H = tl.arange(0, BLOCK_H)[:, None]
@@ -106,11 +108,11 @@ def write_kernel(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, Q_TILES: tl.constexpr, K_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, Q_TILES + K_TILES): tiles of query heads, if anything happens to them, and of key heads.
+    """Grid (tokens, Q_TILES + K_TILES): tiles of query heads (0 if they do not change), then of key heads.
 
     At least 10 blocks a multiprocessor.
 
-    NORM: 0 none, 1 of each head, 2 of all heads of a token, whose tiles one program takes then.
+    NORM: 0 none, 1 over each head, 2 over all heads of a token (then one program handles all tiles).
     """
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     REST: tl.constexpr = ROTARY_DIM < HEAD_DIM
@@ -142,7 +144,7 @@ def write_kernel(
 def tile_options(
     num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, norm: int = 0
 ) -> dict[str, Any]:
-    """Tiles, their sizes and launch options of :func:`write_kernel`."""
+    """Return tile counts, tile sizes and launch options of :func:`write_kernel`."""
     block_d = triton.next_power_of_2(head_dim)
     block_h = max(1, min(triton.next_power_of_2(num_kv_heads), _TILE_LANES // block_d))
     q_tiles, k_tiles = (-(-heads // block_h) if norm < 2 else 1 for heads in (num_heads, num_kv_heads))

@@ -1,13 +1,11 @@
-"""Kernels in C for a CPU, compiled where they run: by gcc, in half a second, once; the result is kept in
-`~/.cache/bateleur`.
+"""Compiler of the C kernels: gcc compiles each file once, in about 0.5 s, and caches the result in `~/.cache/bateleur`.
 
-Who has no compiler runs the torch form of everything, and `unavailable_reason` says why. The rest of the process
-knows no more of
-this than which functions there are: C sees addresses and sizes, and has no headers but its own and the compiler's.
+Without a compiler all operators use torch, and `unavailable_reason` returns why. The C code has no dependencies except
+its own headers and the compiler's. It receives addresses and sizes.
 
-Kernels share the OpenMP runtime that torch has loaded, and so its threads: two runtimes would wait for each other's.
-A process that is forked off has none of them, and would wait for them for ever, here and in torch. So once a kernel is
-loaded, forks begin with `torch.set_num_threads(1)`, and have to stay with that.
+Kernels use the OpenMP runtime that torch has loaded, because two runtimes would compete for the cores. OpenMP threads
+do not survive a fork, and waiting for them would hang. Once a kernel is loaded, forked processes therefore run with
+`torch.set_num_threads(1)` and must keep it.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy.typing as npt
 import torch
 
 _HEADERS = Path(__file__).parent
@@ -41,19 +38,8 @@ _DIGEST = hashlib.sha256().digest_size
 Kernel = Callable[..., Any]
 
 
-_BYTE = ctypes.c_char
-
-
-def address(array: npt.NDArray[Any]) -> int:
-    """Where a dense array begins that has an entry; `array.ctypes.data` takes five times as long."""
-    if not array.flags.writeable:
-        return array.ctypes.data
-    buffer: Any = array
-    return ctypes.addressof(_BYTE.from_buffer(buffer))
-
-
 def entry(kernel: Kernel) -> int:
-    """Where a function in C begins, for whoever calls it from C."""
+    """Return the address of a C function, for calls from C."""
     function: Any = kernel
     found = ctypes.cast(function, ctypes.c_void_p).value
     assert found is not None
@@ -61,22 +47,23 @@ def entry(kernel: Kernel) -> int:
 
 
 class NoCompiler(RuntimeError):
-    """Why nothing can be compiled here."""
+    """C kernels cannot be compiled or loaded here; the message says why."""
 
 
 @cache
 def kernels(source: Path, signatures: tuple[tuple[str, str], ...]) -> Mapping[str, Kernel]:
-    """The functions of a C file, by name, compiled with the first call.
+    """Compile a C file at the first call and return its functions by name.
 
-    signatures: of each its name and a letter for each argument: p an address, l int64, i int, f float, d double; those
-    behind a `=` return an int64, the others nothing. They run without Python's lock.
+    signatures: (name, argument types) with p pointer, l int64, i int, f float, d double. After a leading `=` the
+    function returns int64, otherwise nothing. Calls release the GIL.
 
-    Raises NoCompiler, saying why.
+    Raises:
+        NoCompiler: with the reason.
     """
     _alone_in_forks()
     try:
         library = _library(source)
-    except OSError as error:  # nowhere to write to, no /proc, a file system from which nothing may run
+    except OSError as error:  # no writable folder, no /proc, or a noexec file system
         raise NoCompiler(f"{source.name} can't be compiled and loaded: {error}") from error
     found = {}
     for name, letters in signatures:
@@ -89,30 +76,12 @@ def kernels(source: Path, signatures: tuple[tuple[str, str], ...]) -> Mapping[st
 
 @cache
 def unavailable_reason() -> str | None:
-    """Why there are no kernels here, or None if there are."""
+    """Return why C kernels are not available, or None if they are."""
     try:
         kernels(_HEADERS / "probe.c", (("probe", "p"),))
     except NoCompiler as error:
         return str(error)
     return None
-
-
-def finder(module: str, files: Mapping[str, Mapping[str, str]]) -> Callable[[str], Kernel | None]:
-    """What finds a function by its name, None where nothing is compiled, for who has another form of it.
-
-    module: the `__file__` of the module beside which the C files are. files: of each its functions, with their letters.
-    """
-    source_of = {
-        name: (Path(module).with_name(file), tuple(functions.items()))
-        for file, functions in files.items()
-        for name in functions
-    }
-
-    @cache
-    def kernel(name: str) -> Kernel | None:
-        return None if unavailable_reason() is not None else kernels(*source_of[name])[name]
-
-    return kernel
 
 
 @cache
@@ -125,7 +94,7 @@ def _library(source: Path) -> ctypes.CDLL:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a file ends with the digest of what comes before: loading one that was cut off ends the process."""
+    """Return whether a file ends with the digest of its contents. Loading a truncated library would end the process."""
     data = library.read_bytes()
     return hashlib.sha256(data[:-_DIGEST]).digest() == data[-_DIGEST:]
 
@@ -154,13 +123,13 @@ def _compiled(source: Path) -> Path:
             written.write(hashlib.sha256(written.read()).digest())
             written.flush()
             os.fsync(written.fileno())
-        made.replace(target)  # at once, whoever else compiles the same
+        made.replace(target)  # atomic, because another process may compile the same file
     return target
 
 
 def _compiler() -> Path:
     if not sys.platform.startswith("linux"):
-        raise NoCompiler(f"kernels are compiled on Linux alone, and this is {sys.platform}")
+        raise NoCompiler(f"C kernels need Linux, and this is {sys.platform}")
     found = shutil.which("gcc") or shutil.which("cc")
     if found is None:
         raise NoCompiler("there is no gcc")
@@ -168,9 +137,7 @@ def _compiler() -> Path:
 
 
 def _openmp() -> str:
-    """The file of the runtime that torch runs on, whatever it is called: the linker notes its name. Other libraries may
-    have brought one of their own.
-    """
+    """Return the path of torch's OpenMP runtime. Other libraries may have loaded another one."""
     maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     found = {each[-1].strip() for each in maps if Path(each[-1].strip()).name.startswith("libgomp")}
     if len(found) > 1:
@@ -178,12 +145,12 @@ def _openmp() -> str:
         ends = [(tuple(int(end, 16) for end in each[0].split("-")), each[-1].strip()) for each in maps]
         found &= {path for (first, last), path in ends if first <= used < last}
     if len(found) != 1 or torch.__config__.parallel_info().find("OpenMP") < 0:
-        raise NoCompiler(f"torch {torch.__version__} runs on another OpenMP runtime than gcc's")
+        raise NoCompiler(f"torch {torch.__version__} does not use gcc's OpenMP runtime")
     return found.pop()
 
 
 def _processor() -> str:
-    """What `-march=native` looks at, for caches that several machines share."""
+    """Return the CPU properties that `-march=native` depends on, for caches shared by several machines."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     kinds = ("model name", "flags", "CPU part", "Features")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
@@ -191,13 +158,13 @@ def _processor() -> str:
 
 @cache
 def _folder() -> Path:
-    """Where compiled files are kept; one that ends with the process where nothing else can be written to."""
+    """Return the cache folder, or a temporary one if the cache folder is not writable or belongs to another user."""
     try:
         folder = Path("~/.cache/bateleur").expanduser()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if os.access(folder, os.W_OK | os.X_OK) and folder.stat().st_uid == os.getuid():
             return folder
-    except (OSError, RuntimeError):  # no home, or one that is not ours: slower, not wrong
+    except (OSError, RuntimeError):  # no usable home folder: compile again in each process
         pass
     _folders.append(tempfile.TemporaryDirectory(prefix="bateleur-"))
     return Path(_folders[-1].name)

@@ -1,12 +1,13 @@
-/* Paged attention on a CPU: every query by itself, so that its bits depend on its own row alone.
+/* Paged attention on a CPU. Each query is computed separately, so that its result does not depend on other rows.
 
-   q (tokens, heads, size) with a stride, caches (blocks, block_size, kv_heads, size), tables (rows, blocks of a row),
+   q (tokens, heads, size) with a token stride, caches (blocks, block_size, kv_heads, size), tables (rows, max_blocks),
    lengths (rows), starts (rows + 1). */
 #include "vec.h"
 #include <math.h>
 
 enum { TILE = 64, VECS = 4, PART = 64 /* tokens */, AT_ONCE = 1 << 14 /* entries of queries */ };
-enum { FEW = 2 /* queries, for which keys are widened one by one */, MOST_WIDENED = 1024 };
+/* Up to FEW queries widen bfloat16 keys on the fly. More queries share a float32 copy, for heads up to MOST_WIDENED. */
+enum { FEW = 2, MOST_WIDENED = 1024 };
 
 #define TYPE float
 #define NAME(what) what##_float

@@ -1,14 +1,13 @@
-/* Paged attention of rows, PART tokens at a time, for one TYPE of queries and caches: see attention.c. It may be included
-   once for each. */
+/* Paged attention for one TYPE of queries and caches; attention.c includes it once for each TYPE. */
 #ifndef ATTENTION
 #define ATTENTION
 
-enum { MOST_FETCHING = 16 /* queries: more of them take as long as memory does */ };
+enum { MOST_FETCHING = 16 /* up to so many queries prefetch; with more, compute time hides the memory latency */ };
 
-/* The first position that a token behind `past` others sees. */
+/* First position that the token at position `past` sees. */
 INLINE int64_t first_seen(int64_t past, int64_t window) { return window && past >= window ? past - window + 1 : 0; }
 
-/* A share of what is read soon, to the second level of caches: the first has too few misses under way at once. */
+/* Prefetch one share of the next tile into the L2 cache. L1 allows too few outstanding misses. */
 INLINE void fetch(const char *const *vectors, int64_t bytes, int64_t share, int64_t shares) {
   int64_t lines = (bytes + 63) / 64;
   for (int64_t line = share * lines / shares; line < (share + 1) * lines / shares; line++)
@@ -16,7 +15,7 @@ INLINE void fetch(const char *const *vectors, int64_t bytes, int64_t share, int6
 }
 #endif
 
-/* Lanes i to i + n - 1 of both halves of a head, rotated. All are read before any is written: x may be y. */
+/* Rotate lanes i to i + n - 1 of both halves of a head. x may equal y. */
 INLINE void NAME(turn_some)(const int n, const TYPE *x, TYPE *y, int64_t half, const TYPE *cos, const TYPE *sin) {
   float a[LANES], b[LANES];
   for (int i = 0; i < n; i++) a[i] = WIDEN(x[i]), b[i] = WIDEN(x[i + half]);
@@ -29,7 +28,7 @@ INLINE void NAME(turn_some)(const int n, const TYPE *x, TYPE *y, int64_t half, c
   memcpy(y + half, d, n * sizeof *y);
 }
 
-/* The leading `lanes` of `heads` heads, rotated: lane i turns with lane i + lanes / 2. x may be y. */
+/* Rotate the first `lanes` lanes of `heads` heads; lane i is paired with lane i + lanes / 2. x may equal y. */
 static void NAME(turn)(const TYPE *x, TYPE *y, int64_t heads, int64_t size, const TYPE *cos, const TYPE *sin,
                        int64_t lanes) {
   for (int64_t h = 0, half = lanes / 2; h < heads; h++, x += size, y += size) {
@@ -39,7 +38,7 @@ static void NAME(turn)(const TYPE *x, TYPE *y, int64_t heads, int64_t size, cons
   }
 }
 
-/* Returns the first slot that the caches lack, and has done nothing then, or 0. */
+/* Rotate q and k, store k and v by slot. Returns 0, or the first slot outside of the cache (then nothing is stored). */
 int64_t NAME(write)(TYPE *q, const TYPE *k, const TYPE *v, TYPE *k_cache, TYPE *v_cache, const int64_t *slots,
                     const TYPE *cos, const TYPE *sin, int64_t tokens, int64_t cached, int64_t heads, int64_t kv_heads,
                     int64_t size, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t turn_stride,
@@ -57,7 +56,7 @@ int64_t NAME(write)(TYPE *q, const TYPE *k, const TYPE *v, TYPE *k_cache, TYPE *
   return 0;
 }
 
-/* As many numbers as a vector holds, or the n that are left, and zeros behind them. */
+/* Load a vector; if fewer than LANES numbers are left, load n and fill with zeros. */
 INLINE vec NAME(some)(const TYPE *p, int64_t n) {
   if (n >= LANES) return LOAD(p);
   TYPE part[LANES] = {};
@@ -65,7 +64,7 @@ INLINE vec NAME(some)(const TYPE *p, int64_t n) {
   return LOAD(part);
 }
 
-/* Scores of LANES keys: products of a widened query with each of them. */
+/* Dot products of a float32 query with LANES keys. */
 INLINE vec NAME(scores)(const float *query, const TYPE **keys, const int64_t size) {
   vec sums[LANES];
   for (int i = 0; i < LANES; i++) {
@@ -76,7 +75,7 @@ INLINE vec NAME(scores)(const float *query, const TYPE **keys, const int64_t siz
   return sums_of(sums);
 }
 
-/* What `count` vectors of sums become of `keep` of themselves and the values, weighed by p. */
+/* sums = sums * keep + p * values, for `count` vectors. */
 INLINE void NAME(weigh)(const int count, float *sums, float keep, const float *p, const TYPE **values, int64_t d,
                         int64_t n, const int64_t size) {
   vec sum[VECS];
@@ -86,8 +85,8 @@ INLINE void NAME(weigh)(const int count, float *sums, float keep, const float *p
   for (int i = 0; i < count; i++) store(sums + d + i * LANES, sum[i]);
 }
 
-/* What n keys and values add to the softmax of one widened query: `most` its largest score, `total` the sum of
-   e^(score - most), `sums` that of the values, weighed so. As many keys as fill vectors can be read. */
+/* Online softmax: add n keys and values to one float32 query. `most`: largest score; `total`: sum of
+   e^(score - most); `sums`: weighted sum of values. Pointers of whole vectors of keys must be readable. */
 INLINE void NAME(add_keys)(const float *query, float *most, float *total, float *sums, const TYPE **keys,
                            const TYPE **values, int64_t n, const int64_t size, float scale) {
   float p[TILE] __attribute__((aligned(64))), before = *most;
@@ -113,7 +112,7 @@ INLINE void NAME(add_keys)(const float *query, float *most, float *total, float 
   for (; d < size; d += LANES) NAME(weigh)(1, sums, keep, p, values, d, n, size);
 }
 
-/* add_keys of one size: loops over the usual ones are unrolled. */
+/* add_keys for one head size; common sizes have unrolled loops. */
 typedef void NAME(adds)(const float *query, float *most, float *total, float *sums, const TYPE **keys,
                         const TYPE **values, int64_t n, int64_t size, float scale);
 #define ADDS(name, of_size)                                                                                   \
@@ -130,14 +129,14 @@ static NAME(adds) *NAME(adding)(int64_t size) {
   return size == 64 ? NAME(add_64) : size == 128 ? NAME(add_128) : NAME(add_any);
 }
 
-/* The tile of keys and values of one head of a row, of `length` tokens, from `begin` on. */
+/* Keys and values of one head of a row with `length` tokens, from position `begin` on. */
 typedef struct {
   const TYPE *k_cache, *v_cache;
   const int32_t *blocks;
   int64_t begin, length;
 } NAME(tile);
 
-/* Where its values are, then its keys; the ones that it lacks are where `other` is. */
+/* Write pointers to the tile's values, then to its keys. Positions after the last key point to `other`. */
 static void NAME(find)(const NAME(tile) *t, int64_t token_stride, int64_t block_size, const TYPE *other,
                        const TYPE **vectors) {
   int64_t block = t->begin / block_size, offset = t->begin % block_size, j = 0;
@@ -149,9 +148,9 @@ static void NAME(find)(const NAME(tile) *t, int64_t token_stride, int64_t block_
   for (; j < TILE; j++) vectors[j] = vectors[j + TILE] = other;
 }
 
-/* Tokens of a row, of `length` with them, and one head of keys: `group` queries a token, (group, size), those of q and y
-   lie a stride apart. Softmax goes in tiles of TILE keys from position 0 on, rescaled by the largest score so far: a
-   tile stays in the cache while all queries pass, each by itself. A few of them fetch the next one, at last `after`. */
+/* Attention of the last `tokens` of a row's `length` tokens, for one key head with `group` queries per token.
+   Online softmax over tiles of TILE keys from position 0 on. All queries use a tile while it is in the CPU cache. With
+   few queries, the next tile is prefetched; the last one prefetches `after`. */
 static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
                               int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
                               const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale,
@@ -211,7 +210,7 @@ static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_
   }
 }
 
-/* As many tokens at once as a cache holds queries of. */
+/* Process as many tokens at once as have queries that fit the CPU cache. */
 static void NAME(attend_row)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
                              int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
                              const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale,
@@ -224,7 +223,7 @@ static void NAME(attend_row)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_s
   }
 }
 
-/* Whether tokens and blocks of a row lie within q and the caches; of its blocks those that its tokens see. */
+/* Whether a row's tokens are within q and its visible blocks within the caches. */
 static int NAME(fits)(const int32_t *blocks, int64_t length, int64_t begin, int64_t end, int64_t tokens, int64_t width,
                       int64_t cached, int64_t block_size, int64_t window) {
   if (begin < 0 || begin > end || end > tokens || length > width * block_size) return 0;
@@ -234,7 +233,7 @@ static int NAME(fits)(const int32_t *blocks, int64_t length, int64_t begin, int6
   return !outside || begin == end;
 }
 
-/* Returns 1 + the first row that does not fit, and has done nothing then, or 0. */
+/* Returns 0, or 1 + the first row that does not fit (nothing is computed then). */
 int64_t NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, const int32_t *tables,
                      const int32_t *lengths, const int32_t *starts, TYPE *y, int64_t tokens, int64_t rows,
                      int64_t heads, int64_t kv_heads, int64_t size, int64_t q_stride, int64_t table_stride,
@@ -253,7 +252,7 @@ int64_t NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, co
     int64_t row = i / parts / kv_heads, h = i / parts % kv_heads, end = starts[row + 1];
     int64_t begin = starts[row] + i % parts * PART, n = end - begin < PART ? end - begin : PART;
     if (n <= 0) continue;
-    /* Threads take these in turn; if another one has the next, that looks into the same cache. */
+    /* Prefetch for the item that a thread probably takes next. Cores share the L3 cache. */
     int64_t next = i / parts + threads, r = next / kv_heads, offset = next % kv_heads * size;
     NAME(tile) after = {k_cache + offset, v_cache + offset, tables + r * table_stride};
     if (r < rows) after.length = lengths[r], after.begin = first_seen(lengths[r] - starts[r + 1] + starts[r], window);

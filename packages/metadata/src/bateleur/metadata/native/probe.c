@@ -1,4 +1,4 @@
-/* Whether anything compiles here. */
+/* Compiled once to test the compiler. */
 #include "vec.h"
 #include <omp.h>
 

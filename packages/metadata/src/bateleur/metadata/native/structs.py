@@ -1,4 +1,4 @@
-"""Structs as kernels in C take them."""
+"""Argument structs of C kernels."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class Struct(ctypes.Structure):
-    """Addresses and whole numbers, as C wants them. Tensors that are pointed to have to be held by somebody."""
+    """Struct of pointers and int64 numbers. The caller must keep the tensors alive."""
 
     def point(self, **values: Tensor | int | None) -> None:
-        """Set fields by name, of tensors to where they lie; None is NULL."""
+        """Set fields by name. A tensor sets its data pointer, None sets NULL."""
         for name, value in values.items():
             setattr(self, name, value.data_ptr() if isinstance(value, Tensor) else value)
 
 
 def fields(addresses: str, numbers: str) -> list[tuple[str, Any]]:
-    """Of a struct: `addresses`, and int64 `numbers` behind them, both by names with blanks between."""
+    """Return ctypes fields: pointers named in `addresses`, then int64 named in `numbers` (separated by spaces)."""
     pointers = [(name, ctypes.c_void_p) for name in addresses.split()]
     return [*pointers, *((name, ctypes.c_int64) for name in numbers.split())]

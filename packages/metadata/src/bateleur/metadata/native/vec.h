@@ -1,4 +1,4 @@
-/* Vectors of as many floats as a register of this processor holds. */
+/* Float vectors of the CPU's register width. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -24,7 +24,7 @@ INLINE void store(void *p, vec v) { *(vec *)p = v; }
 INLINE vec all(float x) { return x - (vec){}; }
 INLINE vec pick(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
 
-/* The sum of all lanes, in halves. */
+/* Sum of all lanes, by pairwise halving. */
 INLINE float sum_of(vec v) {
   ivec lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -32,7 +32,7 @@ INLINE float sum_of(vec v) {
   return v[0];
 }
 
-/* The sums of each of LANES vectors, one in each lane; they are used up. In halves, as `sum_of`. */
+/* Lane i is the sum of v[i]'s lanes, added in the order of `sum_of`. Overwrites v. */
 INLINE vec sums_of(vec v[LANES]) {
   ivec lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -47,18 +47,18 @@ INLINE vec sums_of(vec v[LANES]) {
   return v[0];
 }
 
-/* The largest of all lanes, passing NaN over. */
+/* Largest lane, ignoring NaN. */
 INLINE float most_of(vec v) {
   float most = v[0];
   for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
   return most;
 }
 
-/* e^x to two units in the last place, 0 below -87, and infinity above 88.4; NaN stays one. */
+/* e^x within two units in the last place; 0 below -87, infinity above 88.4, NaN for NaN. */
 INLINE vec exp_of(vec x) {
   ivec small = x < -87.0f;
-  x = pick(x > 89.0f, all(89.0f), x); /* whose exponent is that of infinity */
-  vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* to the nearest whole number */
+  x = pick(x > 89.0f, all(89.0f), x); /* gives the exponent of infinity */
+  vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* round to the nearest integer */
   vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   vec y = all(1.9875691500e-4f);
   y = y * r + 1.3981999507e-3f;
@@ -78,7 +78,7 @@ INLINE float widen(bf16 x) {
   return y;
 }
 
-/* To the nearest, ties to even, and NaN stays one: as torch rounds. */
+/* Round to nearest even like torch; NaN stays NaN. */
 INLINE bf16 narrow(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -86,7 +86,7 @@ INLINE bf16 narrow(float x) {
   return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
 }
 
-/* Either dtype as floats, so that a function is written once for both. */
+/* Both dtypes as floats, so that each function is written once. */
 INLINE vec load_float(const float *p) { return load(p); }
 INLINE vec load_bf16(const bf16 *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
 INLINE void store_float(float *p, vec v) { store(p, v); }
@@ -99,7 +99,7 @@ INLINE float widen_bf16(bf16 x) { return widen(x); }
 INLINE float narrow_float(float x) { return x; }
 INLINE bf16 narrow_bf16(float x) { return narrow(x); }
 
-/* Numbers i, i + 1, ... of an array of either dtype, float where it is `wide`. */
+/* Load or store a vector at index i of a float (`wide`) or bfloat16 array. */
 INLINE vec load_as(const void *p, int64_t i, int wide) {
   return wide ? load((const float *)p + i) : load_bf16((const bf16 *)p + i);
 }
@@ -107,7 +107,7 @@ INLINE void store_as(void *p, int64_t i, int wide, vec v) {
   if (wide) store((float *)p + i, v);
   else store_bf16((bf16 *)p + i, v);
 }
-/* n of them, at most LANES: behind them zeros are read, and nothing is written. */
+/* The same for n <= LANES numbers; the other lanes are read as 0 and not written. */
 INLINE vec load_some(const void *p, int64_t i, int wide, int64_t n) {
   if (n >= LANES) return load_as(p, i, wide);
   float some[LANES] = {};
