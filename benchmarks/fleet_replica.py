@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from fleet_costs import StepTable
 
-from bateleur.mamba import StatePages
+from bateleur.mamba import MambaStateManager
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.costs import CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
@@ -82,7 +82,7 @@ class Replica:
         pages = None
         if plan.layout is not None and plan.costs.retention is not None:
             free = BlockPool(plan.num_state_slots)
-            pages = StatePages(free, plan.max_num_seqs, plan.layout, plan.costs.retention)
+            pages = MambaStateManager(free, plan.max_num_seqs, plan.layout, plan.costs.retention)
         prefixes = PrefixCache(self.table, pool, plan.block_size, pages) if plan.share_prefixes else None
         self.scheduler = Scheduler(
             self.table,

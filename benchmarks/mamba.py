@@ -3,11 +3,11 @@
     python benchmarks/mamba.py --output benchmarks/results/mamba-cpu.json
 
 SLOTS updates a state and writes one for each token; FOLD replays a ring over one state that it only reads, and folds
-the ring in once in a while. The bytes are those of `bateleur.mamba.traffic`, for one layer of a published model, with
-bfloat16 activations, float32 states, and 70 % of a step's tokens accepted. On CUDA each policy's step runs in a graph
-over many layers, so that nothing is found in a cache; steps and a plain copy take turns in every round, and a step's
-time stands beside what its bytes take at the copy's bandwidth. The rows of a batch are spread over the cycle from fold
-to fold, as they are in a long run. Elsewhere the counts are printed, and the host's time for planning.
+the ring in once in a while. The bytes are those of `bateleur.mamba.memory_traffic`, for one layer of a published model,
+with bfloat16 activations, float32 states, and 70 % of a step's tokens accepted. On CUDA each policy's step runs in a
+graph over many layers, so that nothing is found in a cache; steps and a plain copy take turns in every round, and a
+step's time stands beside what its bytes take at the copy's bandwidth. The rows of a batch are spread over the cycle
+from fold to fold, as they are in a long run. Elsewhere the counts are printed, and the host's time for planning.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from torch import Tensor
 from bateleur.mamba import (
     CacheLayout,
     CopyPlan,
+    FoldBatch,
     FoldPlan,
-    FoldRows,
     GatedDelta,
     KimiDelta,
     Mamba2,
     MambaCacheMode,
     MambaMetadata,
-    Prompts,
+    PrefillChunks,
     Recurrence,
     ReplayPlan,
     RequestStates,
     SlotPlan,
     StatePolicy,
     causal_conv1d_update,
+    memory_traffic,
     plan_copy,
     plan_fold,
     plan_replay,
     plan_step,
-    traffic,
 )
-from bateleur.mamba.prompts import PromptCutter
+from bateleur.mamba.prefill_chunks import PrefillChunker
 
 SLOTS, FOLD = StatePolicy
 MODEL_LEN, BLOCK = 16384, 256
@@ -97,15 +97,18 @@ def layout_of(drafts: int, policy: StatePolicy, mode: MambaCacheMode = MambaCach
     return CacheLayout(mode, block, drafts, MODEL_LEN, policy)
 
 
-def cycle_of(drafts: int) -> traffic.FoldCycle:
-    return traffic.FoldCycle.of(layout_of(drafts, FOLD), max(1, round(0.7 * (1 + drafts))))
+def cycle_of(drafts: int) -> memory_traffic.FoldCycle:
+    return memory_traffic.FoldCycle.of(layout_of(drafts, FOLD), max(1, round(0.7 * (1 + drafts))))
 
 
 def counted(model: Model, drafts: int) -> dict[str, Any]:
     """Megabytes of one row and layer, and mebibytes of one request in all layers."""
     slots, fold = (model.spec(drafts, policy) for policy in (SLOTS, FOLD))
     tokens, cycle = 1 + drafts, cycle_of(drafts)
-    whole, ours = traffic.slots_step_bytes(slots, tokens), traffic.fold_step_bytes(fold, tokens, cycle)
+    whole, ours = (
+        memory_traffic.slots_step_bytes(slots, tokens),
+        memory_traffic.fold_step_bytes(fold, tokens, cycle),
+    )
     memory = {
         f"{policy.value}_{mode.value}_MiB": model.layers
         * model.spec(drafts, policy).max_memory_usage_bytes(layout_of(drafts, policy, mode))
@@ -117,10 +120,10 @@ def counted(model: Model, drafts: int) -> dict[str, Any]:
         "drafts": drafts,
         "accepted": cycle.accepted,
         "steps_between_folds": cycle.steps,
-        "conv_update_MB": traffic.conv_update_bytes(slots, tokens) / 1e6,
-        "state_update_MB": traffic.state_update_bytes(slots, tokens) / 1e6,
-        "replay_MB": traffic.replay_bytes(fold, tokens, cycle.mean_ring_len) / 1e6,
-        "fold_MB": traffic.fold_bytes(fold, cycle.folded) / 1e6,
+        "conv_update_MB": memory_traffic.conv_update_bytes(slots, tokens) / 1e6,
+        "state_update_MB": memory_traffic.state_update_bytes(slots, tokens) / 1e6,
+        "replay_MB": memory_traffic.replay_bytes(fold, tokens, cycle.mean_ring_len) / 1e6,
+        "fold_MB": memory_traffic.fold_bytes(fold, cycle.folded) / 1e6,
         "slots_step_MB": whole / 1e6,
         "fold_step_MB": ours / 1e6,
         "ratio": whole / ours,
@@ -147,7 +150,7 @@ class Layer:
         self.weight = rand(spec.conv_dim, spec.conv_width)
         self.state = rand(pages, *spec.state_shape, dtype=spec.ssm_dtype)
         self.conv, self.windows = rand(pages, *self.slots.conv_shape), rand(1 + rows, *spec.conv_shape)
-        self.live = rand(1 + rows, *spec.live_shape)
+        self.request_conv = rand(1 + rows, *spec.request_conv_shape)
         self.ring = tuple(
             rand(1 + rows, capacity, *each.shape, dtype=each.dtype, sign=each.sign)
             for each in spec.ring_entry
@@ -163,13 +166,13 @@ class Layer:
         loc = torch.arange(0, width + 1, self.tokens, dtype=torch.int32, device=device)
 
         def step(plan: SlotPlan | ReplayPlan) -> MambaMetadata:
-            none = Prompts.none(device)
+            none = PrefillChunks.empty(device)
             return MambaMetadata(rows, width, 0, plan, loc, none, BLOCK, self.tokens, self.row)
 
         self.by_slot = step(SlotPlan(read, write, read, offset, read, read))
         self.by_ring = step(ReplayPlan(self.row, self.row, 3 * row % capacity, ring_len, offset))
         counts, dst = ends * self.cycle.folded, ends * self.row
-        self.at = FoldRows(self.row, 3 * row % capacity, counts, self.row, dst, offset)
+        self.at = FoldBatch(self.row, 3 * row % capacity, counts, self.row, dst, offset)
 
     def by_slots(self) -> None:
         assert isinstance(self.by_slot.plan, SlotPlan)
@@ -177,10 +180,14 @@ class Layer:
         self.by_update()
 
     def by_fold(self) -> None:
-        self._conv(self.live, self.row)
+        self._conv(self.request_conv, self.row)
         self.by_replay()
-        conv, state, live, *ring = (each[None] for each in (self.windows, self.state, self.live, *self.ring))
-        self.fold.fold(tuple(each[None] for each in self.params), conv, state, live, tuple(ring), self.at)
+        conv, state, request_conv, *ring = (
+            each[None] for each in (self.windows, self.state, self.request_conv, *self.ring)
+        )
+        self.fold.fold(
+            tuple(each[None] for each in self.params), conv, state, request_conv, tuple(ring), self.at
+        )
 
     def by_update(self) -> None:
         self.slots.update(self.params, self.channels, self.gates, self.state, self.by_slot)
@@ -197,12 +204,12 @@ class Layer:
     def bytes_moved(self) -> dict[str, float]:
         """Of the step that each method runs, all rows together."""
         mean = self.held / self.rows
-        replay = self.rows * traffic.replay_bytes(self.fold, self.tokens, mean)
-        conv = self.rows * traffic.conv_update_bytes(self.fold, self.tokens)
+        replay = self.rows * memory_traffic.replay_bytes(self.fold, self.tokens, mean)
+        conv = self.rows * memory_traffic.conv_update_bytes(self.fold, self.tokens)
         return {
-            "slots": self.rows * traffic.slots_step_bytes(self.slots, self.tokens),
-            "fold": conv + replay + self.folds * traffic.fold_bytes(self.fold, self.cycle.folded),
-            "update": self.rows * traffic.state_update_bytes(self.slots, self.tokens),
+            "slots": self.rows * memory_traffic.slots_step_bytes(self.slots, self.tokens),
+            "fold": conv + replay + self.folds * memory_traffic.fold_bytes(self.fold, self.cycle.folded),
+            "update": self.rows * memory_traffic.state_update_bytes(self.slots, self.tokens),
             "replay": replay,
         }
 
@@ -312,7 +319,7 @@ def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
     add("plan_fold mixed", partial(done, flush=flags, scanned=flags))
     starts = np.arange(1 + rows, dtype=np.int32) * BLOCK
     calls["cut prompts"] = partial(
-        PromptCutter(layout, BLOCK // 2, rows).cut, starts, computed.numpy(), table
+        PrefillChunker(layout, BLOCK // 2, rows).split, starts, computed.numpy(), table
     )
     calls["gather"] = partial(states.gather, row)
     calls["scatter"] = partial(states.scatter, row, accepted, base=base)

@@ -34,7 +34,7 @@ from bateleur.mamba import (
     SlotPlan,
     StatePolicy,
 )
-from bateleur.mamba.prompts import PromptCutter, Prompts
+from bateleur.mamba.prefill_chunks import PrefillChunker, PrefillChunks
 
 SLOTS, FOLD = StatePolicy
 RING, HELD = 16, 6
@@ -76,7 +76,7 @@ class Rows:
         return partial(self.spec.replay, self.params, self.channels, self.gates, self.state, self.ring, step)
 
     def _step(self, plan: SlotPlan | ReplayPlan) -> MambaMetadata:
-        none = Prompts.none("cpu")
+        none = PrefillChunks.empty("cpu")
         return MambaMetadata(
             self.rows, len(self.channels), 0, plan, self.loc, none, CHUNK, self.tokens, self.row
         )
@@ -84,7 +84,9 @@ class Rows:
     def scan(self) -> Call:
         layout = CacheLayout(MambaCacheMode.NONE, self.tokens, 0, self.tokens)
         before = torch.zeros(self.rows, dtype=torch.int32).numpy()
-        cut = PromptCutter(layout, CHUNK, self.rows).cut(self.loc.numpy(), before, self.row[:, None].int())
+        cut = PrefillChunker(layout, CHUNK, self.rows).split(
+            self.loc.numpy(), before, self.row[:, None].int()
+        )
         args = (self.params, self.channels, self.gates, self.state, cut, CHUNK, self.row)
         return partial(self.spec.scan, *args)
 

@@ -199,7 +199,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
 def test_no_step_with_prompts_by_fla_waits(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is staged, and what is called; what the package does itself is in its own tests."""
     double, calls = Double.installed(monkeypatch), []
-    for home in fla.HOMES.values():
+    for home in fla.FUNCTIONS.values():
         zeros = unlooked(getattr(double, home.name))
         counted = wraps(zeros)(lambda zeros=zeros, **given: calls.append(zeros) or zeros(**given))
         monkeypatch.setattr(sys.modules[home.module], home.name, counted)

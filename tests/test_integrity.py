@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bateleur.mamba import StatePages
+from bateleur.mamba import MambaStateManager
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.engine.engine import Engine
@@ -57,7 +57,7 @@ def key_left_behind(pool: BlockPool, blocks: list[int], free: Any = BlockPool.fr
     pool._keys.clear()
 
 
-def pages_kept(states: StatePages, row: int) -> None:
+def pages_kept(states: MambaStateManager, row: int) -> None:
     pass
 
 
@@ -80,7 +80,7 @@ def row_not_emptied(table: RequestTable, request: Any, release: Any = RequestTab
         (BlockPool, "free", lost_at_abort, "has 1 holders; rows hold it 0 times"),
         (BlockPool, "free", freed_twice, "are held by nobody"),
         (BlockPool, "free", key_left_behind, "are not where keys lead|held by nobody"),
-        (StatePages, "release", pages_kept, "state pages: a row without a request holds some"),
+        (MambaStateManager, "release", pages_kept, "state pages: a row without a request holds some"),
         (RequestTable, "release", row_kept, "are taken or free"),
         (RequestTable, "release", row_not_emptied, "rows: a free row has num_drafts"),
     ],

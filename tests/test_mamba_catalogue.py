@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.eagle import Drafter
-from bateleur.mamba import StatePages
+from bateleur.mamba import MambaStateManager
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from eagle_doubles.drafters import ScriptedDrafter
@@ -92,7 +92,7 @@ def drain(llm: LLM, *, each_step: Callable[[], object] = lambda: None) -> list[R
     return done
 
 
-def pages_of(llm: LLM) -> StatePages:
+def pages_of(llm: LLM) -> MambaStateManager:
     assert llm.engine.scheduler.states is not None
     return llm.engine.scheduler.states
 
@@ -398,7 +398,7 @@ def test_m38_no_row_holds_more_pages_than_the_layout_says(
     states, random = pages_of(llm), Random(9)
     most = llm.cache_plan.costs.pages_per_request
     assert states.pool.capacity == 4 * most
-    cover, held = states.cover, []
+    allocate, held = states.allocate_blocks, []
 
     def counted(
         rows: NDArray[np.int64],
@@ -408,12 +408,12 @@ def test_m38_no_row_holds_more_pages_than_the_layout_says(
         prompts: NDArray[np.int32],
         *slack: NDArray[np.int32],
     ) -> None:
-        cover(rows, computed, lens, num_decodes, prompts, *slack)
+        allocate(rows, computed, lens, num_decodes, prompts, *slack)
         for i, row in enumerate(rows.tolist()):
             inside = 0 if i < num_decodes else (computed[i] + lens[i] - 1) // 8 - computed[i] // 8
             held.append(int(np.count_nonzero(states.table[row])) - int(inside))
 
-    monkeypatch.setattr(states, "cover", counted)
+    monkeypatch.setattr(states, "allocate_blocks", counted)
     asked = []
     for i in range(12):
         prompt = tokens_of(800, random.choice([0, 8, 20])) + tokens_of(801 + i, random.randint(1, 25))

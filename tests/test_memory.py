@@ -42,13 +42,13 @@ def peak_pages(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> int:
     if states is None:
         assert llm.cache_plan.layout is not None
         return llm.cache_plan.layout.columns()
-    cover = states.cover
+    allocate = states.allocate_blocks
 
     def counted(*step: Any) -> None:
-        cover(*step)
+        allocate(*step)
         held.append(states.pool.capacity - states.pool.num_free)
 
-    monkeypatch.setattr(states, "cover", counted)
+    monkeypatch.setattr(states, "allocate_blocks", counted)
     llm.generate([{"prompt_token_ids": [5, 6, 7] * 11}], SHORT)
     return max(held)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from bateleur.mamba import (
     CacheLayout,
-    FoldRows,
+    FoldBatch,
     MambaCacheMode,
     MambaMetadata,
-    Prompts,
+    PrefillChunks,
     PromptScan,
     Recurrence,
     ReplayPlan,
@@ -28,7 +28,7 @@ from bateleur.mamba import (
     causal_conv1d_update,
     causal_conv1d_varlen,
 )
-from bateleur.mamba.prompts import PromptCutter
+from bateleur.mamba.prefill_chunks import PrefillChunker
 
 from ..job import CompileWatch, Job
 
@@ -63,7 +63,7 @@ class Rows:
     """(slots, *state_shape)"""
     conv: Tensor
     """(slots, taps - 1, conv_dim)"""
-    live: Tensor
+    request_conv: Tensor
     """(1 + R, taps - 1 + drafts, conv_dim)"""
     ring: tuple[Tensor, ...]
     """(1 + R, capacity, *shape) of each entry."""
@@ -88,7 +88,7 @@ class Rows:
             weight=rand(spec.conv_dim, taps),
             state=rand(slots, *spec.state_shape, dtype=spec.ssm_dtype),
             conv=rand(slots, taps - 1, spec.conv_dim),
-            live=rand(1 + rows, taps - 1 + DRAFTS, spec.conv_dim),
+            request_conv=rand(1 + rows, taps - 1 + DRAFTS, spec.conv_dim),
             ring=tuple(
                 rand(1 + rows, CAPACITY, *each.shape, dtype=each.dtype, sign=each.sign)
                 for each in spec.ring_entry
@@ -113,7 +113,7 @@ class Rows:
             weight=moved(self.weight),
             state=moved(self.state),
             conv=moved(self.conv),
-            live=moved(self.live),
+            request_conv=moved(self.request_conv),
             ring=all_moved(self.ring),
         )
 
@@ -146,15 +146,15 @@ class Rows:
     def fold(self) -> Outputs:
         """Checkpoints that take up their rings; rows without a slot to write do not."""
         row, dst = self._row, torch.tensor(DST, device=self.state.device)
-        at = FoldRows(row, 3 * row, self._held, row, dst, row % DRAFTS)
-        params, conv, state, live, ring = (
+        at = FoldBatch(row, 3 * row, self._held, row, dst, row % DRAFTS)
+        params, conv, state, request_conv, ring = (
             tuple(each[None] for each in self.params),
             self.conv[None],
             self.state[None],
-            self.live[None],
+            self.request_conv[None],
             tuple(each[None] for each in self.ring),
         )
-        self.spec.fold(params, conv, state, live, ring, at)
+        self.spec.fold(params, conv, state, request_conv, ring, at)
         return {"state": self.state[1:], "conv": self.conv[1:]}
 
     def scan(self) -> Outputs:
@@ -169,21 +169,21 @@ class Rows:
     def convolve(self) -> Outputs:
         """The convolution of decode rows."""
         y = causal_conv1d_update(
-            self.channels, self.weight, None, self.live, self._starts, 1 + DRAFTS, self._row,
+            self.channels, self.weight, None, self.request_conv, self._starts, 1 + DRAFTS, self._row,
             self._row % DRAFTS, self._row, "silu",
         )  # fmt: skip
         before = self.spec.conv_width - 2  # the other entries of a window are unspecified
-        written = [self.live[1 + row, : before + n] for row, n in enumerate(self.lens) if n]
+        written = [self.request_conv[1 + row, : before + n] for row, n in enumerate(self.lens) if n]
         return {"output": y, "window": torch.cat(written)}
 
     def convolve_prompts(self) -> Outputs:
         """The convolution of prompts."""
         prompts, row = self._prompts(), self._row
         y = causal_conv1d_varlen(
-            self.channels, self.weight, None, self.conv, self.live, self._starts, row,
+            self.channels, self.weight, None, self.conv, self.request_conv, self._starts, row,
             prompts.chunk_start_loc, prompts.chunk_row, prompts.chunk_write, row, "silu",
         )  # fmt: skip
-        return {"output": y, "page": self.conv[1:], "window": self.live[1:]}
+        return {"output": y, "page": self.conv[1:], "window": self.request_conv[1:]}
 
     # --- what the calls have in common ----------------------------------------------------------------------
 
@@ -200,12 +200,12 @@ class Rows:
         return torch.tensor([0, *self.lens], device=self.state.device).cumsum(0).int()
 
     def _step(self, plan: SlotPlan | ReplayPlan) -> MambaMetadata:
-        none = Prompts.none(self.state.device)
+        none = PrefillChunks.empty(self.state.device)
         return MambaMetadata(
             len(self.lens), sum(self.lens), 0, plan, self._starts, none, CHUNK, 1 + DRAFTS, self._row
         )
 
-    def _prompts(self, block: int = BLOCK, form: PromptScan = PromptScan.OWN) -> Prompts:
+    def _prompts(self, block: int = BLOCK, form: PromptScan = PromptScan.OWN) -> PrefillChunks:
         rows, columns = len(self.lens), -(-max(self.lens) // block)
         layout = CacheLayout(MambaCacheMode.ALL, block, 0, block * columns)
         starts = np.cumsum([0, *self.lens], dtype=np.int32)
@@ -214,7 +214,7 @@ class Rows:
             + rows
             + torch.arange(rows * columns, dtype=torch.int32, device=self.state.device).view(rows, -1)
         )
-        return PromptCutter(layout, CHUNK, rows, form).cut(starts, np.zeros(rows, np.int32), table)
+        return PrefillChunker(layout, CHUNK, rows, form).split(starts, np.zeros(rows, np.int32), table)
 
 
 CALLS: dict[str, tuple[Callable[[Rows], Outputs], StatePolicy, bool]] = {

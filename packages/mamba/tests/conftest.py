@@ -35,12 +35,12 @@ class Problem:
     ssm: dict[str, Any]
     chunks: dict[str, Any]
     rows: dict[str, Any]
-    live: Tensor | None = None
-    live_write: Tensor | None = None
+    request_conv: Tensor | None = None
+    request_conv_write: Tensor | None = None
 
     def copy(self) -> Problem:
-        live = None if self.live is None else self.live.clone()
-        return replace(self, conv=_clone(self.conv), ssm=_clone(self.ssm), live=live)
+        request_conv = None if self.request_conv is None else self.request_conv.clone()
+        return replace(self, conv=_clone(self.conv), ssm=_clone(self.ssm), request_conv=request_conv)
 
     @property
     def chunk_write(self) -> Tensor:
@@ -59,7 +59,9 @@ class Problem:
 
     def conv_varlen(self, form: Any) -> Tensor:
         chunks = self.prompts("chunk_start_loc", "chunk_row")
-        return form.causal_conv1d_varlen(**self.conv, **chunks, live=self.live, live_write=self.live_write)
+        return form.causal_conv1d_varlen(
+            **self.conv, **chunks, request_conv=self.request_conv, request_conv_write=self.request_conv_write
+        )
 
     def conv_update(self, form: Any, offset: Tensor, max_query_len: int) -> Tensor:
         extra = {"offset": offset, "max_query_len": max_query_len}

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.mamba import CacheLayout, GatedDelta, KimiDelta, MambaCacheMode, Prompts, PromptScan
+from bateleur.mamba import CacheLayout, GatedDelta, KimiDelta, MambaCacheMode, PrefillChunks, PromptScan
 from bateleur.mamba.ops.delta_scan import fla
-from bateleur.mamba.prompts import PromptCutter
+from bateleur.mamba.prefill_chunks import PrefillChunker
 from bateleur.metadata.conformance._host_sync import is_composite, waits_for_device
 
 
@@ -82,7 +82,7 @@ class Double:
     def installed(cls, monkeypatch: pytest.MonkeyPatch) -> Double:
         """In place of the package; whoever asks forgets it afterwards (`fla.kernel.cache_clear`)."""
         made = cls()
-        for home in fla.HOMES.values():
+        for home in fla.FUNCTIONS.values():
             module = ModuleType(home.module)
             setattr(module, home.name, getattr(made, home.name))
             monkeypatch.setitem(sys.modules, home.module, module)
@@ -95,7 +95,7 @@ def cut(
     block: int = 0,
     scan: PromptScan = PromptScan.FLA,
     device: str = "cpu",
-) -> tuple[Prompts, Tensor]:
+) -> tuple[PrefillChunks, Tensor]:
     """The chunks of rows that go from some tokens to others, in blocks or none; and the table, slots from 1 on."""
     mode = MambaCacheMode.ALL if block else MambaCacheMode.NONE
     layout = CacheLayout(mode, block or 400, 0, 400)
@@ -104,7 +104,7 @@ def cut(
     )
     before, after = (np.array(tokens, np.int32) for tokens in zip(*spans, strict=True))
     starts = np.append(0, np.add.accumulate(after - before)).astype(np.int32)
-    return PromptCutter(layout, 48, len(spans), scan).cut(starts, before, table), table
+    return PrefillChunker(layout, 48, len(spans), scan).split(starts, before, table), table
 
 
 def arguments(

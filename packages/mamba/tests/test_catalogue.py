@@ -19,9 +19,9 @@ from bateleur.mamba import (
     MambaMetadata,
     MambaMetadataBuilder,
     Mixer,
-    MixerRows,
+    MixerBatch,
+    PrefixRetention,
     RequestStates,
-    Retention,
     SlotPlan,
     StatePolicy,
     copy_states,
@@ -90,8 +90,10 @@ class Groups:
 def as_lists(meta: MambaMetadata) -> dict[str, object]:
     """Everything that the operators are given, as copies."""
     plan = {field.name: getattr(meta.plan, field.name).tolist() for field in fields(SlotPlan)}
-    cut = {f"p_{field.name}": getattr(meta.prompts, field.name) for field in fields(meta.prompts)}
-    names = [field.name for field in fields(meta) if field.name not in ("plan", "prompts")]
+    cut = {
+        f"p_{field.name}": getattr(meta.prefill_chunks, field.name) for field in fields(meta.prefill_chunks)
+    }
+    names = [field.name for field in fields(meta) if field.name not in ("plan", "prefill_chunks")]
     others = cut | {name: getattr(meta, name) for name in names}
     return plan | {name: v.tolist() if isinstance(v, Tensor) else v for name, v in others.items()}
 
@@ -157,7 +159,7 @@ def run_layer(spec: Mamba2, meta: MambaMetadata, tokens: int, conv: Tensor, ssm:
         torch.randn(spec.conv_dim, 4),
     )
     mixer = Mixer(spec, weight, None, (-torch.rand(heads), torch.rand(heads), torch.rand(heads)))
-    mixer.mix(u, (dt,), MixerRows.of(meta), (conv, ssm), None)
+    mixer.mix(u, (dt,), MixerBatch.of(meta), (conv, ssm), None)
 
 
 def test_m08_m25_a_dummy_step_under_fold_leaves_pages_rings_and_requests():
@@ -209,9 +211,9 @@ def test_m12_chunks_of_a_part_that_starts_inside_one():
     # vllm #34587, #34798: chunks counted from the part, and not from the request.
     builder = Groups()
     meta = builder.build(builder.stage([(9, 6, True), (4, 8, True), (2, 3, True)]), 0)
-    assert meta.prompts.chunk_start_loc.tolist() == [0, 2, 6, 9, 13, 14, 15]
-    assert meta.prompts.chunk_row.tolist() == [0, 0, 0, 1, 2, 2]
-    assert meta.prompts.row_chunk_loc.tolist() == [0, 3, 4, 6]
+    assert meta.prefill_chunks.chunk_start_loc.tolist() == [0, 2, 6, 9, 13, 14, 15]
+    assert meta.prefill_chunks.chunk_row.tolist() == [0, 0, 0, 1, 2, 2]
+    assert meta.prefill_chunks.row_chunk_loc.tolist() == [0, 3, 4, 6]
     # However a prompt is cut, at multiples of the size or not, it says the same.
     cache, table = fold_cache(CacheLayout(ALL, 4, 2, MAX_LEN, FOLD))
     xbc, dt = tokens_of(cache, 20)
@@ -250,8 +252,9 @@ def test_m24_metadata_survives_a_profiling_run():
 
 @pytest.mark.parametrize("rule", ["all", "last", "every=8", "prompt_end"])
 def test_m36_a_published_page_is_exact_when_it_is_announced_and_for_ever(rule):
-    # vllm #53505: others copied pages whose contents were not there yet. `Retention.published` is the event: after the
-    # step's fold was enqueued, it names columns whose pages hold the state and the window, and no step writes them.
+    # vllm #53505: others copied pages whose contents were not there yet. `PrefixRetention.columns_to_publish` is the
+    # event: after the step's fold was enqueued, it names columns whose pages hold the state and the window, and no step
+    # writes them.
     layout, prompt = (
         CacheLayout(ALL, 4, 2, MAX_LEN, FOLD, 5),
         11,
@@ -259,7 +262,7 @@ def test_m36_a_published_page_is_exact_when_it_is_announced_and_for_ever(rule):
     cache, table = fold_cache(layout, rows=2)
     xbc, dt = tokens_of(cache, 48)
     n, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    retention, announced = Retention.parse(rule, 4), {}
+    retention, announced = PrefixRetention.parse(rule, 4), {}
     rng = np.random.default_rng(0)
     parts = [(7, 0, 7), (4, 0, 4)]
     while int(n) < 40:
@@ -268,7 +271,7 @@ def test_m36_a_published_page_is_exact_when_it_is_announced_and_for_ever(rule):
         step = cache.step(table[:1], [1], n, [q], decodes)
         step.mix(0, xbc[before : before + q], dt[before : before + q])
         n = step.commit([kept])
-        for column in retention.published(before, int(n), prompt):
+        for column in retention.columns_to_publish(before, int(n), prompt):
             announced[column] = [t[table[0, column]].clone() for t in cache.pages.layer(0)]
     assert len(announced) == {"all": 10, "last": 10, "every=8": 5, "prompt_end": 1}[rule]
     for column, seen in announced.items():

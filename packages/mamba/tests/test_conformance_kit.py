@@ -10,10 +10,10 @@ from torch import Tensor
 
 from bateleur.mamba import (
     CopyPlan,
-    FoldRows,
+    FoldBatch,
     Mamba2,
     MambaMetadata,
-    Prompts,
+    PrefillChunks,
     ReplayPlan,
     ShortConv,
     SlotPlan,
@@ -56,50 +56,50 @@ def test_a_short_convolution_conforms(width, act):
 
 
 class LeavesTheWindow(ShortConv):
-    def fold(self, params, conv, state, live, ring, at):
+    def fold(self, params, conv, state, request_conv, ring, at):
         pass
 
 
 def test_a_window_that_stays_where_it_is_is_found():
     spec = LeavesTheWindow(5, conv_dtype=F64)
-    with pytest.raises(ConformanceError, match="the window of slot") as error:
+    with pytest.raises(ConformanceError, match="the conv window of slot") as error:
         check_recurrence(spec, one_token(spec))
     assert error.value.letters == "fold"
 
 
 class ForgetsWhereItWas(Mamba2):
-    def scan(self, params, channels, gates, state, prompts, chunk_size, read):
-        return Mamba2.scan(self, params, channels, gates, state, prompts, chunk_size, 0 * read)
+    def scan(self, params, channels, gates, state, chunks, chunk_size, read):
+        return Mamba2.scan(self, params, channels, gates, state, chunks, chunk_size, 0 * read)
 
 
 class ReadsTheNullSlot(Mamba2):
-    def scan(self, params, channels, gates, state, prompts, chunk_size, read):
+    def scan(self, params, channels, gates, state, chunks, chunk_size, read):
         return Mamba2.scan(
-            self, params, channels, gates, state, prompts, chunk_size, read.masked_fill(read == 0, 9)
+            self, params, channels, gates, state, chunks, chunk_size, read.masked_fill(read == 0, 9)
         )
 
 
 class KeepsBoundariesOneChunkLate(Mamba2):
-    def scan(self, params, channels, gates, state, prompts, chunk_size, read):
-        late = replace(prompts, chunk_write=prompts.chunk_write.roll(1))
+    def scan(self, params, channels, gates, state, chunks, chunk_size, read):
+        late = replace(chunks, chunk_write=chunks.chunk_write.roll(1))
         return Mamba2.scan(self, params, channels, gates, state, late, chunk_size, read)
 
 
 class KeepsEndsAlone(Mamba2):
     """State pages where a step ended, as in `align`: a boundary inside of a prompt is lost."""
 
-    def scan(self, params, channels, gates, state, prompts, chunk_size, read):
-        last = torch.zeros_like(prompts.chunk_write)
-        ends = prompts.row_chunk_loc[1:].long() - 1
-        last[ends] = prompts.chunk_write[ends]
-        ends_alone = replace(prompts, chunk_write=last)
+    def scan(self, params, channels, gates, state, chunks, chunk_size, read):
+        last = torch.zeros_like(chunks.chunk_write)
+        ends = chunks.row_chunk_loc[1:].long() - 1
+        last[ends] = chunks.chunk_write[ends]
+        ends_alone = replace(chunks, chunk_write=last)
         return Mamba2.scan(self, params, channels, gates, state, ends_alone, chunk_size, read)
 
 
 class ScribblesElsewhere(Mamba2):
-    def scan(self, params, channels, gates, state, prompts, chunk_size, read):
+    def scan(self, params, channels, gates, state, chunks, chunk_size, read):
         state[50] = 1.0
-        return Mamba2.scan(self, params, channels, gates, state, prompts, chunk_size, read)
+        return Mamba2.scan(self, params, channels, gates, state, chunks, chunk_size, read)
 
 
 class KeepsTheLastTokenAlone(Mamba2):
@@ -143,36 +143,42 @@ class BeginsRingsAtZero(Mamba2):
 
 
 class FoldsOneTooFew(Mamba2):
-    def fold(self, params, conv, state, live, ring, at):
-        Mamba2.fold(self, params, conv, state, live, ring, at._replace(counts=(at.counts - 1).clamp(1)))
+    def fold(self, params, conv, state, request_conv, ring, at):
+        Mamba2.fold(
+            self, params, conv, state, request_conv, ring, at._replace(counts=(at.counts - 1).clamp(1))
+        )
 
 
 class FoldsInPlace(Mamba2):
     """The boundary's page stays empty, and the running state moves."""
 
-    def fold(self, params, conv, state, live, ring, at):
+    def fold(self, params, conv, state, request_conv, ring, at):
         dst = torch.where((at.src > 0) & (at.dst > 0), at.src, at.dst)
-        Mamba2.fold(self, params, conv, state, live, ring, at._replace(dst=dst))
+        Mamba2.fold(self, params, conv, state, request_conv, ring, at._replace(dst=dst))
 
 
 class FoldsWithOneLayersParameters(Mamba2):
-    def fold(self, params, conv, state, live, ring, at):
-        Mamba2.fold(self, tuple(each[:1].expand_as(each) for each in params), conv, state, live, ring, at)
+    def fold(self, params, conv, state, request_conv, ring, at):
+        Mamba2.fold(
+            self, tuple(each[:1].expand_as(each) for each in params), conv, state, request_conv, ring, at
+        )
 
 
 class TakesTheOldestWindow(Mamba2):
-    def fold(self, params, conv, state, live, ring, at):
-        Mamba2.fold(self, params, conv, state, live, ring, at._replace(page_offset=0 * at.page_offset))
+    def fold(self, params, conv, state, request_conv, ring, at):
+        Mamba2.fold(
+            self, params, conv, state, request_conv, ring, at._replace(page_offset=0 * at.page_offset)
+        )
 
 
 class LooksAtTheWholeBatch(Mamba2):
-    """Right for a batch of prompts alone: it takes the gates of the step's first tokens."""
+    """Right for a batch of chunks alone: it takes the gates of the step's first tokens."""
 
-    def scan(self, params, channels, gates, state, prompts, chunk_size, read):
+    def scan(self, params, channels, gates, state, chunks, chunk_size, read):
         whole = gates[0]
         if whole._base is not None:
             whole = whole.as_strided(whole.shape, whole.stride(), whole.storage_offset() % whole.stride(0))
-        return Mamba2.scan(self, params, channels, (whole,), state, prompts, chunk_size, read)
+        return Mamba2.scan(self, params, channels, (whole,), state, chunks, chunk_size, read)
 
 
 class KeepsNoRing(Mamba2):
@@ -227,7 +233,9 @@ def ints(*values: int) -> Tensor:
 
 def decodes(plan: SlotPlan | ReplayPlan, request_row: Tensor | None = None) -> MambaMetadata:
     loc = torch.arange(len(plan.conv_offset) + 1, dtype=torch.int32)
-    return MambaMetadata(len(loc) - 1, len(loc) - 1, 0, plan, loc, Prompts.none("cpu"), 1, 1, request_row)
+    return MambaMetadata(
+        len(loc) - 1, len(loc) - 1, 0, plan, loc, PrefillChunks.empty("cpu"), 1, 1, request_row
+    )
 
 
 @dataclass
@@ -263,7 +271,7 @@ class RingOf(Case):
 class Folded(Case):
     def step(self, value):
         none = ints(0, 0)
-        return FoldRows(ints(1, 2), none, ints(1, 1), ints(4, value), ints(6, 8), none)
+        return FoldBatch(ints(1, 2), none, ints(1, 1), ints(4, value), ints(6, 8), none)
 
 
 class Copied(Case):
@@ -291,7 +299,7 @@ def test_aliased_slots_are_refused(case):
 
 def test_aliased_pages_of_prompts_are_refused():
     chunks = ints(0, 2, 4).int()
-    prompts = Prompts(chunks, chunks, ints(0, 1).int(), ints(5, 6), ints(0, 1, 2).int(), 1)
-    check_aliases(prompts, ints(5, 0))
+    chunks = PrefillChunks(chunks, chunks, ints(0, 1).int(), ints(5, 6), ints(0, 1, 2).int(), 1)
+    check_aliases(chunks, ints(5, 0))
     with pytest.raises(ValueError, match="slot 5 is written by row 0 and read by row 1"):
-        check_aliases(prompts, ints(0, 5))
+        check_aliases(chunks, ints(0, 5))

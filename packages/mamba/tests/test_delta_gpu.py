@@ -57,7 +57,7 @@ def make(model: str, name: str, dtype: torch.dtype) -> dict[str, Any]:
     entries = torch.tensor([10, 3, 0, 13, 0, 7])
     every |= {"ring_start": torch.arange(ROWS) * 3, "ring_len": entries, "count": entries, "src": rows}
     every |= {"dst": torch.tensor([1, 9, 0, 4, 10, 0]), "page_offset": rows % DRAFTS}
-    every |= {"live": rand(ROWS + 1, WIDTH - 1 + DRAFTS, 96), "conv_state": rand(60, WIDTH - 1, 96)}
+    every |= {"request_conv": rand(ROWS + 1, WIDTH - 1 + DRAFTS, 96), "conv_state": rand(60, WIDTH - 1, 96)}
     every |= chunks(lens)
     if name == "delta_fold_ring":
         every = {key: torch.stack([value, value / 2]) if isinstance(value, Tensor) and value.is_floating_point()

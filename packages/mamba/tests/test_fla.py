@@ -37,10 +37,10 @@ SPECS = {
 def test_a_step_is_whole_where_no_state_inside_a_row_is_kept() -> None:
     inside = [(0, 64), (64, 127), (130, 192), (0, 0), (70, 71)]
     prompts, table = cut(inside, block=64)
-    assert prompts.form is FLA
-    assert prompts.whole is not None
-    assert prompts.whole.tiles.tolist() == [[0, 0], [1, 0], [2, 0], [4, 0]]
-    assert prompts.whole.write.tolist() == [
+    assert prompts.prompt_scan is FLA
+    assert prompts.fla_tiles is not None
+    assert prompts.fla_tiles.tiles.tolist() == [[0, 0], [1, 0], [2, 0], [4, 0]]
+    assert prompts.fla_tiles.write.tolist() == [
         int(table[0, 0]),
         int(table[1, 1]),
         int(table[2, 2]),
@@ -48,17 +48,17 @@ def test_a_step_is_whole_where_no_state_inside_a_row_is_kept() -> None:
         int(table[4, 1]),
     ]
     for crossing in ([(0, 65)], [(0, 64), (63, 65)], [(0, 0), (0, 129), (0, 0)]):
-        assert cut(crossing, block=64)[0].form is OWN
-        assert cut(crossing, block=0)[0].form is FLA
-    assert cut(inside, block=64, scan=OWN)[0].form is OWN
+        assert cut(crossing, block=64)[0].prompt_scan is OWN
+        assert cut(crossing, block=0)[0].prompt_scan is FLA
+    assert cut(inside, block=64, scan=OWN)[0].prompt_scan is OWN
 
 
 def test_tiles_begin_with_their_rows() -> None:
     prompts, _ = cut([(7, 7 + 130), (0, 0), (64, 128), (1, 2), (0, 65)])
-    assert prompts.whole is not None
-    assert prompts.whole.tiles.tolist() == [[0, 0], [0, 1], [0, 2], [2, 0], [3, 0], [4, 0], [4, 1]]
-    assert prompts.whole.tiles.dtype == torch.int32
-    assert prompts.whole.write.tolist() == [1, 0, 3, 4, 5]
+    assert prompts.fla_tiles is not None
+    assert prompts.fla_tiles.tiles.tolist() == [[0, 0], [0, 1], [0, 2], [2, 0], [3, 0], [4, 0], [4, 1]]
+    assert prompts.fla_tiles.tiles.dtype == torch.int32
+    assert prompts.fla_tiles.write.tolist() == [1, 0, 3, 4, 5]
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_both_scans_agree_over_many_tiles(kind: str, double: Double) -> None:
     for scan in (OWN, FLA):
         given = arguments(SPECS[kind], 198)
         found.append(
-            (SPECS[kind].scan(**given, prompts=cut(spans, scan=scan)[0], read=read)[:195], given["state"])
+            (SPECS[kind].scan(**given, chunks=cut(spans, scan=scan)[0], read=read)[:195], given["state"])
         )
     (y, state), (by_fla, its_state) = found
     assert double.calls == 1
@@ -101,11 +101,11 @@ def test_m1_a_scan_by_fla_does_not_wait(
     kind: str, grad: bool, double: Double, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, prompts = arguments(SPECS[kind], 130), cut([(0, 130)])[0]
-    for home in fla.HOMES.values():  # the double would wait
+    for home in fla.FUNCTIONS.values():  # the double would wait
         call = unlooked(getattr(double, home.name))
         monkeypatch.setattr(sys.modules[home.module], home.name, call)
     with torch.set_grad_enabled(grad), NoWait():
-        SPECS[kind].scan(**given, prompts=prompts, read=torch.tensor([1]))
+        SPECS[kind].scan(**given, chunks=prompts, read=torch.tensor([1]))
 
 
 def test_a_version_with_another_signature_is_refused(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,19 +118,19 @@ def test_a_version_with_another_signature_is_refused(double: Double, monkeypatch
     with pytest.raises(
         ValueError, match=r"chunk_kda of fla-core 0\.3\.2 has no argument initial_state, .*use_graph; "
     ):
-        SPECS["kimi"].scan(**given, prompts=prompts, read=torch.tensor([1]))
+        SPECS["kimi"].scan(**given, chunks=prompts, read=torch.tensor([1]))
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fla", None)
-    for home in fla.HOMES.values():
+    for home in fla.FUNCTIONS.values():
         monkeypatch.setitem(sys.modules, home.module, None)
     fla.kernel.cache_clear()
     given, prompts = arguments(SPECS["gated"], 5), cut([(0, 5)])[0]
     with pytest.raises(
         ValueError, match=r"fla\.ops\.gated_delta_rule.* can't be imported.*bateleur-mamba\[fla\]"
     ):
-        SPECS["gated"].scan(**given, prompts=prompts, read=torch.tensor([1]))
+        SPECS["gated"].scan(**given, chunks=prompts, read=torch.tensor([1]))
 
 
 def test_why_it_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_a_prompt_after_decodes_needs_the_page_of_its_block():
         step.mix(0, inputs.xbc[0, int(n) : int(n) + tokens], inputs.dt[0, int(n) : int(n) + tokens])
         n = step.commit([tokens])
     with pytest.raises(
-        ValueError, match="table has no page in column 1 of prompt row 0, which goes on after 10 tokens"
+        ValueError, match="table has no page in column 1 of prompt row 0, which continues after 10 tokens"
     ):
         cache.step(table, [1], n, [8])
     table[0, 1] = 3
@@ -147,16 +147,24 @@ def test_rings_are_what_a_spec_counts():
     spec = Mamba2(4, 8, 16, 2, num_speculative_tokens=3, policy=FOLD)
     wide = Mamba2(4, 8, 16, 2, conv_dtype=torch.float64, policy=FOLD)
     pool = StatePool([spec, wide, spec], 7, "cpu", num_rows=5, ring_capacity=9)
-    of_rows = [5 * (each.ring_bytes(9) + each.live_bytes) for each in pool.specs]
+    of_rows = [5 * (each.ring_bytes(9) + each.request_conv_bytes) for each in pool.specs]
     assert pool.nbytes == sum(of_rows) + 7 * (2 * spec.page_bytes + wide.page_bytes)
     for index, of_row in enumerate(of_rows):
         assert sum(tensor.nbytes for tensor in pool.rings(index).tensors()) == of_row
-    live, (x, dt, B) = pool.rings(2)
-    assert (live.shape, x.shape) == ((5, 6, 96), (5, 9, 4, 8))
+    request_conv, (x, dt, B) = pool.rings(2)
+    assert (request_conv.shape, x.shape) == ((5, 6, 96), (5, 9, 4, 8))
     assert (dt.shape, B.shape) == ((5, 9, 4), (5, 9, 2, 16))
-    assert (live.dtype, x.dtype, dt.dtype, B.dtype) == (*[torch.bfloat16] * 2, torch.float32, torch.bfloat16)
-    assert pool.rings(0).live.data_ptr() != live.data_ptr() == pool.rings(2).live.data_ptr()
-    assert pool.rings(1).live.dtype == torch.float64
+    assert (request_conv.dtype, x.dtype, dt.dtype, B.dtype) == (
+        *[torch.bfloat16] * 2,
+        torch.float32,
+        torch.bfloat16,
+    )
+    assert (
+        pool.rings(0).request_conv.data_ptr()
+        != request_conv.data_ptr()
+        == pool.rings(2).request_conv.data_ptr()
+    )
+    assert pool.rings(1).request_conv.dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -208,7 +216,7 @@ def test_m19_bad_steps_are_refused():
     cache = FoldCache(layout, mixers, num_slots=4, num_rows=3, chunk_size=4)
     table, n = torch.zeros((2, 5), dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     for lens, decodes, message in (
-        ([1], 0, "rows, query_lens and table are 2, 1 and 2"),
+        ([1], 0, "rows, query_lens and table have 2, 1 and 2"),
         ([1, 1], 3, "num_decodes = 3"),
         # vllm #30618: a part of a prompt with drafts behind it, longer than a step with drafts may be.
         ([4, 1], 1, r"query_lens is \[4, 1\]; .* = 3"),
@@ -217,7 +225,7 @@ def test_m19_bad_steps_are_refused():
         with pytest.raises(ValueError, match=message):
             cache.step(table, [1, 2], n, lens, decodes)
     for computed, message in (
-        (8, "8 in prompt row 0; of its request 0 .* at most 0"),
+        (8, "8 in prompt row 0; its request has 0 .* at most 0"),
         (30, "30 .* at most 6"),
     ):
         with pytest.raises(ValueError, match=f"computed is {message}"):

@@ -191,7 +191,7 @@ class Batch:
         self.state, self.rings = layer.state(state_dtype), layer.rings(dtype)
         self.index = partial(torch.empty, num_rows, dtype=INT64)
         channels = sum(layer.channels)
-        self.live = torch.empty(LAYERS, SLOTS, WIDTH + 2, channels, dtype=dtype)
+        self.request_conv = torch.empty(LAYERS, SLOTS, WIDTH + 2, channels, dtype=dtype)
         self.conv = torch.empty(LAYERS, SLOTS, WIDTH - 1, channels, dtype=dtype)
         self.weights = {
             "weight": torch.empty(channels, WIDTH, dtype=dtype),
@@ -215,7 +215,7 @@ class Batch:
     def copies(self) -> Launches:
         """What follows a step under SLOTS."""
         more = {name: self.index() for name in ("conv_src", "conv_bias", "ssm_src", "dst")}
-        yield "copy_states", {"conv_state": self.live, "ssm_state": self.state} | more
+        yield "copy_states", {"conv_state": self.request_conv, "ssm_state": self.state} | more
 
     def replays(self, query_len: int) -> Launches:
         """A decode under FOLD."""
@@ -227,7 +227,10 @@ class Batch:
     def folds(self) -> Launches:
         """What follows a step under FOLD."""
         names = ("ring_row", "ring_start", "count", "src", "dst", "page_offset")
-        more = {name: self.index() for name in names} | {"conv_state": self.conv, "live": self.live}
+        more = {name: self.index() for name in names} | {
+            "conv_state": self.conv,
+            "request_conv": self.request_conv,
+        }
         if isinstance(self.layer, Mamba2):
             more["A"] = torch.empty(LAYERS, self.layer.heads)
         yield self.names["fold"], self.rings | more | {self.names["state"]: self.state}
@@ -242,10 +245,10 @@ class Batch:
             "chunk_row": part(chunks, INT32, first),
             "chunk_write": part(chunks, INT64, first),
         }
-        for live in (None, self.live[1]):
+        for request_conv in (None, self.request_conv[1]):
             yield "causal_conv1d_varlen", self.weights | rows | {
-                "x": self.given["xbc"], "conv_state": self.conv[1], "live": live,
-                "live_write": None if live is None else part(self.rows, INT64, first),
+                "x": self.given["xbc"], "conv_state": self.conv[1], "request_conv": request_conv,
+                "request_conv_write": None if request_conv is None else part(self.rows, INT64, first),
             }  # fmt: skip
         more = {"row_chunk_loc": part(self.rows + 1, INT32, first), "max_chunks_per_row": 9}
         more |= {"chunk_size": self.layer.chunk_size, self.names["state"]: self.state[1]}
@@ -339,13 +342,13 @@ def test_windows_of_a_pure_convolution(
             partial(torch.empty, num_rows, dtype=INT64),
             torch.empty(LAYERS, SLOTS, 2, 2048, dtype=dtype),
         )
-        live = torch.empty(LAYERS, SLOTS, 5, 2048, dtype=dtype)
+        request_conv = torch.empty(LAYERS, SLOTS, 5, 2048, dtype=dtype)
         named = {
             name: index() for name in ("ring_row", "dst", "page_offset", "conv_src", "conv_bias", "ssm_src")
         }
         launch(iter([
-            ("fold_window", named | {"conv_state": conv, "live": live}),
-            ("copy_states", named | {"conv_state": live, "ssm_state": None}),
+            ("fold_window", named | {"conv_state": conv, "request_conv": request_conv}),
+            ("copy_states", named | {"conv_state": request_conv, "ssm_state": None}),
         ]))  # fmt: skip
 
     found = kernels_of_sizes(make)

@@ -40,18 +40,18 @@ class Case:
         self.starts = torch.tensor([0, *lens]).cumsum(0).to(I32)
 
     def prompts(self, chunks: list[list[int]], write: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs, windows and live windows; `chunks`: lengths of those of each row."""
-        windows, live = (
+        """Outputs, windows and request conv windows; `chunks`: lengths of those of each row."""
+        windows, request_conv = (
             self.windows.clone(),
             torch.full((LIVE, *self.windows.shape[1:]), NAN, dtype=self.dtype),
         )
         bounds = torch.tensor([0, *(each for row in chunks for each in row)]).cumsum(0).to(I32)
         rows = torch.tensor([i for i, row in enumerate(chunks) for _ in row], dtype=I32)
         y = ops.causal_conv1d_varlen(
-            self.x, self.weight, self.bias, windows, live, self.starts, self.read, bounds, rows,
+            self.x, self.weight, self.bias, windows, request_conv, self.starts, self.read, bounds, rows,
             torch.tensor(write), torch.tensor([4, 0, 1]), "silu",
         )  # fmt: skip
-        return y, windows, live
+        return y, windows, request_conv
 
     def one_by_one(self, row: int) -> tuple[Tensor, list[Tensor]]:
         """Outputs of single updates, and the window behind each."""
@@ -90,15 +90,15 @@ def test_prompts_cut_anywhere_are_single_tokens(
             write.append(slot)
             if slot:
                 want[slot, : case.keep] = singles[row][1][end]
-    y, windows, live = case.prompts(chunks, write)
+    y, windows, request_conv = case.prompts(chunks, write)
     assert torch.equal(y[: sum(lens)], torch.cat([each[0] for each in singles]))
     assert not y[sum(lens) :].any(), "padding"
     assert torch.equal(windows[1:], want[1:])
     for row, slot in ((0, 4), (2, 1)):
         if lens[row]:
-            assert torch.equal(live[slot, : case.keep], singles[row][1][-1])
-            live[slot, : case.keep] = NAN
-    assert live.isnan().all(), "rows of nobody"
+            assert torch.equal(request_conv[slot, : case.keep], singles[row][1][-1])
+            request_conv[slot, : case.keep] = NAN
+    assert request_conv.isnan().all(), "rows of nobody"
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -106,13 +106,13 @@ def test_prompts_cut_anywhere_are_single_tokens(
 def test_prompts_are_as_torch_has_them(dtype: torch.dtype, bias: bool, monkeypatch: Any) -> None:
     case = Case(dtype, 21, 4, bias, [5, 1, 40])
     chunks, write = [[5], [1], [3, 37]], [4, 5, 6, 3]
-    y, windows, live = case.prompts(chunks, write)
+    y, windows, request_conv = case.prompts(chunks, write)
     monkeypatch.setattr(compiler, "unavailable_reason", lambda: "none is wanted")
     plain_y, plain_windows, plain_live = case.prompts(chunks, write)
     places = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(y, plain_y, **places)
     assert torch.equal(windows[1:], plain_windows[1:])
-    assert torch.equal(live[[1, 4], :3], plain_live[[1, 4], :3])
+    assert torch.equal(request_conv[[1, 4], :3], plain_live[[1, 4], :3])
 
 
 def test_a_window_that_another_row_reads_is_read_before_it_is_written() -> None:
@@ -128,15 +128,13 @@ def test_a_window_that_another_row_reads_is_read_before_it_is_written() -> None:
 def test_windows_outside_the_cache_are_refused(read: int, write: int) -> None:
     case = Case(torch.float32, 21, 4, True, [5, 0, 6])
     case.read[0] = read
-    with pytest.raises(IndexError, match=r"are not all of the 13 there are$"):
+    with pytest.raises(IndexError, match=r"must be in \[0, 12\]$"):
         case.prompts([[5], [], [6]], [write, 6])
 
 
 def test_chunks_of_other_tokens_are_refused() -> None:
     case = Case(torch.float32, 21, 4, True, [5, 0, 6])
-    with pytest.raises(
-        IndexError, match=r"^chunk_start_loc: chunk 1 has other tokens than the 13 there are$"
-    ):
+    with pytest.raises(IndexError, match=r"^chunk_start_loc: chunk 1 has tokens outside of \[0, 12\]$"):
         case.prompts([[5], [], [9]], [4, 6])
 
 

@@ -98,7 +98,7 @@ def test_prompts_are_updates_of_single_tokens(
 def test_slots_outside_the_cache_are_refused() -> None:
     inputs, states = layer(2, 4, 8, 1, tokens=5), torch.zeros(4, 2, 4, 8)
     for read, write in ((4, 1), (1, 4), (-1, 1)):
-        with pytest.raises(IndexError, match=r"are not all of the 4 there are$"):
+        with pytest.raises(IndexError, match=r"must be in \[0, 3\]$"):
             scanned(inputs, states, [[5]], [read], [write])
     assert not states.any()
 
@@ -115,7 +115,7 @@ def test_updates_outside_the_cache_are_refused(read: int, write: int, count: int
     reads, writes, text = (
         torch.tensor([read]),
         torch.full((1, 6), write),
-        "^read, write, query_start_loc: row 0 names",
+        "^read, write, query_start_loc: row 0 has",
     )
     with pytest.raises(IndexError, match=text):
         ops.selective_state_update(states, *numbers, starts, 6, reads, writes, 0.0, 1.0)
@@ -136,11 +136,11 @@ def test_a_slot_that_another_row_reads_is_read_before_it_is_written() -> None:
         torch.tensor([3, 0, 2, 1]),
         torch.tensor([0, 0, 1, 2], dtype=I32),
     )
-    assert not native.apart_by_chunks(4, read, write, rows)
-    assert native.apart_by_chunks(4, read, torch.tensor([1, 0, 2, 3]), rows), (
+    assert not native.chunks_are_independent(4, read, write, rows)
+    assert native.chunks_are_independent(4, read, torch.tensor([1, 0, 2, 3]), rows), (
         "each writes what it reads itself"
     )
-    assert not native.apart_by_chunks(4, torch.tensor([1, 1, 0]), torch.tensor([0, 1, 0, 0]), rows)
+    assert not native.chunks_are_independent(4, torch.tensor([1, 1, 0]), torch.tensor([0, 1, 0, 0]), rows)
     inputs, states = layer(2, 4, 8, 1, tokens=6), torch.randn(4, 2, 4, 8)
     states[0] = 0
     apart, together = states.clone(), states.clone()

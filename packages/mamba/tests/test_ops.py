@@ -259,7 +259,7 @@ def test_chunks_take_several_pieces(make, monkeypatch):
     """A few tokens of a chunk at a time give what all of them at once do."""
     problem = make([50, 3])
     want = problem.copy().scan(ops)
-    monkeypatch.setattr("bateleur.mamba.ops.ssd_scan._PIECE", 3)
+    monkeypatch.setattr("bateleur.mamba.ops.mamba2_scan._TILE", 3)
     torch.testing.assert_close(problem.scan(ops), want, **TIGHT)
 
 

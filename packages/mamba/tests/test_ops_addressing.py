@@ -20,7 +20,11 @@ class Pools:
     def __init__(self, far: bool) -> None:
         self.g = torch.Generator().manual_seed(0)
         self.slot, self.slots = torch.tensor([FAR if far else 1]), FAR + 1 if far else 2
-        self.ssm, self.conv, self.live = self.state(1, 512, 64), self.state(3, 11000), self.state(3, 11000)
+        self.ssm, self.conv, self.request_conv = (
+            self.state(1, 512, 64),
+            self.state(3, 11000),
+            self.state(3, 11000),
+        )
         self.rings = (self.state(64, 1, 512), self.state(64, 1, dtype=torch.float32), self.state(64, 1, 64))
         self.x, self.dt, self.A = self.rand(1, 1, 512), self.rand(1, 1), -self.rand(1).float().abs()
         self.B, self.C = self.rand(2, 1, 1, 64)
@@ -38,7 +42,7 @@ class Pools:
         return state
 
     def written(self) -> list[Tensor]:
-        return [t[self.slot] for t in (self.ssm, self.conv, self.live, *self.rings)]
+        return [t[self.slot] for t in (self.ssm, self.conv, self.request_conv, *self.rings)]
 
 
 LOC, ROW, ZERO = (
@@ -51,7 +55,7 @@ def convolutions(p: Pools) -> list[Tensor]:
     chunk = (LOC, p.slot, LOC, ROW, p.slot, p.slot, "silu")
     return [
         ops.causal_conv1d_update(p.u, p.weight, None, p.conv, *window),
-        ops.causal_conv1d_varlen(p.u, p.weight, None, p.conv, p.live, *chunk),
+        ops.causal_conv1d_varlen(p.u, p.weight, None, p.conv, p.request_conv, *chunk),
     ]
 
 
@@ -72,7 +76,7 @@ def replay_and_fold(p: Pools) -> list[Tensor]:
         ops.replay_update(p.ssm, *p.rings, *tokens, LOC, longest, p.slot, *where, 0.0, 1.0)
         for longest in (1, 2)
     ]
-    layers = (tensor[None] for tensor in (p.ssm, p.conv, p.live, *p.rings, p.A))
+    layers = (tensor[None] for tensor in (p.ssm, p.conv, p.request_conv, *p.rings, p.A))
     ops.fold_ring(*layers, *where, p.slot, p.slot, ZERO)
     return y
 
@@ -117,7 +121,7 @@ def test_integers_of_another_width_are_never_read_as_others(starts: torch.dtype,
         z = ops.selective_state_update(
             ssm, u, dt, -per_head.abs(), B, C, per_head, per_head, loc, 1, own, own[:, None], 0.0, math.inf
         )
-        results.append((conv, y, ssm[1:], z))
+        results.append((conv[1:], y, ssm[1:], z))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
@@ -127,13 +131,13 @@ def test_what_has_no_room_is_refused_and_never_written_behind() -> None:
     x, u, dt, B = (torch.randn(3, *shape, generator=make) for shape in ((20,), (4, 8), (4,), (2, 16)))
     loc, own, D = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([1]), torch.ones(4)
     windows = torch.zeros(6, 5, 20)
-    with pytest.raises(RuntimeError, match="shape"):
+    with pytest.raises(RuntimeError, match=r"shape|size of tensor"):
         ops.causal_conv1d_update(
             x, x.new_ones(20, 4), None, windows[:, :3], loc, 3, own, own * 0, own, "silu"
         )
     assert not windows[2:].any()
     states = torch.zeros(6, 4, 8, 16)
-    with pytest.raises(RuntimeError, match="shape"):
+    with pytest.raises(RuntimeError, match=r"shape|size of tensor"):
         ops.selective_state_update(
             states, u, dt, D, B, B, D, D, loc, 3, own, own.expand(1, 2).contiguous(), 0.0, math.inf
         )

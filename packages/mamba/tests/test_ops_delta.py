@@ -148,7 +148,7 @@ class Batch:
                 "state": self.states(10, rows["src"]),
                 "conv_state": torch.full((10, 3, 4), NAN, dtype=self.dtype),
             }
-            layers.append(pages | rings | {"live": self.rand(7, 5, 4)})
+            layers.append(pages | rings | {"request_conv": self.rand(7, 5, 4)})
         stacked = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
         return stacked | dict(zip(names, at, strict=True))
 
@@ -260,7 +260,7 @@ def test_one_recurrence_by_every_operator(form, by_channel):
             layers = {k: v[None] for k, v in (rings | {"state": ring["state"]}).items()}
             pages = {
                 "conv_state": torch.zeros(1, 45, 3, 2),
-                "live": torch.zeros(1, 7, 4, 2),
+                "request_conv": torch.zeros(1, 7, 4, 2),
                 "page_offset": ints(0),
             }
             for dst in (30 + t // 4, 1):  # to another slot, then its own
@@ -393,7 +393,7 @@ def test_pieces_of_any_size_are_the_same(monkeypatch):
     for by_channel in (False, True):
         args = Batch([45, 7, 20], by_channel=by_channel).scan(24, [1, 2, 3], [1, 2, 3], phase=5)
         for piece, block in ((4, 4), (8, 2), (16, 16), (64, 1)):
-            monkeypatch.setattr(delta_scan, "_PIECE", piece)
+            monkeypatch.setattr(delta_scan, "_TILE", piece)
             monkeypatch.setattr(delta_scan, "_BLOCK", block)
             agree("delta_scan_varlen", args, range(72))
 

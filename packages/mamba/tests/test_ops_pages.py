@@ -28,13 +28,13 @@ def ints(*values: int) -> torch.Tensor:
 @pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
 @pytest.mark.parametrize("lens", [[9, 1, 0, 2, 17], [0, 6], [4, 0, 8], [1]], ids=str)
 def test_pages_after_chunks_match_reference(make, lens, dtype, state_dtype, tolerance):
-    """Some chunks keep their page and some do not, whether they end a row or not; rows keep their live windows."""
+    """Chunks with and without a slot, at the end of a row and inside; each row stores its request conv window."""
     kinds = {"dtype": dtype, "state_dtype": state_dtype, "drafts": 2, "slots": 40, "padding": 1}
     got = make(lens, read=[0, *range(1, len(lens))], phases=[n % 3 for n in range(len(lens))], **kinds)
     chunks = len(got.chunks["chunk_row"])
     got.chunks["pages"] = torch.tensor([0 if k % 3 == 1 else 20 + k for k in range(chunks)])
-    got.live = torch.full((len(lens) + 2, *got.conv["conv_state"].shape[1:]), NAN, dtype=dtype)
-    got.live_write = torch.tensor([0 if n == 3 else n + 1 for n in range(len(lens))])
+    got.request_conv = torch.full((len(lens) + 2, *got.conv["conv_state"].shape[1:]), NAN, dtype=dtype)
+    got.request_conv_write = torch.tensor([0 if n == 3 else n + 1 for n in range(len(lens))])
     want = got.copy()
     for name in ("conv_varlen", "scan"):
         y, y_ref = getattr(got, name)(ops), getattr(want, name)(reference)
@@ -42,7 +42,7 @@ def test_pages_after_chunks_match_reference(make, lens, dtype, state_dtype, tole
     for a, b in (
         (got.conv["conv_state"], want.conv["conv_state"]),
         (got.ssm["ssm_state"], want.ssm["ssm_state"]),
-        (got.live, want.live),
+        (got.request_conv, want.request_conv),
     ):
         torch.testing.assert_close(a[1:], b[1:], equal_nan=True, **tolerance)
     for chunk, slot in enumerate(got.chunks["pages"].tolist()):
@@ -86,7 +86,9 @@ def prompt_beside_neighbours(form, layer, streams, before, lens, block, size):
     }
     u = tokens.pop("u")
     conv = {"x": u, "weight": layer.weight, "bias": None, "activation": "silu"}
-    z = form.causal_conv1d_varlen(**conv, conv_state=conv_state, live=None, live_write=None, **shared)
+    z = form.causal_conv1d_varlen(
+        **conv, conv_state=conv_state, request_conv=None, request_conv_write=None, **shared
+    )
     sizes = {
         "row_chunk_loc": torch.tensor(first, **i32),
         "max_chunks_per_row": max(1, len(rows)),

@@ -39,7 +39,7 @@ class Pool:
         self.layer, self.capacity, self.drafts = layer, capacity, drafts
         self.ssm = empty(slots, *size, layer.size, to=state_dtype or step_dtype)
         self.conv = empty(slots, layer.width - 1, layer.conv)
-        self.live = empty(rows, layer.width - 1 + drafts, layer.conv)
+        self.request_conv = empty(rows, layer.width - 1 + drafts, layer.conv)
         self.x, self.B = empty(rows, capacity, *size), empty(rows, capacity, layer.groups, layer.size)
         self.dt = empty(rows, capacity, layer.heads, to=step_dtype)
 
@@ -49,7 +49,7 @@ class Pool:
 
     def fill(self, generator):
         """Numbers everywhere but in what is null."""
-        for t in (self.ssm, self.conv, self.live, self.x, self.B):
+        for t in (self.ssm, self.conv, self.request_conv, self.x, self.B):
             t[1:] = torch.randn(t[1:].shape, generator=generator, dtype=torch.float64).to(t.dtype)
         self.dt[1:] = torch.rand(self.dt[1:].shape, generator=generator, dtype=torch.float64).to(
             self.dt.dtype
@@ -73,7 +73,8 @@ class Pool:
         pages = {"src": src, "dst": dst, "page_offset": offset}
         rows = {"ring_row": row, "ring_start": start, "count": count}
         layers = (
-            tensor[None] for tensor in (self.ssm, self.conv, self.live, *self.rings.values(), self.layer.A)
+            tensor[None]
+            for tensor in (self.ssm, self.conv, self.request_conv, *self.rings.values(), self.layer.A)
         )
         form.fold_ring(*layers, **rows, **pages)
 
@@ -87,7 +88,7 @@ class Pool:
     @property
     def all(self):
         """All that is not null."""
-        return [t[1:] for t in (self.ssm, self.conv, self.live, self.x, self.dt, self.B)]
+        return [t[1:] for t in (self.ssm, self.conv, self.request_conv, self.x, self.dt, self.B)]
 
 
 class Request:
@@ -154,9 +155,12 @@ class Engine:
         tokens, loc = self.gather(parts), torch.tensor([0, *lens, 0], **i32).cumsum(0, **i32)
         shared = {"query_start_loc": loc, "read": ints(*reads, 0), "chunk_write": ints(*write)}
         shared |= {"chunk_start_loc": torch.tensor(starts, **i32), "chunk_row": torch.tensor(rows, **i32)}
-        live = {"live": pool.live, "live_write": ints(*(r.row for r in self.requests), 0)}
+        request_conv = {
+            "request_conv": pool.request_conv,
+            "request_conv_write": ints(*(r.row for r in self.requests), 0),
+        }
         conv = {"weight": layer.weight, "bias": None, "activation": "silu", "conv_state": pool.conv}
-        z = self.form.causal_conv1d_varlen(tokens.pop("u"), **conv, **live, **shared)
+        z = self.form.causal_conv1d_varlen(tokens.pop("u"), **conv, **request_conv, **shared)
         chunks = {"row_chunk_loc": torch.tensor([*first, first[-1]], **i32)}
         sizes = {"max_chunks_per_row": len(rows), "chunk_size": self.block}
         y = self.form.ssd_scan_varlen(
@@ -187,7 +191,12 @@ class Engine:
         start = ints(*(r.start for r in self.requests), 0)
         slot = ints(*(self.slot(r, r.base) for r in self.requests), 0)
         longest = max(lens) if self.random.random() < 0.5 else max(1, *lens, 1 + drafts if wide else 1)
-        conv = {"weight": pool.layer.weight, "bias": None, "activation": "silu", "conv_state": pool.live}
+        conv = {
+            "weight": pool.layer.weight,
+            "bias": None,
+            "activation": "silu",
+            "conv_state": pool.request_conv,
+        }
         where = {"read": row, "offset": ints(*(r.offset for r in self.requests), 0), "write": row}
         z = self.form.causal_conv1d_update(
             tokens["u"], **conv, **where, query_start_loc=loc, max_query_len=longest
@@ -253,7 +262,7 @@ def test_ring_output_and_fold_are_the_recurrence_to_1e_10(make_layer, form, shap
                 where = (ints(slot), ints(1), start, ints(first))
                 y = pool.replay(form, part, [0, end - first], end - first, *where)
                 torch.testing.assert_close(y, stream.y[base + first : base + end], **TIGHT)
-        pool.live[1] = 0
+        pool.request_conv[1] = 0
         for count in range(1, length + tokens + 1):
             pool.fold(form, ints(1), start, ints(count), ints(slot), ints(3), ints(0))
             torch.testing.assert_close(pool.ssm[3], stream.states[base + count], **TIGHT)
@@ -352,7 +361,7 @@ def test_m29_nothing_null_or_stale_is_looked_at(make_layer, form, lens):
     y = pool.replay(form, tokens, loc, max(lens), *where)
     torch.testing.assert_close(y[: lens[0]], stream.y[: lens[0]], **TIGHT)
     torch.testing.assert_close(y[lens[0] : lens[0] + 1], stream.y[4:5], **TIGHT)
-    pool.live[1], pool.live[2, 1:4] = 1.0, 2.0
+    pool.request_conv[1], pool.request_conv[2, 1:4] = 1.0, 2.0
     pool.fold(form, *where[1:3], ints(1, 3, 0, 0), where[0], ints(4, 5, 0, 0), ints(2, 1, -9, 99))
     torch.testing.assert_close(pool.ssm[4:], torch.stack([stream.states[1], stream.states[5]]), **TIGHT)
     assert not pool.conv[4:].isnan().any()

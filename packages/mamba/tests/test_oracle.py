@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.mamba import CacheLayout, CopyPlan, MambaCacheMode, Retention, SlotPlan, StatePolicy
+from bateleur.mamba import CacheLayout, CopyPlan, MambaCacheMode, PrefixRetention, SlotPlan, StatePolicy
 from oracle import Case, Kind, Planner, run, simulate
 
 NONE, ALIGN, ALL = MambaCacheMode
@@ -23,7 +23,7 @@ SLOTS, FOLD = StatePolicy
 
 def case(mode=ALL, policy=SLOTS, drafts=2, block=4, ring=16, kind=Kind.INPUTS) -> Case:
     layout = CacheLayout(mode, 24 if mode is NONE else block, drafts, 24, policy, ring)
-    return Case(layout, Retention.of(layout), 2, kind)
+    return Case(layout, PrefixRetention.of(layout), 2, kind)
 
 
 def found(planner: Planner, which: Case) -> dict[str, int]:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, Retention
+from bateleur.mamba import CacheLayout, MambaCacheMode, PrefixRetention
 from oracle import Case, Report
 from oracle import parallel as parts
 
@@ -41,7 +41,7 @@ def test_one_part_is_the_run_itself():
 
 def test_the_command_adds_up_and_fails_where_a_part_does(monkeypatch, capsys):
     layout = CacheLayout(MambaCacheMode.NONE, 8, 0, 8)
-    case = Case(layout, Retention.of(layout), 8)
+    case = Case(layout, PrefixRetention.of(layout), 8)
 
     def run(runs: int, seed: int) -> Report:
         if seed == 0:

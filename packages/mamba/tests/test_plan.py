@@ -143,8 +143,12 @@ def test_decode_batch_owns_its_padding():
     assert meta.query_start_loc.tolist() == [0, 1, 2, 2, 2]
     assert as_lists(meta.plan)["ssm_read"] == [1, 2, 0, 0]
     assert as_lists(meta.plan)["ssm_write"] == [[1], [2], [0], [0]]
-    assert (meta.prompts.max_chunks_per_row, meta.max_query_len, len(meta.prompts.chunk_row)) == (0, 1, 0)
-    none = meta.prompts
+    assert (
+        meta.prefill_chunks.max_chunks_per_row,
+        meta.max_query_len,
+        len(meta.prefill_chunks.chunk_row),
+    ) == (0, 1, 0)
+    none = meta.prefill_chunks
     for starts in (none.chunk_start_loc, none.row_chunk_loc, none.query_start_loc):
         assert starts.tolist() == [0]
 
@@ -156,11 +160,17 @@ def test_mixed_batch():
     rows = [(1, 9, False), (7, 6, True), (1, 0, True)]
     meta = builder.build(stage(rows, pad_reqs=1, pad_tokens=3), 0)
     assert (meta.num_decodes, meta.num_decode_tokens, meta.num_prefills) == (1, 1, 3)
-    assert meta.prompts.query_start_loc.tolist() == [0, 7, 8, 8]
-    assert meta.prompts.chunk_start_loc.tolist() == [0, 2, 6, 7, 8]  # the first chunk completes tokens 4 to 7
-    assert meta.prompts.chunk_row.tolist() == [0, 0, 0, 1]
-    assert meta.prompts.row_chunk_loc.tolist() == [0, 3, 4, 4]
-    assert (meta.prompts.max_chunks_per_row, meta.max_query_len, meta.chunk_size) == (3, 1, 4)
+    assert meta.prefill_chunks.query_start_loc.tolist() == [0, 7, 8, 8]
+    assert meta.prefill_chunks.chunk_start_loc.tolist() == [
+        0,
+        2,
+        6,
+        7,
+        8,
+    ]  # the first chunk completes tokens 4 to 7
+    assert meta.prefill_chunks.chunk_row.tolist() == [0, 0, 0, 1]
+    assert meta.prefill_chunks.row_chunk_loc.tolist() == [0, 3, 4, 4]
+    assert (meta.prefill_chunks.max_chunks_per_row, meta.max_query_len, meta.chunk_size) == (3, 1, 4)
     assert as_lists(meta.plan)["conv_read"] == [1, 2, 0, 0]
 
 
@@ -202,7 +212,7 @@ def test_beside_prompts_rows_without_drafts_are_planned_on_the_host_as_on_a_devi
                 for slots, (_, _, prompt) in zip(plan["ssm_write"], rows, strict=False)
             ]
             plans.append(plan)
-            assert builder.lasts(meta, batch) == 0
+            assert builder.num_repeatable_steps(meta, batch) == 0
             builder.commit(meta, batch, 0, torch.tensor([*accepted, 1]))
             plans.append(builder.states.values[0].tolist())
         made.append(plans)
@@ -228,13 +238,13 @@ def test_a_decode_batch_lives_at_the_builders_addresses():
 def test_decode_rows_behind_a_prompt_are_prompts():
     meta = MambaMetadataBuilder(layout(), 4, 16, "cpu").build(Stage()([(3, 0, True), (1, 9, False)]), 0)
     assert (meta.num_decodes, meta.num_prefills) == (0, 2)
-    assert meta.prompts.row_chunk_loc.tolist() == [0, 1, 2]
+    assert meta.prefill_chunks.row_chunk_loc.tolist() == [0, 1, 2]
 
 
 def test_first_token_of_a_request_is_a_prompt():
     meta = MambaMetadataBuilder(layout(), 4, 16, "cpu").build(Stage()([(1, 0, True)]), 0)
     assert (meta.num_decodes, meta.num_prefills) == (0, 1)
-    assert meta.prompts.row_chunk_loc.tolist() == [0, 1]
+    assert meta.prefill_chunks.row_chunk_loc.tolist() == [0, 1]
 
 
 def test_drafts_are_decoded_and_short_prompts_are_not():
@@ -245,7 +255,7 @@ def test_drafts_are_decoded_and_short_prompts_are_not():
     meta = builder.build(stage(rows), 0)
     assert (meta.num_decodes, meta.num_decode_tokens, meta.max_query_len) == (2, 4, 3)
     assert as_lists(meta.plan)["ssm_read"] == [2, 6, 7]
-    assert meta.prompts.query_start_loc.tolist() == [0, 2]
+    assert meta.prefill_chunks.query_start_loc.tolist() == [0, 2]
 
 
 def test_rows_that_come_again_with_drafts_are_planned_anew_in_what_was_built():
@@ -301,7 +311,7 @@ def test_rows_that_come_in_turn_with_other_drafts_are_planned_anew_in_what_was_b
 
 
 @pytest.mark.parametrize(
-    ("widths", "message"), [((3,), "group 1 is not there"), ((3, 6), "group 1 is 6 columns wide")]
+    ("widths", "message"), [((3,), "group 1 is missing"), ((3, 6), "group 1 has 6 columns")]
 )
 def test_states_need_the_table_that_names_their_rows(widths, message):
     """Else an attention group's blocks would be taken for rows."""
@@ -311,7 +321,7 @@ def test_states_need_the_table_that_names_their_rows(widths, message):
         StepRows(one, 8 * one, np.zeros(1, bool), one, tables), BatchShape(1, 1, 1, 1, 1)
     )
     builder = MambaMetadataBuilder(layout(2), 4, 16, "cpu", RequestStates(5, "cpu"))
-    with pytest.raises(ValueError, match=f"common: the table of {message}; behind the Mamba group 0"):
+    with pytest.raises(ValueError, match=f"common: the table of {message}; the group after Mamba group 0"):
         builder.build(batch, 0)
 
 
@@ -355,12 +365,12 @@ def test_chunks_match_a_loop(loop_chunks, prompts, decodes, chunk_size, pad):
     lens, phases = [q for q, _, _ in prompts] + [0] * pad, [n % chunk_size for _, n, _ in prompts] + [0] * pad
     starts, rows, first = loop_chunks(lens, phases, chunk_size)
     assert meta.num_decodes == decodes
-    assert meta.prompts.chunk_start_loc.tolist() == starts
-    assert meta.prompts.chunk_row.tolist() == rows
-    assert meta.prompts.row_chunk_loc.tolist() == first
-    assert meta.prompts.max_chunks_per_row == max(np.diff(first))
-    assert meta.prompts.query_start_loc.tolist() == [0, *np.cumsum(lens).tolist()]
-    cut = meta.prompts
+    assert meta.prefill_chunks.chunk_start_loc.tolist() == starts
+    assert meta.prefill_chunks.chunk_row.tolist() == rows
+    assert meta.prefill_chunks.row_chunk_loc.tolist() == first
+    assert meta.prefill_chunks.max_chunks_per_row == max(np.diff(first))
+    assert meta.prefill_chunks.query_start_loc.tolist() == [0, *np.cumsum(lens).tolist()]
+    cut = meta.prefill_chunks
     assert {t.dtype for t in (cut.chunk_start_loc, cut.chunk_row, cut.query_start_loc)} == {torch.int32}
 
 
@@ -375,7 +385,7 @@ def test_pieces_hold_the_decodes_of_any_batch(policy, drafts):
     decodes = [(1 + drafts, 9, False), (1, 70, False)]
     for rows in (LARGE, [*decodes, (5, 0, True)], decodes, [(9, 0, True)]):
         meta = builder.build(batch := stage(rows, pad_tokens=3), 0)
-        held, n = builder.in_pieces(meta, batch).pieces, meta.num_decodes
+        held, n = builder.with_piecewise_decodes(meta, batch).piecewise_decodes, meta.num_decodes
         room = min(16, batch.num_tokens)
         assert (held.num_decodes, held.num_prefills, held.max_query_len) == (room, 0, 1 + drafts)
         counts = [count for count, _, prompt in rows if not prompt]

@@ -16,10 +16,10 @@ from bateleur.mamba import (
     CopyPlan,
     Mamba2,
     MambaCacheMode,
+    MambaStateManager,
+    PrefixRetention,
     RequestStates,
-    Retention,
     SlotPlan,
-    StatePages,
     StatePolicy,
     plan_copy,
     plan_fold,
@@ -164,8 +164,8 @@ def test_m15_a_step_that_ends_on_a_boundary_stays_in_its_block(mode):
     plan = plan_step(kind, table_of(kind, 1), i32(9), i32(3), prev_col=i64(2))
     assert plan.run_col.tolist() == [2]
     for num_decodes, columns in ((1, [2, 3, 4]), (0, [2])):
-        pages = StatePages(Pool(5), 1, kind, Retention.of(kind))
-        pages.cover(
+        pages = MambaStateManager(Pool(5), 1, kind, PrefixRetention.of(kind))
+        pages.allocate_blocks(
             np.zeros(1, np.int64), *np.array([[9], [3]], np.int32), num_decodes, np.array([12], np.int32)
         )
         assert np.flatnonzero(pages.table[0]).tolist() == columns

@@ -38,7 +38,7 @@ def test_example_runs(capsys):
     ("right", "wrong"),
     [
         ("run.table[3, 0] = run.table[1, 0]", "run.table[3, 0] = run.table[1, 1]"),  # another page
-        ("step.commit(kept)", "step.commit(lens)"),  # what was rejected is kept
+        ("step.commit(accepted)", "step.commit(lens)"),  # what was rejected is kept
     ],
 )
 def test_the_example_can_fail(capsys, right, wrong):
@@ -49,7 +49,7 @@ def test_the_example_can_fail(capsys, right, wrong):
 
 def test_a_hit_that_was_not_admitted_is_refused():
     unsaid = example().replace("run.cache.admit([3], [8])", "run.cache.admit([3])")
-    with pytest.raises(ValueError, match="computed is 8 in prompt row 0; of its request 0 tokens"):
+    with pytest.raises(ValueError, match="computed is 8 in prompt row 0; its request has 0 tokens"):
         exec(unsaid, {})
 
 

@@ -47,10 +47,10 @@ def test_a_pure_convolution_has_no_state_in_a_pool():
     )
     conv, state = pool.layer(0)
     assert (tuple(conv.shape), state) == ((3, 2, 6), None)
-    assert (tuple(pool.rings(0).live.shape), pool.rings(0).entries) == ((2, 4, 6), ())
-    of_rows = sum(each.live_bytes + each.ring_bytes(16) for each in pool.specs)
+    assert (tuple(pool.rings(0).request_conv.shape), pool.rings(0).entries) == ((2, 4, 6), ())
+    of_rows = sum(each.request_conv_bytes + each.ring_bytes(16) for each in pool.specs)
     assert pool.nbytes == 3 * sum(each.page_bytes for each in pool.specs) + 2 * of_rows
-    assert (spec.page_bytes, spec.live_bytes, spec.ring_bytes(16)) == (24, 48, 0)
+    assert (spec.page_bytes, spec.request_conv_bytes, spec.ring_bytes(16)) == (24, 48, 0)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,10 @@ def test_opcheck(make, name):
     every = {
         "causal_conv1d_varlen": p.conv
         | p.prompts("chunk_start_loc", "chunk_row")
-        | {"live": torch.zeros(3, 4, p.conv["x"].shape[1]), "live_write": torch.tensor([1, 2])},
+        | {
+            "request_conv": torch.zeros(3, 4, p.conv["x"].shape[1]),
+            "request_conv_write": torch.tensor([1, 2]),
+        },
         "causal_conv1d_update": p.conv | p.rows | {"max_query_len": 2, "offset": torch.tensor([0, 1])},
         "ssd_scan_varlen": p.ssm
         | p.prompts("chunk_start_loc", "chunk_row", "row_chunk_loc", "max_chunks_per_row", "chunk_size"),
@@ -48,7 +51,7 @@ def test_opcheck(make, name):
         "fold_ring": fold,
         "copy_states": copy,
         "fold_window": {
-            name: fold[name] for name in ("conv_state", "live", "ring_row", "dst", "page_offset")
+            name: fold[name] for name in ("conv_state", "request_conv", "ring_row", "dst", "page_offset")
         },
         "gated_rms_norm": {"x": torch.randn(2, 6), "z": torch.randn(2, 6), "weight": torch.ones(6)}
         | {"groups": 2, "eps": 1e-5},
@@ -87,7 +90,11 @@ def ring_arguments():
         "slot": ints(1, 0),
         "ring_len": ints(2, 0),
     }
-    pages = {"conv_state": torch.randn(5, 3, 6), "live": torch.randn(3, 4, 6), "page_offset": ints(1, 0)}
+    pages = {
+        "conv_state": torch.randn(5, 3, 6),
+        "request_conv": torch.randn(3, 4, 6),
+        "page_offset": ints(1, 0),
+    }
     fold = state | rings | rows | pages | {"A": A, "count": ints(3, 0), "src": ints(1, 0), "dst": ints(2, 0)}
     copy = state | {"conv_state": pages["conv_state"], "conv_src": ints(1, 2), "conv_bias": ints(1, 0)}
     copy |= {"ssm_src": ints(3, 2), "dst": ints(2, 4)}
@@ -126,7 +133,8 @@ def delta_arguments():
     chunks |= {"max_chunks_per_row": 1, "chunk_size": 2, "read": ints(1, 0), "chunk_write": ints(1, 2)}
     rows = {name: replay[name] for name in ("max_query_len", "slot", "ring_row", "ring_start", "ring_len")}
     pages = {
-        name: fold[name] for name in ("conv_state", "live", "ring_row", "ring_start", "count", "src", "dst")
+        name: fold[name]
+        for name in ("conv_state", "request_conv", "ring_row", "ring_start", "count", "src", "dst")
     }
     layers = {name: torch.stack([v, v]) for name, v in rings.items()} | {"state": fold["ssm_state"]}
     return {

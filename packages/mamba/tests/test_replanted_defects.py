@@ -26,16 +26,16 @@ from bateleur.mamba import (
     CacheLayout,
     CopyPlan,
     MambaCacheMode,
-    Retention,
+    MambaStateManager,
+    PrefixRetention,
     SlotPlan,
-    StatePages,
     StatePolicy,
     mixer,
     ops,
     plan_copy,
     plan_step,
 )
-from bateleur.mamba.prompts import PromptCutter
+from bateleur.mamba.prefill_chunks import PrefillChunker
 from oracle import Case, Planner, run, simulate
 
 SHORT = 8
@@ -85,13 +85,13 @@ def convolution(defect: str) -> Callable[..., Tensor]:
     """`causal_conv1d_varlen` with defect "C", "D" or "E"; with "", as it is."""
 
     def planted(
-        x, weight, bias, conv_state, live, query_start_loc, read, chunk_start_loc, chunk_row, chunk_write,
-        live_write, activation,
+        x, weight, bias, conv_state, request_conv, query_start_loc, read, chunk_start_loc, chunk_row, chunk_write,
+        request_conv_write, activation,
     ) -> Tensor:  # fmt: skip
         before, keep = conv_state.clone(), weight.shape[1] - 1
         y = ops.causal_conv1d_varlen(
-            x, weight, bias, conv_state, live, query_start_loc, read, chunk_start_loc, chunk_row, chunk_write,
-            live_write, activation,
+            x, weight, bias, conv_state, request_conv, query_start_loc, read, chunk_start_loc, chunk_row, chunk_write,
+            request_conv_write, activation,
         )  # fmt: skip
         loc = query_start_loc.tolist()
         for row, end, slot in zip(
@@ -129,55 +129,55 @@ def test_the_oracle_finds_a_and_b(planner, kinds):
     assert ("slots", "all") in failing
 
 
-class NoPagesInsideAPart(PromptCutter):
+class NoPagesInsideAPart(PrefillChunker):
     """A prompt's step leaves its last state alone."""
 
-    def cut(self, *args):
-        cut = super().cut(*args)
+    def split(self, *args):
+        cut = super().split(*args)
         last = torch.zeros_like(cut.chunk_write)
         last[cut.row_chunk_loc[1:].long() - 1] = 1
         return replace(cut, chunk_write=cut.chunk_write * last)
 
 
-class ChunksPastBoundaries(PromptCutter):
+class ChunksPastBoundaries(PrefillChunker):
     """Chunks are counted from the start of the prompt: vllm #57266."""
 
-    def _places(self, tokens):
+    def _num_ends(self, tokens):
         return tokens // self.chunk_size
 
-    def _place(self, index):
+    def _end(self, index):
         return (index + 1) * self.chunk_size
 
 
-class ChunksOfTheStep(PromptCutter):
+class ChunksOfTheStep(PrefillChunker):
     """Chunks are counted from the part of the prompt: vllm #34587, #34798."""
 
-    def cut(self, starts, computed, table):
-        cut = super().cut(starts, computed - computed % self.chunk_size, table)
+    def split(self, starts, computed, table):
+        cut = super().split(starts, computed - computed % self.chunk_size, table)
         return cut
 
 
-class PagesFreedTooEarly(StatePages):
+class PagesFreedTooEarly(MambaStateManager):
     """What a decode left is taken for the newest state, though its tokens may be in the ring alone."""
 
     def _oldest(self, computed_R, in_prompt_R):
         return super()._oldest(computed_R, np.ones_like(in_prompt_R))
 
 
-class PagesNeverFreed(StatePages):
+class PagesNeverFreed(MambaStateManager):
     def _oldest(self, computed_R, in_prompt_R):
         return np.zeros_like(computed_R)
 
 
-class NoPagesForDrafts(StatePages):
+class NoPagesForDrafts(MambaStateManager):
     """A decode gets a page for its last token's block, and none for the states of those before it."""
 
-    def cover(self, rows, computed_R, query_lens_R, num_decodes, prompt_lens_R):
-        self._behind = self._behind[:1]
-        super().cover(rows, computed_R, query_lens_R, num_decodes, prompt_lens_R)
+    def allocate_blocks(self, rows, computed_R, query_lens_R, num_decodes, prompt_lens_R):
+        self._max_blocks_per_decode = 1
+        super().allocate_blocks(rows, computed_R, query_lens_R, num_decodes, prompt_lens_R)
 
 
-class HitsWriteTheirPage(StatePages):
+class HitsWriteTheirPage(MambaStateManager):
     """A request runs on in the page that it hit."""
 
     def admit(self, row, num_tokens, page):
@@ -187,7 +187,7 @@ class HitsWriteTheirPage(StatePages):
             self.table[row, num_tokens // self.block_size] = page
 
 
-class RunningBlocksArePublished(StatePages):
+class RunningBlocksArePublished(MambaStateManager):
     """The page of the last block, under the name of what it will hold."""
 
     def commit(self, rows, before_R, after_R, prompt_lens_R, key):
@@ -200,9 +200,9 @@ class RunningBlocksArePublished(StatePages):
 @pytest.mark.parametrize(
     ("member", "planted", "kind", "policies"),
     [
-        ("cutter", NoPagesInsideAPart, "boundary", {"slots", "fold"}),
-        ("cutter", ChunksPastBoundaries, "boundary", {"slots", "fold"}),
-        ("cutter", ChunksOfTheStep, "boundary", {"slots", "fold"}),
+        ("chunker", NoPagesInsideAPart, "boundary", {"slots", "fold"}),
+        ("chunker", ChunksPastBoundaries, "boundary", {"slots", "fold"}),
+        ("chunker", ChunksOfTheStep, "boundary", {"slots", "fold"}),
         ("pages", PagesFreedTooEarly, "state", {"fold"}),
         ("pages", PagesNeverFreed, "slots", {"slots", "fold"}),
         ("pages", NoPagesForDrafts, "state", {"slots"}),
@@ -215,7 +215,7 @@ def test_the_oracle_finds_what_is_planted_in_what_an_engine_runs(member, planted
     for policy in StatePolicy:
         for drafts in (0, 3):
             layout = CacheLayout(MambaCacheMode.ALL, 5, drafts, 29, policy, 1 + 2 * drafts)
-            case = Case(layout, Retention.of(layout), 3)
+            case = Case(layout, PrefixRetention.of(layout), 3)
             planner = type("Planted", (Planner,), {member: planted})
             sim = simulate(case, 60, planner(), np.random.default_rng(3))
             assert simulate(case, 60, Planner(), np.random.default_rng(3)).found.total() == 0

@@ -26,8 +26,8 @@ def test_m37_replay_and_fold_are_the_recurrence(make, form, drafts):
         "ring_B": torch.full((3, CAPACITY, groups, size), float("nan"), dtype=torch.float64),
     }
     state, window = p.ssm["ssm_state"], p.conv["conv_state"].shape[1]
-    live = torch.randn(3, window, p.conv["conv_state"].shape[2], generator=g, dtype=torch.float64)
-    pages = torch.full((24, 3, live.shape[2]), float("nan"), dtype=torch.float64)
+    request_conv = torch.randn(3, window, p.conv["conv_state"].shape[2], generator=g, dtype=torch.float64)
+    pages = torch.full((24, 3, request_conv.shape[2]), float("nan"), dtype=torch.float64)
     truth = {1: state[1].clone(), 2: torch.zeros_like(state[1])}
     slot, base, length = {1: 1, 2: 0}, {1: 3, 2: 0}, {1: 0, 2: 0}
     for step in range(14):
@@ -74,7 +74,7 @@ def test_m37_replay_and_fold_are_the_recurrence(make, form, drafts):
         form.fold_ring(
             ssm_state=state[None],
             conv_state=pages[None],
-            live=live[None],
+            request_conv=request_conv[None],
             **{name: values[None] for name, values in ring.items()},
             A=parameters["A"][None],
             ring_row=rows,
@@ -92,6 +92,6 @@ def test_m37_replay_and_fold_are_the_recurrence(make, form, drafts):
                     length[row] - count[row],
                 )
                 offset = 0 if row == 1 else min(1, window - 3)
-                assert torch.equal(pages[target[row]], live[row, offset : offset + 3])
+                assert torch.equal(pages[target[row]], request_conv[row, offset : offset + 3])
                 if not length[row]:
                     torch.testing.assert_close(state[slot[row]], truth[row], rtol=1e-10, atol=1e-10)

@@ -33,7 +33,7 @@ MODELS = {  # layers, heads, head_dim, groups; MiB: without drafts, with 5 and s
 
 @pytest.mark.parametrize("name", MODELS)
 def test_m35_bytes_per_request_of_published_models(name):
-    # sglang #19169, #23643: rings and live windows belong to running requests, not to cached pages.
+    # sglang #19169, #23643: rings and request conv windows belong to running requests, not to cached pages.
     layers, heads, head_dim, groups, *want = MODELS[name]
     used = []
     for drafts, policy in ((0, SLOTS), (5, SLOTS), (5, FOLD)):
@@ -47,11 +47,11 @@ def test_m35_bytes_per_request_of_published_models(name):
 def test_bytes_in_each_mode():
     slots = Mamba2(4, 8, 16, 2, num_speculative_tokens=3)
     fold = Mamba2(4, 8, 16, 2, num_speculative_tokens=3, policy=FOLD)
-    page, row = 96 * 2, 6 * 96 * 2  # an entry of a conv window; a live window
-    assert (slots.conv_shape, fold.conv_shape, fold.live_shape) == ((6, 96), (3, 96), (6, 96))
+    page, row = 96 * 2, 6 * 96 * 2  # an entry of a conv window; a request conv window
+    assert (slots.conv_shape, fold.conv_shape, fold.request_conv_shape) == ((6, 96), (3, 96), (6, 96))
     assert (slots.page_bytes, fold.page_bytes) == (6 * page + 2048, 3 * page + 2048)
-    assert (slots.live_bytes, slots.ring_bytes(16)) == (0, 0)
-    assert (fold.live_bytes, fold.ring_bytes(16)) == (row, 16 * (32 * 2 + 4 * 4 + 32 * 2))
+    assert (slots.request_conv_bytes, slots.ring_bytes(16)) == (0, 0)
+    assert (fold.request_conv_bytes, fold.ring_bytes(16)) == (row, 16 * (32 * 2 + 4 * 4 + 32 * 2))
     assert (slots.num_speculative_blocks, fold.num_speculative_blocks) == (3, 0)
     for mode, num_slots, num_folded in ((NONE, 4, 1), (ALIGN, 5, 2), (ALL, 5, 2)):
         size = 64 if mode is NONE else 8

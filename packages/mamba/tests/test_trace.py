@@ -189,12 +189,12 @@ def fold(mode: MambaCacheMode, ring: int) -> Iterator[tuple[int, int, int, dict[
     request = RequestStates(2, "cpu")
     request.admit([1])
     states = {-1: 0}
-    live = n = 0  # `live`: the tokens that the live window follows at offset 0
+    window = n = 0  # `window`: the tokens that the request conv window follows at offset 0
     for count in PROMPT:
         before = request.gather(ROW)
         plan = plan_replay(layout, table, one(n), one(count), before.base, before.accepted)
         assert (states[int(plan.slot) - 1], int(plan.ring_len)) == (n, 0)
-        live = states[layout.column(n + count)] = n + count
+        window = states[layout.column(n + count)] = n + count
         args = (layout, plan, one(n), one(count), one(1))
         done = plan_fold(*args, scanned=torch.tensor([True]))
         assert not done.dst.any()
@@ -205,13 +205,13 @@ def fold(mode: MambaCacheMode, ring: int) -> Iterator[tuple[int, int, int, dict[
         plan = plan_replay(layout, table, one(n), one(3), before.base, before.accepted)
         base, length = int(plan.ring_start), int(plan.ring_len)
         assert states[int(plan.slot) - 1] == base == n - length
-        assert live + int(plan.conv_offset) == n
-        live = n + 1
+        assert window + int(plan.conv_offset) == n
+        window = n + 1
         done = plan_fold(layout, plan, one(n), one(3), one(accepted))
         request.scatter(ROW, done.accepted, base=done.base)
         if done.dst.item():
             count = int(done.count)
-            assert base + count == int(done.base) == live + int(done.page_offset)
+            assert base + count == int(done.base) == window + int(done.page_offset)
             assert count <= length + accepted
             states[int(done.dst) - 1] = base + count
         yield n, base, length, dict(states)

@@ -129,15 +129,15 @@ def test_fold(
         [1] * 5, per_channel=per_channel, dtype=dtype, state_dtype=state_dtype, read=[1, 2, 3, 4, 5], **shape
     )
     batch.ring([9, 5, 1, 4, 1], 9)
-    live = batch.rand(7, 5, 11)
-    live[:2] = NAN
+    request_conv = batch.rand(7, 5, 11)
+    request_conv[:2] = NAN
     for shares in (7, 2, 1):  # a program visits one row, some rows and all rows
         with_shares(monkeypatch, "delta_fold_ring", shares)
         batch.check(
             "delta_fold_ring",
             device,
             min(tolerance, 2e-5) if state_dtype == torch.float32 else tolerance,
-            live=live,
+            request_conv=request_conv,
             conv_state=torch.full((40, 3, 11), NAN, dtype=dtype),
             count=torch.tensor([9, 4, 1, 3, 0, 0, 0]),
             src=torch.tensor([1, 0, 3, 4, 5, 0, 0]),
@@ -411,7 +411,7 @@ def test_launches_are_no_more_than_those_of_mamba_2(
     batch, one = Batch([1, 1]), torch.ones(4, dtype=torch.int64)
     batch.ring([3, 2], 8)
     batch.chunks(4, [0, 0], lambda *_: 1)
-    args = {"live": torch.zeros(7, 5, 11), "conv_state": torch.zeros(40, 3, 11), **batch.args}
+    args = {"request_conv": torch.zeros(7, 5, 11), "conv_state": torch.zeros(40, 3, 11), **batch.args}
     args = {key: args.get(key, one) for key in inspect.signature(triton_form(name)).parameters}
     if name == "delta_fold_ring":
         args |= {key: torch.stack([each] * 5) for key, each in args.items() if each.is_floating_point()}

@@ -21,7 +21,7 @@ MODELS = {
     "granite-350m": (48, 32, 128, 1),
 }
 FEW, MANY = [6, 1, 0, 3, 1, 6], [1, 300, 0, 129, 2, 256]
-IN_PLACE = ("ssm_state", "conv_state", "live", "ring_x", "ring_dt", "ring_B")
+IN_PLACE = ("ssm_state", "conv_state", "request_conv", "ring_x", "ring_dt", "ring_B")
 
 
 @pytest.fixture
@@ -78,11 +78,15 @@ def make(model: str, lens: list[int], dtype: torch.dtype) -> dict[str, dict[str,
     }
     write = torch.where(torch.tensor([*steps]) < few, 8 + torch.arange(ROWS * len(steps)).view(ROWS, -1), 0)
     bound, entries = {"max_query_len": DRAFTS + 1}, torch.tensor([10, 3, 0, 13, 0, 7])
-    live = {"live": rand(ROWS + 1, WIDTH - 1 + DRAFTS, channels), "live_write": rows}
-    pages = {"conv_state": rand(60, WIDTH - 1, channels), "live": live["live"], "ssm_state": ssm_state}
+    request_conv = {"request_conv": rand(ROWS + 1, WIDTH - 1 + DRAFTS, channels), "request_conv_write": rows}
+    pages = {
+        "conv_state": rand(60, WIDTH - 1, channels),
+        "request_conv": request_conv["request_conv"],
+        "ssm_state": ssm_state,
+    }
     return {
         "causal_conv1d_update": conv | bound | {"offset": rows % (DRAFTS + 1), "write": rows},
-        "causal_conv1d_varlen": conv | chunks | live,
+        "causal_conv1d_varlen": conv | chunks | request_conv,
         "selective_state_update": tokenwise | bound | {"ssm_state": ssm_state, "read": rows, "write": write},
         "replay_update": tokenwise | bound | rings | {"ssm_state": ssm_state, "slot": rows, "ring_len": entries},
         "fold_ring": {"count": entries, "src": rows, "dst": torch.tensor([1, 9, 0, 4, 10, 0])}

@@ -52,7 +52,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 class Batch(PaddedRows):
     """Of a layer of Mamba-2, or of a convolution."""
 
-    written = ("conv_state", "ssm_state", "live", "ring_x", "ring_dt", "ring_B")
+    written = ("conv_state", "ssm_state", "request_conv", "ring_x", "ring_dt", "ring_B")
 
     def __init__(
         self,
@@ -166,15 +166,15 @@ def test_fold(
     shape = {"width": 4} | shape
     batch = Batch([1] * 5, dtype=dtype, state_dtype=state_dtype, read=[1, 2, 3, 4, 5], **shape)
     batch.ring([9, 5, 1, 4, 1], 9)
-    live = batch.rand(7, shape["width"] + 2, batch.xbc.shape[1])
-    live[:2] = NAN
+    request_conv = batch.rand(7, shape["width"] + 2, batch.xbc.shape[1])
+    request_conv[:2] = NAN
     for shares in (7, 2, 1):  # a program visits one row, some rows and all rows
         with_shares(monkeypatch, "fold_ring", shares)
         batch.check(
             "fold_ring",
             device,
             ROUNDED[state_dtype],
-            live=live,
+            request_conv=request_conv,
             count=torch.tensor([9, 4, 1, 3, 0, 0, 0]),
             src=torch.tensor([1, 0, 3, 4, 5, 0, 0]),
             dst=torch.tensor([1, 9, 10, 0, 11, 0, 0]),
@@ -192,15 +192,22 @@ def test_windows_alone(
         [1] * 3, dtype=dtype, state_dtype=dtype, read=[1, 2, 3], width=width, head_dim=head_dim, slots=13
     )
     batch.ring([1, 1, 1], 3)
-    live = batch.rand(5, width + 2, batch.xbc.shape[1])
-    live[:2] = NAN
+    request_conv = batch.rand(5, width + 2, batch.xbc.shape[1])
+    request_conv[:2] = NAN
     dst = torch.tensor([9, 2, 0, 0, 0])
     conv_src, bias = torch.tensor([1, 2, 3, 0, 0]), torch.tensor([0, 1, 1, 0, 0])
     alone = {"conv_src": conv_src, "conv_bias": bias, "ssm_src": conv_src, "dst": dst, "ssm_state": None}
     for shares in (5, 1):
         for name in ("fold_window", "copy_states"):
             with_shares(monkeypatch, name, shares)
-        batch.check("fold_window", device, 0.0, live=live, dst=dst, page_offset=torch.tensor([0, 3, 1, 0, 0]))
+        batch.check(
+            "fold_window",
+            device,
+            0.0,
+            request_conv=request_conv,
+            dst=dst,
+            page_offset=torch.tensor([0, 3, 1, 0, 0]),
+        )
         batch.check("copy_states", device, 0.0, **alone)
 
 
@@ -211,14 +218,14 @@ def test_rows_are_visited_once_however_many_there_are(
     """A program looks at 256 rows at a time. What it visits is the first, the last and neighbours."""
     with_shares(monkeypatch, "fold_window", shares)
     rows = 600
-    conv, live = torch.full((2, 20, 2, 5), NAN), torch.randn(2, rows, 4, 5)
+    conv, request_conv = torch.full((2, 20, 2, 5), NAN), torch.randn(2, rows, 4, 5)
     dst, row, offset = torch.zeros(rows, dtype=torch.int64), torch.arange(rows), torch.arange(rows) % 3
     visited = torch.tensor([0, 1, 2, 254, 255, 256, 257, 511, 512, 598, 599])
     dst[visited] = 1 + torch.arange(len(visited))
     want = conv.clone()
-    reference.fold_window(want, live, row, dst, offset)
+    reference.fold_window(want, request_conv, row, dst, offset)
     got = conv.to(device)
-    triton_form("fold_window")(got, *(each.to(device) for each in (live, row, dst, offset)))
+    triton_form("fold_window")(got, *(each.to(device) for each in (request_conv, row, dst, offset)))
     assert not want[:, 1 : 1 + len(visited)].isnan().any()
     torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
 
@@ -260,11 +267,16 @@ def test_m04_conv_windows_of_chunks_reach_into_the_initial_one(
     slots = iter(range(len(lens), 80))
     phases = [(7 * row + 2) % size for row in range(len(lens))]
     batch.chunks(size, phases, lambda row, rank, last: row if last else (next(slots) if rank % 3 < 2 else 0))
-    live = torch.full((9, width + 1, batch.xbc.shape[1]), NAN, dtype=dtype)
-    more = {"x": batch.xbc, "live": None, "live_write": None}
+    request_conv = torch.full((9, width + 1, batch.xbc.shape[1]), NAN, dtype=dtype)
+    more = {"x": batch.xbc, "request_conv": None, "request_conv_write": None}
     batch.check("causal_conv1d_varlen", device, tolerance, **more)
-    live_write = torch.tensor([*(0, 3, 5, 1, 7)[: len(lens)], 0, 0])
-    more |= {"live": live, "live_write": live_write, "bias": None, "activation": "none"}
+    request_conv_write = torch.tensor([*(0, 3, 5, 1, 7)[: len(lens)], 0, 0])
+    more |= {
+        "request_conv": request_conv,
+        "request_conv_write": request_conv_write,
+        "bias": None,
+        "activation": "none",
+    }
     batch.check("causal_conv1d_varlen", device, tolerance, **more)
 
 
@@ -393,7 +405,7 @@ def test_m21_copies_shift_windows_in_place(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, head_dim: int
 ) -> None:
     """To another slot, in place with a shift, a window and a state of different slots, from nothing, and nowhere."""
-    from bateleur.mamba.ops.copy import triton as copy
+    from bateleur.mamba.ops.state_copy import triton as copy
 
     monkeypatch.setattr(copy, "_MOST_PROGRAMS", 2)
     batch = Batch([1] * 5, state_dtype=dtype, drafts=3, head_dim=head_dim, read=[1, 2, 3, 4, 5], slots=13)
@@ -424,7 +436,7 @@ def test_all_layers_are_one_launch(device: torch.device, monkeypatch: pytest.Mon
     monkeypatch.setattr(home, kernel, Counted())
     batch, one = Batch([1, 1], drafts=2), torch.ones(4, dtype=torch.int64)
     batch.ring([3, 2], 8)
-    args = {"live": batch.args["conv_state"], **batch.args}
+    args = {"request_conv": batch.args["conv_state"], **batch.args}
     args = {key: args.get(key, one) for key in inspect.signature(triton_form(name)).parameters}
     layers = {key: torch.stack([each] * 5) for key, each in args.items() if each.is_floating_point()}
     triton_form(name)(**(args | layers))
@@ -460,7 +472,7 @@ def test_no_tokens(device: torch.device) -> None:
     batch = Batch([0, 0])
     batch.chunks(4, [0, 0], lambda *_: 1)
     batch.check("ssd_scan_varlen", device, 0.0)
-    batch.check("causal_conv1d_varlen", device, 0.0, x=batch.xbc, live=None, live_write=None)
+    batch.check("causal_conv1d_varlen", device, 0.0, x=batch.xbc, request_conv=None, request_conv_write=None)
     batch.check("selective_state_update", device, 0.0, write=torch.ones(4, 1, dtype=torch.int64))
 
 

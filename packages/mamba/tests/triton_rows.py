@@ -105,8 +105,8 @@ class PaddedRows:
         """Row r owns ring row r + 2 and has `lengths[r]` entries, beginning anywhere in it."""
         start = torch.randint(0, capacity, (len(lengths),), generator=self.rng)
         for row in range(-2, len(lengths)):
-            begin, live = (0, 0) if row < 0 else (int(start[row]), lengths[row])
-            dead = [(begin + entry) % capacity for entry in range(live, capacity)]
+            begin, request_conv = (0, 0) if row < 0 else (int(start[row]), lengths[row])
+            dead = [(begin + entry) % capacity for entry in range(request_conv, capacity)]
             for values in rings.values():
                 values[row + 2, dead] = NAN
         self.args |= rings | {

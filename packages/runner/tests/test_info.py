@@ -62,7 +62,7 @@ def test_counts_are_those_of_the_tensors(tiny_checkpoint: Any, family: str, poli
         t.nbytes for t in [pool.layer(i)[0] for i in layers] + states
     )
     rings = [each for i in layers if (each := pool.rings(i)) is not None]
-    assert 3 * facts.mamba_window_bytes == sum(each.live.nbytes for each in rings)
+    assert 3 * facts.mamba_window_bytes == sum(each.request_conv.nbytes for each in rings)
     assert 3 * facts.mamba_ring_bytes == sum(t.nbytes for each in rings for t in each.entries)
 
 
@@ -76,8 +76,8 @@ def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
     }
     # Two layers of keys and values, 2 heads of 16 in two bytes.
     assert facts.kv_bytes_per_token == 2 * 2 * 2 * 16 * 2
-    # Two layers: three inputs of 6*12 + 2*3*16 channels in two bytes, as a page and live, 6 * 12 * 16 states in four,
-    # and a ring of 16 tokens: x and B in two bytes, a step for each head in four.
+    # Two layers: three inputs of 6*12 + 2*3*16 channels in two bytes, as a page and request_conv, 6 * 12 * 16 states in
+    # four, and a ring of 16 tokens: x and B in two bytes, a step for each head in four.
     window, ring = 3 * (72 + 96) * 2, 16 * ((72 + 3 * 16) * 2 + 6 * 4)
     page = window + 6 * 12 * 16 * 4
     assert facts.mamba_page_bytes == 2 * page

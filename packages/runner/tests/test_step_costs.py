@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from bateleur.mamba import Mamba2, traffic
+from bateleur.mamba import Mamba2, memory_traffic
 from bateleur.runner.cache.costs import CacheCosts
 from bateleur.runner.diagnose.costs import count_parts
 from bateleur.runner.diagnose.step_costs import StepPart, caches_of, experts_met, step_costs, total
@@ -79,14 +79,14 @@ def test_states_are_those_of_traffic(drafts: int) -> None:
     caches = caches_of(SPEC, BF16, 256, "cuda", drafts)
     assert caches.layout is not None
     (state,) = caches.options.states.specs(SPEC, BF16)
-    cycle = traffic.FoldCycle.of(caches.layout, 1 + drafts)
+    cycle = memory_traffic.FoldCycle.of(caches.layout, 1 + drafts)
     part = costs(batch=5, tokens=1 + drafts, drafts=drafts)["mamba"]
-    assert part.state_bytes == 5 * traffic.fold_step_bytes(state, 1 + drafts, cycle)
+    assert part.state_bytes == 5 * memory_traffic.fold_step_bytes(state, 1 + drafts, cycle)
     slots = step_costs(
         HybridDecoder(SPEC, dtype=BF16, device="meta"), caches_of(SPEC, BF16, 256, "cpu"), 5, 1
     )
     (state,) = caches_of(SPEC, BF16, 256, "cpu").options.states.specs(SPEC, BF16)
-    assert slots["mamba"].state_bytes == 5 * traffic.slots_step_bytes(state, 1)
+    assert slots["mamba"].state_bytes == 5 * memory_traffic.slots_step_bytes(state, 1)
 
 
 def test_bounds() -> None:

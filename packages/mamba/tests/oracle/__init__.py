@@ -1,8 +1,8 @@
 """A symbolic oracle for what an engine plans with: states are token sequences, so being right is being equal.
 
 Requests with random prompts, parts of them, drafts, acceptance, preemptions and prefix hits run through the planners,
-`PromptCutter` and `StatePages`, and through operators that do to token sequences what the real ones do to states, for
-each `Kind` of state that recurrences have. Every
+`PrefillChunker` and `MambaStateManager`, and through operators that do to token sequences what the real ones do to
+states, for each `Kind` of state that recurrences have. Every
 state, every conv window that a step starts from, and every published page is compared with what the tokens say.
 `python packages/mamba/tests/oracle --runs 1000000` does it a million times. Other rules, or deliberately broken ones,
 are members of a subclass of `Planner`.

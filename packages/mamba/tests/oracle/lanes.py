@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.random import Generator
 
-from bateleur.mamba.retention import Retention
+from bateleur.mamba.prefix_retention import PrefixRetention
 from bateleur.mamba.spec import CacheLayout
 from oracle.memory import Bools, Ints
 
@@ -29,7 +29,7 @@ class Case:
     """One configuration: requests with the same layout share a simulation."""
 
     layout: CacheLayout
-    retention: Retention
+    retention: PrefixRetention
     chunk_size: int
     """Tokens of a scan chunk at most."""
     kind: Kind = Kind.INPUTS

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from bateleur.mamba.planners import plan_copy, plan_fold, plan_replay, plan_step
-from bateleur.mamba.prompts import PromptCutter
-from bateleur.mamba.state_pages import PagePool, StatePages
+from bateleur.mamba.prefill_chunks import PrefillChunker
+from bateleur.mamba.state_manager import MambaStateManager, StateBlockPool
 from oracle.pool import Pool
 
 
@@ -18,9 +18,9 @@ class Planner:
     copy = staticmethod(plan_copy)
     replay = staticmethod(plan_replay)
     fold = staticmethod(plan_fold)
-    cutter = PromptCutter
-    pages = StatePages
-    pool: Callable[[int], PagePool] = Pool
+    chunker = PrefillChunker
+    pages = MambaStateManager
+    pool: Callable[[int], StateBlockPool] = Pool
     """Of so many pages, the null page included."""
 
 

@@ -1,4 +1,4 @@
-"""The least that a `PagePool` does."""
+"""The least that a `StateBlockPool` does."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from itertools import cycle
 import numpy as np
 from numpy.random import Generator
 
-from bateleur.mamba.retention import Retention
+from bateleur.mamba.prefix_retention import PrefixRetention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from oracle.lanes import Case, Kind, Lanes
 from oracle.memory import Ints
@@ -71,12 +71,12 @@ def _case(policy: StatePolicy, mode: MambaCacheMode, block_size: int, drafts: in
     if mode is MambaCacheMode.NONE:
         block_size = max_len
     layout = CacheLayout(mode, block_size, drafts, max_len, policy, ring)
-    kept = [Retention.of(layout)]
+    kept = [PrefixRetention.of(layout)]
     if mode is MambaCacheMode.ALL:
-        kept.append(Retention(block_size, every=2 * block_size))
-        kept.append(Retention(block_size, last=True))
-        kept.append(Retention(block_size, prompt_end=True))
-        kept.append(Retention(block_size, doubling=True))
+        kept.append(PrefixRetention(block_size, every=2 * block_size))
+        kept.append(PrefixRetention(block_size, last=True))
+        kept.append(PrefixRetention(block_size, prompt_end=True))
+        kept.append(PrefixRetention(block_size, doubling=True))
     kind = [*Kind][int(rng.integers(len(Kind)))]
     return Case(layout, kept[int(rng.integers(len(kept)))], int(rng.integers(1, 18)), kind)
 

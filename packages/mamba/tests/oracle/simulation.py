@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.mamba.planners import CopyPlan, FoldPlan, ReplayPlan, SlotPlan
-from bateleur.mamba.prompts import Prompts
+from bateleur.mamba.prefill_chunks import PrefillChunks
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
-from bateleur.mamba.state_pages import StatePages
+from bateleur.mamba.state_manager import MambaStateManager
 from oracle.lanes import Batch, Case, Kind, Lanes, next_batch
 from oracle.memory import GARBAGE, Bools, Ints, Pages, Rows, States, slid, window_of
 from oracle.planner import Planner
@@ -66,7 +66,7 @@ class Simulation:
         columns = layout.columns()
         num_pages = 1 + num_lanes * columns
         self.table = np.arange(1, num_pages, dtype=np.int32).reshape(num_lanes, columns)
-        self.held: StatePages | None = None
+        self.held: MambaStateManager | None = None
         if layout.mode is not MambaCacheMode.NONE:
             spare = num_lanes * columns * int(rng.integers(0, 4))  # none, or room for what is published
             num_pages = 1 + num_lanes * layout.slots_per_request() + spare
@@ -77,7 +77,7 @@ class Simulation:
         """Names of all prefixes that a page was found under."""
         width, has_states = 0 if self.folds else self.drafts, case.kind is not Kind.WINDOW
         self.pages = Pages(num_pages, self.max_len, width, has_states=has_states)
-        self.cutter = planner.cutter(layout, case.chunk_size, num_lanes)
+        self.chunker = planner.chunker(layout, case.chunk_size, num_lanes)
         self.rows = Rows(1 + num_lanes, layout.ring_capacity, self.drafts)
         self.states = RequestStates(1 + num_lanes, "cpu")
         self._buffers: dict[int, Buffers] = {}
@@ -125,7 +125,7 @@ class Simulation:
                 x[order].astype(np.int32) for x in (batch.computed, batch.tokens, batch.prompt)
             )
             before = self.table.copy()
-            self.held.cover(batch.lanes[order], n, tokens, int((~in_prompt).sum()), prompt)
+            self.held.allocate_blocks(batch.lanes[order], n, tokens, int((~in_prompt).sum()), prompt)
             self.pages.poison(self.table[self.table != before])
         table = self.table[batch.lanes]
         idle = batch.tokens == 0
@@ -259,7 +259,7 @@ class Simulation:
             return
         lens, computed = batch.tokens[rows], batch.computed[rows]
         starts = np.append(0, np.cumsum(lens)).astype(np.int32)
-        cut = self.cutter.cut(starts, computed.astype(np.int32), table[torch.from_numpy(rows)])
+        cut = self.chunker.split(starts, computed.astype(np.int32), table[torch.from_numpy(rows)])
         if not self._fits(cut, starts):
             return
         of, slots = cut.chunk_row.numpy(), cut.chunk_write.numpy()
@@ -272,7 +272,7 @@ class Simulation:
             last = cut.row_chunk_loc.numpy()[1:] - 1
             self.rows.put_windows(batch.request_row[rows], shown[last])
 
-    def _fits(self, cut: Prompts, starts: NDArray[np.int32]) -> bool:
+    def _fits(self, cut: PrefillChunks, starts: NDArray[np.int32]) -> bool:
         """Whether the chunks are those that the scan takes: none too long, and each where its row is."""
         loc, first = cut.chunk_start_loc.numpy(), cut.row_chunk_loc.numpy()
         lens, counts = np.diff(loc), np.diff(first)
@@ -280,7 +280,7 @@ class Simulation:
             np.array_equal(cut.query_start_loc, starts)
             and np.array_equal(loc[first], starts)
             and np.array_equal(cut.chunk_row, np.arange(len(counts)).repeat(counts))
-            and bool((lens > 0).all() and (lens <= self.cutter.chunk_size).all())
+            and bool((lens > 0).all() and (lens <= self.chunker.chunk_size).all())
             and cut.max_chunks_per_row == int(counts.max())
         )
         self.found["chunks"] += not fits

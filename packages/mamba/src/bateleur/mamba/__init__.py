@@ -1,8 +1,9 @@
-"""Where every recurrent state lives, and the operators that move it."""
+"""State management and operators of recurrent layers (Mamba-2, delta rules, short convolutions) for inference."""
 
-from bateleur.mamba.builder import MambaMetadataBuilder
 from bateleur.mamba.fold_cache import FoldCache, FoldStep
-from bateleur.mamba.mixer import Mixer, MixerRows
+from bateleur.mamba.metadata import MambaMetadata
+from bateleur.mamba.metadata_builder import MambaMetadataBuilder
+from bateleur.mamba.mixer import Mixer, MixerBatch
 from bateleur.mamba.ops import (
     causal_conv1d_update,
     causal_conv1d_varlen,
@@ -28,22 +29,21 @@ from bateleur.mamba.planners import (
     plan_replay,
     plan_step,
 )
-from bateleur.mamba.prompts import Prompts
-from bateleur.mamba.recurrence import FoldRows, Recurrence, TensorSpec
+from bateleur.mamba.prefill_chunks import PrefillChunks
+from bateleur.mamba.prefix_retention import PrefixRetention
+from bateleur.mamba.recurrence import FoldBatch, Recurrence, TensorSpec
 from bateleur.mamba.recurrences import GatedDelta, KimiDelta, Mamba2, ShortConv
 from bateleur.mamba.request_states import RequestStates, RowStates
-from bateleur.mamba.retention import Retention
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
-from bateleur.mamba.state_pages import PagePool, StatePages
+from bateleur.mamba.state_manager import MambaStateManager, StateBlockPool
 from bateleur.mamba.state_pool import Rings, StatePool
-from bateleur.mamba.step_metadata import MambaMetadata
 
 __all__ = [
     "CacheLayout",
     "CopyPlan",
+    "FoldBatch",
     "FoldCache",
     "FoldPlan",
-    "FoldRows",
     "FoldStep",
     "GatedDelta",
     "KimiDelta",
@@ -51,20 +51,20 @@ __all__ = [
     "MambaCacheMode",
     "MambaMetadata",
     "MambaMetadataBuilder",
+    "MambaStateManager",
     "Mixer",
-    "MixerRows",
-    "PagePool",
+    "MixerBatch",
+    "PrefillChunks",
+    "PrefixRetention",
     "PromptScan",
-    "Prompts",
     "Recurrence",
     "ReplayPlan",
     "RequestStates",
-    "Retention",
     "Rings",
     "RowStates",
     "ShortConv",
     "SlotPlan",
-    "StatePages",
+    "StateBlockPool",
     "StatePolicy",
     "StatePool",
     "TensorSpec",

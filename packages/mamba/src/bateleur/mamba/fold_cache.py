@@ -1,7 +1,7 @@
-"""Recurrent layers without an engine: their states under FOLD, and steps of mixed batches over them.
+"""Runs recurrent layers without an engine: states under FOLD, and steps of mixed batches.
 
-Everything here is a composition of the public planners and operators; an engine that stages batches into fixed
-buffers, or captures graphs, calls those itself.
+Only the public planners and operators are used. An engine that has persistent buffers or captures graphs calls those
+itself.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.mamba.mixer import Mixer, MixerRows
+from bateleur.mamba.metadata import MambaMetadata
+from bateleur.mamba.mixer import Mixer, MixerBatch
 from bateleur.mamba.planners import FoldPlan, ReplayPlan, plan_fold, plan_replay
-from bateleur.mamba.prompts import PromptCutter, Prompts
+from bateleur.mamba.prefill_chunks import PrefillChunker, PrefillChunks
 from bateleur.mamba.recurrence import Tensors
 from bateleur.mamba.request_states import RequestStates
 from bateleur.mamba.spec import CacheLayout, PromptScan
 from bateleur.mamba.state_pool import StatePool
-from bateleur.mamba.step_metadata import MambaMetadata
 
 
 class FoldCache:
-    """The states of some recurrent layers under FOLD: pages, rings of running requests, and what they carry along.
+    """States of several recurrent layers under FOLD: state slots, rings of running requests, and `RequestStates`.
 
-    Which page holds which state is the caller's: a block table with a row for each request, column c for the state
-    after at most (c + 1) * block_size tokens. A page is full, and may stand in another request's row as well, when the
-    request whose page it is has passed the end of its block; it is only read from then on.
+    The caller owns the block table. It has a row per request, and column c holds the slot of the state after at most
+    (c + 1) * block_size tokens. When a request has passed the end of a block, the slot is full and only read, and may
+    also stand in the rows of other requests.
 
     Args:
-        layout: of all layers.
-        mixers: the layers. Their `params` are copied; `mixers` of the cache are those that count.
-        num_slots: pages, of which page 0 is null.
-        num_rows: running requests, and one: row 0 is null.
-        chunk_size: tokens of a scan chunk at most.
-        prompt_scan: which kernels scan prompts.
+        layout: block-table layout of all layers, with the policy FOLD.
+        mixers: the layers. Their `params` are copied; use the attribute `mixers` of the cache instead.
+        num_slots: state slots, including the null slot 0.
+        num_rows: request rows, including the null row 0.
+        chunk_size: maximum number of tokens of a prefill chunk.
+        prompt_scan: kernels that scan prefills.
 
-    Raises ValueError for a layout or a spec that is not FOLD's, or a chunk size below 1.
+    Raises ValueError for a layout or a spec without FOLD, or a chunk size below 1.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class FoldCache:
     ) -> None:
         specs = [mixer.spec for mixer in mixers]
         for spec in specs:
-            spec.max_memory_usage_bytes(layout)  # of the same policy and number of drafts
+            spec.max_memory_usage_bytes(layout)  # checks policy and number of drafts
         device = mixers[0].conv_weight.device
         self.layout = layout
-        self.cutter = PromptCutter(layout, chunk_size, num_rows, prompt_scan)
+        self.chunker = PrefillChunker(layout, chunk_size, num_rows, prompt_scan)
         self.pages = StatePool(
             specs, num_slots, device, num_rows=num_rows, ring_capacity=layout.ring_capacity
         )
         self.states = RequestStates(num_rows, device)
         self._params: list[Tensors] = []
-        """(layers, *shape) each, of a group of the pool."""
+        """By group of the pool: the parameters of its layers, (layers, *shape) each."""
         own = list(mixers)
         for group in self.pages.groups:
             by_name = zip(*(mixers[index].params for index in group), strict=True)
@@ -73,9 +73,9 @@ class FoldCache:
         self.mixers = tuple(own)
 
     def admit(self, rows: Sequence[int], computed: Sequence[int] | int = 0) -> None:
-        """Requests begin in `rows`, with `computed` tokens each whose state lies in a page of another request.
+        """Start requests in `rows`, with `computed` tokens each of a prefix-cache hit (0 for no hit).
 
-        Raises ValueError for row 0, a row that is not there, or one that is named twice.
+        Raises ValueError for row 0, a row out of range, or a duplicate row.
         """
         self._check_rows(rows)
         self.states.admit(rows, computed)
@@ -91,22 +91,22 @@ class FoldCache:
         """Plan a step for all layers.
 
         Args:
-            table: (R, columns) integer block table of the batch, 0 where there is no page.
+            table: (R, columns) integer block table of the batch, 0 in columns without a slot.
             rows: R request rows, all different.
-            computed: (R,) int64 tokens before the step, accepted ones only.
+            computed: (R,) int64 tokens before the step, without rejected tokens.
             query_lens: R token counts of the step, at least 1 each.
-            num_decodes: leading rows that continue by 1 to 1 + K tokens of which a suffix may be rejected; the others
-                are parts of prompts, of any length.
+            num_decodes: number of leading decode rows, with 1 to 1 + K tokens of which a suffix may be rejected. The
+                other rows are prefills of any length.
 
         Raises:
-            ValueError: the counts or the rows do not fit, a decode has more tokens than could be rejected, a row would
-                be longer than the layout allows (on a CPU), or a prompt goes on elsewhere than where its request is, or
-                after decodes without a page in the column of its next token, for what is in its ring.
+            ValueError: sizes differ; a decode has more than 1 + K tokens; a row is invalid; a row would exceed
+                `max_model_len` (checked on a CPU only); `computed` of a prefill is not the number of tokens of its
+                request; or a prefill follows decodes, and the table has no slot for the tokens in its ring.
         """
         if not len(rows) == len(query_lens) == len(table) or not 0 <= num_decodes <= len(rows):
             raise ValueError(
-                f"rows, query_lens and table are {len(rows)}, {len(query_lens)} and {len(table)} with num_decodes = "
-                f"{num_decodes}; the first three must be equal, and the last at most as large"
+                f"rows, query_lens and table have {len(rows)}, {len(query_lens)} and {len(table)} rows, with "
+                f"num_decodes = {num_decodes}; the first three must be equal, and num_decodes at most as large"
             )
         self._check_rows(rows)
         width = 1 + self.layout.num_speculative_tokens
@@ -123,95 +123,97 @@ class FoldCache:
             )
         if num_decodes < len(rows):
             prompts = torch.tensor(rows[num_decodes:], device=table.device)
-            self._empty_rings(table[num_decodes:], prompts, computed[num_decodes:])
+            self._flush_rings(table[num_decodes:], prompts, computed[num_decodes:])
         return FoldStep(self, self._metadata(table, rows, computed, query_lens, num_decodes), computed)
 
     def _metadata(
         self, table: Tensor, rows: Sequence[int], computed: Tensor, query_lens: Sequence[int], first: int
     ) -> MambaMetadata:
-        """Of a step whose prompts are the rows from `first` on."""
+        """Build the metadata of a step whose prefills start at row `first`."""
         device, starts = table.device, np.add.accumulate([0, *query_lens], dtype=np.int32)
         request_row, loc = torch.tensor(list(rows), device=device), torch.from_numpy(starts).to(device)
-        kept = self.states.gather(request_row)
-        plan = plan_replay(self.layout, table, computed, loc.diff(), kept.base, kept.accepted)
-        prompts = Prompts.none(device)
+        carried = self.states.gather(request_row)
+        plan = plan_replay(self.layout, table, computed, loc.diff(), carried.base, carried.accepted)
+        chunks = PrefillChunks.empty(device)
         if first < len(rows):
             before = computed[first:].int().cpu().numpy()
-            prompts = self.cutter.cut(starts[first:] - starts[first], before, table[first:])
+            chunks = self.chunker.split(starts[first:] - starts[first], before, table[first:])
         split = (first, int(starts[first]), len(rows) - first)
         longest = max(query_lens[:first], default=1)
-        return MambaMetadata(*split, plan, loc, prompts, self.cutter.chunk_size, longest, request_row)
+        return MambaMetadata(*split, plan, loc, chunks, self.chunker.chunk_size, longest, request_row)
 
-    def _empty_rings(self, table: Tensor, rows: Tensor, computed: Tensor) -> None:
-        """Fold what decodes left in the rings of these rows, whose prompts go on: a scan reads a checkpoint alone."""
-        kept, one = self.states.gather(rows), torch.ones_like(rows)
-        plan = plan_replay(self.layout, table, computed, one, kept.base, kept.accepted)
-        held, size = plan.ring_len > 0, self.layout.block_size
+    def _flush_rings(self, table: Tensor, rows: Tensor, computed: Tensor) -> None:
+        """Fold the rings of prefill rows that have decoded before: a scan reads only the checkpoint."""
+        carried, one = self.states.gather(rows), torch.ones_like(rows)
+        plan = plan_replay(self.layout, table, computed, one, carried.base, carried.accepted)
+        filled, size = plan.ring_len > 0, self.layout.block_size
         most = (computed % size).clamp(max=self.layout.ring_capacity - 1 - self.layout.num_speculative_tokens)
-        unlike = (plan.ring_len < 0) | (plan.ring_len > most)
-        if unlike.any():
-            row = int(unlike.int().argmax())
+        impossible = (plan.ring_len < 0) | (plan.ring_len > most)
+        if impossible.any():
+            row = int(impossible.int().argmax())
             raise ValueError(
-                f"computed is {int(computed[row])} in prompt row {row}; of its request {int(kept.base[row])} tokens "
-                f"are in a page, and at most {int(most[row])} can be in its ring: see `admit`"
+                f"computed is {int(computed[row])} in prompt row {row}; its request has {int(carried.base[row])} "
+                f"tokens in the checkpoint, and at most {int(most[row])} can be in its ring: see `admit`"
             )
-        homeless = held & (plan.fold_slot == 0)
-        if homeless.any():
-            row = int(homeless.int().argmax())
+        without_slot = filled & (plan.fold_slot == 0)
+        if without_slot.any():
+            row = int(without_slot.int().argmax())
             n = int(computed[row])
             raise ValueError(
-                f"table has no page in column {n // size} of prompt row {row}, which goes on after {n} tokens, the "
-                f"last of them decodes; what is in its ring needs one"
+                f"table has no page in column {n // size} of prompt row {row}, which continues after {n} tokens; the "
+                f"tokens in its ring are folded into that page"
             )
-        fold = FoldPlan(plan.fold_slot * held, plan.ring_len, plan.conv_offset, computed, kept.accepted)
+        fold = FoldPlan(plan.fold_slot * filled, plan.ring_len, plan.conv_offset, computed, carried.accepted)
         self.fold(fold, plan, rows)
-        self.states.scatter(rows, kept.accepted, base=computed)
+        self.states.scatter(rows, carried.accepted, base=computed)
 
     def fold(self, plan: FoldPlan, replay: ReplayPlan, rows: Tensor) -> None:
-        """What a plan says, in all layers: see `StatePool.fold`."""
+        """Fold rings in all layers; arguments as in `StatePool.fold`."""
         self.pages.fold(plan, replay, rows, self._params)
 
     def _check_rows(self, rows: Sequence[int]) -> None:
         most = self.states.num_rows - 1
         if len(set(rows)) < len(rows) or not all(1 <= row <= most for row in rows):
             raise ValueError(
-                f"rows is {list(rows)}; all must be different, and from 1 to {most}, for row 0 is null"
+                f"rows is {list(rows)}; all must be different, and in [1, {most}]; row 0 is null"
             )
 
 
 class FoldStep:
-    """One step of a `FoldCache`: `mix` for each layer, then `commit` once. Made by `FoldCache.step`."""
+    """One step of a `FoldCache`, made by `FoldCache.step`: call `mix` for each layer, then `commit` once."""
 
     def __init__(self, cache: FoldCache, meta: MambaMetadata, computed: Tensor) -> None:
         self._cache, self._meta, self._computed = cache, meta, computed
-        self._mixer_rows = MixerRows.of(meta)
+        self._batch = MixerBatch.of(meta)
         self._committed = False
 
     def mix(self, index: int, channels: Tensor, *gates: Tensor) -> Tensor:
-        """Convolution and recurrence of layer `index`: channels (T, conv_dim) and gates to y (T, *output_shape).
+        """Run convolution and recurrence of layer `index` over the tokens of all rows, one row after the other.
 
-        The tokens of all rows, one row after the other.
+        channels (T, conv_dim), gates (T, *shape) each. Returns y (T, *output_shape).
         """
         pages = self._cache.pages
-        layer = (self._mixer_rows, pages.layer(index), pages.rings(index))
+        layer = (self._batch, pages.layer(index), pages.rings(index))
         return self._cache.mixers[index].mix(channels, gates, *layer)
 
     def commit(self, accepted: Sequence[int] | Tensor) -> Tensor:
-        """Fold what is due, in all layers, and keep what the requests carry along. A second call is a ValueError.
+        """End the step: fold rings in all layers if necessary, and update the `RequestStates`.
 
-        accepted (R,) tokens that survive, at least 1; ignored for prompts. Returns (R,) int64: the tokens of each
-        request from now on. Boundaries among them lie in their pages: those may be published.
+        accepted: (R,) accepted tokens of each decode, at least 1; ignored for prefills. Returns (R,) int64, the tokens
+        of each request after the step. The state at each passed block boundary is in its slot and may be published.
+
+        Raises ValueError for a second call.
         """
         if self._committed:
-            raise ValueError("the step was committed before; its tokens would be folded in twice")
+            raise ValueError("the step was committed before; a second commit would fold its tokens twice")
         self._committed = True
         cache, plan, rows = self._cache, self._meta.plan, self._meta.request_row
         assert isinstance(plan, ReplayPlan)
         assert rows is not None
         lens = self._meta.query_start_loc.diff()
-        kept = torch.as_tensor(accepted, device=lens.device)
+        count = torch.as_tensor(accepted, device=lens.device)
         scanned = torch.arange(len(rows), device=lens.device) >= self._meta.num_decodes
-        done = plan_fold(cache.layout, plan, self._computed, lens, kept, scanned=scanned)
+        done = plan_fold(cache.layout, plan, self._computed, lens, count, scanned=scanned)
         cache.fold(done, plan, rows)
         cache.states.scatter(rows, done.accepted, base=done.base)
         return self._computed + torch.where(scanned, lens, done.accepted)

@@ -1,4 +1,4 @@
-"""A recurrent layer between its projections: which rows of a step take which operators."""
+"""Convolution and recurrence of one layer, for the decode and prefill rows of a step."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.ops import causal_conv1d_update, causal_conv1d_varlen
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.recurrence import Recurrence, Tensors
 from bateleur.mamba.state_pool import Rings
-from bateleur.mamba.step_metadata import MambaMetadata
 
 States = tuple[Tensor, Tensor | None]
-"""Conv windows and states of a layer; a pure convolution has no states."""
+"""Conv state and SSM state of a layer; a pure convolution has no SSM state."""
 
 
 @dataclass(frozen=True, slots=True)
-class MixerRows:
-    """The rows of a step, sorted out once for all layers."""
+class MixerBatch:
+    """The rows of a step, split into decodes and prefills once for all layers."""
 
-    step: MambaMetadata
+    metadata: MambaMetadata
     decodes: MambaMetadata | None
-    """The same of the decode rows alone; None if there are none."""
-    prompts: SlotPlan | ReplayPlan | None
-    """Plan of the prompt rows; None if there are none."""
-    live_write: Tensor | None
-    """(Pf,) the prompts' `request_row`, if requests have one."""
+    """Metadata of the decode rows; None if there are none."""
+    prefill_plan: SlotPlan | ReplayPlan | None
+    """Plan of the prefill rows; None if there are none."""
+    request_conv_write: Tensor | None
+    """(Pf,) int64 request rows of the prefills; None if requests carry nothing between steps."""
 
     @classmethod
-    def of(cls, meta: MambaMetadata) -> MixerRows:
-        """Those of the step that `meta` describes."""
+    def of(cls, meta: MambaMetadata) -> MixerBatch:
+        """Split the rows of a step."""
         first, end = meta.num_decodes, meta.num_decodes + meta.num_prefills
-        if first == end:  # the whole batch, padded rows included: nothing needs slicing
+        if first == end:  # the whole batch, including padded rows
             return cls(meta, meta if first else None, None, None)
-        live_write = None if meta.request_row is None else meta.request_row[first:end]
-        return cls(meta, meta.decodes() if first else None, meta.plan.rows(first, end), live_write)
+        rows = None if meta.request_row is None else meta.request_row[first:end]
+        return cls(meta, meta.decodes() if first else None, meta.plan.rows(first, end), rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """One recurrent layer between its projections: what it is, and its parameters.
+    """Convolution and recurrence of one layer, with its parameters.
 
-    Raises ValueError for a tensor that has not the shape that the recurrence says, or too many or too few of them.
+    Raises ValueError for a wrong number of parameters, or a tensor of another shape than the recurrence declares.
     """
 
     spec: Recurrence
@@ -52,10 +52,10 @@ class Mixer:
     conv_bias: Tensor | None
     """(conv_dim,)"""
     params: Tensors
-    """One for each of the recurrence's `parameters`, in their order."""
+    """One tensor for each of the recurrence's `parameters`, in their order."""
 
     def __post_init__(self) -> None:
-        """Check every shape once."""
+        """Validate the shapes."""
         spec = self.spec
         names = [each.name for each in spec.parameters]
         if len(self.params) != len(names):
@@ -67,29 +67,35 @@ class Mixer:
             _require_shape(each.name, given, each.shape)
 
     def mix(
-        self, channels: Tensor, gates: Tensors, rows: MixerRows, states: States, rings: Rings | None
+        self, channels: Tensor, gates: Tensors, batch: MixerBatch, states: States, rings: Rings | None
     ) -> Tensor:
-        """Convolution and recurrence over the tokens of a step, advancing the states of its rows.
+        """Run convolution and recurrence over all tokens of a step, and update the states.
 
-        channels (T, conv_dim) and what the recurrence calls `gates`, decode rows first; states and rings are the
-        layer's of a `StatePool`. Returns y (T, *output_shape).
+        Args:
+            channels: (T, conv_dim), decode rows first.
+            gates: (T, *shape) for each of the recurrence's `gates`.
+            batch: rows of the step.
+            states, rings: of this layer, from a `StatePool`.
+
+        Returns y (T, *output_shape).
         """
-        decodes = rows.decodes
+        decodes = batch.decodes
         if decodes is None:
-            return self._scan(channels, gates, rows, states, rings)
-        if rows.prompts is None:
+            return self._prefill(channels, gates, batch, states, rings)
+        if batch.prefill_plan is None:
             return self.decode(channels, gates, decodes, states, rings)
         n = decodes.num_decode_tokens
         first, rest = tuple(gate[:n] for gate in gates), tuple(gate[n:] for gate in gates)
         decoded = self.decode(channels[:n], first, decodes, states, rings)
-        return torch.cat((decoded, self._scan(channels[n:], rest, rows, states, rings)))
+        return torch.cat((decoded, self._prefill(channels[n:], rest, batch, states, rings)))
 
     def decode(
         self, channels: Tensor, gates: Tensors, rows: MambaMetadata, states: States, rings: Rings | None
     ) -> Tensor:
-        """`mix` of decode rows alone, as `MambaMetadata.decodes` or `pieces` has them: fit for capture.
+        """Run `mix` for decode rows only; can be captured in a graph.
 
-        Returns y (T, *output_shape), a tensor of its own, in which tokens of no row have no meaning.
+        rows: from `MambaMetadata.decodes()` or `MambaMetadata.piecewise_decodes`. Returns y (T, *output_shape), a new
+        tensor, unspecified for tokens that belong to no row.
         """
         spec, plan, (conv, state) = self.spec, rows.plan, states
         if isinstance(plan, SlotPlan):
@@ -102,44 +108,51 @@ class Mixer:
         assert rings is not None
         assert row is not None
         channels = causal_conv1d_update(
-            channels, self.conv_weight, self.conv_bias, rings.live, rows.query_start_loc, rows.max_query_len,
+            channels, self.conv_weight, self.conv_bias, rings.request_conv, rows.query_start_loc, rows.max_query_len,
             row, plan.conv_offset, row, spec.conv_activation,
         )  # fmt: skip
         return spec.replay(self.params, channels, gates, state, rings.entries, rows)
 
-    def scan_into(
+    def prefill_into(
         self,
         y: Tensor,
         channels: Tensor,
         gates: Tensors,
-        rows: MixerRows,
+        batch: MixerBatch,
         states: States,
         rings: Rings | None,
     ) -> Tensor:
-        """What `decode` of a step's `pieces` leaves to do: `mix` of the prompts, written into `y`, which is returned.
+        """Run `mix` for the prefill rows only, write their outputs into `y`, and return `y`.
 
-        Without prompts it launches nothing.
+        Completes `decode` of `MambaMetadata.piecewise_decodes`. Launches nothing if there are no prefills.
         """
-        if rows.prompts is not None:
-            n = rows.step.num_decode_tokens
+        if batch.prefill_plan is not None:
+            n = batch.metadata.num_decode_tokens
             rest = tuple(gate[n:] for gate in gates)
-            y[n:].copy_(self._scan(channels[n:], rest, rows, states, rings))
+            y[n:].copy_(self._prefill(channels[n:], rest, batch, states, rings))
         return y
 
-    def _scan(
-        self, channels: Tensor, gates: Tensors, rows: MixerRows, states: States, rings: Rings | None
+    def _prefill(
+        self, channels: Tensor, gates: Tensors, batch: MixerBatch, states: States, rings: Rings | None
     ) -> Tensor:
-        (conv, state), plan, cut, spec = states, rows.prompts, rows.step.prompts, self.spec
+        (conv, state), plan, chunks, spec = (
+            states,
+            batch.prefill_plan,
+            batch.metadata.prefill_chunks,
+            self.spec,
+        )
         assert plan is not None
-        live, live_write = (None, None) if rings is None else (rings.live, rows.live_write)
+        request_conv, write = (
+            (None, None) if rings is None else (rings.request_conv, batch.request_conv_write)
+        )
         conv_read, read = (
             (plan.conv_read, plan.ssm_read) if isinstance(plan, SlotPlan) else (plan.slot, plan.slot)
         )
         channels = causal_conv1d_varlen(
-            channels, self.conv_weight, self.conv_bias, conv, live, cut.query_start_loc, conv_read,
-            cut.chunk_start_loc, cut.chunk_row, cut.chunk_write, live_write, spec.conv_activation,
+            channels, self.conv_weight, self.conv_bias, conv, request_conv, chunks.query_start_loc, conv_read,
+            chunks.chunk_start_loc, chunks.chunk_row, chunks.chunk_write, write, spec.conv_activation,
         )  # fmt: skip
-        return spec.scan(self.params, channels, gates, state, cut, rows.step.chunk_size, read)
+        return spec.scan(self.params, channels, gates, state, chunks, batch.metadata.chunk_size, read)
 
 
 def _require_shape(name: str, given: Tensor, shape: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What a recurrence is: all that planners, pools, builders, byte counts and engines know of one.
+"""The interface of a recurrence: sizes of its states and its four operators. Nothing else depends on the recurrence.
 
 Legend: T tokens, R rows, H heads, P values of a head, W taps of the convolution, K draft tokens, L entries of a ring.
 """
@@ -14,92 +14,91 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from bateleur.mamba.prompts import Prompts
+from bateleur.mamba.metadata import MambaMetadata
+from bateleur.mamba.prefill_chunks import PrefillChunks
 from bateleur.mamba.spec import CacheLayout, StatePolicy, at_least, one_of
-from bateleur.mamba.step_metadata import MambaMetadata
 
 Tensors = tuple[Tensor, ...]
 
 
 class TensorSpec(NamedTuple):
-    """A tensor by name, of one token or of one layer."""
+    """Name, shape and dtype of a tensor of one token or of one layer."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     sign: int = 0
-    """Of its values: 1 where none is negative, -1 where none is positive, so that checks draw what may occur."""
+    """Sign of all values: 1 for non-negative, -1 for non-positive, 0 for any. Random test values follow it."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def random(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Normal numbers of its sign, float64 on the generator's device; `shape` may have more in front."""
+        """Return normally distributed numbers with this sign, float64, on the generator's device."""
         drawn = torch.empty(tuple(shape), dtype=torch.float64, device=generator.device)
         self.randomize_(drawn, generator)
         return drawn
 
     def randomize_(self, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill a tensor with normal numbers of its sign, in its own dtype; `generator` is on the tensor's device."""
+        """Fill `tensor` with normally distributed numbers with this sign; `generator` is on the tensor's device."""
         tensor.normal_(generator=generator)
         if self.sign:
             tensor.abs_().mul_(self.sign)
 
 
-class FoldRows(NamedTuple):
-    """What each row folds, all (R,) int64. A row with `dst` 0 folds nothing, whatever its other fields hold."""
+class FoldBatch(NamedTuple):
+    """Rows of a fold, all (R,) int64. A row with `dst` 0 is skipped, and its other fields are ignored."""
 
     ring_row: Tensor
-    """Row of its ring and of its live window."""
+    """Request row of the ring and of the request conv window."""
     ring_start: Tensor
-    """Tokens in the checkpoint: entry ring_start % L of the ring is the first one behind it."""
+    """Tokens in the checkpoint. The first ring entry after the checkpoint is ring_start % L."""
     counts: Tensor
-    """Entries to fold."""
+    """Number of ring entries to fold."""
     src: Tensor
     """Slot of the checkpoint; 0 for a zero state."""
     dst: Tensor
-    """Slot of the new one, which may be `src`."""
+    """Slot of the new checkpoint, which may be `src`."""
     page_offset: Tensor
-    """Entry of the live window where the window at the new checkpoint begins."""
+    """First entry of the request conv window that belongs to the new checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence(ABC):
-    """A layer's recurrence behind a causal convolution: sizes of what it keeps, and its operators.
+    """A recurrence after a causal convolution: tensors of its state, ring and parameters, and its operators.
 
-    A subclass is a frozen dataclass of its sizes, equal where they are equal: layers of equal recurrences lie in one
-    tensor. It says what the tensors of a state, a ring and a layer are, and computes with them; `Mixer` does the
-    convolution. A pure convolution has the `state_shape` (), no state tensor (its operators get None) and an empty
-    ring.
+    A subclass is a frozen dataclass of its sizes. Layers with equal recurrences share one state tensor. `Mixer` runs
+    the convolution. A pure convolution has the `state_shape` (), an empty `ring_entry`, and None as the state.
 
-    The operators are called with flat tokens, one row after the other, and with slots and rows on the device:
+    Rules for the operators:
 
-    - Slot 0 is null: reading it is reading a zero state, writing it is dropping the write. A row without tokens
-      writes nothing, and outputs of tokens that belong to no row are unspecified.
-    - They never wait for the device, and tensors may be strided views, as a split of a projection makes them.
-    - No row writes a slot that another row reads or writes, and no two rows share a ring, but slot 0 and row 0.
+    - Tokens are flat, one row after the other. Slots and rows are tensors on the device.
+    - Slot 0 is null: reading it gives a zero state, and a write to it is dropped. A row without tokens writes nothing.
+      Outputs of tokens that belong to no row are unspecified.
+    - Operators never synchronize with the device. Tensors may be strided views, such as parts of a projection.
+    - No row writes a slot that another row reads or writes, except slot 0. No two rows share a ring, except row 0.
 
-    Raises ValueError for a size that is no whole number or below its minimum, a dtype that is not floating point, or a
-    policy that is no `StatePolicy`.
+    Raises ValueError for a size that is not a whole number or is below its minimum, a dtype that is not floating point,
+    and a policy that is not a `StatePolicy`.
     """
 
     conv_activation: ClassVar[str] = "silu"
-    """What follows the convolution: "silu" or "none"."""
+    """Activation after the convolution: "silu" or "none"."""
 
     conv_width: int = 4
     """W: taps of the causal convolution."""
     num_speculative_tokens: int = 0
-    """K: draft tokens a step may verify beside the one that is certain."""
+    """K: maximum number of draft tokens of a step."""
     conv_dtype: torch.dtype = torch.bfloat16
-    """Of conv windows and of activations."""
+    """Dtype of conv windows and activations."""
     ssm_dtype: torch.dtype = torch.float32
-    """Of states."""
+    """Dtype of states."""
     policy: StatePolicy = StatePolicy.SLOTS
 
     def __post_init__(self) -> None:
-        """Check every size once, so that nothing downstream has to."""
+        """Validate the fields."""
         at_least("conv_width", self.conv_width, 2)
         at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         for name in ("conv_dtype", "ssm_dtype"):
@@ -108,7 +107,7 @@ class Recurrence(ABC):
                 raise ValueError(f"{name} is {dtype}; it must be a floating point type")
         one_of("policy", self.policy, StatePolicy)
 
-    # --- what it keeps --------------------------------------------------------------------------------------
+    # --- tensors --------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -118,29 +117,29 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def state_shape(self) -> tuple[int, ...]:
-        """The state of one slot: (H, values, keys); () for a pure convolution, which has none."""
+        """Shape of the state of one slot: (H, values, keys), or () for a pure convolution."""
 
     @property
     @abstractmethod
     def output_shape(self) -> tuple[int, ...]:
-        """What comes out of a token: (H, P)."""
+        """Shape of the output of one token: (H, P)."""
 
     @property
     @abstractmethod
     def gates(self) -> tuple[TensorSpec, ...]:
-        """What a token brings beside the channels of the convolution, as the projection makes it."""
+        """Inputs of one token besides the convolved channels, as the projection returns them."""
 
     @property
     @abstractmethod
     def parameters(self) -> tuple[TensorSpec, ...]:
-        """Of a layer, in float32 whatever the model's dtype: a recurrence multiplies them over a whole sequence."""
+        """Parameters of one layer, in float32 for any model dtype: rounding would accumulate over a sequence."""
 
     @property
     @abstractmethod
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """What a ring keeps of a token under FOLD: enough to advance a state by it."""
+        """Tensors that a ring stores for each token under FOLD: enough to update a state with the token."""
 
-    # --- its operators --------------------------------------------------------------------------------------
+    # --- operators ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def scan(
@@ -149,23 +148,32 @@ class Recurrence(ABC):
         channels: Tensor,
         gates: Tensors,
         state: Tensor | None,
-        prompts: Prompts,
+        chunks: PrefillChunks,
         chunk_size: int,
         read: Tensor,
     ) -> Tensor:
-        """Prompts, each from the state in its slot `read` (Pf,), leaving the states after chunks as `prompts` says.
+        """Run the recurrence over prefill rows.
 
-        params: a tensor for each of `parameters`; channels (T, conv_dim), behind the convolution; gates: (T, *shape)
-        for each of `gates`, raw; state (slots, *state_shape). Returns y (T, *output_shape), in the channels' dtype.
+        Args:
+            params: a tensor for each of `parameters`.
+            channels: (T, conv_dim), after the convolution.
+            gates: (T, *shape) for each of `gates`, raw.
+            state: (slots, *state_shape), updated in place; None for a pure convolution.
+            chunks: chunks of the rows; the state after chunk c is written to slot `chunks.chunk_write[c]`.
+            chunk_size: maximum number of tokens of a chunk.
+            read: (Pf,) slot of the initial state of each row.
+
+        Returns y (T, *output_shape), in the dtype of `channels`.
         """
 
     @abstractmethod
     def update(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: Tensor | None, rows: MambaMetadata
     ) -> Tensor:
-        """Decode rows of 1 to 1 + K tokens under SLOTS, from `ssm_read` of their plan, which is a `SlotPlan`.
+        """Run decode rows of 1 to 1 + K tokens under SLOTS; `rows.plan` is a `SlotPlan`.
 
-        The state after token i of a row goes to `ssm_write[:, i]`. Otherwise as `scan`.
+        A row starts from slot `ssm_read`, and the state after its token i is written to slot `ssm_write[:, i]`. Other
+        arguments and result as in `scan`.
         """
 
     @abstractmethod
@@ -178,43 +186,55 @@ class Recurrence(ABC):
         ring: Tensors,
         rows: MambaMetadata,
     ) -> Tensor:
-        """The same rows under FOLD: from a checkpoint and a ring, neither of which they advance.
+        """Run decode rows of 1 to 1 + K tokens under FOLD, without changing a state; `rows.plan` is a `ReplayPlan`.
 
-        The plan is a `ReplayPlan`: the state before a row's tokens is that of `slot` advanced by `ring_len` entries of
-        row `request_row` of the rings, entry j of them at (ring_start + j) % L. The entries of the tokens are written
-        behind these; the caller counts those that are accepted, and a later step overwrites the others. ring: (rows,
-        L, *shape) for each of `ring_entry`.
+        The state before a row's tokens is the state in `slot` updated with `ring_len` entries of ring `request_row`.
+        Entry j is at (ring_start + j) % L. The row's tokens are appended to the ring. The caller counts the accepted
+        ones, and a later step overwrites the others.
+
+        ring: (rows, L, *shape) for each of `ring_entry`. Other arguments and result as in `scan`.
         """
 
     @abstractmethod
     def fold(
-        self, params: Tensors, conv: Tensor, state: Tensor | None, live: Tensor, ring: Tensors, at: FoldRows
+        self,
+        params: Tensors,
+        conv: Tensor,
+        state: Tensor | None,
+        request_conv: Tensor,
+        ring: Tensors,
+        at: FoldBatch,
     ) -> None:
-        """Advance checkpoints by the first `counts` entries of their rings, in some layers at once.
+        """Update checkpoints with the first `counts` entries of their rings, in several layers at once.
 
-        All tensors have the layers in front, those of `params` too: conv (layers, slots, W - 1, conv_dim), live
-        (layers, rows, W - 1 + K, conv_dim). state[dst] becomes state[src] after the entries, and conv[dst] the W - 1
-        inputs of live[ring_row] from `page_offset` on. The rings are not changed.
+        Writes state[dst] = state[src] updated with the entries, and conv[dst] = the W - 1 inputs of
+        request_conv[ring_row] from `page_offset` on. The rings are not changed.
+
+        Args:
+            params, state, ring: as in `replay`, with a leading dimension of layers.
+            conv: (layers, slots, W - 1, conv_dim).
+            request_conv: (layers, rows, W - 1 + K, conv_dim).
+            at: rows to fold.
         """
 
-    # --- what follows ---------------------------------------------------------------------------------------
+    # --- derived sizes --------------------------------------------------------------------------------------
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What operators compute in, and keep in rings what is not an input: float32, or float64 beside float64."""
+        """Dtype that operators compute in, and of ring entries that are not inputs: float32, or float64 for float64."""
         return torch.float64 if self.conv_dtype == torch.float64 else torch.float32
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """The conv window of one slot: (W - 1 + K, conv_dim), or (W - 1, conv_dim) under FOLD.
+        """Shape of the conv window of one slot: (W - 1 + K, conv_dim), or (W - 1, conv_dim) under FOLD.
 
-        K entries more hold the tokens that may be rejected; under FOLD those live in the request's live window.
+        The K additional entries hold tokens that may be rejected. Under FOLD these are in the request conv window.
         """
         return (self.conv_width - 1 + self.num_speculative_blocks, self.conv_dim)
 
     @property
-    def live_shape(self) -> tuple[int, int]:
-        """(W - 1 + K, conv_dim): the live conv window of one running request under FOLD."""
+    def request_conv_shape(self) -> tuple[int, int]:
+        """Shape of the request conv window of one running request under FOLD: (W - 1 + K, conv_dim)."""
         return (self.conv_width - 1 + self.num_speculative_tokens, self.conv_dim)
 
     @property
@@ -224,37 +244,37 @@ class Recurrence(ABC):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one slot of this layer: its conv window and its state."""
+        """Bytes of the conv window and the state of one slot of this layer."""
         return math.prod(self.conv_shape) * self.conv_dtype.itemsize + self.state_bytes
 
     @property
-    def live_bytes(self) -> int:
-        """Bytes of the live conv window of one running request; 0 under SLOTS, whose windows lie in the slots."""
+    def request_conv_bytes(self) -> int:
+        """Bytes of the request conv window of one running request; 0 under SLOTS, whose windows are in the slots."""
         if self.policy is StatePolicy.SLOTS:
             return 0
-        return math.prod(self.live_shape) * self.conv_dtype.itemsize
+        return math.prod(self.request_conv_shape) * self.conv_dtype.itemsize
 
     def ring_bytes(self, capacity: int) -> int:
-        """Bytes of the ring of one running request: an entry for each of `capacity` tokens; 0 under SLOTS."""
+        """Bytes of the ring of one running request, with `capacity` entries; 0 under SLOTS."""
         if self.policy is StatePolicy.SLOTS:
             return 0
         return capacity * sum(each.nbytes for each in self.ring_entry)
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Slots a request holds beside its running one for the states after each draft token: K, or 0 under FOLD."""
+        """Slots of a request for the states after each draft token: K, or 0 under FOLD."""
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def max_memory_usage_bytes(self, layout: CacheLayout) -> int:
-        """Bytes of this layer that a running request can occupy and no other request shares, in any step.
+        """Maximum bytes of this layer that a running request uses and does not share.
 
-        Pages it has published, or fills in order to publish them, are the prefix cache's, and not counted.
+        Slots that are published, or that a prefill fills for the prefix cache, are not counted.
 
-        Raises ValueError for a layout of another policy or of another number of draft tokens.
+        Raises ValueError if `layout` has another policy or another number of draft tokens.
         """
         for name in ("policy", "num_speculative_tokens"):
             mine, theirs = getattr(self, name), getattr(layout, name)
             if mine != theirs:
                 raise ValueError(f"layout.{name} is {theirs}; the spec has {mine}")
-        row = self.ring_bytes(layout.ring_capacity) + self.live_bytes
+        row = self.ring_bytes(layout.ring_capacity) + self.request_conv_bytes
         return layout.slots_per_request() * self.page_bytes + row

@@ -1,4 +1,4 @@
-"""What a running request carries from step to step, on the device."""
+"""Per-request values that the planners carry from one step to the next, on the device."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ OnHost = Sequence[int] | NDArray[np.integer[Any]] | Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowStates:
-    """The states of the rows of one batch, each (R,) int64."""
+    """The values of the rows of one batch, each (R,) int64."""
 
     accepted: Tensor
-    """Tokens that survived of the request's previous step, in [1, 1 + K]; 1 where there was none."""
+    """Accepted tokens of the request's previous step, in [1, 1 + K]; 1 if there was none."""
     prev_col: Tensor
-    """Column that the previous step wrote from, under SLOTS; -1 where there was none."""
+    """Under SLOTS: block-table column that the previous step wrote first; -1 if there was none."""
     base: Tensor
-    """Tokens in the checkpoint, under FOLD."""
+    """Under FOLD: number of tokens in the checkpoint."""
 
 
 class RequestStates:
-    """Accepted counts, anchors and ring cursors of all running requests of a Mamba group, by request row.
+    """Accepted counts, previous columns and checkpoint lengths of all running requests of a Mamba group.
 
-    They belong to the request and not to its place in a batch: a batch names its requests, `gather` fetches their
-    states in batch order, and `scatter` puts the new ones back. Row 0 is null: padded rows name it, and it is always
-    neutral. Groups with different layouts have states of their own. All lie in one tensor, whose address never
-    changes.
+    Values belong to a request row, not to a position in the batch: `gather` returns them in batch order, `scatter`
+    stores the new ones. Row 0 is null: padded rows use it, and it always has neutral values. Groups with different
+    layouts need separate objects. All values are in one tensor at a fixed address.
+
+    Args:
+        num_rows: rows, including the null row.
+        device: device of the tensor.
 
     Raises ValueError for fewer than two rows (the null row and one to use).
     """
@@ -51,31 +54,17 @@ class RequestStates:
 
     @property
     def num_rows(self) -> int:
-        """Rows, the null row included."""
+        """Rows, including the null row."""
         return self._states.shape[1]
 
     @property
-    def address(self) -> int:
-        """Where the states lie, for a book of addresses that a graph baked."""
-        return self._states.data_ptr()
-
-    @property
     def values(self) -> Tensor:
-        """(3, num_rows) int64: accepted, prev_col and base of every row, as they are now."""
+        """(3, num_rows) int64: accepted, prev_col and base of every row."""
         return self._states
 
     def admit(self, rows: OnHost, computed: OnHost | int = 0) -> None:
-        """Forget what the rows held: requests begin in them, with `computed` tokens of a prefix hit each (0 for none).
-
-        A request that resumes after a preemption begins again, too. One that ends leaves its row as it is.
-        """
-        if self._states.device.type == "cpu":  # a tenth of the time of torch's operators
-            states = self._states.numpy()
-            states[:, np.asarray(rows)] = np.array(self._NEUTRAL)[:, None]
-            states[2, np.asarray(rows)] = np.asarray(computed)
-            states[:, 0] = self._NEUTRAL
-            return
-        index = np.array(rows, np.int64)
+        """Reset rows for new or resumed requests, with `computed` tokens of a prefix-cache hit each (0 for no hit)."""
+        index = np.asarray(rows).astype(np.int64)
         fresh = np.array(self._NEUTRAL)[:, None].repeat(len(index), 1)
         fresh[2] = np.asarray(computed)
         device = self._states.device
@@ -83,15 +72,15 @@ class RequestStates:
         self._null.copy_(self._neutral)
 
     def gather(self, rows: Tensor) -> RowStates:
-        """The states of a batch: rows (R,) integer, 0 in padded rows."""
+        """Return the values of a batch: rows (R,) integer, 0 in padded rows."""
         return RowStates(*self._states.index_select(1, rows).unbind())
 
     def scatter(
         self, rows: Tensor, accepted: Tensor, *, prev_col: Tensor | None = None, base: Tensor | None = None
     ) -> None:
-        """Keep what a plan says after a step: accepted and prev_col of `plan_copy`, accepted and base of `plan_fold`.
+        """Store the result of `plan_copy` (accepted and prev_col) or `plan_fold` (accepted and base).
 
-        rows (R,) integer as in `gather`; the others (R,) int64, whatever they hold in padded rows.
+        rows (R,) integer as in `gather`; the others (R,) int64, ignored in padded rows.
         """
         for i, new in enumerate((accepted, prev_col, base)):
             if new is not None:

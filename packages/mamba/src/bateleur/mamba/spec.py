@@ -1,4 +1,4 @@
-"""How the states of a request are laid out, in every mode and policy."""
+"""Cache modes, state policies, and the block-table layout of state slots."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from numbers import Integral
 
 
 class MambaCacheMode(Enum):
-    """Which states outlive the step that made them, so that other requests may start from them."""
+    """States that are kept for the prefix cache. The values are those of vLLM's `mamba_cache_mode`."""
 
     NONE = "none"
-    """The running state of each request and nothing else: no prefix is ever reused."""
+    """Only the running state of each request; no prefix caching."""
     ALIGN = "align"
     """The states at the ends of prompts and at the newest block boundary."""
     ALL = "all"
@@ -19,56 +19,56 @@ class MambaCacheMode(Enum):
 
 
 class StatePolicy(Enum):
-    """How a step with draft tokens keeps the states it may have to return to."""
+    """How a step with draft tokens can return to an earlier state if drafts are rejected."""
 
     SLOTS = "slots"
-    """A state after every token of the step: 1 + K slots."""
+    """Keep the state after every token of the step, in 1 + K slots."""
     FOLD = "fold"
-    """One state, and a ring of the inputs since: accepted tokens are folded into the state, rejected ones never are."""
+    """Keep one state (the checkpoint) and a ring of later inputs. Only accepted inputs are folded into the state."""
 
 
 class PromptScan(Enum):
-    """Which kernels scan prompts, where a recurrence has several."""
+    """Kernels that scan prefills, for recurrences that have several."""
 
     OWN = "own"
-    """Those of `bateleur.mamba.ops`, in the form for the device."""
+    """Kernels of `bateleur.mamba.ops`."""
     FLA = "fla"
-    """On CUDA those of fla-core (the extra `fla`), in steps where no state inside a row is kept; else `OWN`."""
+    """Kernels of fla-core (the extra `fla`) on CUDA, in steps that keep only the last state of each row; else `OWN`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Which column of a request's block-table row holds which state.
+    """Maps the number of tokens of a state to a column of the request's block table.
 
-    The state after t tokens lies in column (t - 1) // block_size, for reading, for writing and for prefix hits; after
-    0 tokens it is zero and lies nowhere. A column may be published to other requests when it holds the state, and the
-    conv window, after exactly (column + 1) * block_size tokens, and is never written again.
+    The state after t > 0 tokens is in column (t - 1) // block_size. The state after 0 tokens is zero and has no column.
+    A column holds SSM state and conv window. When it holds those after exactly (column + 1) * block_size tokens, it is
+    full: it is never written again, and it may be published to the prefix cache.
 
-    Under SLOTS a step that verifies drafts begins at the column of its last token and leaves the state after each of
-    its tokens in the columns from there on, so K columns follow the last block; `plan_copy` then copies what belongs
-    to a boundary. In mode NONE the columns are 0 to K. Under FOLD nothing follows: see `plan_fold`.
+    Under SLOTS, a step with drafts writes the state after its token i to column c + i, where c is the column of its
+    last token. The table therefore has K columns after the last block. `plan_copy` then copies the state of a crossed
+    boundary to its own column. In mode NONE the columns are 0 to K. Under FOLD there are no additional columns.
 
-    Raises ValueError naming the broken rule: in mode NONE a block never ends before the request does, so `block_size`
-    equals `max_model_len`; in the others a step crosses one boundary at most, so `block_size` is at least 1 + K; and a
-    ring holds what a fold may leave and a whole step behind it, 1 + 2 K tokens. Also for a mode or a policy that is no
-    member of its enumeration, and for a number that is not whole.
+    Raises:
+        ValueError: `block_size` differs from `max_model_len` in mode NONE, or is below 1 + K in the other modes (a step
+            must cross at most one boundary); `ring_capacity` is below 1 + 2 K under FOLD; a mode or policy is not a
+            member of its enumeration; a number is not whole or below its minimum.
     """
 
     mode: MambaCacheMode
     block_size: int
-    """Tokens that one block covers."""
+    """Tokens of a block."""
     num_speculative_tokens: int
     """K, as in `Recurrence`."""
     max_model_len: int
-    """Tokens of the longest request."""
+    """Maximum number of tokens of a request."""
     policy: StatePolicy = StatePolicy.SLOTS
     ring_capacity: int = 16
-    """Tokens that a ring holds; only FOLD has rings."""
+    """Entries (tokens) of a ring; used only under FOLD."""
     steps_ahead: int = 0
-    """Steps that a host plans before it knows what came of those before them: 0 or 1."""
+    """Steps that the scheduler plans before the results of earlier steps are known: 0, or 1 for async scheduling."""
 
     def __post_init__(self) -> None:
-        """Validate once."""
+        """Validate the fields."""
         at_least("max_model_len", self.max_model_len, 1)
         at_least("block_size", self.block_size, 1)
         at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
@@ -91,43 +91,42 @@ class CacheLayout:
         if self.policy is StatePolicy.FOLD and self.ring_capacity < 1 + 2 * drafts:
             raise ValueError(
                 f"ring_capacity is {self.ring_capacity}; it must be at least 1 + 2 * num_speculative_tokens = "
-                f"{1 + 2 * drafts}: what a fold may leave, and a whole step"
+                f"{1 + 2 * drafts}, the entries that a fold may leave and one full step"
             )
 
     def columns(self) -> int:
-        """Columns of a block-table row: a block each, and K more under SLOTS; 1 + K and 1 in mode NONE."""
+        """Return the columns of a block-table row: one per block, plus K under SLOTS."""
         return -(-self.max_model_len // self.block_size) + self.num_speculative_blocks
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Columns that a step with drafts may write behind that of its last token: K, or 0 under FOLD."""
+        """Columns that a step with drafts may write after the column of its last token: K, or 0 under FOLD."""
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def slots_per_request(self) -> int:
-        """Slots that a running request holds at most and shares with nobody.
+        """Return the maximum number of slots that a running request holds and does not share.
 
-        The one it reads and those a step may write: 2 + K under SLOTS, 2 under FOLD. In mode NONE, where no slot is
-        ever left for the next, the one it reads is among those it writes. Slots that it has published are the prefix
-        cache's, and so are those of boundaries that a prompt's step fills for others. A host that plans a step before
-        it knows what the last one accepted holds one more, and under SLOTS so does a prompt that goes on behind drafts.
+        These are the slot that it reads and the slots that a step may write: 2 + K under SLOTS, 2 under FOLD, plus
+        `steps_ahead`. In mode NONE the slot that it reads is one of those that it writes. Slots that are published, or
+        that a prefill fills for the prefix cache, are not counted.
         """
         if self.mode is MambaCacheMode.NONE:
             return 1 + self.num_speculative_blocks
         return min(2 + self.num_speculative_blocks + self.steps_ahead, self.columns())
 
     def column(self, num_tokens: int) -> int:
-        """The column that holds the state after `num_tokens` tokens; -1 for none."""
+        """Return the column of the state after `num_tokens` tokens; -1 for 0 tokens."""
         return (num_tokens - 1) // self.block_size
 
     def max_hit_tokens(self, prompt_len: int) -> int:
-        """Tokens of the longest prefix that a prompt may skip: whole blocks, and one token left to compute."""
+        """Return the maximum prefix-cache hit in tokens: whole blocks, with at least one token left to compute."""
         if self.mode is MambaCacheMode.NONE:
             return 0
         return max(prompt_len - 1, 0) // self.block_size * self.block_size
 
 
 def one_of(name: str, value: object, kind: type[Enum]) -> None:
-    """Raise ValueError for what is no member of `kind`."""
+    """Raise ValueError if `value` is not a member of `kind`."""
     if not isinstance(value, kind):
         raise ValueError(
             f"{name} is {value!r}; it must be one of {', '.join(f'{kind.__name__}.{each.name}' for each in kind)}"
@@ -135,7 +134,7 @@ def one_of(name: str, value: object, kind: type[Enum]) -> None:
 
 
 def at_least(name: str, value: int, minimum: int) -> None:
-    """Raise ValueError for a number that is not whole, or too small."""
+    """Raise ValueError if `value` is not a whole number, or is below `minimum`."""
     if not isinstance(value, Integral):
         raise ValueError(f"{name} is {value!r}; it must be a whole number")
     if value < minimum:

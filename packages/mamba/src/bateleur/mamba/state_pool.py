@@ -1,4 +1,4 @@
-"""The tensors that hold the states of all recurrent layers, and what ends a step in all of them."""
+"""State tensors of all recurrent layers, and the copies and folds that end a step."""
 
 from __future__ import annotations
 
@@ -10,41 +10,44 @@ from torch import Tensor
 
 from bateleur.mamba.ops import copy_states
 from bateleur.mamba.planners import CopyPlan, FoldPlan, ReplayPlan
-from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors
+from bateleur.mamba.recurrence import FoldBatch, Recurrence, Tensors
 from bateleur.mamba.spec import StatePolicy, at_least
 from bateleur.metadata.native.lazy_zeros import lazy_zeros
 
 
 class Rings(NamedTuple):
-    """What running requests keep beside their pages under FOLD, by request row; row 0 is null, its contents scratch."""
+    """Tensors by request row that a layer has under FOLD in addition to its slots. Row 0 is null, its contents
+    undefined.
 
-    live: Tensor
-    """(rows, W - 1 + K, conv_dim) conv windows."""
+    A ring is a ring buffer of the inputs of the tokens after the checkpoint of a request.
+    """
+
+    request_conv: Tensor
+    """(rows, W - 1 + K, conv_dim) conv windows of running requests."""
     entries: Tensors
-    """(rows, L, *shape) for each part of the recurrence's `ring_entry`."""
+    """(rows, L, *shape) for each tensor of the recurrence's `ring_entry`."""
 
     def tensors(self) -> Tensors:
-        """All of them."""
-        return (self.live, *self.entries)
+        """Return all tensors."""
+        return (self.request_conv, *self.entries)
 
 
 class StatePool:
-    """Conv windows, states and, under FOLD, rings of all layers, with the same slots and rows in all of them.
+    """Conv windows, states and (under FOLD) rings of all recurrent layers, with the same slots and rows in every layer.
 
-    Slot 0 is the null slot: reading it means a zero state, and it takes the writes that are dropped, so its contents
-    are scratch. All tensors keep their addresses for life. Layers of equal recurrences lie in one tensor, so that what
-    ends a step is one operator for all of them. Pure convolutions have None in place of a tensor of states.
+    Slot 0 is null: reading it gives a zero state, dropped writes go to it, and its contents are undefined. Tensors
+    never move. Layers with equal recurrences share one tensor, so one operator call copies or folds all of them.
 
     Args:
-        specs: the layers, all of one policy.
-        num_slots: the null slot included.
-        device: where the tensors live.
-        num_rows: rows of rings under FOLD: those of the `RequestStates`, the null row included.
-        ring_capacity: tokens in a ring, the layout's.
+        specs: recurrence of each layer, all with one policy.
+        num_slots: number of slots, including the null slot.
+        device: device of the tensors.
+        num_rows: rows of the rings under FOLD, as in `RequestStates`, including the null row.
+        ring_capacity: entries of a ring, as in `CacheLayout`.
 
     Raises:
-        ValueError: no specs, specs of two policies, fewer than two slots (the null slot and one to use), and under FOLD
-            fewer than two rows, or rings too short for what a fold may leave and a whole step.
+        ValueError: no specs, specs with different policies, fewer than two slots, and under FOLD fewer than two rows or
+            a ring capacity below 1 + 2 K.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class StatePool:
         for index, spec in enumerate(specs):
             kinds.setdefault(spec, []).append(index)
         self.groups = tuple(kinds.values())
-        """Layers of one recurrence, which lie in one tensor, counted from 0."""
+        """Layer indices, from 0, of each group of layers that share a tensor."""
         self._kinds = tuple(kinds)
         self._pages = [_zero_pages(spec, (len(group), num_slots), device) for spec, group in kinds.items()]
         self._rings = [
@@ -86,61 +89,63 @@ class StatePool:
         }
 
     def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """Of layer `index`, counted from 0: conv (num_slots, W-1+K, conv_dim), and states (num_slots, *state_shape).
+        """Return conv state (num_slots, W-1+K, conv_dim) and SSM state (num_slots, *state_shape) of layer `index`.
 
-        Under FOLD conv is (num_slots, W-1, conv_dim). A pure convolution has no states, and None.
+        Under FOLD the conv state is (num_slots, W-1, conv_dim). The SSM state of a pure convolution is None.
         """
         kind, at = self._place[index]
         conv, state = self._pages[kind]
         return conv[at], None if state is None else state[at]
 
     def rings(self, index: int) -> Rings | None:
-        """The rings of layer `index`; None under SLOTS."""
+        """Return the rings of layer `index`; None under SLOTS."""
         if not self._rings:
             return None
         kind, at = self._place[index]
-        live, entries = self._rings[kind]
-        return Rings(live[at], tuple(each[at] for each in entries))
+        request_conv, entries = self._rings[kind]
+        return Rings(request_conv[at], tuple(each[at] for each in entries))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers, the null slot and the null row included."""
+        """Bytes of all layers, including the null slot and the null row."""
         stacks = [*self._pages, *(rings.tensors() for rings in self._rings)]
         return sum(tensor.nbytes for stack in stacks for tensor in stack if tensor is not None)
 
     def admit(self, rows: Tensor, slots: Tensor) -> None:
-        """Requests begin in rows of the rings, with the state in `slots`, both (n,) int64; 0 for a zero state.
+        """Start requests in ring rows `rows` from the states in `slots`, both (n,) int64; slot 0 is a zero state.
 
-        A prompt's step starts from the slot itself; one that computes a single token runs through the ring, and finds
-        its window there. Nothing to do under SLOTS.
+        Copies the conv windows of the slots to the request conv windows, which a step of a single token reads. Does
+        nothing under SLOTS.
         """
         for (conv, _), rings in zip(self._pages, self._rings, strict=False):
             windows = conv.index_select(1, slots).masked_fill_((slots == 0)[:, None, None], 0)
-            rings.live[:, :, : windows.shape[2]].index_copy_(1, rows, windows)
+            rings.request_conv[:, :, : windows.shape[2]].index_copy_(1, rows, windows)
 
     def copy(self, plan: CopyPlan) -> None:
-        """Bring states to their boundaries, in all layers, as `plan_copy` says."""
+        """Copy states to the slots of their block boundaries in all layers; `plan` is from `plan_copy`."""
         for conv, state in self._pages:
             copy_states(conv, state, plan.conv_src, plan.conv_bias, plan.ssm_src, plan.dst)
 
     def fold(
         self, plan: FoldPlan, replay: ReplayPlan, request_row: Tensor, params: Sequence[Tensors]
     ) -> None:
-        """Fold rings into checkpoints, in all layers, as `plan_fold` says.
+        """Fold rings into checkpoints in all layers.
 
-        `replay` and `request_row` are those of the step; params holds, for each of `groups`, the parameters of its
-        layers: (layers, *shape) each.
+        Args:
+            plan: from `plan_fold`.
+            replay, request_row: plan and request rows of the step.
+            params: for each of `groups`, the parameters of its layers, (layers, *shape) each.
         """
-        at = FoldRows(request_row, replay.ring_start, plan.count, replay.slot, plan.dst, plan.page_offset)
+        at = FoldBatch(request_row, replay.ring_start, plan.count, replay.slot, plan.dst, plan.page_offset)
         stacks = zip(self._kinds, params, self._pages, self._rings, strict=True)
-        for spec, of_group, (conv, state), (live, entries) in stacks:
-            spec.fold(of_group, conv, state, live, entries, at)
+        for spec, of_group, (conv, state), (request_conv, entries) in stacks:
+            spec.fold(of_group, conv, state, request_conv, entries, at)
 
 
 def _zero_pages(
     spec: Recurrence, size: tuple[int, int], device: torch.device | str
 ) -> tuple[Tensor, Tensor | None]:
-    """Of `size` layers and slots."""
+    """Allocate the conv and SSM states of `size` = (layers, slots)."""
     conv = lazy_zeros((*size, *spec.conv_shape), dtype=spec.conv_dtype, device=device)
     if not spec.state_shape:
         return conv, None
@@ -148,10 +153,10 @@ def _zero_pages(
 
 
 def _zero_rings(spec: Recurrence, size: tuple[int, int], capacity: int, device: torch.device | str) -> Rings:
-    """Of `size` layers and rows."""
-    live = lazy_zeros((*size, *spec.live_shape), dtype=spec.conv_dtype, device=device)
+    """Allocate the rings of `size` = (layers, rows)."""
+    request_conv = lazy_zeros((*size, *spec.request_conv_shape), dtype=spec.conv_dtype, device=device)
     entries = (
         lazy_zeros((*size, capacity, *each.shape), dtype=each.dtype, device=device)
         for each in spec.ring_entry
     )
-    return Rings(live, tuple(entries))
+    return Rings(request_conv, tuple(entries))

@@ -1,4 +1,4 @@
-"""Holds anybody's recurrence to the contract of `bateleur.mamba.Recurrence`, against a function of one token."""
+"""Checks that a recurrence fulfils the contract of `bateleur.mamba.Recurrence`, against a function of one token."""
 
 from bateleur.mamba.conformance.aliases import check_aliases
 from bateleur.mamba.conformance.check import RecurrenceReport, check_recurrence

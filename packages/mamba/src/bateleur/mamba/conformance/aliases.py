@@ -1,4 +1,4 @@
-"""Rows that would write where another row reads or writes: the caller's error, which operators do not look for."""
+"""Detects rows that write a slot which another row reads or writes; operators do not check for this error."""
 
 from __future__ import annotations
 
@@ -6,43 +6,50 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.planners import CopyPlan, SlotPlan
-from bateleur.mamba.prompts import Prompts
-from bateleur.mamba.recurrence import FoldRows
-from bateleur.mamba.step_metadata import MambaMetadata
+from bateleur.mamba.prefill_chunks import PrefillChunks
+from bateleur.mamba.recurrence import FoldBatch
 
 
-def check_aliases(step: MambaMetadata | Prompts | FoldRows | CopyPlan, read: Tensor | None = None) -> None:
-    """Refuse slots, and rows of rings, that two rows of a step share although one of them writes.
+def check_aliases(
+    step: MambaMetadata | PrefillChunks | FoldBatch | CopyPlan, read: Tensor | None = None
+) -> None:
+    """Raise ValueError, with the slot and both rows, if a row writes a slot or ring row that another row uses.
 
-    step: decode rows, the chunks of prompts with `read` (Pf,), the slots they begin from, or what follows acceptance.
-    Looks at values: on a device it waits. Raises ValueError naming the slot and both rows.
+    Synchronizes with the device.
+
+    Args:
+        step: decode rows, prefill chunks, or the copies or folds after a step.
+        read: (Pf,) initial slots of prefill rows; only for `PrefillChunks`.
     """
-    if isinstance(step, Prompts):
+    if isinstance(step, PrefillChunks):
         assert read is not None
         writes: list[list[int]] = [[] for _ in range(len(read))]
         for row, slot in zip(step.chunk_row.tolist(), step.chunk_write.tolist(), strict=True):
             writes[row].append(slot)
-        _apart("slot", [[slot] for slot in read.tolist()], writes)
-    elif isinstance(step, FoldRows):
+        _require_disjoint("slot", [[slot] for slot in read.tolist()], writes)
+    elif isinstance(step, FoldBatch):
         folds = step.dst.tolist()
         reads = [[src] if dst else [] for src, dst in zip(step.src.tolist(), folds, strict=True)]
-        _apart("slot", reads, [[dst] for dst in folds])
+        _require_disjoint("slot", reads, [[dst] for dst in folds])
     elif isinstance(step, CopyPlan):
         for source in (step.conv_src, step.ssm_src):
-            _apart("slot", [[slot] for slot in source.tolist()], [[dst] for dst in step.dst.tolist()])
+            _require_disjoint(
+                "slot", [[slot] for slot in source.tolist()], [[dst] for dst in step.dst.tolist()]
+            )
     elif isinstance(step.plan, SlotPlan):
         plan = step.plan
-        _apart("slot", [[slot] for slot in plan.ssm_read.tolist()], plan.ssm_write.tolist())
+        _require_disjoint("slot", [[slot] for slot in plan.ssm_read.tolist()], plan.ssm_write.tolist())
         windows = plan.conv_read.tolist(), plan.conv_write.tolist()
-        _apart("slot", *([[slot] for slot in slots] for slots in windows))
+        _require_disjoint("slot", *([[slot] for slot in slots] for slots in windows))
     else:
         assert step.request_row is not None
         own = [[row] for row in step.request_row.tolist()]
-        _apart("request row", own, own)
+        _require_disjoint("request row", own, own)
 
 
-def _apart(what: str, reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]) -> None:
+def _require_disjoint(what: str, reads: Sequence[Sequence[int]], writes: Sequence[Sequence[int]]) -> None:
     owner: dict[int, int] = {}
     for row, slots in enumerate(writes):
         for slot in slots:

@@ -1,4 +1,4 @@
-"""All parts of the contract, one after the other."""
+"""Runs all parts of the check of a recurrence."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bateleur.mamba.conformance.errors import broken
-from bateleur.mamba.conformance.reference import Problem, Step
-from bateleur.mamba.conformance.rings import check_rings
-from bateleur.mamba.conformance.schedule import check_schedule
-from bateleur.mamba.conformance.slots import check_scan, check_update
+from bateleur.mamba.conformance.mixed_batches import check_schedule
+from bateleur.mamba.conformance.problem import Problem, Step, broken
+from bateleur.mamba.conformance.replay_and_fold import check_rings
+from bateleur.mamba.conformance.scan_and_update import check_scan, check_update
 from bateleur.mamba.recurrence import Recurrence
 from bateleur.mamba.spec import PromptScan, StatePolicy
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
@@ -23,12 +22,12 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceReport:
-    """What was checked."""
+    """Number of calls and tokens that were checked."""
 
     calls: dict[str, int]
-    """Of `scan`, `update`, `replay` and `fold`."""
+    """Number of calls of `scan`, `update`, `replay` and `fold`."""
     tokens: int
-    """Whose outputs were compared."""
+    """Number of tokens whose outputs were compared."""
 
 
 def check_recurrence(
@@ -42,30 +41,30 @@ def check_recurrence(
     seed: int = 0,
     prompt_scan: PromptScan = PromptScan.OWN,
 ) -> RecurrenceReport:
-    """Hold a recurrence to a function of one token.
+    """Check the operators of a recurrence against a function of one token.
 
-    Every operator is called with ragged rows, padded ones and tokens of nobody behind them, strided views, zero states,
-    states of their own in place and elsewhere, and NaN in every slot, ring entry and lane that belongs to nobody;
-    outputs and states are compared, and what nobody may write must keep its bits. Scans are cut in every way; replays
-    go on until rings of every fill were read and every number of accepted tokens occurred; folds end at the newest
-    token and at boundaries inside what was accepted last. At the end requests share batches over pages and rings,
-    under both policies, by the real planners.
+    Operators are called with ragged rows, padded rows, padding tokens, strided views, zero states, and states that are
+    updated in place or to another slot. Unused slots, ring entries and columns are NaN. Outputs and states are
+    compared, and all other memory must keep its bits. Scans use several block and chunk sizes. Replays run until rings
+    of every length were read and every number of tokens was accepted. Folds end at the newest token, and at block
+    boundaries inside the last accepted tokens. Finally, requests share batches under both policies, with the real
+    planners.
 
     Args:
-        spec: the recurrence; its policy and its number of drafts are replaced. With float64 for `conv_dtype` and
-            `ssm_dtype` the comparison is sharpest; sizes should be small, and odd.
+        spec: the recurrence; its policy and number of draft tokens are replaced. Use small, odd sizes, and float64 for
+            `conv_dtype` and `ssm_dtype` for the strictest comparison.
         step: step(params, channels (conv_dim,), gates, state) -> (y (*output_shape), state (*state_shape)), all float64
-            on the CPU; it writes to none of its arguments. A pure convolution has the state (0,), and returns it.
-        drafts: most draft tokens of a step.
-        ring_capacity: tokens of a ring, at least 1 + 2 * drafts.
-        tolerance: of |got - wanted| / (1 + |wanted|); None is 1e-9 in float64, 2e-4 in float32, and 0.05 below.
-        device: where the operators run.
-        seed: of parameters, tokens and states.
-        prompt_scan: which kernels take prompts, of recurrences that have a choice, where they serve.
+            on the CPU, without writing to its arguments. The state of a pure convolution has the shape (0,).
+        drafts: maximum number of draft tokens of a step.
+        ring_capacity: entries of a ring, at least 1 + 2 * drafts.
+        tolerance: maximum of |got - want| / (1 + |want|); by default 1e-9 in float64, 2e-4 in float32, otherwise 0.05.
+        device: device of the operators.
+        seed: random seed.
+        prompt_scan: kernels that scan prefills, for recurrences that have several.
 
     Raises:
-        ConformanceError: what is wrong first in each part, whose name is the letter of the violation.
-        ValueError: a ring that is too short.
+        ConformanceError: the first violation of each part; its letter is the name of the part.
+        ValueError: `ring_capacity` is too small.
     """
     if ring_capacity < 1 + 2 * drafts:
         raise ValueError(
@@ -92,7 +91,7 @@ def check_recurrence(
 def _parts(
     of: Callable[[StatePolicy, int], Problem], drafts: int, capacity: int, scan: PromptScan
 ) -> list[Part]:
-    """What is checked, in order; without drafts first, where there is a choice."""
+    """Return the parts in order, simple ones first."""
     slots, fold = StatePolicy.SLOTS, StatePolicy.FOLD
     return [
         ("scan", lambda: check_scan(of(slots, drafts), scan)),
@@ -106,11 +105,11 @@ def _parts(
 
 
 def _violations(parts: Sequence[Part]) -> list[Violation]:
-    """What is wrong first in each part."""
+    """Run the parts; return the first violation of each."""
     found: dict[str, str] = {}
     for part, check in parts:
         if "declaration" in found or (found and part == "schedule"):
-            break  # what follows is made of what is wrong
+            break  # later parts would only repeat these violations
         try:
             check()
         except ConformanceError as error:
@@ -120,19 +119,19 @@ def _violations(parts: Sequence[Part]) -> list[Violation]:
 
 
 def check_declaration(spec: Recurrence) -> None:
-    """What is said of tensors can be true, and layers of equal recurrences are known as such."""
+    """Check equality and hash of the recurrence, and the declared tensors."""
     if replace(spec) != spec or hash(replace(spec)) != hash(spec):
         raise broken("a copy is not equal to it: it must be a frozen dataclass of its sizes")
     for kind in ("gates", "parameters", "ring_entry"):
         names = [each.name for each in getattr(spec, kind)]
         if len({*names}) < len(names):
-            raise broken(f"{kind} are called {names}; names must differ")
-    if "live" in [each.name for each in spec.ring_entry]:
-        raise broken("ring_entry has the name 'live', which is that of conv windows")
+            raise broken(f"{kind} are called {names}; names must be different")
+    if "request_conv" in [each.name for each in spec.ring_entry]:
+        raise broken("ring_entry has the name 'request_conv', which is reserved for conv windows")
     if spec.ring_entry and not spec.state_shape:
-        raise broken("it has a ring_entry and no state; only the inputs of a state are kept")
+        raise broken("it has a ring_entry and no state; ring_entry must be empty")
     if spec.state_shape and not spec.ring_entry:
-        raise broken("it has a state and no ring_entry; under FOLD a state is made again of its inputs")
+        raise broken("it has a state and no ring_entry; FOLD recomputes a state from ring entries")
     for each in spec.gates:
         if each.dtype != spec.conv_dtype:
             raise broken(f"gate {each.name} is {each.dtype}; it must be conv_dtype = {spec.conv_dtype}")

@@ -1,7 +1,7 @@
-"""The operators as naive loops over rows and tokens: the specification of every other form.
+"""The operators as naive loops over rows and tokens: the specification of all other forms, with which it shares no
+code.
 
-Each function has the signature of its operator and mutates the states in place. float64 inputs are computed in
-float64. Nothing here is fast, nothing here is shared with the other forms.
+Each function has the signature of its operator and updates the states in place. float64 inputs are computed in float64.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.mamba.ops.library import FORMS
+from bateleur.mamba.ops.custom_op import FORMS
 
 
 def _specifies(naive: Callable[[SimpleNamespace], Any]) -> Callable[..., Any]:
-    """The form of the operator of that name, whose arguments `naive` finds in one object by their names."""
+    """Wrap `naive`, which gets all arguments as one object, with the signature of the operator of the same name."""
     declared = FORMS[naive.__name__].torch
     signature = inspect.signature(declared)
 
@@ -35,7 +35,7 @@ def _specifies(naive: Callable[[SimpleNamespace], Any]) -> Callable[..., Any]:
 
 @_specifies
 def causal_conv1d_varlen(a: SimpleNamespace) -> Tensor:
-    """Token by token: append the raw input to the window, convolve its last W entries."""
+    """Append each raw input to the window, and convolve its last W entries."""
     keep, pages, y = a.weight.shape[1] - 1, _pages(a), torch.zeros_like(a.x)
     for row, window, tokens in _rows(a, a.conv_state[:, :keep], a.read):
         for token in tokens:
@@ -43,14 +43,14 @@ def causal_conv1d_varlen(a: SimpleNamespace) -> Tensor:
             y[token] = _convolve(window, a)
             if slot := pages.get(token + 1):
                 a.conv_state[slot, :keep] = window[1:]
-        if a.live is not None and tokens and a.live_write[row]:
-            a.live[a.live_write[row], :keep] = window[1:]
+        if a.request_conv is not None and tokens and a.request_conv_write[row]:
+            a.request_conv[a.request_conv_write[row], :keep] = window[1:]
     return y
 
 
 @_specifies
 def causal_conv1d_update(a: SimpleNamespace) -> Tensor:
-    """Start from the window at `offset`, and store all that a later offset may ask for."""
+    """Start from the window at `offset`, and store all entries that a later offset can select."""
     keep, y = a.weight.shape[1] - 1, torch.zeros_like(a.x)
     for row, entries, tokens in _rows(a, a.conv_state, a.read):
         window = entries[a.offset[row] :][:keep]
@@ -64,20 +64,20 @@ def causal_conv1d_update(a: SimpleNamespace) -> Tensor:
 
 @_specifies
 def ssd_scan_varlen(a: SimpleNamespace) -> Tensor:
-    """The recurrence over all tokens of each row; chunks only say which states to keep."""
+    """Run the recurrence over all tokens of each row; chunks only select the states to store."""
     pages = _pages(a)
-    return _recur(a, lambda row, token, i: pages.get(token + 1, 0))
+    return _run_ssm(a, lambda row, token, i: pages.get(token + 1, 0))
 
 
 @_specifies
 def selective_state_update(a: SimpleNamespace) -> Tensor:
-    """The recurrence, with the state after token i of a row stored in slot write[row, i]."""
-    return _recur(a, lambda row, token, i: int(a.write[row, i]))
+    """Run the recurrence, and store the state after token i of a row in slot write[row, i]."""
+    return _run_ssm(a, lambda row, token, i: int(a.write[row, i]))
 
 
 @_specifies
 def replay_update(a: SimpleNamespace) -> Tensor:
-    """Append each token to the ring, and run the recurrence from the slot over all entries up to it."""
+    """Append each token to the ring, and run the recurrence from the checkpoint over all ring entries."""
     y, capacity = torch.zeros_like(a.x), a.ring_x.shape[1]
     for row, base, tokens in _rows(a, a.ssm_state, a.slot):
         ring, start, length = (int(each[row]) for each in (a.ring_row, a.ring_start, a.ring_len))
@@ -86,37 +86,37 @@ def replay_update(a: SimpleNamespace) -> Tensor:
             for entries, new in zip(rings, (a.x[token], _step(a, token, base), a.B[token]), strict=True):
                 entries[(start + count - 1) % capacity] = new
             state = _replay(base, rings, start, count, a.A)
-            y[token] = _show(state, a.x[token], a.C[token], a.D)
+            y[token] = _output(state, a.x[token], a.C[token], a.D)
     return y
 
 
 @_specifies
 def fold_ring(a: SimpleNamespace) -> None:
-    """Run the recurrence from `src` over the first `count` entries of the ring, and cut the window out of `live`."""
+    """Run the recurrence from `src` over the first `count` ring entries, and copy the window from `request_conv`."""
     keep = a.conv_state.shape[2]
-    layers = zip(a.ssm_state, a.conv_state, a.live, a.ring_x, a.ring_dt, a.ring_B, a.A, strict=True)
-    for ssm, conv, live, x, step, B, A in layers:
+    layers = zip(a.ssm_state, a.conv_state, a.request_conv, a.ring_x, a.ring_dt, a.ring_B, a.A, strict=True)
+    for ssm, conv, request_conv, x, step, B, A in layers:
         for row, state in enumerate(_load(ssm, a.src, _compute(step))):
             if page := int(a.dst[row]):
                 ring, first = a.ring_row[row], int(a.page_offset[row])
                 rings = (x[ring], step[ring], B[ring])
                 ssm[page] = _replay(state, rings, int(a.ring_start[row]), int(a.count[row]), A)
-                conv[page] = live[ring, first : first + keep]
+                conv[page] = request_conv[ring, first : first + keep]
 
 
 @_specifies
 def fold_window(a: SimpleNamespace) -> None:
-    """Cut windows out of `live`."""
+    """Copy windows from `request_conv`."""
     keep = a.conv_state.shape[2]
-    for conv, live in zip(a.conv_state, a.live, strict=True):
+    for conv, request_conv in zip(a.conv_state, a.request_conv, strict=True):
         for ring, page, first in zip(a.ring_row, a.dst, a.page_offset, strict=True):
             if page:
-                conv[page] = live[ring, first : first + keep]
+                conv[page] = request_conv[ring, first : first + keep]
 
 
 @_specifies
 def copy_states(a: SimpleNamespace) -> None:
-    """Copy whole pages, the windows without their first `conv_bias` entries; what lies behind the rest stays."""
+    """Copy states, and windows without their first `conv_bias` entries; the remaining entries are not changed."""
     for conv in a.conv_state:
         for page, window, bias in zip(a.dst, _load(conv, a.conv_src, conv.dtype), a.conv_bias, strict=True):
             if page:
@@ -129,26 +129,26 @@ def copy_states(a: SimpleNamespace) -> None:
 
 @_specifies
 def delta_scan_varlen(a: SimpleNamespace) -> Tensor:
-    """The delta rule over all tokens of each row; chunks only say which states to keep."""
+    """Run the delta rule over all tokens of each row; chunks only select the states to store."""
     pages = _pages(a)
-    return _correct(a, lambda row, token, i: pages.get(token + 1, 0))
+    return _run_delta(a, lambda row, token, i: pages.get(token + 1, 0))
 
 
 @_specifies
 def delta_state_update(a: SimpleNamespace) -> Tensor:
-    """The delta rule, with the state after token i of a row stored in slot write[row, i]."""
-    return _correct(a, lambda row, token, i: int(a.write[row, i]))
+    """Run the delta rule, and store the state after token i of a row in slot write[row, i]."""
+    return _run_delta(a, lambda row, token, i: int(a.write[row, i]))
 
 
 @_specifies
 def delta_replay_update(a: SimpleNamespace) -> Tensor:
-    """Add the entries of the ring to the state, and run the delta rule from there, appending what it adds."""
+    """Update the checkpoint with the ring entries, run the delta rule from there, and append to the ring."""
     o, capacity = torch.zeros_like(a.v), a.ring_k.shape[1]
     for row, state, tokens in _rows(a, a.state, a.slot):
         ring, start, length = (int(each[row]) for each in (a.ring_row, a.ring_start, a.ring_len))
         rings = (a.ring_k[ring], a.ring_u[ring], a.ring_g[ring])
         if ring:
-            state = _refill(state, rings, start, length)
+            state = _replay_delta(state, rings, start, length)
         for count, token in enumerate(tokens if ring else (), length):
             state, u, g, o[token] = _delta(a, token, state)
             for entries, new in zip(rings, (a.k[token], u, g), strict=True):
@@ -158,21 +158,21 @@ def delta_replay_update(a: SimpleNamespace) -> Tensor:
 
 @_specifies
 def delta_fold_ring(a: SimpleNamespace) -> None:
-    """Add the first `count` entries of the ring to the state of `src`, and cut the window out of `live`."""
+    """Update the state in `src` with the first `count` ring entries, and copy the window from `request_conv`."""
     keep = a.conv_state.shape[2]
-    layers = zip(a.state, a.conv_state, a.live, a.ring_k, a.ring_u, a.ring_g, strict=True)
-    for states, conv, live, k, u, g in layers:
+    layers = zip(a.state, a.conv_state, a.request_conv, a.ring_k, a.ring_u, a.ring_g, strict=True)
+    for states, conv, request_conv, k, u, g in layers:
         for row, state in enumerate(_load(states, a.src, _compute(u))):
             if page := int(a.dst[row]):
                 ring, first = a.ring_row[row], int(a.page_offset[row])
                 rings = (k[ring], u[ring], g[ring])
-                states[page] = _refill(state, rings, int(a.ring_start[row]), int(a.count[row]))
-                conv[page] = live[ring, first : first + keep]
+                states[page] = _replay_delta(state, rings, int(a.ring_start[row]), int(a.count[row]))
+                conv[page] = request_conv[ring, first : first + keep]
 
 
 @_specifies
 def gated_rms_norm(a: SimpleNamespace) -> Tensor:
-    """Gate, then normalise each group of channels by its root mean square, then scale; or gate at the end."""
+    """Gate, normalize each group of channels by its root mean square, and scale; or gate at the end."""
     x, z = a.x.to(_compute(a.x)), a.z.to(_compute(a.x))
     gate = F.silu(z) if a.activation == "silu" else torch.sigmoid(z)
     weight = a.weight.repeat(a.x.shape[-1] // a.weight.shape[0])
@@ -183,52 +183,52 @@ def gated_rms_norm(a: SimpleNamespace) -> Tensor:
 
 
 def _compute(x: Tensor) -> torch.dtype:
-    """What is computed in: float32, and float64 for float64 inputs."""
+    """Return the dtype to compute in: float32, or float64 for float64 inputs."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _load(state: Tensor, read: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """A copy of every row's initial state, zeros for slot 0: all reads come before all writes."""
+    """Return copies of all initial states, zeros for slot 0, so that all reads come before all writes."""
     return [
         state[slot].to(dtype, copy=True) if slot else torch.zeros_like(state[0], dtype=dtype) for slot in read
     ]
 
 
 def _rows(a: SimpleNamespace, state: Tensor, read: Tensor) -> Iterator[tuple[int, Tensor, range]]:
-    """Each row with its initial state and its tokens."""
+    """Yield each row with its initial state and its tokens."""
     loc = a.query_start_loc.tolist()
     for row, initial in enumerate(_load(state, read, _compute(a.x if hasattr(a, "x") else a.v))):
         yield row, initial, range(loc[row], loc[row + 1])
 
 
 def _pages(a: SimpleNamespace) -> dict[int, int]:
-    """The slot to write after so many tokens of the batch, for chunks that keep their state."""
+    """Return the slot to write, by the number of tokens of the batch at the end of the chunk."""
     ends = zip(a.chunk_start_loc[1:].tolist(), a.chunk_write.tolist(), strict=True)
     return {end: slot for end, slot in ends if slot}
 
 
 def _convolve(window: Tensor, a: SimpleNamespace) -> Tensor:
-    """(W, C) inputs, newest last, to (C,)."""
+    """Convolve (W, C) inputs, newest last, to (C,)."""
     y = (window * a.weight.T.to(window.dtype)).sum(0)
     if a.bias is not None:
         y = y + a.bias
     return F.silu(y) if a.activation == "silu" else y
 
 
-def _recur(a: SimpleNamespace, slot_after: Callable[[int, int, int], int]) -> Tensor:
-    """The recurrence, token by token; `slot_after` a row, its token and the token's place in the row, or 0."""
+def _run_ssm(a: SimpleNamespace, slot_after: Callable[[int, int, int], int]) -> Tensor:
+    """Run the recurrence; slot_after(row, token, index in the row) is the slot for the state, or 0."""
     y = torch.zeros_like(a.x)
     for row, state, tokens in _rows(a, a.ssm_state, a.read):
         for i, token in enumerate(tokens):
             state = _advance(state, a.x[token], _step(a, token, state), a.A, a.B[token])
-            y[token] = _show(state, a.x[token], a.C[token], a.D)
+            y[token] = _output(state, a.x[token], a.C[token], a.D)
             if slot := slot_after(row, token, i):
                 a.ssm_state[slot] = state
     return y
 
 
 def _replay(state: Tensor, rings: tuple[Tensor, ...], start: int, count: int, A: Tensor) -> Tensor:
-    """The state after `count` entries of one row's ring."""
+    """Return the state after `count` entries of one row's ring."""
     x, step, B = rings
     for at in (entry % len(x) for entry in range(start, start + count)):
         state = _advance(state, x[at], step[at].to(state.dtype), A, B[at])
@@ -236,26 +236,26 @@ def _replay(state: Tensor, rings: tuple[Tensor, ...], start: int, count: int, A:
 
 
 def _advance(state: Tensor, x: Tensor, step: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """S <- exp(A step) S + step x B^T: (H, P, N) from x (H, P), step (H,), B (G, N)."""
+    """Return exp(A step) S + step x B^T, (H, P, N), from x (H, P), step (H,) and B (G, N)."""
     b = B.to(state.dtype).repeat_interleave(len(x) // len(B), 0)
     return torch.exp(A * step)[:, None, None] * state + torch.einsum(
         "h,hp,hn->hpn", step, x.to(state.dtype), b
     )
 
 
-def _show(state: Tensor, x: Tensor, C: Tensor, D: Tensor) -> Tensor:
-    """y = S C + D x: (H, P)."""
+def _output(state: Tensor, x: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """Return S C + D x, (H, P)."""
     c = C.to(state.dtype).repeat_interleave(len(x) // len(C), 0)
     return torch.einsum("hpn,hn->hp", state, c) + D.to(state.dtype)[:, None] * x.to(state.dtype)
 
 
 def _step(a: SimpleNamespace, token: int, state: Tensor) -> Tensor:
-    """Raw (H,) to step sizes."""
+    """Return the (H,) step sizes of a token."""
     return F.softplus(a.dt[token].to(state.dtype) + a.dt_bias).clamp(a.dt_min, a.dt_max)
 
 
-def _correct(a: SimpleNamespace, slot_after: Callable[[int, int, int], int]) -> Tensor:
-    """`_recur` for the delta rules."""
+def _run_delta(a: SimpleNamespace, slot_after: Callable[[int, int, int], int]) -> Tensor:
+    """Run the delta rule; `slot_after` as in `_run_ssm`."""
     o = torch.zeros_like(a.v)
     for row, state, tokens in _rows(a, a.state, a.read):
         for i, token in enumerate(tokens):
@@ -266,7 +266,7 @@ def _correct(a: SimpleNamespace, slot_after: Callable[[int, int, int], int]) -> 
 
 
 def _delta(a: SimpleNamespace, token: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One token: the state after it, u (H, Dv), g (H,) or (H, Dk), and o (H, Dv)."""
+    """Process one token: return the state after it, u (H, Dv), g (H,) or (H, Dk), and o (H, Dv)."""
     dtype, raw = state.dtype, a.a[token].to(state.dtype)
     g = (a.A if raw.dim() == 1 else a.A[:, None]) * F.softplus(raw + a.dt_bias)
     beta = a.beta_scale * torch.sigmoid(a.b[token].to(dtype))
@@ -277,8 +277,8 @@ def _delta(a: SimpleNamespace, token: int, state: Tensor) -> tuple[Tensor, Tenso
     return state, u, g, torch.einsum("hvk,hk->hv", state, q) * q.shape[1] ** -0.5
 
 
-def _refill(state: Tensor, rings: tuple[Tensor, ...], start: int, count: int) -> Tensor:
-    """The state after `count` entries of one row's ring: S <- exp(g) S + u k^T."""
+def _replay_delta(state: Tensor, rings: tuple[Tensor, ...], start: int, count: int) -> Tensor:
+    """Return the state after `count` entries of one row's ring: S <- exp(g) S + u k^T."""
     ring_k, ring_u, ring_g = rings
     for at in (entry % len(ring_k) for entry in range(start, start + count)):
         k = _unit(ring_k[at].to(state.dtype), len(state))
@@ -288,6 +288,6 @@ def _refill(state: Tensor, rings: tuple[Tensor, ...], start: int, count: int) ->
 
 
 def _unit(x: Tensor, heads: int) -> Tensor:
-    """(G, Dk) to (H, Dk), each of length 1."""
+    """Normalize (G, Dk) vectors to length 1, and repeat them for the value heads: (H, Dk)."""
     x = x / torch.sqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     return x.repeat_interleave(heads // len(x), 0)

@@ -1,8 +1,8 @@
-"""Which slots a step reads and writes, as pure functions of integers on the device: a module for each planner.
+"""Planners: compute the state slots that a step reads and writes, as pure functions of tensors on the device.
 
-SLOTS has `plan_step`, and `plan_copy` once the accepted tokens are known; FOLD has `plan_replay` and `plan_fold`. Each
-stands beside its form in torch's operators, which specifies the others: in `triton`, for CUDA, all are one kernel each;
-`host` has them in numpy, and `native` has FOLD's first one in C.
+Under SLOTS use `plan_step` before a step, and `plan_copy` once the accepted tokens are known. Under FOLD use
+`plan_replay` and `plan_fold`. Each module has one planner and its torch form, which specifies the other forms: `triton`
+has one kernel per planner, for CUDA, and `numpy_forms` the same in numpy, for a CPU.
 """
 
 from bateleur.mamba.planners.copy import plan_copy

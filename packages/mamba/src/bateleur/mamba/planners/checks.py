@@ -1,4 +1,4 @@
-"""What all planners ask of their arguments."""
+"""Argument checks shared by the planners."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from bateleur.mamba.spec import CacheLayout, StatePolicy
 def require(
     layout: CacheLayout, policy: StatePolicy, table: Tensor, rows: Mapping[str, Tensor | None]
 ) -> None:
-    """Raise ValueError for a layout of another policy, a narrow table, or a row count that is not the table's."""
+    """Raise ValueError if the policy is wrong, the table is too narrow, or a tensor has not one entry per table row."""
     require_policy(layout, policy)
     num_rows, columns = table.shape
     if columns < layout.columns():
@@ -22,13 +22,13 @@ def require(
 
 
 def require_policy(layout: CacheLayout, policy: StatePolicy) -> None:
-    """Raise ValueError for a layout of another policy."""
+    """Raise ValueError if the layout has another policy."""
     if layout.policy is not policy:
         raise ValueError(f"layout has the policy {layout.policy.value!r}; this plan is for {policy.value!r}")
 
 
 def require_rows(of: str, num_rows: int, rows: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError for a tensor that has not the rows of `of`: it would broadcast, or resize what is lent."""
+    """Raise ValueError unless each tensor is (num_rows,): others would be broadcast, or would resize `out`."""
     shape = (num_rows,)
     for name, tensor in rows.items():
         if tensor is not None and tensor.shape != shape:

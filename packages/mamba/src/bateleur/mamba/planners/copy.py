@@ -1,4 +1,4 @@
-"""What follows acceptance under SLOTS: which states to copy to the boundaries they belong to. Legend as in `plans`."""
+"""Plans state copies to block boundaries after a step under SLOTS. Legend as in `plans`."""
 
 import torch
 from torch import Tensor
@@ -21,21 +21,21 @@ def plan_copy(
     *,
     eager: bool = False,
 ) -> CopyPlan:
-    """The copies after a step planned by `plan_step`, once the accepted tokens are known.
+    """Plan the copies after a step planned by `plan_step`, once the accepted tokens are known.
 
-    A row with drafts left the state after its token i in column run_col + i. If a block boundary lies among its
-    accepted tokens, the state there (and the conv window, which is `conv_bias` entries into the window of column
-    run_col) is copied to the boundary's own column: only then may that column be published. Where that is run_col
-    itself, the step ends on the boundary, and the next one finds its state there, as if one token had been accepted.
+    A row with drafts wrote the state after its token i to column run_col + i. If its accepted tokens pass a block
+    boundary, the state at the boundary is copied to the boundary's own column, which may be published after that. The
+    conv window at the boundary starts `conv_bias` entries into the window of column run_col. If the boundary's column
+    is run_col, the step ends at the boundary. The next step then reads column run_col, so its `accepted` becomes 1.
 
     Args:
         layout, table, computed, query_lens, out, eager: as in `plan_step`.
-        num_drafts: (R,) tokens of the row after its first, if each left a state; 0 for a prompt's step, which left its
-            last alone. A prompt's end that was padded to a step with drafts counts its other tokens here, and they are
-            accepted.
-        accepted: (R,) tokens of the row that survive, the first one included; held to [1, 1 + num_drafts], so whatever
-            it is in prompts and padded rows does not matter.
-        plan: of this step.
+        num_drafts: (R,) tokens of the row after its first, if the row wrote a state after each; 0 for a prefill, which
+            wrote only its last state. The end of a prompt that runs as a step with drafts counts its other tokens here,
+            and all of them are accepted.
+        accepted: (R,) accepted tokens of the row, the first one included; clamped to [1, 1 + num_drafts], so values of
+            prefills and padded rows are ignored.
+        plan: result of `plan_step` for this step.
 
     Raises:
         ValueError: as in `plan_step`.
@@ -62,21 +62,21 @@ def _in_torch(
     has_tokens = query_lens > 0
     extra = torch.minimum(accepted.clamp_min(1).sub_(1), num_drafts.long()).mul_(has_tokens)
     torch.add(extra, 1, out=out.accepted)
-    if layout.mode is MambaCacheMode.NONE:  # no boundary ever, and always column 0
+    if layout.mode is MambaCacheMode.NONE:  # no boundaries, and run_col is always 0
         for unused in (out.prev_col, out.conv_src, out.conv_bias, out.ssm_src, out.dst):
             unused.zero_()
         return
     run = out.prev_col.copy_(plan.run_col)
     new = (computed + query_lens - num_drafts).long().add_(extra)
-    behind = new % layout.block_size  # tokens behind the last boundary
-    bias = extra - behind  # the boundary's token, counted from the first one that left a state
+    rest = new % layout.block_size  # tokens after the last boundary
+    bias = extra - rest  # index, among the states of this step, of the state at the boundary
     crossed = bias.ge(0).logical_and_(has_tokens)
-    home = new.sub_(behind).div_(layout.block_size, rounding_mode="trunc").sub_(1).mul_(crossed)
-    arrived = home.eq(run).logical_and_(crossed)
-    out.accepted.masked_fill_(arrived, 1)
-    moved = crossed.logical_and_(bias.ne(0).logical_or_(~arrived))  # one that is in its place is not copied
+    column = new.sub_(rest).div_(layout.block_size, rounding_mode="trunc").sub_(1).mul_(crossed)
+    in_place = column.eq(run).logical_and_(crossed)
+    out.accepted.masked_fill_(in_place, 1)
+    moved = crossed.logical_and_(bias.ne(0).logical_or_(~in_place))  # a state in its own column is not copied
     torch.mul(bias, moved, out=out.conv_bias)
-    columns = torch.stack((run, run + out.conv_bias, home))
+    columns = torch.stack((run, run + out.conv_bias, column))
     slots = table.t().gather(0, columns).long().mul_(moved).unbind()
     for field, slot in zip((out.conv_src, out.ssm_src, out.dst), slots, strict=True):
         field.copy_(slot)
@@ -85,5 +85,5 @@ def _in_torch(
 FORMS = Implementations(
     _in_torch,
     triton="bateleur.mamba.planners.triton:plan_copy",
-    numpy="bateleur.mamba.planners.host:plan_copy",
+    numpy="bateleur.mamba.planners.numpy_forms:plan_copy",
 )

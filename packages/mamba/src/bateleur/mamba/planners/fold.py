@@ -1,12 +1,12 @@
-"""What a step folds under FOLD.
+"""Plans which ring entries are folded into the checkpoint after a step under FOLD.
 
-A running request has one state, its checkpoint, after `base` tokens; a ring with the inputs of the tokens since; and a
-live conv window. A step adds its tokens to the ring and computes the state after any of them from checkpoint and ring,
-so a token that is rejected was never part of a state. Once in a while the first entries of the ring are folded into
-the checkpoint: up to every block boundary, which may then be published, and where the ring would overflow. The idea of
-replaying inputs is that of "Snakes and Ladders" (ENLSP workshop, NeurIPS 2024).
+A running request has a checkpoint (its state after `base` tokens), a ring with the inputs of the later tokens, and a
+request conv window. A step appends its tokens to the ring, and computes its outputs from checkpoint and ring, so a
+rejected token is never part of a state. The first entries of the ring are folded into the checkpoint when a block
+boundary is passed, whose slot may then be published, and when the ring would overflow. Source of the idea of replaying
+inputs: "Snakes and Ladders" (ENLSP workshop, NeurIPS 2024).
 
-Legend: as in `plans`, and L the ring's capacity. Token t of a request lies in entry t % L of its ring.
+Legend: as in `plans`, and L the capacity of a ring. Token t of a request is in entry t % L of its ring.
 """
 
 import torch
@@ -30,23 +30,23 @@ def plan_fold(
     out: FoldPlan | None = None,
     eager: bool = False,
 ) -> FoldPlan:
-    """What to fold after a step planned by `plan_replay`, once the accepted tokens are known.
+    """Plan the folds after a step planned by `plan_replay`, once the accepted tokens are known.
 
-    With n = computed + accepted, a row folds up to the last boundary q <= n if that is beyond its checkpoint; else up
-    to n if the ring could not take another 1 + K tokens; else nothing. As block_size >= 1 + K and L >= 1 + 2 K, that
-    is enough: no step crosses two boundaries, and what a boundary leaves in the ring fits. `fold_ring` takes src,
-    ring_start from the `ReplayPlan`, dst, count and page_offset from the result.
+    With n = computed + accepted, a row folds up to the last boundary q <= n if q is after its checkpoint. Otherwise it
+    folds up to n if the ring could not take another 1 + K tokens. Because block_size >= 1 + K and L >= 1 + 2 K, a step
+    passes at most one boundary, and the entries after it fit into the ring. `fold_ring` takes src and ring_start from
+    the `ReplayPlan`, and dst, count and page_offset from the result.
 
     Args:
-        layout, computed, query_lens, out: as in `plan_step`.
-        plan: of this step.
-        accepted: (R,) tokens of the row that survive, the first one included; held to [1, query_lens].
-        flush: (R,) bool, rows that must end with an empty ring unless they end behind a boundary: those whose prompt
-            goes on after a step of one token, since a prompt's step reads a checkpoint alone. None means no row.
-        scanned: (R,) bool, rows whose step was a prompt's: all tokens are in the state it wrote. None means no row.
+        layout, computed, query_lens, out, eager: as in `plan_step`.
+        plan: result of `plan_replay` for this step.
+        accepted: (R,) accepted tokens of the row, the first one included; clamped to [1, query_lens].
+        flush: (R,) bool, decode rows inside a prompt: their ring is emptied unless they pass a boundary, because the
+            next prefill reads only the checkpoint. None means no row.
+        scanned: (R,) bool, prefill rows: all their tokens are in the state that they wrote. None means no row.
 
     Raises:
-        ValueError: the layout is that of SLOTS, a row count differs from the plan's, or, on CUDA, `out` is strided.
+        ValueError: the layout has the policy SLOTS, a row count differs, or, on CUDA, `out` is not contiguous.
     """
     require_policy(layout, StatePolicy.FOLD)
     out = FoldPlan.allocate(len(plan.slot), plan.slot.device) if out is None else out
@@ -66,10 +66,10 @@ def _in_torch(
     flush: Tensor | None,
     scanned: Tensor | None,
 ) -> None:
-    # 0 in padded rows, and so everything is.
+    # accepted is 0 in padded rows, which makes all other results 0.
     torch.minimum(accepted.clamp_min(1), query_lens, out=out.accepted)
     ring = plan.ring_len + out.accepted
-    # Entries to keep: those behind the last boundary, if the ring reaches back beyond it.
+    # Number of entries to keep: those after the last boundary, or the whole ring if the boundary is before it.
     keep = torch.minimum((computed + out.accepted).remainder_(layout.block_size), ring)
     full = keep > layout.ring_capacity - 1 - layout.num_speculative_tokens
     if flush is not None:
@@ -90,5 +90,5 @@ def _in_torch(
 FORMS = Implementations(
     _in_torch,
     triton="bateleur.mamba.planners.triton:plan_fold",
-    numpy="bateleur.mamba.planners.host:plan_fold",
+    numpy="bateleur.mamba.planners.numpy_forms:plan_fold",
 )

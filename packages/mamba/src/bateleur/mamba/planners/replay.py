@@ -1,4 +1,4 @@
-"""Where a step finds its states under FOLD. Legend as in `fold`."""
+"""Plans the checkpoints and rings that a step under FOLD reads. Legend as in `fold`."""
 
 import torch
 from torch import Tensor
@@ -20,18 +20,18 @@ def plan_replay(
     *,
     eager: bool = False,
 ) -> ReplayPlan:
-    """The states that a step under FOLD starts from.
+    """Plan the checkpoint, ring and conv window that each row of a step under FOLD starts from.
 
     Args:
         layout, table, computed, query_lens, out, eager: as in `plan_step`.
-        base: (R,) int64 tokens in the checkpoint, at most `computed`: what the previous `plan_fold` said. Of a request
-            that has just been admitted, the tokens of its prefix hit.
-        accepted: (R,) int64 tokens that survived of the row's previous step, in [1, 1 + K] as `plan_fold` leaves them;
-            1 where there was none.
+        base: (R,) int64 tokens in the checkpoint, at most `computed`: the result of the previous `plan_fold`, or the
+            tokens of the prefix-cache hit of a new request.
+        accepted: (R,) int64 accepted tokens of the row's previous step, in [1, 1 + K], from `plan_fold`; 1 if there was
+            none.
 
     Raises:
-        ValueError: the layout is not FOLD's, the table is too narrow, a row count differs, or, on CUDA, `out`
-            is strided.
+        ValueError: the layout has another policy, the table is too narrow, a row count differs, or, on CUDA, `out` is
+            not contiguous.
     """
     plan = ReplayPlan.allocate(len(table), table.device) if out is None else out
     rows = {"computed": computed, "query_lens": query_lens, "base": base, "accepted": accepted}
@@ -49,14 +49,14 @@ def _in_torch(
     base: Tensor,
     accepted: Tensor,
 ) -> None:
-    # Factors of 0 and 1 in place of masks: whatever a padded row holds is gone before it becomes an index.
+    # Values of padded rows are multiplied by 0 before they are used as an index.
     valid = query_lens.sign().long()
     n = computed.long() * valid
     torch.mul(base, valid, out=plan.ring_start)
     torch.sub(n, plan.ring_start, out=plan.ring_len)
     torch.mul(accepted, valid, out=plan.conv_offset).sub_(valid)
     has = plan.ring_start.sign()
-    # Whatever this step accepts, a fold ends in the block of its first token, or on that block's last boundary.
+    # A fold after this step ends in the block of its first token, for any number of accepted tokens.
     columns = torch.stack((plan.ring_start - has, n)).div_(layout.block_size, rounding_mode="trunc")
     checkpoint, written = table.t().gather(0, columns).long().unbind()
     torch.mul(checkpoint, has, out=plan.slot)
@@ -66,5 +66,5 @@ def _in_torch(
 FORMS = Implementations(
     _in_torch,
     triton="bateleur.mamba.planners.triton:plan_replay",
-    numpy="bateleur.mamba.planners.host:plan_replay",
+    numpy="bateleur.mamba.planners.numpy_forms:plan_replay",
 )

@@ -1,4 +1,4 @@
-"""Which slots a step reads and writes under SLOTS. Legend as in `plans`."""
+"""Plans the slots that a step under SLOTS reads and writes. Legend as in `plans`."""
 
 import torch
 from torch import Tensor
@@ -20,33 +20,33 @@ def plan_step(
     prev_col: Tensor | None = None,
     eager: bool = False,
 ) -> SlotPlan:
-    """The slots of one step under SLOTS, in any cache mode.
+    """Plan the slots of one step under SLOTS, in any cache mode.
 
-    The step writes from column `run_col` on, that of its last token: the state after token i to column run_col + i,
-    and the conv window, widened to hold every token's, to column run_col. So the next one reads both from the column
-    that this one wrote, its `prev_col`, and not from the block of the last accepted token, which may come before it:
-    the state from column prev_col + accepted - 1, the window from column prev_col at offset accepted - 1. A row
-    without a previous step reads the column of its last token; a row with nothing computed starts from zeros. In mode
-    NONE `run_col` is 0.
+    Let `run_col` be the column of the step's last token (0 in mode NONE). The step writes the state after its token i
+    to column run_col + i, and the conv window with K additional entries to column run_col. The next step reads the
+    state from column prev_col + accepted - 1, and the window from column prev_col at offset accepted - 1, where
+    `prev_col` is this step's `run_col`. A row without a previous step reads the column of its last computed token. A
+    row with no computed tokens starts from zeros.
 
-    Reads and writes being separate, nothing is copied before the step: neither out of a shared prefix nor into a new
-    column.
+    A step may read and write different slots, so nothing is copied before it: neither from a cached prefix nor to a new
+    block.
 
     Args:
-        layout: of the group the table belongs to.
-        table: (R, columns) integer block table; at least `layout.columns()` columns, 0 where there is no slot.
-        computed: (R,) tokens before the step, accepted ones only.
+        layout: block-table layout of the group, with the policy SLOTS.
+        table: (R, columns) integer block table with at least `layout.columns()` columns, 0 in columns without a slot.
+        computed: (R,) tokens before the step, without rejected tokens.
         query_lens: (R,) tokens of the step; 0 in padded rows.
-        accepted: (R,) in rows with tokens and a state, ignored in others, and held to [1, 1 + K]; None means 1 in all.
-        out: buffers to fill instead of allocating; their addresses are kept.
-        prev_col: (R,) int64 `run_col` of the row's previous step, -1 where there is none; None means -1 in all. Ignored
-            in mode NONE.
-        eager: nothing is being captured, so a CPU may plan in numpy, to the same result. The default keeps to torch's
-            operators, which a recorded graph has to see. On CUDA the planner is one Triton kernel either way.
+        accepted: (R,) accepted tokens of the previous step, clamped to [1, 1 + K]; ignored in rows without tokens or
+            without a state. None means 1 in all rows.
+        out: plan to fill in place; by default a new one is allocated.
+        prev_col: (R,) int64 `run_col` of the row's previous step, -1 if there was none; None means -1 in all rows.
+            Ignored in mode NONE.
+        eager: the caller guarantees that no graph records the call, so a CPU may use the numpy form, with the same
+            result. On CUDA the planner is one Triton kernel in both cases.
 
     Raises:
-        ValueError: the layout is FOLD's, the table is too narrow, a row count differs, a CPU that plans in numpy finds
-            a row beyond `max_model_len`, or, on CUDA, `out` is strided.
+        ValueError: the layout has another policy, the table is too narrow, a row count differs, a row exceeds
+            `max_model_len` (numpy form only), or, on CUDA, `out` is not contiguous.
     """
     rows, width = table.shape[0], 1 + layout.num_speculative_tokens
     plan = SlotPlan.allocate(layout, rows, table.device) if out is None else out
@@ -68,8 +68,7 @@ def _in_torch(
     accepted: Tensor | None,
     prev_col: Tensor | None,
 ) -> None:
-    # Factors of 0 and 1 in place of masks: `has` a state to read, and hence also tokens. Whatever a padded row holds is
-    # gone with the first product, so no index below leaves the table.
+    # Values of padded rows are multiplied by 0 before they are used as an index. `has` is 1 in rows with a state.
     tokens = query_lens.long()
     valid = tokens.sign()
     n = computed.long() * valid
@@ -85,13 +84,13 @@ def _in_torch(
         last = torch.stack((n - has, n + tokens - valid))
         anchor, run = last.div_(layout.block_size, rounding_mode="trunc").unbind()
         plan.run_col.copy_(run)
-        if prev_col is not None:  # never before the column of the last accepted token
+        if prev_col is not None:  # prev_col is never before the column of the last accepted token
             anchor = torch.maximum(anchor, prev_col).mul_(has)
     _fill(plan, table, anchor, run, has, tokens)
 
 
 def _fill(plan: SlotPlan, table: Tensor, anchor: Tensor, run: Tensor, has: Tensor, tokens: Tensor) -> None:
-    """Slots of the columns to read from `anchor` on, and to write from `run` on."""
+    """Look up the slots of the columns to read from `anchor` on, and of the columns to write from `run` on."""
     columns = torch.stack((anchor, anchor + plan.conv_offset))
     conv_read, ssm_read = table.t().gather(0, columns).long().mul_(has).unbind()
     plan.conv_read.copy_(conv_read)
@@ -105,5 +104,5 @@ def _fill(plan: SlotPlan, table: Tensor, anchor: Tensor, run: Tensor, has: Tenso
 FORMS = Implementations(
     _in_torch,
     triton="bateleur.mamba.planners.triton:plan_step",
-    numpy="bateleur.mamba.planners.host:plan_step",
+    numpy="bateleur.mamba.planners.numpy_forms:plan_step",
 )

@@ -1,4 +1,4 @@
-"""Each planner as one kernel. A row without tokens loads no more than its length: the rest is no index.
+"""Triton forms of the planners, one kernel each. For a row without tokens, only its length is loaded.
 
 Legend: R rows of a tile.
 """
@@ -20,35 +20,35 @@ from bateleur.metadata.dispatch import cdiv
 
 @triton.jit
 def load(ptr, row_R, real_R):
-    """(R,) int64, 0 in rows that are not real."""
+    """Load (R,) int64 values, 0 in masked rows."""
     return tl.load(ptr + row_R, mask=real_R, other=0).to(tl.int64)
 
 
 @triton.jit
 def slot(row_ptr_R, table_column, column_R, real_R):
-    """(R,) int64 entries of the table's rows at `column_R`, 0 in rows that are not real."""
+    """Load (R,) int64 entries of the block table at `column_R`, 0 in masked rows."""
     return tl.load(row_ptr_R + column_R * table_column, mask=real_R, other=0).to(tl.int64)
 
 
 def tile_options() -> dict[str, Any]:
-    """Tile size and launch options of all four kernels: a row a thread."""
+    """Return tile size and launch options of all four kernels: one row per thread."""
     return {"BLOCK": 128, "num_warps": 4, "enable_fp_fusion": True}
 
 
 def dense(first: Tensor, *others: Tensor | None) -> list[Tensor]:
-    """Without strides; for one that is not there, another that is not read in its place."""
+    """Return contiguous tensors; `first` replaces a missing one, which the kernel does not read."""
     return [first.contiguous(), *(first if each is None else each.contiguous() for each in others)]
 
 
 def outputs(plan: Plan) -> list[Tensor]:
-    """The fields of a plan. Raises ValueError for strided ones."""
+    """Return the fields of a plan. Raises ValueError if one is not contiguous."""
     for name, tensor in plan.tensors().items():
         if not tensor.is_contiguous():
             raise ValueError(f"out.{name} has strides {tensor.stride()}; a kernel needs it contiguous")
     return [*plan.tensors().values()]
 
 
-# `RequestStates.gather` has `prev_ptr` at 8 bytes for an odd number of rows.
+# `RequestStates.gather` aligns `prev_ptr` to 8 bytes only, if the number of rows is odd.
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["prev_ptr"])
 def step_plan_kernel(
     table_ptr, computed_ptr, lens_ptr, accepted_ptr, prev_ptr,
@@ -57,7 +57,7 @@ def step_plan_kernel(
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, HAS_ACCEPTED: tl.constexpr,
     HAS_PREV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows). SIZE is tokens of a cache block; without BOUNDARIES, in mode NONE, it is not used.
+    """Grid (tiles of rows). SIZE: tokens of a block. BOUNDARIES: false in mode NONE, which ignores SIZE.
 
     At least 16 blocks a multiprocessor.
     """
@@ -192,7 +192,7 @@ def fold_plan_kernel(
     SIZE: tl.constexpr, MOST_KEPT: tl.constexpr, HAS_FLUSH: tl.constexpr, HAS_SCANNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows). MOST_KEPT is entries that a ring may hold when the next step begins.
+    """Grid (tiles of rows). MOST_KEPT: maximum number of ring entries before a step.
 
     At least 16 blocks a multiprocessor.
     """

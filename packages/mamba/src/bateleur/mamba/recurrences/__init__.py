@@ -1,4 +1,4 @@
-"""The recurrences that come with the package, a file of specification each."""
+"""Recurrences of published models."""
 
 from bateleur.mamba.recurrences.gated_delta import GatedDelta
 from bateleur.mamba.recurrences.kimi_delta import KimiDelta

@@ -1,4 +1,4 @@
-"""What the delta rules have in common: all but how their states decay."""
+"""Base class of the delta rules: everything except the shape of the decay."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.ops import delta_fold_ring, delta_replay_update, delta_scan_varlen, delta_state_update
-from bateleur.mamba.ops.delta_scan.fla import scan_whole
+from bateleur.mamba.ops.delta_scan.fla import delta_scan_fla
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
-from bateleur.mamba.prompts import Prompts
-from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors, TensorSpec
+from bateleur.mamba.prefill_chunks import PrefillChunks
+from bateleur.mamba.recurrence import FoldBatch, Recurrence, Tensors, TensorSpec
 from bateleur.mamba.spec import PromptScan
-from bateleur.mamba.step_metadata import MambaMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaRule(Recurrence):
     """S <- exp(g) S, u = beta (v - S k), S <- S + u k^T, o = S q, for each value head.
 
-    k and q have length 1, q times key_dim ** -0.5; g = A softplus(a + dt_bias), beta = sigmoid(b), or twice that. The
-    channels of the convolution are q | k | v. A ring keeps k, the corrected value u and g: with u any later state is a
-    plain sum over it.
+    k and q are normalized to length 1, and q is scaled by key_dim ** -0.5. g = A softplus(a + dt_bias), and beta =
+    beta_scale * sigmoid(b). The channels of the convolution are q | k | v. A ring entry is k, the corrected value u,
+    and g. Because u is stored, a later state is a plain sum over the ring.
     """
 
     @property
     @abstractmethod
     def heads(self) -> tuple[int, int]:
-        """Key heads, and value heads, which are a multiple of these."""
+        """Key heads G and value heads H, a multiple of G."""
 
     @property
     @abstractmethod
     def lanes(self) -> tuple[int, int]:
-        """Channels of a key, and of a value."""
+        """Channels of a key and of a value."""
 
     @property
     @abstractmethod
     def decay_shape(self) -> tuple[int, ...]:
-        """Of a token's g: (H,), or (H, key channels)."""
+        """Shape of the log decay g of a token: (H,) or (H, key channels)."""
 
     @property
     def beta_scale(self) -> float:
-        """What sigmoid(b) is multiplied by."""
+        """Factor of sigmoid(b)."""
         return 1.0
 
     @property
@@ -65,7 +65,7 @@ class DeltaRule(Recurrence):
 
     @property
     def gates(self) -> tuple[TensorSpec, ...]:
-        """Raw a, of the decay, and b, of the writing strength."""
+        """a, the raw decay, and b, the raw writing strength."""
         return (
             TensorSpec("a", self.decay_shape, self.conv_dtype),
             TensorSpec("b", self.state_shape[:1], self.conv_dtype),
@@ -73,7 +73,7 @@ class DeltaRule(Recurrence):
 
     @property
     def parameters(self) -> tuple[TensorSpec, ...]:
-        """A, which is negative, and the bias of a."""
+        """A (negative), and the bias of a."""
         return (
             TensorSpec("A", self.state_shape[:1], torch.float32, -1),
             TensorSpec("dt_bias", self.decay_shape, torch.float32),
@@ -81,7 +81,7 @@ class DeltaRule(Recurrence):
 
     @property
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """k as it comes, the corrected value u, and g."""
+        """k before normalization, the corrected value u, and the log decay g."""
         return (
             TensorSpec("k", (self.heads[0], self.lanes[0]), self.conv_dtype),
             TensorSpec("u", self.output_shape, self.compute_dtype),
@@ -89,7 +89,7 @@ class DeltaRule(Recurrence):
         )
 
     def split(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Channels (T, conv_dim) as views q and k (T, G, Dk), v (T, H, Dv)."""
+        """Split channels (T, conv_dim) into views q and k (T, G, Dk), and v (T, H, Dv)."""
         (key_heads, value_heads), (key_dim, value_dim) = self.heads, self.lanes
         keys = key_heads * key_dim
         q, k, v = channels.split_with_sizes([keys, keys, value_heads * value_dim], -1)
@@ -102,25 +102,25 @@ class DeltaRule(Recurrence):
         channels: Tensor,
         gates: Tensors,
         state: Tensor | None,
-        prompts: Prompts,
+        chunks: PrefillChunks,
         chunk_size: int,
         read: Tensor,
     ) -> Tensor:
-        """`delta_scan_varlen`, or fla-core's kernels in its place where `prompts` say so."""
+        """Run `delta_scan_varlen`, or the kernels of fla-core if `chunks.fla_tiles` is set."""
         assert state is not None
         (A, dt_bias), (a, b), (q, k, v) = params, gates, self.split(channels)
-        if prompts.form is PromptScan.FLA:
-            return scan_whole(q, k, v, a, b, A, dt_bias, state, prompts, read, self.beta_scale)
+        if chunks.prompt_scan is PromptScan.FLA:
+            return delta_scan_fla(q, k, v, a, b, A, dt_bias, state, chunks, read, self.beta_scale)
         return delta_scan_varlen(
-            q, k, v, a, b, A, dt_bias, state, prompts.query_start_loc, prompts.chunk_start_loc,
-            prompts.chunk_row, prompts.row_chunk_loc, prompts.max_chunks_per_row, chunk_size, read,
-            prompts.chunk_write, self.beta_scale,
+            q, k, v, a, b, A, dt_bias, state, chunks.query_start_loc, chunks.chunk_start_loc,
+            chunks.chunk_row, chunks.row_chunk_loc, chunks.max_chunks_per_row, chunk_size, read,
+            chunks.chunk_write, self.beta_scale,
         )  # fmt: skip
 
     def update(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: Tensor | None, rows: MambaMetadata
     ) -> Tensor:
-        """`delta_state_update`."""
+        """Run `delta_state_update`."""
         plan = rows.plan
         assert state is not None
         assert isinstance(plan, SlotPlan)
@@ -139,7 +139,7 @@ class DeltaRule(Recurrence):
         ring: Tensors,
         rows: MambaMetadata,
     ) -> Tensor:
-        """`delta_replay_update`."""
+        """Run `delta_replay_update`."""
         plan, row = rows.plan, rows.request_row
         assert state is not None
         assert row is not None
@@ -152,9 +152,15 @@ class DeltaRule(Recurrence):
         )  # fmt: skip
 
     def fold(
-        self, params: Tensors, conv: Tensor, state: Tensor | None, live: Tensor, ring: Tensors, at: FoldRows
+        self,
+        params: Tensors,
+        conv: Tensor,
+        state: Tensor | None,
+        request_conv: Tensor,
+        ring: Tensors,
+        at: FoldBatch,
     ) -> None:
-        """`delta_fold_ring`."""
+        """Run `delta_fold_ring`."""
         assert state is not None
         k, u, g = ring
-        delta_fold_ring(state, conv, live, k, u, g, *at)
+        delta_fold_ring(state, conv, request_conv, k, u, g, *at)

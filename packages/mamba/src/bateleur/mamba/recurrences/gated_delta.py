@@ -1,4 +1,4 @@
-"""The gated delta rule: one decay for each value head."""
+"""The gated delta rule (Qwen3-Next, Qwen3.5): one decay per value head."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bateleur.mamba.spec import at_least
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta(DeltaRule):
-    """A delta rule whose g is one number for each value head. Source: arXiv 2412.06464.
+    """The delta rule with one decay per value head. Source: arXiv 2412.06464.
 
-    Raises ValueError as `Recurrence`, and for value heads that do not divide into key heads.
+    Raises ValueError as `Recurrence` does, and if num_value_heads is not a multiple of num_key_heads.
     """
 
     num_key_heads: int
@@ -25,10 +25,10 @@ class GatedDelta(DeltaRule):
     value_dim: int
     """Dv: channels of a value."""
     allow_neg_eigval: bool = False
-    """beta = 2 sigmoid(b), with which a state may change its sign along a key. Source: arXiv 2411.12537."""
+    """Use beta = 2 sigmoid(b), so that a state can change its sign along a key. Source: arXiv 2411.12537."""
 
     def __post_init__(self) -> None:
-        """Check every size."""
+        """Validate the fields."""
         for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim"):
             at_least(name, getattr(self, name), 1)
         if self.num_value_heads % self.num_key_heads:

@@ -1,4 +1,4 @@
-"""Kimi delta attention: a decay for each key channel."""
+"""Kimi delta attention: one decay per key channel."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from bateleur.mamba.spec import at_least
 
 @dataclass(frozen=True, slots=True)
 class KimiDelta(DeltaRule):
-    """A delta rule whose g is a number for each key channel of each head. Source: arXiv 2510.26692.
+    """The delta rule with one decay per key channel and head. Source: arXiv 2510.26692.
 
-    Raises ValueError as `Recurrence`.
+    Raises ValueError as `Recurrence` does.
     """
 
     num_heads: int
@@ -24,7 +24,7 @@ class KimiDelta(DeltaRule):
     """Dv: channels of a value."""
 
     def __post_init__(self) -> None:
-        """Check every size."""
+        """Validate the fields."""
         for name in ("num_heads", "key_dim", "value_dim"):
             at_least(name, getattr(self, name), 1)
         Recurrence.__post_init__(self)

@@ -1,4 +1,4 @@
-"""Mamba-2: a scalar decay for each head, and an outer product of input and B for each token."""
+"""Mamba-2: one scalar decay per head, and an outer product of input and B per token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.ops import (
     fold_ring,
     replay_update,
@@ -15,19 +16,19 @@ from bateleur.mamba.ops import (
     ssd_scan_varlen,
 )
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
-from bateleur.mamba.prompts import Prompts
-from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors, TensorSpec
+from bateleur.mamba.prefill_chunks import PrefillChunks
+from bateleur.mamba.recurrence import FoldBatch, Recurrence, Tensors, TensorSpec
 from bateleur.mamba.spec import at_least
-from bateleur.mamba.step_metadata import MambaMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2(Recurrence):
-    """S <- exp(A dt) S + dt x B^T, y = S C + D x, with dt = clamp(softplus(raw + dt_bias), dt_min, dt_max).
+    """S <- exp(A dt) S + dt x B^T, y = S C + D x, with dt = clamp(softplus(raw dt + dt_bias), dt_min, dt_max).
 
     The channels of the convolution are x | B | C. Source: arXiv 2405.21060.
 
-    Raises ValueError as `Recurrence`, for heads that do not divide into groups, and for limits that are none.
+    Raises ValueError as `Recurrence` does, if num_heads is not a multiple of num_groups, and unless 0 <= dt_min <=
+    dt_max.
     """
 
     num_heads: int
@@ -37,12 +38,12 @@ class Mamba2(Recurrence):
     state_size: int
     """N: state entries per channel."""
     num_groups: int
-    """G: groups that share B and C; head h uses group h // (H / G)."""
+    """G: groups of heads that share B and C; head h is in group h // (H / G)."""
     dt_min: float = 0.0
     dt_max: float = math.inf
 
     def __post_init__(self) -> None:
-        """Check every size."""
+        """Validate the fields."""
         for name in ("num_heads", "head_dim", "state_size", "num_groups"):
             at_least(name, getattr(self, name), 1)
         if self.num_heads % self.num_groups:
@@ -57,7 +58,7 @@ class Mamba2(Recurrence):
 
     @property
     def inner_size(self) -> int:
-        """H * P: channels that the scan sees."""
+        """H * P: channels of x."""
         return self.num_heads * self.head_dim
 
     @property
@@ -77,18 +78,18 @@ class Mamba2(Recurrence):
 
     @property
     def gates(self) -> tuple[TensorSpec, ...]:
-        """The raw step."""
+        """dt, the raw step size."""
         return (TensorSpec("dt", (self.num_heads,), self.conv_dtype),)
 
     @property
     def parameters(self) -> tuple[TensorSpec, ...]:
-        """A, which is negative, D and the bias of the step."""
+        """A (negative), D, and the bias of dt."""
         signs = {"A": -1, "D": 0, "dt_bias": 0}
         return tuple(TensorSpec(name, (self.num_heads,), torch.float32, sign) for name, sign in signs.items())
 
     @property
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """x, the step as it is applied, and B."""
+        """x, the step size dt after softplus and clamp, and B."""
         return (
             TensorSpec("x", self.output_shape, self.conv_dtype),
             TensorSpec("dt", (self.num_heads,), self.compute_dtype, 1),
@@ -96,7 +97,7 @@ class Mamba2(Recurrence):
         )
 
     def split(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Channels (T, conv_dim) as views x (T, H, P), B and C (T, G, N)."""
+        """Split channels (T, conv_dim) into views x (T, H, P), and B and C (T, G, N)."""
         lanes = self.num_groups * self.state_size
         x, B, C = channels.split_with_sizes([self.num_heads * self.head_dim, lanes, lanes], -1)
         groups = (-1, self.num_groups, self.state_size)
@@ -108,23 +109,23 @@ class Mamba2(Recurrence):
         channels: Tensor,
         gates: Tensors,
         state: Tensor | None,
-        prompts: Prompts,
+        chunks: PrefillChunks,
         chunk_size: int,
         read: Tensor,
     ) -> Tensor:
-        """`ssd_scan_varlen`."""
+        """Run `ssd_scan_varlen`."""
         assert state is not None
         (A, D, dt_bias), (x, B, C) = params, self.split(channels)
         return ssd_scan_varlen(
-            x, gates[0], A, B, C, D, dt_bias, state, prompts.query_start_loc, prompts.chunk_start_loc,
-            prompts.chunk_row, prompts.row_chunk_loc, prompts.max_chunks_per_row, chunk_size, read,
-            prompts.chunk_write, self.dt_min, self.dt_max,
+            x, gates[0], A, B, C, D, dt_bias, state, chunks.query_start_loc, chunks.chunk_start_loc,
+            chunks.chunk_row, chunks.row_chunk_loc, chunks.max_chunks_per_row, chunk_size, read,
+            chunks.chunk_write, self.dt_min, self.dt_max,
         )  # fmt: skip
 
     def update(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: Tensor | None, rows: MambaMetadata
     ) -> Tensor:
-        """`selective_state_update`."""
+        """Run `selective_state_update`."""
         plan = rows.plan
         assert state is not None
         assert isinstance(plan, SlotPlan)
@@ -143,7 +144,7 @@ class Mamba2(Recurrence):
         ring: Tensors,
         rows: MambaMetadata,
     ) -> Tensor:
-        """`replay_update`."""
+        """Run `replay_update`."""
         plan, row = rows.plan, rows.request_row
         assert state is not None
         assert row is not None
@@ -155,9 +156,15 @@ class Mamba2(Recurrence):
         )  # fmt: skip
 
     def fold(
-        self, params: Tensors, conv: Tensor, state: Tensor | None, live: Tensor, ring: Tensors, at: FoldRows
+        self,
+        params: Tensors,
+        conv: Tensor,
+        state: Tensor | None,
+        request_conv: Tensor,
+        ring: Tensors,
+        at: FoldBatch,
     ) -> None:
-        """`fold_ring`."""
+        """Run `fold_ring`."""
         assert state is not None
         x, dt, B = ring
-        fold_ring(state, conv, live, x, dt, B, params[0], *at)
+        fold_ring(state, conv, request_conv, x, dt, B, params[0], *at)

@@ -1,4 +1,4 @@
-"""A short convolution alone: its window is all the state there is."""
+"""A short convolution without a recurrence: the conv window is the only state."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.ops import fold_window
-from bateleur.mamba.prompts import Prompts
-from bateleur.mamba.recurrence import FoldRows, Recurrence, Tensors, TensorSpec
+from bateleur.mamba.prefill_chunks import PrefillChunks
+from bateleur.mamba.recurrence import FoldBatch, Recurrence, Tensors, TensorSpec
 from bateleur.mamba.spec import at_least
-from bateleur.mamba.step_metadata import MambaMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class ShortConv(Recurrence):
-    """y = conv(x): nothing decays, and nothing has to be replayed, for the live window holds what drafts may undo.
+    """y = conv(x), without state, gates, parameters or ring. Source: LFM2, arXiv 2511.23404.
 
-    Gates in front of the convolution and behind it are the layer's own (LFM2, arXiv 2511.23404). Raises ValueError as
-    `Recurrence`.
+    The gates before and after the convolution belong to the layer. Rejected draft tokens are undone in the conv window.
+
+    Raises ValueError as `Recurrence` does.
     """
 
     conv_activation: ClassVar[str] = "none"
@@ -28,7 +29,7 @@ class ShortConv(Recurrence):
     """C: channels of the convolution."""
 
     def __post_init__(self) -> None:
-        """Check every size."""
+        """Validate the fields."""
         at_least("channels", self.channels, 1)
         Recurrence.__post_init__(self)
 
@@ -39,7 +40,7 @@ class ShortConv(Recurrence):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """None."""
+        """Empty."""
         return ()
 
     @property
@@ -49,17 +50,17 @@ class ShortConv(Recurrence):
 
     @property
     def gates(self) -> tuple[TensorSpec, ...]:
-        """None."""
+        """Empty."""
         return ()
 
     @property
     def parameters(self) -> tuple[TensorSpec, ...]:
-        """None."""
+        """Empty."""
         return ()
 
     @property
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """None."""
+        """Empty."""
         return ()
 
     def scan(
@@ -68,17 +69,17 @@ class ShortConv(Recurrence):
         channels: Tensor,
         gates: Tensors,
         state: Tensor | None,
-        prompts: Prompts,
+        chunks: PrefillChunks,
         chunk_size: int,
         read: Tensor,
     ) -> Tensor:
-        """What the convolution made."""
+        """Return the convolved channels."""
         return channels
 
     def update(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: Tensor | None, rows: MambaMetadata
     ) -> Tensor:
-        """What the convolution made."""
+        """Return the convolved channels."""
         return channels
 
     def replay(
@@ -90,11 +91,17 @@ class ShortConv(Recurrence):
         ring: Tensors,
         rows: MambaMetadata,
     ) -> Tensor:
-        """What the convolution made."""
+        """Return the convolved channels."""
         return channels
 
     def fold(
-        self, params: Tensors, conv: Tensor, state: Tensor | None, live: Tensor, ring: Tensors, at: FoldRows
+        self,
+        params: Tensors,
+        conv: Tensor,
+        state: Tensor | None,
+        request_conv: Tensor,
+        ring: Tensors,
+        at: FoldBatch,
     ) -> None:
-        """`fold_window`."""
-        fold_window(conv, live, at.ring_row, at.dst, at.page_offset)
+        """Run `fold_window`."""
+        fold_window(conv, request_conv, at.ring_row, at.dst, at.page_offset)

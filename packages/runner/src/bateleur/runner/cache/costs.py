@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, Retention
+from bateleur.mamba import CacheLayout, MambaCacheMode, PrefixRetention
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.models.spec import ModelSpec
@@ -62,7 +62,7 @@ class CacheCosts:
     """The live window of a running request, under FOLD."""
     layout: CacheLayout | None
     """Where the states of a request lie; None without recurrent layers."""
-    retention: Retention | None
+    retention: PrefixRetention | None
     """Which of them others may find; None where they are not shared."""
 
     @classmethod
@@ -89,7 +89,7 @@ class CacheCosts:
             page_bytes=page_bytes,
             state_bytes=sum(each.state_bytes for each in layers),
             ring_bytes=ring_bytes,
-            window_bytes=sum(each.live_bytes for each in layers),
+            window_bytes=sum(each.request_conv_bytes for each in layers),
             layout=layout,
             retention=retention,
         )
@@ -125,7 +125,7 @@ class CacheCosts:
         if self.retention is None or self.layout is None:
             return 0
         longest = self.layout.max_model_len
-        return len(self.retention.published(0, longest, longest))
+        return len(self.retention.columns_to_publish(0, longest, longest))
 
     def fixed_bytes(self, num_rows: int) -> int:
         """Everything but keys, values and pages to share: of `num_rows` requests, and of a null row, page and draft."""

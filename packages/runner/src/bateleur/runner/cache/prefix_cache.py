@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.mamba import StatePages
+from bateleur.mamba import MambaStateManager
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
@@ -77,7 +77,7 @@ class PrefixCache:
         table: RequestTable,
         blocks: BlockPool | None,
         block_size: int,
-        states: StatePages | None,
+        states: MambaStateManager | None,
         *,
         lookahead: bool = False,
     ) -> None:

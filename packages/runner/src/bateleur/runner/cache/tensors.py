@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.mamba import Rings, StatePages, StatePool
+from bateleur.mamba import MambaStateManager, Rings, StatePool
 from bateleur.metadata import upload
 from bateleur.metadata.native.lazy_zeros import lazy_zeros
 from bateleur.runner.cache.block_pool import BlockPool
@@ -26,7 +26,7 @@ class Caches:
         self.kv = kv_caches(plan, heads, dtype, device)
         self.blocks = BlockPool(plan.num_blocks) if self.kv else None
         """The free list over KV blocks; None for a model without attention."""
-        self.pages: StatePages | None = None
+        self.pages: MambaStateManager | None = None
         """The page tables of all rows; None where each row has its own slots for ever."""
         self.free_pages: BlockPool | None = None
         """The free list over state pages; None where they are not shared."""
@@ -46,10 +46,10 @@ class Caches:
             self.rings = [self.pool.rings(i) for i in range(len(specs))]
             if plan.costs.retention is not None:
                 self.free_pages = free = BlockPool(plan.num_state_slots)
-                self.pages = StatePages(free, plan.max_num_seqs, plan.layout, plan.costs.retention)
+                self.pages = MambaStateManager(free, plan.max_num_seqs, plan.layout, plan.costs.retention)
 
     def named(self) -> dict[str, Tensor]:
-        """Every tensor: `kv.0.1` has an attention layer's values, `rings.2.live` a recurrent layer's conv windows."""
+        """Every tensor: `kv.0.1` has the values of attention layer 0, `rings.2.request_conv` windows of layer 2."""
         found: dict[str, Tensor | None] = {}
         for kind, layers in (("kv", self.kv), ("states", self.states)):
             found |= {f"{kind}.{i}.{j}": each for i, pair in enumerate(layers) for j, each in enumerate(pair)}
@@ -57,7 +57,7 @@ class Caches:
             if rings is not None and self.pool is not None:
                 names = [each.name for each in self.pool.specs[i].ring_entry]
                 found |= {f"rings.{i}.{n}": each for n, each in zip(names, rings.entries, strict=True)}
-                found[f"rings.{i}.live"] = rings.live
+                found[f"rings.{i}.request_conv"] = rings.request_conv
         return {name: each for name, each in found.items() if each is not None}
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bateleur.mamba import CacheLayout, MambaCacheMode, Recurrence, Retention, StatePolicy
+from bateleur.mamba import CacheLayout, MambaCacheMode, PrefixRetention, Recurrence, StatePolicy
 from bateleur.runner.arguments import member_of
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.device import DTYPES
@@ -26,7 +26,7 @@ class StateOptions:
     mode: which of them outlive the step that made them.
     policy: how a step keeps those it may have to return to.
     block_size: tokens between two that may be kept; None is _STATE_BLOCK, or a quarter of short requests.
-    retention: which boundaries others may find, see `Retention.parse`; None is what the mode says.
+    retention: which boundaries others may find, see `PrefixRetention.parse`; None is what the mode says.
     ssm_dtype: of the SSM matrices; None is the checkpoint's own.
     num_speculative_tokens: K, draft tokens of a step.
     steps_ahead: as in `CacheLayout`.
@@ -111,7 +111,7 @@ class StateOptions:
             self.mode, block_size, drafts, max_model_len, self.policy, ring, steps_ahead=self.steps_ahead
         )
 
-    def kept(self, layout: CacheLayout, page_bytes: int, token_bytes: int) -> Retention:
+    def kept(self, layout: CacheLayout, page_bytes: int, token_bytes: int) -> PrefixRetention:
         """Which boundaries others may find, where a page costs `page_bytes`, and keys and values `token_bytes` a token.
 
         Unless the user chose block size or rules, mode ALL has no pages that cost more than the keys and values between
@@ -122,7 +122,7 @@ class StateOptions:
         """
         if self.retention is not None:
             try:
-                return Retention.parse(self.retention, layout.block_size)
+                return PrefixRetention.parse(self.retention, layout.block_size)
             except ValueError as error:
                 rule = str(error).partition("; ")[2]
                 raise ValueError(f"mamba_retention is {self.retention!r}; {rule}") from None
@@ -131,8 +131,8 @@ class StateOptions:
             while every * token_bytes < page_bytes and every < layout.max_model_len:
                 every *= 2
         if every == size:
-            return Retention.of(layout)
-        return Retention(size, every, last=True, prompt_end=True, doubling=True)
+            return PrefixRetention.of(layout)
+        return PrefixRetention(size, every, last=True, prompt_end=True, doubling=True)
 
     def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[Recurrence]:
         """The state of each recurrent layer; the conv window, which holds raw inputs, has the model's dtype."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, StatePolicy, traffic
+from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, StatePolicy, memory_traffic
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.state_options import StateOptions
@@ -135,12 +135,14 @@ def _keys(layer: AttentionLayer, dtype: torch.dtype, batch: int, context: int, t
 
 
 def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> StepPart:
-    """States and windows as `bateleur.mamba.traffic` counts them; under FOLD on average from fold to fold."""
+    """States and windows as `bateleur.mamba.memory_traffic` counts them; under FOLD on average from fold to fold."""
     assert caches.layout is not None, "a model with recurrent layers has a layout"
     if state.policy is StatePolicy.FOLD:
-        moved = traffic.fold_step_bytes(state, tokens, traffic.FoldCycle.of(caches.layout, tokens))
+        moved = memory_traffic.fold_step_bytes(
+            state, tokens, memory_traffic.FoldCycle.of(caches.layout, tokens)
+        )
     else:
-        moved = float(traffic.slots_step_bytes(state, tokens))
+        moved = float(memory_traffic.slots_step_bytes(state, tokens))
     entries = math.prod(state.state_shape)
     flops = _STATE_FLOPS.get(type(state), 0) * entries + 2.0 * state.conv_width * state.conv_dim
     return StepPart(state_bytes=batch * moved, flops=batch * tokens * flops)

@@ -52,7 +52,7 @@ class ModelState:
     """The KV group of attention layers, if there are any, then that of recurrent layers, with the group of their rows.
 
     In cache mode `none` the state slots of a row are its own for ever, so there is nothing to allocate: of N rows, row
-    r owns the slots 1 + r, 1 + r + N, ... In the others it is `StatePages`. What
+    r owns the slots 1 + r, 1 + r + N, ... In the others it is `MambaStateManager`. What
     requests carry from step to step lies in row 1 + r of `RequestStates` and rings.
     """
 
@@ -181,7 +181,7 @@ class ModelState:
         attention = None if self._attention is None else self._attention.build(batch, 0, phase)
         mamba = None if self._mamba is None else self._recurrent(self._mamba, batch, phase, batch_id)
         if pieces and self._mamba is not None and mamba is not None:
-            mamba = self._mamba.in_pieces(mamba, batch)
+            mamba = self._mamba.with_piecewise_decodes(mamba, batch)
         caches = self.caches
         return StepContext(batch, self.backend, attention, mamba, caches.kv, caches.states, caches.rings)
 
@@ -205,7 +205,7 @@ class ModelState:
             self._last = last
             return last.metadata
         metadata = builder.build(batch, self._mamba_group, phase)
-        if batch_id is not None and (lasts := builder.lasts(metadata, batch)):
+        if batch_id is not None and (lasts := builder.num_repeatable_steps(metadata, batch)):
             self._last = _Built(batch_id, written, batch.max_seq_len + lasts, metadata)
         return metadata
 

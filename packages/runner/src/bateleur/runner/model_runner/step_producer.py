@@ -155,7 +155,7 @@ class StepProducer:
         used = slice(0, 1 + len(rows.query_lens))  # the null row, and the row of each request
         for layer, rings in enumerate(caches.rings):
             if rings is not None and caches.pool is not None:
-                rings.live[used].normal_(generator=generator)
+                rings.request_conv[used].normal_(generator=generator)
                 for entry, spec in zip(rings.entries, caches.pool.specs[layer].ring_entry, strict=True):
                     spec.randomize_(entry[used], generator)
         return self.prepare(self.buffers.stage(rows, shape), key)

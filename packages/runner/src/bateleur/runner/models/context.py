@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from bateleur.cudagraph.execution import Execution
-from bateleur.mamba import MambaMetadata, MixerRows, Rings
+from bateleur.mamba import MambaMetadata, MixerBatch, Rings
 from bateleur.metadata import AttentionBackend, CommonAttentionMetadata, PagedAttentionMetadata
 from bateleur.runner.parallel.ranks import ALONE, Ranks
 
@@ -29,12 +29,12 @@ class StepContext:
     """Conv windows and states by recurrent layer, as `StatePool.layer` gives them."""
     rings: Sequence[Rings | None]
     """What recurrent layers keep of running requests beside their states; None under SLOTS."""
-    mamba_rows: MixerRows | None = field(init=False)
+    mamba_batch: MixerBatch | None = field(init=False)
     """The rows of `mamba`, sorted out once for all layers."""
 
     def __post_init__(self) -> None:
-        rows = None if self.mamba is None else MixerRows.of(self.mamba)
-        object.__setattr__(self, "mamba_rows", rows)
+        rows = None if self.mamba is None else MixerBatch.of(self.mamba)
+        object.__setattr__(self, "mamba_batch", rows)
 
 
 @dataclass(frozen=True, slots=True)

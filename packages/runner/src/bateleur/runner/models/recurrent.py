@@ -40,19 +40,19 @@ class Recurrent(Branch):
         """
         execution, context = step.execution, step.execution.state
         assert context.mamba is not None
-        pieces = context.mamba.pieces
+        pieces = context.mamba.piecewise_decodes
         if pieces is None:
             return execution.eager(self._mix, channels_TC, *gates)
         y = self.mixer.decode(channels_TC, gates, pieces, *self._kept(context))
         return execution.eager(self._scan, y, channels_TC, *gates)
 
     def _mix(self, context: StepContext, channels_TC: Tensor, *gates: Tensor) -> Tensor:
-        assert context.mamba_rows is not None
-        return self.mixer.mix(channels_TC, gates, context.mamba_rows, *self._kept(context))
+        assert context.mamba_batch is not None
+        return self.mixer.mix(channels_TC, gates, context.mamba_batch, *self._kept(context))
 
     def _scan(self, context: StepContext, y: Tensor, channels_TC: Tensor, *gates: Tensor) -> Tensor:
-        assert context.mamba_rows is not None
-        return self.mixer.scan_into(y, channels_TC, gates, context.mamba_rows, *self._kept(context))
+        assert context.mamba_batch is not None
+        return self.mixer.prefill_into(y, channels_TC, gates, context.mamba_batch, *self._kept(context))
 
     def _kept(self, context: StepContext) -> tuple[tuple[Tensor, Tensor | None], Rings | None]:
         """The layer's states and rings."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.mamba import StatePages
+from bateleur.mamba import MambaStateManager
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.requests.request import Request
@@ -40,7 +40,7 @@ class Scheduler:
         block_size: int,
         max_num_batched_tokens: int,
         lookahead_tokens: int = 0,
-        states: StatePages | None = None,
+        states: MambaStateManager | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
         """`lookahead_tokens`: those behind a step's own whose keys a drafter stores; `states`: where Mamba states
@@ -185,7 +185,7 @@ class Scheduler:
             t, rows = self.table, plan.rows
             n, slack = plan.num_decodes, t.slack[rows] if ahead else None
             prompts = t.prefill_len[rows] if n < len(rows) else _NO_PROMPTS
-            self.states.cover(rows, t.num_computed[rows], plan.query_lens, n, prompts, slack)
+            self.states.allocate_blocks(rows, t.num_computed[rows], plan.query_lens, n, prompts, slack)
         return plan
 
     def advance(self, plan: StepPlan) -> None:

@@ -1,6 +1,6 @@
-"""The causal convolution of few tokens a row.
+"""The causal convolution of decode rows.
 
-Shapes: T tokens, R rows, C conv channels, W taps, L = W - 1, M tokens of the longest row.
+Shapes: T tokens, R rows, C conv channels, W taps, K draft tokens, M tokens of the longest row.
 """
 
 from __future__ import annotations
@@ -8,38 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.library import operator
+from bateleur.mamba.ops.custom_op import operator
 from bateleur.mamba.ops.shared import (
     activate,
-    all_long,
-    compute,
-    load,
-    neighbours,
+    compute_dtype,
+    convolve,
+    load_slots,
     pad_rows,
     query_lens,
-    slide,
-    store,
+    store_slots,
     unpad,
 )
-
-
-def _windows(conv_state: Tensor, read: Tensor, offset: Tensor, keep: int, dtype: torch.dtype) -> Tensor:
-    """The `keep` entries from `offset` on of each row's slot, (R, L, C)."""
-    window = load(conv_state, read, dtype)
-    if conv_state.shape[1] == keep:
-        return window
-    at = offset[:, None] + torch.arange(keep, device=conv_state.device)
-    return window.gather(1, at[:, :, None].expand(-1, -1, window.shape[2]))
-
-
-def _own(
-    conv_state: Tensor, read: Tensor, write: Tensor, offset: Tensor, keep: int, dtype: torch.dtype
-) -> Tensor | None:
-    """A view of the windows, (R, L, C), where rows own neighbouring slots and have nothing rejected in them."""
-    own = neighbours(conv_state, read, write, dtype)
-    if own is None or conv_state.shape[1] == keep:
-        return own
-    return None if offset.numpy().any() else own[:, :keep]
 
 
 @operator(mutates=("conv_state",), like="x", native="conv")
@@ -57,36 +36,29 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Depthwise causal convolution of 1 to 1 + K tokens per row, of which a suffix may be rejected later.
 
-    x, weight, bias and activation as for `causal_conv1d_varlen`, read and write (R,). The initial window is
-    conv_state[read, offset : offset + W - 1], offset (R,) being the number of tokens accepted by the previous step
-    minus one, and a row of q tokens leaves all but the oldest of its window and tokens in
-    conv_state[write, : W - 2 + q]; entries behind them are unspecified. max_query_len bounds q.
+    Row r starts from the window conv_state[read[r], offset[r] : offset[r] + W - 1]. A row of q tokens writes its window
+    and tokens without the oldest entry to conv_state[write[r], : W - 2 + q]. Later entries of the slot are unspecified.
 
-    With max_query_len 1 and T = R, row r is token r: rows without a token must come last, with slots 0.
+    Args:
+        x, weight, bias, activation: as in `causal_conv1d_varlen`.
+        conv_state: (slots, W - 1 + K, C), updated in place.
+        query_start_loc: (R + 1,) int32.
+        max_query_len: maximum of q over all rows.
+        read, write: (R,) int64 slots.
+        offset: (R,) int64, accepted tokens of the previous step minus one.
+
+    Returns (T, C). Raises ValueError for an unknown activation.
     """
-    keep, dtype = weight.shape[1] - 1, compute(x)
+    num_entries, dtype = weight.shape[1] - 1, compute_dtype(x)
     if x.shape[0] == 0 or read.shape[0] == 0:
         return torch.zeros_like(x)
-    if max_query_len == 1 and x.shape[0] == read.shape[0]:
-        own = _own(conv_state, read, write, offset, keep, dtype)
-        window = _windows(conv_state, read, offset, keep, dtype) if own is None else own
-        full = torch.cat([window, x[:, None].to(dtype)], 1)
-        if own is None:
-            store(conv_state[:, :keep], write, full[:, 1:])
-        else:
-            own.copy_(full[:, 1:])
-        y = (full * weight.T.to(dtype).contiguous()).sum(1)
-        if bias is not None:
-            y += bias
-        return activate(y, activation).to(x.dtype)
-    window = _windows(conv_state, read, offset, keep, dtype)
-    if all_long(query_start_loc, max_query_len, x.shape[0]):
-        full = torch.cat([window, x.view(len(window), max_query_len, -1).to(dtype)], 1)
-        store(conv_state[:, : keep - 1 + max_query_len], write, full[:, 1:])
-        return activate(slide(full, weight, bias, 1), activation).flatten(0, 1).to(x.dtype)
-    tokens, place = pad_rows(query_start_loc, max_query_len, x.shape[0])
-    full = torch.cat([window, x[tokens].to(dtype)], 1)
-    live_write = torch.where(query_lens(query_start_loc) > 0, write, 0)
-    store(conv_state[:, : keep - 1 + max_query_len], live_write, full[:, 1:])
-    y = activate(slide(full, weight, bias, 1), activation)
-    return unpad(y.flatten(0, 1), place.view(-1), x)
+    window = load_slots(conv_state, read, dtype)
+    if conv_state.shape[1] > num_entries:
+        at = offset[:, None] + torch.arange(num_entries, device=conv_state.device)
+        window = window.gather(1, at[:, :, None].expand(-1, -1, window.shape[2]))
+    tokens, targets = pad_rows(query_start_loc, max_query_len, x.shape[0])
+    inputs = torch.cat([window, x[tokens].to(dtype)], 1)
+    write = torch.where(query_lens(query_start_loc) > 0, write, 0)
+    store_slots(conv_state[:, : num_entries - 1 + max_query_len], write, inputs[:, 1:])
+    y = activate(convolve(inputs, weight, bias, 1), activation)
+    return unpad(y.flatten(0, 1), targets.view(-1), x)

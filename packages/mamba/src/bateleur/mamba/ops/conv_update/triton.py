@@ -1,6 +1,6 @@
-"""The causal convolution of few tokens a row, over a window that may begin at any entry of its slot.
+"""The causal convolution of decode rows, whose window starts at any entry of its slot.
 
-Legend: T tokens of a row, E entries of the window it leaves, C channels of a tile.
+Legend: T tokens of a row, E entries of the window after the row, C channels of a tile.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import LAUNCH, require_dense, store_tile, unless_null, zero_tail
-from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
+from bateleur.mamba.ops.shared.triton_conv import bias_or, convolve, inputs, is_silu
 from bateleur.metadata.dispatch import cdiv
 
 
@@ -26,7 +26,7 @@ def conv_update_kernel(
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of channels, rows + 1): the last row zeroes the tokens of no row.
+    """Grid (tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
 
     At least 7 blocks a multiprocessor.
     """
@@ -53,16 +53,16 @@ def conv_update_kernel(
         weight_ptr + c * WIDTH, bias_ptr + c, WIDTH, HAS_BIAS, SILU,
     )  # fmt: skip
     store_tile(y_ptr + c, (token + t) * CHANNELS, y_TC, t < count, real_C)
-    # All but the oldest of window and tokens: entry 0 is the input at position 2 - WIDTH.
+    # Window and tokens without the oldest entry: entry 0 is the input at position 2 - WIDTH.
     left_EC = inputs(x_C, window_C, e + 2 - WIDTH, count, read_C, real_C, x_token, conv_entry, WIDTH - 1)
-    tl.debug_barrier()  # in place: all of the window is read before any of it is written
+    tl.debug_barrier()  # read and write may be one slot
     left_E = e < unless_null(write, WIDTH - 2 + count)
     store_tile(conv_ptr + write * conv_slot + c, e * conv_entry, left_EC, left_E, real_C)
 
 
 @cache
 def tile_options(width: int, max_query_len: int) -> dict[str, Any]:
-    """Tile sizes and launch options of `conv_update_kernel`."""
+    """Return tile sizes and launch options of `conv_update_kernel`."""
     block_e = triton.next_power_of_2(max(1, width - 2 + max_query_len))
     return LAUNCH | {
         "BLOCK_T": triton.next_power_of_2(max_query_len),

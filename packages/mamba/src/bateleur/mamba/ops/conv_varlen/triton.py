@@ -1,7 +1,7 @@
-"""The causal convolution of prompts: outputs tile by tile, then the windows that chunks and rows leave.
+"""The causal convolution of prefill rows: one kernel for the outputs, one for the windows after chunks and rows.
 
-A row may write the slot it reads, from a chunk that another program handles. So the first kernel keeps the rows'
-initial windows aside, and the second one reads those. Legend: T tokens of a tile, E entries of a window, C channels.
+A row may write the slot that it reads, in another program. The first kernel therefore copies the initial windows of all
+rows, and the second kernel reads the copies. Legend: T tokens of a tile, E entries of a window, C channels.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -24,13 +24,13 @@ from bateleur.mamba.ops.shared.triton import (
     unless_null,
     zero_tail,
 )
-from bateleur.mamba.ops.shared.triton_window import bias_or, convolve, inputs, is_silu
+from bateleur.mamba.ops.shared.triton_conv import bias_or, convolve, inputs, is_silu
 from bateleur.metadata.dispatch import cdiv
 
 
 @triton.jit
 def _find_row(starts_ptr, tile, num_rows, TILE: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Row of a tile, and the row's first tile: each row begins a tile of its own; row ``num_rows`` is the tail."""
+    """Return the row of a tile, and the row's first tile; row ``num_rows`` has the tokens that belong to no row."""
     row = -1
     first_tile = 0
     for begin in range(0, num_rows + 1, BLOCK_R):
@@ -50,7 +50,8 @@ def conv_kernel(
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows + tiles of tokens, tiles of channels): rows copy their window (R, W - 1, C), tiles compute.
+    """Grid (rows + tiles of tokens, tiles of channels): the first programs copy windows (R, W - 1, C), the others
+    compute.
 
     At least 3 blocks a multiprocessor.
     """
@@ -88,11 +89,11 @@ def conv_kernel(
 
 @triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=INDICES)
 def window_kernel(
-    x_ptr, conv_ptr, live_ptr, starts_ptr, kept_ptr, chunk_starts_ptr, chunk_row_ptr, chunk_write_ptr, live_write_ptr,
-    num_chunks, x_token, conv_slot, conv_entry, live_row, live_entry,
+    x_ptr, conv_ptr, window_ptr, starts_ptr, kept_ptr, chunk_starts_ptr, chunk_row_ptr, chunk_write_ptr,
+    window_write_ptr, num_chunks, x_token, conv_slot, conv_entry, window_row, window_entry,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks + rows with a live window, tiles of channels): the last W - 1 inputs at each one's end.
+    """Grid (chunks + rows with a request conv window, tiles of channels): writes the last W - 1 inputs of each.
 
     At least 16 blocks a multiprocessor.
     """
@@ -103,7 +104,7 @@ def window_kernel(
         begin, end = tl.load(chunk_starts_ptr + unit), tl.load(chunk_starts_ptr + unit + 1)
     else:
         row = (unit - num_chunks).to(tl.int64)
-        slot = tl.load(live_write_ptr + row).to(tl.int64)
+        slot = tl.load(window_write_ptr + row).to(tl.int64)
         begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
     if (slot == 0) | (begin >= end):
         return
@@ -117,12 +118,18 @@ def window_kernel(
     if unit < num_chunks:
         store_tile(conv_ptr + slot * conv_slot + c, e * conv_entry, left_EC, e < WIDTH - 1, real_C)
     else:
-        store_tile(live_ptr + slot * live_row + c, e * live_entry, left_EC, e < WIDTH - 1, real_C)
+        store_tile(
+            window_ptr + slot * window_row + c,
+            e * window_entry,
+            left_EC,
+            e < WIDTH - 1,
+            real_C,
+        )
 
 
 @cache
 def tile_options(width: int) -> dict[str, Any]:
-    """Tile sizes and launch options of `conv_kernel`; `window_kernel` has no BLOCK_T."""
+    """Return tile sizes and launch options of `conv_kernel`; `window_kernel` has no BLOCK_T."""
     return LAUNCH | {
         "BLOCK_T": 16,
         "BLOCK_E": triton.next_power_of_2(max(1, width - 1)),
@@ -131,8 +138,8 @@ def tile_options(width: int) -> dict[str, Any]:
 
 
 def causal_conv1d_varlen(
-    x, weight, bias, conv_state, live, query_start_loc, read, chunk_start_loc, chunk_row, chunk_write, live_write,
-    activation,
+    x, weight, bias, conv_state, request_conv, query_start_loc, read, chunk_start_loc, chunk_row, chunk_write,
+    request_conv_write, activation,
 ):  # fmt: skip
     """See `bateleur.mamba.ops.causal_conv1d_varlen`."""
     require_dense(1, x=x, conv_state=conv_state)
@@ -148,13 +155,13 @@ def causal_conv1d_varlen(
         num_rows, num_tokens, x.stride(0), *conv_state.stride()[:2],
         CHANNELS=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=is_silu(activation), **options,
     )  # fmt: skip
-    units = num_chunks if live is None else num_chunks + num_rows
+    units = num_chunks if request_conv is None else num_chunks + num_rows
     if units:
-        if live is None or live_write is None:
-            live, live_write = conv_state, chunk_write  # not read
+        if request_conv is None or request_conv_write is None:
+            request_conv, request_conv_write = conv_state, chunk_write  # not read
         window_kernel[(units, columns)](
-            x, conv_state, live, query_start_loc, kept, chunk_start_loc, chunk_row, chunk_write, live_write,
-            num_chunks, x.stride(0), *conv_state.stride()[:2], *live.stride()[:2],
+            x, conv_state, request_conv, query_start_loc, kept, chunk_start_loc, chunk_row, chunk_write,
+            request_conv_write, num_chunks, x.stride(0), *conv_state.stride()[:2], *request_conv.stride()[:2],
             CHANNELS=channels, WIDTH=width, BLOCK_E=options["BLOCK_E"], BLOCK_C=options["BLOCK_C"], **LAUNCH,
         )  # fmt: skip
     return y

@@ -1,7 +1,7 @@
-"""Fold accepted entries of a delta rule's ring into a state: one launch for all rows and layers.
+"""Folds ring entries of a delta rule into checkpoints: one launch for all rows and layers.
 
-Most rows have nothing to do, so programs visit those that have: see `rows_of_share`. The ring keeps corrected values,
-so that a state is a sum of outer products and nothing is solved here.
+Most rows have no fold, so programs skip to the rows with a destination: see `rows_of_share`. The ring stores corrected
+values, so the new state is a sum of outer products.
 Legend: V value channels of a head's tile, K key channels, D decays of a head (1 or K), J ring entries.
 """
 
@@ -28,11 +28,13 @@ from bateleur.mamba.ops.shared.triton import (
     store_tile,
     unless_null,
 )
-from bateleur.mamba.ops.shared.triton_delta import block_options, ring_keys, shape_options, unit
-from bateleur.mamba.ops.shared.triton_window import keep_window
+from bateleur.mamba.ops.shared.triton_conv import keep_window
+from bateleur.mamba.ops.shared.triton_delta_rule import block_options, ring_keys, shape_options, unit
 from bateleur.metadata.dispatch import cdiv
 
-_TILE_ENTRIES = 8192  # of a state; half of it spills no register where float32 has no tensor cores
+_TILE_ENTRIES = (
+    8192  # of a state; half of it for float32, which has no tensor cores and would spill registers
+)
 _BLOCK_C = 512
 
 
@@ -44,7 +46,7 @@ def _fold_head(
     CAPACITY: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The rings' pointers are those of the row."""
+    """Fold one head of one row; the ring pointers are those of the row."""
     j, k, d = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     real_J, real_K = j < count, k < KEY_DIM
     k_JK, left_JD, fade_D = ring_keys(
@@ -62,15 +64,15 @@ def _fold_head(
             tl.float32
         )
         state_VK = tl.dot(tl.trans(u_JV), k_JK, state_VK * fade_D[None, :], input_precision=PRECISION)
-        tl.debug_barrier()  # source and target may be one slot
+        tl.debug_barrier()  # source and destination may be one slot
         store_tile(state_ptr + dst * state_slot + k, lane_V * KEY_DIM, state_VK, real_V, real_K)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def fold_kernel(
-    state_ptr, conv_ptr, live_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr,
+    state_ptr, conv_ptr, window_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr,
     ring_row_ptr, ring_start_ptr, count_ptr, src_ptr, dst_ptr, offset_ptr,
-    state_layer, state_slot, conv_layer, conv_slot, conv_entry, live_layer, live_row, live_entry,
+    state_layer, state_slot, conv_layer, conv_slot, conv_entry, window_layer, window_row, window_entry,
     ring_k_layer, ring_k_row, ring_u_layer, ring_u_row, ring_g_layer, ring_g_row, num_rows,
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
     CAPACITY: tl.constexpr, KEEP: tl.constexpr, CHANNELS: tl.constexpr,
@@ -98,10 +100,10 @@ def fold_kernel(
                     HEADS, GROUP, VALUE_DIM, KEY_DIM, DECAYS, CAPACITY, BLOCK_J, BLOCK_V, BLOCK_K, BLOCK_D, PRECISION,
                 )  # fmt: skip
             else:
-                live_row_ptr = live_ptr + layer * live_layer + ring_row * live_row
+                row_window_ptr = window_ptr + layer * window_layer + ring_row * window_row
                 keep_window(
-                    live_row_ptr, conv_ptr + layer * conv_layer + dst * conv_slot, tl.load(offset_ptr + row),
-                    part - HEADS, live_entry, conv_entry, KEEP, CHANNELS, BLOCK_E, BLOCK_C,
+                    row_window_ptr, conv_ptr + layer * conv_layer + dst * conv_slot, tl.load(offset_ptr + row),
+                    part - HEADS, window_entry, conv_entry, KEEP, CHANNELS, BLOCK_E, BLOCK_C,
                 )  # fmt: skip
             row = next_row(dst_R, r, row)
 
@@ -110,7 +112,7 @@ def fold_kernel(
 def tile_options(
     value_dim: int, key_dim: int, decays: int, capacity: int, keep: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Tile sizes and launch options of `fold_kernel`; ``keep`` entries are a conv window."""
+    """Return tile sizes and launch options of `fold_kernel`; keep: entries of a conv window."""
     blocks = block_options(key_dim, decays)
     entries = _TILE_ENTRIES // 2 if dtype == torch.float32 else _TILE_ENTRIES
     tiles = {
@@ -125,10 +127,10 @@ def tile_options(
 
 
 def delta_fold_ring(
-    state, conv_state, live, ring_k, ring_u, ring_g, ring_row, ring_start, count, src, dst, page_offset,
+    state, conv_state, request_conv, ring_k, ring_u, ring_g, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
     """See `bateleur.mamba.ops.delta_fold_ring`; no row may write a slot that another row reads."""
-    require_dense(1, conv_state=conv_state, live=live)
+    require_dense(1, conv_state=conv_state, request_conv=request_conv)
     require_dense(3, state=state, ring_k=ring_k, ring_u=ring_u)
     require_dense(ring_g.dim() - 2, ring_g=ring_g)
     shape, layers, capacity = shape_options(ring_k, ring_u, ring_g), ring_u.shape[0], ring_u.shape[2]
@@ -137,9 +139,9 @@ def delta_fold_ring(
     options = tile_options(*sizes, capacity, keep, ring_k.dtype)
     parts, num_rows = shape["HEADS"] + cdiv(channels, options["BLOCK_C"]), dst.shape[0]
     fold_kernel[(parts, row_shares(num_rows, parts * layers), layers)](
-        state, conv_state, live, ring_k, ring_u, ring_g,
+        state, conv_state, request_conv, ring_k, ring_u, ring_g,
         ring_row, ring_start, count, src, dst, page_offset,
-        *state.stride()[:2], *conv_state.stride()[:3], *live.stride()[:3],
+        *state.stride()[:2], *conv_state.stride()[:3], *request_conv.stride()[:3],
         *ring_k.stride()[:2], *ring_u.stride()[:2], *ring_g.stride()[:2], num_rows,
         CAPACITY=capacity, KEEP=keep, CHANNELS=channels, **shape, **options,
     )  # fmt: skip

@@ -1,15 +1,16 @@
-"""Tokens of a delta rule over a checkpoint and a ring of corrected values: no state is written.
+"""The delta rules of decode rows under FOLD: from a checkpoint and a ring of corrected values, without writing a state.
 
-A program is one warp. It owns a tile of value channels of one head and row, reads its part of the checkpoint once, and
-computes in float32 without tensor cores. A value channel needs all key channels of its own and nothing of other value
-channels, so programs share nothing and wait for nothing.
+A program is one warp. It has a tile of value channels of one head and row, reads its tile of the checkpoint once, and
+computes in float32 without tensor cores. A value channel needs all key channels but no other value channel, so programs
+do not communicate.
 
-* One token: key and query are multiplied with the checkpoint and with each ring entry, after the decays between. The
-  state before the token is never formed, and a program takes twice as many value channels.
-* Several tokens: the ring entries are added to the checkpoint, and the state walks through the tokens.
+* One token: key and query are multiplied with the checkpoint and with each ring entry, with the decays. The state
+before
+  the token is not computed, and a program has twice as many value channels.
+* Several tokens: the ring entries are added to the checkpoint, and the state is updated token by token.
 
-Key channels are arranged in lines of 32. A load of 16 bytes a thread then covers 4 value channels, and a sum over key
-channels takes 3 shuffles instead of 5. The next ring entry and the next token are loaded while one is computed.
+Key channels are arranged in lines of 32. A load of 16 bytes per thread then covers 4 value channels, and a sum over key
+channels takes 3 shuffles instead of 5. The next ring entry and the next token are loaded in advance.
 
 Legend: V value channels of a tile, C lines of key channels, L key channels of a line, J ring entries, D decays of a
 head (1 or C x L).
@@ -27,7 +28,7 @@ import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import LAUNCH, require_dense, sigmoid, softplus, unless_null, zero_tail
-from bateleur.mamba.ops.shared.triton_delta import by_head, shape_options, to_unit
+from bateleur.mamba.ops.shared.triton_delta_rule import by_head, shape_options, to_unit
 from bateleur.metadata.dispatch import cdiv
 
 _LINE = 32  # key channels
@@ -39,7 +40,7 @@ _SEVERAL_TILE_ENTRIES = 2048  # for several tokens a row, which keep the state i
 
 @triton.jit
 def _load(ptr, lane, SIZE: tl.constexpr, there):
-    """Lanes below ``SIZE``, zeros for the others; all zeros unless ``there``."""
+    """Load lanes below ``SIZE``, zeros for the others; only zeros unless ``there``."""
     return tl.load(ptr + lane, mask=lane < tl.where(there, SIZE, 0), other=0)
 
 
@@ -51,14 +52,14 @@ def _store(ptr, lane, SIZE: tl.constexpr, value, there):
 
 @triton.jit
 def _unit(x_CL):
-    """A vector of length 1, in float32."""
+    """Normalize a vector to length 1, in float32."""
     x_CL = x_CL.to(tl.float32)
     return x_CL * to_unit(tl.sum(x_CL * x_CL))
 
 
 @triton.jit
 def _seen(state_CVL, x_CL):
-    """(V,) product of a state and a vector of key channels."""
+    """Return (V,), the product of a state and a vector of key channels."""
     return tl.sum(tl.sum(state_CVL * x_CL[:, None, :], 0), 1)
 
 
@@ -73,7 +74,7 @@ def replay_kernel(
     CAPACITY: tl.constexpr, ONE_TOKEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr,
     LINES: tl.constexpr, LINE: tl.constexpr, DECAY_LINES: tl.constexpr, DECAY_LINE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row.
+    """Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
 
     At least 8 blocks a multiprocessor.
     """
@@ -99,7 +100,7 @@ def replay_kernel(
     if count <= 0:
         return
 
-    # Loaded as lines of all value channels: of three axes Triton 3.6 would give the lanes to another than 3.9 does.
+    # Loaded with two dimensions: with three, Triton 3.6 and 3.9 would choose different layouts.
     line = tl.arange(0, LINES * BLOCK_V)
     line_v, line_k = (
         tile * BLOCK_V + line % BLOCK_V,
@@ -117,7 +118,7 @@ def replay_kernel(
     ring_u_ptr += ring_row * ring_u_row + head * VALUE_DIM
     ring_g_ptr += ring_row * ring_g_row + head * DECAYS
     start, token = (start % CAPACITY).to(tl.int32), first.to(tl.int64)
-    place = (start + length) % CAPACITY  # of the entry of the first token
+    place = (start + length) % CAPACITY  # ring entry of the first token
     older = tl.where(place == 0, CAPACITY, place) - 1
     raw_k, raw_q = (
         _load(k_ptr + token * k_token, k, KEY_DIM, True),
@@ -150,7 +151,7 @@ def replay_kernel(
         state_CVL = state_CVL.to(tl.float32) * tl.exp(tl.sum(g_JD, 0))[:, None, :]
         left_D = tl.full([DECAY_LINES, DECAY_LINE], 1.0, tl.float32)
 
-    for i in range(length):  # from the newest entry to the oldest; left_D is what later decays leave of each
+    for i in range(length):  # newest entry first; left_D is the decay after it
         entry_CL, entry_V, entry_D = next_k.to(tl.float32), next_u, next_g
         older, there = tl.where(older == 0, CAPACITY, older) - 1, i + 1 < length
         next_k = _load(ring_k_ptr + older * K_ENTRY, k, KEY_DIM, there)
@@ -158,7 +159,7 @@ def replay_kernel(
         next_g = _load(ring_g_ptr + older * G_ENTRY, d, DECAYS, there)
         scale = to_unit(tl.sum(entry_CL * entry_CL))
         if DECAYS == 1:
-            scale *= tl.sum(left_D)  # of one number
+            scale *= tl.sum(left_D)  # has one entry
         else:
             entry_CL *= left_D
         if ONE_TOKEN:
@@ -207,7 +208,7 @@ def replay_kernel(
 def tile_options(
     value_dim: int, key_dim: int, decays: int, capacity: int, max_query_len: int
 ) -> dict[str, Any]:
-    """Tile sizes and launch options of `replay_kernel`."""
+    """Return tile sizes and launch options of `replay_kernel`."""
     block_k, one_token = triton.next_power_of_2(key_dim), max_query_len == 1
     line = min(_LINE, block_k)
     entries = _TILE_ENTRIES if one_token else _SEVERAL_TILE_ENTRIES

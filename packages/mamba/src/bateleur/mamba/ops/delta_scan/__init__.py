@@ -1,15 +1,16 @@
-"""The delta rules over prompts, by pieces of chunks.
+"""The delta rules over prefills, in tiles of consecutive tokens of a chunk.
 
-Within a piece the corrected values are one unit lower triangular system (the WY form: Bischof and Van Loan, 1987; for
-delta rules, Yang et al., 2024): with c the running sum of g from the piece's begin on, and S the state that enters it,
+Within a tile the corrected values are the solution of a unit lower triangular system (the WY form: Bischof and Van
+Loan, 1987; for delta rules, Yang et al., 2024). With c the running sum of g in the tile, and S the state before the
+tile:
 
     u_i + beta_i sum_{j<i} (e^{c_i - c_j} k_i . k_j) u_j = beta_i (v_i - S (e^{c_i} k_i))
     o_i = S (e^{c_i} q_i) + sum_{j<=i} (e^{c_i - c_j} q_i . k_j) u_j
 
-All that is matrix products, and every exponent a sum of numbers that are not positive. Pieces of a row follow each
-other, those of all rows side by side; memory is that of one piece a row. What pads a piece has g = 0 and beta = 0.
+Everything is a matrix product, and every exponent is a sum of non-positive numbers. The tiles of a row are processed in
+order, and all rows in parallel, so the memory is that of one tile per row. Padding has g = 0 and beta = 0.
 
-Shapes: as in `shared.delta`, and N pieces of the longest row, Q tokens of each, B rows that have one of some rank.
+Shapes: as in `shared.delta_rule`, and N tiles of the longest row, Q tokens of a tile, B rows with an n-th tile.
 """
 
 from __future__ import annotations
@@ -19,58 +20,66 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.shared import by_content, compute, load, pad_chunks, store, written
-from bateleur.mamba.ops.shared.delta import gates, of_heads, units
+from bateleur.mamba.ops.custom_op import operator
+from bateleur.mamba.ops.shared import cached_on_cpu, compute_dtype, load_slots, rows_with_slot, store_slots
+from bateleur.mamba.ops.shared.delta_rule import gates, of_heads, units
 
-_PIECE = 32
-"""Tokens of a piece at most, a power of two: twice as many take as long on CPU, and the products twice the memory."""
+_TILE = 32
+"""Maximum number of tokens of a tile, a power of two. 64 tokens take the same time on a CPU, and twice the memory."""
 _BLOCK = 4
-"""Tokens whose decays by channel are formed pair by pair."""
+"""Number of tokens for which decays by channel are computed pair by pair."""
 
 
-class Pieces(NamedTuple):
-    """The pieces of each row, by rank."""
+class _Tiles(NamedTuple):
+    """Token indices of the tiles of each row; the first dimension is the index of the tile in its row."""
 
     tokens: Tensor
-    """(N, R, Q) token to read; the chunk's first, or that of another chunk, where there is none."""
-    live: Tensor
-    """(N, R, Q) bool: there is one."""
+    """(N, R, Q) token to read; any token of the batch as padding."""
+    real: Tensor
+    """(N, R, Q) bool, not padding."""
     targets: Tensor
-    """(N, R, Q) token to write; T where there is none."""
+    """(N, R, Q) token to write; T as padding."""
     write: Tensor
-    """(N, R) slot for the state after the piece; 0 where it is not kept."""
+    """(N, R) slot for the state after the tile; 0 if it is not kept."""
     rows: tuple[Tensor | None, ...]
-    """Rows that have a token, for each rank; None stands for all, or for "any of them may", as on a GPU."""
+    """N tensors of the rows that have such a tile; None stands for all rows, or for unknown (on a GPU)."""
 
 
-@by_content
-def pieces(
+@cached_on_cpu
+def _tiles(
     chunk_start_loc: Tensor,
     row_chunk_loc: Tensor,
     chunk_write: Tensor,
     max_chunks: int,
     chunk_size: int,
-    piece: int,
+    tile: int,
     num_tokens: int,
-) -> Pieces:
-    """Chunks in parts of `piece` tokens, a power of two, or of less where no chunk has so many."""
+) -> _Tiles:
+    """Split chunks into tiles of `tile` tokens, a power of two, or of fewer if no chunk has as many."""
     device, num_chunks = chunk_write.device, chunk_write.shape[0]
     if device.type == "cpu":
         chunk_size = min(chunk_size, int(chunk_start_loc.diff().max()))
-    length = min(piece, 1 << (chunk_size - 1).bit_length())
+    length = min(tile, 1 << (chunk_size - 1).bit_length())
     parts = -(-chunk_size // length)
-    chunk_tokens, chunk_live = pad_chunks(chunk_start_loc, parts * length, num_tokens)
+    chunk_tokens, chunk_real = _pad_chunks(chunk_start_loc, parts * length, num_tokens)
     rank = torch.arange(max_chunks * parts, device=device).unsqueeze(1)
     chunk = row_chunk_loc[:-1].long() + rank // parts
     there = chunk < row_chunk_loc[1:]
     chunk = torch.where(there, chunk, 0)
     at = chunk * parts + rank % parts
     tokens = chunk_tokens.view(num_chunks * parts, length)[at]
-    live = chunk_live.view(num_chunks * parts, length)[at] & there.unsqueeze(2)
+    real = chunk_real.view(num_chunks * parts, length)[at] & there.unsqueeze(2)
     write = torch.where(there & (rank % parts == parts - 1), chunk_write[chunk], 0)
-    rows = tuple(written(some) for some in live.any(2))
-    return Pieces(tokens, live, torch.where(live, tokens, num_tokens), write, rows)
+    rows = tuple(rows_with_slot(some) for some in real.any(2))
+    return _Tiles(tokens, real, torch.where(real, tokens, num_tokens), write, rows)
+
+
+def _pad_chunks(chunk_start_loc: Tensor, chunk_size: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return (K, Q) the tokens of the chunks, padded with the chunk's first token, and which are not padding."""
+    bounds = chunk_start_loc.to(torch.int64)
+    lane = torch.arange(chunk_size, device=bounds.device)
+    real = lane < (bounds[1:] - bounds[:-1])[:, None]
+    return (bounds[:-1, None] + torch.where(real, lane, 0)).clamp_(max=num_tokens - 1), real
 
 
 @operator(mutates=("state",), like="v")
@@ -93,52 +102,57 @@ def delta_scan_varlen(
     chunk_write: Tensor,
     beta_scale: float,
 ) -> Tensor:
-    """A delta rule over prompts, each continuing the state in its `read` slot, by chunks.
+    """A delta rule over prefills; row r starts from the state in slot read[r].
 
-    For each token and value head, with key head h // (H / G), q and k of length 1 and q times Dk ** -0.5,
-    g = A softplus(a + dt_bias), beta = beta_scale sigmoid(b):
-    S <- S exp(g), u = beta (v - S k), S <- S + u k^T, o = S q. S is (Dv, Dk), and g one number or one for each of its
-    Dk columns. The S after chunk k goes to state[chunk_write[k]]: 0 for a chunk whose state is not kept; a row's last
-    chunk leaves its final state.
+    For each token and value head h, with key head h // (H / G), q and k normalized to length 1, q scaled by Dk ** -0.5,
+    g = A softplus(a + dt_bias) and beta = beta_scale sigmoid(b):
+    S <- exp(g) S, u = beta (v - S k), S <- S + u k^T, o = S q, where S is (Dv, Dk).
 
-    q and k (T, G, Dk), v (T, H, Dv), raw; a (T, H) with dt_bias (H,), or (T, H, Dk) with dt_bias (H, Dk); b (T, H); A
-    (H,) float32 and negative; state (slots, H, Dv, Dk). The others as for `ssd_scan_varlen`. Returns o (T, H, Dv).
+    Args:
+        q, k: (T, G, Dk), before normalization.
+        v: (T, H, Dv).
+        a: (T, H) with dt_bias (H,), or (T, H, Dk) with dt_bias (H, Dk).
+        b: (T, H).
+        A: (H,) float32, negative.
+        state: (slots, H, Dv, Dk), updated in place.
+        beta_scale: 1, or 2 to allow negative eigenvalues.
+        The others: as in `ssd_scan_varlen`.
+
+    Returns o (T, H, Dv).
     """
     del query_start_loc
-    num_tokens, dtype = v.shape[0], compute(v)
+    num_tokens, dtype = v.shape[0], compute_dtype(v)
     o = v.new_zeros((num_tokens + 1, *v.shape[1:]))
     if num_tokens == 0 or chunk_row.shape[0] == 0:
         return o[:-1]
-    cut = pieces(
-        chunk_start_loc, row_chunk_loc, chunk_write, max_chunks_per_row, chunk_size, _PIECE, num_tokens
+    tiles = _tiles(
+        chunk_start_loc, row_chunk_loc, chunk_write, max_chunks_per_row, chunk_size, _TILE, num_tokens
     )
     g, beta = gates(a, b, A, dt_bias, beta_scale, dtype)
-    carry = load(state, read, dtype)
-    for tokens, live, targets, write, rows in zip(*cut, strict=True):
+    carry = load_slots(state, read, dtype)
+    for tokens, real, targets, write, rows in zip(*tiles, strict=True):
         if rows is None or len(rows):
             which = slice(None) if rows is None else rows
-            at, dead = tokens[which], ~live[which].unsqueeze(2).unsqueeze(3)
+            at, dead = tokens[which], ~real[which].unsqueeze(2).unsqueeze(3)
             kq = units(q[at].flatten(0, 1), k[at].flatten(0, 1), k.shape[1], dtype)
-            kq = kq.unflatten(0, at.shape).permute(
-                0, 2, 3, 1, 4
-            )  # (B, G, 2, Q, Dk), and below (B, H, Q, ...)
+            kq = kq.unflatten(0, at.shape).permute(0, 2, 3, 1, 4)  # (B, G, 2, Q, Dk); others (B, H, Q, ...)
             total, strength = (x[at].masked_fill_(dead, 0).transpose(1, 2) for x in (g, beta))
             states = carry[which]
-            values = _piece(
+            values = _run_tile(
                 states, kq.contiguous(), v[at].to(dtype).transpose(1, 2), total.cumsum(2), strength
             )
             if rows is not None:
                 carry.index_copy_(0, rows, states)
             o.index_copy_(0, targets[which].view(-1), values.transpose(1, 2).flatten(0, 1).to(o.dtype))
-        kept = written(write)
-        store(state, *((write, carry) if kept is None else (write[kept], carry[kept])))
+        kept = rows_with_slot(write)
+        store_slots(state, *((write, carry) if kept is None else (write[kept], carry[kept])))
     return o[:-1]
 
 
-def _piece(state: Tensor, kq: Tensor, v: Tensor, total: Tensor, beta: Tensor) -> Tensor:
-    """Outputs (B, H, Q, Dv) of a piece, and its state (B, H, Dv, Dk) advanced in place.
+def _run_tile(state: Tensor, kq: Tensor, v: Tensor, total: Tensor, beta: Tensor) -> Tensor:
+    """Return the outputs (B, H, Q, Dv) of a tile, and update its state (B, H, Dv, Dk) in place.
 
-    kq (B, G, 2, Q, Dk), v (B, H, Q, Dv), total (B, H, Q, 1 or Dk), the running sum of g, beta (B, H, Q, 1).
+    kq (B, G, 2, Q, Dk) keys and queries; v (B, H, Q, Dv); total (B, H, Q, 1 or Dk) running sum of g; beta (B, H, Q, 1).
     """
     num_rows, heads, lanes, size = state.shape
     flat, length = state.view(-1, lanes, size), kq.shape[3]
@@ -148,7 +162,7 @@ def _piece(state: Tensor, kq: Tensor, v: Tensor, total: Tensor, beta: Tensor) ->
     seen = torch.bmm(probes, flat.mT).view(num_rows, heads, 2, length, lanes)
     of_keys, of_queries = scores.unbind(2)
     one = torch.eye(length, dtype=v.dtype, device=v.device).expand_as(of_keys)
-    # Inverse and product are twice as fast on CPU as the solution for Dv columns.
+    # Inverse and product are twice as fast on a CPU as solving for Dv columns.
     inverse = torch.linalg.solve_triangular(of_keys * beta, one, upper=False, unitriangular=True)
     u = torch.matmul(inverse, torch.sub(v, seen.select(2, 0)).mul_(beta)).flatten(0, 1)
     o = torch.baddbmm(seen.select(2, 1).flatten(0, 1), of_queries.flatten(0, 1), u)
@@ -160,7 +174,7 @@ def _piece(state: Tensor, kq: Tensor, v: Tensor, total: Tensor, beta: Tensor) ->
 
 
 def _scores(kq: Tensor, total: Tensor) -> Tensor:
-    """What keys and queries take of the tokens up to their own, (B, H, 2, Q, Q), decayed by head."""
+    """Return (B, H, 2, Q, Q) decayed products of keys and queries with keys, with one decay per head."""
     num_rows, groups, _, length, _ = kq.shape
     # Mask before the exponential: above the diagonal the difference is positive, and could overflow.
     left = (total - total.mT).masked_fill_(_future(length, total.device), float("-inf")).exp_()
@@ -169,11 +183,11 @@ def _scores(kq: Tensor, total: Tensor) -> Tensor:
 
 
 def _scores_by_channel(kq: Tensor, total: Tensor) -> Tensor:
-    """The same decayed by key channel: kq (B, H, 2, Q, Dk), total (B, H, Q, Dk).
+    """Return the same with one decay per key channel: kq (B, H, 2, Q, Dk), total (B, H, Q, Dk).
 
-    By halves: where the later one looks at the earlier one, the decay is cut at the border between them into one that
-    its tokens have and one that the other's have, neither of which can overflow, and there is a product of matrices.
-    Blocks of a few tokens are left, whose decays are formed pair by pair.
+    The tile is halved recursively. The decay from a token of the earlier half to a token of the later half is the
+    product of a decay to the border and a decay from the border. Neither can overflow, and the scores are a matrix
+    product. In blocks of `_BLOCK` tokens, decays are computed pair by pair.
     """
     length = kq.shape[3]
     scores = kq.new_zeros((*kq.shape[:4], length))
@@ -197,11 +211,11 @@ def _scores_by_channel(kq: Tensor, total: Tensor) -> Tensor:
 
 
 def _diagonal(scores: Tensor, size: int) -> Tensor:
-    """The blocks on the diagonal as a view: (..., Q, Q) to (..., blocks, size, size)."""
+    """Return a view of the diagonal blocks: (..., Q, Q) to (..., blocks, size, size)."""
     blocks: Tensor = scores.unflatten(4, (-1, size)).unflatten(3, (-1, size))
     return blocks.diagonal(dim1=3, dim2=5).movedim(5, 3)
 
 
 def _future(length: int, device: torch.device) -> Tensor:
-    """(Q, Q) bool: the second token comes after the first."""
+    """Return (Q, Q) bool: the token of the column is later than the token of the row."""
     return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)

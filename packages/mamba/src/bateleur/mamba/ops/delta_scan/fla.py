@@ -1,13 +1,12 @@
-"""The delta rules over whole prompts by the chunked kernels of fla-core, which is optional.
+"""The delta rules over prefills by the chunked kernels of fla-core, an optional dependency.
 
-They take tiles of 64 tokens from the begin of each row and give the state after it, in float32. Inside of them keys,
-queries, corrected values and what later tiles see of a state have the dtype of the activations, where bateleur's own
-scan keeps float32: outputs are as close as that dtype allows, but what a prompt gets depends on where its parts begin
-modulo 64 by as much, and so may a token. That is why they have to be asked for (`PromptScan.FLA`).
+The kernels process tiles of 64 tokens, counted from the start of each row, and return the last state of a row in
+float32. Inside a tile they round keys, queries, corrected values and states to the dtype of the activations, while the
+kernels of this package keep float32. Outputs therefore depend, within the rounding of that dtype, on where the
+scheduler splits a prompt, and so may sampled tokens. For this reason they are used only with `PromptScan.FLA`.
 
-What they look up by identity they keep (`fla.utils.tensor_cache`): the tensors of a `Prompts` are made anew for every
-step and never written to, or a step would run on the tiles of another. No call waits for the device, but the first one
-of a shape, which times configurations.
+fla-core caches index tensors by tensor identity (`fla.utils.tensor_cache`). The tensors of a `PrefillChunks` are
+therefore allocated for each step and never written to. Only the first call of a shape synchronizes, for autotuning.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.shared import load, store
-from bateleur.mamba.ops.shared.delta import gates
-from bateleur.mamba.prompts import FLA_TILE, Prompts
+from bateleur.mamba.ops.shared import load_slots, store_slots
+from bateleur.mamba.ops.shared.delta_rule import gates
+from bateleur.mamba.prefill_chunks import FLA_TILE, PrefillChunks
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 MOST_KEY_CHANNELS = 256
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of activations; products of float32 would be rounded to TF32."""
+"""Dtypes of activations. float32 is excluded because the kernels would round products to TF32."""
 
 _SHARED = (
     "q k v g beta initial_state output_final_state use_qk_l2norm_in_kernel use_beta_sigmoid_in_kernel "
@@ -38,27 +37,31 @@ _SHARED = (
 )
 
 
-class _Home(NamedTuple):
+class _Function(NamedTuple):
+    """A function of fla-core."""
+
     module: str
     name: str
     arguments: tuple[str, ...]
-    """That it must name: others would pass through its `**kwargs` unread."""
+    """Arguments that it must have: its `**kwargs` would silently accept others."""
 
 
-HOMES = {
-    False: _Home("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", (*_SHARED.split(), "chunk_indices")),
-    True: _Home("fla.ops.kda", "chunk_kda", (*_SHARED.split(), "use_gate_in_kernel", "use_graph")),
+FUNCTIONS = {
+    False: _Function(
+        "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", (*_SHARED.split(), "chunk_indices")
+    ),
+    True: _Function("fla.ops.kda", "chunk_kda", (*_SHARED.split(), "use_gate_in_kernel", "use_graph")),
 }
-"""By whether each key channel has a decay of its own."""
+"""By whether each key channel has its own decay."""
 
 
 @cache
 def kernel(per_channel: bool) -> Kernel:
-    """The function of fla-core; the first call imports it, which takes seconds.
+    """Import and return the function of fla-core; the first call takes seconds.
 
-    Raises ValueError if it is not installed, or takes other arguments than it is given here.
+    Raises ValueError if fla-core is not installed, or if the function lacks an argument.
     """
-    home = HOMES[per_channel]
+    home = FUNCTIONS[per_channel]
     try:
         found: Kernel = getattr(import_module(home.module), home.name)
     except (ImportError, AttributeError) as error:
@@ -71,11 +74,11 @@ def kernel(per_channel: bool) -> Kernel:
     return found
 
 
-_INSTALL = "bateleur-mamba[fla] is the extra that installs a version that serves"
+_INSTALL = "bateleur-mamba[fla] installs a supported version"
 
 
 def version() -> str | None:
-    """Of fla-core; None if it is not installed. Imports nothing."""
+    """Return the version of fla-core, None if it is not installed. Does not import it."""
     if find_spec("fla") is None:
         return None
     try:
@@ -85,7 +88,7 @@ def version() -> str | None:
 
 
 def why_not(device: torch.device | str, dtype: torch.dtype, key_dim: int) -> str | None:
-    """Why it does not serve delta rules with these activations and keys there; None if it does. Imports nothing."""
+    """Return why fla-core cannot scan layers with this device, dtype and key size, or None. Does not import it."""
     if (kind := torch.device(device).type) != "cuda":
         return f"it runs on CUDA, and the device is {kind}"
     if dtype not in DTYPES:
@@ -95,7 +98,7 @@ def why_not(device: torch.device | str, dtype: torch.dtype, key_dim: int) -> str
     return None if version() else f"it is not installed; {_INSTALL}"
 
 
-def scan_whole(
+def delta_scan_fla(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -104,28 +107,28 @@ def scan_whole(
     A: Tensor,
     dt_bias: Tensor,
     state: Tensor,
-    prompts: Prompts,
+    chunks: PrefillChunks,
     read: Tensor,
     beta_scale: float,
 ) -> Tensor:
-    """As `delta_scan_varlen`, of `prompts` that have `whole`; beta_scale is 1 or 2.
+    """Run `delta_scan_varlen` with fla-core; `chunks.fla_tiles` is set, and beta_scale is 1 or 2.
 
-    Raises ValueError as `kernel`.
+    Raises ValueError as `kernel` does.
     """
-    assert prompts.whole is not None
+    assert chunks.fla_tiles is not None
     assert beta_scale in (1.0, 2.0)
     if v.shape[0] == 0:
         return torch.zeros_like(v)
     per_channel = a.dim() == 3
     call = kernel(per_channel)
-    if per_channel:  # tiles are made on the device: given lengths on the host, it would wait
+    if per_channel:  # use_graph: the kernel computes its tiles on the device, without synchronization
         own = {"use_gate_in_kernel": True, "A_log": A.neg().log(), "dt_bias": dt_bias.flatten()}
         own |= {"g": a[None], "use_graph": True, "chunk_size": FLA_TILE}
     else:
         g, _ = gates(a, b, A, dt_bias, 1.0, torch.float32)
-        own = {"g": g.squeeze(2)[None], "chunk_indices": prompts.whole.tiles, "chunk_size": FLA_TILE}
-    o, after = _call(call, q, k, v, b, load(state, read, torch.float32), prompts, beta_scale, own)
-    store(state, prompts.whole.write, after)
+        own = {"g": g.squeeze(2)[None], "chunk_indices": chunks.fla_tiles.tiles, "chunk_size": FLA_TILE}
+    o, after = _call(call, q, k, v, b, load_slots(state, read, torch.float32), chunks, beta_scale, own)
+    store_slots(state, chunks.fla_tiles.write, after)
     return o[0]
 
 
@@ -136,11 +139,11 @@ def _call(
     v: Tensor,
     b: Tensor,
     initial: Tensor,
-    prompts: Prompts,
+    chunks: PrefillChunks,
     beta_scale: float,
     own: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """What both have in common: raw keys and queries, betas before the sigmoid, states (rows, H, Dv, Dk)."""
+    """Call `kernel` with the arguments that both functions share, and `own`; states are (rows, H, Dv, Dk)."""
     return kernel(
         q=q[None],
         k=k[None],
@@ -152,6 +155,6 @@ def _call(
         use_beta_sigmoid_in_kernel=True,
         allow_neg_eigval=beta_scale == 2.0,
         state_v_first=True,
-        cu_seqlens=prompts.query_start_loc,
+        cu_seqlens=chunks.query_start_loc,
         **own,
     )

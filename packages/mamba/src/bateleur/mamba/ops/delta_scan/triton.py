@@ -1,10 +1,11 @@
-"""The delta rules over prompts, in tiles that begin with their chunks.
+"""The delta rules over prefills, in two kernels over tiles of 16 tokens of a chunk.
 
-1. pairs: what the tokens of 16 take of each other, all tiles at once. The corrected values of a tile are a triangular
-   system, whose inverse does not depend on the state (Yang et al., 2024).
-2. walk: tile by tile through a row with the state in registers. It exports the states that `chunk_write` names.
+1. pairs: the products of keys and queries with the keys of their tile, for all tiles in parallel, and the inverse of
+the
+   triangular system of corrected values, which does not depend on the state (Yang et al., 2024).
+2. walk: the tiles of a row in order, with the state in registers; writes states to the slots `chunk_write`.
 
-For gated delta nets in bfloat16 `triton_tiles` takes the place of the walk, with tiles of 64 tokens.
+The gated delta rule in bfloat16 uses `triton_tiles` instead of walk, with tiles of 64 tokens.
 
 Legend: T tokens of a tile, V value channels of a head's tile, K key channels, D decays of a head (1 or K).
 """
@@ -31,7 +32,7 @@ from bateleur.mamba.ops.shared.triton import (
     store_tile,
     unless_null,
 )
-from bateleur.mamba.ops.shared.triton_delta import (
+from bateleur.mamba.ops.shared.triton_delta_rule import (
     betas,
     block_options,
     by_head,
@@ -46,7 +47,7 @@ from bateleur.mamba.ops.shared.triton_delta import (
 )
 from bateleur.metadata.dispatch import cdiv
 
-_TILE = 16  # tokens: the least that matrix products take, and few enough to solve for one after the other
+_TILE = 16  # tokens: the minimum of a matrix product, and few enough for forward substitution
 
 
 @triton.jit
@@ -54,11 +55,11 @@ def _decayed_pairs(
     k_TK, q_TK, sum_TK, sum_K, line, t, real_T, real_K,
     DECAYS: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What keys and queries take of the keys of earlier tokens, if each channel has a decay of its own: (T, T) each.
+    """Return decayed products of keys and queries with earlier keys, (T, T) each, with one decay per key channel.
 
-    By halves, from blocks of one token to the tile: if the later half of a block looks at the earlier half, the decay
-    is cut at the border between the two. Both parts are at most 1, and there is a product of matrices. ``sum_K`` points
-    to the stored sums of logarithms, from which those at the borders are read.
+    The tile is halved recursively. The decay from a token of the earlier half to a token of the later half is split at
+    the border into two factors that are at most 1, so the products are a matrix product. ``sum_K`` points to the stored
+    running sums of log decays, from which those at the borders are read.
     """
     i_T, j_T = t[:, None], t[None, :]
     key_TT = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
@@ -82,8 +83,8 @@ def pairs_kernel(
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr, TILES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks x tiles of tokens, heads). Results are by head and token: sums of logarithms inside the tile (D),
-    the inverse times the betas and what queries take (both T), and the factors that give key and query their length.
+    """Grid (chunks x tiles of tokens, heads). Results by head and token: running sums of log decays in the tile (D),
+    the inverse times beta and the weights of queries (both T), and the scale factors of keys and queries.
 
     At least 3 blocks a multiprocessor.
     """
@@ -96,7 +97,7 @@ def pairs_kernel(
     real_T, token_T = t < count, (first + t).to(tl.int64)
     line, A = head.to(tl.int64) * num_tokens + first, tl.load(A_ptr + head).to(tl.float32)
     line_T = line + t
-    # Before keys and queries have length 1: products of raw halves are exact.
+    # Before normalization, because products of bfloat16 values are exact.
     key_TT, query_TT = tl.zeros([BLOCK_T, BLOCK_T], tl.float32), tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     k_T, q_T = tl.zeros([BLOCK_T], tl.float32), tl.zeros([BLOCK_T], tl.float32)
     for begin in range(0, KEY_DIM, BLOCK_K):
@@ -149,7 +150,7 @@ def walk_kernel(
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row.
+    """Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
 
     At least 1 block a multiprocessor.
     """
@@ -165,7 +166,7 @@ def walk_kernel(
     slot = tl.load(read_ptr + row).to(tl.int64)
     read_K = k < unless_null(slot, KEY_DIM)
     state_VK = load_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, real_V, read_K).to(tl.float32)
-    tl.debug_barrier()  # a chunk may write the slot its row reads
+    tl.debug_barrier()  # a chunk may write the slot that its row reads
     q_K, k_K = q_ptr + head // GROUP * q_group + k, k_ptr + head // GROUP * k_group + k
     line = head.to(tl.int64) * num_tokens
     for chunk in range(tl.load(row_chunk_ptr + row), tl.load(row_chunk_ptr + row + 1)):
@@ -194,12 +195,12 @@ def walk_kernel(
 
 @cache
 def tile_options(value_dim: int, key_dim: int, decays: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Tile sizes and launch options of each kernel, by its name.
+    """Return tile sizes and launch options of each kernel, by name.
 
-    The tiles of a row depend on each other, so a GPU is filled by narrow tiles of values, of which more run at once.
+    The tiles of a row run in order, so narrow tiles of value channels are needed to fill a GPU.
     """
     shared = LAUNCH | {"BLOCK_T": _TILE, "PRECISION": precision(dtype), "EXACT": precision(dtype, state=True)}
-    # One warp waits for no other. With a decay for each channel, or without tensor cores, it holds fewer channels.
+    # One warp needs no barriers. With decays per channel, or without tensor cores, it has fewer channels.
     exact = dtype == torch.float32
     pairs = block_options(key_dim, decays, most=32 if exact or decays == 1 else 16) | {
         "num_warps": 4 if exact else 1

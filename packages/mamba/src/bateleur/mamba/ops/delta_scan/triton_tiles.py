@@ -1,15 +1,16 @@
-"""The gated delta rule over prompts in bfloat16, in tiles of 64 tokens: what follows `pairs_kernel` of `triton`.
+"""The gated delta rule over prefills in bfloat16, in tiles of 64 tokens: two kernels after `pairs_kernel` of `triton`.
 
-With one decay for each head the products with the state have raw keys and queries as one operand, which bfloat16 holds
-exactly. The float32 operand is split into three bfloat16 numbers, which hold 24 bits together. So all products run on
-the tensor cores at the rate of bfloat16, and operands go from memory to shared memory without passing registers.
+With one decay per head, one operand of each product with the state is raw keys or queries, which are exact in bfloat16.
+The float32 operand is split into three bfloat16 numbers with 24 bits together. All products therefore run on tensor
+cores at the bfloat16 rate, and operands are copied to shared memory without registers.
 
-1. join: the inverses of 16 tokens are joined to the inverse T of a tile, by block forward substitution.
-2. walk: tile by tile through a row with the state S in registers. x = v - S k, u = T x and o = S q + P T x, where P is
-   what queries take of keys; u goes into the state. Decays are factors of k, q, T and P.
+1. join: joins the inverses of 16 tokens to the inverse T of a tile, by block forward substitution.
+2. walk: the tiles of a row in order, with the state S in registers: x = v - S k, u = T x, o = S q + P T x, where P are
+the
+   weights of queries for keys. u is added to the state. Decays are factors of k, q, T and P.
 
-A decay for each channel leaves no operand exact, and Triton then holds all operands in registers, which spill: Kimi
-delta attention is computed in tiles of 16 tokens, as float32 and float16 are.
+With one decay per key channel no operand is exact, and registers would spill. Kimi delta attention therefore uses tiles
+of 16 tokens, like float32 and float16.
 
 Legend: T tokens of a tile, V value channels of a head's tile, K key channels.
 """
@@ -26,30 +27,30 @@ import triton
 import triton.language as tl
 
 from bateleur.mamba.ops.shared.triton import INDICES, LAUNCH, load_tile, state_tile, store_tile, unless_null
-from bateleur.mamba.ops.shared.triton_delta import zero_tokens
+from bateleur.mamba.ops.shared.triton_delta_rule import zero_tokens
 from bateleur.metadata.dispatch import cdiv
 
 TILE = 64
-"""Tokens of a tile: the least number of lines for which all four tensor cores work on one product."""
+"""Tokens of a tile: the minimum for which all four tensor cores of a multiprocessor share one product."""
 _BLOCK = 16  # tokens of `pairs_kernel`
 _MOST_KEY_CHANNELS = 128  # two tiles of keys and queries fit into shared memory
 _INVERSE_PARTS, _QUERY_PARTS = 3, 2  # parts of bfloat16 that are kept: 24 and 16 bits
 
 
 def takes_tiles(key_dim: int, decays: int, dtype: torch.dtype, chunk_size: int) -> bool:
-    """Whether tiles of 64 tokens serve: keys must be exact in bfloat16, and chunks longer than a block."""
+    """Return whether tiles of 64 tokens can be used: keys are exact in bfloat16, and chunks longer than 16 tokens."""
     return dtype == torch.bfloat16 and decays == 1 and key_dim <= _MOST_KEY_CHANNELS and chunk_size > _BLOCK
 
 
 @triton.jit
 def _upper(x):
-    """The number without its last 16 bits, which bfloat16 holds exactly; what is left is exact, too."""
+    """Return the upper 16 bits, which are exact in bfloat16; the difference to the number is exact, too."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _parts(x):
-    """Three numbers of bfloat16 whose sum is a float32."""
+    """Split a float32 into three bfloat16 numbers whose sum it is."""
     high = _upper(x)
     rest = x - high
     middle = _upper(rest)
@@ -58,7 +59,7 @@ def _parts(x):
 
 @triton.jit
 def _product(x, high, middle, low, accumulator):
-    """Of a matrix of bfloat16 and the parts of another."""
+    """Multiply a bfloat16 matrix with a float32 matrix in three parts."""
     accumulator = tl.dot(x, low, accumulator)
     accumulator = tl.dot(x, middle, accumulator)
     return tl.dot(x, high, accumulator)
@@ -66,7 +67,7 @@ def _product(x, high, middle, low, accumulator):
 
 @triton.jit
 def _product_of_parts(a, b, c, high, middle, low):
-    """Of two float32 matrices in parts, without what is below the 24th bit."""
+    """Multiply two float32 matrices in three parts each, without terms below the 24th bit."""
     accumulator = tl.dot(a, low)
     accumulator = tl.dot(b, middle, accumulator)
     accumulator = tl.dot(c, high, accumulator)
@@ -77,7 +78,7 @@ def _product_of_parts(a, b, c, high, middle, low):
 
 @triton.jit
 def _coarse_product(a, b, high, middle, accumulator):
-    """Of two float32 matrices in their first two parts: 16 bits, of which outputs keep 8."""
+    """Multiply two float32 matrices with two parts each: 16 bits, of which outputs keep 8."""
     accumulator = tl.dot(a, middle, accumulator)
     accumulator = tl.dot(b, high, accumulator)
     return tl.dot(a, high, accumulator)
@@ -98,9 +99,9 @@ def join_kernel(
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
     INVERSE_PARTS: tl.constexpr, QUERY_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks x tiles of tokens, heads). Results are by head and token: the rows of T and of P T in parts, and in
-    ``scale``, which holds the factors that give keys and queries length 1, these times the decay from the begin of the
-    tile, that of keys times the decay to its end, and the decay of the tile.
+    """Grid (chunks x tiles of tokens, heads). Results by head and token: the rows of T and of P T in parts. ``scale``
+    has the scale factors of keys and queries. They are replaced by: both times the decay from the start of the tile,
+    the factor of keys times the decay to the end of the tile, and the decay of the tile.
 
     At least 2 blocks a multiprocessor.
     """
@@ -117,8 +118,8 @@ def join_kernel(
     k_TK = load_tile(k_K, t * k_token, real_T, real_K)
     scale_T = scale_ptr + (line + t) * 4
     k_T, q_T = tl.load(scale_T, mask=real_T, other=0), tl.load(scale_T + 1, mask=real_T, other=0)
-    # Exponents are sums of what lies between two tokens, never differences of sums from the begin of the tile on: after
-    # a strong decay they would lose digits.
+    # Exponents are sums over the tokens between two tokens. Differences of running sums would lose digits after a
+    # strong decay.
     sum_ptr += line
     sum_T = tl.load(sum_ptr + t, mask=real_T, other=0)
     rest_T = tl.load(sum_ptr + tl.minimum(t // 16 * 16 + 15, count - 1), mask=real_T, other=0) - sum_T
@@ -137,7 +138,7 @@ def join_kernel(
     key_TT = tl.dot(k_TK, tl.trans(k_TK)) * left_TT * k_T[:, None]
     own, line_TT = (row == column) & real_T[:, None], line * 16 + t[:, None] * 16 + t[None, :] % 16
     inverse_TT = tl.load(block_inverse_ptr + line_TT, mask=own, other=0)
-    # Two blocks of 16 tokens are joined, then two of 32: the later one takes what the earlier one has left.
+    # Joins two blocks of 16 tokens, then two of 32.
     for level in range(2):
         near = row // 2 == column // 2
         part_TT = tl.where(near == (level == 0), key_TT, 0.0)
@@ -150,7 +151,7 @@ def join_kernel(
         inverse_ptr + line * (INVERSE_PARTS * TILE) + t[:, None] * (INVERSE_PARTS * TILE) + t[None, :]
     )
     _store_parts(inverse_TT_ptr, inverse_TT, below, INVERSE_PARTS, TILE)
-    tl.debug_barrier()  # queries are loaded now, so that registers hold fewer values at a time
+    tl.debug_barrier()  # loads queries after the keys, so that fewer values are in registers
     q_TK = load_tile(q_K, t * q_token, real_T, real_K)
     query_TT = tl.load(block_query_ptr + line_TT, mask=own, other=0)
     query_TT += tl.dot(q_TK, tl.trans(k_TK)) * left_TT * q_T[:, None]
@@ -175,9 +176,9 @@ def walk_tiles_kernel(
     TILE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
     INVERSE_PARTS: tl.constexpr, QUERY_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row.
+    """Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
 
-    How far tokens lie apart is a constant, so that the addresses of a tile are one register and constants.
+    The distances of tokens are constants, so that the addresses of a tile need one register.
 
     At least 1 block a multiprocessor.
     """
@@ -193,7 +194,7 @@ def walk_tiles_kernel(
     read_K = k < unless_null(slot, KEY_DIM)
     state_VK = load_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, real_V, read_K)
     state_KV = tl.trans(state_VK.to(tl.float32))
-    tl.debug_barrier()  # a chunk may write the slot its row reads
+    tl.debug_barrier()  # a chunk may write the slot that its row reads
     line = head.to(tl.int64) * num_tokens
     inverse_ptr += line * (INVERSE_PARTS * TILE)
     query_ptr += line * (QUERY_PARTS * TILE)
@@ -241,7 +242,7 @@ def walk_tiles_kernel(
 
 @cache
 def tile_options(value_dim: int, key_dim: int) -> dict[str, dict[str, Any]]:
-    """Tile sizes and launch options of each kernel, by its name."""
+    """Return tile sizes and launch options of each kernel, by name."""
     shared = LAUNCH | {
         "TILE": TILE,
         "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
@@ -255,7 +256,7 @@ def scan_tiles(
     state, q, k, v, total, inverse, query, scale, shape,
     query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
 ):  # fmt: skip
-    """What follows `pairs_kernel`, whose results are ``total``, ``inverse``, ``query`` and ``scale``."""
+    """Launch the kernels after `pairs_kernel`, whose results are ``total``, ``inverse``, ``query`` and ``scale``."""
     heads, value_dim, key_dim = (shape[name] for name in ("HEADS", "VALUE_DIM", "KEY_DIM"))
     options = tile_options(value_dim, key_dim)
     num_tokens, num_chunks = v.shape[0], chunk_write.shape[0]
@@ -272,8 +273,8 @@ def scan_tiles(
         GROUP=shape["GROUP"], KEY_DIM=key_dim, TILES=tiles, **options["join"],
     )  # fmt: skip
     sizes = {name: shape[name] for name in ("HEADS", "GROUP", "VALUE_DIM", "KEY_DIM")}
-    # The distance of tokens is a constant of the kernel. A view of one token may have any stride: it gets that of parts
-    # of one convolution's output, as a layer has them, and needs no kernel of its own.
+    # The distance of tokens is a constant of the kernel. A view of one token may have any stride. It gets the stride
+    # that a layer's convolution output has, so that no additional kernel is compiled.
     lanes = 2 * q.shape[1] * key_dim + heads * value_dim
     distances = {
         f"{name}_TOKEN": each.stride(0) if num_tokens > 1 else lanes

@@ -1,13 +1,22 @@
-"""The delta rules for few tokens a row, keeping the state after each. Shapes: as in `shared.delta`."""
+"""The delta rules of decode rows, token by token. Shapes: as in `shared.delta_rule`, and K draft tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.shared import compute, in_place, load, pad_rows, run_of, spaced, store, unpad
-from bateleur.mamba.ops.shared.delta import by_row, by_token, corrected, gates, look, units
+from bateleur.mamba.ops.custom_op import operator
+from bateleur.mamba.ops.shared import compute_dtype, load_slots, pad_rows, store_slots, unpad
+from bateleur.mamba.ops.shared.delta_rule import (
+    apply_state,
+    by_row,
+    by_token,
+    corrected,
+    gates,
+    is_in_place,
+    slot_range,
+    units,
+)
 
 
 @operator(mutates=("state",), like="v")
@@ -26,20 +35,24 @@ def delta_state_update(
     write: Tensor,
     beta_scale: float,
 ) -> Tensor:
-    """The same recurrence for 1 to 1 + K tokens per row, keeping the state after each of them.
-
-    Arguments as for `delta_scan_varlen`, and write (R, 1 + K): the state after token i of row r goes to
-    state[write[r, i]]. max_query_len bounds the tokens of a row. Returns o (T, H, Dv).
+    """A delta rule over 1 to 1 + K tokens per row; the state after each token is written to a slot.
 
     With max_query_len 1 and T = R, row r is token r: rows without a token must come last, with slots 0.
+
+    Args:
+        write: (R, 1 + K) int64; the state after token i of row r is written to state[write[r, i]].
+        max_query_len: maximum number of tokens of a row.
+        The others: as in `delta_scan_varlen`.
+
+    Returns o (T, H, Dv).
     """
-    num_tokens, num_rows, heads, dtype = v.shape[0], read.shape[0], v.shape[1], compute(v)
+    num_tokens, num_rows, heads, dtype = v.shape[0], read.shape[0], v.shape[1], compute_dtype(v)
     if num_tokens == 0 or num_rows == 0:
         return torch.zeros_like(v)
     g, beta = gates(a, b, A, dt_bias, beta_scale, dtype)
     place, tokens, targets = None, None, write[:, :max_query_len]
     if num_tokens != max_query_len * num_rows or (
-        max_query_len > 1 and not _even(query_start_loc, max_query_len)
+        max_query_len > 1 and not _all_have(query_start_loc, max_query_len)
     ):
         tokens, place = pad_rows(query_start_loc, max_query_len, num_tokens)
         targets = torch.where(place < num_tokens, targets, 0)
@@ -50,22 +63,22 @@ def delta_state_update(
     total = g if max_query_len == 1 else g.cumsum(2)
     before, own = _before(state, read, targets, dtype)
     probes = kq * (decay if max_query_len == 1 else total.exp()).unsqueeze(3)
-    y = look(before, probes.flatten(2, 3))
+    y = apply_state(before, probes.flatten(2, 3))
     u, o = corrected(y, kq, total, vs, beta)
     k = kq.select(3, 0)
     for t in range(max_query_len):
-        slots = spaced(targets[:, t]) if in_place(state, dtype) else None
-        kept = state[slots] if slots is not None else before if own else None
-        before = torch.mul(before, decay.narrow(2, t, 1), out=kept)
+        slots = slot_range(targets[:, t], any_step=True) if is_in_place(state, dtype) else None
+        out = state[slots] if slots is not None else before if own else None
+        before = torch.mul(before, decay.narrow(2, t, 1), out=out)
         before.addcmul_(u.select(2, t).unsqueeze(3), k.narrow(2, t, 1))
         own = slots is None
         if own:
-            store(state, targets[:, t], before)
+            store_slots(state, targets[:, t], before)
     return by_token(o).to(v.dtype) if place is None else unpad(by_token(o), place.view(-1), v)
 
 
-def _even(query_start_loc: Tensor, length: int) -> bool:
-    """Whether each row has `length` tokens, as far as a host can see."""
+def _all_have(query_start_loc: Tensor, length: int) -> bool:
+    """Return whether each row has `length` tokens; False if the tensor is not on a CPU."""
     if query_start_loc.device.type != "cpu":
         return False
     starts = query_start_loc.tolist()
@@ -73,13 +86,13 @@ def _even(query_start_loc: Tensor, length: int) -> bool:
 
 
 def _before(state: Tensor, read: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """The states that rows begin with, (R, H, Dv, Dk), and whether they are copies.
+    """Return the initial states of the rows, (R, H, Dv, Dk), and whether they are copies.
 
-    They are a view if the slots are neighbours, and no row writes its first where another reads.
+    They are a view if the slots are a range, and no row writes its first state where another row reads.
     """
-    run = run_of(read) if in_place(state, dtype) else None
+    run = slot_range(read) if is_in_place(state, dtype) else None
     if run is not None:
         slots, first = read.tolist(), targets[:, 0].tolist()
         if slots == first or not {*slots} & {*first}:
             return state[run], False
-    return load(state, read, dtype), True
+    return load_slots(state, read, dtype), True

@@ -1,7 +1,7 @@
-"""The delta rules for few tokens a row, keeping the state after each: one program a row, head and tile of values.
+"""The delta rules of decode rows: one program per row, head and tile of value channels.
 
-A program reads its part of the state once, and holds it in registers while it goes through the row's tokens. A value
-channel needs all key channels of its own and nothing of other value channels, so tiles are of values.
+A program reads its tile of the state once, and keeps it in registers for all tokens of the row. A value channel needs
+all key channels but no other value channel, so the state is split by value channels.
 Legend: V value channels of a head's tile, K key channels, D decays of a head (1 or K).
 """
 
@@ -26,15 +26,15 @@ from bateleur.mamba.ops.shared.triton import (
     unless_null,
     zero_tail,
 )
-from bateleur.mamba.ops.shared.triton_delta import block_options, by_head, shape_options
+from bateleur.mamba.ops.shared.triton_delta_rule import block_options, by_head, shape_options
 from bateleur.metadata.dispatch import cdiv
 
-_TILE_ENTRIES = 2048  # of a state, a program: four loads of 16 bytes a thread in float32
+_TILE_ENTRIES = 2048  # of a state, per program: four loads of 16 bytes per thread in float32
 
 
 @triton.jit
 def _unit(ptr_K, real_K):
-    """A vector of length 1, in float32."""
+    """Load a vector, and normalize it to length 1 in float32."""
     x_K = tl.load(ptr_K, mask=real_K, other=0).to(tl.float32)
     return x_K * tl.rsqrt(tl.sum(x_K * x_K, 0) + 1e-6)
 
@@ -47,7 +47,7 @@ def update_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of values, rows + 1): the last row zeroes the tokens of no row.
+    """Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
 
     At least 7 blocks a multiprocessor.
     """
@@ -67,7 +67,7 @@ def update_kernel(
         return
     read_K = k < unless_null(slot, KEY_DIM)
     state_VK = load_tile(state_ptr + slot * state_slot + k, lane_V * KEY_DIM, real_V, read_K).to(tl.float32)
-    tl.debug_barrier()  # a row may write the slot it reads
+    tl.debug_barrier()  # a row may write the slot that it reads
     A = tl.load(A_ptr + head).to(tl.float32)
     bias_D = tl.load(bias_ptr + head * DECAYS + d, mask=real_D, other=0).to(tl.float32)
     q_K, k_K = q_ptr + head // GROUP * q_group + k, k_ptr + head // GROUP * k_group + k
@@ -90,7 +90,7 @@ def update_kernel(
 
 @cache
 def tile_options(value_dim: int, key_dim: int, decays: int) -> dict[str, Any]:
-    """Tile sizes and launch options of `update_kernel`."""
+    """Return tile sizes and launch options of `update_kernel`."""
     blocks = block_options(key_dim, decays, least=1)
     block_v = min(triton.next_power_of_2(value_dim), max(1, _TILE_ENTRIES // blocks["BLOCK_K"]))
     return LAUNCH | blocks | {"BLOCK_V": block_v}

@@ -1,24 +1,40 @@
-"""Pages of layers whose state is their window alone."""
+"""Copies the conv windows of running requests to slots."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.library import operator
-from bateleur.mamba.ops.shared.windows import keep_windows
+from bateleur.mamba.ops.custom_op import operator
+from bateleur.mamba.ops.shared import store_slots
 
 
 @operator(mutates=("conv_state",))
-def fold_window(conv_state: Tensor, live: Tensor, ring_row: Tensor, dst: Tensor, page_offset: Tensor) -> None:
-    """Copy windows of running requests to pages: what `fold_ring` does to windows, for layers without a state.
+def fold_window(
+    conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst: Tensor, page_offset: Tensor
+) -> None:
+    """Copy conv windows of running requests to slots: `fold_ring` for layers without an SSM state.
 
-    In some layers at once: conv_state (layers, slots, W - 1, C), live (layers, rows, W - 1 + K, C); conv_state[dst]
-    becomes live[ring_row, page_offset : page_offset + W - 1]. ring_row, dst and page_offset (R,) int64. A row with dst
-    0 copies nothing, whatever its other fields hold.
+    In each layer, conv_state[dst] becomes request_conv[ring_row, page_offset : page_offset + W - 1].
+
+    Args:
+        conv_state: (layers, slots, W - 1, C), updated in place.
+        request_conv: (layers, rows, W - 1 + K, C).
+        ring_row, dst, page_offset: (R,) int64. A row with dst 0 is skipped, and its other values are ignored.
     """
-    if dst.device.type == "cpu":  # the rows with a destination; elsewhere all
+    if dst.device.type == "cpu":  # only rows with a destination; other devices would have to synchronize
         if not any(dst.tolist()):
             return
         ring_row, dst, page_offset = torch.stack((ring_row, dst, page_offset))[:, dst != 0]
-    keep_windows(conv_state, live, ring_row, dst, page_offset)
+    copy_windows(conv_state, request_conv, ring_row, dst, page_offset)
+
+
+def copy_windows(
+    conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst: Tensor, page_offset: Tensor
+) -> None:
+    """Run `fold_window` for all rows."""
+    length, num_entries = request_conv.shape[2], conv_state.shape[2]
+    first = ring_row * length + page_offset.clamp(0, length - num_entries)
+    entries = first.unsqueeze(1) + torch.arange(num_entries, device=dst.device)
+    for conv, windows in zip(conv_state, request_conv, strict=True):
+        store_slots(conv, dst, torch.embedding(windows.view(-1, windows.shape[2]), entries))

@@ -1,4 +1,4 @@
-"""The gated norm before the last projection of a recurrent layer: one program a token and group of channels."""
+"""The gated RMS norm: one program per token and group of channels."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -44,7 +44,7 @@ def norm_kernel(
 
 @cache
 def tile_options(size: int) -> dict[str, Any]:
-    """Tile sizes and launch options of `norm_kernel` for groups of ``size`` channels."""
+    """Return tile sizes and launch options of `norm_kernel` for groups of ``size`` channels."""
     block = triton.next_power_of_2(size)
     return LAUNCH | {"BLOCK": block, "num_warps": max(1, min(8, block // 512))}
 

@@ -1,10 +1,9 @@
-"""Forms in C of what a recurrent layer does on a CPU, in float32 or bfloat16 with float32 states: a decode step's, and
-the recurrence over prompts.
+"""C forms of the convolution, Mamba-2 and the gated norm on a CPU, in float32 or bfloat16, with float32 states.
 
-Prompts go token by token as decodes do, so the bits of a state do not depend on where a prompt was cut.
+Prefills are processed token by token, like decodes, so a state has the same bits wherever a prompt is split.
 
-Each function has the signature of an operator, and returns `UNSUPPORTED` for arguments that it does not take: then
-the operator has torch's form.
+Each function has the signature of its operator. It returns `UNSUPPORTED` for arguments that it does not accept; the
+operator then uses the torch form.
 """
 
 from __future__ import annotations
@@ -15,16 +14,18 @@ import torch
 from torch import Tensor
 
 MOST_TOKENS = 16
+"""Maximum number of tokens of a decode row."""
 MOST_STATE = 1 << 16
-"""Tokens of a row, and entries of a head's state that fit on a stack."""
+"""Maximum number of entries of a head's state, which is on the stack."""
 _MOST_WIDTH = 1 << 12
-"""Numbers that a token brings to a head."""
+"""Maximum number of inputs of a token for one head: x, B and C."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def takes(max_query_len: int, activations: Sequence[Tensor | None], exact: Sequence[Tensor] = ()) -> bool:
-    """Whether rows of so many tokens are computed here: activations all float32 or all bfloat16, what is
-    `exact` float32, their last axes dense.
+    """Return whether the C forms accept rows of up to `max_query_len` tokens with these tensors.
+
+    Activations must be all float32 or all bfloat16, and `exact` tensors float32; their last dimension contiguous.
     """
     first = activations[0]
     assert first is not None
@@ -40,18 +41,18 @@ def takes(max_query_len: int, activations: Sequence[Tensor | None], exact: Seque
     return 1 <= max_query_len <= MOST_TOKENS
 
 
-def addresses(query_start_loc: Tensor, *slots: Tensor) -> bool:
-    """Whether starts and slots are of the integers that the kernels read."""
+def is_indexed(query_start_loc: Tensor, *slots: Tensor) -> bool:
+    """Return whether token offsets are int32 and slots int64."""
     return query_start_loc.dtype == torch.int32 and all(each.dtype == torch.int64 for each in slots)
 
 
 def fits(channels: int, size: int) -> bool:
-    """Whether a head's state (channels, size) fits on a stack, and what tokens bring, widened."""
+    """Return whether a head's state (channels, size) and the inputs of a token, as float32, fit on the stack."""
     return channels * size <= MOST_STATE and channels + 2 * size <= _MOST_WIDTH
 
 
 def takes_state(ssm_state: Tensor, x: Tensor, B: Tensor, C: Tensor, *by_head: Tensor) -> bool:
-    """Whether slots, what each token brings, and numbers (..., H), have the form that the kernel reads."""
+    """Return whether the shapes and strides of states, x, B, C and tensors (..., H) are supported."""
     _, heads, channels, size = ssm_state.shape
     if (
         not fits(channels, size)
@@ -66,16 +67,16 @@ def takes_state(ssm_state: Tensor, x: Tensor, B: Tensor, C: Tensor, *by_head: Te
     return slots and dense and all(each.shape[-1] == heads for each in by_head)
 
 
-def apart_by_chunks(slots: int, read: Tensor, chunk_write: Tensor, chunk_row: Tensor) -> bool:
-    """Whether rows, computed in any order, write no slot that another one reads.
+def chunks_are_independent(slots: int, read: Tensor, chunk_write: Tensor, chunk_row: Tensor) -> bool:
+    """Return whether no row writes a slot that another row reads, so that rows can be computed in any order.
 
-    Raises IndexError for a slot that is outside those `slots`.
+    Raises IndexError for a slot that is not in [0, slots).
     """
     reads, writes = read.tolist(), chunk_write.tolist()
     used = set(reads).union(writes)
     if min(used) < 0 or max(used) >= slots:
         raise IndexError(
-            f"read, chunk_write: slots {min(used)} to {max(used)} are not all of the {slots} there are"
+            f"read, chunk_write: slots are in [{min(used)}, {max(used)}]; they must be in [0, {slots - 1}]"
         )
     shared = set(reads).intersection(writes) - {0}
     if not shared or len(reads) == 1:
@@ -85,14 +86,14 @@ def apart_by_chunks(slots: int, read: Tensor, chunk_write: Tensor, chunk_row: Te
     return len(pairs) == len(shared)
 
 
-def misplaced(row: int, slots: int, tokens: int) -> IndexError:
-    """What a row that C refuses is told."""
+def index_error(row: int, slots: int, tokens: int) -> IndexError:
+    """Return the error for a row that the C form rejects."""
     return IndexError(
-        f"read, write, query_start_loc: row {row} names a slot outside the {slots} there are, or not 0 to "
-        f"{MOST_TOKENS} of the {tokens} tokens"
+        f"read, write, query_start_loc: row {row} has a slot outside of [0, {slots - 1}], or not 0 to {MOST_TOKENS} of "
+        f"the {tokens} tokens"
     )
 
 
-def dense(*tensors: Tensor) -> list[Tensor]:
-    """The same numbers, each beside the next."""
+def contiguous(*tensors: Tensor) -> list[Tensor]:
+    """Return contiguous tensors."""
     return [each if each.is_contiguous() else each.contiguous() for each in tensors]

@@ -1,4 +1,4 @@
-"""The causal convolution in C, of few tokens a row and of prompts; both give a token the same bits. See `conv.c`."""
+"""C forms of the causal convolution of decodes and prefills, which have the same bits. See `conv.c`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops.native import addresses, apart_by_chunks, dense, misplaced, takes
+from bateleur.mamba.ops.native import chunks_are_independent, contiguous, index_error, is_indexed, takes
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels
 
 MOST_TAPS = 8
-"""Of a convolution."""
+"""Maximum number of taps."""
 _ACTIVATIONS = ("silu", "none")
 _SIGNATURES = (
     ("conv", "=" + "plpppll" + "pppp" + "p" + "llll" + "iii"),
@@ -22,7 +22,7 @@ _SIGNATURES = (
 
 
 def fits(x: Tensor, weight: Tensor, windows: Tensor, entries: int) -> bool:
-    """Whether taps and windows are as many as the kernels take, of as many channels as the tokens, and dense."""
+    """Return whether taps, channels and windows of at least `entries` inputs are supported, and contiguous."""
     channels, taps = weight.shape
     if not weight.is_contiguous() or taps > MOST_TAPS or x.shape[1] != channels:
         return False
@@ -41,16 +41,16 @@ def causal_conv1d_update(
     write: Tensor,
     activation: str,
 ) -> Tensor | Unsupported:
-    """The operator in C; `UNSUPPORTED` also where a row writes a slot that another one reads."""
-    room = weight.shape[1] - 2 + max_query_len  # what so many tokens of a row leave in a slot
+    """C form of the operator; also returns `UNSUPPORTED` if a row writes a slot that another row reads."""
+    room = weight.shape[1] - 2 + max_query_len  # inputs that a row writes to its slot
     floats = takes(max_query_len, (x, weight, bias, conv_state)) and fits(x, weight, conv_state, room)
-    integers = addresses(query_start_loc, read, offset, write)
+    integers = is_indexed(query_start_loc, read, offset, write)
     if not (x.shape[0] and read.shape[0] and floats and integers and activation in _ACTIVATIONS):
         return UNSUPPORTED
     (tokens, channels), taps = x.shape, weight.shape[1]
     slides = conv_state.shape[1] >= taps
     y = x.new_empty(tokens, channels)
-    rows = dense(query_start_loc, read, offset, write)
+    rows = contiguous(query_start_loc, read, offset, write)
     wrong = _kernels()["conv"](
         x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
         conv_state.data_ptr(), conv_state.stride(0), conv_state.shape[0], rows[0].data_ptr(), rows[1].data_ptr(),
@@ -61,7 +61,7 @@ def causal_conv1d_update(
     if wrong < 0:
         return UNSUPPORTED
     if wrong:
-        raise misplaced(wrong - 1, conv_state.shape[0], tokens)
+        raise index_error(wrong - 1, conv_state.shape[0], tokens)
     return y
 
 
@@ -70,35 +70,35 @@ def causal_conv1d_varlen(
     weight: Tensor,
     bias: Tensor | None,
     conv_state: Tensor,
-    live: Tensor | None,
+    request_conv: Tensor | None,
     query_start_loc: Tensor,
     read: Tensor,
     chunk_start_loc: Tensor,
     chunk_row: Tensor,
     chunk_write: Tensor,
-    live_write: Tensor | None,
+    request_conv_write: Tensor | None,
     activation: str,
 ) -> Tensor | Unsupported:
-    """The operator in C; `UNSUPPORTED` also where a row writes a slot that another one reads."""
+    """C form of the operator; also returns `UNSUPPORTED` if a row writes a slot that another row reads."""
     del query_start_loc
     slots, keep = [read, chunk_write], weight.shape[1] - 1
-    if live is not None and live_write is not None:
-        slots.append(live_write)
-        if not fits(x, weight, live, keep):
+    if request_conv is not None and request_conv_write is not None:
+        slots.append(request_conv_write)
+        if not fits(x, weight, request_conv, keep):
             return UNSUPPORTED
-    floats = takes(1, (x, weight, bias, conv_state, live)) and fits(x, weight, conv_state, keep)
-    integers = chunk_row.dtype == torch.int32 and addresses(chunk_start_loc, *slots)
+    floats = takes(1, (x, weight, bias, conv_state, request_conv)) and fits(x, weight, conv_state, keep)
+    integers = chunk_row.dtype == torch.int32 and is_indexed(chunk_start_loc, *slots)
     if not (len(chunk_row) and floats and integers and activation in _ACTIVATIONS):
         return UNSUPPORTED
-    if not apart_by_chunks(conv_state.shape[0], read, chunk_write, chunk_row):
+    if not chunks_are_independent(conv_state.shape[0], read, chunk_write, chunk_row):
         return UNSUPPORTED
     (tokens, channels), taps = x.shape, weight.shape[1]
     y = x.new_empty(tokens, channels)
-    places = dense(read, chunk_start_loc, chunk_row, chunk_write)
+    places = contiguous(read, chunk_start_loc, chunk_row, chunk_write)
     windows: tuple[int | None, int] = (None, 0)
-    if live is not None and live_write is not None:
-        places += dense(live_write)
-        windows = live.data_ptr(), live.stride(0)
+    if request_conv is not None and request_conv_write is not None:
+        places += contiguous(request_conv_write)
+        windows = request_conv.data_ptr(), request_conv.stride(0)
     wrong = _kernels()["conv_prompts"](
         x.data_ptr(), x.stride(0), weight.data_ptr(), None if bias is None else bias.data_ptr(),
         conv_state.data_ptr(), conv_state.stride(0), *windows, *(each.data_ptr() for each in places[:4]),
@@ -107,13 +107,8 @@ def causal_conv1d_varlen(
         torch.get_num_threads(),
     )  # fmt: skip
     if wrong:
-        raise IndexError(f"chunk_start_loc: chunk {wrong - 1} has other tokens than the {tokens} there are")
+        raise IndexError(f"chunk_start_loc: chunk {wrong - 1} has tokens outside of [0, {tokens - 1}]")
     return y
-
-
-def function(name: str) -> Kernel:
-    """One of `conv.c`."""
-    return _kernels()[name]
 
 
 @cache

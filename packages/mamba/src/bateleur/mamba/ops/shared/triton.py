@@ -1,4 +1,4 @@
-"""What the kernels share: step sizes, activation, the tokens of no row, and what they ask of their tensors."""
+"""Helpers of the Triton kernels: step sizes, activations, tiles, rows with a destination, and tensor checks."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -14,23 +14,23 @@ INDICES = (
     "chunk_starts_ptr",
     "chunk_write_ptr",
     "kept_ptr",
-    "live_write_ptr",
+    "window_write_ptr",
     "read_ptr",
     "row_chunk_ptr",
     "starts_ptr",
 )
-"""Parameters that are parts of a batch's tensors: where they begin changes from step to step, and a kernel of its own
-for each alignment would be compiled in the middle of one."""
+"""Parameters that point into a larger tensor. Their alignment changes between steps; specializing on it would compile
+kernels in the middle of a step."""
 
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
-"""Launch options of a kernel that has no reason for others."""
+"""Default launch options."""
 
 
 @triton.jit
 def softplus(v):
-    """log(1 + exp(v)) of a float32; a NaN stays one."""
+    """Return log(1 + exp(v)) of a float32; NaN stays NaN."""
     tiny = tl.exp(-tl.abs(v))
-    # log1p, as accurate for a tiny argument: the rounding of 1 + tiny cancels.
+    # log1p that is accurate for tiny arguments: the rounding of 1 + tiny cancels.
     one = 1.0 + tiny
     rest = one - 1.0
     log1p = tl.where(rest == 0.0, tiny, tl.log(one) * (tiny / tl.where(rest == 0.0, 1.0, rest)))
@@ -39,28 +39,28 @@ def softplus(v):
 
 @triton.jit
 def step_size(dt, bias, dt_min, dt_max):
-    """clamp(softplus(dt + bias), dt_min, dt_max) in float32; a NaN stays one, where plain bounds would give a bound."""
+    """Return clamp(softplus(dt + bias), dt_min, dt_max) in float32; NaN stays NaN."""
     step = tl.maximum(softplus(dt.to(tl.float32) + bias), dt_min, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(step, dt_max, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def sigmoid(v):
-    """1 / (1 + exp(-v)) of a float32; a large negative v gives 0, for exp(-v) is then infinite."""
+    """Return 1 / (1 + exp(-v)) of a float32; 0 for large negative v, because exp(-v) is infinite."""
     return 1.0 / (1.0 + tl.exp(-v))
 
 
 @triton.jit
 def silu(v):
-    """v * sigmoid(v) of a float32, in one division."""
+    """Return v * sigmoid(v) of a float32, with one division."""
     return v / (1.0 + tl.exp(-v))
 
 
 @triton.jit
 def rounded(v, PRECISION: tl.constexpr):
-    """A float32 operand of a product in TF32, to nearest: the tensor cores cut bits off, always towards zero.
+    """Round a float32 operand of a TF32 product to nearest; tensor cores truncate towards zero.
 
-    Not a NaN: all bits of CUDA's are set, and the sum would overflow to a zero.
+    NaN is not rounded: all bits of CUDA's NaN are set, and the sum would overflow to zero.
     """
     if PRECISION == "tf32":
         bits = (v.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
@@ -70,48 +70,48 @@ def rounded(v, PRECISION: tl.constexpr):
 
 @triton.jit
 def unless_null(slot, size):
-    """``size``, or 0 for the null slot: how many lanes of a slot are there to be read or written."""
+    """Return the number of lanes of a slot to read or write: ``size``, or 0 for the null slot."""
     return tl.where(slot == 0, 0, size)
 
 
 @triton.jit
 def load_tile(ptr_L, offset_E, real_E, real_L):
-    """(E, L): lanes ``ptr_L`` of entries ``offset_E`` behind them, zeros where one of the two is not real."""
+    """Load (E, L) from the addresses ``ptr_L + offset_E``, zeros where masked."""
     return tl.load(ptr_L[None, :] + offset_E[:, None], mask=real_E[:, None] & real_L[None, :], other=0)
 
 
 @triton.jit
 def store_tile(ptr_L, offset_E, value_EL, real_E, real_L):
-    """Store (E, L) values, in the target's type, to lanes ``ptr_L`` of entries ``offset_E`` behind them."""
+    """Store (E, L) values to the addresses ``ptr_L + offset_E``, in their dtype."""
     element = ptr_L.dtype.element_ty
     tl.store(ptr_L[None, :] + offset_E[:, None], value_EL.to(element), mask=real_E[:, None] & real_L[None, :])
 
 
 @triton.jit
 def rows_of_share(dst_ptr, r, num_rows):
-    """(R,) destinations of the rows ``r`` in this program's share, which axis 1 of the grid names; 0 for the others."""
+    """Load (R,) destinations of the rows ``r`` in this program's share (axis 1 of the grid), 0 for others."""
     mine_R = (r < num_rows) & (r % tl.num_programs(1) == tl.program_id(1))
     return tl.load(dst_ptr + r, mask=mine_R, other=0)
 
 
 @triton.jit
 def next_row(dst_R, r, row):
-    """The first of the rows ``r`` after ``row`` that has a destination; a number above all rows if none has."""
+    """Return the first of the rows ``r`` after ``row`` with a destination; 2^31 - 1 if there is none."""
     return tl.min(tl.where((dst_R != 0) & (r > row), r, 0x7FFFFFFF), 0)
 
 
 def row_shares(num_rows: int, programs: int) -> int:
-    """Into how many shares rows are divided, with ``programs`` programs each.
+    """Return the number of shares that rows are divided into, with ``programs`` programs each.
 
-    Most rows have nothing to do, and a program that finds none takes about 1 us. 2,048 programs are eight rounds of a
-    GPU that holds two on each of 132 multiprocessors, and enough to read states as fast as memory gives them.
+    Most rows have no work, and a program without work takes about 1 us. 2,048 programs are eight waves on a GPU with
+    two programs on each of 132 multiprocessors, which is enough to saturate memory.
     """
     return max(1, min(num_rows, 2048 // programs))
 
 
 @triton.jit
 def zero_tail(out_ptr, first, num_tokens, width, lane_L, real_L):
-    """Zero lanes of the tokens ``first`` to ``num_tokens - 1``, which belong to no row; tokens are ``width`` apart."""
+    """Zero the tokens from ``first`` to ``num_tokens - 1``, which belong to no row; width: distance of tokens."""
     out_L = out_ptr + first.to(tl.int64) * width + lane_L
     for _ in range(num_tokens - first):
         tl.store(out_L, tl.zeros(lane_L.shape, out_ptr.dtype.element_ty), mask=real_L)
@@ -119,7 +119,7 @@ def zero_tail(out_ptr, first, num_tokens, width, lane_L, real_L):
 
 
 def require_dense(dims: int, **tensors: Tensor) -> None:
-    """Raise ValueError unless the last ``dims`` dimensions of each tensor lie as in a fresh one."""
+    """Raise ValueError unless the last ``dims`` dimensions of each tensor are contiguous."""
     for name, tensor in tensors.items():
         step, shape, strides = 1, tensor.shape, tensor.stride()
         for axis in range(-1, -dims - 1, -1):
@@ -130,10 +130,10 @@ def require_dense(dims: int, **tensors: Tensor) -> None:
 
 
 def precision(dtype: torch.dtype, *, state: bool = False) -> str:
-    """How matrices are multiplied that go with activations of ``dtype``.
+    """Return the input precision of matrix products with activations of ``dtype``.
 
-    Halves are exact in TF32, and what they meet is ``rounded`` to 11 bits, of which outputs keep 8 or 11. What goes
-    into a state is not: ``state`` asks for three products, which give 22 bits.
+    bfloat16 and float16 are exact in TF32. The other operand is ``rounded`` to 11 bits, of which outputs keep 8 or 11.
+    Products that are added to a ``state`` use three TF32 products, with 22 bits.
     """
     if dtype == torch.float32:
         return "ieee"
@@ -141,7 +141,7 @@ def precision(dtype: torch.dtype, *, state: bool = False) -> str:
 
 
 def state_tile(head_dim: int, entries: int) -> int:
-    """Rows of a tile: the largest power of two from 16 to ``entries`` of which at most a quarter is padding."""
+    """Return the rows of a tile: the largest power of two in [16, entries] with at most a quarter of padding."""
     rows = max(16, min(entries, int(triton.next_power_of_2(head_dim))))
     while rows > 16 and -(-head_dim // rows) * rows * 4 > head_dim * 5:
         rows //= 2

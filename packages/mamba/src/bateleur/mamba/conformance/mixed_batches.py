@@ -1,0 +1,207 @@
+"""Checks that requests in mixed batches with the real planners get the same outputs as alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from bateleur.mamba.conformance.aliases import check_aliases
+from bateleur.mamba.conformance.problem import Problem, Tokens
+from bateleur.mamba.fold_cache import FoldCache
+from bateleur.mamba.metadata import MambaMetadata
+from bateleur.mamba.mixer import Mixer, MixerBatch
+from bateleur.mamba.planners import plan_copy, plan_step
+from bateleur.mamba.prefill_chunks import PrefillChunker, PrefillChunks
+from bateleur.mamba.recurrence import TensorSpec
+from bateleur.mamba.request_states import RequestStates
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
+from bateleur.mamba.state_pool import StatePool
+
+_REQUESTS, _LEN, _BLOCK, _CHUNK, _HIT = 3, 18, 5, 3, 2
+"""Request `_HIT` starts with the first block of request 0, from its slot."""
+_PROMPTS = (7, 12, 6)
+
+Commit = Callable[[Sequence[int]], Tensor]
+
+
+def check_schedule(problem: Problem, ring_capacity: int, prompt_scan: PromptScan = PromptScan.OWN) -> None:
+    """Run all requests to their ends, with chunked prefills and rejected drafts."""
+    spec, device = problem.spec, problem.device
+    act = {"least": spec.compute_dtype}
+    sizes = (spec.conv_dim, spec.conv_width)
+    weight = problem.draw(TensorSpec("weight", sizes, spec.conv_dtype), **act) * spec.conv_width**-0.5
+    bias = problem.draw(TensorSpec("bias", sizes[:1], spec.conv_dtype), **act)
+    mixer = Mixer(spec, weight, bias, problem.params())
+    inputs = [problem.tokens(_LEN) for _ in range(_REQUESTS)]
+    shared = slice(0, _BLOCK)
+    for ours, theirs in zip(_parts(inputs[_HIT]), _parts(inputs[0]), strict=True):
+        ours[shared] = theirs[shared]
+    wanted = [_alone(problem, mixer, tokens) for tokens in inputs]
+    layout = CacheLayout(
+        MambaCacheMode.ALL, max(_BLOCK, 1 + spec.num_speculative_tokens), spec.num_speculative_tokens, 2 * _LEN,
+        spec.policy, ring_capacity,
+    )  # fmt: skip
+    sizes = (1 + _REQUESTS * layout.columns(), 1 + _REQUESTS)
+    kind = FoldCache if spec.policy is StatePolicy.FOLD else _SlotCache
+    cache = kind(
+        layout,
+        [mixer],
+        num_slots=sizes[0],
+        num_rows=sizes[1],
+        chunk_size=_CHUNK,
+        prompt_scan=prompt_scan,
+    )
+    for tensor in cache.pages.layer(0):
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+    table = torch.arange(1, sizes[0], dtype=torch.int32, device=device).view(_REQUESTS, -1)
+    _play(problem, cache, layout, table, inputs, wanted)
+
+
+def _parts(tokens: Tokens) -> tuple[Tensor, ...]:
+    return (tokens.channels, *tokens.gates)
+
+
+def _alone(problem: Problem, mixer: Mixer, tokens: Tokens) -> list[Tensor]:
+    """Return the outputs of one request, token by token."""
+    keep = mixer.spec.conv_width - 1
+    line = torch.cat([torch.zeros(keep, mixer.spec.conv_dim), tokens.channels.cpu()]).double()
+    assert mixer.conv_bias is not None
+    channels = (line.unfold(0, 1 + keep, 1) * mixer.conv_weight.cpu()).sum(-1) + mixer.conv_bias.cpu()
+    if mixer.spec.conv_activation == "silu":
+        channels = silu(channels)
+    convolved = Tokens(channels, tokens.gates)
+    state = problem.start(None, 0)
+    return problem.run(mixer.params, convolved, range(len(channels)), state)[0]
+
+
+def _play(
+    problem: Problem,
+    cache: FoldCache | _SlotCache,
+    layout: CacheLayout,
+    table: Tensor,
+    inputs: list[Tokens],
+    wanted: list[list[Tensor]],
+) -> None:
+    rng, width, computed = Random(2), 1 + layout.num_speculative_tokens, [0] * _REQUESTS
+    waits = True  # request `_HIT` waits until the slot that it starts from is full
+    while min(computed) < _LEN:
+        if waits and computed[0] > layout.block_size:
+            waits, computed[_HIT] = False, layout.block_size * (layout.block_size == _BLOCK)
+            if computed[_HIT]:
+                table[_HIT, 0] = table[0, 0]
+            cache.admit([1 + _HIT], [computed[_HIT]])
+        ready = [r for r in range(_REQUESTS) if computed[r] < _LEN and not (waits and r == _HIT)]
+        ready = [r for r in ready if rng.random() < 0.8] or ready[:1]
+        decodes = [r for r in ready if computed[r] >= _PROMPTS[r]]
+        who = decodes + [r for r in ready if r not in decodes]
+        most = [min(width, _LEN - computed[r]) if r in decodes else _PROMPTS[r] - computed[r] for r in who]
+        lens = [rng.randint(1, n) for n in most]
+        kept = [rng.randint(1, n) if r in decodes else n for r, n in zip(who, lens, strict=True)]
+        at = torch.tensor([computed[r] for r in who], device=table.device)
+        mix, commit = _step(cache, table[who], [1 + r for r in who], at, lens, len(decodes))
+        tokens = _batch(problem, inputs, who, computed, lens, kept)
+        y, first = mix(tokens.channels, *tokens.gates), 0
+        for r, n, k in zip(who, lens, kept, strict=True):
+            what = f"tokens {computed[r]} to {computed[r] + k} of request {r}, under {layout.policy.value}"
+            problem.outputs(y[first : first + k], wanted[r][computed[r] : computed[r] + k], what)
+            first += n
+        for r, after in zip(who, commit(kept).tolist(), strict=True):
+            computed[r] = after
+
+
+def _step(
+    cache: FoldCache | _SlotCache,
+    table: Tensor,
+    rows: list[int],
+    computed: Tensor,
+    lens: list[int],
+    num_decodes: int,
+) -> tuple[Callable[..., Tensor], Commit]:
+    if isinstance(cache, _SlotCache):
+        return cache.step(table, rows, computed, lens, num_decodes)
+    step = cache.step(table, rows, computed, lens, num_decodes)
+    return lambda *inputs: step.mix(0, *inputs), step.commit
+
+
+def _batch(
+    problem: Problem,
+    inputs: list[Tokens],
+    who: list[int],
+    computed: list[int],
+    lens: list[int],
+    kept: list[int],
+) -> Tokens:
+    """Return the tokens of a step; tokens that will be rejected are random."""
+    flat, at = [torch.cat(parts) for parts in zip(*map(_parts, inputs), strict=True)], []
+    for r, n, k in zip(who, lens, kept, strict=True):
+        at += [_LEN * r + computed[r] + i if i < k else -1 for i in range(n)]
+    index = torch.tensor(at)
+    tokens = Tokens(flat[0], tuple(flat[1:])).of(index.clamp(0))
+    wrong = problem.tokens(len(at))
+    for ours, theirs in zip(_parts(tokens), _parts(wrong), strict=True):
+        ours[index < 0] = theirs[index < 0]
+    return tokens
+
+
+class _SlotCache:
+    """One layer under SLOTS, like `FoldCache`."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        mixers: Sequence[Mixer],
+        *,
+        num_slots: int,
+        num_rows: int,
+        chunk_size: int,
+        prompt_scan: PromptScan,
+    ) -> None:
+        self.layout, (self.mixer,) = layout, mixers
+        self.device = self.mixer.conv_weight.device
+        self.chunker = PrefillChunker(layout, chunk_size, num_rows, prompt_scan)
+        self.pages = StatePool([self.mixer.spec], num_slots, self.device)
+        self.states = RequestStates(num_rows, self.device)
+
+    def admit(self, rows: Sequence[int], computed: Sequence[int]) -> None:
+        self.states.admit(rows, computed)
+
+    def step(
+        self, table: Tensor, rows: list[int], computed: Tensor, lens: list[int], num_decodes: int
+    ) -> tuple[Callable[..., Tensor], Commit]:
+        """Plan a step; return the functions that compute and commit it."""
+        request_row, starts = (
+            torch.tensor(rows, device=self.device),
+            np.add.accumulate([0, *lens], dtype=np.int32),
+        )
+        loc, kept = torch.from_numpy(starts).to(self.device), self.states.gather(request_row)
+        plan = plan_step(self.layout, table, computed, loc.diff(), kept.accepted, prev_col=kept.prev_col)
+        chunks, first = PrefillChunks.empty(self.device), num_decodes
+        if first < len(rows):
+            before = computed[first:].int().cpu().numpy()
+            chunks = self.chunker.split(starts[first:] - starts[first], before, table[first:])
+            check_aliases(chunks, plan.ssm_read[first:])
+        split = (first, int(starts[first]), len(rows) - first)
+        longest = max(lens[:first], default=1)
+        meta = MambaMetadata(*split, plan, loc, chunks, self.chunker.chunk_size, longest, request_row)
+        if first:
+            check_aliases(meta.decodes())
+
+        def mix(channels: Tensor, *gates: Tensor) -> Tensor:
+            return self.mixer.mix(channels, gates, MixerBatch.of(meta), self.pages.layer(0), None)
+
+        def commit(accepted: Sequence[int]) -> Tensor:
+            drafts = (loc.diff() - 1).index_fill_(0, torch.arange(first, len(rows), device=self.device), 0)
+            stay = torch.tensor(list(accepted), device=self.device)
+            done = plan_copy(self.layout, table, computed, loc.diff(), drafts, stay, plan)
+            check_aliases(done)
+            self.pages.copy(done)
+            self.states.scatter(request_row, done.accepted, prev_col=done.prev_col)
+            return computed + stay
+
+        return mix, commit

@@ -1,0 +1,137 @@
+"""Random inputs for a recurrence, and the expected results from a function of one token in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bateleur.mamba.recurrence import Recurrence, Tensors, TensorSpec
+from bateleur.metadata.conformance.errors import ConformanceError, Violation
+
+Step = Callable[[Tensors, Tensor, Tensors, Tensor], tuple[Tensor, Tensor]]
+"""step(params, channels (conv_dim,), gates, state) -> (y, state): one token in float64, not in place."""
+
+_MARGIN = 3
+"""Unused columns of the projection before the channels and after the gates."""
+
+
+def broken(what: str, part: str = "") -> ConformanceError:
+    """Return the error of a check. part: where the violation belongs, if not to the part that is running."""
+    return ConformanceError("the recurrence", [Violation(part, what)])
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens of one layer."""
+
+    channels: Tensor
+    gates: Tensors
+
+    def of(self, index: Tensor, junk: int = 0) -> Tokens:
+        """Return the tokens `index` as strided views of one projection, followed by `junk` tokens; all else is NaN."""
+        count, device = len(index), self.channels.device
+        parts = [self.channels, *(gate.flatten(1) for gate in self.gates)]
+        dtype, sizes = self.channels.dtype, [part.shape[1] for part in parts]
+        wide = torch.full((count + junk, sum(sizes) + 2 * _MARGIN), torch.nan, dtype=dtype, device=device)
+        views = wide[:, _MARGIN:-_MARGIN].split(sizes, 1)
+        for view, part in zip(views, parts, strict=True):
+            view[:count] = part[index]
+        shapes = [gate.shape[1:] for gate in self.gates]
+        gates = (view.unflatten(1, shape) for view, shape in zip(views[1:], shapes, strict=True))
+        return Tokens(views[0], tuple(gates))
+
+
+class Problem:
+    """A recurrence, its one-token function `step`, and a random generator. Counts calls and compared tokens."""
+
+    def __init__(self, spec: Recurrence, step: Step, tolerance: float, device: str, seed: int) -> None:
+        self.spec, self.step, self.tolerance, self.device = spec, step, tolerance, device
+        self.generator = torch.Generator().manual_seed(seed)
+        self.calls: dict[str, int] = {}
+        self.compared = 0
+        """Number of tokens whose output was compared."""
+
+    def draw(self, spec: TensorSpec, *front: int, least: torch.dtype | None = None) -> Tensor:
+        """Return random values (*front, *shape) with the sign of `spec`, in its dtype or `least`, the wider one."""
+        dtype = spec.dtype if least is None else torch.promote_types(spec.dtype, least)
+        return spec.random((*front, *spec.shape), self.generator).to(self.device, dtype)
+
+    def params(self) -> Tensors:
+        """Return random parameters of one layer."""
+        return tuple(self.draw(each, least=self.spec.compute_dtype) for each in self.spec.parameters)
+
+    def tokens(self, count: int) -> Tokens:
+        """Return random tokens."""
+        spec = self.spec
+        channels = TensorSpec("channels", (spec.conv_dim,), spec.conv_dtype)
+        return Tokens(self.draw(channels, count), tuple(self.draw(gate, count) for gate in spec.gates))
+
+    def states(self, slots: int, *own: int) -> Tensor | None:
+        """Return (slots, *state_shape), random in the slots `own` and NaN in others; None for a pure convolution."""
+        spec = self.spec
+        if not spec.state_shape:
+            return None
+        made = torch.full((slots, *spec.state_shape), torch.nan, dtype=spec.ssm_dtype, device=self.device)
+        for slot in own:
+            made[slot] = self.draw(TensorSpec("state", spec.state_shape, spec.ssm_dtype))
+        return made
+
+    def start(self, state: Tensor | None, slot: int) -> Tensor:
+        """Return the state in a slot for `step`, in float64 on the CPU; shape (0,) for a pure convolution."""
+        shape = self.spec.state_shape or (0,)
+        if state is None or slot == 0:
+            return torch.zeros(shape, dtype=torch.float64)
+        return state[slot].double().cpu()
+
+    def run(
+        self, params: Tensors, tokens: Tokens, index: Sequence[int], state: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run `step` over the tokens `index`; return their outputs, and the states before and after each."""
+        of_layer = tuple(each.double().cpu() for each in params)
+        outputs, states = [], [state]
+        for t in index:
+            gates = tuple(gate[t].double().cpu() for gate in tokens.gates)
+            y, state = self.step(of_layer, tokens.channels[t].double().cpu(), gates, state)
+            outputs.append(y)
+            states.append(state)
+        return outputs, states
+
+    def called(self, name: str) -> None:
+        """Count a call of an operator."""
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def close(self, got: Tensor, want: Tensor, what: str, part: str = "") -> None:
+        """Raise if |got - want| > tolerance * (1 + |want|) for some entry."""
+        if got.shape != want.shape:
+            raise broken(f"{what} has the shape {tuple(got.shape)}; it must be {tuple(want.shape)}", part)
+        found = got.double().cpu()
+        bad = ~((found - want).abs() <= self.tolerance * (1 + want.abs()))
+        if bad.any():
+            at = tuple(bad.nonzero()[0].tolist())
+            raise broken(f"{what} is {float(found[at]):.6g} at {at}; it must be {float(want[at]):.6g}", part)
+
+    def outputs(self, y: Tensor, want: Sequence[Tensor], what: str) -> None:
+        """Check shape, dtype and the leading tokens of the output of an operator."""
+        shape = (len(y), *self.spec.output_shape)
+        if tuple(y.shape) != shape or y.dtype != self.spec.conv_dtype:
+            raise broken(
+                f"{what} returns {y.dtype} {tuple(y.shape)}; it must be {self.spec.conv_dtype} {shape}"
+            )
+        self.compared += len(want)
+        if want:
+            self.close(y[: len(want)], torch.stack(list(want)), f"the output of {what}")
+
+
+def require_unchanged(before: Tensor | None, after: Tensor | None, but: Tensor, what: str) -> None:
+    """Raise if a slot or row changed, except slot 0 and those in `but`."""
+    if before is None or after is None:
+        return
+    equal = (before == after) | (before.isnan() & after.isnan())
+    changed = ~equal.flatten(1).all(1)
+    changed[but.long()] = False
+    changed[0] = False
+    if changed.any():
+        raise broken(f"{what} {int(changed.nonzero()[0])} changed; the operator must not write there")

@@ -1,0 +1,224 @@
+"""Checks replay and fold with rings of every length and every number of accepted tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+from torch import Tensor
+
+from bateleur.mamba.conformance.aliases import check_aliases
+from bateleur.mamba.conformance.problem import Problem, Tokens, broken, require_unchanged
+from bateleur.mamba.conformance.scan_and_update import decode_rows
+from bateleur.mamba.metadata import MambaMetadata
+from bateleur.mamba.planners import ReplayPlan
+from bateleur.mamba.recurrence import FoldBatch, Tensors, TensorSpec
+from bateleur.metadata.conformance.errors import ConformanceError
+
+_LAYERS, _REQUESTS, _SLOTS = 2, 4, 200
+_LEAST_STEPS, _MOST_STEPS = 12, 120
+
+
+@dataclass(slots=True)
+class _Request:
+    """Row, checkpoint slot and length of a request, and by layer its states since the checkpoint."""
+
+    row: int
+    slot: int
+    base: int
+    states: list[list[Tensor]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.states[0]) - 1
+
+
+def check_rings(problem: Problem, drafts: int, capacity: int) -> None:
+    """Run steps until rings of every length and every number of accepted tokens occurred."""
+    run = _Run(problem, drafts, capacity)
+    todo = {f"{a} of {q}" for q in range(1, 2 + drafts) for a in range(1, 1 + q)}
+    todo |= (
+        {f"fill {n}" for n in range(capacity)}
+        | {"in place", "elsewhere"}
+        | ({"boundary"} if drafts else set())
+    )
+    least = _LEAST_STEPS if drafts else 0
+    for done in range(_MOST_STEPS):
+        if not todo and done >= least:
+            return
+        todo -= run.step(todo)
+    raise AssertionError(f"after {_MOST_STEPS} steps these did not occur: {todo}")
+
+
+class _Run:
+    """Tensors of two layers, NaN where nothing was written, and their expected contents."""
+
+    def __init__(self, problem: Problem, drafts: int, capacity: int) -> None:
+        self.problem, self.drafts, self.capacity = problem, drafts, capacity
+        self.rng, self.free = Random(1), list(range(_SLOTS - 1, 0, -1))
+        spec, rows = problem.spec, 2 + _REQUESTS  # one row of the rings is unused
+        self.params = [problem.params() for _ in range(_LAYERS)]
+        self.stacked: Tensors = tuple(torch.stack(each) for each in zip(*self.params, strict=True))
+        self.requests = [
+            _Request(1 + r, self.free.pop() if r % 2 else 0, 3 + 4 * r) for r in range(_REQUESTS)
+        ]
+        own = [request.slot for request in self.requests if request.slot]
+        made = [problem.states(_SLOTS, *own) for _ in range(_LAYERS)]
+        self.state = None if made[0] is None else torch.stack([each for each in made if each is not None])
+        request_conv = TensorSpec("request_conv", (rows, *spec.request_conv_shape), spec.conv_dtype)
+        self.request_conv = problem.draw(request_conv, _LAYERS)
+        keep = (spec.conv_width - 1, spec.conv_dim)
+        self.conv = torch.full(
+            (_LAYERS, _SLOTS, *keep), torch.nan, dtype=spec.conv_dtype, device=problem.device
+        )
+        size = (_LAYERS, rows, capacity)
+        self.ring: Tensors = tuple(
+            torch.full((*size, *each.shape), torch.nan, dtype=each.dtype, device=problem.device)
+            for each in spec.ring_entry
+        )
+        for request in self.requests:
+            request.states = [
+                [problem.start(None if self.state is None else self.state[layer], request.slot)]
+                for layer in range(_LAYERS)
+            ]
+
+    def step(self, todo: set[str]) -> set[str]:
+        """Run a step of random requests and a padded row; return the items of `todo` that occurred."""
+        rng = self.rng
+        who = rng.sample(self.requests, rng.randint(2, _REQUESTS))
+        counts = [self._counts(request, todo) for request in who]
+        done = {f"{a} of {q}" for q, a in counts} | {f"fill {request.length}" for request in who}
+        lens = [q for q, _ in counts]
+        tokens = self.problem.tokens(sum(lens))
+        rows = self._rows(who, lens)
+        check_aliases(rows)
+        for layer in range(_LAYERS):
+            self._replay(layer, who, lens, tokens, rows)
+        for request, (q, a) in zip(who, counts, strict=True):
+            for states in request.states:
+                del states[len(states) - q + a :]
+            self._spoil(request, request.length, request.length + q - a)  # rejected entries must not be read
+        return done | self._fold(who, [a for _, a in counts])
+
+    def _counts(self, request: _Request, todo: set[str]) -> tuple[int, int]:
+        """Return the number of tokens, which fit into the ring, and of accepted tokens."""
+        most = min(1 + self.drafts, self.capacity - request.length)
+        pairs = [(q, a) for q in range(1, 1 + most) for a in range(1, 1 + q)]
+        wanted = [(q, a) for q, a in pairs if f"{a} of {q}" in todo]
+        return self.rng.choice(wanted if wanted and self.rng.random() < 0.7 else pairs)
+
+    def _rows(self, who: list[_Request], lens: list[int]) -> MambaMetadata:
+        def ints(*values: int) -> Tensor:
+            return torch.tensor([*values, 0], device=self.problem.device)
+
+        none = ints(*[0] * len(who))
+        starts, fills = ints(*[r.base for r in who]), ints(*[r.length for r in who])
+        plan = ReplayPlan(ints(*[r.slot for r in who]), none, starts, fills, none)
+        longest = 1 if max(lens) == 1 else 1 + self.drafts
+        return decode_rows([*lens, 0], longest, plan, self.problem.device, ints(*[r.row for r in who]))
+
+    def _replay(
+        self, layer: int, who: list[_Request], lens: list[int], tokens: Tokens, rows: MambaMetadata
+    ) -> None:
+        """Compare outputs; checkpoints must not change, and rings only at the entries of the tokens."""
+        problem, outputs, first = self.problem, [], 0
+        given = tokens.of(torch.arange(sum(lens)), junk=1)
+        state = None if self.state is None else self.state[layer]
+        ring = tuple(each[layer] for each in self.ring)
+        before = tuple(each.clone() for each in (*ring, *(() if state is None else (state,))))
+        y = problem.spec.replay(self.params[layer], given.channels, given.gates, state, ring, rows)
+        problem.called("replay")
+        what = f"a replay of {lens} tokens over rings of {[request.length for request in who]}"
+        for request, n in zip(who, lens, strict=True):
+            index = range(first, first + n)
+            done, states = problem.run(self.params[layer], tokens, index, request.states[layer][-1])
+            outputs += done
+            request.states[layer] += states[1:]
+            first += n
+        problem.outputs(y, outputs, what)
+        nobody = torch.zeros(0)
+        if state is not None:
+            require_unchanged(before[-1], state, nobody, f"{what}: slot")
+        for was, now, entry in zip(before, ring, problem.spec.ring_entry, strict=False):
+            for request, n in zip(who, lens, strict=True):
+                at = self._places(request, request.length - n, request.length)
+                if now[request.row][at].isnan().any():
+                    raise broken(f"{what}: {entry.name} of a token is not in the ring, or is NaN")
+                was[request.row][at] = now[request.row][at]
+            require_unchanged(was, now, nobody, f"{what}: {entry.name} of ring")
+
+    def _places(self, request: _Request, first: int, end: int) -> Tensor:
+        return (request.base + torch.arange(first, end, device=self.problem.device)) % self.capacity
+
+    def _spoil(self, request: _Request, first: int, end: int) -> None:
+        """Set ring entries that are no longer valid to NaN."""
+        for each in self.ring:
+            each[:, request.row, self._places(request, first, end)] = torch.nan
+
+    def _fold(self, who: list[_Request], accepted: list[int]) -> set[str]:
+        """Fold full rings and some others, completely or up to a boundary inside the last accepted tokens."""
+        done: set[str] = set()
+        count, dst = [], []
+        for request, a in zip(who, accepted, strict=True):
+            full = request.length == self.capacity
+            if not full and self.rng.random() < 0.85:
+                count.append(self.rng.randint(-3, 9))  # must be ignored
+                dst.append(0)
+                continue
+            inside = a > 1 and self.rng.random() < 0.6
+            count.append(request.length - (self.rng.randint(1, a - 1) if inside else 0))
+            stay = request.slot != 0 and self.rng.random() < 0.5
+            dst.append(request.slot if stay else self.free.pop())
+            done |= {"in place" if stay else "elsewhere"} | ({"boundary"} if inside else set())
+        if any(dst) or self.rng.random() < 0.3:
+            self._call_fold(who, count, dst)
+        return done
+
+    def _call_fold(self, who: list[_Request], count: list[int], dst: list[int]) -> None:
+        problem, device = self.problem, self.problem.device
+        keep = self.conv.shape[2]
+        offset = [self.rng.randint(0, self.request_conv.shape[2] - keep) for _ in who]
+        fields = (
+            [r.row for r in who], [r.base for r in who], count, [r.slot for r in who], dst, offset,
+        )  # fmt: skip
+        at = FoldBatch(*(torch.tensor(values, device=device) for values in fields))
+        check_aliases(at)
+        kept = tuple(each.clone() for each in (self.conv, *self.ring, *self._states()))
+        problem.spec.fold(self.stacked, self.conv, self.state, self.request_conv, self.ring, at)
+        problem.called("fold")
+        what = f"a fold of {[c for c, d in zip(count, dst, strict=True) if d]} entries"
+        for i, (was, now) in enumerate(zip(kept, (self.conv, *self.ring, *self._states()), strict=True)):
+            ring = 0 < i <= len(self.ring)
+            but = torch.zeros(0) if ring else torch.tensor(dst)
+            for layer in range(_LAYERS):
+                try:
+                    require_unchanged(
+                        was[layer], now[layer], but, f"{what}: {'row of a ring' if ring else 'slot'}"
+                    )
+                except ConformanceError as error:
+                    raise broken(error.violations[0].text, "fold") from None
+        for request, n, slot, first in zip(who, count, dst, offset, strict=True):
+            if slot:
+                self._check_page(request, n, slot, first, what)
+
+    def _states(self) -> Tensors:
+        return () if self.state is None else (self.state,)
+
+    def _check_page(self, request: _Request, n: int, slot: int, first: int, what: str) -> None:
+        """Check the slot that a request was folded to, which becomes its checkpoint."""
+        window = self.request_conv[:, request.row, first : first + self.conv.shape[2]]
+        if not torch.equal(self.conv[:, slot], window):
+            raise broken(
+                f"{what}: the conv window of slot {slot} is not the request conv window from entry {first} on",
+                "fold",
+            )
+        for layer, states in enumerate(request.states):
+            if self.state is not None:
+                where = f"{what}: the state of layer {layer} after {n} of {request.length} entries"
+                self.problem.close(self.state[layer, slot], states[n], where, "fold")
+                states[n] = self.state[layer, slot].double().cpu()  # as it was rounded
+        self._spoil(request, 0, n)
+        request.base, request.slot = request.base + n, slot
+        for states in request.states:
+            del states[:n]

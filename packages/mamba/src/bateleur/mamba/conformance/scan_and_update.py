@@ -1,0 +1,144 @@
+"""Checks scan and update."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bateleur.mamba.conformance.aliases import check_aliases
+from bateleur.mamba.conformance.problem import Problem, Tokens, require_unchanged
+from bateleur.mamba.metadata import MambaMetadata
+from bateleur.mamba.planners import ReplayPlan, SlotPlan
+from bateleur.mamba.prefill_chunks import PrefillChunker, PrefillChunks
+from bateleur.mamba.recurrence import Tensors
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan
+
+_LENS, _COMPUTED = (5, 1, 9, 2, 0), (0, 3, 7, 4, 0)
+"""Tokens of prefill rows, and tokens before them; the last row is padding."""
+_CUTS = ((5, 1), (5, 2), (7, 3), (6, 4), (16, 5), (16, 8), (16, 16))
+"""Block and chunk sizes: rows start and end inside of both, and some chunks have one token."""
+
+
+def check_scan(problem: Problem, prompt_scan: PromptScan = PromptScan.OWN) -> None:
+    """Check outputs and states of ragged prefills for several block and chunk sizes."""
+    params, tokens = problem.params(), problem.tokens(sum(_LENS))
+    starts = np.add.accumulate([0, *_LENS]).astype(np.int32)
+    read = [0, 3, 2, 4, 0]  # rows 0 and 4 start from zero; row 2 also writes slot 2
+    initial = problem.states(60, *{*read} - {0})
+    truth = [
+        problem.run(params, tokens, range(starts[r], starts[r + 1]), problem.start(initial, slot))
+        for r, slot in enumerate(read)
+    ]
+    for block, chunk in _CUTS:
+        layout = CacheLayout(MambaCacheMode.ALL, block, 0, 32)
+        chunker = PrefillChunker(layout, chunk, len(_LENS), prompt_scan)
+        chunks = chunker.split(starts, np.array(_COMPUTED, np.int32), _table(layout, problem.device))
+        check_aliases(chunks, torch.tensor(read))
+        state = None if initial is None else initial.clone()
+        given = tokens.of(torch.arange(starts[-1]), junk=2)
+        reads = torch.tensor(read, device=problem.device)
+        y = problem.spec.scan(params, given.channels, given.gates, state, chunks, chunker.chunk_size, reads)
+        problem.called("scan")
+        what = f"a scan in blocks of {block} and chunks of {chunk}"
+        problem.outputs(y, [y for outputs, _ in truth for y in outputs], what)
+        if state is not None:
+            require_unchanged(initial, state, chunks.chunk_write, f"{what}: slot")
+            _check_chunks(problem, state, chunks, [states for _, states in truth], what)
+
+
+def _table(layout: CacheLayout, device: str) -> Tensor:
+    """Return a block table with slots from 5 on; row 2 has no slot for its first boundary, and ends in slot 2."""
+    table = 5 + torch.arange(len(_LENS) * layout.columns(), dtype=torch.int32).view(len(_LENS), -1) % 50
+    table[2, layout.column(_COMPUTED[2] + 1)] = 0
+    table[2, layout.column(_COMPUTED[2] + _LENS[2])] = 2
+    return table.to(device)
+
+
+def _check_chunks(
+    problem: Problem, state: Tensor, chunks: PrefillChunks, truth: list[list[Tensor]], what: str
+) -> None:
+    """Check the stored state after each chunk; truth: states of each row, before and after its tokens."""
+    first = chunks.query_start_loc.tolist()
+    ends, rows = chunks.chunk_start_loc.tolist()[1:], chunks.chunk_row.tolist()
+    for end, row, slot in zip(ends, rows, chunks.chunk_write.tolist(), strict=True):
+        if slot:
+            done = end - first[row]
+            problem.close(
+                state[slot], truth[row][done], f"{what}: the state of row {row} after {done} tokens"
+            )
+
+
+def check_update(problem: Problem, drafts: int) -> None:
+    """Check decodes under SLOTS with one token, ragged tokens, and the same number of tokens per row."""
+    width, none = 1 + drafts, [0] * (1 + drafts)
+    pages = count(10)
+
+    def fresh() -> list[int]:
+        return [next(pages) for _ in range(width)]
+
+    batches = [
+        # Consecutive slots, updated in place, and a padded row.
+        ([1, 1, 1, 0], [1, 2, 3, 0], [[1, *none[1:]], [2, *none[1:]], [3, *none[1:]], none], 1),
+        # To another slot, from a zero state, and in place.
+        ([1, 1, 1], [4, 0, 3], [fresh(), fresh(), [3, *none[1:]]], 1),
+    ]
+    if drafts:
+        lens = [width, 1, max(1, drafts), 0]
+        batches += [
+            (lens, [4, 3, 0, 0], [[4, *fresh()[1:]], fresh(), [*fresh()[:-1], 0], none], width),
+            ([width, width], [2, 1], [fresh(), fresh()], width),
+        ]
+    params, slots = problem.params(), next(pages) + 3
+    for lens, read, write, longest in batches:
+        tokens = problem.tokens(sum(lens))
+        _update(problem, params, tokens, lens, read, write, longest, slots)
+
+
+def _update(
+    problem: Problem,
+    params: Tensors,
+    tokens: Tokens,
+    lens: list[int],
+    read: list[int],
+    write: list[list[int]],
+    longest: int,
+    slots: int,
+) -> None:
+    initial = problem.states(slots, *{*read} - {0})
+    state = None if initial is None else initial.clone()
+    junk = sum(not n for n in lens)  # one padding token per padded row
+    given = tokens.of(torch.arange(sum(lens)), junk)
+    rows = decode_rows(lens, longest, _slot_plan(read, write, problem.device), problem.device)
+    check_aliases(rows)
+    y = problem.spec.update(params, given.channels, given.gates, state, rows)
+    problem.called("update")
+    what, outputs, first = f"an update of {lens} tokens", [], 0
+    for row, n in enumerate(lens):
+        done, states = problem.run(params, tokens, range(first, first + n), problem.start(initial, read[row]))
+        outputs += done
+        first += n
+        for i, slot in enumerate(write[row][:n]):
+            if slot and state is not None:
+                where = f"{what}: the state of row {row} after token {i}"
+                problem.close(state[slot], states[1 + i], where)
+    problem.outputs(y, outputs, what)
+    written = [slot for r, n in enumerate(lens) for slot in write[r][:n]]
+    require_unchanged(initial, state, torch.tensor(written), f"{what}: slot")
+
+
+def _slot_plan(read: list[int], write: list[list[int]], device: str) -> SlotPlan:
+    reads = torch.tensor(read, device=device)
+    none = torch.zeros_like(reads)
+    return SlotPlan(reads, torch.tensor(write, device=device), none, none, none, none)
+
+
+def decode_rows(
+    lens: list[int], longest: int, plan: SlotPlan | ReplayPlan, device: str, request_row: Tensor | None = None
+) -> MambaMetadata:
+    """Return the metadata of a step of decodes."""
+    loc = torch.tensor(np.add.accumulate([0, *lens]), dtype=torch.int32, device=device)
+    split = (len(lens), sum(lens), 0)
+    return MambaMetadata(*split, plan, loc, PrefillChunks.empty(device), 1, longest, request_row)

@@ -1,0 +1,104 @@
+"""Bytes moved per step, row and layer: the least that the operators have to read and write.
+
+Counted are the tensors that differ between rows: states, conv windows, rings, and the tokens in and out. Weights, which
+all rows share, and index tensors, which are small, are not counted. A state counts once as read and once as written,
+regardless of the number of tokens. The result divided by the memory bandwidth is a lower bound of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bateleur.mamba.recurrence import Recurrence
+from bateleur.mamba.spec import CacheLayout, StatePolicy
+
+
+def window_bytes(spec: Recurrence, entries: int) -> int:
+    """Return the bytes of `entries` inputs of the convolution."""
+    return entries * spec.conv_dim * spec.conv_dtype.itemsize
+
+
+def conv_update_bytes(spec: Recurrence, tokens: int) -> int:
+    """Return the bytes of `causal_conv1d_update`: W - 1 entries read, W - 2 + tokens written, tokens in and out."""
+    window = spec.conv_width - 1
+    return window_bytes(spec, window + (window - 1 + tokens) + 2 * tokens)
+
+
+def token_bytes(spec: Recurrence) -> int:
+    """Return the bytes of one token of `update` or `replay`: channels, gates and y. 0 for a pure convolution."""
+    if not spec.state_shape:
+        return 0
+    size = spec.conv_dim + math.prod(spec.output_shape)
+    return size * spec.conv_dtype.itemsize + sum(gate.nbytes for gate in spec.gates)
+
+
+def state_update_bytes(spec: Recurrence, tokens: int) -> int:
+    """Return the bytes of `update`: one state read, and one state written after each token."""
+    return (1 + tokens) * spec.state_bytes + tokens * token_bytes(spec)
+
+
+def replay_bytes(spec: Recurrence, tokens: int, ring_len: float) -> float:
+    """Return the bytes of `replay`: one state and `ring_len` ring entries read, one ring entry written per token."""
+    entries = (ring_len + tokens) * spec.ring_bytes(1)
+    return spec.state_bytes + entries + tokens * token_bytes(spec)
+
+
+def fold_bytes(spec: Recurrence, count: float) -> float:
+    """Return the bytes of `fold` of `count` ring entries: one state read and written, one conv window copied."""
+    return 2 * spec.state_bytes + count * spec.ring_bytes(1) + 2 * window_bytes(spec, spec.conv_width - 1)
+
+
+def copy_bytes(spec: Recurrence, bias: int = 0) -> int:
+    """Return the bytes of `copy_states` of one slot whose conv window loses its first `bias` entries."""
+    return 2 * (spec.state_bytes + window_bytes(spec, spec.conv_shape[0] - bias))
+
+
+@dataclass(frozen=True, slots=True)
+class FoldCycle:
+    """The steps of a long decode from one fold to the next, with the same number of accepted tokens in every step.
+
+    A ring is folded by the step after which it could not take another full step. Early folds at block boundaries, which
+    are hundreds of tokens apart, are ignored.
+    """
+
+    steps: int
+    """Steps from fold to fold."""
+    accepted: int
+    """Accepted tokens per step."""
+
+    @classmethod
+    def of(cls, layout: CacheLayout, accepted: int) -> FoldCycle:
+        """Compute the cycle of a layout.
+
+        Raises ValueError for a layout of the policy SLOTS, or if `accepted` is not in [1, 1 + K].
+        """
+        width = 1 + layout.num_speculative_tokens
+        if layout.policy is not StatePolicy.FOLD:
+            raise ValueError(f"layout has the policy {layout.policy.value!r}; only 'fold' has a cycle")
+        if not 1 <= accepted <= width:
+            raise ValueError(
+                f"accepted is {accepted}; it must be in [1, 1 + num_speculative_tokens = {width}]"
+            )
+        return cls((layout.ring_capacity - width) // accepted + 1, accepted)
+
+    @property
+    def folded(self) -> int:
+        """Ring entries that the last step folds: all accepted tokens of the cycle."""
+        return self.steps * self.accepted
+
+    @property
+    def mean_ring_len(self) -> float:
+        """Mean number of ring entries at the start of a step."""
+        return self.accepted * (self.steps - 1) / 2
+
+
+def slots_step_bytes(spec: Recurrence, tokens: int) -> int:
+    """Return the bytes of a decode step of `tokens` tokens under SLOTS: convolution and state update."""
+    return conv_update_bytes(spec, tokens) + state_update_bytes(spec, tokens)
+
+
+def fold_step_bytes(spec: Recurrence, tokens: int, cycle: FoldCycle) -> float:
+    """Return the mean bytes of a decode step under FOLD: convolution, replay, and one fold per cycle."""
+    replay = replay_bytes(spec, tokens, cycle.mean_ring_len)
+    return conv_update_bytes(spec, tokens) + replay + fold_bytes(spec, cycle.folded) / cycle.steps

@@ -1,0 +1,314 @@
+"""Builds the metadata of recurrent layers from a staged batch: decode/prefill split, state slots, prefill chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bateleur.mamba.metadata import MambaMetadata
+from bateleur.mamba.metadata_buffers import MetadataBuffers, PiecewiseDecodeBuffers, empty_plan
+from bateleur.mamba.planners import (
+    CopyPlan,
+    FoldPlan,
+    ReplayPlan,
+    SlotPlan,
+    plan_copy,
+    plan_fold,
+    plan_replay,
+    plan_step,
+)
+from bateleur.mamba.prefill_chunks import PrefillChunker, PrefillChunks
+from bateleur.mamba.request_states import RequestStates
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, PromptScan, StatePolicy
+from bateleur.metadata import BuildPhase, CommonAttentionMetadata, GraphSupport, Role, Signature, upload
+
+
+class MambaMetadataBuilder:
+    """Builds `MambaMetadata` from the block table of a KV-cache group whose entries are state slots.
+
+    Slots are written to persistent buffers, so a captured graph of a decode batch can read them. Chunks of prefills are
+    allocated for each batch that has prefills.
+
+    `states` is required for draft tokens and for the FOLD policy. The next KV-cache group then has a table of one
+    column: the row of `states` of each request, 0 in padded rows. `commit` ends the step.
+
+    Args:
+        layout: block-table layout of the group.
+        chunk_size: maximum number of tokens of a prefill chunk.
+        max_num_reqs: maximum number of rows of a batch.
+        device: device of the buffers.
+        states: what requests carry between steps, or None.
+        prompt_scan: kernels that scan prefills. `MambaMetadata.prefill_chunks.prompt_scan` tells which ones a step
+            uses.
+
+    On a CPU, `build` and eager `commit` run the planners in numpy. Set `on_host` to False to use the torch form, which
+    other devices share, for example to check for host-device synchronization.
+
+    Raises ValueError for a chunk size or a row count below 1, and for the FOLD policy without `states`.
+    """
+
+    reads: frozenset[str] = frozenset(
+        {
+            "block_tables",
+            "is_prefilling",
+            "num_computed_tokens",
+            "query_start_loc",
+            "query_start_loc_cpu",
+            "seq_lens_cpu_upper_bound",
+        }
+    )
+    seq_len_fill: int = 0
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        chunk_size: int,
+        max_num_reqs: int,
+        device: torch.device | str,
+        states: RequestStates | None = None,
+        *,
+        prompt_scan: PromptScan = PromptScan.OWN,
+    ) -> None:
+        if max_num_reqs < 1:
+            raise ValueError(f"max_num_reqs is {max_num_reqs}; it must be at least 1")
+        if layout.policy is StatePolicy.FOLD and states is None:
+            raise ValueError("states is None; the policy 'fold' needs RequestStates")
+        self.layout = layout
+        self.states = states
+        self.on_host = torch.device(device).type == "cpu"
+        self.graph_support = self.supports(layout.num_speculative_tokens)
+        self._buffers = MetadataBuffers.allocate(layout, max_num_reqs, device)
+        self._views: dict[int, MetadataBuffers] = {}
+        self._chunker = PrefillChunker(layout, chunk_size, max_num_reqs, prompt_scan)
+        self._no_chunks = PrefillChunks.empty(device)
+        self._piecewise = PiecewiseDecodeBuffers(empty_plan(layout, max_num_reqs, device))
+        self._row_indices = torch.arange(max_num_reqs, device=device)
+
+    @staticmethod
+    def supports(num_speculative_tokens: int) -> GraphSupport:
+        """Return which batches a full graph can be captured for: decode batches only.
+
+        The split and the chunks of a batch with prefills are sizes that a graph would fix.
+        """
+        return GraphSupport.UNIFORM if num_speculative_tokens else GraphSupport.SINGLE_TOKEN
+
+    def build(
+        self,
+        common: CommonAttentionMetadata,
+        group: int,
+        phase: BuildPhase = BuildPhase.RUN,
+    ) -> MambaMetadata:
+        """Build the metadata of KV-cache group `group`. `common` is not modified; `phase` is ignored.
+
+        Raises ValueError for more rows than `max_num_reqs`, for a missing table of request rows (with `states`), and
+        for a decode row after a prefill row (with `states`): a scan would treat its draft tokens as accepted.
+        """
+        del phase
+        buffers = self._views.get(common.num_reqs) or self._buffers_of(common.num_reqs)
+        table, num_reqs = common.block_tables[group], common.num_reqs
+        request_row = None
+        if self.states is not None:
+            request_row = buffers.request_row.copy_(self._request_rows(common, group))
+        plan = self._plan(buffers, common, table)
+        num_decodes, num_tokens, chunks = num_reqs, common.num_tokens, self._no_chunks
+        single = decodes_one_token_each(common)
+        if not single:
+            num_decodes, num_tokens, chunks = self._split(common, table)
+        longest = 1 if single else max(1, min(common.max_query_len, 1 + self.layout.num_speculative_tokens))
+        split = (num_decodes, num_tokens, num_reqs - num_decodes)
+        return MambaMetadata(
+            *split, plan, common.query_start_loc, chunks, self._chunker.chunk_size, longest, request_row
+        )
+
+    def with_piecewise_decodes(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> MambaMetadata:
+        """Return `meta`, which was built for `common`, with `piecewise_decodes` in persistent buffers.
+
+        Its number of rows depends only on the padded number of tokens.
+        """
+        own, rows = self._piecewise, min(common.num_tokens, len(self._buffers.request_row))
+        tokens = meta.num_decode_tokens if meta.num_prefills else common.num_actual_tokens
+        own.fill(meta.plan, meta.query_start_loc, meta.request_row, meta.num_decodes, tokens)
+        decodes = replace(
+            meta,
+            num_decodes=rows,
+            num_decode_tokens=common.num_tokens,
+            num_prefills=0,
+            plan=own.plan.rows(0, rows),
+            query_start_loc=own.query_start_loc[: rows + 1],
+            prefill_chunks=self._no_chunks,
+            max_query_len=1 + self.layout.num_speculative_tokens,
+            request_row=None if meta.request_row is None else own.request_row[:rows],
+        )
+        return replace(meta, piecewise_decodes=decodes)
+
+    def num_repeatable_steps(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> int:
+        """Return how many further steps of the same rows, with one token per row, would get the same `meta`.
+
+        Assumes that the block tables do not change. 0 if requests carry states or if the batch has prefills.
+        """
+        if self.states is not None or meta.num_prefills or not decodes_one_token_each(common):
+            return 0
+        if self.layout.mode is MambaCacheMode.NONE:
+            return self.layout.max_model_len
+        size = self.layout.block_size
+        into_block = (common.seq_len_bound.upper[: common.num_actual_reqs] - 1) % size
+        # The first step of a block reads the previous block's slot and writes another; later steps use one slot.
+        return 0 if (into_block == 0).any() else size - 1 - int(into_block.max())
+
+    def commit(
+        self,
+        meta: MambaMetadata,
+        common: CommonAttentionMetadata,
+        group: int,
+        accepted: Tensor,
+        *,
+        captured: bool = False,
+    ) -> CopyPlan | FoldPlan | None:
+        """End the step that `meta` was built for; call it before the next `build`.
+
+        Updates `states` and returns what to do with the layers' states: `StatePool.copy` for a `CopyPlan`,
+        `StatePool.fold` for a `FoldPlan`, nothing for None.
+
+        Args:
+            meta, common, group: as built.
+            accepted: (R,) integer on the device, accepted tokens of each decode row, the first one included; ignored in
+                prefill rows and padded rows.
+            captured: a graph records the call for decode batches, so nothing may depend on host-side values.
+        """
+        if self.states is None or meta.request_row is None:
+            return None
+        table, computed, starts = (
+            common.block_tables[group],
+            common.num_computed_tokens,
+            common.query_start_loc,
+        )
+        out, eager = self._views[common.num_reqs].commit_plan, self.on_host and not captured
+        lens = starts[1:] - starts[:-1]
+        scanned = None
+        if meta.num_prefills:
+            scanned = self._row_indices[: common.num_reqs] >= meta.num_decodes
+        if isinstance(meta.plan, SlotPlan):
+            assert isinstance(out, CopyPlan)
+            drafts = (lens - 1).clamp_min_(0)
+            if scanned is not None:
+                drafts.masked_fill_(scanned, 0)
+            args = (self.layout, table, computed, lens, drafts, accepted, meta.plan)
+            copies = plan_copy(*args, out, eager=eager)
+            self.states.scatter(meta.request_row, copies.accepted, prev_col=copies.prev_col)
+            return None if self.layout.mode is MambaCacheMode.NONE else copies
+        assert isinstance(out, FoldPlan)
+        flush = None if captured else self._rows_to_flush(meta, common)
+        options = {"flush": flush, "scanned": scanned}
+        fold = plan_fold(self.layout, meta.plan, computed, lens, accepted, **options, out=out, eager=eager)
+        self.states.scatter(meta.request_row, fold.accepted, base=fold.base)
+        return fold
+
+    def signature(self, meta: MambaMetadata) -> Signature:
+        """Return the split, which selects operators, and the bounds that size their launches."""
+        return Signature(
+            (
+                ("num_decodes", Role.CONTROL, meta.num_decodes),
+                ("num_decode_tokens", Role.LAYOUT, meta.num_decode_tokens),
+                ("num_prefills", Role.CONTROL, meta.num_prefills),
+                ("max_chunks_per_row", Role.BOUND, meta.prefill_chunks.max_chunks_per_row),
+                ("chunk_size", Role.LAYOUT, meta.chunk_size),
+                ("max_query_len", Role.BOUND, meta.max_query_len),
+            )
+        )
+
+    def addresses(self) -> Mapping[str, int]:
+        """Return the device address of every persistent buffer, by name."""
+        tensors = self._buffers.plan.tensors() | {"request_row": self._buffers.request_row}
+        tensors |= self._piecewise.tensors()
+        tensors["no_prompts"] = self._no_chunks.query_start_loc
+        return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+    def _plan(
+        self, buffers: MetadataBuffers, common: CommonAttentionMetadata, table: Tensor
+    ) -> SlotPlan | ReplayPlan:
+        """Run the planner of the layout's policy into `buffers`."""
+        computed, plan = common.num_computed_tokens, buffers.plan
+        lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        carried = None if self.states is None else self.states.gather(buffers.request_row)
+        if isinstance(plan, ReplayPlan):
+            assert carried is not None
+            rows = (table, computed, lens, carried.base, carried.accepted)
+            return plan_replay(self.layout, *rows, plan, eager=self.on_host)
+        accepted, prev_col = (None, None) if carried is None else (carried.accepted, carried.prev_col)
+        args = (self.layout, table, computed, lens, accepted, plan)
+        return plan_step(*args, prev_col=prev_col, eager=self.on_host)
+
+    def _buffers_of(self, num_reqs: int) -> MetadataBuffers:
+        most = len(self._buffers.request_row)
+        if num_reqs > most:
+            raise ValueError(f"common: has {num_reqs} rows; the builder was made for max_num_reqs = {most}")
+        views = self._views[num_reqs] = self._buffers.rows(num_reqs)
+        return views
+
+    @staticmethod
+    def _request_rows(common: CommonAttentionMetadata, group: int) -> Tensor:
+        """Return (R,), the column of the next group's table."""
+        tables = common.block_tables[group + 1 : group + 2]
+        if not tables or tables[0].shape[1] != 1:
+            found = f"has {tables[0].shape[1]} columns" if tables else "is missing"
+            raise ValueError(
+                f"common: the table of group {group + 1} {found}; the group after Mamba group {group} must have one "
+                f"column, the row of `states` of each request"
+            )
+        return tables[0].select(1, 0)
+
+    def _rows_to_flush(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> Tensor | None:
+        """Return (R,) bool: decode rows inside a prompt. The next part of the prompt reads a checkpoint, not a ring."""
+        flush = common.is_prefilling.numpy()[: common.num_reqs].copy()
+        flush[meta.num_decodes :] = False
+        if not flush.any():
+            return None
+        return upload(flush, common.query_start_loc.device)
+
+    def _split(self, common: CommonAttentionMetadata, table: Tensor) -> tuple[int, int, PrefillChunks]:
+        """Return the number of decode rows, the number of their tokens, and the chunks of the prefill rows.
+
+        Decodes are the leading rows that continue a state by at most 1 + K tokens, and trailing rows without tokens if
+        there is no prefill row. One token over an existing state is a decode even if it ends a prompt. Several tokens
+        of a prompt are a prefill: an update would keep a state for each of them, as for draft tokens, and the next step
+        would start from the first one.
+        """
+        starts, prompt = common.query_start_loc_cpu.numpy(), common.is_prefilling.numpy()
+        query_lens = starts[1:] - starts[:-1]
+        # An upper bound is enough: it is exact for rows inside a prompt, and other rows always have a state.
+        computed = common.seq_len_bound.upper - query_lens
+        few, drafts = query_lens == 1, self.layout.num_speculative_tokens
+        if drafts:
+            few |= (query_lens > 1) & (query_lens <= 1 + drafts) & ~prompt
+        few &= computed > 0
+        first = int(few.argmin())
+        if few[first] or starts[first] == starts[-1]:
+            return len(few), common.num_tokens, self._no_chunks
+        if self.states is not None:
+            _require_decodes_first(first, prompt[first:], (query_lens[first:] > 0) & (computed[first:] > 0))
+        chunks = self._chunker.split(starts[first:] - starts[first], computed[first:], table[first:])
+        return first, int(starts[first]), chunks
+
+
+def decodes_one_token_each(common: CommonAttentionMetadata) -> bool:
+    """Return whether every row of the batch continues a state by one token."""
+    if common.max_query_len != 1 or not common.num_actual_reqs:
+        return False
+    return bool(np.minimum.reduce(common.seq_len_bound.upper[: common.num_actual_reqs]) > 1)
+
+
+def _require_decodes_first(
+    first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDArray[np.bool_]
+) -> None:
+    """Raise ValueError if a row past its prompt follows a row inside its prompt; arrays start at row `first`."""
+    late = np.logical_or.accumulate(prompt) & ~prompt & continues
+    if late.any():
+        raise ValueError(
+            f"common: row {first + int(late.argmax())} is past its prompt, and row "
+            f"{first + int(prompt.argmax())} before it is not; rows past their prompts come first"
+        )

@@ -1,0 +1,98 @@
+"""Copies states between slots: one launch for all rows and layers.
+
+Most rows have no copy, so programs skip to the rows with a destination: see `rows_of_share`.
+Legend: E entries of a conv window, C conv channels, S entries of a state, R rows.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from bateleur.mamba.ops.shared.triton import (
+    LAUNCH,
+    load_tile,
+    next_row,
+    require_dense,
+    row_shares,
+    rows_of_share,
+    store_tile,
+    unless_null,
+)
+from bateleur.metadata.dispatch import cdiv
+
+_MOST_PROGRAMS = 32  # per row, for the SSM state
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def copy_kernel(
+    conv_ptr, ssm_ptr, conv_src_ptr, bias_ptr, ssm_src_ptr, dst_ptr,
+    conv_layer, conv_slot, conv_entry, ssm_layer, ssm_slot, num_rows,
+    ENTRIES: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Grid (parts of the state + tiles of conv channels, shares of rows, layers).
+
+    At least 9 blocks a multiprocessor.
+    """
+    part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    conv_ptr += layer * conv_layer
+    ssm_ptr += layer * ssm_layer
+    for begin in range(0, num_rows, BLOCK_R):
+        r = begin + tl.arange(0, BLOCK_R)
+        dst_R = rows_of_share(dst_ptr, r, num_rows)
+        row = next_row(dst_R, r, -1)
+        while row < num_rows:
+            dst = tl.load(dst_ptr + row).to(tl.int64)
+            if part < PARTS:
+                src = tl.load(ssm_src_ptr + row).to(tl.int64)
+                size = tl.where(src == dst, 0, SIZE)  # nothing to copy
+                for first in range(part * BLOCK_S, size, PARTS * BLOCK_S):
+                    s = first + tl.arange(0, BLOCK_S)
+                    state_S = tl.load(ssm_ptr + src * ssm_slot + s, mask=s < unless_null(src, SIZE), other=0)
+                    tl.store(ssm_ptr + dst * ssm_slot + s, state_S, mask=s < SIZE)
+            else:
+                src, bias = tl.load(conv_src_ptr + row).to(tl.int64), tl.load(bias_ptr + row).to(tl.int32)
+                e, c = tl.arange(0, BLOCK_E), (part - PARTS) * BLOCK_C + tl.arange(0, BLOCK_C)
+                moved_E, read_C = e < ENTRIES - bias, c < unless_null(src, CHANNELS)
+                window_EC = load_tile(
+                    conv_ptr + src * conv_slot + c, (e + bias) * conv_entry, moved_E, read_C
+                )
+                tl.debug_barrier()  # source and destination may be one slot
+                store_tile(conv_ptr + dst * conv_slot + c, e * conv_entry, window_EC, moved_E, c < CHANNELS)
+            row = next_row(dst_R, r, row)
+
+
+@cache
+def tile_options(entries: int, size: int) -> dict[str, Any]:
+    """Return tile sizes and launch options of `copy_kernel`; size: entries of an SSM state, 0 for none."""
+    block_s = min(4096, triton.next_power_of_2(max(1, size)))
+    return LAUNCH | {
+        "PARTS": min(_MOST_PROGRAMS, cdiv(size, block_s)),
+        "BLOCK_E": triton.next_power_of_2(entries),
+        "BLOCK_C": 256,
+        "BLOCK_S": block_s,
+        "BLOCK_R": 256,
+    }
+
+
+def copy_states(conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst):
+    """See `bateleur.mamba.ops.copy_states`; no row may write a slot that another row reads."""
+    require_dense(1, conv_state=conv_state)
+    layers, _, entries, channels = conv_state.shape
+    size, strides = 0, (0, 0)  # no SSM states
+    if ssm_state is not None:
+        require_dense(3, ssm_state=ssm_state)
+        size, strides = ssm_state.shape[2:].numel(), ssm_state.stride()[:2]
+    options = tile_options(entries, size)
+    parts, num_rows = options["PARTS"] + cdiv(channels, options["BLOCK_C"]), dst.shape[0]
+    copy_kernel[(parts, row_shares(num_rows, parts * layers), layers)](
+        conv_state, conv_state if ssm_state is None else ssm_state, conv_src, conv_bias, ssm_src, dst,
+        *conv_state.stride()[:3], *strides, num_rows,
+        ENTRIES=entries, CHANNELS=channels, SIZE=size, **options,
+    )  # fmt: skip

@@ -1,0 +1,287 @@
+"""Allocates state slots to requests, and publishes full blocks to the prefix cache. Used in all modes but NONE.
+
+A Mamba block is one state slot in the block table of a request. Column c holds the state after at most
+(c + 1) * block_size tokens. While the request computes the tokens of the block, the slot is overwritten. When the block
+is full, the slot is never written again and may be published. The state after t tokens is in column
+(t - 1) // block_size.
+"""
+
+# Shape letters: R rows of a step.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bateleur.mamba.prefix_retention import PrefixRetention
+from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
+from bateleur.metadata import BlockTable, expand_ranges
+
+_ONE = np.array(1, np.int32)
+
+
+class StateBlockPool(Protocol):
+    """Reference-counted state slots 1, 2, ..., and the prefix keys of published ones."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots."""
+
+    @property
+    def num_free(self) -> int:
+        """Number of slots that `allocate` can return now."""
+
+    def allocate(self, count: int) -> list[int]:
+        """Return free slots, each with one reference."""
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Add one reference to each published slot."""
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Remove one reference from each slot. A published slot keeps its key until it is reused."""
+
+    def publish(self, page: int, key: bytes) -> bool:
+        """Set the key of a referenced slot. Returns False if another slot has the key, which it keeps."""
+
+    def find(self, key: bytes) -> int:
+        """Return the slot with `key`, 0 if there is none."""
+
+    def forget(self, page: int) -> None:
+        """Remove the key of a slot."""
+
+    def clear(self) -> None:
+        """Remove all references and keys."""
+
+
+class _BlockChanges(NamedTuple):
+    """Changes to the blocks of R rows after a step."""
+
+    dropped: list[list[int]]
+    """(index in the step, row, column, slot) of each block to remove from the prefix cache."""
+    published: list[list[int]]
+    """The same of each block to publish."""
+    freed: NDArray[np.int64]
+    """Cells of the flattened block table whose slots no later step reads."""
+
+
+class MambaStateManager:
+    """Block tables of state slots for all request rows, over one pool.
+
+    A prefill may pass boundaries that `retention` keeps. These get slots only if the pool has more free slots than
+    running requests may still need. The state at the end of the step always gets a slot.
+
+    Args:
+        pool: slots; at least `layout.slots_per_request()` per row.
+        num_rows: rows of the request table.
+        layout: block-table layout, in a mode other than NONE.
+        retention: block boundaries that stay in the prefix cache.
+
+    Raises ValueError if the pool is too small.
+    """
+
+    def __init__(
+        self, pool: StateBlockPool, num_rows: int, layout: CacheLayout, retention: PrefixRetention
+    ) -> None:
+        assert layout.mode is not MambaCacheMode.NONE
+        self._max_per_row = layout.slots_per_request()
+        if pool.capacity < self._max_per_row * num_rows:
+            raise ValueError(
+                f"pool has {pool.capacity} pages; {num_rows} rows need {self._max_per_row * num_rows}"
+            )
+        self.pool = pool
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.retention = retention
+        self.blocks = BlockTable(np.zeros((num_rows, layout.columns()), dtype=np.int32))
+        self.table = self.blocks.ids
+        self._folds = layout.policy is StatePolicy.FOLD
+        # By row: the slot that it published last, 0 if another request had published the same prefix first.
+        self._last_published = np.zeros(num_rows, dtype=np.int64)
+        self._last_key = [(-1, b"")] * num_rows
+        """By row: the last published column, and its key."""
+        self._always_kept = np.array([retention.always_keeps(column) for column in range(layout.columns())])
+        self._max_blocks_per_decode = 1 + layout.num_speculative_blocks
+        # By row past its prompt: all columns that it may write up to this number of tokens have slots.
+        self._allocated_tokens = np.zeros(num_rows, dtype=np.int64)
+        # By row: number of computed tokens at which `commit` next has work; 0 inside a prompt.
+        self._next_commit = np.zeros(num_rows, np.int64)
+
+    def admit(self, row: int, num_tokens: int, page: int) -> None:
+        """Start a request in `row` from the cached state after `num_tokens` tokens in slot `page`; 0 for no hit."""
+        self._allocated_tokens[row] = self._next_commit[row] = 0
+        if num_tokens:
+            self.pool.hold([page])
+            self.blocks.write(row, self.layout.column(num_tokens), page)
+
+    def allocate_blocks(
+        self,
+        rows: NDArray[np.int64],
+        computed_R: NDArray[np.int32],
+        query_lens_R: NDArray[np.int32],
+        num_decodes: int,
+        prompt_lens_R: NDArray[np.int32],
+        uncertain_R: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Allocate a slot for every column that the step may write.
+
+        Args:
+            rows: (R,) request rows; the first `num_decodes` are past their prompts.
+            computed_R: (R,) tokens before the step, or an upper bound.
+            query_lens_R: (R,) tokens of the step.
+            num_decodes: number of leading rows past their prompts.
+            prompt_lens_R: (R,) tokens that each row was admitted with.
+            uncertain_R: (R,) how much `computed_R` may be too high; None if it is exact.
+        """
+        cells = self._missing_cells(rows, computed_R, query_lens_R, num_decodes, uncertain_R)
+        if len(cells):
+            self.blocks.write_cells(cells, self.pool.allocate(len(cells)))
+        for i in range(num_decodes, len(rows)):
+            row, computed, after = int(rows[i]), int(computed_R[i]), int(computed_R[i] + query_lens_R[i])
+            if not self.table[row, last := (after - 1) // self.block_size]:
+                kept = self.retention.columns_to_publish(computed, after, int(prompt_lens_R[i]))
+                self._allocate_prefill(row, last, kept)
+
+    def _missing_cells(
+        self,
+        rows: NDArray[np.int64],
+        computed_R: NDArray[np.int32],
+        query_lens_R: NDArray[np.int32],
+        num_decodes: int,
+        uncertain_R: NDArray[np.int32] | None,
+    ) -> NDArray[np.int64]:
+        """Return the cells of the flattened table that decodes may write and that have no slot; mark them allocated."""
+        rows = rows[:num_decodes]
+        num_columns_R = np.minimum(query_lens_R[:num_decodes], self._max_blocks_per_decode)
+        written_R = computed_R[:num_decodes]
+        if not self._folds:
+            written_R = written_R + query_lens_R[:num_decodes] - _ONE
+        if not (written_R + (num_columns_R - 1) * self.block_size >= self._allocated_tokens[rows]).any():
+            return rows[:0]
+        first_R = upper_R = written_R // self.block_size
+        if uncertain_R is not None:
+            first_R = (written_R - uncertain_R[:num_decodes]) // self.block_size
+        end_R = np.minimum(upper_R + num_columns_R, self.table.shape[1])
+        which, columns = expand_ranges(np.arange(len(rows)), first_R, end_R - first_R)
+        self._allocated_tokens[rows] = end_R * self.block_size
+        missing = self.table[rows[which], columns] == 0
+        cells: NDArray[np.int64] = rows[which[missing]] * self.table.shape[1] + columns[missing]
+        return cells
+
+    def _allocate_prefill(self, row: int, last: int, kept: list[int]) -> None:
+        """Allocate the last column of a prefill, and the boundaries `kept` as far as the pool has slots to spare."""
+        (page,) = self.pool.allocate(1)
+        self.blocks.write(row, last, page)
+        # The running block has a slot already if an earlier step wrote to it.
+        missing = [column for column in kept if self.table[row, column] == 0]
+        if not missing:
+            return
+        held_R = np.count_nonzero(self.table, axis=1)
+        reserve = int(np.maximum(self._max_per_row - held_R, 0).sum())
+        room = min(len(missing), self.pool.num_free - reserve)
+        if room > 0:  # later boundaries are more likely to be hit
+            self.blocks.write(row, np.array(missing[-room:]), self.pool.allocate(room))
+
+    def commit(
+        self,
+        rows: NDArray[np.int64],
+        before_R: NDArray[np.int32],
+        after_R: NDArray[np.int32],
+        prompt_lens_R: NDArray[np.int32],
+        key: Callable[[int, int], bytes],
+    ) -> None:
+        """After a step: publish full blocks, drop blocks from the prefix cache, and free slots no longer read.
+
+        Args:
+            rows: (R,) request rows.
+            before_R, after_R: (R,) tokens before and after the step.
+            prompt_lens_R: (R,) tokens that each row was admitted with.
+            key: key(i, num_tokens) is the prefix key of the first `num_tokens` tokens of the i-th row of the step.
+        """
+        pool, size = self.pool, self.block_size
+        index = (after_R >= self._next_commit[rows]).nonzero()[0]
+        changes = self._changes(index, rows[index], before_R[index], after_R[index], prompt_lens_R[index])
+        for _, row, column, page in changes.dropped:
+            last, name = self._last_key[row]
+            if last == column and page == pool.find(name):
+                pool.forget(page)
+        for i, row, column, page in changes.published:
+            name = key(i, (column + 1) * size)
+            self._last_published[row] = page if pool.publish(page, name) else 0
+            self._last_key[row] = column, name
+        if len(changes.freed):
+            pool.free(self.table.reshape(-1)[changes.freed].tolist())
+            self.blocks.write_cells(changes.freed, 0)
+
+    def _changes(
+        self,
+        index: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        before_R: NDArray[np.int32],
+        after_R: NDArray[np.int32],
+        prompt_lens_R: NDArray[np.int32],
+    ) -> _BlockChanges:
+        """Return the changes of `commit` for the rows at `index` of the step, by the rules of `PrefixRetention`."""
+        size, rule = self.block_size, self.retention
+        first_R, ends_R = before_R // size, (prompt_lens_R - 1) // size - 1
+        counts_R = after_R // size - first_R
+        passed = counts_R.nonzero()[0]
+        before = first_R[passed] - 1
+        newest = self._last_published[rows[passed]]
+        drop = (before >= 0) & ~self._always_kept[before] & (newest > 0) & rule.last
+        which, columns = expand_ranges(passed, first_R[passed], counts_R[passed])
+        publish = self._always_kept[columns]
+        if rule.prompt_end:
+            drop &= before != ends_R[passed]
+            publish |= columns == ends_R[which]
+        if rule.last:
+            publish |= columns == (first_R + counts_R)[which] - 1
+        pages = self.table[rows[which], columns]
+        publish &= pages > 0
+        dropped = np.stack((index[passed], rows[passed], before, newest), 1)[drop].tolist()
+        published = np.stack((index[which], rows[which], columns, pages), 1)[publish].tolist()
+        in_prompt_R = before_R < prompt_lens_R
+        oldest_R = self._oldest(after_R, in_prompt_R)
+        moved = (in_prompt_R | (oldest_R > self._oldest(before_R, in_prompt_R))).nonzero()[0]
+        held = self.table[rows[moved]] * (np.arange(self.table.shape[1]) < oldest_R[moved, None])
+        where, columns = held.nonzero()
+        freed = rows[moved[where]] * self.table.shape[1] + columns
+        self._next_commit[rows] = self._next_change(after_R, prompt_lens_R)
+        return _BlockChanges(dropped, published, freed)
+
+    def _next_change(
+        self, computed_R: NDArray[np.int32], prompt_lens_R: NDArray[np.int32]
+    ) -> NDArray[np.int64]:
+        """Return (R,) the number of computed tokens at which `commit` next has work; 0 inside a prompt."""
+        size = self.block_size
+        full_R = (computed_R // size + 1) * size
+        if not self._folds:  # the first state of a block frees the slot of the block before
+            full_R = np.minimum(full_R, np.maximum(computed_R - 1, 0) // size * size + size + 1)
+        return np.where(computed_R < prompt_lens_R, 0, full_R)
+
+    def _oldest(self, computed_R: NDArray[np.int32], in_prompt_R: NDArray[np.bool_]) -> NDArray[np.int32]:
+        """Return (R,) the first column that a later step may read.
+
+        Usually the column of the last state. Under FOLD, the checkpoint of a row past its prompt may still be in the
+        column of the last boundary.
+        """
+        last_R = np.maximum(computed_R - 1, 0) // self.block_size
+        if not self._folds:
+            return last_R
+        boundary_R = np.maximum(computed_R // self.block_size - 1, 0)
+        return np.where(in_prompt_R, last_R, boundary_R)
+
+    def clear(self) -> None:
+        """Free all slots and remove all keys."""
+        self.blocks.clear_all()
+        self._last_published[:] = self._allocated_tokens[:] = self._next_commit[:] = 0
+        self.pool.clear()
+
+    def release(self, row: int) -> None:
+        """Free all slots of a row."""
+        held = self.table[row]
+        self.pool.free(held[held > 0].tolist())
+        self.blocks.clear(row)
+        self._last_published[row] = self._allocated_tokens[row] = self._next_commit[row] = 0
