@@ -1,4 +1,4 @@
-"""Random problems for the operators: rows of given lengths, slots, and states poisoned where nothing may look."""
+"""Random inputs for the operators: ragged rows, slots, and states that are NaN where nothing may be read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def cut(lens: Sequence[int], phases: Sequence[int], size: int) -> tuple[list[int], list[int], list[int]]:
-    """Chunk starts, the row of each, and the first chunk of each row, one token at a time."""
+    """Return chunk starts, the row of each chunk and the first chunk of each row, computed token by token."""
     starts, rows, first, token = [], [], [0], 0
     for row, (length, phase) in enumerate(zip(lens, phases, strict=True)):
         for i in range(length):
@@ -44,7 +44,7 @@ class Problem:
 
     @property
     def chunk_write(self) -> Tensor:
-        """Pages by chunk: `pages` where given, else each row's last chunk goes to the row's slot in `write`."""
+        """Slot after each chunk: from `pages` if given, else only each row's last chunk is stored, in `write`."""
         if "pages" in self.chunks:
             return self.chunks["pages"]
         pages, first = [0] * len(self.chunks["chunk_row"]), self.chunks["row_chunk_loc"].tolist()
@@ -181,7 +181,7 @@ class Layer:
 
 
 class Stream:
-    """The tokens of one request, and what a recurrence over them gives: outputs, and the page after each token."""
+    """Tokens of one request, with the expected outputs and the state after each token."""
 
     def __init__(self, layer: Layer, tokens: int, seed: int) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -208,7 +208,7 @@ class Stream:
             self.z[t] = z * torch.sigmoid(z)
 
     def tokens(self, first: int, end: int, junk: int = 0) -> dict[str, Tensor]:
-        """Inputs of tokens first to end, and `junk` ones behind them that are not numbers."""
+        """Inputs of the tokens from first to end, followed by `junk` NaN tokens."""
         names = ("x", "dt", "B", "C", "u")
         parts = {name: getattr(self, name)[first:end] for name in names}
         return {
@@ -218,19 +218,19 @@ class Stream:
 
 @pytest.fixture(scope="session")
 def make_layer() -> Callable[..., Layer]:
-    """Builds a `Layer`, which builds streams."""
+    """Factory of `Layer`."""
     return Layer
 
 
 @pytest.fixture(scope="session")
 def make() -> Callable[..., Problem]:
-    """Builds a `Problem`."""
+    """Factory of `Problem`."""
     return build
 
 
 @pytest.fixture(scope="session")
 def loop_chunks() -> Callable[..., tuple[list[int], list[int], list[int]]]:
-    """The chunk metadata as a plain loop."""
+    """Compute the chunk metadata with a plain loop."""
     return cut
 
 

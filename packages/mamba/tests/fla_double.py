@@ -1,4 +1,4 @@
-"""fla-core's two functions, token by token, and what tests give to a scan by it."""
+"""A test double of fla-core's two functions, and inputs for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bateleur.metadata.conformance._host_sync import is_composite, waits_for_dev
 
 
 class Double:
-    """Both functions of fla-core, token by token in float64; they look at what they are given."""
+    """Both functions of fla-core, token by token in float64, with checks of their arguments."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -80,7 +80,7 @@ class Double:
 
     @classmethod
     def installed(cls, monkeypatch: pytest.MonkeyPatch) -> Double:
-        """In place of the package; whoever asks forgets it afterwards (`fla.kernel.cache_clear`)."""
+        """Install the double in place of the package; call `fla.kernel.cache_clear` afterwards."""
         made = cls()
         for home in fla.FUNCTIONS.values():
             module = ModuleType(home.module)
@@ -96,7 +96,7 @@ def cut(
     scan: PromptScan = PromptScan.FLA,
     device: str = "cpu",
 ) -> tuple[PrefillChunks, Tensor]:
-    """The chunks of rows that go from some tokens to others, in blocks or none; and the table, slots from 1 on."""
+    """Return the chunks of rows with (first, last) tokens, and a block table with slots from 1 on."""
     mode = MambaCacheMode.ALL if block else MambaCacheMode.NONE
     layout = CacheLayout(mode, block or 400, 0, 400)
     table = 1 + torch.arange(len(spans) * layout.columns(), dtype=torch.int32, device=device).view(
@@ -110,7 +110,7 @@ def cut(
 def arguments(
     spec: GatedDelta | KimiDelta, tokens: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Of `spec.scan`, but the prompts."""
+    """Arguments of `spec.scan` except the chunks."""
     rng = torch.Generator().manual_seed(0)
     params = tuple(each.random(each.shape, rng).float() for each in spec.parameters)
     gates = tuple(each.random((tokens, *each.shape), rng).to(dtype) for each in spec.gates)
@@ -120,7 +120,7 @@ def arguments(
 
 
 class NoWait(TorchDispatchMode):
-    """Every tensor counts as one of a device."""
+    """Make every tensor report a CUDA device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_composite(func):  # as they come in inference mode: what they are made of is to be looked at
@@ -133,7 +133,7 @@ class NoWait(TorchDispatchMode):
 
 
 def unlooked(call: Callable[..., Any]) -> Callable[..., Any]:
-    """With the signature of a call, and zeros for results."""
+    """A function with the signature of a call, which returns zeros."""
 
     def zeros(**given: Any) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(given["v"]), torch.zeros_like(given["initial_state"])

@@ -1,4 +1,4 @@
-"""One token of each recurrence, in float64: what the public kit holds them to."""
+"""One-token functions of the recurrences in float64, for `check_recurrence`."""
 
 from __future__ import annotations
 

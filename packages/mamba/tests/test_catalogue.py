@@ -1,4 +1,4 @@
-"""Tests of the bug catalogue that belong to no other file; and every id of it, M01 to M38, has one somewhere."""
+"""Bug catalogue tests that fit no other file, and a check that each of M01 to M38 has a test."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Groups:
 
 
 def as_lists(meta: MambaMetadata) -> dict[str, object]:
-    """Everything that the operators are given, as copies."""
+    """Return copies of all arguments of the operators."""
     plan = {field.name: getattr(meta.plan, field.name).tolist() for field in fields(SlotPlan)}
     cut = {
         f"p_{field.name}": getattr(meta.prefill_chunks, field.name) for field in fields(meta.prefill_chunks)
@@ -151,7 +151,7 @@ def test_m08_m25_a_dummy_step_leaves_every_state(phase):
 
 
 def run_layer(spec: Mamba2, meta: MambaMetadata, tokens: int, conv: Tensor, ssm: Tensor) -> None:
-    """All that a layer does to its states in a step."""
+    """Run all operators of a step that write states."""
     heads = spec.num_heads
     u, dt, weight = (
         torch.randn(tokens, spec.conv_dim),
@@ -187,7 +187,7 @@ def test_m08_m25_a_dummy_step_under_fold_leaves_pages_rings_and_requests():
 
 
 def fold_cache(layout: CacheLayout, rows: int = 3) -> tuple[FoldCache, Tensor]:
-    """One layer, and a page of its own for every column of every row but the null one."""
+    """One layer, with a slot for every column of every row except row 0."""
     torch.manual_seed(0)
     f64, heads = torch.float64, 2
     drafts = layout.num_speculative_tokens

@@ -1,4 +1,4 @@
-"""The builder keeps the contract of all builders: classes A, C, D, E, G, L and M of the bug catalogue."""
+"""The metadata builder passes `check_builder`: classes A, C, D, E, G, L and M of the bug catalogue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMITS = BatchLimits(max_num_reqs=7, max_num_tokens=40, max_model_len=24)
 
 
 def as_elsewhere(made: MambaMetadataBuilder) -> MambaMetadataBuilder:
-    """A host may look at its own memory, and what is asked is whether others would wait."""
+    """Use the torch form on the CPU, so that the check sees synchronization of other devices."""
     made.on_host = False
     return made
 
@@ -30,7 +30,7 @@ def builder(drafts: int, kind: type[MambaMetadataBuilder] = MambaMetadataBuilder
 
 
 def check(drafts: int, kind: type[MambaMetadataBuilder] = MambaMetadataBuilder) -> frozenset[str]:
-    """Behind an attention group, as in a hybrid model."""
+    """The Mamba group follows an attention group, as in a hybrid model."""
     groups = (KVCacheGroup(4, 6), KVCacheGroup(LIMITS.max_model_len, 1 + drafts, has_slots=False))
     lens = (1, 1 + drafts)[: 1 + (drafts > 0)]
     report = check_builder(builder(drafts, kind), LIMITS, groups=groups, group=1, query_lens=lens)
@@ -51,7 +51,7 @@ class MakesSlotsAnew(MambaMetadataBuilder):
 
 
 class RemembersTheLargest(MambaMetadataBuilder):
-    """Stale `is_prefilling`, as in vLLM #41841: once a batch had prompts, later ones are split like it."""
+    """Stale `is_prefilling`, as in vLLM #41841: later batches are split like an earlier one with prefills."""
 
     prompts = 0
 

@@ -1,4 +1,4 @@
-"""The kit for recurrences passes those that come along, and finds what is planted in each part."""
+"""`check_recurrence` passes the recurrences of the package, and finds planted defects in each part."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_mamba2_conforms_in_low_precision(act, kept):
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("act", [F64, torch.bfloat16])
 def test_a_short_convolution_conforms(width, act):
-    """Its state is (0,) for the reference, and None for its operators."""
+    """The state of a pure convolution is (0,) for the reference and None for the operators."""
     spec = ShortConv(5, conv_width=width, conv_dtype=act)
     report = check_recurrence(spec, one_token(spec))
     assert min(report.calls[name] for name in ("scan", "update", "replay", "fold")) > 4
@@ -86,7 +86,7 @@ class KeepsBoundariesOneChunkLate(Mamba2):
 
 
 class KeepsEndsAlone(Mamba2):
-    """State pages where a step ended, as in `align`: a boundary inside of a prompt is lost."""
+    """Stores only the state at the end of a step: a boundary inside a prefill is lost."""
 
     def scan(self, params, channels, gates, state, chunks, chunk_size, read):
         last = torch.zeros_like(chunks.chunk_write)
@@ -111,7 +111,7 @@ class KeepsTheLastTokenAlone(Mamba2):
 
 
 class UpdatesInRowOrder(Mamba2):
-    """As if row r had slot r: right until a row moves."""
+    """Assumes that row r has slot r."""
 
     def update(self, params, channels, gates, state, rows):
         order = rows.plan.ssm_read.sort().values
@@ -128,7 +128,7 @@ class AdvancesTheCheckpoint(Mamba2):
 
 
 class CountsWhatWasRejected(Mamba2):
-    """The ring goes on behind the tokens of the last step, accepted or not."""
+    """Appends to the ring after rejected tokens."""
 
     def replay(self, params, channels, gates, state, ring, rows):
         longer = (rows.plan.ring_len + (rows.plan.ring_len > 0)).clamp(max=ring[0].shape[1] - 4)
@@ -150,7 +150,7 @@ class FoldsOneTooFew(Mamba2):
 
 
 class FoldsInPlace(Mamba2):
-    """The boundary's page stays empty, and the running state moves."""
+    """Writes a fold to the source slot instead of the boundary's slot."""
 
     def fold(self, params, conv, state, request_conv, ring, at):
         dst = torch.where((at.src > 0) & (at.dst > 0), at.src, at.dst)
@@ -172,7 +172,7 @@ class TakesTheOldestWindow(Mamba2):
 
 
 class LooksAtTheWholeBatch(Mamba2):
-    """Right for a batch of chunks alone: it takes the gates of the step's first tokens."""
+    """Uses the gates of the step's first tokens, which is right only without decodes."""
 
     def scan(self, params, channels, gates, state, chunks, chunk_size, read):
         whole = gates[0]

@@ -1,4 +1,4 @@
-"""The delta rules are held to a function of one token by the public kit."""
+"""`check_recurrence` passes the delta rules."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def device() -> torch.device:
 
 
 def make(model: str, name: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of an operator; row r reads slot and ring r + 1."""
+    """Return the arguments of an operator; row r uses slot and ring r + 1."""
     groups, heads, dim, per_channel = MODELS[model]
     lens = MANY if name == "delta_scan_varlen" else FEW
     rng, tokens, rows = torch.Generator().manual_seed(0), sum(lens), torch.arange(1, ROWS + 1)
@@ -92,7 +92,7 @@ def moved(args: dict[str, Any], device: torch.device) -> dict[str, Any]:
 def test_forms_equal_the_reference(
     device: torch.device, model: str, dtype: torch.dtype, tolerance: float, name: str
 ) -> None:
-    """Errors are measured against the largest entry. States, and what goes into them, keep more digits than outputs."""
+    """Errors are relative to the largest entry. States have a smaller tolerance than outputs."""
     args = make(model, name, dtype)
     want, got = moved(args, torch.device("cpu")), moved(args, device)
     want["o"], got["o"] = getattr(reference, name)(**want), load(FORMS[name].triton or "")(**got)

@@ -1,4 +1,4 @@
-"""Prompts of delta rules by fla-core: which steps, and what its kernels are given, on a double that has its signature.
+"""Delta-rule prefills by fla-core: when it is used, and its arguments, with a test double.
 
 The package itself is tested in `test_fla_package`, where it is installed.
 """
@@ -81,7 +81,7 @@ def test_a_scan_by_fla_conforms(kind: str, double: Double, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_both_scans_agree_over_many_tiles(kind: str, double: Double) -> None:
-    """Rows of several tiles, without tokens, from nothing and in place; tokens of no row behind them."""
+    """Rows of several tiles, an empty row, zero and in-place states, and padding tokens."""
     spans, read = [(3, 133), (0, 0), (0, 64), (9, 10)], torch.tensor([1, 0, 0, 4])
     found = []
     for scan in (OWN, FLA):

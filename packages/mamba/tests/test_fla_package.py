@@ -1,4 +1,4 @@
-"""The kernels of fla-core themselves, where it is installed: `uv sync --extra fla` in packages/mamba."""
+"""The real kernels of fla-core, if it is installed: `uv sync --extra fla` in packages/mamba."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_m1_its_host_side_does_not_wait(kind: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def interpretable() -> Iterator[None]:
-    """What the interpreter lacks: a choice of configurations without timing, and loops that count in its numbers."""
+    """Patch the interpreter: autotuning without timing, and loop counters."""
     fla.kernel(False), fla.kernel(True)
     from triton import language as tl
     from triton.runtime.autotuner import Autotuner
@@ -76,7 +76,7 @@ def interpretable() -> Iterator[None]:
 def both(
     kind: str, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Outputs and states of our scan and of theirs, for the same arguments."""
+    """Return outputs and states of both scans for the same arguments."""
     found = []
     for scan in (OWN, FLA):
         given = arguments(SPECS[kind], 198, dtype)

@@ -1,4 +1,4 @@
-"""Layers without an engine: any schedule over pages and rings gives what each request gets alone."""
+"""`FoldCache`: random schedules give the same outputs as each request alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mixer_of(drafts: int, seed: int, width: int = 3, bias: bool = False) -> Mixe
 
 
 class Inputs:
-    """What two layers are fed of each token of some requests, and what comes out of each request alone."""
+    """Inputs of two layers for several requests, and the outputs of each request alone."""
 
     def __init__(self, mixers: list[Mixer], requests: int, seed: int) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -62,7 +62,7 @@ class Inputs:
 
 
 def play(inputs: Inputs, layout: CacheLayout, chunk: int, seed: int) -> list[Tensor]:
-    """All requests to their ends, in random batches with random drafts; a page of its own for every column."""
+    """Run all requests to their ends in random batches with random drafts."""
     rng, size, width = random.Random(seed), len(inputs.xbc), 1 + layout.num_speculative_tokens
     columns = layout.columns()
     cache = FoldCache(
@@ -111,7 +111,7 @@ def test_any_schedule_is_each_request_alone(seed):
 
 
 def test_a_prompt_may_go_on_after_decodes():
-    """A chat: 10 tokens of prompt, two decodes that stay in the ring, and 8 tokens of what the user says next."""
+    """A prefill of 10 tokens, two decodes that stay in the ring, and a prefill of 8 tokens."""
     inputs = Inputs([mixer_of(2, 0)], 1, 0)
     cache = FoldCache(
         CacheLayout(ALL, 16, 2, LEN, FOLD), inputs.mixers, num_slots=6, num_rows=2, chunk_size=4
@@ -126,7 +126,7 @@ def test_a_prompt_may_go_on_after_decodes():
 
 
 def test_a_prompt_after_decodes_needs_the_page_of_its_block():
-    """What is in the ring has to go somewhere; it is in the ring still when the page is there."""
+    """A prefill after decodes needs a slot to fold the ring to; after an error the ring is unchanged."""
     inputs = Inputs([mixer_of(2, 0)], 1, 0)
     cache = FoldCache(CacheLayout(ALL, 8, 2, LEN, FOLD), inputs.mixers, num_slots=6, num_rows=2, chunk_size=4)
     table, n = torch.tensor([[1, 0, 2, 0, 0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
@@ -178,7 +178,7 @@ def test_bad_rings_are_refused(sizes, message):
 
 
 class Calls(TorchDispatchMode):
-    """The operators of this package, in the order in which they are called."""
+    """Records the operators of this package in call order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_a_step_ends_in_one_operator_for_all_layers_of_a_shape():
-    """Each is a launch on a GPU, outside of any graph."""
+    """Each operator is a kernel launch outside of graphs."""
     mixers, layout = [mixer_of(2, 0, width) for width in (3, 4, 3, 3)], CacheLayout(ALL, 8, 2, LEN, FOLD)
     cache = FoldCache(layout, mixers, num_slots=6, num_rows=2, chunk_size=4)
     assert cache.pages.groups == ([0, 2, 3], [1])
@@ -234,7 +234,7 @@ def test_m19_bad_steps_are_refused():
     step.commit([1, 1])
     with pytest.raises(ValueError, match="the step was committed before"):
         step.commit([1, 1])
-    rule = "all must be different, and from 1 to 2, for row 0 is null"
+    rule = "all must be different, and in .1, 2.; row 0 is null"
     for rows in ([0, 1], [1, 1], [2, 3], [-1, 1]):
         for call in (
             lambda rows=rows: cache.step(table, rows, n, [1, 1]),

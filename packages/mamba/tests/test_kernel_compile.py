@@ -1,4 +1,4 @@
-"""Every kernel compiled for sm_90 as it is launched at published sizes: no spills, and the occupancy that it states.
+"""Every kernel is compiled for sm_90 with its launches at published sizes: no spills, and the stated occupancy.
 
 Tensors are on the CPU and hold nothing: nothing runs, and fake tensors give views of one token other strides.
 """
@@ -34,12 +34,12 @@ WIDTH, CAPACITY, LAYERS, SLOTS = 4, 16, 3, 9
 INT32, INT64 = torch.int32, torch.int64
 TYPES = [torch.bfloat16, torch.float32]
 SIZES = ((64, 700), (1, 1), (33, 1027), (1024, 1030))
-"""Rows and tokens of the batches that kernels are launched for. The first one must compile all that the others need."""
+"""Rows and tokens of the launched batches. The first batch must compile all kernels that the others need."""
 PROMPTS = ((8, 700), (1, 1), (3, 1027), (40, 1030))
 
 
 def part(size: int, dtype: torch.dtype, first: int) -> Tensor:
-    """A part of a batch's tensor that begins at entry ``first``."""
+    """A view that starts at entry ``first`` of a larger tensor."""
     return torch.empty(first + size, dtype=dtype)[first:]
 
 
@@ -59,7 +59,7 @@ class Mamba2:
         return self.heads * self.head_dim, self.groups * self.state_size, self.groups * self.state_size
 
     def projected(self, num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
-        """What a layer's projection and its convolution give: views, as a split makes them."""
+        """Outputs of a layer's projection and convolution, as strided views."""
         projection = torch.empty(num_tokens, self.channels[0] + sum(self.channels) + self.heads, dtype=dtype)
         z, xbc, dt = projection.split([self.channels[0], sum(self.channels), self.heads], 1)
         x, B, C = torch.empty(num_tokens, sum(self.channels), dtype=dtype).split(list(self.channels), 1)
@@ -90,7 +90,7 @@ class Mamba2:
         }
 
     def names(self) -> dict[str, str]:
-        """Its operators, by what they do."""
+        """The layer's operators by name."""
         return {
             "state": "ssm_state", "update": "selective_state_update", "replay": "replay_update", "fold": "fold_ring",
             "scan": "ssd_scan_varlen",
@@ -124,7 +124,7 @@ class Delta:
         return (self.heads, self.key_dim) if self.per_channel else (self.heads,)
 
     def projected(self, num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
-        """What a layer's projections and its convolution give: views, as a split makes them."""
+        """Outputs of a layer's projections and convolution, as strided views."""
         values = self.channels[2]
         last = 128 if self.per_channel else self.heads
         sizes = [sum(self.channels), values, self.heads, last]
@@ -152,7 +152,7 @@ class Delta:
         }
 
     def names(self) -> dict[str, str]:
-        """Its operators, by what they do."""
+        """The layer's operators by name."""
         return {
             "state": "state", "update": "delta_state_update", "replay": "delta_replay_update",
             "fold": "delta_fold_ring", "scan": "delta_scan_varlen",
@@ -176,7 +176,7 @@ MODELS: dict[str, Mamba2 | Delta] = {
 
 
 class Batch:
-    """Launches of a layer's operators on ``num_rows`` rows; as in a step, tensors of prompts begin anywhere."""
+    """Launches of a layer's operators for ``num_rows`` rows; tensors of prefills have any alignment."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Batch:
         yield "gated_rms_norm", self.layer.norm(self.given, self.dtype)
 
     def copies(self) -> Launches:
-        """What follows a step under SLOTS."""
+        """The state copies after a step under SLOTS."""
         more = {name: self.index() for name in ("conv_src", "conv_bias", "ssm_src", "dst")}
         yield "copy_states", {"conv_state": self.request_conv, "ssm_state": self.state} | more
 
@@ -225,7 +225,7 @@ class Batch:
         yield self.names["replay"], self.given | rings | more | {self.names["state"]: self.state[1]}
 
     def folds(self) -> Launches:
-        """What follows a step under FOLD."""
+        """The folds after a step under FOLD."""
         names = ("ring_row", "ring_start", "count", "src", "dst", "page_offset")
         more = {name: self.index() for name in names} | {
             "conv_state": self.conv,
@@ -266,7 +266,7 @@ PARTS: dict[str, Callable[[Batch], Launches]] = {
 
 
 def launch(launches: Launches) -> None:
-    """Call the Triton form of each operator with those of the arguments that it takes."""
+    """Call the Triton form of each operator with the arguments of its signature."""
     for name, given in launches:
         form = triton_form(name)
         code = form.__code__
@@ -274,7 +274,7 @@ def launch(launches: Launches) -> None:
 
 
 def check(found: Compiled, record: Callable[[str, object], None], what: str) -> None:
-    """Kernels were launched, and none has a fault."""
+    """Check that kernels were launched and that none has a fault."""
     assert found.kernels
     for kernel in found.kernels:
         name = f"mamba {kernel.name} {what}"
@@ -283,7 +283,7 @@ def check(found: Compiled, record: Callable[[str, object], None], what: str) -> 
 
 
 def kernels_of_sizes(make: Callable[[int, int], None], sizes: Sequence[tuple[int, int]] = SIZES) -> Compiled:
-    """Launch for batches of each size. What the first one compiled must serve all."""
+    """Launch for all batch sizes; only the first may compile kernels."""
     with compiling() as found:
         make(*sizes[0])
         end = len(found.launches)
@@ -294,7 +294,7 @@ def kernels_of_sizes(make: Callable[[int, int], None], sizes: Sequence[tuple[int
 
 
 SMALL = ("Granite-4.0-H-350M", "Qwen3.5-9B of four ranks")
-"""Not in float32: they need less of it than the others."""
+"""Kernels that are not compiled for float32."""
 CASES = [
     *product(MODELS, [torch.bfloat16], [torch.float32], PARTS),
     *product([model for model in MODELS if model not in SMALL], [torch.float32], [torch.float32], PARTS),
@@ -315,7 +315,7 @@ def test_a_published_layer(
     part: str,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """One kernel serves batches of all sizes; states are read by 16 bytes a thread."""
+    """One kernel is used for all batch sizes, and states are read with 16 bytes per thread."""
     layer = MODELS[model]
 
     def make(num_rows: int, num_tokens: int) -> None:
@@ -358,7 +358,7 @@ def test_windows_of_a_pure_convolution(
 
 @pytest.mark.parametrize("dtype", TYPES, ids=case_id)
 def test_a_scan_of_three_heads(dtype: torch.dtype) -> None:
-    """Sizes that are multiples of nothing: what is allocated for a scan is aligned for any number of tokens."""
+    """Odd sizes: buffers of a scan are aligned for any number of tokens."""
     layer = Mamba2(3, 16, 16, 1, 16)
 
     def make(num_rows: int, num_tokens: int) -> None:
@@ -382,7 +382,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("mode", MambaCacheMode)
 @pytest.mark.parametrize("there", [False, True])
 def test_planners(there: bool, mode: MambaCacheMode, record_property: Callable[[str, object], None]) -> None:
-    """With and without what may be missing."""
+    """With and without optional arguments."""
     layout = LAYOUTS[mode]
 
     def make(num_rows: int, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The byte counts against what the operators look at and leave behind, found by spoiling one piece after another."""
+"""The byte counts against the bytes that operators use, found by corrupting one piece after another."""
 
 from __future__ import annotations
 

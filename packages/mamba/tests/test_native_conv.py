@@ -1,4 +1,4 @@
-"""Convolutions and gated norms in C, in float32 and bfloat16: torch's form, and a token's bits are its own."""
+"""C forms of convolutions and gated norms: equal to the torch form, with bits that do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOTS, LIVE, SPARE = 13, 5, 2
 
 
 class Case:
-    """Three rows of prompts and their windows: from slot 2, from nothing, and from slot 3."""
+    """Three prefill rows that start from slot 2, from zeros, and from slot 3."""
 
     def __init__(self, dtype: torch.dtype, channels: int, taps: int, bias: bool, lens: list[int]) -> None:
         make = torch.Generator().manual_seed(channels + taps)
@@ -54,7 +54,7 @@ class Case:
         return y, windows, request_conv
 
     def one_by_one(self, row: int) -> tuple[Tensor, list[Tensor]]:
-        """Outputs of single updates, and the window behind each."""
+        """Outputs of single-token updates, and the window after each."""
         windows, one = self.windows[[0, int(self.read[row])]].nan_to_num(0), torch.ones(1, dtype=torch.int64)
         windows[1] *= int(self.read[row] != 0)
         ys, kept = [], [windows[1, : self.keep].clone()]
@@ -77,7 +77,7 @@ class Case:
 def test_prompts_cut_anywhere_are_single_tokens(
     dtype: torch.dtype, channels: int, taps: int, bias: bool, lens: list[int], data: Any
 ) -> None:
-    """Outputs and windows, to the bit; what is in no chunk's slot, or behind a window, stays."""
+    """Outputs and windows are equal to the bit, and other memory is unchanged."""
     case = Case(dtype, channels, taps, bias, lens)
     chunks, write, want = [], [], case.windows.clone()
     singles = [case.one_by_one(row) for row in range(3)]
@@ -116,7 +116,7 @@ def test_prompts_are_as_torch_has_them(dtype: torch.dtype, bias: bool, monkeypat
 
 
 def test_a_window_that_another_row_reads_is_read_before_it_is_written() -> None:
-    """Of prompts, too: torch's form takes them."""
+    """The C form rejects prefill rows that share a slot; the torch form is used."""
     case = Case(torch.float32, 21, 4, True, [5, 0, 6])
     y, windows, _ = case.prompts([[5], [], [6]], [3, 2])
     apart, want, _ = case.prompts([[5], [], [6]], [5, 6])
@@ -153,7 +153,7 @@ def test_gated_norms_are_as_torch_has_them(
     activation: str,
     monkeypatch: Any,
 ) -> None:
-    """And a token's bits are the same alone."""
+    """A token alone has the same bits."""
     make = torch.Generator().manual_seed(size)
     x, z = torch.randn(2, 9, 2 * groups * size, generator=make).to(dtype).tensor_split(2, 2)[1]
     weight = torch.randn(size if shared else groups * size, generator=make).to(dtype)

@@ -1,4 +1,4 @@
-"""Replay and fold in C: what updates of single tokens give, to the bit, wherever a ring begins and a fold ends."""
+"""C forms of replay and fold: the bits of single-token updates, wherever a ring starts and a fold ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = [(8, 64, 64, 1), (4, 16, 128, 2), (2, 5, 7, 1), (3, 20, 40, 3), (1, 33,
 
 
 class Layer:
-    """Parameters, and tokens as views of what a projection returns."""
+    """Parameters, and tokens as strided views of a projection."""
 
     def __init__(
         self, shape: tuple[int, int, int, int], tokens: int, dtype: torch.dtype = torch.float32
@@ -88,7 +88,7 @@ def replay(
 def test_replays_and_folds_are_updates_of_single_tokens(
     shape: tuple[int, int, int, int], capacity: int, dtype: torch.dtype
 ) -> None:
-    """Through rejected tokens, rings that begin anywhere, states from nothing and folds onto the state itself."""
+    """With rejected tokens, any ring start, zero states, and in-place folds."""
     layer = Layer(shape, 40, dtype)
     states, rings = layer.states(6), layer.rings(4, capacity)
     begin = {1: states[2].clone(), 3: torch.zeros_like(states[0])}
@@ -126,7 +126,7 @@ def test_replays_and_folds_are_updates_of_single_tokens(
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_several_tokens_of_an_update_are_single_ones(dtype: torch.dtype) -> None:
-    """And what each of them leaves is in the slot that it names."""
+    """The state after each token is in its slot."""
     for shape in SHAPES:
         layer = Layer(shape, 12, dtype)
         states, starts = layer.states(9), torch.tensor([0, 5, 8, 8], dtype=I32)
@@ -163,7 +163,7 @@ def test_threads_change_no_bit(threads: int) -> None:
     + [("slot", 6), ("ring_row", 4), ("ring_len", 7)],
 )
 def test_what_is_outside_is_refused(field: str, value: int) -> None:
-    """And nothing was done: neither to the rows before it."""
+    """Nothing was written, not even by earlier rows."""
     layer = Layer((2, 4, 8, 1), 6)
     states, rings = layer.states(6), layer.rings(4, 6)
     rows = {"slot": [1, 2], "ring_row": [1, 2], "ring_start": [0, 0], "ring_len": [0, 0]}
@@ -184,7 +184,7 @@ def test_what_is_outside_is_refused(field: str, value: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bfloat16_is_as_torch_has_it(shape: tuple[int, int, int, int], monkeypatch: Any) -> None:
-    """Updates of single tokens, which all else is compared with."""
+    """Single-token updates, the reference of the other tests."""
     layer = Layer(shape, 9, torch.bfloat16)
     y, states = layer.one_by_one(layer.states(3)[2], 0, 9)
     assert y.dtype == torch.bfloat16
@@ -219,7 +219,7 @@ def test_other_forms_are_torchs(monkeypatch: Any) -> None:
 def test_a_slot_that_another_row_reads_is_not_written_before(
     read: list[int], write: list[int], ok: bool
 ) -> None:
-    """Rows are computed in any order in C, so torch's form, which reads all of them first, takes these."""
+    """C computes rows in any order, so the torch form, which reads all slots first, is used."""
     layer, reads = Layer((2, 4, 8, 1), 4), torch.tensor(read)
     states, starts = layer.states(5), torch.tensor([0, 2, 4], dtype=I32)
     writes = torch.tensor([[0, write[0]], [0, write[1]]])

@@ -1,4 +1,4 @@
-"""The recurrence over prompts in C: what updates of single tokens give, to the bit, wherever prompts are cut."""
+"""C form of the prefill scan: the bits of single-token updates, for all chunkings."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_slots_outside_the_cache_are_refused() -> None:
     ("read", "write", "count"), [(4, 1, 2), (1, 4, 2), (-1, 1, 2), (1, -1, 2), (1, 1, 6)]
 )
 def test_updates_outside_the_cache_are_refused(read: int, write: int, count: int) -> None:
-    """Or of more tokens than there are."""
+    """Also with more tokens than the batch has."""
     inputs, states = layer(2, 4, 8, 1, tokens=5), torch.zeros(4, 2, 4, 8)
     numbers = [inputs[name] for name in ("x", "dt", "A", "B", "C", "D", "dt_bias")]
     starts, windows = torch.tensor([0, count], dtype=I32), torch.zeros(4, 9, 6)
@@ -130,7 +130,7 @@ def test_updates_outside_the_cache_are_refused(read: int, write: int, count: int
 
 @compiles
 def test_a_slot_that_another_row_reads_is_read_before_it_is_written() -> None:
-    """Rows are computed in any order in C, so torch's form, which reads all of them first, takes these."""
+    """C computes rows in any order, so the torch form, which reads all slots first, is used."""
     read, write, rows = (
         torch.tensor([1, 2, 0]),
         torch.tensor([3, 0, 2, 1]),

@@ -1,4 +1,4 @@
-"""Every operator against its naive reference, in odd shapes, with NaN wherever nothing may look."""
+"""Every operator against its reference, with odd shapes, and NaN where nothing may be read."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_read_slot_stays_as_it_was(make):
 
 
 def test_rows_without_tokens_write_nothing(make):
-    """Even when a caller gives them real slots, and after a larger batch has left its rows behind."""
+    """Padded rows with real slots, after a larger batch, change nothing."""
     make([3, 5, 9]).scan(ops)
     problem = make([0, 4, 0], drafts=3)
     before = problem.copy()
@@ -141,7 +141,7 @@ def test_rows_without_tokens_write_nothing(make):
 
 
 def test_decode_padding_is_neutral(make):
-    """Padded rows behind real ones in the one-token path, with NaN inputs: no slot but 0 changes."""
+    """Padded rows with NaN inputs and one token per row change only slot 0."""
     problem = make([1, 1, 0, 0], padding=2, read=[1, 2, 0, 0])
     want = make([1, 1], read=[1, 2])
     for target in (problem.conv, problem.ssm):
@@ -161,7 +161,7 @@ def test_decode_padding_is_neutral(make):
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 16])
 def test_scan_is_update_token_by_token(make, chunk_size):
-    """Chunks, the recurrence, and the update operator one token at a time: one function."""
+    """The scan, the recurrence and single-token updates agree."""
     lens = [13, 4, 1]
     chunked = make(lens, chunk_size=chunk_size, phases=[0, 3 % chunk_size, 0])
     single = chunked.copy()
@@ -192,7 +192,7 @@ def test_scan_is_update_token_by_token(make, chunk_size):
     neighbour=st.integers(1, 6),
 )
 def test_any_split_of_a_prompt_is_the_same(make, parts, chunk_size, width, neighbour):
-    """States and outputs do not depend on how a prompt is cut into steps, nor on who shares the batch."""
+    """States and outputs do not depend on how a prompt is split, or on the other rows."""
     total = sum(parts)
     whole = make([total], read=[0], write=[1], chunk_size=chunk_size, width=width)
     pieces = whole.copy()
@@ -256,7 +256,7 @@ def test_large_decays_do_not_overflow(make):
 
 
 def test_chunks_take_several_pieces(make, monkeypatch):
-    """A few tokens of a chunk at a time give what all of them at once do."""
+    """The tile size does not change results."""
     problem = make([50, 3])
     want = problem.copy().scan(ops)
     monkeypatch.setattr("bateleur.mamba.ops.mamba2_scan._TILE", 3)
@@ -264,7 +264,7 @@ def test_chunks_take_several_pieces(make, monkeypatch):
 
 
 def test_wide_copies_on_cpu(make):
-    """States large enough for the 16-byte path, in float32 and in float16."""
+    """States large enough for 16-byte writes, in float32 and float16."""
     for dtype in (torch.float32, torch.float16):
         got = make([1] * 8, heads=4, channels=16, size=64, groups=2, dtype=torch.float32, state_dtype=dtype)
         want = got.copy()
@@ -283,7 +283,7 @@ def test_no_tokens(make):
 @pytest.mark.parametrize("slots", [(2, 3, 4), (4, 3, 2), (2, 4, 5), (0, 1, 2), (3, 3, 4)], ids=str)
 @pytest.mark.parametrize("name", ["causal_conv1d_update", "selective_state_update"])
 def test_update_in_place_is_the_same_as_through_a_copy(name: str, slots: tuple[int, ...]) -> None:
-    """Rows with neighbouring slots are updated in place on CPU; every other order takes the copy."""
+    """Rows with consecutive slots in every order."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:

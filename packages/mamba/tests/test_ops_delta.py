@@ -1,4 +1,4 @@
-"""The delta rules: every form against the naive reference, with NaN wherever nothing may look.
+"""The delta rules: every form against the reference, with NaN where nothing may be read.
 
 What an operator makes of a step is compared as a whole: outputs of tokens that are owned, and all that it may write to.
 """
@@ -79,14 +79,14 @@ class Batch:
         return torch.randn(shape, generator=self.g, dtype=F64).to(dtype or self.dtype)
 
     def states(self, slots: int, used: Sequence[int]) -> Tensor:
-        """NaN but in some slots."""
+        """NaN except in some slots."""
         state = torch.full((slots, self.heads, self.lanes, self.size), NAN, dtype=self.state_dtype)
         for slot in set(used) - {0}:
             state[slot] = self.rand(*state.shape[1:], dtype=self.state_dtype)
         return state
 
     def rings(self, rows: Sequence[int], starts: Sequence[int], held: Sequence[int]) -> dict[str, Tensor]:
-        """Of 7 rows and 6 entries: NaN but where a row has one."""
+        """Rings of 7 rows and 6 entries, NaN except for valid entries."""
         shapes = (self.groups, self.size), (self.heads, self.lanes), self.params["dt_bias"].shape
         k, u, g = (torch.full((7, 6, *shape), NAN, dtype=self.exact) for shape in shapes)
         for row, start, count in zip(rows, starts, held, strict=True):
@@ -193,7 +193,7 @@ def test_prompts_match_the_reference(shape, by_channel, dtype, state_dtype, tole
 @pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_updates_match_the_reference(shape, by_channel, dtype, state_dtype, tolerance):
-    """Slots that are neighbours in order and keep their place, and others; row 0 writes where row 1 reads."""
+    """Consecutive slots in place, and others; row 0 writes a slot that row 1 reads."""
     for lens in ([1, 1, 1], [1], [2, 2, 2], [3, 1, 2, 3], [2, 0, 1, 0]):
         batch = Batch(lens, shape, by_channel, dtype, state_dtype)
         own = torch.arange(1, 1 + len(lens))[:, None] + 10 * torch.arange(max(lens))
@@ -207,7 +207,7 @@ def test_updates_match_the_reference(shape, by_channel, dtype, state_dtype, tole
 @pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_replays_match_the_reference(shape, by_channel, dtype, state_dtype, tolerance):
-    """Rings of every fill, begun anywhere; slots in order, out of order and null."""
+    """Rings of every length and start; slots in order, out of order, and null."""
     for lens in ([1, 1, 1, 1], [1], [2, 2, 2], [3, 1, 0, 2]):
         batch, n = Batch(lens, shape, by_channel, dtype, state_dtype), len(lens)
         for held in ([0, 0, 0, 0], [3, 1, 0, 2], [2, 2, 2, 2], [0, 4, 0, 3]):
@@ -220,7 +220,7 @@ def test_replays_match_the_reference(shape, by_channel, dtype, state_dtype, tole
 @pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_folds_match_the_reference(shape, by_channel, dtype, state_dtype, tolerance):
-    """In place, elsewhere, onto what another row reads, from nothing, of nothing, and not at all."""
+    """In place, to another slot, to a slot that another row reads, from zeros, empty, and skipped."""
     batch = Batch([1], shape, by_channel, dtype, state_dtype)
     rows = {"ring_row": [6, 1, 3, 2], "ring_start": [5, 1003, 3, 2], "page_offset": [0, 2, 1, 1]}
     for count in ([1, 6, 3, 2], [4, 0, 5, 0]):
@@ -273,7 +273,7 @@ def test_one_recurrence_by_every_operator(form, by_channel):
 @BY_CHANNEL
 @pytest.mark.parametrize("form", FORMS)
 def test_rejected_tokens_leave_no_trace(form, by_channel):
-    """They are not numbers, and nothing that an accepted token gets or leaves behind depends on them."""
+    """Rejected tokens are NaN; no result of an accepted token depends on them."""
     batch = Batch([4, 3], by_channel=by_channel)
     clean = batch.replay([1, 2], [3, 1], [4, 0], [1, 3])
     dirty = copied(clean)
@@ -291,7 +291,7 @@ def test_rejected_tokens_leave_no_trace(form, by_channel):
 @BY_CHANNEL
 @pytest.mark.parametrize("form", FORMS)
 def test_padded_rows_and_tokens_are_neutral(form, by_channel):
-    """One token a row, the last ones of nobody: null slots, tokens that are no numbers. A large batch goes before."""
+    """One token per row; padded rows have null slots and NaN tokens. A larger batch runs before."""
     big = Batch([5] * 6, by_channel=by_channel)
     form.delta_replay_update(**big.replay([1] * 6, range(1, 7), [0] * 6, [1] * 6))
     batch = Batch([1, 1], by_channel=by_channel, padding=2)
@@ -316,7 +316,7 @@ def test_padded_rows_and_tokens_are_neutral(form, by_channel):
 
 @BY_CHANNEL
 def test_a_bound_that_no_row_reaches(by_channel):
-    """As many tokens as rows of that length would have, but half of them are nobody's."""
+    """The number of tokens fits full rows, but half of them are padding."""
     batch = Batch([1, 1, 1], by_channel=by_channel, padding=3)
     update = batch.update([1, 2, 3], ints(1, 2, 3)[:, None] + 10 * torch.arange(2)) | {"max_query_len": 2}
     agree("delta_state_update", update, range(3))
@@ -389,7 +389,7 @@ def test_extreme_decays_and_strengths(by_channel, decay, beta_scale):
 
 
 def test_pieces_of_any_size_are_the_same(monkeypatch):
-    """How a chunk is cut, and how many tokens' decays are formed pair by pair, changes nothing."""
+    """Tile size and block size do not change results."""
     for by_channel in (False, True):
         args = Batch([45, 7, 20], by_channel=by_channel).scan(24, [1, 2, 3], [1, 2, 3], phase=5)
         for piece, block in ((4, 4), (8, 2), (16, 16), (64, 1)):
@@ -400,7 +400,7 @@ def test_pieces_of_any_size_are_the_same(monkeypatch):
 
 @BY_CHANNEL
 def test_pages_of_a_wider_tensor(by_channel):
-    """Slots that lie apart, as in a pool whose pages hold window and matrix one behind the other."""
+    """Strided slots, as in a pool where window and state alternate."""
     batch = Batch([1, 1, 1], by_channel=by_channel)
     replay = batch.replay([1, 2, 3], [1, 2, 3], [4, 0, 1], [2, 1, 4])
     update = batch.update([1, 2, 3], ints(1, 2, 3)[:, None])

@@ -1,4 +1,4 @@
-"""Whole pages: states and conv windows that prompts leave behind, and copies of them."""
+"""States and conv windows after prefills, and copies of them."""
 
 from __future__ import annotations
 

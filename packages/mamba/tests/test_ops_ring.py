@@ -1,4 +1,4 @@
-"""Replay and fold: outputs over a state that stands still, and states advanced by what was accepted alone."""
+"""Replay and fold of Mamba-2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 class Pool:
-    """Everything that holds states, all of it NaN."""
+    """All state tensors, filled with NaN."""
 
     def __init__(
         self, layer, *, slots=40, rows=5, capacity=7, drafts=2, dtype=torch.float64, state_dtype=None
@@ -48,7 +48,7 @@ class Pool:
         return {"ring_x": self.x, "ring_dt": self.dt, "ring_B": self.B}
 
     def fill(self, generator):
-        """Numbers everywhere but in what is null."""
+        """Fill everything except null slots and rows with random numbers."""
         for t in (self.ssm, self.conv, self.request_conv, self.x, self.B):
             t[1:] = torch.randn(t[1:].shape, generator=generator, dtype=torch.float64).to(t.dtype)
         self.dt[1:] = torch.rand(self.dt[1:].shape, generator=generator, dtype=torch.float64).to(
@@ -87,7 +87,7 @@ class Pool:
 
     @property
     def all(self):
-        """All that is not null."""
+        """All tensors without null slots and rows."""
         return [t[1:] for t in (self.ssm, self.conv, self.request_conv, self.x, self.dt, self.B)]
 
 
@@ -331,7 +331,7 @@ def test_a_ring_begins_anywhere(make_layer, form, lens):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("lens", [[1], [3]], ids=str)
 def test_a_step_appends_and_changes_nothing_else(make_layer, form, lens):
-    """The next one overwrites what it did not accept."""
+    """The next step overwrites rejected entries."""
     layer, g = make_layer(3, 5, 7, 1, 4), torch.Generator().manual_seed(1)
     pool = Pool(layer, slots=4, capacity=6).fill(g)
     want, stream = pool.copy(), layer.stream(8, 2)
@@ -348,7 +348,7 @@ def test_a_step_appends_and_changes_nothing_else(make_layer, form, lens):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("lens", [[1, 1, 0, 0], [2, 1, 0, 0]], ids=str)
 def test_m29_nothing_null_or_stale_is_looked_at(make_layer, form, lens):
-    """Pools full of NaN: null slots and rows, entries before and behind a ring's, pages of nobody, padded tokens."""
+    """NaN in null slots and rows, invalid ring entries, unused slots and padding tokens."""
     layer, stream = make_layer(4, 3, 6, 2, 4), make_layer(4, 3, 6, 2, 4).stream(6, 1)
     pool = Pool(layer, slots=6, capacity=5)
     pool.ssm[3] = stream.states[2]
@@ -415,7 +415,7 @@ def test_folds_read_everything_before_they_write(make_layer, form, src, dst):
 
 @pytest.mark.parametrize("kind", ["ssm", "conv"])
 def test_pages_of_a_wider_tensor(make_layer, kind):
-    """Slots that lie apart, as in a pool whose pages hold window and matrix one behind the other."""
+    """Strided slots, as in a pool where window and state alternate."""
     layer, g = make_layer(4, 5, 6, 2, 4), torch.Generator().manual_seed(1)
     got = Pool(layer, slots=6, capacity=5).fill(g)
     want = got.copy()

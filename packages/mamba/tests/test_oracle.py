@@ -1,4 +1,4 @@
-"""The planner against the symbolic oracle: 20,000 requests without a difference, and defects that must show.
+"""The planners against the symbolic oracle: 20,000 requests without a difference, and planted defects are found.
 
 `python packages/mamba/tests/oracle --runs 1000000` runs the same a million times.
 """
@@ -52,7 +52,7 @@ class OldConvAnchor(Planner):
 
 
 class NoBoundaryCopies(Planner):
-    """Defect B: what was crossed while speculating is published as it lies."""
+    """Defect B: boundaries passed by draft tokens are published without a copy."""
 
     @staticmethod
     def copy(layout, table, computed, query_lens, num_drafts, accepted, plan, out=None):

@@ -1,4 +1,4 @@
-"""Parts of a long run: the same whatever their number of processes, and all of them are counted."""
+"""A long run gives the same result with any number of processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oracle import parallel as parts
 
 @pytest.fixture(autouse=True)
 def _threads(monkeypatch):
-    """Threads for processes: a fresh process would import torch."""
+    """Use threads instead of processes, which would import torch."""
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: SimpleNamespace(Pool=ThreadPool))
 
 

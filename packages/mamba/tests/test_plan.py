@@ -259,9 +259,7 @@ def test_drafts_are_decoded_and_short_prompts_are_not():
 
 
 def test_rows_that_come_again_with_drafts_are_planned_anew_in_what_was_built():
-    """As a builder plans them that knows of no step before, what stayed of the drafts being another number each time;
-    and so are other rows of as many tokens, and the end of a step.
-    """
+    """Repeated rows with other accepted counts, other rows, and commits give the plans of a new builder."""
     sides = [RequestStates(4, "cpu") for _ in range(2)]
     stage = Stage(drafts=2, states=True)
     steady, fresh = (MambaMetadataBuilder(layout(2), 4, 16, "cpu", states) for states in sides)
@@ -285,7 +283,7 @@ def test_rows_that_come_again_with_drafts_are_planned_anew_in_what_was_built():
 
 @pytest.mark.parametrize("policy", list(StatePolicy))
 def test_rows_that_come_in_turn_with_other_drafts_are_planned_anew_in_what_was_built(policy):
-    """As above, where what was built for them is not what was built last."""
+    """The same for rows that alternate with other numbers of drafts."""
     where = CacheLayout(MambaCacheMode.NONE, MAX_LEN, 2, MAX_LEN, policy, 16)
     sides = [RequestStates(4, "cpu") for _ in range(2)]
     stage = Stage(drafts=2, states=True)
@@ -314,7 +312,7 @@ def test_rows_that_come_in_turn_with_other_drafts_are_planned_anew_in_what_was_b
     ("widths", "message"), [((3,), "group 1 is missing"), ((3, 6), "group 1 has 6 columns")]
 )
 def test_states_need_the_table_that_names_their_rows(widths, message):
-    """Else an attention group's blocks would be taken for rows."""
+    """Otherwise the blocks of an attention group would be read as request rows."""
     groups = [KVCacheGroup(MAX_LEN, width, has_slots=False) for width in widths]
     one, tables = np.ones(1, np.int32), tuple(np.ones((1, width), np.int32) for width in widths)
     batch = InputBuffers(BatchLimits(16, 512, MAX_LEN), groups, "cpu").stage(
@@ -333,7 +331,7 @@ def test_states_need_the_table_that_names_their_rows(widths, message):
     ],
 )
 def test_rows_with_drafts_must_lead(rows, message):
-    """A scan would keep the drafts that are rejected, and read no ring."""
+    """A scan would accept all drafts, and does not read the ring."""
     states = RequestStates(5, "cpu")
     stage, builder = Stage(drafts=2, states=True), MambaMetadataBuilder(layout(2), 4, 16, "cpu", states)
     with pytest.raises(ValueError, match=f"common: {message}"):

@@ -59,7 +59,7 @@ def test_m30_every_boundary_ends_a_chunk_of_any_size(block, chunk, spans, bounda
 
 @pytest.mark.parametrize("block", [256, 255, 250, 257, 1000, 97, 16])
 def test_odd_blocks_cost_no_more_chunks_than_even_ones(block):
-    """What a scan holds is a state for each chunk: at 1 token each, 4.3 GB of these 2,048 tokens of Nemotron-3-Nano."""
+    """A scan allocates one state per chunk: 4.3 GB for 2,048 chunks of one token of Nemotron-3-Nano."""
     layout = CacheLayout(ALL, block, 0, 4096)
     found = cut(layout, 128, [(0, 2048)], of_layout(layout, 1))
     spec = Mamba2(64, 64, 128, 8)

@@ -1,4 +1,4 @@
-"""Which boundaries are published, and when they are dropped."""
+"""`PrefixRetention`: which boundaries are published and dropped."""
 
 from __future__ import annotations
 

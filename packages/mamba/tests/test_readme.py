@@ -1,4 +1,4 @@
-"""The example on the front page runs, and what it prints could be something else."""
+"""The README examples run, and fail when they are broken."""
 
 from __future__ import annotations
 

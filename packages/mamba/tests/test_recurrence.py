@@ -1,4 +1,4 @@
-"""The contract of recurrences: what is declared is what is kept, and nothing but a recurrence's own files knows it."""
+"""Declared tensors are those of the pool, and only a recurrence's own files name it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import bateleur.mamba
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Mixer, Recurrence, ShortConv, StatePolicy, StatePool
 
 OWN = {"__init__", "mamba2", "gated_delta", "kimi_delta", "delta_rule", "short_conv"}
-"""Files that may name a recurrence: what exports it, and its specification."""
+"""Files that may name a recurrence."""
 
 
 def test_nothing_but_its_own_file_names_a_recurrence():

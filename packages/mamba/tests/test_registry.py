@@ -1,4 +1,4 @@
-"""The operators as torch sees them, and what importing them costs."""
+"""Schemas of the operators, and the cost of importing them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bateleur.mamba.ops import FORMS, reference
 
 
 def test_import_is_light(modules_of):
-    """On top of torch and numpy; counted, since seconds are the machine's."""
+    """Maximum number of modules that the import adds to torch and numpy."""
     new = modules_of("mamba")
     assert len(new) < 84, new
     assert not any(name.split(".")[0] == "triton" for name in new)
@@ -149,7 +149,7 @@ def delta_arguments():
 
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_has_the_signature_of_its_schema(name):
-    """The same arguments in the same order; those of the Triton forms are compared where Triton is."""
+    """All forms of an operator have the same arguments in the same order."""
     schema = [a.name for a in getattr(torch.ops.bateleur, name).default._schema.arguments]
     assert schema == list(inspect.signature(FORMS[name].torch).parameters)
     assert schema == list(inspect.signature(getattr(reference, name)).parameters)

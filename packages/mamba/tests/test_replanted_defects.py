@@ -130,7 +130,7 @@ def test_the_oracle_finds_a_and_b(planner, kinds):
 
 
 class NoPagesInsideAPart(PrefillChunker):
-    """A prompt's step leaves its last state alone."""
+    """A prefill stores only its last state."""
 
     def split(self, *args):
         cut = super().split(*args)
@@ -158,7 +158,7 @@ class ChunksOfTheStep(PrefillChunker):
 
 
 class PagesFreedTooEarly(MambaStateManager):
-    """What a decode left is taken for the newest state, though its tokens may be in the ring alone."""
+    """Frees the checkpoint although later tokens are only in the ring."""
 
     def _oldest(self, computed_R, in_prompt_R):
         return super()._oldest(computed_R, np.ones_like(in_prompt_R))
@@ -170,7 +170,7 @@ class PagesNeverFreed(MambaStateManager):
 
 
 class NoPagesForDrafts(MambaStateManager):
-    """A decode gets a page for its last token's block, and none for the states of those before it."""
+    """A decode gets only one slot, and none for the states of its other tokens."""
 
     def allocate_blocks(self, rows, computed_R, query_lens_R, num_decodes, prompt_lens_R):
         self._max_blocks_per_decode = 1
@@ -178,7 +178,7 @@ class NoPagesForDrafts(MambaStateManager):
 
 
 class HitsWriteTheirPage(MambaStateManager):
-    """A request runs on in the page that it hit."""
+    """A request writes to the cached slot that it starts from."""
 
     def admit(self, row, num_tokens, page):
         super().admit(row, num_tokens, page)
@@ -188,7 +188,7 @@ class HitsWriteTheirPage(MambaStateManager):
 
 
 class RunningBlocksArePublished(MambaStateManager):
-    """The page of the last block, under the name of what it will hold."""
+    """Publishes the running block before it is full."""
 
     def commit(self, rows, before_R, after_R, prompt_lens_R, key):
         size = self.block_size

@@ -1,4 +1,4 @@
-"""What a request carries from step to step, and leaves behind nowhere."""
+"""`RequestStates`: values follow the request, and a new request starts clean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators of the fold policy: a checkpoint and a ring of inputs are as good as the state itself."""
+"""The operators under FOLD give the same results as a state."""
 
 from __future__ import annotations
 

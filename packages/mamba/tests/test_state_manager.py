@@ -1,4 +1,4 @@
-"""Which pages rows hold, over a pool that has just what they need. Tests mNN are those of the bug catalogue."""
+"""`MambaStateManager` over the smallest possible pool. Tests mNN are those of the bug catalogue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES = ["none", "all", "last+prompt_end", "doubling", "every=16"]
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_m38_rows_hold_no_more_than_the_layout_says(data):
-    """A page too many finds the pool empty. The steps are those of an engine: decodes follow the prompt's parts."""
+    """One allocation too many fails, because the pool is as small as possible."""
     drafts, rows = data.draw(st.integers(0, 7)), data.draw(st.integers(1, 3))
     policy, mode = (
         data.draw(st.sampled_from(StatePolicy)),
@@ -53,7 +53,7 @@ def test_a_pool_too_small_is_refused():
 
 @pytest.mark.parametrize("policy", list(StatePolicy))
 def test_rows_in_flight_get_pages_for_whatever_they_may_write(policy):
-    """Bounds say how far rows have come, too far by their slack."""
+    """`computed` is an upper bound, with `uncertain_R` as its error."""
     rng, layout = np.random.default_rng(0), CacheLayout(MambaCacheMode.ALL, 8, 3, 96, policy)
     pages = MambaStateManager(Pool(99), 6, layout, PrefixRetention.of(layout))
     width = pages.table.shape[1]

@@ -1,4 +1,4 @@
-"""Recurrences on their Triton kernels, interpreted, held to the contract as on torch's operators.
+"""`check_recurrence` with the Triton kernels in the interpreter.
 
 Mamba-2 is left out, whose kernels run for whole engines in `tests/interpreted_engine.py`.
 """
@@ -32,7 +32,7 @@ SPECS = [
 
 @pytest.fixture
 def by_triton() -> Iterator[Counter[str]]:
-    """The kernels in place of torch's operators; how often each is called."""
+    """Replace the torch forms by the kernels, and count their calls."""
     library, calls = Library("bateleur", "IMPL"), Counter[str]()
 
     def counted(name: str) -> Callable[..., object]:

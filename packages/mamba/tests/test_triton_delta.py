@@ -37,7 +37,7 @@ PER_CHANNEL = pytest.mark.parametrize("per_channel", [False, True], ids=["head",
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where kernels run; new memory is NaN there, so that a read before the write shows."""
+    """Device of the kernels; new memory is NaN, so that reads before writes are detected."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     empty = torch.empty
@@ -311,7 +311,7 @@ def test_a_prompt_cut_between_chunks_has_the_same_bits(
 def test_replay_of_a_row_without_a_ring_leaves_the_null_row(
     device: torch.device, lens: list[int], per_channel: bool
 ) -> None:
-    """A dummy step has tokens, and neither slot nor ring: nothing but scratch may change."""
+    """A dummy step has tokens but only null slots and rings: nothing else may change."""
     batch = Batch(lens, per_channel=per_channel)
     batch.ring([1, 3], 7)
     batch.args["slot"] = batch.args["ring_row"] = torch.zeros(4, dtype=torch.int64)
@@ -378,7 +378,7 @@ def test_nan_of_one_token_stays_in_its_row(device: torch.device, per_channel: bo
 
 @pytest.mark.parametrize("name", ["delta_state_update", "delta_replay_update"])
 def test_real_rows_are_bit_equal_under_padding(device: torch.device, name: str) -> None:
-    """The bound on tokens of a row, padded rows and padded tokens change no bit of what real rows compute."""
+    """max_query_len, padded rows and padding tokens do not change a bit of real rows."""
     results = []
     for rows, tokens, bound in ((3, 6, 3), (5, 9, 3), (5, 9, 4)):
         batch = Batch([2, 1, 3])

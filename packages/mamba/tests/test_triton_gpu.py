@@ -1,4 +1,4 @@
-"""The Triton forms on a GPU: sizes of real models, captured graphs, states that int32 offsets cannot reach."""
+"""The Triton forms on a GPU: model sizes, captured graphs, and states beyond int32 offsets."""
 
 from __future__ import annotations
 

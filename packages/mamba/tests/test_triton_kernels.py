@@ -41,7 +41,7 @@ SHAPES = [
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where kernels run; new memory is NaN there, so that a read before the write shows."""
+    """Device of the kernels; new memory is NaN, so that reads before writes are detected."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     empty = torch.empty
@@ -140,7 +140,7 @@ def test_replay(
 
 
 def test_replay_of_a_row_without_a_ring_leaves_the_null_row(device: torch.device) -> None:
-    """A dummy step has tokens, and neither slot nor ring: nothing but scratch may change."""
+    """A dummy step has tokens but only null slots and rings: nothing else may change."""
     batch = Batch([2, 1])
     batch.ring([1, 3], 7)
     names = inspect.signature(reference.replay_update).parameters
@@ -445,7 +445,7 @@ def test_all_layers_are_one_launch(device: torch.device, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["selective_state_update", "replay_update", "causal_conv1d_update"])
 def test_real_rows_are_bit_equal_under_padding(device: torch.device, name: str) -> None:
-    """The bound on tokens of a row, padded rows and padded tokens change no bit of what real rows compute."""
+    """max_query_len, padded rows and padding tokens do not change a bit of real rows."""
     lens, names = [2, 1, 3], inspect.signature(getattr(reference, name)).parameters
     results = []
     for rows, tokens, bound in ((3, 6, 3), (5, 9, 3), (5, 9, 4)):

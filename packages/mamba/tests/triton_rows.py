@@ -1,4 +1,4 @@
-"""What the tests of Triton forms share: ragged rows among NaN, and a call of both forms."""
+"""Helpers of the Triton tests: ragged rows, and calls of both forms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def triton_form(name: str) -> Callable[..., Any]:
 
 
 def with_shares(monkeypatch: pytest.MonkeyPatch, name: str, shares: int) -> None:
-    """From now on the kernel of this operator divides its rows into so many shares, whatever the size of the launch."""
+    """Make the kernel of this operator divide its rows into `shares` shares."""
     home = import_module(triton_form(name).__module__)
     monkeypatch.setattr(home, "row_shares", lambda num_rows, programs: shares)
 

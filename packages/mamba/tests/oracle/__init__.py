@@ -1,4 +1,4 @@
-"""A symbolic oracle for what an engine plans with: states are token sequences, so being right is being equal.
+"""A symbolic oracle for the planners: a state is the sequence of its tokens.
 
 Requests with random prompts, parts of them, drafts, acceptance, preemptions and prefix hits run through the planners,
 `PrefillChunker` and `MambaStateManager`, and through operators that do to token sequences what the real ones do to

@@ -16,7 +16,7 @@ from oracle.run import Report
 
 
 def main() -> int:
-    """Simulate, print what was seen, and say whether the planner was right."""
+    """Run the simulation, print the result, and return whether there were no differences."""
     parser = argparse.ArgumentParser(prog="python packages/mamba/tests/oracle", description=__doc__)
     parser.add_argument("--runs", type=int, default=20_000, help="requests to simulate (default 20000)")
     parser.add_argument("--seed", type=int, default=0)

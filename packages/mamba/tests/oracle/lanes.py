@@ -1,4 +1,4 @@
-"""Random requests, and what each does in its next step."""
+"""Random requests and their next steps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from oracle.memory import Bools, Ints
 
 
 class Kind(Enum):
-    """What a recurrence keeps, as far as planning could go wrong about it."""
+    """Kinds of recurrent states."""
 
     INPUTS = "inputs"
-    """A ring of inputs: an entry is right if its token was fed through the right window."""
+    """Ring entries are inputs, which depend only on the conv window."""
     CORRECTED = "corrected"
-    """A ring of values that depend on the state they were made over, too."""
+    """Ring entries also depend on the state."""
     WINDOW = "window"
-    """Windows alone: neither states nor rings."""
+    """Only conv windows."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Case:
     layout: CacheLayout
     retention: PrefixRetention
     chunk_size: int
-    """Tokens of a scan chunk at most."""
+    """Maximum number of tokens of a prefill chunk."""
     kind: Kind = Kind.INPUTS
 
     def __str__(self) -> str:
@@ -45,13 +45,13 @@ class Case:
 
 
 class Lanes:
-    """Requests side by side, one each lane; all arrays are (lanes,) unless said otherwise.
+    """Concurrent requests, one per lane; arrays are (lanes,) unless stated otherwise.
 
     Lane i's tokens are the first `target[i]` of `truth[i]`; a lane ends when it has computed them.
     """
 
     def __init__(self, layout: CacheLayout, truth: Ints, start: Ints, rng: Generator) -> None:
-        """`truth` (lanes, max_model_len); requests begin with `start` tokens of a hit each."""
+        """truth (lanes, max_model_len): tokens of the requests; start: tokens of their prefix-cache hits."""
         most, block = truth.shape[1], min(layout.block_size, 16)
         self.truth = truth
         self.computed = start
@@ -63,29 +63,29 @@ class Lanes:
 
     @property
     def running(self) -> Bools:
-        """Those that have not ended."""
+        """Lanes whose request has not ended."""
         return self.computed < self.target
 
 
 @dataclass
 class Batch:
-    """One step of all lanes, in the order of the batch; a lane that sits out is a padded row. (R,) unless said."""
+    """One step of all lanes in batch order; idle lanes are padded rows. Arrays are (R,) unless stated otherwise."""
 
     lanes: Ints
     request_row: Ints
-    """Row of the lane in tensors kept by request; 0 where it sits out."""
+    """Request row of the lane; 0 if it is idle."""
     computed: Ints
     tokens: Ints
     """Tokens of the step."""
     prompt: Ints
-    """Tokens of the prompt; those before the step where it is past its prompt, or takes drafts along with its end."""
+    """Tokens of the prompt; the tokens before the step if the lane decodes, or has drafts at the end of its prompt."""
     accepted: Ints
-    """Tokens that survive."""
+    """Accepted tokens."""
     scanned: Bools
 
 
 def next_batch(layout: CacheLayout, lanes: Lanes, rng: Generator) -> Batch:
-    """What every lane does next: a part of its prompt, drafts behind the prompt's end, or a decode."""
+    """Draw the next step of every lane: a prefill, the end of a prompt with drafts, or a decode."""
     size = len(lanes)
     order = rng.permutation(size)
     n, prompt, target = lanes.computed[order], lanes.prompt[order], lanes.target[order]

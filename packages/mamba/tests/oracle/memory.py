@@ -1,4 +1,4 @@
-"""The memory of the simulator, and the operators on it. A state is the sequence of tokens that made it.
+"""Memory and operators of the simulator. A state is the sequence of its tokens.
 
 Every operator does to token sequences what its namesake in `bateleur.mamba.ops` does to states. Tokens are integers,
 above 0 where they are real; a conv window shows 0 before the first token. Garbage is negative.
@@ -21,15 +21,15 @@ GARBAGE = -5
 
 @dataclass
 class States:
-    """R states in hand, as read from slots or made by tokens."""
+    """R states outside of slots."""
 
     tokens: Ints
-    """(R, M) what each has consumed, first token first; behind its length anything."""
+    """(R, M) tokens of each state, first token first; undefined after its length."""
     length: Ints
     """(R,)"""
 
     def extended(self, more: Ints, count: Ints) -> States:
-        """Each state after `count` tokens of its row of `more` (R, T)."""
+        """Return the states after `count` further tokens of `more` (R, T)."""
         tokens = self.tokens.copy()
         rows, steps = np.nonzero(np.arange(more.shape[1]) < count[:, None])
         at = self.length[rows] + steps
@@ -38,7 +38,7 @@ class States:
         return States(tokens, self.length + count)
 
     def equals(self, truth: Ints, length: Ints) -> Bools:
-        """(R,) whether each is what the first `length` tokens of its row of `truth` make."""
+        """Return (R,) whether each state is that of the first `length` tokens of `truth`."""
         behind = np.arange(truth.shape[1]) >= length[:, None]
         same: Bools = ((self.tokens == truth) | behind).all(1)
         same &= self.length == length
@@ -46,13 +46,13 @@ class States:
 
 
 def window_of(truth: Ints, length: Ints) -> Ints:
-    """(R, W - 1): the last inputs of the first `length` tokens of each row."""
+    """Return (R, W - 1), the last inputs of the first `length` tokens of each row."""
     at = length[:, None] + np.arange(-KEPT, 0)
     return np.where(at >= 0, truth[np.arange(len(truth))[:, None], at], 0)
 
 
 class Pages:
-    """A pool of pages: states of up to `max_len` tokens, and conv windows of W - 1 + `drafts` entries.
+    """State slots: states of up to `max_len` tokens, and conv windows of W - 1 + `drafts` entries.
 
     Without `has_states` windows are all there is, and states remain garbage.
     """
@@ -64,11 +64,11 @@ class Pages:
         self.conv = np.full((num_slots, KEPT + drafts), GARBAGE, np.int64)
 
     def poison(self, slots: Ints) -> None:
-        """What a slot holds when it is given out."""
+        """Fill newly allocated slots with garbage."""
         self.tokens[slots] = self.conv[slots] = self.length[slots] = GARBAGE
 
     def states(self, slots: Ints) -> States:
-        """Copies of the states in `slots`; slot 0 is a zero state."""
+        """Return copies of the states in `slots`; slot 0 is a zero state."""
         return States(self.tokens[slots], np.where(slots > 0, self.length[slots], 0))
 
     def windows(self, slots: Ints, offset: Ints | int = 0) -> Ints:
@@ -84,13 +84,13 @@ class Pages:
         self.length[slots[live]] = states.length[live]
 
     def put_windows(self, slots: Ints, windows: Ints) -> None:
-        """Write windows of up to W - 1 + drafts entries; the entries behind them become garbage."""
+        """Write windows of up to W - 1 + drafts entries; later entries become garbage."""
         live = slots[slots > 0]
         self.conv[live] = GARBAGE
         self.conv[live, : windows.shape[1]] = windows[slots > 0]
 
     def copy(self, conv_src: Ints, conv_bias: Ints, ssm_src: Ints, dst: Ints) -> None:
-        """`copy_states`."""
+        """Simulate `copy_states`."""
         width = self.conv.shape[1]
         at = np.arange(width) + conv_bias[:, None]
         windows = np.where(at < width, self.conv[conv_src[:, None], np.minimum(at, width - 1)], GARBAGE)
@@ -100,7 +100,7 @@ class Pages:
 
 
 class Rows:
-    """What FOLD keeps of `num_rows` running requests, row 0 being null: rings, and live conv windows."""
+    """Rings and request conv windows of `num_rows` request rows under FOLD; row 0 is null."""
 
     def __init__(self, num_rows: int, capacity: int, drafts: int) -> None:
         self.ring = np.full((num_rows, capacity), GARBAGE, np.int64)
@@ -118,18 +118,18 @@ class Rows:
         self.ring[rows[which], (first[which] + steps) % self.ring.shape[1]] = tokens[which, steps]
 
     def put_windows(self, rows: Ints, windows: Ints) -> None:
-        """Write live windows as `Pages.put_windows` does; row 0 drops them."""
+        """Write request conv windows as `Pages.put_windows` does; row 0 drops them."""
         live = rows[rows > 0]
         self.live[live] = GARBAGE
         self.live[live, : windows.shape[1]] = windows[rows > 0]
 
     def windows(self, rows: Ints, offset: Ints) -> Ints:
-        """(R, W - 1) copies of the live windows from entry `offset` on."""
+        """(R, W - 1) copies of the request conv windows from entry `offset` on."""
         found: Ints = self.live[rows[:, None], offset[:, None] + np.arange(KEPT)]
         return found
 
 
 def slid(windows: Ints, tokens: Ints, count: Ints, drafts: int) -> Ints:
-    """What `causal_conv1d_update` leaves, (R, W - 1 + drafts): all but the oldest of window and tokens."""
+    """Return (R, W - 1 + drafts), window and tokens without the oldest entry, as `causal_conv1d_update` writes them."""
     line: Ints = np.concatenate((windows, tokens), 1)[:, 1 : 1 + KEPT + drafts]
     return np.where(np.arange(line.shape[1]) < KEPT - 1 + count[:, None], line, GARBAGE)

@@ -1,4 +1,4 @@
-"""Runs in parts, one process each: what is simulated does not depend on how many processes there are."""
+"""Splits a run over processes; the result does not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from oracle.run import Report, run
 
 RUNS_OF_A_PART = 100_000
-"""Half a minute: requests side by side are what makes a simulation fast."""
+"""Runs per part, about half a minute: many concurrent requests make a simulation fast."""
 SEED_STEP = 1_000_003
 
 
 def reports(runs: int, seed: int, jobs: int, runs_of_a_part: int = RUNS_OF_A_PART) -> Iterator[Report]:
-    """Of each part of `runs`, in order, as soon as it is there. Each part has a seed of its own."""
+    """Yield the report of each part of `runs`, in order. Each part has its own seed."""
     whole, rest = divmod(runs, runs_of_a_part)
     sizes = [runs_of_a_part] * whole + [rest] * (rest > 0)
     parts = [(size, seed + SEED_STEP * i) for i, size in enumerate(sizes)]

@@ -12,7 +12,7 @@ from oracle.pool import Pool
 
 
 class Planner:
-    """What an engine plans with. A subclass with a member of its own shows what the simulator says of it."""
+    """The planners, chunker and state manager under test. Subclasses replace members to plant defects."""
 
     step = staticmethod(plan_step)
     copy = staticmethod(plan_copy)
@@ -21,11 +21,11 @@ class Planner:
     chunker = PrefillChunker
     pages = MambaStateManager
     pool: Callable[[int], StateBlockPool] = Pool
-    """Of so many pages, the null page included."""
+    """Return a pool of `num_pages` slots, including the null slot."""
 
 
 class HostPlanner(Planner):
-    """The same in numpy, where there is such a form: under SLOTS."""
+    """The numpy forms of the planners."""
 
     step = staticmethod(partial(plan_step, eager=True))
     copy = staticmethod(partial(plan_copy, eager=True))

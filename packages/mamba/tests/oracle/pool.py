@@ -1,4 +1,4 @@
-"""The least that a `StateBlockPool` does."""
+"""A minimal `StateBlockPool`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 
 class Pool:
-    """Pages 1 to `num_pages` - 1: the last one freed is handed out first, and published ones last, oldest first."""
+    """Slots 1 to `num_pages` - 1. The last freed slot is allocated first, and published ones last, oldest first."""
 
     def __init__(self, num_pages: int) -> None:
         self.capacity = num_pages - 1
         self.clear()
 
     def clear(self) -> None:
-        """Nobody holds a page, and nothing is published."""
+        """Remove all references and keys."""
         self._free = list(range(self.capacity, 0, -1))
         self._holds = [0] * (1 + self.capacity)
         self._keys: dict[int, bytes] = {}
@@ -22,11 +22,11 @@ class Pool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of slots without a reference."""
         return len(self._free) + len(self._idle)
 
     def allocate(self, count: int) -> list[int]:
-        """Take pages that nobody holds; AssertionError if there are not so many."""
+        """Allocate free slots; AssertionError if there are too few."""
         assert count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
         while len(self._free) < count:
             self.forget(next(iter(self._idle)))
@@ -36,13 +36,13 @@ class Pool:
         return taken
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Take one hold more on published pages."""
+        """Add one reference to published slots."""
         for page in pages:
             self._idle.pop(page, None)
             self._holds[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give up one hold on each."""
+        """Remove one reference from each slot."""
         for page in pages:
             self._holds[page] -= 1
             assert self._holds[page] >= 0, f"page {page} was freed twice"
@@ -53,18 +53,18 @@ class Pool:
                     self._free.append(page)
 
     def publish(self, page: int, key: bytes) -> bool:
-        """Whether `key` leads to this page from now on; it stays with a page that has it already."""
+        """Set the key of a slot; return False if another slot has the key."""
         if key in self._pages:
             return False
         self._keys[page], self._pages[key] = key, page
         return True
 
     def find(self, key: bytes) -> int:
-        """The page that `key` leads to, 0 if none."""
+        """Return the slot with `key`, 0 if there is none."""
         return self._pages.get(key, 0)
 
     def forget(self, page: int) -> None:
-        """Drop the key of a page."""
+        """Remove the key of a slot."""
         del self._pages[self._keys.pop(page)]
         if page in self._idle:
             del self._idle[page]

@@ -1,4 +1,4 @@
-"""Many simulations over the whole grid of layouts, with preemptions, and a hit at every boundary that was published."""
+"""Runs simulations over all layouts, with preemptions, and a hit at every published boundary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_DRAFTS = 7
 
 @dataclass
 class Report:
-    """What was simulated, and what differed from the truth: each difference is a failure."""
+    """Counts of simulated requests and of differences, each of which is a failure."""
 
     runs: int = 0
     seen: Counter[str] = field(default_factory=Counter)
@@ -35,11 +35,11 @@ class Report:
 
     @property
     def differences(self) -> int:
-        """All kinds together."""
+        """Total number of differences."""
         return sum(self.found.values())
 
     def add(self, other: Report) -> None:
-        """Take in what another run saw; its seconds are its own."""
+        """Add the counts of another run, but not its time."""
         self.runs += other.runs
         self.seen += other.seen
         self.found += other.found
@@ -55,7 +55,7 @@ class Report:
 
 
 def cases(rng: Generator) -> Iterator[Case]:
-    """Every policy, mode, block size and number of drafts that a layout allows; the rest, and the kind, at random."""
+    """Yield every valid policy, mode, block size and number of drafts; other values are random."""
     for policy in StatePolicy:
         for drafts in range(MOST_DRAFTS + 1):
             yield _case(policy, MambaCacheMode.NONE, int(rng.choice(BLOCK_SIZES)), drafts, rng)
@@ -82,7 +82,7 @@ def _case(policy: StatePolicy, mode: MambaCacheMode, block_size: int, drafts: in
 
 
 def simulate(case: Case, num_lanes: int, planner: Planner, rng: Generator) -> Simulation:
-    """`num_lanes` requests from start to end, and then one that hits each boundary they leave in the cache."""
+    """Run `num_lanes` requests to their ends, and then one request for each cached boundary."""
     most = case.layout.max_model_len
     sim = Simulation(case, num_lanes, planner, rng)
     everyone = np.arange(num_lanes)
@@ -108,7 +108,7 @@ def simulate(case: Case, num_lanes: int, planner: Planner, rng: Generator) -> Si
 
 
 def _preempt(sim: Simulation, lanes: Lanes, which: Ints) -> None:
-    """Take requests from their rows, and begin again with what the cache still holds of them, or with nothing."""
+    """Preempt requests, and resume them from their longest cached prefix, or from the start."""
     if not len(which):
         return
     sim.seen["preempted"] += len(which)
@@ -125,7 +125,7 @@ def _preempt(sim: Simulation, lanes: Lanes, which: Ints) -> None:
 
 
 def _hit(sim: Simulation, names: list[bytes], ids: Ints) -> None:
-    """Requests that start from published pages, in rows that others have used before."""
+    """Run requests that start from published slots, in used rows."""
     if not names:
         return
     truth = ids[: len(names)].copy()
@@ -141,7 +141,7 @@ def _hit(sim: Simulation, names: list[bytes], ids: Ints) -> None:
 
 
 def run(runs: int, seed: int = 0, *, planner: Planner | None = None, num_lanes: int = 0) -> Report:
-    """At least `runs` requests, spread over the grid; the requests that hit their prefixes are not counted.
+    """Run at least `runs` requests over all layouts; requests that start from cached prefixes are not counted.
 
     `planner` is what is tested: the package's by default, in torch and in numpy from one simulation to the next.
     `num_lanes` is how many requests share a simulation; 0 chooses, so that many runs go round the grid evenly.

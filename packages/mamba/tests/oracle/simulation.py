@@ -1,4 +1,4 @@
-"""Requests in lanes, stepped together through the planner and the symbolic operators, and compared with the truth."""
+"""Steps concurrent requests through the planners and symbolic operators, and compares them with the truth."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from oracle.planner import Planner
 SPOILED = 1 << 40
 """Added to tokens that were fed through a wrong conv window."""
 TOKEN_BYTES = 8
-"""Of a token in a name."""
+"""Bytes of a token in a prefix key."""
 
 
 def as_batch(values: Ints | Bools | NDArray[np.int32], dtype: torch.dtype = torch.int32) -> Tensor:
-    """On the CPU, in the dtype that batches have."""
+    """Convert an array to a tensor with the dtype of batches."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
 
 
 class Buffers:
-    """The plans of batches of `num_reqs` rows, used again and again."""
+    """Persistent plans of batches of `num_reqs` rows."""
 
     def __init__(self, layout: CacheLayout, num_reqs: int) -> None:
         self.slots = SlotPlan.allocate(layout, num_reqs, "cpu")
@@ -41,7 +41,7 @@ class Buffers:
 
 
 class Simulation:
-    """`case` over one pool of pages and one set of request rows.
+    """Simulation of `case` over one pool and one set of request rows.
 
     What was looked at is counted in `seen`; differences from the truth in `found`, by kind: "state" and "window" that
     a step started from, and which make its outputs; "boundary", a published page with a wrong state or window;
@@ -74,7 +74,7 @@ class Simulation:
             self.held = planner.pages(self.pool, num_lanes, layout, case.retention)
             self.table = self.held.table
         self.published: set[bytes] = set()
-        """Names of all prefixes that a page was found under."""
+        """Return the keys of all cached prefixes."""
         width, has_states = 0 if self.folds else self.drafts, case.kind is not Kind.WINDOW
         self.pages = Pages(num_pages, self.max_len, width, has_states=has_states)
         self.chunker = planner.chunker(layout, case.chunk_size, num_lanes)
@@ -83,7 +83,7 @@ class Simulation:
         self._buffers: dict[int, Buffers] = {}
 
     def admit(self, lanes: Ints, names: list[bytes]) -> None:
-        """Requests begin in these lanes, each with the prefix of that name, or with nothing."""
+        """Start requests in these lanes, each from the cached prefix with that key, or from zeros."""
         n = np.array([len(name) // TOKEN_BYTES for name in names])
         page = np.zeros(len(names), np.int64)
         if self.held is not None:
@@ -94,13 +94,13 @@ class Simulation:
         self.rows.put_windows(1 + lanes, self.pages.windows(page))
 
     def release(self, lanes: Ints) -> None:
-        """Requests leave these lanes."""
+        """End the requests of these lanes."""
         if self.held is not None:
             for lane in lanes.tolist():
                 self.held.release(lane)
 
     def step(self, lanes: Lanes) -> None:
-        """One step of all lanes."""
+        """Run one step of all lanes."""
         batch = next_batch(self.case.layout, lanes, self.rng)
         table = self._cover(batch)
         truth = lanes.truth[batch.lanes]
@@ -116,7 +116,7 @@ class Simulation:
         self._publish(batch, truth)
 
     def _cover(self, batch: Batch) -> NDArray[np.int32]:
-        """Pages for what the step may write, poisoned ones. The block table, full of garbage in padded rows."""
+        """Allocate slots for the step, filled with garbage. Return the block table, with garbage in padded rows."""
         if self.held is not None:
             active = np.flatnonzero(batch.tokens)
             in_prompt = batch.prompt[active] > batch.computed[active]
@@ -133,7 +133,7 @@ class Simulation:
         return table
 
     def _publish(self, batch: Batch, truth: Ints) -> None:
-        """Publish the boundaries that were passed, and look at them."""
+        """Publish the passed boundaries, and check their states."""
         if self.held is None:
             return
         active = np.flatnonzero(batch.tokens)
@@ -153,7 +153,7 @@ class Simulation:
         self.found["slots"] += int((np.count_nonzero(self.table, axis=1) > most).sum())
 
     def compare(self, names: list[bytes]) -> None:
-        """Compare pages that are found under these names with what the names say."""
+        """Check the states of the slots with these keys."""
         names = [name for name in names if self.pool.find(name)]
         if not names:
             return
@@ -168,7 +168,7 @@ class Simulation:
         self.found["boundary"] += int((~good).sum())
 
     def _look(self, batch: Batch, truth: Ints, states: States, windows: Ints, fed: Ints) -> Ints:
-        """Compare what the rows with tokens start from; the tokens they feed, spoiled where they make wrong entries."""
+        """Check the initial states and windows of rows; return their tokens, corrupted after a wrong window."""
         active = batch.tokens > 0
         n = np.where(active, batch.computed, 0)
         good = (windows == window_of(truth, n)).all(1)
@@ -183,7 +183,7 @@ class Simulation:
         return spoiled
 
     def _inputs(self, batch: Batch, table: NDArray[np.int32]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Table, computed tokens, query lengths and accepted counts, with garbage wherever the contract allows it."""
+        """Return block table, computed tokens, query lengths and accepted counts, with garbage in ignored entries."""
         free = (batch.tokens == 0) | batch.scanned
         garbage = self.rng.integers(-3, 2 * self.max_len, (2, len(free)))
         computed = np.where(batch.tokens == 0, garbage[0], batch.computed)
@@ -191,7 +191,7 @@ class Simulation:
         return as_batch(table), as_batch(computed), as_batch(batch.tokens), as_batch(accepted, torch.int64)
 
     def _slots(self, batch: Batch, table: NDArray[np.int32], truth: Ints, fed: Ints, out: Buffers) -> None:
-        """One step under SLOTS: plan, operators, commit, copies."""
+        """Run a step under SLOTS: plan, operators, commit, copies."""
         layout, pages = self.case.layout, self.pages
         args = (layout, *self._inputs(batch, table))
         request_row = torch.from_numpy(batch.request_row)
@@ -217,7 +217,7 @@ class Simulation:
         self.states.scatter(request_row, copy.accepted, prev_col=copy.prev_col)
 
     def _fold(self, batch: Batch, table: NDArray[np.int32], truth: Ints, fed: Ints, out: Buffers) -> None:
-        """One step under FOLD: plan, operators, fold."""
+        """Run a step under FOLD: plan, operators, fold."""
         layout, pages, rows = self.case.layout, self.pages, self.rows
         on_device, computed, tokens, accepted = self._inputs(batch, table)
         request_row = torch.from_numpy(batch.request_row)
@@ -253,7 +253,7 @@ class Simulation:
     def _scan(
         self, batch: Batch, table: Tensor, before: States, windows: Ints, after: States, fed: Ints
     ) -> None:
-        """The pages after each chunk of the prompts, and under FOLD their live windows."""
+        """Write the states after each prefill chunk, and under FOLD the request conv windows."""
         rows = np.flatnonzero(batch.scanned)
         if not len(rows):
             return
@@ -273,7 +273,7 @@ class Simulation:
             self.rows.put_windows(batch.request_row[rows], shown[last])
 
     def _fits(self, cut: PrefillChunks, starts: NDArray[np.int32]) -> bool:
-        """Whether the chunks are those that the scan takes: none too long, and each where its row is."""
+        """Return whether the chunks are valid: at most chunk_size tokens, and inside of their rows."""
         loc, first = cut.chunk_start_loc.numpy(), cut.row_chunk_loc.numpy()
         lens, counts = np.diff(loc), np.diff(first)
         fits = (
