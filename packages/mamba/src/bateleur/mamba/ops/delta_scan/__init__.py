@@ -109,10 +109,8 @@ def delta_scan_varlen(
     S <- exp(g) S, u = beta (v - S k), S <- S + u k^T, o = S q, where S is (Dv, Dk).
 
     Args:
-        q, k: (T, G, Dk), before normalization.
-        v: (T, H, Dv).
-        a: (T, H) with dt_bias (H,), or (T, H, Dk) with dt_bias (H, Dk).
-        b: (T, H).
+        q, k, v: (T, G, Dk), (T, G, Dk) and (T, H, Dv); q and k before normalization.
+        a, b: (T, H) each, with dt_bias (H,); or a (T, H, Dk) with dt_bias (H, Dk).
         A: (H,) float32, negative.
         state: (slots, H, Dv, Dk), updated in place.
         beta_scale: 1, or 2 to allow negative eigenvalues.
@@ -125,9 +123,8 @@ def delta_scan_varlen(
     o = v.new_zeros((num_tokens + 1, *v.shape[1:]))
     if num_tokens == 0 or chunk_row.shape[0] == 0:
         return o[:-1]
-    tiles = _tiles(
-        chunk_start_loc, row_chunk_loc, chunk_write, max_chunks_per_row, chunk_size, _TILE, num_tokens
-    )
+    chunks = (chunk_start_loc, row_chunk_loc, chunk_write, max_chunks_per_row, chunk_size)
+    tiles = _tiles(*chunks, _TILE, num_tokens)
     g, beta = gates(a, b, A, dt_bias, beta_scale, dtype)
     carry = load_slots(state, read, dtype)
     for tokens, real, targets, write, rows in zip(*tiles, strict=True):
@@ -138,9 +135,8 @@ def delta_scan_varlen(
             kq = kq.unflatten(0, at.shape).permute(0, 2, 3, 1, 4)  # (B, G, 2, Q, Dk); others (B, H, Q, ...)
             total, strength = (x[at].masked_fill_(dead, 0).transpose(1, 2) for x in (g, beta))
             states = carry[which]
-            values = _run_tile(
-                states, kq.contiguous(), v[at].to(dtype).transpose(1, 2), total.cumsum(2), strength
-            )
+            vs = v[at].to(dtype).transpose(1, 2)
+            values = _run_tile(states, kq.contiguous(), vs, total.cumsum(2), strength)
             if rows is not None:
                 carry.index_copy_(0, rows, states)
             o.index_copy_(0, targets[which].view(-1), values.transpose(1, 2).flatten(0, 1).to(o.dtype))

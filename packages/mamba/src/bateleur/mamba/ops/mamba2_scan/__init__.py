@@ -49,19 +49,15 @@ def ssd_scan_varlen(
     S <- exp(A step) S + step x B_g^T, y = S C_g + D x. The state after chunk k is written to ssm_state[chunk_write[k]].
 
     Args:
-        x: (T, H, P).
-        dt: (T, H), raw.
+        x, dt, B, C: (T, H, P), (T, H), (T, G, N) and (T, G, N); dt is raw.
         A, D, dt_bias: (H,) float32; A is negative.
-        B, C: (T, G, N).
         ssm_state: (slots, H, P, N), updated in place.
         query_start_loc: (R + 1,) int32.
         chunk_start_loc: (chunks + 1,) int32 first token of each chunk. Chunks never cross rows.
         chunk_row: (chunks,) int32 row of each chunk.
         row_chunk_loc: (R + 1,) int32 first chunk of each row.
-        max_chunks_per_row: maximum number of chunks of a row.
-        chunk_size: maximum number of tokens of a chunk.
-        read: (R,) int64 slot of the initial state.
-        chunk_write: (chunks,) int64 slot for the state after each chunk; 0 if it is not kept.
+        max_chunks_per_row, chunk_size: maximum number of chunks of a row, and of tokens of a chunk.
+        read, chunk_write: (R,) and (chunks,) int64 slots of initial states, and for states after chunks (0: none).
         dt_min, dt_max: limits of the step size.
 
     Returns y (T, H, P). `PrefillChunks` has the chunk tensors.
