@@ -137,9 +137,9 @@ def test_text_may_follow_a_schema(scripted: Any) -> None:
     }
     form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
     response = scripted.ask(
-        PATH, {"input": "default", "text": {"format": form}, "max_output_tokens": 40}
+        PATH, {"input": "default", "text": {"format": form}, "max_output_tokens": 40, "temperature": 0}
     ).json()
-    assert text_of(response).startswith("{")
+    assert text_of(response).lstrip().startswith("{")
     assert response["text"]["format"] == form
 
 
