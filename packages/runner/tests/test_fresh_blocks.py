@@ -35,7 +35,9 @@ class ByWeight(TorchBackend):
         sliding_window: int | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
         norm: tuple[Tensor, Tensor, float] | None = None,
+        work: Tensor | None = None,
     ) -> Tensor:
+        assert work is None
         assert rotary is None
         assert norm is None
         write_kv_reference(k, v, *kv, meta.slot_mapping)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.scheduling.step_plan import NUM_KEPT, PerPlan, StepPlan
+from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
 
 alone = importlib.import_module("scheduler_alone")
 make_request, make_scheduler = alone.make_request, alone.make_scheduler
@@ -53,23 +53,24 @@ def test_steady_decoding_returns_the_same_plan_object() -> None:
     assert plans[1] is plans[2] is plans[3]
 
 
-def test_with_other_drafts_the_plans_of_the_same_rows_come_in_turn() -> None:
+def test_a_batch_gets_a_new_plan_with_other_drafts_and_the_same_one_without() -> None:
     scheduler = make_scheduler(4, 64, budget=32)
     for name in "abc":
         scheduler.add(make_request(name, 3, 20))
     first = scheduler.schedule()
     assert first is not None
     finish_step(scheduler, first)
-    rows, seen = np.arange(3), {}
+    rows, last = np.arange(3), None
     for drafts in ((0, 0, 0), (2, 0, 1), (0, 0, 0), (2, 0, 1), (1, 1, 1), (2, 0, 1), (0, 0, 0)):
         scheduler.table.num_places[rows] = drafts
         plan = scheduler.schedule()
         assert plan is not None
         assert plan.query_lens.tolist() == [1 + each for each in drafts]
         assert (plan.num_decodes, plan.samples.all(), plan.num_tokens) == (3, True, 3 + sum(drafts))
-        assert seen.setdefault(drafts, plan) is plan
-        assert plan.rows is seen[0, 0, 0].rows, "what is known of the rows may be kept"
+        assert plan is not last
+        assert last is None or plan.rows is last.rows, "what is known of the rows may be kept"
         assert scheduler.schedule() is plan
+        last = plan
     scheduler.remove(plan.requests[1])
     scheduler.table.num_places[[0, 2]] = 0
     assert scheduler.schedule().query_lens.tolist() == [1, 1]
@@ -77,18 +78,14 @@ def test_with_other_drafts_the_plans_of_the_same_rows_come_in_turn() -> None:
     assert scheduler.schedule().query_lens.tolist() == [3, 2]
 
 
-def test_what_is_made_of_plans_is_kept_while_their_rows_are_the_same() -> None:
+def test_what_is_made_of_a_plan_is_kept_until_another_plan_comes() -> None:
     made: list[StepPlan] = []
     of = PerPlan(lambda plan: made.append(plan) or len(made))
     rows, ones = np.arange(2), np.ones(2, np.bool_)
-    plans = [StepPlan([], rows, np.full(2, 1 + i, np.int32), 2, ones) for i in range(NUM_KEPT)]
-    for _ in range(2):
-        assert [of(plan) for plan in plans] == list(range(1, 1 + NUM_KEPT))
-    other = StepPlan([], rows.copy(), plans[0].query_lens, 2, ones)
-    assert of(other) == NUM_KEPT + 1
-    assert of(plans[0]) == NUM_KEPT + 2, "nothing holds requests that may be gone"
+    first, other = (StepPlan([], rows, np.full(2, 1 + i, np.int32), 2, ones) for i in range(2))
+    assert [of(first), of(first), of(other), of(other), of(first)] == [1, 1, 2, 2, 3]
     of.forget()
-    assert of(plans[0]) == NUM_KEPT + 3
+    assert of(first) == 4
 
 
 def test_the_youngest_is_preempted_and_comes_back_first() -> None:

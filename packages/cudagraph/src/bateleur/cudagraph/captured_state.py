@@ -11,9 +11,8 @@ from torch import Tensor
 
 from bateleur.cudagraph._memory import ExternalMemory
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
-from bateleur.cudagraph.errors import NotCaptured
+from bateleur.cudagraph.errors import AddressMoved, NotCaptured
 from bateleur.cudagraph.execution import S
-from bateleur.cudagraph.replay_checks import check_addresses
 from bateleur.cudagraph.staging import Phase, Poisonable, Producer, StagedBatch, check_current, stage_batch
 
 
@@ -171,3 +170,22 @@ def nearest(key: BatchExecutionDescriptor, keys: Iterable[BatchExecutionDescript
 def _difference(key: BatchExecutionDescriptor, other: BatchExecutionDescriptor) -> str:
     pairs = ((f.name, getattr(key, f.name), getattr(other, f.name)) for f in fields(key))
     return ", ".join(f"{name} {theirs} instead of {ours}" for name, ours, theirs in pairs if ours != theirs)
+
+
+def check_addresses(captured: CapturedState[S], staged: StagedBatch[S] | None = None) -> None:
+    """Check that every buffer has the same address as at capture. New buffers are allowed.
+
+    Raises:
+        AddressMoved: a buffer moved or no longer exists.
+    """
+    now = captured.producer.addresses()
+    if now == captured.addresses:
+        return
+    for name, address in captured.addresses.items():
+        found = now.get(name)
+        if found != address:
+            where = "is gone" if found is None else f"is at {found:#x}"
+            raise AddressMoved(
+                f"{captured.key}: buffer {name} was captured at {address:#x} and {where} now; "
+                "release the key and capture it again"
+            )

@@ -15,7 +15,13 @@ from bateleur.cudagraph._trees import watch_lazy_changes
 from bateleur.cudagraph.backends.base import CapturedBody, GraphBackend
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.capture_report import CaptureCost, CaptureReport, KeyEvent
-from bateleur.cudagraph.captured_state import CapturedKeys, CapturedState, CapturedStates, nearest
+from bateleur.cudagraph.captured_state import (
+    CapturedKeys,
+    CapturedState,
+    CapturedStates,
+    check_addresses,
+    nearest,
+)
 from bateleur.cudagraph.dispatcher import CudagraphDispatcher
 from bateleur.cudagraph.errors import (
     AddressMoved,
@@ -28,7 +34,6 @@ from bateleur.cudagraph.execution import Body, Execution, S, T
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.replay_checks import (
     ReplayChecks,
-    check_addresses,
     check_staged,
     check_tensors,
     check_warmup,

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from bateleur.cudagraph._trees import named_tensors
+from bateleur.cudagraph.captured_state import CapturedState
 from bateleur.cudagraph.errors import AddressMoved, SignatureMismatch
 from bateleur.cudagraph.execution import S
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.staging import StagedBatch, check_current
-
-if TYPE_CHECKING:
-    from bateleur.cudagraph.captured_state import CapturedState
 
 
 class ReplayChecks(IntEnum):
@@ -41,25 +38,6 @@ def check_staged(captured: CapturedState[S], staged: StagedBatch[S]) -> None:
     difference = _signature_difference(captured.staged, staged)
     if difference is not None:
         raise SignatureMismatch(f"{captured.key}: {difference}")
-
-
-def check_addresses(captured: CapturedState[S], staged: StagedBatch[S] | None = None) -> None:
-    """Check that every buffer has the same address as at capture. New buffers are allowed.
-
-    Raises:
-        AddressMoved: a buffer moved or no longer exists.
-    """
-    now = captured.producer.addresses()
-    if now == captured.addresses:
-        return
-    for name, address in captured.addresses.items():
-        found = now.get(name)
-        if found != address:
-            where = "is gone" if found is None else f"is at {found:#x}"
-            raise AddressMoved(
-                f"{captured.key}: buffer {name} was captured at {address:#x} and {where} now; "
-                "release the key and capture it again"
-            )
 
 
 def check_tensors(captured: CapturedState[S], staged: StagedBatch[S]) -> None:

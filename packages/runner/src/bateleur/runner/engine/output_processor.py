@@ -234,11 +234,13 @@ class OutputProcessor:
         for i, request in enumerate(requests):
             if (wanted := request.params.logprobs) is None:
                 continue
+            known = request.output_token_ids[: len(request.chosen_logprobs)]
             for spot in range(int(taken[i])):
                 at = int(first[i]) + spot
                 before = [
                     *request.prompt_token_ids[-_CONTEXT:],
-                    *(next(iter(each)) for each in request.logprobs[-_CONTEXT:]),
+                    *known[-_CONTEXT:],
+                    *tokens_SJ[i, :spot].tolist(),
                 ]
                 entry = self._entry(
                     told, at, int(tokens_SJ[i, spot]), wanted, before, request.params.detokenize
