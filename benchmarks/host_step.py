@@ -48,6 +48,9 @@ class IdleModel:
     def run(self, execution: Execution[StepContext], taps: object = ()) -> tuple[Tensor, ...]:
         return (self._zero.expand(execution.state.batch.num_tokens, self.spec.hidden_size),)
 
+    def set_prompt_length(self, prompt_len: int) -> None:
+        """It has no positions."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         return self._zero.expand(len(hidden), 1)
 
@@ -109,7 +112,7 @@ def steps(rounds: int, drafts: int = DRAFTS, batches: Sequence[int] = BATCHES) -
     found: dict[int, list[dict[str, float]]] = {run.num_requests: [] for run in runs}
     clocks: Any = stats
     clock, gc_was = clocks.time, gc.isenabled()
-    clocks.time = SimpleNamespace(perf_counter=time.thread_time)
+    clocks.time = SimpleNamespace(perf_counter=time.thread_time, thread_time=time.thread_time)
     gc.disable()  # its turns fall on whoever is measured
     try:
         for run in runs:

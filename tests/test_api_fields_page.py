@@ -1,11 +1,16 @@
 """The page about fields of requests is the tables that the server reads, written out."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import runpy
 from pathlib import Path
 
 import pytest
+
+for name in ("openai", "fastapi"):
+    pytest.importorskip(name, reason=f"needs the package {name}")
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase

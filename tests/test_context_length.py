@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi.testclient import TestClient
 from tiny import EVEN
+
+pytest.importorskip("fastapi", reason="needs the package fastapi")
+from fastapi.testclient import TestClient
 
 from bateleur.runner import LLM, AsyncLLM, SamplingParams
 from bateleur.runner.diagnose.costs import describe

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.eagle import DraftContext, EagleSpeculator, FixedDrafts, PolicyRows
-from bateleur.eagle.native import missing
+from bateleur.metadata.native import unavailable_reason
 from bateleur.runner import LLM, SamplingParams
 
 PROMPTS = ["def:fibonacci(n):", "import_os;def:walk(path):", "x", "class:Stack:def:__init__(self", "for:i"]
@@ -21,7 +21,7 @@ PARAMS = [
     SamplingParams(temperature=t, seed=i, max_tokens=20 + i, ignore_eos=True)
     for i, t in enumerate((0.0, 0.8, 0.0, 1.0, 0.0))
 ]
-pytestmark = pytest.mark.skipif(missing() is not None, reason="needs the chain of drafts in C")
+pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="needs the chain of drafts in C")
 
 
 class Seldom:
