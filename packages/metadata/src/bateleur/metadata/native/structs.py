@@ -14,6 +14,7 @@ class Struct(ctypes.Structure):
     def point(self, **values: Tensor | int | None) -> None:
         """Set fields by name. A tensor sets its data pointer, None sets NULL."""
         for name, value in values.items():
+            assert hasattr(type(self), name), f"{type(self).__name__} has no field {name}"
             setattr(self, name, value.data_ptr() if isinstance(value, Tensor) else value)
 
 

@@ -48,11 +48,6 @@ class StepPlan:
         return np.arange(len(self.rows)) >= self.num_decodes
 
     @cached_property
-    def no_drafts(self) -> NDArray[np.int32]:
-        """(R,) zeros: what is drafted where nobody wants drafts."""
-        return np.zeros(len(self.rows), np.int32)
-
-    @cached_property
     def drawing(self) -> tuple[list[Request], NDArray[np.int64]]:
         """The S requests that draw, and their rows (S,)."""
         if self.samples.all():

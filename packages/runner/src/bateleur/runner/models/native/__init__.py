@@ -6,16 +6,14 @@ Shapes: T tokens, N rows of a matrix, K columns; P panels of WIDTH rows.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.metadata.dispatch import F, Implementations, define_op, skip_dispatcher
+from bateleur.metadata.dispatch import Implementations, define_op, skip_dispatcher
 from bateleur.metadata.native import Kernel, entry, kernels, unavailable_reason
 
 _NAMES = {
@@ -118,19 +116,15 @@ def address(packed: Tensor, dtype: torch.dtype) -> int:
 
 _library = Library("bateleur", "FRAGMENT")
 
-
-def as_operator(
-    form: F, *, fake: Callable[..., Any], mutates: tuple[str, ...] = (), name: str | None = None
-) -> F:
-    """A form in C as one that graphs record. mutates: arguments that it writes to."""
-    return skip_dispatcher(
-        define_op(_library, form, Implementations(form), mutates=mutates, fake=fake, name=name), form
-    )
-
-
-product = as_operator(
+product = skip_dispatcher(
+    define_op(
+        _library,
+        packed_linear,
+        Implementations(packed_linear),
+        mutates=(),
+        fake=lambda x, packed, bias, rows: x.new_empty(x.shape[0], rows),
+    ),
     packed_linear,
-    fake=lambda x, packed, bias, rows: x.new_empty(x.shape[0], rows),
 )
 """`packed_linear` as an operator, which graphs record."""
 
