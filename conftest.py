@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from functools import wraps
 from pathlib import Path
@@ -50,6 +51,12 @@ def pytest_configure() -> None:
         from quick_interpreter import quicken
 
         quicken()
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Each test draws the same random numbers in every run, so that a failure can be repeated."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(scope="session", autouse=True)
