@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bateleur.runner import LLM, RequestOutput
-from bateleur.runner.openai.requests import chat_request
 from bateleur.runner.outputs import CompletionOutput
+from bateleur.runner.serve.openai.requests import chat_request
 from bateleur.runner.serve.parsers.chat_format import ChatFormat, ChatTurn, turn_of
 from bateleur.runner.serve.parsers.events import Arguments, Content, End, Reasoning, ToolCall, merged
 from bateleur.runner.serve.parsers.options import ParserOptions

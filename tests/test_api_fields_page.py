@@ -15,10 +15,10 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from bateleur.runner.openai.fields import IGNORED, REFUSED, sampling_names
-from bateleur.runner.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS
+from bateleur.runner.serve.openai.fields import IGNORED, REFUSED, sampling_names
+from bateleur.runner.serve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS
 from bateleur.runner.serve.responses.body import ResponsesBody
-from bateleur.runner.vllm_names import SAMPLING
+from bateleur.runner.utils.vllm_names import SAMPLING
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "api_fields.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ import pytest
 
 from bateleur.runner import LLM, CompletionOutput, RequestOutput, SamplingParams
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.in_flight import InFlight
+from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.requests.request import Request
 from bateleur.runner.scheduling.scheduler import StepPlan
 from bateleur.runner.stats import StepClock
@@ -242,13 +242,13 @@ def test_vllm_53919_accepted_counts_travel_with_their_rows(
     engine = (llm := make(True, num_speculative_tokens=3, drafter=Partly(script, 3, 97))).engine
     run, collect, reached, moved = engine._run, engine._collector.collect, {}, 0
 
-    def launched(plan: StepPlan, clock: StepClock, admitted: list[Request]) -> InFlight:
+    def launched(plan: StepPlan, clock: StepClock, admitted: list[Request]) -> StepInFlight:
         flight = run(plan, clock, admitted)
         assert engine._lengths is not None
         reached[id(flight)] = engine._lengths._computed_M.numpy()[plan.rows]
         return flight
 
-    def collected(flight: InFlight) -> list[Request]:
+    def collected(flight: StepInFlight) -> list[Request]:
         nonlocal moved
         plan, before, later = flight.plan, engine.table.num_settled.copy(), engine.ledger.in_flight[1:]
         reports = collect(flight)

@@ -24,7 +24,7 @@ import bateleur.mamba.planners  # noqa: E402
 import bateleur.metadata.kernels  # noqa: E402
 import bateleur.runner.models.kernels  # noqa: E402
 from bateleur.runner import LLM, SamplingParams  # noqa: E402
-from bateleur.runner.parallel.ranks import ALONE, Ranks  # noqa: E402
+from bateleur.runner.distributed.ranks import ALONE, Ranks  # noqa: E402
 from blank_checkpoint import write_blank  # noqa: E402
 from compiled_cuda import FEW_LAYERS, CompiledCuda  # noqa: E402
 from fake_cuda import HEAD, blank_head  # noqa: E402

@@ -20,9 +20,9 @@ from rank_pool import FailsLater, Uneven
 from bateleur.cudagraph import CudaGraphMode
 from bateleur.runner import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
+from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.errors import EngineDead, RankFailed
-from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
-from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.model_runner.step_graphs import StepGraphs
 from bateleur.runner.spec_decode.draft_sync import DraftSync
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")

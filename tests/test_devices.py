@@ -18,15 +18,15 @@ from triton.runtime.jit import JITFunction
 from bateleur.mamba import gated_rms_norm
 from bateleur.metadata._device_fields import gather_block_tables
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.device import current, indexed
-from bateleur.runner.engine.follower import Start, run
-from bateleur.runner.engine.orders import Enter, Step
+from bateleur.runner.distributed.connections import Link
+from bateleur.runner.distributed.process_group import Group
+from bateleur.runner.distributed.ranks import ALONE, Ranks
+from bateleur.runner.engine.messages import AddAdmittedRequests, RunStep
 from bateleur.runner.engine_thread import EngineThread
 from bateleur.runner.offload.host_memory import lasting
-from bateleur.runner.parallel.group import Group
-from bateleur.runner.parallel.links import Link
-from bateleur.runner.parallel.ranks import ALONE, Ranks
-from bateleur.runner.requests.ticket import Ticket
+from bateleur.runner.requests.admitted_request import AdmittedRequest
+from bateleur.runner.utils.device import current, indexed
+from bateleur.runner.workers.follower import Start, run
 from gpus import Gpus
 from quick_fakes import QuickFakes
 
@@ -190,11 +190,11 @@ def test_a_rank_opens_a_context_on_its_own_device_alone(
     harness: ModuleType, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     """`follower.run` in a thread, which begins with device 0 as any process does. Its engine asks for "cuda"."""
-    follower, groups = import_module("bateleur.runner.engine.follower"), []
+    follower, groups = import_module("bateleur.runner.workers.follower"), []
     cuda = harness.FakeCuda(monkeypatch, "cuda")
     llm = cuda.make()
     settings = llm.config
-    ticket = Ticket.of(llm.prepare({"prompt_token_ids": PROMPTS[0]}, params(1)[0], request_id="a"))
+    ticket = AdmittedRequest.of(llm.prepare({"prompt_token_ids": PROMPTS[0]}, params(1)[0], request_id="a"))
     cuda.gpus.contexts.clear()
 
     def made(store: Any, ranks: Ranks, device: torch.device, timeout: float) -> Any:
@@ -211,7 +211,7 @@ def test_a_rank_opens_a_context_on_its_own_device_alone(
     monkeypatch.setattr(follower.os, "_exit", leave)
     (orders, far_orders), (watch, far_watch) = Pipe(), Pipe()
     orders.send(Start(settings, rank, 3, 0, 1, 60.0))
-    for order in (Enter((ticket,)), Step(0.0), Step(0.0)):
+    for order in (AddAdmittedRequests((ticket,)), RunStep(0.0), RunStep(0.0)):
         orders.send(order)
     orders.close()
 
@@ -235,7 +235,7 @@ def test_a_group_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch
     c10d.ProcessGroupNCCL.side_effect = lambda *_: seen.append(gpus.current())
     c10d.ProcessGroup.return_value.abort.side_effect = lambda: seen.append(gpus.current())
     c10d.ProcessGroup.return_value.shutdown.side_effect = lambda: seen.append(gpus.current())
-    monkeypatch.setattr("bateleur.runner.parallel.group._c10d", c10d)
+    monkeypatch.setattr("bateleur.runner.distributed.process_group._c10d", c10d)
     group = Group(None, Ranks(1, 2, local=(1, 2)), ONE, 1.0)
     in_thread(group.abort)
     group.close()

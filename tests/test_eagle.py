@@ -17,7 +17,7 @@ from bateleur.eagle import BySurvival, FixedDrafts, PolicyRows, StepCost, StepTi
 from bateleur.eagle.passes import DraftPasses
 from bateleur.metadata.native import unavailable_reason
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
+from bateleur.runner.model_runner.step_graphs import StepGraphs
 from eagle_doubles.drafters import NoDrafts
 
 PROMPTS = ["def:fibonacci(n):", "import_os;def:walk(path):", "x", "class:Stack:def:__init__(self"]

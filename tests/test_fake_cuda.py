@@ -21,13 +21,13 @@ from bateleur.mamba.ops.delta_scan import fla
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.device import Fetch
-from bateleur.runner.engine.collector import Collector
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.in_flight import InFlight
+from bateleur.runner.engine.step_collector import StepCollector
+from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.structured.grammar import Grammars
+from bateleur.runner.utils.device import Fetch
 from fla_double import Double, unlooked
 from quick_fakes import QuickFakes, leaves_of
 
@@ -159,8 +159,8 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     """Each is fetched by one copy and waited for once, behind all that the host does for the next."""
-    run, emit, init, schedule = Engine._run, Collector._emit, Fetch.__init__, Scheduler.schedule
-    launched: list[InFlight] = []
+    run, emit, init, schedule = Engine._run, StepCollector._emit, Fetch.__init__, Scheduler.schedule
+    launched: list[StepInFlight] = []
     copies: list[Any] = []
     waits: list[tuple[int, int]] = []
     followed: set[int] = set()
@@ -171,17 +171,17 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
             followed.add(len(launched) - 1)
         return plan
 
-    def noted(engine: Engine, *step: Any) -> InFlight:
+    def noted(engine: Engine, *step: Any) -> StepInFlight:
         launched.append(run(engine, *step))
         return launched[-1]
 
-    def waited(collector: Collector, flight: InFlight, here: Any) -> Any:
+    def waited(collector: StepCollector, flight: StepInFlight, here: Any) -> Any:
         waits.append((next(i for i, each in enumerate(launched) if each is flight), len(launched)))
         return emit(collector, flight, here)
 
     monkeypatch.setattr(Scheduler, "schedule", planned)
     monkeypatch.setattr(Engine, "_run", noted)
-    monkeypatch.setattr(Collector, "_emit", waited)
+    monkeypatch.setattr(StepCollector, "_emit", waited)
     monkeypatch.setattr(
         Fetch, "__init__", lambda fetch, tensors: copies.append(tensors) or init(fetch, tensors)
     )
@@ -481,11 +481,11 @@ def test_what_is_remembered_is_what_torch_says(call: Callable[[Tensor], Any]) ->
 
 
 def test_nothing_stays_replaced(harness: ModuleType) -> None:
-    before = (torch.inference_mode, Engine.step, Collector._emit, Fetch.__init__)
+    before = (torch.inference_mode, Engine.step, StepCollector._emit, Fetch.__init__)
     with pytest.MonkeyPatch.context() as patch:
         cuda = harness.FakeCuda(patch)
         assert all(
             old is not new for old, new in zip(before, (torch.inference_mode, Engine.step), strict=False)
         )
         cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])
-    assert before == (torch.inference_mode, Engine.step, Collector._emit, Fetch.__init__)
+    assert before == (torch.inference_mode, Engine.step, StepCollector._emit, Fetch.__init__)

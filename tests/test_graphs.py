@@ -29,7 +29,7 @@ from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.cli import main
-from bateleur.runner.model_runner.graph_dispatcher import make_plan
+from bateleur.runner.model_runner.step_graphs import make_plan
 
 PROMPTS = [
     "def:fibonacci(n):",
@@ -354,7 +354,7 @@ def test_a_failing_capture_leaves_an_engine_that_runs(
     make: Callable[..., LLM], eager_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T-K2: the key that failed runs eagerly, the others on their graphs."""
-    from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
+    from bateleur.runner.model_runner.step_graphs import StepGraphs
 
     body = StepGraphs._body
 

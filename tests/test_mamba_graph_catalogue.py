@@ -22,7 +22,7 @@ from bateleur.metadata import BatchShape
 from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.config.graph_options import GraphOptions
-from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
+from bateleur.runner.model_runner.step_graphs import StepGraphs
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from eagle_doubles.drafters import RandomDrafter
 from scripted import Partly, Script

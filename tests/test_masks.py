@@ -14,8 +14,8 @@ import torch
 
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.assets import shipped_draft
-from bateleur.runner.device import upload
 from bateleur.runner.sampling.masks import mask_words
+from bateleur.runner.utils.device import upload
 from scripted import Patterned, Texts
 
 V = 4096

@@ -14,7 +14,7 @@ from bateleur.eagle import EagleSpeculator
 from bateleur.mamba import MambaMetadata
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
+from bateleur.runner.model_runner.step_graphs import StepGraphs
 from bateleur.runner.models import StepContext
 
 LENGTHS = (7, 30, 3)

@@ -20,7 +20,7 @@ from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.sampling.captured_sampler import CUTS, CapturedSampler
 from bateleur.runner.sampling.step_end import EndWhy
 

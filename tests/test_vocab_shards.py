@@ -28,7 +28,7 @@ from bateleur.eagle import (
     verify,
 )
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.sampling.logprobs import logprobs_of
 from bateleur.runner.sampling.sampler import SamplingState
 from eagle_doubles.laws import keys_of, metadata_of, normal

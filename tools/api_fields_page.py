@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import BaseModel
 
-from bateleur.runner.openai.fields import IGNORED, REFUSED, Field, sampling_names
-from bateleur.runner.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS
-from bateleur.runner.options import options_of
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.messages.body import MessagesBody
+from bateleur.runner.serve.openai.fields import IGNORED, REFUSED, Field, sampling_names
+from bateleur.runner.serve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS
 from bateleur.runner.serve.responses.body import ResponsesBody
-from bateleur.runner.vllm_names import SAMPLING
+from bateleur.runner.utils.options import options_of
+from bateleur.runner.utils.vllm_names import SAMPLING
 
 _HEAD = """\
 # Fields of requests

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.arguments import shown as in_words
 from bateleur.runner.llm import LLM as Class
+from bateleur.runner.utils.arguments import shown as in_words
 
 VOCAB, LONGEST = 101, 64
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -23,8 +23,8 @@ from bateleur.cudagraph.backends.base import CapturedBody, GraphBackend
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.execution import Body, Execution, S, T
 from bateleur.runner import LLM
-from bateleur.runner.parallel import ranks
-from bateleur.runner.parallel.ranks import ALONE, Ranks
+from bateleur.runner.distributed import ranks
+from bateleur.runner.distributed.ranks import ALONE, Ranks
 from fake_cuda import FakeCuda, Watch
 from sm90 import Compiled, Kernel
 
@@ -107,7 +107,7 @@ class CompiledCuda(FakeCuda):
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
         patch.setattr(FakeTensor, "data_ptr", _address, raising=False)
         patch.setattr("bateleur.cudagraph.backends.CudaBackend", lambda device: OnceCaptured())
-        patch.setattr("bateleur.runner.parallel.ranks._group", lambda name: _OthersAgree())
+        patch.setattr("bateleur.runner.distributed.ranks._group", lambda name: _OthersAgree())
 
     def _make_watch(self) -> Watch:
         return _Launching(self.gpus)

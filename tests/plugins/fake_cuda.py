@@ -58,11 +58,11 @@ from bateleur.eagle.heads.weights import Weights
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.device import Fetch
-from bateleur.runner.engine.collector import Collector
+from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.in_flight import InFlight
 from bateleur.runner.engine.output_processor import Emitted, OutputProcessor
+from bateleur.runner.engine.step_collector import StepCollector
+from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -76,9 +76,9 @@ from bateleur.runner.models.spec import (
     RopeSpec,
     RouterSpec,
 )
-from bateleur.runner.parallel.ranks import Ranks
 from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.verified import Verified
+from bateleur.runner.utils.device import Fetch
 from gpus import Gpus
 from quick_fakes import QuickFakes, leaves_of
 
@@ -458,15 +458,17 @@ class FakeCuda:
         patch.setattr(CapturedBody, "replay", one_launch)
 
     def _replace_emission(self, patch: pytest.MonkeyPatch) -> None:
-        emit = Collector._emit
+        emit = StepCollector._emit
 
-        def emit_invented(collector: Collector, flight: InFlight, here: NDArray[np.bool_] | None) -> Emitted:
+        def emit_invented(
+            collector: StepCollector, flight: StepInFlight, here: NDArray[np.bool_] | None
+        ) -> Emitted:
             assert flight.verified is not None
             arrays = self._invent(flight, flight.verified)
             flight.fetched = SimpleNamespace(wait=lambda: arrays)  # type: ignore[assignment]
             return emit(collector, flight, here)
 
-        patch.setattr(Collector, "_emit", emit_invented)
+        patch.setattr(StepCollector, "_emit", emit_invented)
         patch.setattr(OutputProcessor, "add_prompt_logprobs", _add_blank)
         patch.setattr(Fetch, "__init__", _queue_nothing)
         patch.setattr(Fetch, "wait", _drafts)
@@ -476,7 +478,7 @@ class FakeCuda:
         patch.setattr("bateleur.metadata._memory.pinned", pin)
         patch.setattr("bateleur.runner.sampling.grammar_masks.pinned", pin)
 
-    def _invent(self, flight: InFlight, verified: Verified) -> list[NDArray[Any]]:
+    def _invent(self, flight: StepInFlight, verified: Verified) -> list[NDArray[Any]]:
         """What `OutputProcessor.fetch` sends: counts, what is bad, tokens, drafts, and log probabilities."""
         drawing = verified.drawing
         most = np.where(drawing < flight.plan.num_decodes, 1 + flight.num_drafts[drawing], 1)

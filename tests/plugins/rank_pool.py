@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from bateleur.runner.engine import leader
-from bateleur.runner.parallel.links import Link, Member
+from bateleur.runner.distributed.connections import Link, Member
+from bateleur.runner.workers import leader
 
-FOLLOWER = "bateleur.runner.engine.follower"
+FOLLOWER = "bateleur.runner.workers.follower"
 LATER = ["bateleur.metadata.backends.native_paged", "transformers.models.auto.modeling_auto"]
 """What an engine imports when it is made: a second for each that would do so itself."""
 PRELOADED = [FOLLOWER, "rank_pool", "folder_users", *LATER]
@@ -46,7 +46,7 @@ class Forked:
 
 def begin(orders: Connection, watch: Connection) -> None:
     """What `follower.main` does, in a process that was forked off."""
-    from bateleur.runner.engine.follower import run
+    from bateleur.runner.workers.follower import run
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -7,10 +7,10 @@ from performance.published import H100, SHOWN, spec_of
 from performance.results import table
 
 from bateleur.runner.diagnose.step_costs import StepPart, caches_of, step_costs, total
+from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.shares import num_sums
+from bateleur.runner.models.sharding import num_sums
 from bateleur.runner.models.spec import ModelSpec
-from bateleur.runner.parallel.ranks import Ranks
 
 SIZES = (1, 2, 4, 8)
 BATCHES = (1, 16, 64, 256)
@@ -24,7 +24,7 @@ HEAD = f"""\
 ## Ranks of a model, by arithmetic
 
 Every layer gets the whole of the residual stream and ends with one sum over the ranks
-(`bateleur.runner.models.shares`); so does the embedding, and a norm over lanes of several ranks has a sum of squares
+(`bateleur.runner.models.sharding`); so does the embedding, and a norm over lanes of several ranks has a sum of squares
 more. A sum over N ranks moves 2 (N - 1) / N of its bytes into each and out of each, at {NVLINK / 1e9:.0f} GB/s each
 way, and takes {COLLECTIVE_US:.0f} us at least, which is an assumption. What a rank reads is counted as in
 [performance.md](performance.md), for its part of the model, in bfloat16 behind {CONTEXT:,} tokens of context each, at

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from bateleur.runner.openai.tools import Tools
+from bateleur.runner.serve.openai.tools import Tools
 from bateleur.runner.serve.parsers.answer import AnswerParser
 from bateleur.runner.serve.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, merged
 from bateleur.runner.serve.parsers.names import TOOL_PARSERS

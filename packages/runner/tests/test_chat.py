@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.log_once import _logged
 from bateleur.runner.text.chat import render
 from bateleur.runner.text.messages import checked_messages
 from bateleur.runner.text.tokenizer import NoTokenizer
+from bateleur.runner.utils.log_once import _logged
 
 TEMPLATE = (
     "{{ bos_token or '' }}{% if tools %}{{ tools | tojson }}{% endif %}"

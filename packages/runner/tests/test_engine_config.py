@@ -18,7 +18,7 @@ from bateleur.runner.config.engine_config import (
     SpeculativeConfig,
     all_options,
 )
-from bateleur.runner.device import DTYPES
+from bateleur.runner.utils.device import DTYPES
 
 
 def test_every_option_has_a_text_and_a_name_of_its_own() -> None:

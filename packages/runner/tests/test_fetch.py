@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bateleur.runner.device import Fetch
+from bateleur.runner.utils.device import Fetch
 
 
 def test_what_was_given_comes_in_its_order() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.diagnose.costs import describe
-from bateleur.runner.models.held import held_bytes
-from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.distributed.ranks import Ranks
+from bateleur.runner.models.memory_report import held_bytes
 
 
 def spans(thing: object) -> Iterator[tuple[int, int]]:

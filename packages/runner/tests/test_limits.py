@@ -13,8 +13,9 @@ from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.distributed.ranks import ALONE
 from bateleur.runner.engine.setup import _CacheSizes
-from bateleur.runner.model_runner.graph_dispatcher import (
+from bateleur.runner.model_runner.step_graphs import (
     default_capture_sizes,
     gaps_of_drafts,
     largest_capture,
@@ -22,7 +23,6 @@ from bateleur.runner.model_runner.graph_dispatcher import (
 )
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, MlpLayer, ModelSpec
-from bateleur.runner.parallel.ranks import ALONE
 
 SPEC = ModelSpec(
     "Dense",

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from bateleur.runner.log_once import _logged
-from bateleur.runner.openai.logprobs import chat_logprobs, completion_logprobs
-from bateleur.runner.openai.replies import (
+from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
+from bateleur.runner.serve.openai.logprobs import chat_logprobs, completion_logprobs
+from bateleur.runner.serve.openai.replies import (
     chat_reply,
     completion_choice,
     completion_reply,
     error_body,
     request_metrics,
 )
-from bateleur.runner.openai.requests import chat_request, completion_request
-from bateleur.runner.openai.tools import Named, forced_schema, tool_choice
-from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, RequestTimes
+from bateleur.runner.serve.openai.requests import chat_request, completion_request
+from bateleur.runner.serve.openai.tools import Named, forced_schema, tool_choice
+from bateleur.runner.utils.log_once import _logged
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

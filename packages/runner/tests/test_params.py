@@ -9,7 +9,7 @@ import pytest
 
 from bateleur.runner.outputs import RequestOutputKind
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.vllm_names import SAMPLING
+from bateleur.runner.utils.vllm_names import SAMPLING
 
 
 def test_defaults_and_names() -> None:

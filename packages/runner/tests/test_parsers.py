@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.runner.openai.tools import Named
 from bateleur.runner.outputs import CompletionOutput, TextTag
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.openai.tools import Named
 from bateleur.runner.serve.parsers.answer import AnswerParser
 from bateleur.runner.serve.parsers.chat_format import ChatFormat
 from bateleur.runner.serve.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, merged

@@ -8,7 +8,7 @@ import pytest
 
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.requests.request import Request
-from bateleur.runner.scheduling.waiting import WaitingQueue, urgency
+from bateleur.runner.scheduling.waiting_queue import WaitingQueue, urgency
 
 alone = importlib.import_module("scheduler_alone")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bateleur.eagle import argmax
-from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.distributed.ranks import Ranks
 from in_fork import raised_in_fork
 from together import gathered
 

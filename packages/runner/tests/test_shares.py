@@ -13,9 +13,9 @@ from tiny import EVEN
 from torch import Tensor
 
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
+from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.shares import num_sums, sum_bytes
-from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.models.sharding import num_sums, sum_bytes
 from together import OneOf, Together, at_once, gathered
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, VerifyReport
 from bateleur.cudagraph.verify import ReplayComparison
-from bateleur.runner.engine.errands import Errands
+from bateleur.runner.distributed.ranks import Ranks
+from bateleur.runner.distributed.shared_errors import together
+from bateleur.runner.engine.operations import EngineOperations
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.parallel.ranks import Ranks
-from bateleur.runner.parallel.together import together
 from together import OneOf, Together, at_once
 
 
@@ -69,7 +69,7 @@ def test_a_graph_that_fails_on_one_rank_fails(three: Together) -> None:
         found = [ReplayComparison(key, 0.0), ReplayComparison(key, 1.0, "here" if rank == 2 else None)]
         model: Any = SimpleNamespace(ranks=Ranks(rank, 3, "none"), exchange=None)
         nobody: Any = None
-        errands = Errands(nobody, nobody, lambda fuzz: VerifyReport(tuple(found[:fuzz])), model)
+        errands = EngineOperations(nobody, nobody, lambda fuzz: VerifyReport(tuple(found[:fuzz])), model)
         return [each.failure for each in errands._verify(2).comparisons]
 
     assert at_once(three, run) == [[None, "another rank's part differs"]] * 2 + [[None, "here"]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bateleur.runner import version as module
+from bateleur.runner.utils import version as module
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 

@@ -19,7 +19,7 @@ from bateleur.runner.cli.options import ENGINE as OPTIONS
 from bateleur.runner.cli.options import build_parser, given
 from bateleur.runner.cli.vllm_flags import SERVER, check_vllm_flags
 from bateleur.runner.generation_config import recommended_sampling
-from bateleur.runner.vllm_names import ENGINE
+from bateleur.runner.utils.vllm_names import ENGINE
 
 FLAGS = (Path(__file__).parent / "vllm_flags.txt").read_text().split()
 """Flags of `vllm serve` 0.33."""

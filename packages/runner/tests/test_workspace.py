@@ -8,11 +8,11 @@ import torch
 from bateleur.runner.cache.workspace import graph_bytes, workspace_bytes
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.setup import _left
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, MlpLayer, ModelSpec, RouterSpec
 from bateleur.runner.offload.copies import STAGING_BYTES
-from bateleur.runner.parallel.ranks import Ranks
 
 VOCAB, WIDTH, ROWS, DRAFTS = 248_320, 2048, 256, 4
 ATTENTION = AttentionLayer(16, 2, 128, 0.09)

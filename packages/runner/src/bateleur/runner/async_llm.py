@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from bateleur.runner.arguments import Integer, maybe, text
 from bateleur.runner.engine.input_processor import Prompt
 from bateleur.runner.engine_thread import EngineThread, Reader
 from bateleur.runner.errors import EngineDead
@@ -22,6 +21,7 @@ from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.text.tokenizer import NoTokenizer
+from bateleur.runner.utils.arguments import Integer, maybe, text
 
 T = TypeVar("T")
 

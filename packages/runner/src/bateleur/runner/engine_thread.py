@@ -11,12 +11,12 @@ from functools import partial
 from threading import Event, Lock, Thread, current_thread
 from typing import TypeVar
 
-from bateleur.runner.device import make_current, of_this_thread
-from bateleur.runner.engine.places import Places
+from bateleur.runner.engine.admission_limit import AdmissionLimit
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.llm import LLM
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request_group import RequestGroup
+from bateleur.runner.utils.device import make_current, of_this_thread
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class EngineThread(Thread):
     """
 
     llm: LLM
-    places: Places
+    places: AdmissionLimit
     """Who is here, or will be when its prompt is tokenised."""
 
     def __init__(self, make: Callable[[], LLM], max_queued_requests: int) -> None:
@@ -185,7 +185,7 @@ class EngineThread(Thread):
             make_current(self._device)
             self.llm = self._make()
             running = self.llm.limits.max_num_seqs * self.llm.config.parallel.data_parallel_size
-            self.places = Places(running, self._max_queued_requests)
+            self.places = AdmissionLimit(running, self._max_queued_requests)
         except BaseException as error:
             self._made.set_exception(error)
             return

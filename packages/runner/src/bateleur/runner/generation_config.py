@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bateleur.runner.json_file import read_json
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.utils.json_file import read_json
 
 _NAMES = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},

@@ -14,27 +14,27 @@ from weakref import finalize
 
 import numpy as np
 
-from bateleur.runner.arguments import Check, Integer, Several, file, flag, refuse, text
 from bateleur.runner.config.engine_config import EngineConfig, all_options
-from bateleur.runner.device import current, naming_memory
+from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.front import Front
+from bateleur.runner.engine.exclusive_access import ExclusiveAccess, exclusive
 from bateleur.runner.engine.input_processor import InputProcessor, Prompt, as_prompts
-from bateleur.runner.engine.leader import Leader
-from bateleur.runner.engine.ledger import Ledger
 from bateleur.runner.engine.memory_profile import needed_bytes
+from bateleur.runner.engine.request_registry import RequestRegistry
 from bateleur.runner.engine.setup import EngineSetup, device_of
-from bateleur.runner.engine.turn import Turn, takes_turn
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.model_runner.graph_costs import GraphCosts
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
-from bateleur.runner.parallel.ranks import ALONE, Ranks
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.text.chat import ChatOptions, render
 from bateleur.runner.text.messages import Message, is_conversation
+from bateleur.runner.utils.arguments import Check, Integer, Several, file, flag, refuse, text
+from bateleur.runner.utils.device import current, naming_memory
+from bateleur.runner.workers.data_parallel import DataParallelCoordinator
+from bateleur.runner.workers.leader import Leader
 
 _log = logging.getLogger(__name__)
 
@@ -82,8 +82,8 @@ class LLM:
         """Number, time and memory of the CUDA graphs that were captured at start."""
         if self.graph_costs.num_graphs:
             _log.info("%s", self.graph_costs)
-        self._runner: Engine | Front = self.engine
-        self._ledger: Ledger | Front = self.engine.ledger
+        self._runner: Engine | DataParallelCoordinator = self.engine
+        self._ledger: RequestRegistry | DataParallelCoordinator = self.engine.ledger
         self._admission = InputProcessor(self.tokenizer, self.spec, self.limits, self.config)
         model = self.config.model
         self.default_sampling = recommended_sampling(
@@ -91,11 +91,11 @@ class LLM:
         )
         """Sampling parameters where a request is silent, by name."""
         self._default_params = SamplingParams.from_dict(self.default_sampling)
-        self._turn = Turn(self.device)
+        self._turn = ExclusiveAccess(self.device)
         if (leader := self._leader) is not None:
             leader.begin()
             if self.config.parallel.data_parallel_size > 1:
-                self._runner = self._ledger = Front(self.engine, leader)
+                self._runner = self._ledger = DataParallelCoordinator(self.engine, leader)
             else:
                 self.engine.ledger.tell = leader.tell
             finalize(self, leader.close)
@@ -127,7 +127,7 @@ class LLM:
 
     # --- whole batches ------------------------------------------------------------------------------------
 
-    @takes_turn
+    @exclusive
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -173,7 +173,7 @@ class LLM:
         prompts = [render(self.tokenizer, cast(Sequence[Message], each), **options) for each in several]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    @takes_turn
+    @exclusive
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -193,7 +193,7 @@ class LLM:
             while (output := self._next(outputs)) is not None:
                 yield output
 
-    @takes_turn
+    @exclusive
     def _next(self, outputs: Iterator[RequestOutput]) -> RequestOutput | None:
         return next(outputs, None)
 
@@ -219,13 +219,13 @@ class LLM:
             if self._turn.holder is None:  # else whoever is inside, or comes next, forgets them
                 self._restore()
 
-    @takes_turn
+    @exclusive
     def _restore(self) -> None:
         self._ledger.restore()
 
     # --- one request at a time ----------------------------------------------------------------------------
 
-    @takes_turn
+    @exclusive
     def add_request(
         self,
         prompt: Prompt,
@@ -253,17 +253,17 @@ class LLM:
         self._ledger.add(request)
         return request.request_id
 
-    @takes_turn
+    @exclusive
     def enter(self, *requests: RequestGroup) -> None:
         """Queue what `prepare` made, all or none. ValueError for an id that is here already."""
         self._ledger.add(*requests)
 
-    @takes_turn
+    @exclusive
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now and return what it has. Raises ValueError for an unknown id."""
         return self._ledger.abort(text("request_id", request_id))
 
-    @takes_turn
+    @exclusive
     def step(self) -> list[RequestOutput]:
         """One engine step; the requests that finished since the last one, and those added with `stream`."""
         self._runner.step()
@@ -288,7 +288,7 @@ class LLM:
 
     # --- prefixes -----------------------------------------------------------------------------------------
 
-    @takes_turn
+    @exclusive
     def export_prefix(self, token_ids: Sequence[int], path: str | Path) -> int:
         """Write what is cached of a prompt's longest prefix to a safetensors file: keys, values and states, with the
         prefix's name and a checksum. Its tokens are returned. Of several ranks `path` is a folder, made if it isn't
@@ -300,7 +300,7 @@ class LLM:
         ids = np.array(_TOKEN_IDS("token_ids", token_ids), np.int32)
         return self.engine.errands.export(ids, file("path", path))
 
-    @takes_turn
+    @exclusive
     def import_prefix(self, path: str | Path) -> int:
         """Let requests find a prefix that `export_prefix` wrote, here or in another process. Its tokens are returned.
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, cast
 
-from bateleur.runner.arguments import (
+from bateleur.runner.outputs import RequestOutputKind
+from bateleur.runner.structured_outputs import StructuredOutputsParams, structured_outputs
+from bateleur.runner.utils.arguments import (
     Integer,
     Number,
     OneOf,
@@ -19,10 +21,8 @@ from bateleur.runner.arguments import (
     shown,
     text,
 )
-from bateleur.runner.options import Checked, option
-from bateleur.runner.outputs import RequestOutputKind
-from bateleur.runner.structured_outputs import StructuredOutputsParams, structured_outputs
-from bateleur.runner.vllm_names import SAMPLING, without
+from bateleur.runner.utils.options import Checked, option
+from bateleur.runner.utils.vllm_names import SAMPLING, without
 
 GREEDY_BELOW = 1e-5
 """A temperature below this counts as 0."""

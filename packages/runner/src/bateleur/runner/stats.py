@@ -14,7 +14,7 @@ import numpy as np
 
 from bateleur.cudagraph import DispatchCounter
 from bateleur.eagle import AcceptStats
-from bateleur.runner.histogram import Histogram
+from bateleur.runner.utils.histogram import Histogram
 
 _STEPS = (1.0, 2.0, 5.0)
 _SECONDS = partial(Histogram, [step * 10.0**power for power in range(-4, 3) for step in _STEPS])

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from bateleur.runner.arguments import Check, Several, flag, listed, maybe, refuse, shown, text
-from bateleur.runner.options import Checked, option
-from bateleur.runner.vllm_names import STRUCTURED, without
+from bateleur.runner.utils.arguments import Check, Several, flag, listed, maybe, refuse, shown, text
+from bateleur.runner.utils.options import Checked, option
+from bateleur.runner.utils.vllm_names import STRUCTURED, without
 
 MAX_BYTES = 1 << 17
 """Most that a schema, a pattern, a grammar or all choices together may take as UTF-8."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bateleur.runner.arguments import Integer, Number, OneOf, Several, folder, maybe, refuse, text
-from bateleur.runner.options import Checked, option
+from bateleur.runner.utils.arguments import Integer, Number, OneOf, Several, folder, maybe, refuse, text
+from bateleur.runner.utils.options import Checked, option
 
 PEERS = ("transformers", "vllm", "llama.cpp")
 _FILE = maybe(lambda name, value: Path(folder(name, value)))

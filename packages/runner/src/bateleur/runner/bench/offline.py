@@ -19,10 +19,10 @@ from bateleur.runner.bench.config import LatencyConfig, OfflineConfig, Throughpu
 from bateleur.runner.bench.rounds import Engine, Run, Runs, Task, in_turn
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import EngineConfig
-from bateleur.runner.device import resolve_device
 from bateleur.runner.diagnose.step_costs import caches_of, step_costs, total
 from bateleur.runner.errors import Unmeasured
 from bateleur.runner.models import HybridDecoder
+from bateleur.runner.utils.device import resolve_device
 
 OURS, READ = "bateleur", "read"
 _READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}

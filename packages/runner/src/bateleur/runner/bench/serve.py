@@ -21,7 +21,7 @@ from bateleur.runner.bench import VLLM_VARIABLES
 from bateleur.runner.bench.client import Answer, Client
 from bateleur.runner.bench.config import ServeBenchConfig
 from bateleur.runner.bench.servers import Server, bateleur_command, vllm_command
-from bateleur.runner.json_file import read_json
+from bateleur.runner.utils.json_file import read_json
 
 _TURNS = 4
 _COMMON = 256

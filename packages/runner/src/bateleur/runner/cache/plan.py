@@ -22,8 +22,8 @@ import torch
 from bateleur.mamba import CacheLayout, MambaCacheMode
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models.spec import ModelSpec
-from bateleur.runner.parallel.ranks import Ranks
 
 WORKING_TOKENS = 2048
 """Tokens of a request of the working set: more of them are worth less than a state that is found again."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bateleur.runner.arguments import Integer
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.models.spec import ExpertsLayer, RouterSpec
+from bateleur.runner.utils.arguments import Integer
 
 EXPERT_FIELDS = {
     "num_experts": "num_experts",

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from bateleur.mamba import Mamba2
-from bateleur.runner.arguments import Check, Integer, Number, OneOf, Several, flag, maybe, refuse, shown, text
 from bateleur.runner.models.spec import (
     AttentionLayer,
     DynamicRope,
@@ -18,6 +17,18 @@ from bateleur.runner.models.spec import (
     MambaLayer,
     ModelSpec,
     RopeSpec,
+)
+from bateleur.runner.utils.arguments import (
+    Check,
+    Integer,
+    Number,
+    OneOf,
+    Several,
+    flag,
+    maybe,
+    refuse,
+    shown,
+    text,
 )
 
 _ROPE_NEEDS = {

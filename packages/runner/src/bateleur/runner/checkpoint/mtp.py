@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bateleur.runner.arguments import refuse
 from bateleur.runner.checkpoint.families import FAMILIES
 from bateleur.runner.checkpoint.families.base import MtpNames
 from bateleur.runner.checkpoint.names import Names, Part, resolve_layout
 from bateleur.runner.checkpoint.open import Checkpoint, read_config
 from bateleur.runner.checkpoint.tensors import TensorEntry
 from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.utils.arguments import refuse
 
 _PREFIX = "mtp."
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from bateleur.runner.arguments import folder, refuse, shown
 from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.fields import ConfigFields, check_fields, token_ids
 from bateleur.runner.checkpoint.file_config import FileConfig, states_kinds
@@ -27,11 +26,12 @@ from bateleur.runner.checkpoint.weights import (
     fill_weights,
     resolve_tied,
 )
-from bateleur.runner.device import DTYPES, free_main_memory, naming_memory
-from bateleur.runner.json_file import read_json
+from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
-from bateleur.runner.parallel.ranks import ALONE, Ranks
+from bateleur.runner.utils.arguments import folder, refuse, shown
+from bateleur.runner.utils.device import DTYPES, free_main_memory, naming_memory
+from bateleur.runner.utils.json_file import read_json
 
 _KINDS = frozenset(("linear_attention", "full_attention", "mlp", "moe", "conv"))
 """Names that transformers has for kinds of layers now."""

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Part
 from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
-from bateleur.runner.models.shares import Cut
-from bateleur.runner.parallel.ranks import Range
+from bateleur.runner.distributed.ranks import Range
+from bateleur.runner.models.sharding import Cut
 
 _BYTES: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bateleur.runner.checkpoint.tokenizer_files import special_tokens_of, template_of
-from bateleur.runner.json_file import read_json
 from bateleur.runner.text.file_tokenizer import FileTokenizer
+from bateleur.runner.utils.json_file import read_json
 
 NAME = "tiktoken.model"
 KIMI_CLASS = "TikTokenTokenizer"

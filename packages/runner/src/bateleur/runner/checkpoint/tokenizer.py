@@ -11,8 +11,8 @@ from typing import Any, cast
 from bateleur.runner.checkpoint import tiktoken_file
 from bateleur.runner.checkpoint.open import Checkpoint, quietly
 from bateleur.runner.checkpoint.tokenizer_files import read_alone
-from bateleur.runner.json_file import read_json
 from bateleur.runner.text.tokenizer import Tokenizer
+from bateleur.runner.utils.json_file import read_json
 
 _ANY_LENGTH = 1 << 62
 """Prompts are measured here, so that the tokenizer's own limit has nothing to warn about."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bateleur.runner.json_file import read_json
 from bateleur.runner.text.file_tokenizer import FileTokenizer
+from bateleur.runner.utils.json_file import read_json
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken

@@ -15,7 +15,7 @@ from torch import Tensor
 from bateleur.runner.checkpoint.names import Form, Names, Part
 from bateleur.runner.checkpoint.slices import fill_share
 from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
-from bateleur.runner.models.shares import Share
+from bateleur.runner.models.sharding import Share
 from bateleur.runner.models.spec import ModelSpec
 
 _LM_HEAD = "lm_head.weight"

@@ -12,7 +12,7 @@ from bateleur.runner.assets import shipped_model
 from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
 from bateleur.runner.cli.console import naming, say, write_text
 from bateleur.runner.cli.options import ENGINE, given
-from bateleur.runner.options import options_of
+from bateleur.runner.utils.options import options_of
 
 if TYPE_CHECKING:
     from bateleur.runner.bench.offline import Place

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from bateleur.runner.arguments import refuse
 from bateleur.runner.assets import default_drafts, shipped_model
 from bateleur.runner.cli.batch import Result, Run, run_file, run_here
 from bateleur.runner.cli.console import Pace, say, tell_of_graphs, write_text
@@ -18,11 +17,12 @@ from bateleur.runner.cli.line_forms import BatchForm, OwnForm
 from bateleur.runner.cli.options import DEFAULTS, ENGINE, FOR_SILENT_MODELS, follows_another, given
 from bateleur.runner.cli.request_file import RequestFile
 from bateleur.runner.generation_config import recommended_sampling
-from bateleur.runner.openai.names import served_names
-from bateleur.runner.options import options_of
 from bateleur.runner.replicas.config import ReplicaConfig
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.openai.names import served_names
 from bateleur.runner.serve.parsers.options import ParserOptions
+from bateleur.runner.utils.arguments import refuse
+from bateleur.runner.utils.options import options_of
 
 if TYPE_CHECKING:
     from bateleur.runner.llm import LLM

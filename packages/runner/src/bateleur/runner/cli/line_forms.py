@@ -9,23 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from bateleur.runner.arguments import listed, refuse
-from bateleur.runner.openai.names import require_served
-from bateleur.runner.openai.replies import chat_reply, completion_reply, error_body
-from bateleur.runner.openai.requests import (
+from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
+from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.openai.names import require_served
+from bateleur.runner.serve.openai.replies import chat_reply, completion_reply, error_body
+from bateleur.runner.serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
     chat_request,
     completion_request,
 )
-from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
-from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.parsers.chat_format import ChatFormat, ChatTurn, turn_of, with_options
 from bateleur.runner.serve.parsers.message import chat_message
 from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.text.token_bytes import TokenText
 from bateleur.runner.text.tokenizer import Tokenizer
+from bateleur.runner.utils.arguments import listed, refuse
 
 Asked = CompletionRequest | ChatRequest
 

@@ -15,12 +15,12 @@ from typing import Any
 from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
 from bateleur.runner.cli.vllm_flags import add_vllm_flags, json_value
 from bateleur.runner.config.engine_config import PARTS, all_options
-from bateleur.runner.options import Option, options_of
 from bateleur.runner.replicas.config import ReplicaConfig
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.parsers.options import ParserOptions
-from bateleur.runner.version import package_version
+from bateleur.runner.utils.options import Option, options_of
+from bateleur.runner.utils.version import package_version
 
 _EXAMPLES = """\
 examples:
@@ -194,7 +194,7 @@ def follows_another(args: Namespace) -> bool:
     sizes = (getattr(args, name, 1) for name in ("tensor_parallel_size", "data_parallel_size"))
     if max(sizes) == 1:
         return False
-    from bateleur.runner.parallel.torchrun import is_follower
+    from bateleur.runner.distributed.torchrun import is_follower
 
     return is_follower()
 

@@ -6,15 +6,15 @@ import argparse
 from importlib.util import find_spec
 from typing import Any
 
-from bateleur.runner.arguments import refuse
 from bateleur.runner.cli.console import say, tell_of_graphs, write_text
 from bateleur.runner.cli.options import ENGINE, follows_another, given
 from bateleur.runner.cli.vllm_flags import check_vllm_flags
 from bateleur.runner.config.engine_config import EngineConfig
-from bateleur.runner.options import options_of
 from bateleur.runner.replicas.config import NOT_OF_RAY, ReplicaConfig
 from bateleur.runner.serve.address import address_of, bound, check_tls
 from bateleur.runner.serve.config import ServeConfig, served_engine
+from bateleur.runner.utils.arguments import refuse
+from bateleur.runner.utils.options import options_of
 
 
 def run(args: argparse.Namespace) -> int:

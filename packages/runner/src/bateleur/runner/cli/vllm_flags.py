@@ -7,7 +7,7 @@ from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from bateleur.runner.vllm_names import ENGINE, table, without
+from bateleur.runner.utils.vllm_names import ENGINE, table, without
 
 _PLUGINS = (
     "plug-ins are not loaded: see --tool-call-parser and --reasoning-parser for the parsers that there are"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from bateleur.runner.arguments import refuse
 from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.utils.arguments import refuse
 
 _PLANS_ON_HOST = "flashinfer"
 """An attention backend that wants exact lengths on the host, which drafts in flight leave open."""

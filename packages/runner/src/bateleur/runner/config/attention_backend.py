@@ -6,8 +6,8 @@ import torch
 
 from bateleur.metadata import AttentionBackend, get_backend
 from bateleur.metadata.backends import backend_names, preferred_backends, unsupported_reason
-from bateleur.runner.arguments import refuse
 from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.utils.arguments import refuse
 
 _ASKED_FOR = "flashinfer"
 """As fast as it may be, nothing chooses it: its sums depend on what is beside a token."""

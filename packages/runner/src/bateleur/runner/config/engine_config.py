@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bateleur.runner.arguments import (
+from bateleur.runner.utils.arguments import (
     Integer,
     Number,
     OneOf,
@@ -23,8 +23,8 @@ from bateleur.runner.arguments import (
     refuse,
     text,
 )
-from bateleur.runner.options import Checked, Option, option, options_of
-from bateleur.runner.vllm_names import ENGINE, in_our_names, without
+from bateleur.runner.utils.options import Checked, Option, option, options_of
+from bateleur.runner.utils.vllm_names import ENGINE, in_our_names, without
 
 if TYPE_CHECKING:
     import torch

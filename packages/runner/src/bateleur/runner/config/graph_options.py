@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from bateleur.cudagraph import CudaGraphMode, ReplayChecks
-from bateleur.runner.arguments import member_of, refuse
 from bateleur.runner.config.engine_config import GraphConfig
+from bateleur.runner.utils.arguments import member_of, refuse
 
 
 @dataclass(frozen=True, slots=True)

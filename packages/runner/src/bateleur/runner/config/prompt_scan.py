@@ -6,8 +6,8 @@ import torch
 
 from bateleur.mamba import PromptScan
 from bateleur.mamba.ops.delta_scan import fla
-from bateleur.runner.arguments import member_of
 from bateleur.runner.models.spec import DeltaLayer, ModelSpec
+from bateleur.runner.utils.arguments import member_of
 
 
 def choose_scan(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, PrefixRetention, Recurrence, StatePolicy
-from bateleur.runner.arguments import member_of
 from bateleur.runner.config.engine_config import CacheConfig
-from bateleur.runner.device import DTYPES
 from bateleur.runner.models.spec import DeltaLayer, ModelSpec
+from bateleur.runner.utils.arguments import member_of
+from bateleur.runner.utils.device import DTYPES
 
 _STATE_BLOCK = 64
 """Tokens between two boundaries at which Mamba states may be kept, unless the user says otherwise or requests are

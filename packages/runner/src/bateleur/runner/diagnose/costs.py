@@ -16,7 +16,6 @@ import torch
 from bateleur.cudagraph import CudaGraphMode
 from bateleur.eagle import Rule
 from bateleur.mamba import MambaCacheMode
-from bateleur.runner.arguments import member_of
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.cache.plan import plan_caches
@@ -27,14 +26,14 @@ from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig, Paral
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import told
-from bateleur.runner.device import resolve_device
+from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.setup import unmeasured_budget
-from bateleur.runner.model_runner.graph_dispatcher import largest_capture
+from bateleur.runner.model_runner.step_graphs import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
-from bateleur.runner.models.held import held_bytes
+from bateleur.runner.models.memory_report import held_bytes
 from bateleur.runner.models.native import describe_kernels
-from bateleur.runner.models.shares import num_sums, sum_bytes
+from bateleur.runner.models.sharding import num_sums, sum_bytes
 from bateleur.runner.models.spec import (
     AttentionLayer,
     DeltaLayer,
@@ -46,10 +45,11 @@ from bateleur.runner.models.spec import (
     ShortConvLayer,
     parts_of,
 )
-from bateleur.runner.parallel.ranks import Ranks
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
+from bateleur.runner.utils.arguments import member_of
+from bateleur.runner.utils.device import resolve_device
 
 KINDS = {
     MambaLayer: "mamba",

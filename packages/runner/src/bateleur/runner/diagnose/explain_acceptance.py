@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bateleur.runner.arguments import refuse
 from bateleur.runner.assets import shipped_draft, shipped_model
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
@@ -34,6 +33,7 @@ from bateleur.runner.llm import LLM
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
+from bateleur.runner.utils.arguments import refuse
 
 TEMPERATURES = (0.0, 0.8)
 

@@ -24,12 +24,12 @@ from bateleur.runner.config.attention_backend import choose_backend
 from bateleur.runner.config.engine_config import NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.device import resolve_device
 from bateleur.runner.diagnose.costs import empty_model
 from bateleur.runner.engine.setup import policy_of
-from bateleur.runner.model_runner.graph_dispatcher import gaps_of_drafts, make_plan, query_lens_of
+from bateleur.runner.model_runner.step_graphs import gaps_of_drafts, make_plan, query_lens_of
 from bateleur.runner.sampling.end_graphs import end_keys
 from bateleur.runner.spec_decode.proposal_graphs import proposal_keys
+from bateleur.runner.utils.device import resolve_device
 
 
 @dataclass(frozen=True, slots=True)

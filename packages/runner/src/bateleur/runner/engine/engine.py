@@ -15,23 +15,23 @@ from bateleur.eagle import BoundedDrafter, Drafter, EagleSpeculator, Rule
 from bateleur.metadata import BatchShape
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
-from bateleur.runner.engine.agreement import compare
+from bateleur.runner.distributed.common_graphs import keep_common
 from bateleur.runner.engine.all_graphs import AllGraphs
-from bateleur.runner.engine.collector import Collector
-from bateleur.runner.engine.errands import Errands
-from bateleur.runner.engine.in_flight import InFlight
-from bateleur.runner.engine.ledger import Ledger
-from bateleur.runner.engine.orders import Step
+from bateleur.runner.engine.messages import RunStep
+from bateleur.runner.engine.operations import EngineOperations
 from bateleur.runner.engine.output_processor import OutputProcessor
-from bateleur.runner.engine.outside import Outside
-from bateleur.runner.engine.request_clock import RequestClock
+from bateleur.runner.engine.prefix_offload import PrefixOffload
+from bateleur.runner.engine.request_registry import RequestRegistry
+from bateleur.runner.engine.request_times import RequestClock
 from bateleur.runner.engine.setup import EngineSetup
+from bateleur.runner.engine.step_agreement import compare
+from bateleur.runner.engine.step_collector import StepCollector
+from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.engine.step_rows import StagedRows, ask_for
 from bateleur.runner.engine.warm_up import run_largest, warm_up
-from bateleur.runner.model_runner.common_graphs import keep_common
-from bateleur.runner.model_runner.graph_dispatcher import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
+from bateleur.runner.model_runner.step_graphs import StepGraphs, query_lens_of
 from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
@@ -55,7 +55,7 @@ class Engine:
     """Schedule, decide, stage, build, forward, sample, emit: one step at a time.
 
     Not thread-safe, see `LLM`. Whatever breaks off in the middle, by an error or an interrupt, is put right before the
-    next thing is done, see `Ledger`.
+    next thing is done, see `RequestRegistry`.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -89,10 +89,10 @@ class Engine:
             pairs = [*pairs, *head.kv]
         self._kv_caches = [cache for pair in pairs for cache in pair]
         draft_kv, prefixes = pairs[len(self.caches.kv) :], self.scheduler.prefixes
-        self.outside = Outside(setup, self.stats, prefixes, self.caches, draft_kv)
+        self.outside = PrefixOffload(setup, self.stats, prefixes, self.caches, draft_kv)
         self._emitter = OutputProcessor(setup.tokenizer, self.table, model.spec.vocab_size)
         self._clock = RequestClock(self.stats, self.table)
-        self.ledger = Ledger(
+        self.ledger = RequestRegistry(
             self.scheduler, self._emitter, self.stats, self._clock, self.producer.buffers.forget
         )
         drafts = limits.num_speculative_tokens
@@ -113,7 +113,7 @@ class Engine:
         self._collector = self._make_collector()
         self._reports: list[Request] = []
         self._rows = StagedRows(self.table, self._verifier, self._lengths)
-        self._timed: InFlight | None = None  # a policy is to be told what it took
+        self._timed: StepInFlight | None = None  # a policy is to be told what it took
         self._took = 0.0
         self._decided = PerPlan(self._decide_anew)
 
@@ -135,8 +135,10 @@ class Engine:
             waits_for_length=self.setup.rule is not Rule.COUPLED,
         )  # fmt: skip
 
-    def _make_collector(self) -> Collector:
-        return Collector(self.scheduler, self._emitter, self.ledger, self.stats, self._clock, self._proposer)
+    def _make_collector(self) -> StepCollector:
+        return StepCollector(
+            self.scheduler, self._emitter, self.ledger, self.stats, self._clock, self._proposer
+        )
 
     def _make_scheduler(self) -> Scheduler:
         plan, pool, pages = self.setup.cache_plan, self.caches.blocks, self.caches.pages
@@ -208,9 +210,9 @@ class Engine:
         return self.ledger.requests
 
     @property
-    def errands(self) -> Errands:
+    def errands(self) -> EngineOperations:
         """What may be asked of it between two steps."""
-        return Errands(self.ledger, self.outside, self._verify_graphs, self.model)
+        return EngineOperations(self.ledger, self.outside, self._verify_graphs, self.model)
 
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
         """Show that every captured graph replays what an eager run computes, on random steps.
@@ -253,7 +255,7 @@ class Engine:
         """
         self.ledger.restore()
         took = self._took if seconds is None else seconds
-        with self.ledger.tell(Step(took)):
+        with self.ledger.tell(RunStep(took)):
             self._step(took)
 
     def _step(self, seconds: float) -> None:
@@ -294,7 +296,7 @@ class Engine:
         self._reports = self._collector.collect(self.ledger.in_flight[0])
         clock.lap("emit")
 
-    def _launch(self, clock: StepClock) -> InFlight | None:
+    def _launch(self, clock: StepClock) -> StepInFlight | None:
         """Prepare the next step and give it to the device, which may be at the one before; None if there is none."""
         if self._draft_planner is not None:
             self._draft_planner.plan()
@@ -318,7 +320,7 @@ class Engine:
         self.scheduler.advance(plan)
         return launched
 
-    def _run(self, plan: StepPlan, clock: StepClock, admitted: Sequence[Request]) -> InFlight:
+    def _run(self, plan: StepPlan, clock: StepClock, admitted: Sequence[Request]) -> StepInFlight:
         """The device's part of a step."""
         decision, shape = self._decide(plan)
         if not self.model.ranks.alone and self.setup.graphs.checks >= ReplayChecks.ADDRESSES:
@@ -341,7 +343,7 @@ class Engine:
         scored = self._prompt_logprobs.score(plan, hidden_TD)
         clock.lap("sample")
         num_drafts, num_left = self.table.num_drafts[plan.rows], self.scheduler.num_left
-        launched = InFlight(plan, num_drafts, num_left, verified, fetched, scored)
+        launched = StepInFlight(plan, num_drafts, num_left, verified, fetched, scored)
         if self._proposer is not None:
             features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
             launched.proposal = self._proposer.propose(plan, staged, features, ended, admitted)

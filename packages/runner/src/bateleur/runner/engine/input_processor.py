@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from bateleur.runner.arguments import TEXTS_AND_BYTES, Integer, refuse, require_unicode, text
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.errors import ContextLengthExceeded
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.outputs import RequestOutputKind
+from bateleur.runner.requests.admitted_request import AdmittedRequest
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
-from bateleur.runner.requests.ticket import Ticket
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.structured.grammar import Grammars
 from bateleur.runner.structured.matcher import Matcher
@@ -27,6 +26,7 @@ from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.bad_words import bad_words_token_ids
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer, special_token_ids, tag_tokens
+from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, Integer, refuse, require_unicode, text
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`; of both the ids run, and the text is shown."""
@@ -105,7 +105,7 @@ class InputProcessor:
             seeds = tuple(_mix(self._seed, first + index) for index in range(params.n))
         else:
             seeds = tuple(_wrapped(params.seed + index) for index in range(params.n))
-        ticket = Ticket(
+        ticket = AdmittedRequest(
             request_id=name,
             prompt=words,
             prompt_token_ids=ids,
@@ -119,11 +119,11 @@ class InputProcessor:
         )
         return self._group(ticket, matchers)
 
-    def follow(self, ticket: Ticket) -> RequestGroup:
+    def follow(self, ticket: AdmittedRequest) -> RequestGroup:
         """A request that the first of several ranks has admitted. Nothing of it is checked, or tried, again."""
         return self._group(ticket, self._matchers(ticket.params, ticket.stop_token_ids, tried=True))
 
-    def _group(self, ticket: Ticket, matchers: Sequence[Matcher | None]) -> RequestGroup:
+    def _group(self, ticket: AdmittedRequest, matchers: Sequence[Matcher | None]) -> RequestGroup:
         stream = ticket.kind is not RequestOutputKind.FINAL_ONLY
         ids, params = ticket.prompt_token_ids, ticket.params
         members: list[Request] = []

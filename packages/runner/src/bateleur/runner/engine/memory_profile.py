@@ -32,7 +32,7 @@ from torch import Tensor
 from bateleur.eagle import DraftContext, Drafter, NGramDrafter, TargetNeeds
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.setup import EngineSetup
-from bateleur.runner.model_runner.graph_dispatcher import capture_sizes, make_plan, query_lens_of
+from bateleur.runner.model_runner.step_graphs import capture_sizes, make_plan, query_lens_of
 from bateleur.runner.spec_decode.draft_head import DraftHead
 
 _SMALL_SIZES = 4

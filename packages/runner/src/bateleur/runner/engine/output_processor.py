@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.runner.device import Fetch
 from bateleur.runner.outputs import Logprob
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
@@ -19,6 +18,7 @@ from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.text.detokenizer import decode_all
 from bateleur.runner.text.token_bytes import TokenText
 from bateleur.runner.text.tokenizer import Tokenizer
+from bateleur.runner.utils.device import Fetch
 
 NO_NUMBERS = "the model's logits are not numbers (NaN)"
 _NO_TOKEN = "no token is left that the request's own parameters allow"

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from bateleur.mamba import StatePolicy
+from bateleur.runner.distributed.shared_errors import together
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.offload.device_cache import DeviceCache
 from bateleur.runner.offload.layout import Layout
 from bateleur.runner.offload.weights_digest import WeightFiles
-from bateleur.runner.parallel.together import together
 from bateleur.runner.spec_decode.draft_head import DraftHead
-from bateleur.runner.version import package_version
+from bateleur.runner.utils.version import package_version
 
 
 class PrefixLayout:

@@ -15,7 +15,6 @@ from bateleur.cudagraph import CudaGraphMode
 from bateleur.eagle import AdaptiveDrafts, ByBatchSize, Drafter, DraftPolicy, FixedDrafts, Rule
 from bateleur.mamba import PromptScan
 from bateleur.metadata import AttentionBackend
-from bateleur.runner.arguments import member_of, refuse
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheOptions
 from bateleur.runner.cache.plan import CachePlan, plan_caches
@@ -34,16 +33,17 @@ from bateleur.runner.config.engine_config import (
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import choose_scan
-from bateleur.runner.device import free_main_memory, resolve_device
-from bateleur.runner.model_runner.graph_dispatcher import largest_capture
+from bateleur.runner.distributed.ranks import ALONE, Ranks
+from bateleur.runner.model_runner.step_graphs import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.offload.copies import STAGING_BYTES
 from bateleur.runner.offload.host_memory import HostSizes
-from bateleur.runner.parallel.ranks import ALONE, Ranks
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs, prompt_lookup
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
+from bateleur.runner.utils.arguments import member_of, refuse
+from bateleur.runner.utils.device import free_main_memory, resolve_device
 
 
 def device_of(config: EngineConfig, ranks: Ranks = ALONE) -> torch.device:

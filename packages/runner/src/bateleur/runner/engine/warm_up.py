@@ -10,7 +10,7 @@ import torch
 from bateleur.cudagraph import Phase, StagedBatch
 from bateleur.eagle import EagleSpeculator
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.model_runner.graph_dispatcher import StepGraphs
+from bateleur.runner.model_runner.step_graphs import StepGraphs
 from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler

@@ -32,8 +32,8 @@ from bateleur.metadata import (
 )
 from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.device import upload
 from bateleur.runner.models import HybridDecoder, StepContext
+from bateleur.runner.utils.device import upload
 
 
 class _Built(NamedTuple):

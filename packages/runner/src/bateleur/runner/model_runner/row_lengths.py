@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.metadata import CommonAttentionMetadata
-from bateleur.runner.device import upload
+from bateleur.runner.utils.device import upload
 
 
 class RowLengths:

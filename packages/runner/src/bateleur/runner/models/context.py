@@ -10,7 +10,7 @@ from torch import Tensor
 from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import MambaMetadata, MixerBatch, Rings
 from bateleur.metadata import AttentionBackend, CommonAttentionMetadata, PagedAttentionMetadata
-from bateleur.runner.parallel.ranks import ALONE, Ranks
+from bateleur.runner.distributed.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from bateleur.cudagraph.execution import Execution
 from bateleur.mamba import Recurrence
+from bateleur.runner.distributed.expert_parallel import ExpertParallel
+from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep, StepContext
 from bateleur.runner.models.delta import Delta
-from bateleur.runner.models.exchange import Exchange
 from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.latent_attention import LatentAttention
@@ -28,7 +29,7 @@ from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.residual import Mixer, Residual
 from bateleur.runner.models.rope import RopeTable
-from bateleur.runner.models.shares import share_experts, share_model
+from bateleur.runner.models.sharding import share_experts, share_model
 from bateleur.runner.models.short_conv import GatedConv
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -43,7 +44,6 @@ from bateleur.runner.models.spec import (
     SingleLayer,
 )
 from bateleur.runner.models.stream import Stream
-from bateleur.runner.parallel.ranks import ALONE, Ranks
 
 
 class HybridDecoder:
@@ -72,7 +72,7 @@ class HybridDecoder:
     ) -> None:
         assert ranks.alone or data_ranks.alone
         device = torch.device(device)
-        self.exchange = None if data_ranks.alone else Exchange(data_ranks)
+        self.exchange = None if data_ranks.alone else ExpertParallel(data_ranks)
         """What layers of experts tell other ranks; None where no tokens are elsewhere."""
         spec, self.share = share_model(spec, ranks) if data_ranks.alone else share_experts(spec, data_ranks)
         self.spec = spec
@@ -126,7 +126,7 @@ class HybridDecoder:
         like: Tensor,
         ropes: Sequence[RopeSpec],
         params: Mapping[Recurrence, Iterator[tuple[Tensor, ...]]],
-        exchange: Exchange | None = None,
+        exchange: ExpertParallel | None = None,
     ) -> tuple[Residual, ...]:
         """The layers of `spec`, made like a tensor, with `params` for those of each recurrence in their order.
 

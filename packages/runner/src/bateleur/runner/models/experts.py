@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bateleur.runner.distributed.expert_parallel import ExpertParallel
 from bateleur.runner.models.branch import Branch
 from bateleur.runner.models.context import LayerStep
-from bateleur.runner.models.exchange import Exchange
 from bateleur.runner.models.grouped import GroupedProjection, empty_grouped
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp, activate
@@ -26,7 +26,7 @@ ROUTED = ("up_proj", "down_proj")
 class Experts(Branch):
     """Routed experts, and what all tokens take beside them. The router is float32 in any dtype."""
 
-    def __init__(self, spec: ExpertsLayer, like: Tensor, exchange: Exchange | None = None) -> None:
+    def __init__(self, spec: ExpertsLayer, like: Tensor, exchange: ExpertParallel | None = None) -> None:
         """exchange: of the ranks that have the experts which are not `spec.own`; None where all are here."""
         self.spec, self._exchange = spec, exchange
         hidden, inner, count = like.shape[1], spec.intermediate_size, spec.num_experts
@@ -96,7 +96,7 @@ class Experts(Branch):
         return self.down_proj(inner_SF, ends_E)
 
     def _of_all_ranks(
-        self, exchange: Exchange, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor
+        self, exchange: ExpertParallel, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor
     ) -> Tensor:
         """The weighted sum (T, L) of the experts of each token, wherever they are; those here see all tokens."""
         assert self.spec.own is not None

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models.operators import operator
 from bateleur.runner.models.part_norm import whole_part_norm
-from bateleur.runner.parallel.ranks import Ranks
 
 Term = tuple[Tensor, float]
 """What is added to a stream, (T, size), and the factor on it."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bateleur.runner.parallel.ranks import Ranks
+from bateleur.runner.distributed.ranks import Ranks
 
 
 def gated_part_norm(

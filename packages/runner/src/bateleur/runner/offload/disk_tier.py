@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.runner.device import make_current
+from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.device_cache import DeviceCache
 from bateleur.runner.offload.disk_folder import DiskFolder
 from bateleur.runner.offload.level import Level
 from bateleur.runner.offload.prefix_file import Prefix
 from bateleur.runner.offload.spans import KINDS, Chain, Span, missing_spans
-from bateleur.runner.parallel.ranks import Ranks
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
 from bateleur.runner.stats import OffloadStats
+from bateleur.runner.utils.device import make_current
 
 _log = logging.getLogger(__name__)
 _BYTES_PER_STEP = 64 << 20

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bateleur.runner.distributed.ranks import Ranks
+from bateleur.runner.distributed.shared_errors import together
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.device_cache import DeviceCache
 from bateleur.runner.offload.layout import Layout
 from bateleur.runner.offload.prefix_file import Prefix, read_prefix, write_prefix
-from bateleur.runner.parallel.ranks import Ranks
-from bateleur.runner.parallel.together import together
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 _PART = "{rank}-of-{size}.safetensors"

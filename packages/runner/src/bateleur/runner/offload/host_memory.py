@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.plan import CachePlan
-from bateleur.runner.device import current
+from bateleur.runner.utils.device import current
 
 
 @dataclass(frozen=True, slots=True)

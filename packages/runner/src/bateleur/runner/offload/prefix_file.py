@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.runner.arguments import shown
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.layout import Layout
 from bateleur.runner.offload.rows import cut, join
 from bateleur.runner.offload.whole_file import Opened, opened_file, write_whole
+from bateleur.runner.utils.arguments import shown
 
 FORMAT, VERSION = "bateleur-prefix", "1"
 MAX_HEADER = 1 << 20

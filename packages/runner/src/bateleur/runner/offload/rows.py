@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.runner.device import upload
+from bateleur.runner.utils.device import upload
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 

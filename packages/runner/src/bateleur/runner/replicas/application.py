@@ -17,14 +17,14 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.types import Message
 
-from bateleur.runner.arguments import Integer, refuse
 from bateleur.runner.config.engine_config import EngineConfig, all_options
 from bateleur.runner.errors import EngineDead, QueueFull, ReplicaLost
-from bateleur.runner.options import Option, options_of
 from bateleur.runner.replicas.call import Call
 from bateleur.runner.replicas.config import NOT_OF_RAY, OF_RAY, ReplicaConfig
 from bateleur.runner.replicas.front import Front
 from bateleur.runner.serve.config import ServeConfig, served_engine
+from bateleur.runner.utils.arguments import Integer, refuse
+from bateleur.runner.utils.options import Option, options_of
 
 _ROUTER = "bateleur.runner.replicas.ray_router.PrefixRouter"
 _PER_FRONT = 16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bateleur.runner.arguments import Integer, Number, maybe, refuse, text
-from bateleur.runner.options import Checked, option
+from bateleur.runner.utils.arguments import Integer, Number, maybe, refuse, text
+from bateleur.runner.utils.options import Checked, option
 
 NOT_OF_RAY = ("uds", "timeout_write", "h11_max_incomplete_event_size", "uvicorn_log_level")
 """Options of the server that Ray's HTTP does not have."""

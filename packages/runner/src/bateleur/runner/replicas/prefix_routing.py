@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from bateleur.runner.arguments import Integer, Number
+from bateleur.runner.utils.arguments import Integer, Number
 
 _PRIME = (1 << 61) - 1
 

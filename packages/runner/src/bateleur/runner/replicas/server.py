@@ -14,9 +14,9 @@ from typing import Any
 import ray
 from ray import serve
 
-from bateleur.runner.arguments import refuse
 from bateleur.runner.replicas.application import Plan, application
 from bateleur.runner.serve.config import ServeConfig
+from bateleur.runner.utils.arguments import refuse
 
 _NAME = "bateleur"
 _OBJECTS_BYTES = 80 * 2**20

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.runner.device import Kept, upload
+from bateleur.runner.utils.device import Kept, upload
 
 _ANY, _NONE = -2, -1
 """In a prefix: whatever stands there. In what has been generated: nothing yet."""

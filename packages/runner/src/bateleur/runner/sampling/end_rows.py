@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.runner.device import upload
+from bateleur.runner.utils.device import upload
 
 _POISON = torch.iinfo(torch.int32).max - 6
 """No token, and more tokens than a row has."""

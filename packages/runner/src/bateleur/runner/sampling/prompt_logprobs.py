@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.runner.device import Fetch, upload
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.scheduling.scheduler import StepPlan
+from bateleur.runner.utils.device import Fetch, upload
 
 _LOGITS_AT_ONCE = 1 << 24
 """64 MiB of float32, and two or three times as much while they are worked on: 67 tokens of a vocabulary of 250,000."""

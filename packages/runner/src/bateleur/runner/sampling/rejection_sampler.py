@@ -32,7 +32,6 @@ from bateleur.eagle import (
     verify,
 )
 from bateleur.metadata import CommonAttentionMetadata
-from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.next_tokens import NextTokens, Span
@@ -41,6 +40,7 @@ from bateleur.runner.sampling.step_index import StepIndex
 from bateleur.runner.sampling.verified import Verified
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
+from bateleur.runner.utils.device import Kept, upload
 
 _ZERO = np.array(0)
 

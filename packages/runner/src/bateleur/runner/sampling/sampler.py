@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.eagle import Drawn, Keys, Lanes, Penalties, SamplingMetadata, VocabShard, argmax, sample
-from bateleur.runner.device import Kept, upload
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.sampling.token_rules import TokenRules
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.utils.device import Kept, upload
 
 _FLOAT32 = np.finfo(np.float32)
 _TEMPERATURE, _LOG_MIN_P, _TOP_K, _TOP_P, _REPETITION, _FREQUENCY, _PRESENCE = range(7)

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.eagle import VocabShard
-from bateleur.runner.device import Kept, upload
 from bateleur.runner.sampling.biases import Biases
 from bateleur.runner.sampling.masks import forbid_, mask_words, words_of
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.utils.device import Kept, upload
 
 
 class TokenRules:

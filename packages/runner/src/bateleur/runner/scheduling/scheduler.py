@@ -24,7 +24,7 @@ from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.scheduling.step_plan import StepPlan as StepPlan
-from bateleur.runner.scheduling.waiting import WaitingQueue, urgency
+from bateleur.runner.scheduling.waiting_queue import WaitingQueue, urgency
 
 _NO_PROMPTS = np.empty(0, np.int32)
 

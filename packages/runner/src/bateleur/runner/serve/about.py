@@ -12,7 +12,7 @@ from bateleur.runner.serve import metrics, page
 from bateleur.runner.serve.errors import refusal
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.service import Service
-from bateleur.runner.version import package_version
+from bateleur.runner.utils.version import package_version
 
 
 def router(service: Service) -> APIRouter:

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from bateleur.runner.openai.fields import Field, sampling_names
-from bateleur.runner.options import options_of
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.openai.fields import Field, sampling_names
+from bateleur.runner.utils.options import options_of
 
 _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "Mapping": "object"}
 """JSON types by what the annotation of a sampling parameter begins with; others are of several types."""

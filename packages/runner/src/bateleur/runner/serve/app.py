@@ -11,7 +11,7 @@ from bateleur.runner.serve.gate import guard
 from bateleur.runner.serve.messages import routes as messages
 from bateleur.runner.serve.responses import routes as responses
 from bateleur.runner.serve.service import Service
-from bateleur.runner.version import package_version
+from bateleur.runner.utils.version import package_version
 
 
 def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from bateleur.runner.arguments import shown
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.errors import refusal, refusing
 from bateleur.runner.serve.json_text import loads
+from bateleur.runner.utils.arguments import shown
 
 Model = TypeVar("Model", bound=BaseModel)
 _CLOSE = {"Connection": "close"}

@@ -10,14 +10,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from bateleur.runner.openai.replies import chat_choice, chat_reply, of_prompt
-from bateleur.runner.openai.requests import CHAT_FIELDS, chat_request
 from bateleur.runner.serve.api_docs import described
 from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.chunks import chunks
 from bateleur.runner.serve.conversation import Answer, answer
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.openai.replies import chat_choice, chat_reply, of_prompt
+from bateleur.runner.serve.openai.requests import CHAT_FIELDS, chat_request
 from bateleur.runner.serve.parsers.message import chat_delta, chat_message
 from bateleur.runner.serve.service import Service, new_id
 from bateleur.runner.serve.sse import EventStream

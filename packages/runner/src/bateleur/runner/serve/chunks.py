@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from bateleur.runner.openai.requests import Asked
+from bateleur.runner.serve.openai.requests import Asked
 from bateleur.runner.serve.usage import Usage
 
 

@@ -12,13 +12,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from bateleur.runner.engine_thread import Reader
-from bateleur.runner.openai.replies import completion_choice, completion_reply
-from bateleur.runner.openai.requests import COMPLETION_FIELDS, CompletionRequest, completion_request
 from bateleur.runner.serve.api_docs import described
 from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.chunks import chunks
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.openai.replies import completion_choice, completion_reply
+from bateleur.runner.serve.openai.requests import COMPLETION_FIELDS, CompletionRequest, completion_request
 from bateleur.runner.serve.service import Service, new_id, number_of
 from bateleur.runner.serve.sse import EventStream
 from bateleur.runner.serve.usage import Usage

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bateleur.runner.arguments import Integer, Number, OneOf, Several, flag, folder, maybe, refuse, text
 from bateleur.runner.assets import default_drafts
-from bateleur.runner.options import option
 from bateleur.runner.serve.parsers.options import ParserOptions
-from bateleur.runner.vllm_names import in_our_names
+from bateleur.runner.utils.arguments import Integer, Number, OneOf, Several, flag, folder, maybe, refuse, text
+from bateleur.runner.utils.options import option
+from bateleur.runner.utils.vllm_names import in_our_names
 
 _FILE = maybe(lambda name, value: Path(folder(name, value)))
 _NAMES = Several(text, "a sequence of names")

@@ -10,8 +10,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from bateleur.runner.openai.replies import error_body
 from bateleur.runner.serve.json_text import dumps
+from bateleur.runner.serve.openai.replies import error_body
 
 
 class Connection(H11Protocol):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from fastapi import Request
 
-from bateleur.runner.openai.requests import ChatRequest
 from bateleur.runner.outputs import CompletionOutput, RequestOutput
 from bateleur.runner.serve.errors import refusing
+from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.parsers.chat_format import AnswerReader, ChatTurn, turn_of, with_options
 from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall
 from bateleur.runner.serve.service import Service

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import ClientDisconnect
 
 from bateleur.runner.errors import ContextLengthExceeded, EngineDead, QueueFull
-from bateleur.runner.openai.replies import error_body
 from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.openai.replies import error_body
 
 CLIENT_GONE = 499
 """Nobody reads it; it stands in logs."""

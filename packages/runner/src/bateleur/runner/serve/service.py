@@ -14,20 +14,20 @@ from uuid import uuid4
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from bateleur.runner.arguments import refuse, shown
 from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.engine.output_processor import NO_NUMBERS
 from bateleur.runner.engine_thread import Reader
 from bateleur.runner.errors import ContextLengthExceeded
-from bateleur.runner.openai.names import require_served, served_names
-from bateleur.runner.openai.requests import Asked
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve import metrics
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.errors import refusal, refusing
+from bateleur.runner.serve.openai.names import require_served, served_names
+from bateleur.runner.serve.openai.requests import Asked
 from bateleur.runner.serve.parsers.chat_format import ChatFormat
 from bateleur.runner.text.token_bytes import TokenText
+from bateleur.runner.utils.arguments import refuse, shown
 
 T = TypeVar("T")
 A = TypeVar("A", bound=Asked)

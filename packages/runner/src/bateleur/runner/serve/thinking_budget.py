@@ -10,15 +10,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from bateleur.runner.arguments import refuse
 from bateleur.runner.engine_thread import Reader
-from bateleur.runner.openai.requests import ChatRequest
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, TextTag
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.parsers.chat_format import ChatTurn, turn_of
 from bateleur.runner.serve.parsers.think import Think
 from bateleur.runner.serve.service import Service
 from bateleur.runner.text.chat import ChatPrompt
+from bateleur.runner.utils.arguments import refuse
 
 
 @dataclass(frozen=True, slots=True)

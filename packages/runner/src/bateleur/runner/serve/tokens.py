@@ -8,13 +8,22 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from bateleur.runner.arguments import Check, Integer, Several, flag, listed, refuse, require_unicode, text
-from bateleur.runner.openai.requests import chat_request
 from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.openai.requests import chat_request
 from bateleur.runner.serve.parsers.chat_format import with_options
 from bateleur.runner.serve.service import Service
+from bateleur.runner.utils.arguments import (
+    Check,
+    Integer,
+    Several,
+    flag,
+    listed,
+    refuse,
+    require_unicode,
+    text,
+)
 
 _OF_CHATS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _TOLD = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")

@@ -24,10 +24,10 @@ from bateleur.runner.checkpoint.weights import check_weights, fill_weights
 from bateleur.runner.config.engine_config import MTP
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
+from bateleur.runner.model_runner.step_graphs import default_capture_sizes
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.matrix import Projection
-from bateleur.runner.models.shares import share_experts
+from bateleur.runner.models.sharding import share_experts
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec, parts_of
 from bateleur.runner.spec_decode.draft_sync import DraftSync
 from bateleur.runner.spec_decode.mtp_head import MtpHead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bateleur.runner.models.exchange import Exchange
+from bateleur.runner.distributed.expert_parallel import ExpertParallel
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 
 
@@ -14,7 +14,7 @@ class DraftSync:
     collectives of its experts, but policies may want different numbers on each rank, and an idle rank wants none.
     """
 
-    def __init__(self, head: MtpHead, exchange: Exchange) -> None:
+    def __init__(self, head: MtpHead, exchange: ExpertParallel) -> None:
         self._head, self._exchange = head, exchange
 
     def agree(self, num_rows: int, num_drafts: int) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.eagle import Drafter, TargetNeeds
-from bateleur.runner.arguments import refuse, shown
+from bateleur.runner.utils.arguments import refuse, shown
 
 
 def check_drafter(drafter: Drafter, num_drafts: int, num_layers: int) -> None:

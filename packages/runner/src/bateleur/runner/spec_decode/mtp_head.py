@@ -25,10 +25,10 @@ from torch import Tensor
 from bateleur.cudagraph.execution import Execution
 from bateleur.eagle import TargetNeeds
 from bateleur.eagle.heads import Attend, HeadSpec
+from bateleur.runner.distributed.expert_parallel import ExpertParallel
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep
-from bateleur.runner.models.exchange import Exchange
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.spec import ModelSpec
@@ -68,7 +68,9 @@ class MtpHead:
 
     target_ids: Tensor | None = None
 
-    def __init__(self, module: ModelSpec, target: HybridDecoder, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self, module: ModelSpec, target: HybridDecoder, exchange: ExpertParallel | None = None
+    ) -> None:
         """module: the target's spec with the layers of the head: attention of one size, and no recurrent layers.
             exchange: see `Experts`.
 

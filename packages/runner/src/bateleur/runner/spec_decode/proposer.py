@@ -27,7 +27,6 @@ from bateleur.eagle import (
     SamplingDrafter,
     StepTime,
 )
-from bateleur.runner.device import Kept, upload
 from bateleur.runner.models import StepContext
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
@@ -36,6 +35,7 @@ from bateleur.runner.scheduling.scheduler import StepPlan
 from bateleur.runner.spec_decode.draft_sync import DraftSync
 from bateleur.runner.spec_decode.drafter_checks import checked_drafts, checked_lengths
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
+from bateleur.runner.utils.device import Kept, upload
 
 
 class Proposal(NamedTuple):

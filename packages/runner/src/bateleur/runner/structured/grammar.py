@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from bateleur.runner.arguments import shown
 from bateleur.runner.errors import MissingExtra
 from bateleur.runner.structured.limits import parser_limits, said
 from bateleur.runner.structured.matcher import Matcher
@@ -18,6 +17,7 @@ from bateleur.runner.structured.trial import Trials
 from bateleur.runner.structured.vocabulary import SPECIAL, token_bytes
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.tokenizer import Tokenizer, special_token_ids, tag_tokens
+from bateleur.runner.utils.arguments import shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

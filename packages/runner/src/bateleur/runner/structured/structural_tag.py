@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bateleur.runner.arguments import refuse, shown
+from bateleur.runner.utils.arguments import refuse, shown
 
 _TEXT = "/(?s:.+)/"
 _DEEPEST = 64

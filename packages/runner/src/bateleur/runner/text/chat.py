@@ -8,10 +8,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypedDict, cast
 
-from bateleur.runner.arguments import flag, refuse, shown, text
-from bateleur.runner.log_once import log_once
 from bateleur.runner.text.messages import Message, checked_messages, checked_tools
 from bateleur.runner.text.tokenizer import Tokenizer
+from bateleur.runner.utils.arguments import flag, refuse, shown, text
+from bateleur.runner.utils.log_once import log_once
 
 
 class ChatPrompt(TypedDict):

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bateleur.runner.arguments import TEXTS_AND_BYTES, refuse, require_unicode, shown, text
-from bateleur.runner.log_once import log_once
+from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, refuse, require_unicode, shown, text
+from bateleur.runner.utils.log_once import log_once
 
 _log = logging.getLogger(__name__)
 

@@ -6,12 +6,10 @@ import math
 from functools import partial
 from typing import cast
 
-from bateleur.runner.arguments import refuse
 from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, read_experts, sigmoid_router
 from bateleur.runner.checkpoint.families.base import INERT, Family, MtpNames, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import ExpertNames, weight_names
-from bateleur.runner.device import DTYPES
 from bateleur.runner.models.spec import (
     Activation,
     AttentionLayer,
@@ -21,6 +19,8 @@ from bateleur.runner.models.spec import (
     MlpLayer,
     ModelSpec,
 )
+from bateleur.runner.utils.arguments import refuse
+from bateleur.runner.utils.device import DTYPES
 
 _CALLED = ("mixer", "norm")
 _MAMBA_FIELDS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from bateleur.runner.arguments import refuse
 from bateleur.runner.checkpoint.delta import joined_names, read_gated_delta
 from bateleur.runner.checkpoint.experts import read_experts
 from bateleur.runner.checkpoint.families.base import Family, MtpNames, read_layers
@@ -20,6 +19,7 @@ from bateleur.runner.models.spec import (
     ModelSpec,
     RouterSpec,
 )
+from bateleur.runner.utils.arguments import refuse
 
 KINDS = ("linear_attention", "full_attention")
 NEEDS = ("layer_types", "full_attention_interval")

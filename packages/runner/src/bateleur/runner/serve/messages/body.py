@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bateleur.runner.arguments import refuse
+from bateleur.runner.utils.arguments import refuse
 
 Block = dict[str, Any]
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}

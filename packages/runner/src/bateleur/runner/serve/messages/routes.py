@@ -10,7 +10,6 @@ from uuid import uuid4
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
-from bateleur.runner.openai.requests import ChatRequest, chat_request
 from bateleur.runner.serve.api_docs import described_by
 from bateleur.runner.serve.body import read_object, validated
 from bateleur.runner.serve.conversation import Answer, answer, prompt_of
@@ -18,6 +17,7 @@ from bateleur.runner.serve.errors import anthropic_error, refusal, refusing
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.messages.body import Block, CountTokensBody, MessagesBody, chat_body
 from bateleur.runner.serve.messages.writer import MessageWriter
+from bateleur.runner.serve.openai.requests import ChatRequest, chat_request
 from bateleur.runner.serve.service import Service
 from bateleur.runner.serve.sse import EventStream
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
-from bateleur.runner.openai.tools import Tools
+from bateleur.runner.serve.openai.tools import Tools
 from bateleur.runner.serve.parsers.events import Arguments, Content, Event, ToolCall
 from bateleur.runner.serve.parsers.source import TagTable
 from bateleur.runner.serve.parsers.values import as_json, as_string, literal_as_json, types_of

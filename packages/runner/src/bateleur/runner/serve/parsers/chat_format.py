@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bateleur.runner.arguments import refuse
-from bateleur.runner.openai.requests import ChatRequest
-from bateleur.runner.openai.tools import Named, ToolChoice, Tools, arguments_of, is_strict
 from bateleur.runner.outputs import CompletionOutput
 from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.openai.requests import ChatRequest
+from bateleur.runner.serve.openai.tools import Named, ToolChoice, Tools, arguments_of, is_strict
 from bateleur.runner.serve.parsers.answer import AnswerParser
 from bateleur.runner.serve.parsers.events import End, Event, ToolCall
 from bateleur.runner.serve.parsers.forced import ListedCalls, NamedCall
@@ -30,6 +29,7 @@ from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.text.tokenizer import Tokenizer, special_token_ids, tag_tokens
+from bateleur.runner.utils.arguments import refuse
 
 
 class AnswerReader:

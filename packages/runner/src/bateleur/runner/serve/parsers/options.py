@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bateleur.runner.arguments import OneOf, flag, maybe, refuse, text
-from bateleur.runner.options import Checked, option
 from bateleur.runner.serve.parsers.names import (
     AUTO,
     NONE,
@@ -17,6 +15,8 @@ from bateleur.runner.serve.parsers.names import (
     TOOL_PARSER_ALIASES,
     TOOL_PARSERS,
 )
+from bateleur.runner.utils.arguments import OneOf, flag, maybe, refuse, text
+from bateleur.runner.utils.options import Checked, option
 
 
 def _template(name: str, value: Any) -> str:

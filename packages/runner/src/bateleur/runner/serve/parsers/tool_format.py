@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from bateleur.runner.openai.tools import Tools
+from bateleur.runner.serve.openai.tools import Tools
 from bateleur.runner.serve.parsers.arguments import Calls
 from bateleur.runner.serve.parsers.source import Reader, Source, TagTable
 from bateleur.runner.structured.formats import Format

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any, NoReturn
 
-from bateleur.runner.openai.schema_types import standard_type
+from bateleur.runner.serve.openai.schema_types import standard_type
 
 _DEEPEST = 16
 """Levels of nested schemas that are looked at for types."""

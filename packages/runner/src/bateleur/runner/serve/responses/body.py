@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bateleur.runner.arguments import refuse, shown
-from bateleur.runner.log_once import log_once
+from bateleur.runner.utils.arguments import refuse, shown
+from bateleur.runner.utils.log_once import log_once
 
 Item = dict[str, Any]
 _log = logging.getLogger(__name__)

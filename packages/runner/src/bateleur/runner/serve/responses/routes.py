@@ -13,13 +13,13 @@ from uuid import uuid4
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
-from bateleur.runner.openai.logprobs import chat_logprobs
-from bateleur.runner.openai.requests import ChatRequest, chat_request
 from bateleur.runner.serve.api_docs import described_by
 from bateleur.runner.serve.body import read_object, validated
 from bateleur.runner.serve.conversation import Answer, answer, prompt_of
 from bateleur.runner.serve.errors import error_of, refusal, refusing
 from bateleur.runner.serve.json_text import JSONText
+from bateleur.runner.serve.openai.logprobs import chat_logprobs
+from bateleur.runner.serve.openai.requests import ChatRequest, chat_request
 from bateleur.runner.serve.responses.body import Item, ResponsesBody, chat_body
 from bateleur.runner.serve.responses.store import ResponseStore, Stored
 from bateleur.runner.serve.responses.writer import ResponseWriter

@@ -1,0 +1,69 @@
+"""The process group of the ranks of one engine: a group of its own, beside any that the process has already."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d
+
+from bateleur.runner.distributed.ranks import Ranks
+from bateleur.runner.utils.device import current
+
+LOCALHOST = "127.0.0.1"
+_numbers = count(1)
+_c10d: Any = _distributed_c10d  # whose stubs lack half of what is used here
+
+
+class Group:
+    """Gloo between hosts' memories and, for ranks with a GPU each, NCCL between these.
+
+    Every rank ends a sum with the same bits, so that each may draw from its own copy: a part of it is summed in one
+    place and then sent to all (a reduce-scatter and an all-gather along a ring). Of gloo that was seen on 2, 3 and 4
+    ranks; of NCCL it is taken from its description, and digests of plans would tell (`cudagraph_checks`).
+    """
+
+    def __init__(self, store: Any, ranks: Ranks, device: torch.device, timeout: float) -> None:
+        """Every rank of `store` makes it at once. device: of this rank. timeout: seconds that a collective may take, at
+        most.
+        """
+        name, rank, size = f"bateleur-{next(_numbers)}", ranks.rank, ranks.size
+        alone = ranks.local[1] == size  # on this machine
+        limit, gloo = timedelta(seconds=timeout), _c10d.ProcessGroupGloo
+        self._limit, self._device = timeout, device
+        options = gloo._Options()
+        options._timeout = limit
+        options._devices = [gloo.create_device(LOCALHOST) if alone else gloo.create_default_device()]
+        self._group = group = _c10d.ProcessGroup(store, rank, size)
+        backend = gloo(_c10d.PrefixStore("gloo", store), rank, size, options)
+        group._register_backend(torch.device("cpu"), group.BackendType.GLOO, backend)
+        group._set_default_backend(group.BackendType.GLOO)
+        if device.type == "cuda":
+            options = _c10d.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            with current(device):
+                backend = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("nccl", store), rank, size, options)
+            group._register_backend(device, group.BackendType.NCCL, backend)
+            group._set_default_backend(group.BackendType.NCCL)
+        group._set_group_name(name)
+        _c10d._register_process_group(name, group)
+        self.ranks = Ranks(rank, size, name, ranks.local)
+
+    def limit(self, timeout: float) -> None:
+        """Seconds that a collective may take from here on."""
+        if timeout != self._limit:
+            self._group.set_timeout(timedelta(seconds=timeout))
+            self._limit = timeout
+
+    def abort(self) -> None:
+        """End what waits in a collective of NCCL, from any thread. One of gloo ends with the other processes."""
+        with current(self._device):
+            self._group.abort()
+
+    def close(self) -> None:
+        """Nobody is in a collective any more."""
+        _c10d._unregister_process_group(self.ranks.group)
+        with current(self._device):
+            self._group.shutdown()

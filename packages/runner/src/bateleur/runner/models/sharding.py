@@ -1,0 +1,282 @@
+"""What one of several ranks has of a model: layers with fewer heads, lanes and experts' lanes, and parts of weights.
+
+Every branch gets the whole of the stream and returns a part of its sum, so each ends with one sum over the ranks. Split
+are heads of attention (a head of keys and values is in common where there are fewer than ranks), lanes of MLPs and of
+every expert, heads of Mamba-2 with their groups (B and C in common where groups are fewer), value heads of delta rules
+with their key heads, channels of short convolutions, and the vocabulary.
+
+Data-parallel ranks have all of a model but experts, of which each has some (`share_experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from bateleur.mamba import GatedDelta
+from bateleur.runner.distributed.ranks import Range, Ranks
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    DeltaLayer,
+    ExpertsLayer,
+    LatentLayer,
+    Layer,
+    MambaLayer,
+    MlpLayer,
+    ModelSpec,
+    ParallelLayer,
+    ShortConvLayer,
+    SingleLayer,
+    parts_of,
+)
+
+Cut = Mapping[int, tuple[Range, ...]]
+"""By axis of a weight the ranges that a rank has, in its order; of other axes it has all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of a layer or a model: what it is to this rank, and what it has of which weights."""
+
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    once: frozenset[str] = frozenset()
+    """Weights that one rank adds and the others take for zeros: biases behind the sum."""
+
+
+def share_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
+    """`spec` with this rank's layers, and its share. The vocabulary stays that of the whole.
+
+    Raises ValueError, which names the size and those that are possible, for what cannot be split.
+    """
+    vocabulary: Cut = {0: (ranks.about(spec.vocab_size),)}
+    cuts: dict[str, Cut] = {"embedding": vocabulary, "lm_head": vocabulary}
+    once: set[str] = set()
+    layers: list[Layer] = []
+    for i, layer in enumerate(spec.layers):
+        parts = layer.parts if isinstance(layer, ParallelLayer) else (layer,)
+        own, shares = zip(*(share_layer(part, ranks) for part in parts), strict=True)
+        parallel = isinstance(layer, ParallelLayer)
+        layers.append(replace(layer, parts=own) if isinstance(layer, ParallelLayer) else own[0])
+        for j, share in enumerate(shares):
+            prefix = f"layers.{i}.{j}." if parallel else f"layers.{i}."
+            cuts |= {prefix + name: cut for name, cut in share.cuts.items()}
+            once |= {prefix + name for name in share.once}
+    return replace(spec, layers=tuple(layers)), Share(cuts, frozenset(once) if ranks.rank else frozenset())
+
+
+def share_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
+    """`spec` where this rank has whole experts of every layer that has any, as many as the others or one more, and all
+    of everything else; and its share.
+
+    Raises ValueError for a model without experts, and for fewer of them than ranks.
+    """
+    size, cuts = ranks.size, dict[str, Cut]()
+    layers: list[Layer] = []
+    for i, layer in enumerate(spec.layers):
+        parts = list(parts_of(layer))
+        for j, part in enumerate(parts):
+            if isinstance(part, ExpertsLayer):
+                if part.num_experts < size:
+                    raise ValueError(
+                        f"data_parallel_size is {size}; it must be at most the number of experts, {part.num_experts}"
+                    )
+                own = ranks.about(part.num_experts)
+                parts[j] = replace(part, own=own)
+                prefix = f"layers.{i}.{j}." if isinstance(layer, ParallelLayer) else f"layers.{i}."
+                cuts |= {prefix + name: {0: (own,)} for name in ("up_proj", "down_proj")}
+        layers.append(replace(layer, parts=tuple(parts)) if isinstance(layer, ParallelLayer) else parts[0])
+    if not cuts:
+        raise ValueError(
+            f"data_parallel_size is {size}; it must be 1 for a model without experts, of which ranks would share "
+            "nothing: bateleur serve --replicas runs several engines"
+        )
+    return replace(spec, layers=tuple(layers)), Share(cuts)
+
+
+def num_sums(spec: ModelSpec) -> int:
+    """Sums over the ranks in a forward pass of a rank's `spec`: of the embedding, of every layer, and of squares where
+    a norm is over lanes of several ranks.
+    """
+    return 1 + len(spec.layers) + len(_squares(spec))
+
+
+def sum_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """Bytes of a token in all of them, each number of its hidden state with so many."""
+    return (1 + len(spec.layers)) * spec.hidden_size * itemsize + sum(4 * each for each in _squares(spec))
+
+
+def _squares(spec: ModelSpec) -> list[int]:
+    """Of each norm over lanes of several ranks, how many sums of squares a token has."""
+    counts = []
+    for part in (part for layer in spec.layers for part in parts_of(layer)):
+        if isinstance(part, AttentionLayer) and part.of_heads is not None:
+            counts.append(2)
+        if isinstance(part, MambaLayer) and part.norm != "gate only" and part.of_groups is not None:
+            counts.append(part.of_groups[1])
+    return counts
+
+
+def share_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+    """A layer as this rank has it; names of weights are those of its branch."""
+    match layer:
+        case LatentLayer():
+            return _latent(layer, ranks)
+        case AttentionLayer():
+            return _attention(layer, ranks)
+        case MambaLayer():
+            return _mamba(layer, ranks)
+        case DeltaLayer():
+            return _delta(layer, ranks)
+        case ShortConvLayer():
+            return _short_conv(layer, ranks)
+        case MlpLayer():
+            return _mlp(layer, ranks)
+        case ExpertsLayer():
+            return _experts(layer, ranks)
+
+
+def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+    lanes, q, kv = layer.head_dim, layer.num_heads, layer.num_kv_heads
+    own_q, own_kv = ranks.even("num_attention_heads", q), ranks.shared("num_key_value_heads", kv)
+    stacked = [*([(own_q, q)] if layer.gated else []), (own_q, q), (own_kv, kv), (own_kv, kv)]
+    rows = _one_below_another([(_lanes(own, lanes), count * lanes) for own, count in stacked])
+    cuts: dict[str, Cut] = {
+        "qkv_proj": {0: rows},
+        "qkv_bias": {0: rows},
+        "o_proj": {1: (_lanes(own_q, lanes),)},
+    }
+    if layer.qk_norm_whole:
+        cuts |= {"q_norm": {0: (_lanes(own_q, lanes),)}, "k_norm": {0: (_lanes(own_kv, lanes),)}}
+    of_heads = (q, kv) if layer.qk_norm_whole and not ranks.alone else None
+    own = replace(layer, num_heads=_size(own_q), num_kv_heads=_size(own_kv), of_heads=of_heads)
+    return own, Share(cuts, frozenset(("o_bias",)))
+
+
+def _latent(layer: LatentLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+    heads, own = layer.num_heads, ranks.even("num_attention_heads", layer.num_heads)
+    query, made = layer.key_dim + layer.shared_dim, layer.key_dim + layer.value_dim
+    rest = heads * query, heads * query + layer.rank + layer.shared_dim
+    share = Share(
+        {
+            "in_proj": {0: (_lanes(own, query), rest)},
+            "latent_proj": {0: (_lanes(own, made),)},
+            "o_proj": {1: (_lanes(own, layer.value_dim),)},
+        }
+    )
+    return replace(layer, num_heads=_size(own), num_kv_heads=_size(own)), share
+
+
+def _mamba(layer: MambaLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+    state = layer.state
+    heads, groups = ranks.even("Mamba heads", state.num_heads), ranks.shared("n_groups", state.num_groups)
+    inner, lanes = _lanes(heads, state.head_dim), _lanes(groups, state.state_size)
+    x, bc = (inner, state.inner_size), (lanes, state.num_groups * state.state_size)
+    conv = _one_below_another([x, bc, bc])
+    rows = _one_below_another([x, x, bc, bc, (heads, state.num_heads)])  # the gate is as wide as x
+    share = Share(
+        {
+            "in_proj": {0: rows},
+            "in_bias": {0: rows},
+            "conv": {0: conv},
+            "conv_bias": {0: conv},
+            **{name: {0: (heads,)} for name in ("A", "D", "dt_bias")},
+            "norm": {0: (inner,)},
+            "out_proj": {1: (inner,)},
+        },
+        frozenset(("out_bias",)),
+    )
+    own = replace(state, num_heads=_size(heads), num_groups=_size(groups))
+    of_groups = (groups[0], state.num_groups) if state.num_groups < ranks.size else None
+    return replace(layer, state=own, of_groups=of_groups), share
+
+
+def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+    state = layer.state
+    (keys, values), (key_dim, value_dim) = state.heads, state.lanes
+    own_v, own_k = ranks.even("value heads", values), ranks.shared("key heads", keys)
+    qkv = [
+        *[(_lanes(own_k, key_dim), keys * key_dim)] * 2,
+        (_lanes(own_v, value_dim), values * value_dim),
+    ]
+    decay_lanes = 1 if isinstance(state, GatedDelta) else key_dim
+    gate, decays = (
+        (_lanes(own_v, value_dim), values * value_dim),
+        (_lanes(own_v, decay_lanes), values * decay_lanes),
+    )
+    low = layer.rank
+    whole = None if low is None else ((0, low), low)
+    rows = _one_below_another([*qkv, whole or gate, (own_v, values), whole or decays])
+    cuts: dict[str, Cut] = {
+        "in_proj": {0: rows},
+        "conv": {0: _one_below_another(qkv)},
+        "A": {0: (own_v,)},
+        "dt_bias": {0: (own_v,)},
+        "out_proj": {1: (gate[0],)},
+    }
+    if low is not None:
+        cuts |= {"gate_proj": {0: (gate[0],)}, "decay_proj": {0: (decays[0],)}}
+    if isinstance(state, GatedDelta):
+        return replace(
+            layer, state=replace(state, num_key_heads=_size(own_k), num_value_heads=_size(own_v))
+        ), Share(cuts)
+    return replace(layer, state=replace(state, num_heads=_size(own_v))), Share(cuts)
+
+
+def _short_conv(layer: ShortConvLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+    width = layer.state.channels
+    own = ranks.even("hidden_size", width)
+    rows, conv = _one_below_another([(own, width)] * 3), (own,)
+    share = Share(
+        {
+            "in_proj": {0: rows},
+            "in_bias": {0: rows},
+            "conv": {0: conv},
+            "conv_bias": {0: conv},
+            "out_proj": {1: conv},
+        },
+        frozenset(("out_bias",)),
+    )
+    return replace(layer, state=replace(layer.state, channels=_size(own))), share
+
+
+def _mlp(layer: MlpLayer, ranks: Ranks) -> tuple[MlpLayer, Share]:
+    inner = layer.intermediate_size
+    own = ranks.even("intermediate_size", inner)
+    rows = _one_below_another([(own, inner)] * (2 if layer.gated else 1))
+    cuts: dict[str, Cut] = {"up_proj": {0: rows}, "up_bias": {0: rows}, "down_proj": {1: (own,)}}
+    return replace(layer, intermediate_size=_size(own)), Share(cuts, frozenset(("down_bias",)))
+
+
+def _experts(layer: ExpertsLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+    inner = layer.intermediate_size
+    own = ranks.even("the experts' intermediate_size", inner)
+    rows = _one_below_another([(own, inner)] * (2 if layer.gated else 1))
+    share = Share({"up_proj": {1: rows}, "down_proj": {2: (own,)}}, frozenset(("latent_out_bias",)))
+    shared = layer.shared
+    if shared is not None:
+        shared, of_shared = _mlp(shared, ranks)
+        share.cuts.update({f"shared_{name}": cut for name, cut in of_shared.cuts.items()})
+        share = replace(share, once=share.once | {f"shared_{name}" for name in of_shared.once})
+    return replace(layer, intermediate_size=_size(own), shared=shared), share
+
+
+def _size(own: Range) -> int:
+    return own[1] - own[0]
+
+
+def _lanes(own: Range, size: int) -> Range:
+    """The lanes of these heads, each of so many."""
+    return own[0] * size, own[1] * size
+
+
+def _moved(own: Range, start: int) -> Range:
+    return own[0] + start, own[1] + start
+
+
+def _one_below_another(parts: list[tuple[Range, int]]) -> tuple[Range, ...]:
+    """(own, all) lines each of several matrices that are one."""
+    ranges, start = [], 0
+    for own, count in parts:
+        ranges.append(_moved(own, start))
+        start += count
+    return tuple(ranges)

@@ -1,0 +1,213 @@
+"""Replies as OpenAI's clients read them, made of what the engine reports: whole ones, and the parts of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
+from bateleur.runner.serve.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from bateleur.runner.serve.openai.requests import Asked, ChatRequest, CompletionRequest
+
+
+class Decode(Protocol):
+    """Token ids as text, special tokens included."""
+
+    def __call__(self, token_ids: list[int]) -> str:
+        """The text of some tokens."""
+        ...
+
+    def name_of(self, token: int) -> str:
+        """The text of one token, or its bytes if it is a part of a character."""
+        ...
+
+
+def error_body(
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | int | None = None,
+) -> dict[str, Any]:
+    """What went wrong, in the one form that clients know."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def usage(outputs: Sequence[RequestOutput], *, only_prompt: bool = False) -> dict[str, Any]:
+    """Tokens read and written by the requests of one reply; `cached_tokens` are those of prompts that were shared."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    drawn = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    written = 0 if only_prompt else drawn
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }
+
+
+def completion_reply(
+    asked: CompletionRequest,
+    outputs: Sequence[RequestOutput],
+    *,
+    reply_id: str,
+    model: str,
+    created: int,
+    decode: Decode,
+) -> dict[str, Any]:
+    """The reply to a body of `/v1/completions`.
+
+    outputs: the finished requests of its prompts, in their order. created: seconds since 1970.
+    """
+    ended = [(output, each) for output in outputs for each in output.outputs]
+    return {
+        "id": reply_id,
+        "object": "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [completion_choice(asked, *pair, i, decode=decode) for i, pair in enumerate(ended)],
+        "usage": usage(outputs, only_prompt=asked.only_prompt),
+        "metrics": request_metrics(outputs[0]) if len(outputs) == 1 else None,
+    }
+
+
+def completion_choice(
+    asked: CompletionRequest,
+    output: RequestOutput,
+    completion: CompletionOutput,
+    index: int,
+    *,
+    decode: Decode,
+    first: bool = True,
+    offset: int = 0,
+) -> dict[str, Any]:
+    """One of the choices of a reply, or of a chunk.
+
+    decode: for what has no text yet. first: this is the reply, or the first chunk; it tells of the prompt. offset:
+    characters of the tokens in the chunks before.
+    """
+    drawn = [] if asked.only_prompt else list(completion.token_ids)
+    text = "" if asked.only_prompt else completion.text
+    echoed = first and asked.echo
+    if echoed:
+        text = (decode(output.prompt_token_ids) if output.prompt is None else output.prompt) + text
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": "length" if asked.only_prompt else completion.finish_reason,
+        "stop_reason": None if asked.only_prompt else completion.stop_reason,
+    }
+    if asked.params.logprobs is not None:
+        ids, beginning = drawn, ""
+        known: list[dict[int, Logprob] | None] = [*(completion.logprobs or ())[: len(drawn)]]
+        if echoed and output.prompt_logprobs is not None:
+            ids, known = [*output.prompt_token_ids, *drawn], [*output.prompt_logprobs, *known]
+            beginning = decode(ids[:1])
+        most = asked.params.logprobs
+        choice["logprobs"] = completion_logprobs(
+            ids, known, most, offset=offset, beginning=beginning, as_ids=asked.return_tokens_as_token_ids
+        )
+    if asked.return_token_ids:
+        choice |= _marked(completion, drawn, decode)
+    if first:
+        told = asked.echo and asked.params.logprobs is not None
+        choice |= of_prompt(asked, output, decode, logprobs=not told)
+    return choice
+
+
+def chat_reply(
+    asked: ChatRequest,
+    output: RequestOutput,
+    *,
+    reply_id: str,
+    model: str,
+    created: int,
+    decode: Decode,
+    message: Callable[[CompletionOutput], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The reply to a body of `/v1/chat/completions`.
+
+    output: its finished request. created: seconds since 1970. message: what is made of the text of a continuation,
+    where calls or reasoning are looked for in it; without it all text is `content`.
+    """
+    said = message or (lambda each: {"content": each.text})
+    return {
+        "id": reply_id,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [chat_choice(asked, each, said(each), decode=decode) for each in output.outputs],
+        "usage": usage([output]),
+        "metrics": request_metrics(output),
+    } | of_prompt(asked, output, decode)
+
+
+def chat_choice(
+    asked: ChatRequest,
+    completion: CompletionOutput,
+    said: Mapping[str, Any],
+    *,
+    decode: Decode,
+    chunk: bool = False,
+) -> dict[str, Any]:
+    """One of the choices of a reply, or of a chunk, where `said` is what is new.
+
+    said: fields of the message beside its role. With tool calls in it, "stop" is told as "tool_calls".
+    """
+    reason: str | None = completion.finish_reason
+    if reason == "stop" and said.get("tool_calls"):
+        reason = "tool_calls"
+    choice: dict[str, Any] = {
+        "index": completion.index,
+        "delta" if chunk else "message": dict(said) if chunk else {**_NO_FIELDS, **said},
+        "logprobs": None,
+        "finish_reason": reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if asked.params.logprobs is not None:
+        known = completion.logprobs or ()
+        most, as_ids = asked.params.logprobs, asked.return_tokens_as_token_ids
+        choice["logprobs"] = chat_logprobs(completion.token_ids, known, most, as_ids=as_ids)
+    if asked.return_token_ids:
+        choice |= _marked(completion, list(completion.token_ids), decode)
+    return choice
+
+
+def _marked(completion: CompletionOutput, token_ids: list[int], decode: Decode) -> dict[str, Any]:
+    """The tokens, what each alone reads, and which of them were drafts that verification confirmed."""
+    texts = [decode.name_of(each) for each in token_ids]
+    return {"token_ids": token_ids, "token_texts": texts, "drafted": completion.drafted[: len(token_ids)]}
+
+
+_NO_FIELDS = {"role": "assistant", "refusal": None, "reasoning": None, "reasoning_content": None}
+"""Of a message: clients read fields that have no value, too."""
+
+
+def request_metrics(output: RequestOutput) -> dict[str, float | None] | None:
+    """Times of a finished request in milliseconds, by vLLM's names; None for several continuations."""
+    times, count = output.metrics, sum(len(each.token_ids) for each in output.outputs)
+    if len(output.outputs) > 1 or not times.first_token_time:
+        return None
+    decoding = times.last_token_time - times.first_token_time
+    generation = times.last_token_time - times.first_scheduled_time
+    return {
+        "time_to_first_token_ms": 1e3 * (times.first_token_time - times.arrival_time),
+        "generation_time_ms": 1e3 * generation,
+        "queue_time_ms": 1e3 * (times.first_scheduled_time - times.arrival_time),
+        "mean_itl_ms": 1e3 * decoding / (count - 1) if count > 1 else None,
+        "tokens_per_second": count / generation if generation > 0 else None,
+    }
+
+
+def of_prompt(
+    asked: Asked, output: RequestOutput, decode: Decode, *, logprobs: bool = True
+) -> dict[str, Any]:
+    """What a body wants to know of its prompt: tokens, what each alone reads, and log probabilities of these."""
+    told: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
+    if asked.return_token_ids:
+        ids = output.prompt_token_ids
+        told |= {"prompt_token_ids": ids, "prompt_token_texts": [decode.name_of(each) for each in ids]}
+    if logprobs and output.prompt_logprobs is not None:
+        told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    return told

@@ -1,0 +1,147 @@
+"""The tools that a chat may call, and whether it may, or must."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from bateleur.runner.serve.openai.fields import mapping
+from bateleur.runner.serve.openai.schema_types import standard_types
+from bateleur.runner.text.messages import checked_tools
+from bateleur.runner.utils.arguments import refuse, shown, text
+from bateleur.runner.utils.log_once import log_once
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """This very tool must be called."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | Named
+"""No call is looked for; the model decides; at least one call; that call."""
+
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+"""{"type": "function", "function": {"name": ..., "parameters": ...}}, each."""
+
+
+def tools(value: Any, *, strict: bool = False) -> tuple[dict[str, Any], ...]:
+    """The functions among tools, each under a name of its own. Raises ValueError that names the place.
+
+    Other tools, which only their vendor's servers run, and a second tool of one name are left out, and logged once;
+    they are refused if `strict`.
+    """
+    functions: dict[str, dict[str, Any]] = {}
+    for i, each in enumerate(value if isinstance(value, list | tuple) else ()):
+        kind = each.get("type") if isinstance(each, Mapping) else "function"
+        if kind != "function" and isinstance(kind, str) and not strict:
+            log_once(_log, f"tools of the type {shown(kind)} are left out: this server runs none itself")
+            continue
+        try:
+            checked = (checked_tools([each]) or [{}])[0]
+        except ValueError as error:
+            raise ValueError(str(error).replace("tools[0]", f"tools[{i}]", 1)) from error
+        called = checked["function"]["name"]
+        if called in functions and strict:
+            refuse(f"tools[{i}].function.name", called, "another: a tool before has it")
+        if functions.setdefault(called, checked) is not checked:
+            log_once(_log, f"of several tools with the name {shown(called)} the first is used")
+    if not isinstance(value, list | tuple):
+        checked_tools(value)
+    return tuple(functions.values())
+
+
+def tool_choice(value: Any, known: Tools) -> ToolChoice:
+    """Read a `tool_choice` beside the tools that are known; silent means auto where there are any."""
+    if value is None or (value == "auto" and not known):
+        return "auto" if known else "none"
+    if value == "none":
+        return "none"
+    if isinstance(value, dict) and value.get("type") == "function":
+        called = text(
+            "tool_choice.function.name", mapping("tool_choice.function", value.get("function")).get("name")
+        )
+        names = [each["function"]["name"] for each in known]
+        if called not in names:
+            refuse("tool_choice.function.name", called, f"one of the tools: {shown(names)}")
+        return Named(called)
+    if value not in ("auto", "required"):
+        refuse("tool_choice", value, "none, auto, required, or {type: function, function: {name: ...}}")
+    if not known:
+        refuse("tool_choice", value, "absent without tools")
+    return "auto" if value == "auto" else "required"
+
+
+def allowed_tools(choice: Any, known: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
+    """Of {type: allowed_tools, allowed_tools: {mode, tools}} the mode and the tools; else what was given."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return choice, known
+    name = "tool_choice.allowed_tools"
+    allowed = mapping(name, choice.get("allowed_tools"))
+    functions = [mapping(f"{name}.tools", each).get("function") for each in allowed.get("tools") or ()]
+    names = [mapping(f"{name}.tools.function", each).get("name") for each in functions]
+    return allowed.get("mode", "auto"), tuple(each for each in known if each["function"]["name"] in names)
+
+
+def forced_schema(choice: ToolChoice, known: Tools, *, parallel: bool) -> dict[str, Any] | None:
+    """What the text must be where a call is forced; None where none is.
+
+    It is the arguments of the tool that is named; else a list of calls, of one where they may not be parallel.
+    """
+    functions = [each["function"] for each in known]
+    if isinstance(choice, Named):
+        return next(_arguments(each) for each in functions if each["name"] == choice.name)
+    if choice != "required":
+        return None
+    try:
+        calls = [_call_schema(each, i) for i, each in enumerate(functions)]
+    except RecursionError as error:
+        raise ValueError("tools is nested too deeply; a call of them can't be forced") from error
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+
+
+def is_strict(tool: Mapping[str, Any]) -> bool:
+    """Whether calls of a tool must follow its schema."""
+    return tool["function"].get("strict") is True
+
+
+def arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """What the arguments of a call must be if the model decides: any object, unless the tool is strict."""
+    return _arguments(tool["function"]) if is_strict(tool) else {"type": "object"}
+
+
+def _call_schema(function: Mapping[str, Any], i: int) -> dict[str, Any]:
+    arguments = _moved(_arguments(function), f"#/items/anyOf/{i}/properties/arguments")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of the arguments of a function. One without parameters takes no arguments."""
+    parameters = function.get("parameters")
+    if not parameters:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **standard_types(parameters)}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema as it reads at another place: references within it follow."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(each, place) for key, each in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved

@@ -1,0 +1,1 @@
+"""Helpers without state that all rooms use."""

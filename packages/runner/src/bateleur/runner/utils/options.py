@@ -1,0 +1,66 @@
+"""Options as fields of dataclasses: each is written once, with its check beside it and its docstring under it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from bateleur.runner.utils.arguments import Check
+
+
+def option(default: Any, check: Check, *, hashed: bool = True) -> Any:
+    """A field of `Checked`. hashed: whether it counts for the hash, which a mapping can't."""
+    return field(default=default, hash=None if hashed else False, metadata={"check": check})
+
+
+class Checked:
+    """A frozen dataclass of `option`s: they are checked when it is made, and kept in their own types."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = each.metadata["check"](each.name, getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One field of a configuration, as a signature or a command line shows it."""
+
+    name: str
+    type: str
+    """Its annotation, as written."""
+    default: Any
+    help: str
+    """The docstring under the field, on one line."""
+
+
+@cache
+def options_of(config: type) -> tuple[Option, ...]:
+    """The fields of a configuration class in their order, inherited ones too, with the docstrings under them."""
+    helps: dict[str, str] = {}
+    for kind in filter(is_dataclass, config.__mro__[::-1]):
+        helps |= _docstrings(kind)
+    options = []
+    for each in fields(config):
+        assert each.default is not MISSING, "every option has a default"
+        options.append(Option(each.name, str(each.type), each.default, helps[each.name]))
+    return tuple(options)
+
+
+def _docstrings(config: type) -> dict[str, str]:
+    """Texts under the fields of a class, by field; Python keeps none of them, so they are read from the source."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
+    assert isinstance(definition, ast.ClassDef)
+    found, last = {}, ""
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            last = node.target.id
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and last:
+            found[last] = " ".join(str(node.value.value).split())
+    return found

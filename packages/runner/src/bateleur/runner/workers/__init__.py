@@ -1,0 +1,1 @@
+"""Processes of several ranks: the leader, followers, and the data-parallel coordinator."""
