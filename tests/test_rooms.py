@@ -41,6 +41,7 @@ ROOMS = (
         "structured",
         "config",
         "checkpoint",
+        "lora",
         "requests",
         "cache",
         "offload",

@@ -57,6 +57,15 @@ def routers(experts: int, top_k: int, groups: int, sigmoid: bool) -> dict[str, C
     }
 
 
+def adapters(rank: int, columns: int, rows: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    y, x = some(TOKENS, rows, dtype=dtype), some(TOKENS, columns, dtype=dtype)
+    a, b = some(4, rank, columns, dtype=dtype), some(4, rows, rank, dtype=dtype)
+    slots = torch.ones(TOKENS, dtype=torch.int32)
+    return {
+        f"adapters of {rank} lanes of {columns} to {rows} in {dtype}": operator("add_lora", y, x, a, b, slots)
+    }
+
+
 CASES: dict[str, Callable[[], object]] = {
     **norms(4096, BF16),
     **norms(2688, F32),
@@ -79,6 +88,28 @@ def test_a_kernel_fits_hopper(case: str, record_property: Callable[[str, object]
     (kernel,) = found.kernels
     record_property("kernel", (f"runner {case}", kernel.registers, kernel.spilled_bytes, kernel.shared_bytes))
     assert faults_of(kernel) == []
+
+
+ADAPTERS = {
+    **adapters(48, 4096, 6144, BF16),
+    **adapters(192, 8192, 10240, BF16),
+    **adapters(64, 2688, 10304, F32),
+    **adapters(16, 14336, 4096, BF16),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_the_kernels_of_adapters_fit_hopper(
+    case: str, record_property: Callable[[str, object], None]
+) -> None:
+    with compiling() as found:
+        ADAPTERS[case]()
+    assert len(found.kernels) == 2
+    for kernel in found.kernels:
+        record_property(
+            "kernel", (f"runner {case}", kernel.registers, kernel.spilled_bytes, kernel.shared_bytes)
+        )
+        assert faults_of(kernel) == []
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class Attention(CachedAttention):
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Write this step's keys and values, attend, project back: (T, M)."""
         spec = self.spec
-        heads_THD = self.qkv_proj(x_TM).view(-1, sum(self._heads), spec.head_dim)
+        heads_THD = self.qkv_proj(x_TM, step.adapters).view(-1, sum(self._heads), spec.head_dim)
         gate_THD, qk_THD, v = heads_THD.split_with_sizes(self._heads, 1)
         if spec.of_heads is not None:
             assert isinstance(self.norm, WholeNorm)
@@ -95,4 +95,4 @@ class Attention(CachedAttention):
         q, k = qk_THD[:, : spec.num_heads], qk_THD[:, spec.num_heads :]
         out_THD = step.attend(self.attend, self._index, q, k, v, *rotary)
         out = out_THD.flatten(1)
-        return self.o_proj(gate(out, gate_THD.flatten(1), "sigmoid") if spec.gated else out)
+        return self.o_proj(gate(out, gate_THD.flatten(1), "sigmoid") if spec.gated else out, step.adapters)

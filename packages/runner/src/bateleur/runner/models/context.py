@@ -29,6 +29,8 @@ class StepContext:
     """Conv windows and states by recurrent layer, as `StatePool.layer` gives them."""
     rings: Sequence[Rings | None]
     """What recurrent layers keep of running requests beside their states; None under SLOTS."""
+    adapters: Tensor | None = None
+    """(T,) int32: LoRA slot of each token; None without adapters."""
     mamba_batch: MixerBatch | None = field(init=False)
     """The rows of `mamba`, sorted out once for all layers."""
 
@@ -50,6 +52,9 @@ class LayerStep:
     work: tuple[Tensor | None, ...] = field(default=(), kw_only=True)
     """Work list of each attention layer, see `AttentionBackend.build_work_list`; () if the backend minds loose
     bounds."""
+
+    adapters: Tensor | None = field(default=None, kw_only=True)
+    """See `StepContext.adapters`."""
 
     @property
     def fuses_rotary(self) -> bool:

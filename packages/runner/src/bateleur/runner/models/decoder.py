@@ -23,6 +23,7 @@ from bateleur.runner.models.delta import Delta
 from bateleur.runner.models.experts import Experts
 from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.latent_attention import LatentAttention
+from bateleur.runner.models.lora import is_adaptable
 from bateleur.runner.models.mamba import Mamba
 from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp
@@ -186,6 +187,19 @@ class HybridDecoder:
         """Of all layers, and the output."""
         return [*(each for residual in self._residuals for each in residual.projections), self.output]
 
+    @property
+    def adaptable_projections(self) -> dict[str, Projection]:
+        """Projections that a LoRA adapter may change, by the names of their weights."""
+        named = {
+            f"layers.{i}.{prefix}{name}": projection
+            for i, residual in enumerate(self._residuals)
+            for prefix, mixer, _ in residual.parts
+            for name, projection in mixer.projections.items()
+        }
+        return {
+            name: each for name, each in named.items() if isinstance(each, Projection) and is_adaptable(name)
+        }
+
     def pack(self, *, recorded: bool = False) -> None:
         """Pack the matrices, whose weights are complete: see `Projection.pack`."""
         for projection in self.projections:
@@ -228,7 +242,13 @@ class HybridDecoder:
             self.reserve_positions(context.attention.max_seq_len)
         positions = context.batch.positions
         rotary = tuple(table.at(positions) for table in self._tables.values())
-        step = LayerStep(execution, rotary, ranks=self.ranks, work=self._divide_attention(context))
+        step = LayerStep(
+            execution,
+            rotary,
+            ranks=self.ranks,
+            work=self._divide_attention(context),
+            adapters=context.adapters,
+        )
         h_TM = self.embed(context.batch.input_ids)
         if spec.residual_in_fp32:
             h_TM = h_TM.float()

@@ -45,9 +45,9 @@ class Delta(Recurrent):
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
         spec, state = self.spec, self.spec.state
-        qkv_TC, gate_TI, b_TH, a = self.in_proj(x_TM).split_with_sizes(self._parts, -1)
+        qkv_TC, gate_TI, b_TH, a = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
         if spec.rank is not None:
-            gate_TI, a = self.gate_proj(gate_TI), self.decay_proj(a)
+            gate_TI, a = self.gate_proj(gate_TI, step.adapters), self.decay_proj(a, step.adapters)
         # Decays by head stay as they are split: torch gives a view of one token a stride of its own.
         if len(state.gates[0].shape) > 1:
             a = a.unflatten(1, state.gates[0].shape)
@@ -56,4 +56,4 @@ class Delta(Recurrent):
         y_TI = gated_rms_norm(
             y_THP.flatten(1), gate_TI, self.norm, heads, spec.norm_eps, True, spec.gate_activation
         )
-        return self.out_proj(y_TI)
+        return self.out_proj(y_TI, step.adapters)

@@ -42,12 +42,12 @@ class LatentAttention(CachedAttention):
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Write this step's keys and values, attend, project back: (T, M)."""
         spec = self._layer
-        q, latent_TR, shared_TS = self.in_proj(x_TM).split_with_sizes(self._parts, -1)
-        made = self.latent_proj(self._norm(latent_TR))
+        q, latent_TR, shared_TS = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
+        made = self.latent_proj(self._norm(latent_TR), step.adapters)
         k, v = join_heads(made, shared_TS, spec.num_heads, spec.key_dim, spec.head_dim)
         q = _padded(q.view(len(x_TM), spec.num_heads, -1), spec.head_dim)
         out_THD = step.attend(self.attend, self._index, q, k, v)
-        return self.o_proj(out_THD[..., : spec.value_dim].flatten(1))
+        return self.o_proj(out_THD[..., : spec.value_dim].flatten(1), step.adapters)
 
 
 def _padded(heads_TH: Tensor, head_dim: int) -> Tensor:

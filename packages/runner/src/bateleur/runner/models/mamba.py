@@ -37,15 +37,16 @@ class Mamba(Recurrent):
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
-        gate_TI, xbc_TC, dt_TH = self.in_proj(x_TM).split_with_sizes(self._parts, -1)
+        gate_TI, xbc_TC, dt_TH = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
         y_THP = self.mix(step, xbc_TC, dt_TH)
         y_TI = y_THP.flatten(1)
         if self.norm is None:
-            return self.out_proj(gate(y_TI, gate_TI, "silu"))
+            return self.out_proj(gate(y_TI, gate_TI, "silu"), step.adapters)
         groups, eps = self.spec.state.num_groups, self.spec.norm_eps
         if self.spec.of_groups is not None:
             y_TI = gated_part_norm(
                 y_TI, gate_TI, self.norm, self.spec.of_groups, eps, self._norm_first, step.ranks
             )
-            return self.out_proj(y_TI)
-        return self.out_proj(gated_rms_norm(y_TI, gate_TI, self.norm, groups, eps, self._norm_first))
+        else:
+            y_TI = gated_rms_norm(y_TI, gate_TI, self.norm, groups, eps, self._norm_first)
+        return self.out_proj(y_TI, step.adapters)

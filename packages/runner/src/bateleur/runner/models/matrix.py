@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bateleur.eagle.heads.spec import CProduct
 from bateleur.runner.models import native
+from bateleur.runner.models.lora import LoraWeights, add_lora
 
 _FEW_ENTRIES = 1 << 17
 """Below that, calling oneDNN takes longer than it saves: 13 us a product, and 3 us through the BLAS."""
@@ -19,19 +20,27 @@ _FEW_TOKENS = 16 if torch.__version__.startswith("2.11.") else 1
 class Projection:
     """`x W^T + b`, with W (rows, columns) and b (rows,) or None."""
 
-    __slots__ = ("_dtype", "_native", "_packed", "_rows", "_weight", "bias")
+    __slots__ = ("_dtype", "_native", "_packed", "_weight", "bias", "lora", "num_columns", "num_rows")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight: Tensor | None = weight
         self._packed: Tensor | None = None
         self._native: Tensor | None = None
-        self._rows, self._dtype = weight.shape[0], weight.dtype
+        (self.num_rows, self.num_columns), self._dtype = weight.shape, weight.dtype
         self.bias = bias
+        self.lora: LoraWeights | None = None
+        """Low-rank matrices of adapters, if any may be used."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(T, rows) of x (T, columns)."""
+    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """(T, rows) of x (T, columns). adapters: (T,) int32 adapter slot of each token; None for none."""
+        y = self._product(x)
+        if self.lora is not None and adapters is not None:
+            add_lora(y, x, self.lora.a_ARK, self.lora.b_ANR, adapters)
+        return y
+
+    def _product(self, x: Tensor) -> Tensor:
         if self._native is not None:
-            return native.product(x, self._native, self.bias, self._rows)
+            return native.product(x, self._native, self.bias, self.num_rows)
         if self._weight is not None:
             return F.linear(x, self._weight, self.bias)
         tokens = x.shape[0]
@@ -47,7 +56,7 @@ class Projection:
         if self._weight is not None:
             return self._weight
         if self._native is not None:
-            return native.unpack(self._native, self._rows).to(self._dtype)
+            return native.unpack(self._native, self.num_rows).to(self._dtype)
         assert self._packed is not None
         return self._packed.to_dense()
 
@@ -58,7 +67,7 @@ class Projection:
             return None
         packed = self._native
         columns = packed.shape[1] * packed.shape[3]
-        return CProduct(native.address(packed, self._dtype), packed, self.bias, self._rows, columns)
+        return CProduct(native.address(packed, self._dtype), packed, self.bias, self.num_rows, columns)
 
     @property
     def is_packed(self) -> bool:

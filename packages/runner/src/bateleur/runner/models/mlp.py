@@ -24,7 +24,7 @@ class Mlp(Branch):
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """`down(act(up(x)))`, gated or not: (T, M)."""
-        return self.down_proj(activate(self.up_proj(x_TM), self.spec))
+        return self.down_proj(activate(self.up_proj(x_TM, step.adapters), self.spec), step.adapters)
 
 
 def activate(wide: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:

@@ -23,6 +23,6 @@ class GatedConv(Recurrent):
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Advance every row's window by its tokens: (T, M). Decode rows come first, prompts follow."""
-        B_TM, C_TM, inner_TM = self.in_proj(x_TM).chunk(3, -1)
+        B_TM, C_TM, inner_TM = self.in_proj(x_TM, step.adapters).chunk(3, -1)
         y_TM = self.mix(step, B_TM * inner_TM)
-        return self.out_proj(C_TM * y_TM)
+        return self.out_proj(C_TM * y_TM, step.adapters)

@@ -1,0 +1,146 @@
+"""Reads a LoRA adapter: a folder that PEFT wrote, with `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bateleur.runner.checkpoint.names import Names, Part
+from bateleur.runner.models.lora import is_adaptable
+from bateleur.runner.utils.arguments import shown
+from bateleur.runner.utils.json_file import read_json
+
+_WEIGHT = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])(\.default)?\.weight")
+_REFUSED = (
+    *("use_dora", "use_qalora", "alora_invocation_tokens"),
+    *("modules_to_save", "target_parameters", "trainable_token_indices"),
+)
+"""Fields of `adapter_config.json` that ask for more than two matrices for each projection."""
+_LISTED = 20
+"""Tensors that an error names."""
+Prefixes = Sequence[tuple[str, str]]
+
+
+LowRank = tuple[Tensor, Tensor]
+"""(lanes, columns) and (rows, lanes) float32: their product is added to a projection of the whole model."""
+
+
+def read_adapter(
+    folder: Path, names: Names, shapes: Mapping[str, tuple[int, ...]], other_prefixes: Prefixes, max_rank: int
+) -> dict[str, LowRank]:
+    """Return the matrices of each adapted projection, by the name of its weight: `layers.0.qkv_proj`.
+
+    If a projection holds several modules (q, k and v), each has its own lanes.
+
+    Args:
+        folder: holds the two files of PEFT.
+        names: names of the base model's checkpoint, see `Checkpoint.names`.
+        shapes: (rows, columns) of every weight of the whole model.
+        other_prefixes: see `Family.other_prefixes`.
+        max_rank: largest rank that fits, `max_lora_rank`.
+
+    Raises:
+        ValueError: the folder is no adapter, asks for what is not supported, has a rank above `max_rank`, or a tensor
+            that does not fit the model. All such tensors are listed.
+    """
+    config_file, weights_file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    if not (config_file.is_file() and weights_file.is_file()):
+        raise ValueError(f"lora_path={folder}: must hold adapter_config.json and adapter_model.safetensors")
+    config = read_json(config_file)
+    _check_config(config_file, config)
+    modules, problems = _read_modules(weights_file, other_prefixes)
+    parts: dict[str, list[tuple[Part, Tensor, Tensor]]] = {}
+    for module, pair in modules.items():
+        part = names.get(f"{module}.weight")
+        problem = _problem(part, pair, shapes, max_rank)
+        if problem:
+            problems.append(f"{module}: {problem}")
+        elif part is not None:
+            scale = _scale(config, module, len(pair["A"]))
+            parts.setdefault(part.target, []).append((part, pair["A"].float(), pair["B"].float() * scale))
+    if problems:
+        listed = "\n  ".join(problems[:_LISTED])
+        raise ValueError(f"{weights_file}: {len(problems)} tensors do not fit the model:\n  {listed}")
+    return {target: _joined(found, shapes[target][0]) for target, found in parts.items()}
+
+
+def _read_modules(file: Path, other_prefixes: Prefixes) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """`A` and `B` of each module, and the names of tensors that are neither."""
+    modules: dict[str, dict[str, Tensor]] = {}
+    unknown: list[str] = []
+    try:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  safetensors has no iterator
+                match = _WEIGHT.fullmatch(name)
+                if match is None:
+                    unknown.append(f"{name}: is neither lora_A nor lora_B of a linear layer")
+                    continue
+                module = match["module"]
+                for other, ours in other_prefixes:
+                    if module.startswith(other):
+                        module = ours + module.removeprefix(other)
+                modules.setdefault(module, {})[match["matrix"]] = tensors.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return modules, unknown
+
+
+def _joined(found: Sequence[tuple[Part, Tensor, Tensor]], rows: int) -> LowRank:
+    """The modules of one projection as one pair of matrices, with rows in the order of our weight."""
+    a = torch.cat([each for _, each, _ in found])
+    b, lane = torch.zeros(rows, len(a)), 0
+    for part, low, high in found:
+        if (order := part.row_order(len(high))) is not None:
+            high = high.index_select(0, order)
+        if part.factors:
+            high = high * part.row_factors(len(high)).unsqueeze(1)
+        b[part.start : part.start + len(high), lane : lane + len(low)] = high
+        lane += len(low)
+    return a, b
+
+
+def _check_config(file: Path, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{file}: peft_type is {shown(config.get('peft_type'))}; it must be 'LORA'")
+    for name in _REFUSED:
+        if config.get(name):
+            raise ValueError(f"{file}: {name} is {shown(config[name])}; adapters with it are not supported")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{file}: bias is {shown(config['bias'])}; it must be 'none'")
+
+
+def _problem(
+    part: Part | None, pair: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], max_rank: int
+) -> str | None:
+    if part is None:
+        return "the model has no such module"
+    if part.expert is not None or not is_adaptable(part.target):
+        return "adapters of embeddings, lm_head, routers and experts are not supported"
+    if len(pair) < 2:
+        return "lora_A and lora_B come in pairs"
+    (rank, columns), (rows, b_rank) = pair["A"].shape, pair["B"].shape
+    all_rows, all_columns = shapes[part.target]
+    wanted = all_rows if part.rows is None else part.rows
+    if rank != b_rank or columns != all_columns or rows != wanted:
+        found = f"lora_A is ({rank}, {columns}) and lora_B ({rows}, {b_rank})"
+        return f"{found}; they must be (r, {all_columns}) and ({wanted}, r)"
+    if rank > max_rank:
+        return f"rank {rank} is above max_lora_rank={max_rank}; raise max_lora_rank"
+    return None
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """`lora_alpha / r`, or with `use_rslora` `lora_alpha / sqrt(r)` (Kalajdzievski 2023)."""
+    alpha = config.get("lora_alpha", 8)
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = value
+            break
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

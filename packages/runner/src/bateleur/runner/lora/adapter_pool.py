@@ -1,0 +1,66 @@
+"""Adapters on the device: low-rank matrices of every projection, in one slot for each adapter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from bateleur.runner.checkpoint.names import Names
+from bateleur.runner.lora.adapter_file import LowRank
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.lora import LoraWeights
+
+
+class AdapterPool:
+    """Low-rank matrices of up to `num_slots` adapters. Slot 0 is no adapter; adapters have slots 1 to `num_slots`."""
+
+    def __init__(
+        self, model: HybridDecoder, names: Names, num_slots: int, max_rank: int, max_num_tokens: int
+    ) -> None:
+        """Attach zero matrices to every projection of `model` that an adapter may change.
+
+        Args:
+            model: the base model, or the part of it that this rank has.
+            names: names of its checkpoint, see `Checkpoint.names`.
+            num_slots: adapters on the device, `max_loras`.
+            max_rank: `max_lora_rank`. A projection has that many lanes for each of its modules (q, k and v).
+            max_num_tokens: tokens of the largest step, with padding.
+        """
+        self._cuts = {} if model.ranks.alone else model.share.cuts
+        num_modules, like = Counter(part.target for part in names.values()), model.embedding
+        self.weights: dict[str, LoraWeights] = {}
+        """By name of the projection."""
+        for name, projection in model.adaptable_projections.items():
+            lanes = max_rank * num_modules[name]
+            a = like.new_zeros(num_slots + 1, lanes, projection.num_columns)
+            b = like.new_zeros(num_slots + 1, projection.num_rows, lanes)
+            self.weights[name] = projection.lora = LoraWeights(a, b)
+        self.token_slots = torch.zeros(max_num_tokens, dtype=torch.int32, device=model.device)
+        """(max_num_tokens,) slot of each token of a step."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return sum(each.a_ARK.nbytes + each.b_ANR.nbytes for each in self.weights.values())
+
+    def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
+        """Write an adapter, see `read_adapter`, to a slot that no running request uses."""
+        for name, weights in self.weights.items():
+            weights.a_ARK[slot].zero_()
+            weights.b_ANR[slot].zero_()
+            if name in matrices:
+                a, b = self._own(name, *matrices[name])
+                weights.a_ARK[slot, : len(a)].copy_(a)
+                weights.b_ANR[slot, :, : len(a)].copy_(b)
+
+    def _own(self, name: str, a: Tensor, b: Tensor) -> LowRank:
+        """The columns of `a` and the rows of `b` that this rank has."""
+        cut = self._cuts.get(name, {})
+        if 0 in cut:
+            b = torch.cat([b[first:end] for first, end in cut[0]])
+        if 1 in cut:
+            a = torch.cat([a[:, first:end] for first, end in cut[1]], 1)
+        return a, b

@@ -1,0 +1,50 @@
+"""Low-rank adapters of projections: each token has its own adapter, or none.
+
+Shapes: T tokens, K columns and N rows of the projection, A adapter slots, R lanes of all low-rank matrices of a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bateleur.runner.models.operators import operator
+
+_GATHERED_ENTRIES = 1 << 23
+"""Most entries of matrices that the torch form copies at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """Low-rank matrices of one projection, by adapter slot. Slot 0 means no adapter and holds zeros."""
+
+    a_ARK: Tensor
+    """(A, R, K) in the model's dtype."""
+    b_ANR: Tensor
+    """(A, N, R), scaled by `lora_alpha / r`."""
+
+
+_UNADAPTED = ("router_proj", "shared_gate_proj", "latent_in_proj", "latent_out_proj")
+
+
+def is_adaptable(weight: str) -> bool:
+    """Whether an adapter may change a weight, by its name: projections of layers, but not those of experts."""
+    name = weight.rpartition(".")[2]
+    return weight.startswith("layers.") and name.endswith("_proj") and name not in _UNADAPTED
+
+
+@operator("lora", lambda *_: None, mutates=("y",))
+def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
+    """`y[t] += b[slots[t]] @ (a[slots[t]] @ x[t])`, in place.
+
+    y (T, N); x (T, K); a (A, R, K); b (A, N, R); slots (T,) int32. The bits of a token do not depend on other tokens.
+    """
+    step = max(1, _GATHERED_ENTRIES // (a.shape[1] * (a.shape[2] + b.shape[1])))
+    for first in range(0, len(x), step):
+        tokens = slice(first, first + step)
+        index = slots[tokens]
+        # Sums of products, not matrix products: those round by the number of tokens.
+        lanes_TR = a[index].float().mul_(x[tokens].unsqueeze(1)).sum(2)
+        change_TN = b[index].float().mul_(lanes_TR.unsqueeze(1)).sum(2)
+        y[tokens] = y[tokens].float().add_(change_TN)

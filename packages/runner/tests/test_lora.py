@@ -1,0 +1,180 @@
+"""LoRA adapters: files that PEFT writes, matrices in projections, and the operator that adds them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lora_files import merge, modules_of, write_adapter
+from safetensors.torch import load_file, save_file
+
+from bateleur.metadata.dispatch import load
+from bateleur.runner.checkpoint.families import FAMILIES
+from bateleur.runner.checkpoint.open import load_model, open_checkpoint
+from bateleur.runner.distributed.ranks import ALONE, Ranks
+from bateleur.runner.lora.adapter_file import read_adapter
+from bateleur.runner.lora.adapter_pool import AdapterPool
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.operators import FORMS
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts the process that this is for")
+in_torch = pytest.mark.skipif(INTERPRETED, reason="torch forms only")
+KINDS = (
+    *("llama", "nemotron_h", "qwen3_5_text", "qwen3_next", "kimi_linear"),
+    *("falcon_h1", "lfm2", "olmo_hybrid", "granitemoehybrid", "bamba"),
+)
+
+
+def shapes_of(checkpoint: Any) -> dict[str, tuple[int, ...]]:
+    weights = HybridDecoder(checkpoint.spec, dtype=torch.float32, device="meta").weights()
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def read(adapter: Path, folder: Path, max_rank: int = 16) -> Any:
+    checkpoint = open_checkpoint(folder)
+    prefixes = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]].other_prefixes
+    return read_adapter(adapter, checkpoint.names, shapes_of(checkpoint), prefixes, max_rank)
+
+
+@in_torch
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_matrices_are_those_of_the_merged_checkpoint(
+    family: str, rank: int | None, tiny: Any, tiny_checkpoint: Any, tmp_path: Path
+) -> None:
+    """In each family, alone and on two ranks: base weight plus the product is the merged weight."""
+    folder, _ = tiny_checkpoint(family, **({} if rank is None else tiny.EVEN[family]))
+    modules = modules_of(folder)
+    adapter = write_adapter(tmp_path / "adapter", folder, modules)
+    merged = open_checkpoint(merge(tmp_path / "merged", folder, adapter))
+    ranks = ALONE if rank is None else Ranks(rank, 2, "none")
+    checkpoint = open_checkpoint(folder)
+    base = load_model(checkpoint, torch.float32, "cpu", ranks)
+    wanted = load_model(merged, torch.float32, "cpu", ranks).weights()
+    pool = AdapterPool(base, checkpoint.names, 2, 4, 8)
+    matrices = read(adapter, folder)
+    assert matrices.keys() == {checkpoint.names[f"{module}.weight"].target for module in modules}
+    pool.fill(2, matrices)
+    changed = 0
+    for name, weight in base.weights().items():
+        if (low := pool.weights.get(name)) is not None:
+            assert not low.a_ARK[:2].any()
+            assert not low.b_ANR[:2].any()
+            changed += not torch.equal(weight, wanted[name])
+            weight = weight + low.b_ANR[2] @ low.a_ARK[2]
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-5, atol=1e-5)
+    assert changed == len(matrices)
+    pool.fill(2, {})
+    assert not any(each.a_ARK.any() or each.b_ANR.any() for each in pool.weights.values())
+
+
+@in_torch
+def test_the_scale_follows_the_config(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """alpha_pattern for single modules, and rank-stabilised scaling."""
+    folder, _ = tiny_checkpoint("llama")
+    module = "model.layers.1.self_attn.o_proj"
+    plain = read(write_adapter(tmp_path / "a", folder, [module], rank=4), folder)["layers.2.o_proj"][1]
+    for name, config, factor in (
+        ("b", {"use_rslora": True}, 2.0),
+        ("c", {"alpha_pattern": {"self_attn.o_proj": 24}}, 3.0),
+        ("d", {"alpha_pattern": {"mlp.o_proj": 24}}, 1.0),
+    ):
+        found = read(write_adapter(tmp_path / name, folder, [module], rank=4, **config), folder)
+        torch.testing.assert_close(found["layers.2.o_proj"][1], plain * factor)
+
+
+@in_torch
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; it must be 'LORA'"),
+        ({"use_dora": True}, "use_dora is True"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    config: dict[str, Any], words: str, tiny_checkpoint: Any, tmp_path: Path
+) -> None:
+    folder, _ = tiny_checkpoint("llama")
+    adapter = write_adapter(tmp_path / "adapter", folder, modules_of(folder), **config)
+    with pytest.raises(ValueError, match=r"adapter_config\.json: ") as refusal:
+        read(adapter, folder)
+    assert words in str(refusal.value)
+
+
+@in_torch
+def test_tensors_that_do_not_fit_are_listed(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    folder, _ = tiny_checkpoint("nemotron_h-experts")
+    adapter = write_adapter(tmp_path / "adapter", folder, modules_of(folder))
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    first = next(iter(tensors))
+    shape = tensors.pop(first).shape
+    wide = "base_model.model.lm_head.lora_"
+    experts = "base_model.model.model.layers.1.mixer.experts.0.up_proj.lora_"
+    extra = {f"{stem}{side}.weight": torch.zeros(shape) for stem in (wide, experts) for side in "AB"}
+    save_file({**tensors, **extra, "base_model.model.lora_embedding_A": torch.zeros(1)}, file)
+    with pytest.raises(ValueError, match="4 tensors do not fit the model") as refusal:
+        read(adapter, folder)
+    for words in (
+        "lora_embedding_A: is neither",
+        "lm_head: adapters of",
+        "come in pairs",
+        "experts.0.up_proj: ",
+    ):
+        assert words in str(refusal.value)
+    with pytest.raises(ValueError, match="rank 3 is above max_lora_rank=2"):
+        read(write_adapter(tmp_path / "wide", folder, modules_of(folder)[:1]), folder, max_rank=2)
+    with pytest.raises(ValueError, match=r"must hold adapter_config\.json"):
+        read(tmp_path, folder)
+
+
+def some(num_tokens: int, rank: int, columns: int, rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank + columns)
+    shapes = ((num_tokens, rows + 5), (num_tokens, columns + 3), (4, rank, columns), (4, rows, rank))
+    y, x, a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    a[0], b[0] = 0, 0
+    slots = torch.randint(0, 4, (num_tokens,), generator=generator, dtype=torch.int32)
+    return [y[:, :-5], x[:, 3:], a, b, slots]
+
+
+@in_torch
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_token_has_its_own_adapter_whatever_is_beside_it(dtype: torch.dtype) -> None:
+    """And the bits that it gets alone; without an adapter nothing changes."""
+    y, x, a, b, slots = some(21, 12, 70, 45, dtype)
+    found, before = y.clone(), y.clone()
+    FORMS["add_lora"].torch(found, x, a, b, slots)
+    for token, slot in enumerate(slots.tolist()):
+        one = before[token : token + 1].clone()
+        FORMS["add_lora"].torch(one, x[token : token + 1], a, b, slots[token : token + 1])
+        assert torch.equal(found[token], one[0])
+        wanted = before[token].double() + b[slot].double() @ (a[slot].double() @ x[token].double())
+        places = 3e-2 if dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(found[token].double(), wanted, rtol=places, atol=places * 30)
+        assert slot or torch.equal(found[token], before[token])
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernels_say_what_the_torch_form_says(dtype: torch.dtype) -> None:
+    for sizes in ((0, 4, 8, 8), (1, 3, 40, 7), (9, 48, 300, 150), (5, 33, 64, 16)):
+        y, x, a, b, slots = some(*sizes, dtype)
+        wanted, found, before = y.float(), y.clone(), y.clone()
+        FORMS["add_lora"].torch(wanted, x.float(), a.float(), b.float(), slots)
+        load(FORMS["add_lora"].triton or "")(found, x, a, b, slots)
+        assert torch.equal(found[slots == 0], before[slots == 0])
+        places = 2**-7 if dtype == torch.bfloat16 else 2e-6
+        torch.testing.assert_close(found.float(), wanted, rtol=places, atol=places * 30)
+
+
+@in_torch
+def test_all_of_this_in_the_interpreter(in_interpreter: Callable[[str], int]) -> None:
+    assert in_interpreter(__file__) == 2
