@@ -27,8 +27,7 @@ from fleet_replica import Kind, Replica, Turn
 from fleet_trace import Session, Traffic, sessions
 
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.replicas.prefix_keys import prefix_keys
-from bateleur.runner.replicas.prefix_routing import PrefixRouting
+from bateleur.runner.replicas.prefix_routing import PrefixRouting, prefix_keys
 
 COSTS = Path(__file__).parent / "results" / "fleet-costs-cpu.json"
 REPLICAS = (1, 4, 16, 64, 256, 1000)

@@ -17,7 +17,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -51,6 +50,7 @@ from bateleur.metadata import (
     StepRows,
     get_backend,
 )
+from bateleur.runner.bench.peers import run_script
 from bateleur.runner.model_runner.step_graphs import default_capture_sizes
 
 MODEL_LEN = 4096
@@ -160,11 +160,9 @@ def decide(rounds: int) -> dict[str, float]:
 
 
 def vllm_scheduler(python: str) -> dict[str, Any]:
-    """What `host_rival.py` finds in the environment of that Python."""
-    script = Path(__file__).with_name("host_rival.py")
-    # Without -P what lies here would hide modules of theirs.
-    done = subprocess.run([python, "-P", script], stdout=subprocess.PIPE, check=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    """Run `host_rival.py` in the environment of that interpreter."""
+    output = run_script(python, Path(__file__).with_name("host_rival.py"))
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
 
 

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from datetime import date
@@ -23,7 +22,8 @@ from typing import Any
 
 from rival import write_checkpoint
 
-from bateleur.runner.bench.rounds import Engine, Task, in_turn
+from bateleur.runner.bench.peers import EngineProcess, run_script
+from bateleur.runner.bench.rounds import Task, run_interleaved, run_task
 
 PASSES = 4
 
@@ -31,9 +31,7 @@ PASSES = 4
 def compare(python: str, folder: Path, tokens: int, rounds: int, threads: int) -> dict[str, Any]:
     """Rows of both engines, and the bandwidth of a read."""
     gguf = folder / "model.gguf"
-    subprocess.run(
-        [python, str(Path(__file__).with_name("write_gguf.py")), str(folder), str(gguf)], check=True
-    )
+    run_script(python, Path(__file__).with_name("write_gguf.py"), str(folder), str(gguf))
     weights = (folder / "model.safetensors").stat().st_size
     options = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 1}
     settings = {
@@ -43,21 +41,23 @@ def compare(python: str, folder: Path, tokens: int, rounds: int, threads: int) -
         "options": options,
         **options,
     }
-    engines = [Engine("bateleur", settings), Engine("llama.cpp", settings, python)]
-    reader = Engine("read", {**settings, "read_bytes": weights})
+    engines = [EngineProcess("bateleur", settings), EngineProcess("llama.cpp", settings, python)]
+    reader = EngineProcess("read", {**settings, "read_bytes": weights})
     task = Task([[(13 * j) % 1000 + 5 for j in range(32)]], [tokens])
     speeds: list[float] = []
 
     def read() -> None:
-        run = reader.run(Task([], [PASSES]))
+        run = run_task(reader, Task([], [PASSES]))
         speeds.append(run.ids[0][0] / run.seconds)
 
-    whole, first = in_turn(engines, [task, task.first()], rounds, warm_ups=1, beside=read)
+    whole, first = run_interleaved(
+        engines, [task, task.first_token_only()], rounds, warm_ups=1, after_round=read
+    )
     result: dict[str, Any] = {"weight_bytes": weights, "read_GB_per_s": max(speeds) / 1e9, "engines": {}}
     for engine in engines:
         if fault := whole[engine.name].fault(task):
             raise RuntimeError(f"{engine.name}: {fault}")
-        steps = zip(whole[engine.name].all, first[engine.name].all, strict=True)
+        steps = zip(whole[engine.name].runs, first[engine.name].runs, strict=True)
         seconds = statistics.median((run.seconds - start.seconds) / (tokens - 1) for run, start in steps)
         result["engines"][engine.name] = {
             "version": engine.facts["version"],

@@ -21,7 +21,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bateleur.runner.bench.rounds import Engine, Task, in_turn
+from bateleur.runner.bench.peers import EngineProcess
+from bateleur.runner.bench.rounds import Task, run_interleaved
 
 
 def hybrid() -> Any:
@@ -86,16 +87,16 @@ def compare(
     options = {"device": "cpu", "dtype": dtype, "max_model_len": 1024, "max_num_seqs": max(batch, 16)}
     settings = {"model": str(model), "options": options, **options}
     pythons = {"bateleur": sys.executable, "vllm": python}
-    engines = [Engine(name, settings, each) for name, each in pythons.items()]
+    engines = [EngineProcess(name, settings, each) for name, each in pythons.items()]
     task = Task(
         [[(7 * i + 13 * j) % 1000 + 5 for j in range(32 + i)] for i in range(batch)], [tokens] * batch
     )
-    (runs,) = in_turn(engines, [task], rounds, warm_ups=1)
+    (runs,) = run_interleaved(engines, [task], rounds, warm_ups=1)
     for engine in engines:
         engine.close()
         if fault := runs[engine.name].fault(task):
             raise RuntimeError(f"{engine.name}: {fault}")
-    best = {name: batch * tokens / min(run.seconds for run in each.all) for name, each in runs.items()}
+    best = {name: batch * tokens / min(run.seconds for run in each.runs) for name, each in runs.items()}
     pairs = zip(runs["bateleur"].ids, runs["vllm"].ids, strict=True)
     return {
         "batch": batch,

@@ -19,7 +19,7 @@ from typing import Any
 from rival import write_checkpoint
 
 from bateleur.runner.bench.config import ServeBenchConfig
-from bateleur.runner.bench.serve import serve_table, serving
+from bateleur.runner.bench.serve import bench_serve, serve_table
 
 THEIRS = "--enforce-eager --no-enable-prefix-caching"
 """With prefix caching vLLM 0.32 for CPU dies of the second turn of a talk: an IndexError in mamba_mixer2.py."""
@@ -61,7 +61,7 @@ def main() -> None:
                 random_output_len=args.tokens,
                 num_iters=args.rounds,
             )
-            found = serving(model, config, OPTIONS, say, command)
+            found = bench_serve(model, config, OPTIONS, say, command)
             print(serve_table(found), end="", flush=True)
             rows = [row | {"workload": kind} for row in found.pop("results")]
             result = found | {"results": [*result.get("results", ()), *rows]}

@@ -1,12 +1,11 @@
-"""Tokens per second beside `transformers.generate`: same checkpoint, threads and run, rounds interleaved.
+"""Tokens per second compared with `transformers.generate`, host time per step, and peak memory, in float32 on CPU.
 
     uv run python benchmarks/throughput.py
 
-Prints a table and writes JSON: decode (equal prompts, the best case of a static batch) and mixed (ragged
-prompts and output lengths), batch 1, 8 and 32, greedy, float32 on CPU. Of decode the same is told of the tokens
-behind the first of each request alone, over the time that they took: of steps without prompts. Then the host's work
-per step at 64 running requests, and peak memory beside weights plus cache budget. `--family llama` takes the Llama of
-135 M random parameters of `rival.py`, for the table alone.
+Workloads: decode (equal prompts, the best case of a static batch) and mixed (different prompt and output lengths), at
+batch sizes 1, 8 and 32, greedy, in interleaved rounds. `ratio_behind_first` compares only the time after the first
+tokens, in steps without prompts. Host time is measured with 64 running requests, peak memory with a full KV cache.
+`--family llama` compares a Llama with 135 M random parameters, without host time and memory.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +28,8 @@ from torch import Tensor
 from bateleur.cudagraph import Execution
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.bench import worker
+from bateleur.runner.bench.peers import EngineProcess
+from bateleur.runner.bench.rounds import Task, run_interleaved
 from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.models import HybridDecoder, StepContext
 
@@ -52,61 +49,40 @@ def workload(kind: str, batch: int, new: int, vocab: int) -> list[tuple[list[int
     ]
 
 
-def seconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
-
-
-def in_turn(rounds: int, *runs: Callable[[], object]) -> list[list[float]]:
-    """Seconds of each, round after round."""
-    return [list(each) for each in zip(*(map(seconds, runs) for _ in range(rounds)), strict=True)]
-
-
-def compare(model: Path, rounds: int, new: int, batches: list[int]) -> list[dict[str, Any]]:
-    settings = {"model": str(model), "dtype": "float32", "device": "cpu"}
-    ours_of, _ = worker.bateleur({**settings, "options": {"dtype": "float32", "device": "cpu"}})
-    hf_of, _ = worker.transformers(settings)
+def compare(model: Path, rounds: int, new: int, batches: list[int], threads: int) -> list[dict[str, Any]]:
+    """Return a row for each workload and batch size."""
+    options = {"dtype": "float32", "device": "cpu"}
+    settings = {"model": str(model), "num_threads": threads, "options": options, **options}
     vocab = open_checkpoint(model).spec.vocab_size
+    engines = [EngineProcess(name, settings) for name in ("bateleur", "transformers")]
     rows = []
     for kind in ("decode", "mixed"):
         for batch in batches:
-            requests = workload(kind, batch, new, vocab)
-            prompts, tokens = [p for p, _ in requests], [n for _, n in requests]
-            total = sum(tokens)
-            ours_ids, hf_ids = ours_of(prompts, tokens), hf_of(prompts, tokens)
-            ours, theirs, ours_first, theirs_first = (
-                statistics.median(each)
-                for each in in_turn(
-                    rounds,
-                    *(partial(of, prompts, n) for n in (tokens, [1] * batch) for of in (ours_of, hf_of)),
-                )
-            )
-            fast, slow = total / ours, total / theirs
-            rows.append(
-                {
-                    "workload": kind,
-                    "batch": batch,
-                    "tokens": total,
-                    "bateleur_tokens_per_s": round(fast, 1),
-                    "transformers_tokens_per_s": round(slow, 1),
-                    "ratio": round(fast / slow, 2),
-                    "equal_requests": sum(a == b for a, b in zip(ours_ids, hf_ids, strict=True)),
-                }
-            )
-            told = ""
+            task = Task(*map(list, zip(*workload(kind, batch, new, vocab), strict=True)))
+            whole, first = run_interleaved(engines, [task, task.first_token_only()], rounds, warm_ups=1)
+            ours, theirs = (whole[engine.name] for engine in engines)
+            total = sum(task.tokens)
+            row: dict[str, Any] = {
+                "workload": kind,
+                "batch": batch,
+                "tokens": total,
+                "bateleur_tokens_per_s": round(total / ours.seconds, 1),
+                "transformers_tokens_per_s": round(total / theirs.seconds, 1),
+                "ratio": round(theirs.seconds / ours.seconds, 2),
+                "equal_requests": sum(a == b for a, b in zip(ours.ids, theirs.ids, strict=True)),
+            }
             if kind == "decode":
-                rows[-1]["ratio_behind_first"] = round((theirs - theirs_first) / (ours - ours_first), 2)
-                told = f", {rows[-1]['ratio_behind_first']:.2f}x behind the first"
-            print(
-                f"{kind:>7} batch {batch:>3}: same tokens {rows[-1]['equal_requests']}/{batch}   "
-                f"bateleur {fast:8.1f} tok/s   transformers {slow:8.1f} tok/s   {fast / slow:5.2f}x{told}"
-            )
+                after_first = [whole[engine.name].seconds - first[engine.name].seconds for engine in engines]
+                row["ratio_behind_first"] = round(after_first[1] / after_first[0], 2)
+            print(row)
+            rows.append(row)
+    for engine in engines:
+        engine.close()
     return rows
 
 
 class IdleModel:
-    """Stands in for the network: its work takes no time, so that what is left is the host's."""
+    """Replaces the model: its forward pass takes no time, so that only host work remains."""
 
     def __init__(self, model: HybridDecoder, batch: int) -> None:
         self.spec, self.ranks = model.spec, model.ranks
@@ -121,10 +97,10 @@ class IdleModel:
 
 
 def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[str, float]:
-    """Host microseconds per request and step, by part, in steady decoding.
+    """Host microseconds per request and step in steady decoding, by part.
 
-    With `idle` the network is taken out and torch has one thread, as where a GPU does that work and in the figures that
-    other engines publish; without, what the network's own CPU work does to caches and cores is part of the cost.
+    idle: replace the model by `IdleModel` and use one thread, as if a GPU ran the model. Otherwise the model runs on the
+    same cores and evicts the caches of the host code.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if idle else threads)
@@ -147,8 +123,8 @@ def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[st
     cost = {part: round(statistics.median(values), 3) for part, values in samples.items()}
     cost["total"] = round(statistics.median(map(sum, zip(*samples.values(), strict=True))), 3)
     torch.set_num_threads(threads)
-    where = "network taken out" if idle else "beside the network on the same cores"
-    print(f"host work per request and step at {num_requests} running, us ({where}): {cost}")
+    where = "without the model" if idle else "with the model on the same cores"
+    print(f"host time per request and step at {num_requests} running requests, us ({where}): {cost}")
     return cost
 
 
@@ -162,7 +138,7 @@ def status(field):
     return int(line.split()[1]) * 1024
 
 path = sys.argv[1]
-# A first small run loads what is loaded once: library pages, tokenizer, thread pools.
+# Warm up, so that libraries, tokenizer and thread pools are not counted.
 LLM(path, device="cpu", max_num_seqs=1, max_model_len=64).generate([[1] * 40], SamplingParams(max_tokens=8))
 gc.collect()
 base = status("VmRSS")
@@ -176,7 +152,7 @@ print(json.dumps({"weights_bytes": weights, "cache_budget_bytes": llm.cache_plan
 
 
 def memory(model: Path) -> dict[str, Any]:
-    """Peak resident memory above an idle process that has run once, with every KV block in use."""
+    """Peak resident memory minus that of an idle process after a warm-up, with every KV block in use."""
     out = subprocess.run(
         [sys.executable, "-c", MEMORY_PROBE, str(model)], check=True, capture_output=True, text=True
     ).stdout
@@ -193,7 +169,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, default=shipped_model())
-    parser.add_argument("--family", choices=["llama"], help="random parameters, in place of --model")
+    parser.add_argument("--family", choices=["llama"], help="random parameters, instead of --model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new", type=int, default=64, help="tokens per request")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
@@ -218,7 +194,7 @@ def main() -> None:
         if args.family is not None:
             write_checkpoint(Path(folder), args.family)
         model = args.model if args.family is None else Path(folder)
-        result["throughput"] = compare(model, args.rounds, args.new, args.batches)
+        result["throughput"] = compare(model, args.rounds, args.new, args.batches, args.threads)
     if args.family is None:
         result["host_us_per_request_step"] = host_cost(args.model, 64, 200, idle=True)
         result["host_us_per_request_step_beside_network"] = host_cost(args.model, 64, 200, idle=False)

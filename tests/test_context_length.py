@@ -16,7 +16,7 @@ pytest.importorskip("fastapi", reason="needs the package fastapi")
 from fastapi.testclient import TestClient
 
 from bateleur.runner import LLM, AsyncLLM, SamplingParams
-from bateleur.runner.diagnose.costs import describe
+from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
 from bateleur.runner.serve.app import build_app
 from bateleur.runner.serve.config import ServeConfig
 
@@ -136,7 +136,9 @@ def test_the_server_and_info_report_it(options: Callable[..., dict[str, Any]]) -
     engine = AsyncLLM(**small)
     holds = engine.llm.limits.max_model_len
     assert holds < LONGEST
-    facts = describe(**{("path" if name == "model" else name): value for name, value in small.items()})
+    facts = describe_checkpoint(
+        **{("path" if name == "model" else name): value for name, value in small.items()}
+    )
     assert facts.max_model_len == holds
     assert re.search(rf"^longest request +{holds} tokens", facts.table(), re.MULTILINE)
     client = TestClient(build_app(engine, ServeConfig(served_model_name=["tiny"])))

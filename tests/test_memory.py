@@ -16,7 +16,7 @@ from bateleur.eagle import EagleSpeculator
 from bateleur.eagle.heads.layers import Rotary
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_draft, shipped_model
-from bateleur.runner.diagnose.costs import describe
+from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
 from eagle_doubles.drafters import RandomDrafter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -76,7 +76,7 @@ def test_info_says_what_a_running_request_holds(
     if k:  # wrong drafts: steps cross boundaries and come back
         settings |= {"num_speculative_tokens": k, "drafter": RandomDrafter(k, 97)}
     llm = sized(make_llm, num_blocks=40, model=tiny_hybrid, **settings)
-    facts = describe(tiny_hybrid, dtype="float32", **settings)
+    facts = describe_checkpoint(tiny_hybrid, dtype="float32", **settings)
     assert llm.engine.caches.pool is not None
     row = llm.cache_plan.costs.row_bytes
     assert llm.engine.caches.pool.nbytes == facts.mamba_page_bytes + row + facts.mamba_state_bytes_per_request
@@ -121,8 +121,8 @@ def test_info_counts_a_draft_head(
     assert isinstance(drafting.drafter, EagleSpeculator)
     shared = {id(weight) for weight in llm.engine.model.weights().values()}
     weights = sum(weight.nbytes for weight in weights_of(drafting.drafter.head, shared))
-    facts = describe(shipped_model(), dtype="float32", **settings)
-    plain = describe(shipped_model(), dtype="float32", **SIZES)
+    facts = describe_checkpoint(shipped_model(), dtype="float32", **settings)
+    plain = describe_checkpoint(shipped_model(), dtype="float32", **SIZES)
     assert facts.parts["draft head"].weight_bytes == weights
     assert facts.weight_bytes == plain.weight_bytes + facts.parts["draft head"].weight_bytes
     cells = llm.cache_plan.num_blocks * llm.cache_plan.block_size

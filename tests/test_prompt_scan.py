@@ -13,7 +13,7 @@ from bateleur.cudagraph import CudaGraphMode, DispatchReason
 from bateleur.mamba import PromptScan
 from bateleur.mamba.ops.delta_scan import fla
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.diagnose.costs import describe
+from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
 from fla_double import Double
 
 MODELS = ["gated_delta", "kimi_delta"]
@@ -114,15 +114,16 @@ def test_info_tells_what_scans_and_why_nothing_else(
     recurrent: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = recurrent("gated_delta")
-    facts = describe(folder, device="cpu")
+    facts = describe_checkpoint(folder, device="cpu")
     assert facts.prompt_scan == "own kernels; fla-core does not serve: it runs on CUDA, and the device is cpu"
     assert f"prompts of delta rules     {facts.prompt_scan}" in facts.table()
-    assert describe(recurrent("mamba2")[0], device="cpu").prompt_scan is None
+    assert describe_checkpoint(recurrent("mamba2")[0], device="cpu").prompt_scan is None
     monkeypatch.setattr(fla, "why_not", lambda *_: None)
     monkeypatch.setattr(fla, "version", lambda: "0.6.0")
     assert (
-        describe(folder, device="cpu").prompt_scan == "own kernels; fla-core 0.6.0 would serve: prompt_scan"
+        describe_checkpoint(folder, device="cpu").prompt_scan
+        == "own kernels; fla-core 0.6.0 would serve: prompt_scan"
     )
     monkeypatch.setattr(fla, "kernel", lambda per_channel: None)
-    told = describe(folder, device="cpu", prompt_scan="fla").prompt_scan
+    told = describe_checkpoint(folder, device="cpu", prompt_scan="fla").prompt_scan
     assert told == "fla-core 0.6.0, own kernels in steps that keep a state inside a row"

@@ -7,8 +7,8 @@ from performance.published import H100, SHOWN, spec_of
 from performance.results import table
 
 from bateleur.runner.cache.costs import CacheCosts
-from bateleur.runner.diagnose.costs import count_parts
-from bateleur.runner.diagnose.step_costs import caches_of
+from bateleur.runner.diagnose.checkpoint_facts import count_parts
+from bateleur.runner.diagnose.step_costs import default_cache_costs
 from bateleur.runner.models import HybridDecoder
 
 TOKENS = (1024, 8192, 65536)
@@ -32,7 +32,7 @@ def handover_section() -> str:
     for name in SHOWN:
         spec = spec_of(name)
         model = HybridDecoder(spec, dtype=torch.bfloat16, device="meta")
-        caches = caches_of(spec, torch.bfloat16, max(TOKENS), "cuda")
+        caches = default_cache_costs(spec, torch.bfloat16, max(TOKENS), "cuda")
         active = sum(each.active_bytes for each in count_parts(model).values()) / model.dtype.itemsize
         for tokens in TOKENS:
             size = prefix_bytes(caches, tokens)

@@ -6,8 +6,8 @@ import torch
 from performance.published import H100, SHOWN, spec_of
 from performance.results import result, source, table
 
-from bateleur.runner.diagnose.costs import count_parts
-from bateleur.runner.diagnose.step_costs import StepPart, caches_of, experts_met, step_costs, total
+from bateleur.runner.diagnose.checkpoint_facts import count_parts
+from bateleur.runner.diagnose.step_costs import StepPart, default_cache_costs, experts_met, step_costs, total
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ExpertsLayer
 
@@ -42,7 +42,7 @@ def step_section() -> str:
     for name in SHOWN:
         spec = spec_of(name)
         model = HybridDecoder(spec, dtype=torch.bfloat16, device="meta")
-        caches = caches_of(spec, torch.bfloat16, 2 * CONTEXT, "cuda")
+        caches = default_cache_costs(spec, torch.bfloat16, 2 * CONTEXT, "cuda")
         if caches.layout is not None:
             steps = caches.layout.ring_capacity
         facts = count_parts(model)
@@ -112,7 +112,9 @@ def launch_section() -> str:
     for row in result("launches")["results"]:
         spec = spec_of(row["model"])
         model = HybridDecoder(spec, dtype=torch.bfloat16, device="meta")
-        step = total(step_costs(model, caches_of(spec, torch.bfloat16, 2 * CONTEXT, "cuda"), 1, CONTEXT))
+        step = total(
+            step_costs(model, default_cache_costs(spec, torch.bfloat16, 2 * CONTEXT, "cuda"), 1, CONTEXT)
+        )
         bound, eager = step.bound_us(H100.bytes_per_s, H100.flops_per_s), row["operators"] * LAUNCH_US
         rows.append(
             [

@@ -6,7 +6,7 @@ import torch
 from performance.published import H100, SHOWN, spec_of
 from performance.results import table
 
-from bateleur.runner.diagnose.step_costs import StepPart, caches_of, step_costs, total
+from bateleur.runner.diagnose.step_costs import StepPart, default_cache_costs, step_costs, total
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.sharding import num_sums
@@ -44,7 +44,7 @@ def ranks_section() -> str:
             model = HybridDecoder(
                 spec_of(name), dtype=torch.bfloat16, device="meta", ranks=Ranks(0, size, "of a table")
             )
-            caches = caches_of(model.spec, torch.bfloat16, 2 * CONTEXT, "cuda")
+            caches = default_cache_costs(model.spec, torch.bfloat16, 2 * CONTEXT, "cuda")
             weights = sum(weight.nbytes for weight in model.weights().values())
             held.append(
                 [

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bateleur.eagle import DraftContext, TargetNeeds
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.diagnose.step_costs import caches_of, step_costs, total
+from bateleur.runner.diagnose.step_costs import default_cache_costs, step_costs, total
 
 from ..job import CompileWatch, Job
 from ..models import check_captures, described, engine, layers_of
@@ -90,7 +90,7 @@ def timed(
     """Time the steps of a batch against the bytes that they move, and check that none of them loads a kernel."""
     late = len(watch)
     us, host = step_time(job, llm, batch, law)
-    caches = caches_of(llm.spec, llm.dtype, MODEL_LEN, llm.device.type, drafts)
+    caches = default_cache_costs(llm.spec, llm.dtype, MODEL_LEN, llm.device.type, drafts)
     costs = total(step_costs(described(llm), caches, batch, context_of(job) + STEPS, 1 + drafts))
     layers = layers_of(job, job.case, LAYERS.get(job.case))
     job.moved(name, us, costs.total_bytes, steps_per_s=1e6 / us, layers=layers, host_us=host)

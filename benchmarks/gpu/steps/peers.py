@@ -13,7 +13,8 @@ from rival import write_checkpoint
 
 from bateleur.mamba import PromptScan
 from bateleur.metadata import get_backend
-from bateleur.runner.bench.rounds import Engine, Task, in_turn
+from bateleur.runner.bench.peers import EngineProcess
+from bateleur.runner.bench.rounds import Task, run_interleaved
 
 from ..job import Job
 from ..plan import MODELS
@@ -84,11 +85,11 @@ def vllm(job: Job) -> None:
         options = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": BATCH}
         options["gpu_memory_utilization"] = 0.4
         settings = {"model": folder, "options": options, **options}
-        engines = [Engine(name, settings, sys.executable) for name in ("bateleur", "vllm")]
+        engines = [EngineProcess(name, settings, sys.executable) for name in ("bateleur", "vllm")]
         task = Task(
             [[(7 * i + 13 * j) % 1000 + 5 for j in range(INPUT)] for i in range(BATCH)], [OUTPUT] * BATCH
         )
-        (runs,) = in_turn(engines, [task], 3, warm_ups=1)
+        (runs,) = run_interleaved(engines, [task], 3, warm_ups=1)
         for engine in engines:
             engine.close()
         rates = {name: BATCH * OUTPUT / each.seconds for name, each in runs.items()}

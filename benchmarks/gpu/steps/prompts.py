@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.diagnose.step_costs import caches_of, step_costs, total
+from bateleur.runner.diagnose.step_costs import default_cache_costs, step_costs, total
 
 from ..job import Job
 from ..models import described, engine, layers_of
@@ -51,7 +51,7 @@ def measure(job: Job, name: str, tokens: int, rate: float) -> None:
     with engine(job, job.case, LAYERS[job.case], **options) as llm:
         times = [prompt_seconds(job, llm, length, turn) for turn in range(TURNS)]
         seconds = min(times[1:])
-        caches = caches_of(llm.spec, llm.dtype, 16384, llm.device.type)
+        caches = default_cache_costs(llm.spec, llm.dtype, 16384, llm.device.type)
         flops = length * total(step_costs(described(llm), caches, 1, length // 2)).flops
         job.record.figure(
             f"{name}, {layers_of(job, job.case, LAYERS[job.case])} layers",

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from bateleur.runner.bench import offline, worker
-from bateleur.runner.bench.client import Client
+from bateleur.runner.bench.client import CompletionClient
 from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
-from bateleur.runner.bench.rounds import Engine, Run, Runs, Task, in_turn
+from bateleur.runner.bench.peers import EngineProcess
+from bateleur.runner.bench.rounds import Task, TaskRun, TaskRuns, run_interleaved, run_task
 from bateleur.runner.cli import main
 from bateleur.runner.errors import Unmeasured
 
@@ -31,10 +32,10 @@ LATENCY = [
 SMALL = ["--device", "cpu", "--num-threads", "1", "--draft", "none"]
 
 
-class Inside:
-    """An engine in this process, in place of one of its own."""
+class InlineEngine:
+    """Stands in for `EngineProcess`: runs the engine in this process."""
 
-    opened: list[str] = []  # noqa: RUF012
+    closed: list[str] = []  # noqa: RUF012
 
     def __init__(self, name: str, settings: dict[str, Any], python: str = sys.executable) -> None:
         self.name = name
@@ -44,19 +45,21 @@ class Inside:
         }
         self._generate, self.facts = worker.ENGINES[name](settings)
 
-    def run(self, task: Task) -> Run:
-        return Run(0.5 * sum(task.tokens), 0.25 * sum(task.tokens), self._generate(task.prompts, task.tokens))
+    def request(self, message: dict[str, Any]) -> dict[str, Any]:
+        tokens = message["tokens"]
+        ids = self._generate(message["prompts"], tokens)
+        return {"seconds": 0.5 * sum(tokens), "cpu_seconds": 0.25 * sum(tokens), "ids": ids}
 
     def close(self) -> None:
-        Inside.opened.append(self.name)
+        InlineEngine.closed.append(self.name)
 
 
 @pytest.fixture
 def inside(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Engines run in this process; the names of those that were closed."""
-    Inside.opened = []
-    monkeypatch.setattr(offline, "Engine", Inside)
-    return Inside.opened
+    """Run engines in this process. Returns the names of the engines that were closed."""
+    InlineEngine.closed = []
+    monkeypatch.setattr(offline, "EngineProcess", InlineEngine)
+    return InlineEngine.closed
 
 
 def test_latency_beside_transformers(
@@ -124,9 +127,9 @@ def test_a_server_that_dies_or_says_something_else_is_told_so(reply: bytes) -> N
     async def ask() -> None:
         async with await asyncio.start_server(answer, "127.0.0.1") as server:
             port = server.sockets[0].getsockname()[1]
-            await Client(f"http://127.0.0.1:{port}", "m").ask([1], 2)
+            await CompletionClient(f"http://127.0.0.1:{port}", "m").complete([1], 2)
 
-    with pytest.raises(Unmeasured, match=r"http://127.0.0.1:\d+ gave no reply that can be read: \w+Error"):
+    with pytest.raises(Unmeasured, match=r"http://127.0.0.1:\d+ sent a reply that cannot be read: \w+Error"):
         asyncio.run(ask())
 
 
@@ -147,11 +150,11 @@ def test_a_server_that_falls_silent_is_not_waited_for_without_end(begun: bytes) 
         async with await asyncio.start_server(answer, "127.0.0.1") as server:
             port = server.sockets[0].getsockname()[1]
             try:
-                await Client(f"http://127.0.0.1:{port}", "m", timeout=0.25).ask([1], 2)
+                await CompletionClient(f"http://127.0.0.1:{port}", "m", timeout=0.25).complete([1], 2)
             finally:
                 await gone.wait()
 
-    with pytest.raises(Unmeasured, match=r"http://127.0.0.1:\d+ says nothing; timeout is 0.25 seconds"):
+    with pytest.raises(Unmeasured, match=r"http://127.0.0.1:\d+ sent nothing for 0.25 seconds \(--timeout\)"):
         asyncio.run(ask())
 
 
@@ -164,13 +167,8 @@ def test_other_tokens_have_no_speed(
     monkeypatch.setitem(worker.ENGINES, "transformers", strange)
     assert main([*LATENCY, *SMALL]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split(None, 4) == [
-        "transformers",
-        "0",
-        "of",
-        "20",
-        "of 2 requests got the tokens that ours got",
-    ] or ("0 of 2 requests got the tokens that ours got" in lines[2])
+    fault = "not comparable: 0 of 2 requests have bateleur's tokens"
+    assert lines[2].split(None, 4) == ["transformers", "0", "of", "2", fault]
     assert "ms" not in lines[2]
 
 
@@ -183,42 +181,42 @@ def test_a_peer_that_does_not_open_is_named(
     monkeypatch.setitem(worker.ENGINES, "transformers", broken)
     assert main([*LATENCY, *SMALL]) == 0
     out, err = capsys.readouterr()
-    assert "transformers  left out: no such library" in out
-    assert "transformers is left out: no such library" in err
+    assert "transformers  skipped: no such library" in out
+    assert "transformers is skipped: no such library" in err
 
 
 def test_faults() -> None:
     task = Task([[1], [2]], [2, 2])
-    runs = Runs(
-        [Run(3.0, 2.0, [[1, 2], [3, 4]]), Run(1.0, 1.0, [[1, 2], [3, 4]]), Run(2.0, 1.5, [[1, 2], [3, 4]])]
-    )
+    ids = [[1, 2], [3, 4]]
+    runs = TaskRuns([TaskRun(3.0, 2.0, ids), TaskRun(1.0, 1.0, ids), TaskRun(2.0, 1.5, ids)])
     assert runs.fault(task) is None
     assert (runs.seconds, runs.cpu_seconds) == (2.0, 1.5)
-    runs.all.append(Run(1.0, 1.0, [[1, 2], [3, 5]]))
-    assert runs.fault(task) == "1 of 4 rounds gave other tokens than the first"
-    assert Runs([Run(1.0, 1.0, [[1, 2], [3]])]).fault(task) == "3 tokens came of 4"
+    runs.runs.append(TaskRun(1.0, 1.0, [[1, 2], [3, 5]]))
+    assert runs.fault(task) == "tokens of 1 of 4 rounds differ from the first"
+    assert TaskRuns([TaskRun(1.0, 1.0, [[1, 2], [3]])]).fault(task) == "returned 3 tokens instead of 4"
 
 
 def test_engines_take_turns() -> None:
     order: list[str] = []
 
-    class Noting:
+    class FakeEngine:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def run(self, task: Task) -> Run:
-            order.append(self.name + str(task.tokens[0]))
-            return Run(1.0, 1.0, [])
+        def request(self, message: dict[str, Any]) -> dict[str, Any]:
+            order.append(self.name + str(message["tokens"][0]))
+            return {"seconds": 1.0, "cpu_seconds": 1.0, "ids": []}
 
-    engines: Any = [Noting("a"), Noting("b")]
-    found = in_turn(engines, [Task([], [1]), Task([], [2])], 2, 1, beside=lambda: order.append("|"))
+    engines: Any = [FakeEngine("a"), FakeEngine("b")]
+    tasks = [Task([], [1]), Task([], [2])]
+    found = run_interleaved(engines, tasks, 2, 1, after_round=lambda: order.append("|"))
     assert "".join(order) == "a1a2b1b2|b1b2a1a2|a1a2b1b2|"
-    assert [len(runs["a"].all) for runs in found] == [2, 2]
+    assert [len(runs["a"].runs) for runs in found] == [2, 2]
 
 
 def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
     with pytest.raises(Unmeasured, match=r"nobody ended with 1: (?s:.*)KeyError: 'nobody'"):
-        Engine("nobody", {})
+        EngineProcess("nobody", {})
 
 
 SCRIPT = """
@@ -240,12 +238,12 @@ def test_processes_answer_line_by_line(tmp_path: Path, monkeypatch: pytest.Monke
     script = tmp_path / "engine.py"
     script.write_text(SCRIPT)
     monkeypatch.setattr(worker, "__file__", str(script))
-    engine = Engine("some", {})
+    engine = EngineProcess("some", {})
     assert engine.facts == {"version": "1"}
-    assert engine.run(Task([[1, 2]], [3])).ids == [[2, 2, 2]]
-    engine.run(Task([[1]], [9]))
+    assert run_task(engine, Task([[1, 2]], [3])).ids == [[2, 2, 2]]
+    run_task(engine, Task([[1]], [9]))
     with pytest.raises(Unmeasured, match="some ended with 1: enough"):
-        engine.run(Task([[1]], [1]))
+        run_task(engine, Task([[1]], [1]))
     engine.close()
 
 
@@ -257,27 +255,27 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"peers": ["sglang"]},
         r"peers\[0\] is 'sglang'; it must be one of transformers, vllm, llama.cpp",
     ),
-    (LatencyConfig, {"peers": ["none", "vllm"]}, r"it must be names of engines, or none alone"),
+    (LatencyConfig, {"peers": ["none", "vllm"]}, r"it must be names of engines, or only none"),
     (
         LatencyConfig,
         {"peers": ["vllm"]},
-        r"peers is \('vllm',\); it must be without vllm, or vllm given as well",
+        r"peers is \('vllm',\); it must be without vllm unless vllm is given, too",
     ),
-    (LatencyConfig, {"peers": ["llama.cpp"]}, r"it must be without llama.cpp, or gguf given as well"),
+    (LatencyConfig, {"peers": ["llama.cpp"]}, r"it must be without llama.cpp unless gguf is given, too"),
     (ThroughputConfig, {"random_range_ratio": 1.5}, r"random_range_ratio is 1.5; it must be"),
     (
         ServeBenchConfig,
         {"base_url": "here:80"},
-        "base_url is 'here:80'; it must be an address that begins with http://",
+        "base_url is 'here:80'; it must be a URL that begins with http://",
     ),
     *(
-        (ServeBenchConfig, {"base_url": url}, r"it must be an address, http://host or http://host:port")
+        (ServeBenchConfig, {"base_url": url}, r"it must be http://host or http://host:port")
         for url in ("http://", "http://:80", "http://a:x", "http://a:99999", "http://[::1", "http://a b")
     ),
     (
         ServeBenchConfig,
         {"base_url": "http://a", "vllm": "x"},
-        "base_url is 'http://a'; it must be given alone",
+        "base_url is 'http://a'; it must be given without vllm, ours and theirs",
     ),
     (ServeBenchConfig, {"request_rate": [0]}, r"request_rate\[0\] is 0; it must be a finite number > 0"),
     (
@@ -295,10 +293,10 @@ def test_refusals(config: Callable[..., Any], options: dict[str, Any], message: 
 
 
 def test_peers_are_those_that_flags_are_given_for() -> None:
-    assert LatencyConfig().chosen == ("transformers",)
-    assert LatencyConfig(peers=["none"]).chosen == ()
-    assert LatencyConfig(vllm="python", gguf="file").chosen == ("transformers", "vllm", "llama.cpp")
-    assert LatencyConfig(peers=["vllm"], vllm="python").chosen == ("vllm",)
+    assert LatencyConfig().chosen_peers == ("transformers",)
+    assert LatencyConfig(peers=["none"]).chosen_peers == ()
+    assert LatencyConfig(vllm="python", gguf="file").chosen_peers == ("transformers", "vllm", "llama.cpp")
+    assert LatencyConfig(peers=["vllm"], vllm="python").chosen_peers == ("vllm",)
 
 
 def test_a_wrong_call_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -382,4 +382,4 @@ def test_a_folder_without_a_tokenizer(tiny_checkpoint: Any, family: str) -> None
 
 
 def test_transformers_is_imported_late(modules_of: Callable[[str], list[str]]) -> None:
-    assert "transformers" not in modules_of("runner.diagnose.costs")
+    assert "transformers" not in modules_of("runner.diagnose.checkpoint_facts")

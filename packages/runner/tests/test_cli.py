@@ -13,8 +13,8 @@ import torch
 from bateleur.runner import LLM, EngineStats, SamplingParams
 from bateleur.runner.assets import default_drafts
 from bateleur.runner.cli import main
-from bateleur.runner.cli.console import Pace, waiting_for
-from bateleur.runner.cli.options import _NOT_SAMPLING_FLAGS, ENGINE
+from bateleur.runner.cli.console import DecodeRate, progress_messages
+from bateleur.runner.cli.options import _NOT_SAMPLING_FLAGS, ENGINE_OPTIONS
 from bateleur.runner.serve.config import served_engine
 
 SMALL = ["--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"]
@@ -61,7 +61,7 @@ def test_same_seed_same_text_other_seed_other_text(capsys: pytest.CaptureFixture
 def test_every_argument_of_the_engine_is_an_option() -> None:
     """But for objects, which a shell can't name, and the seed of requests that have none: here each has one."""
     arguments = set(signature(LLM).parameters) - {"model", "drafter", "seed"}
-    assert set(ENGINE) == arguments
+    assert set(ENGINE_OPTIONS) == arguments
 
 
 def test_every_sampling_parameter_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,13 +106,13 @@ def test_the_rate_counts_from_the_first_token(monkeypatch: pytest.MonkeyPatch) -
     stats = EngineStats()
     times = iter([100.0, 104.0])  # the first token, and the end
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    pace = Pace(SimpleNamespace(get_metrics=lambda: stats))  # type: ignore[arg-type]
+    pace = DecodeRate(SimpleNamespace(get_metrics=lambda: stats))  # type: ignore[arg-type]
     for count in (0, 2, 2, 10):
         stats.num_emitted_tokens = count
-        pace.tick()
-    assert pace.line() == "10 tokens, 2.0 tokens/s, 1.00 tokens per step"
+        pace.end_step()
+    assert pace.summary() == "10 tokens, 2.0 tokens/s, 1.00 tokens per step"
     stats.num_emitted_tokens = 1
-    assert Pace(SimpleNamespace(get_metrics=EngineStats)).line() == "0 tokens, 1.00 tokens per step"  # type: ignore[arg-type]
+    assert DecodeRate(SimpleNamespace(get_metrics=EngineStats)).summary() == "0 tokens, 1.00 tokens per step"  # type: ignore[arg-type]
 
 
 def test_what_only_the_engine_can_refuse_spoils_its_line_alone(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_only_the_engine_can_refuse_spoils_its_line_alone(tmp_path: Path) -
 
 def test_a_long_wait_is_told_again_and_again(capsys: pytest.CaptureFixture[str]) -> None:
     told: list[str] = []
-    with waiting_for("counting", every=0.001):
+    with progress_messages("counting", interval=0.001):
         while len(told) < 3:
             told += capsys.readouterr().err.splitlines()
     assert told[0] == "bateleur: counting"

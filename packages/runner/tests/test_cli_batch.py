@@ -13,8 +13,8 @@ import pytest
 from cli_files import Files
 
 from bateleur.runner.cli import main
-from bateleur.runner.cli.line_forms import BatchForm, OwnForm
-from bateleur.runner.cli.repeats import Repeats
+from bateleur.runner.cli.duplicate_ids import DuplicateIds
+from bateleur.runner.cli.line_formats import NativeFormat, OpenAIBatchFormat
 from bateleur.runner.cli.request_file import RequestFile
 
 
@@ -90,7 +90,7 @@ REFUSED = [
     ({"method": "GET"}, "method is 'GET'; it must be POST"),
     ({"url": "/v1/embeddings"}, "url is '/v1/embeddings'; it must be one of /v1/completions"),
     ({"url": ["/v1/completions"]}, "url is ['/v1/completions']; it must be one of"),
-    ({"priority": 1}, "'priority': no such field is known here"),
+    ({"priority": 1}, "'priority': unknown; a line has custom_id, method, url and body"),
     ({"body": None}, "the body is None; it must be an object"),
     ({"body": {}}, "prompt is absent"),
     ({"body": {"prompt": "x", "stream": True}}, "stream is True; it must be false"),
@@ -145,7 +145,7 @@ def test_a_batch_goes_on_where_it_stopped(files: Files, capsys: pytest.CaptureFi
     assert [record["custom_id"] for record in files.read()] == ["a", "0", "1", "2", "3"]
     files.write(*lines[:4], call("3", prompt="3!", temperature=0))
     assert files.run() == 2
-    assert "its result for line 5 answers another prompt" in capsys.readouterr().err
+    assert "its result for line 5 has another prompt" in capsys.readouterr().err
 
 
 def test_a_batch_has_the_limits_of_openai_and_ours_has_ours(files: Files) -> None:
@@ -214,12 +214,12 @@ def test_the_file_is_read_as_the_engine_needs_it(files: Files) -> None:
 def test_ids_cost_sixteen_bytes_a_line_and_passes_nothing(tmp_path: Path) -> None:
     path, count = tmp_path / "in.jsonl", 5000  # more than the tuples that Python keeps for others
     path.write_text("".join(f'{{"prompt": "x", "id": "number {i}"}}\n' for i in range(count)))
-    requests = RequestFile(str(path), OwnForm({}), BatchForm({}, ["m"]), {})
-    requests.survey()  # what is imported and made once
+    requests = RequestFile(str(path), NativeFormat({}), OpenAIBatchFormat({}, ["m"]), {})
+    requests.scan()  # what is imported and made once
     assert sum(request.error is None for request in requests) == count
     tracemalloc.start()
     try:
-        requests.survey()
+        requests.scan()
         _, survey = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
         assert sum(request.error is None for request in requests) == count
@@ -233,13 +233,24 @@ def test_ids_cost_sixteen_bytes_a_line_and_passes_nothing(tmp_path: Path) -> Non
 
 def test_ids_that_repeat_are_found_without_holding_any() -> None:
     ids: list[str | int] = ["a", 1, "b", "1", "a", "c", 1, "b", "b", "\ud800"]
-    repeats = Repeats()
+    repeats = DuplicateIds()
     for each in ids:
         repeats.add(each)
-    repeats.sort()
+    repeats.finish()
     for _ in range(2):
-        repeats.again()
-        assert [repeats.first(each, line) for line, each in enumerate(ids)] == [0, 1, 2, 3, 4, 5, 1, 2, 2, 9]
+        repeats.restart()
+        assert [repeats.first_line(each, line) for line, each in enumerate(ids)] == [
+            0,
+            1,
+            2,
+            3,
+            4,
+            5,
+            1,
+            2,
+            2,
+            9,
+        ]
 
 
 def test_an_id_that_repeats_one_of_a_result_is_refused(files: Files) -> None:
@@ -252,11 +263,11 @@ def test_an_id_that_repeats_one_of_a_result_is_refused(files: Files) -> None:
 
 
 def test_a_line_that_is_too_long_is_refused_unread(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bateleur.runner.cli.request_file._LONGEST", 100)
+    monkeypatch.setattr("bateleur.runner.cli.request_file._MAX_LINE_BYTES", 100)
     files.write({"prompt": "a"}, {"prompt": "b" * 500}, {"prompt": "c" * 86}, {"prompt": "d" * 87})
     assert files.run() == 1
     assert ["error" in record for record in files.read()] == [False, True, False, True]
-    assert "line 2: more than 100 bytes" in files.read()[1]["error"]
+    assert "line 2: the line has more than 100 bytes" in files.read()[1]["error"]
 
 
 def test_lines_that_come_meanwhile_are_left_to_the_next_run(files: Files) -> None:

@@ -36,11 +36,11 @@ def test_an_interrupted_run_keeps_what_is_done_and_the_next_goes_on(
     files.write(*stopped)
     assert files.run() == 130
     error = capsys.readouterr().err
-    assert f"0 of 4 requests have ended; the same command goes on from {files.results}" in error
+    assert f"0 of 4 requests have ended; the same command resumes from {files.results}" in error
     files.write(*LONG_FIRST[1:3], {"prompt": "interrupt", "max_tokens": 2})
     assert files.run("--seed", "4") == 130
     assert files.run() == 2  # the seed is another
-    assert "its result for line 1 answers another prompt, model or parameters" in capsys.readouterr().err
+    assert "its result for line 1 has another prompt, model or parameters" in capsys.readouterr().err
     files.write(*LONG_FIRST[1:3], {"prompt": "resumed", "max_tokens": 2})
     before = files.read()
     assert [record["line"] for record in before] == [1, 2]
@@ -83,7 +83,9 @@ def test_a_file_that_holds_no_results_is_left_alone(
     files.write({"prompt": "a"})
     files.results.write_bytes(content)
     assert files.run() == 2
-    assert f"--output is {files.results}; its line 1 is no result of this command" in capsys.readouterr().err
+    assert (
+        f"--output is {files.results}; its line 1 is not a result of this command" in capsys.readouterr().err
+    )
     assert files.results.read_bytes() == content
     assert files.run("--overwrite") == 0
     assert [record["prompt"] for record in files.read()] == ["a"]

@@ -24,7 +24,12 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_draft
 from bateleur.runner.cli import main
 from bateleur.runner.diagnose.conventions import conventions
-from bateleur.runner.diagnose.draft_offline import Chains, Recorded, Recorder, chains
+from bateleur.runner.diagnose.draft_offline import (
+    DraftsByPosition,
+    RecordedText,
+    RecordingDrafter,
+    draft_by_position,
+)
 from bateleur.runner.diagnose.explain_acceptance import PROMPTS as EXPLAINED
 from bateleur.runner.diagnose.explain_acceptance import TEMPERATURES, explain
 from bateleur.runner.diagnose.explanation import (
@@ -32,8 +37,8 @@ from bateleur.runner.diagnose.explanation import (
     EAGER,
     ENGINE,
     ORACLE,
+    ConventionResult,
     Explanation,
-    Reading,
     Run,
     conclude,
 )
@@ -45,9 +50,9 @@ SHORT = {"prompts": PROMPTS, "max_tokens": 21, "device": "cpu", "num_speculative
 
 
 @pytest.fixture(scope="module")
-def texts(make_llm: Callable[..., LLM]) -> tuple[list[Recorded], Any]:
+def texts(make_llm: Callable[..., LLM]) -> tuple[list[RecordedText], Any]:
     """The target's answers with its states, at the temperatures that `explain` uses, and the target."""
-    recorder = Recorder(1, 10)
+    recorder = RecordingDrafter(1, 10)
     recorder.keep = frozenset(range(12))
     llm = make_llm(max_model_len=96, num_speculative_tokens=1, drafter=recorder)
     found = []
@@ -59,7 +64,7 @@ def texts(make_llm: Callable[..., LLM]) -> tuple[list[Recorded], Any]:
     return found, llm.engine.model
 
 
-def good_head(texts: tuple[list[Recorded], Any], tap: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def good_head(texts: tuple[list[RecordedText], Any], tap: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """An EAGLE-3 head that knows the recorded texts, without training.
 
     Its attention sees one position, so it is linear in the normed token and the normed tap. From these the least
@@ -117,7 +122,7 @@ Writer = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def write(texts: tuple[list[Recorded], Any], tmp_path_factory: pytest.TempPathFactory) -> Writer:
+def write(texts: tuple[list[RecordedText], Any], tmp_path_factory: pytest.TempPathFactory) -> Writer:
     """A checkpoint of the good head, changed."""
 
     def build(
@@ -151,13 +156,13 @@ def reduce_to(ids: Tensor, *, offsets: bool) -> Callable[[dict[str, Any], dict[s
     return change
 
 
-def said(texts: tuple[list[Recorded], Any]) -> Tensor:
+def said(texts: tuple[list[RecordedText], Any]) -> Tensor:
     """The different tokens of the recorded answers, ascending."""
     return torch.tensor(sorted({token for text in texts[0] for token in text.tokens}))
 
 
 def tokens_per_step(found: Explanation) -> dict[str, float]:
-    return {reading.name: reading.tokens_per_step for reading in found.readings}
+    return {reading.name: reading.tokens_per_step for reading in found.conventions}
 
 
 def run(found: Explanation, name: str, temperature: float = 0.0) -> Run:
@@ -177,8 +182,8 @@ def test_a_good_head_is_found_to_be_right(write: Writer) -> None:
         assert run(found, name).tokens_per_step == 4
     assert run(found, ORACLE, 0.8).tokens_per_step == 4
     assert run(found, ENGINE, 0.8).acceptance == run(found, EAGER, 0.8).acceptance
-    assert found.readings[0].uses_features
-    assert found.readings[0].from_tokens_alone < 2.5
+    assert found.conventions[0].uses_features
+    assert found.conventions[0].from_tokens_alone < 2.5
     assert found.vocabulary_share == 1
 
 
@@ -227,7 +232,9 @@ def test_a_head_that_was_not_unrolled_collapses(write: Writer) -> None:
     assert "draft 2 is right" in found.conclusions[0]
 
 
-def test_a_reduced_vocabulary_is_the_upper_bound(write: Writer, texts: tuple[list[Recorded], Any]) -> None:
+def test_a_reduced_vocabulary_is_the_upper_bound(
+    write: Writer, texts: tuple[list[RecordedText], Any]
+) -> None:
     ids = said(texts)[::2]
     found = explain(None, write(reduce_to(ids, offsets=True)), **SHORT)
     assert found.causes[0] == "vocabulary"
@@ -239,7 +246,7 @@ def test_a_reduced_vocabulary_is_the_upper_bound(write: Writer, texts: tuple[lis
 
 @pytest.mark.parametrize("proof", ["too large", "t2d", "none"])
 def test_d4_a_table_of_ids_in_place_of_offsets(
-    write: Writer, texts: tuple[list[Recorded], Any], proof: str
+    write: Writer, texts: tuple[list[RecordedText], Any], proof: str
 ) -> None:
     """Where its entries can't be offsets no loader takes it, and says why; where they would pass, it is found."""
     ids = said(texts)
@@ -333,14 +340,14 @@ def test_nothing_is_wrong_with_the_shipped_head() -> None:
 @pytest.mark.skipif(not shipped_draft().is_dir(), reason="there is no shipped head")
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_chain_begins_at_every_place_with_true_features(
-    texts: tuple[list[Recorded], Any], window: int | None
+    texts: tuple[list[RecordedText], Any], window: int | None
 ) -> None:
     """All at once is as one after the other, each over a cache of its own."""
     recorded, model = texts
     head = DraftHead.open(shipped_draft(), model).head
     head.spec = replace(head.spec, sliding_window=window)
     (meant, *_), text = conventions(head, 10), recorded[-1]
-    found = chains(meant, text, 3, model.logits, 0.8)
+    found = draft_by_position(meant, text, 3, model.logits, 0.8)
     tokens, rows = torch.tensor(text.tokens), len(text.tokens) - 2
     features = head.fuse([text.features[boundary][:rows] for boundary in meant.boundaries])
     for place in range(text.prompt_len - 1, rows):
@@ -367,10 +374,10 @@ def test_a_chain_begins_at_every_place_with_true_features(
 def test_steps_are_those_of_an_engine() -> None:
     right = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 1, 1], [1, 0, 1], [0, 0, 0], [1, 1, 1], [1, 1, 1]]).bool()
     known = torch.tensor([[1, 1, 1]] * 5 + [[1, 1, 0], [1, 0, 0]]).bool()
-    reached, accepted = Chains(right, right.float(), known).steps()  # at places 0, 3, and 5
+    reached, accepted = DraftsByPosition(right, right.float(), known).steps()  # at places 0, 3, and 5
     assert reached.tolist() == [3, 3, 1]
     assert accepted.tolist() == [3, 2, 0]
-    assert Chains(right, right.float(), known).accepted.tolist() == [2, 0, 3, 1, 0]
+    assert DraftsByPosition(right, right.float(), known).accepted.tolist() == [2, 0, 3, 1, 0]
 
 
 def test_conclusions_from_graphs_and_their_order() -> None:
@@ -378,15 +385,15 @@ def test_conclusions_from_graphs_and_their_order() -> None:
         return Run(name, 0.0, (100, 100), tuple(int(100 * rate) for rate in rates))
 
     declared, meant = (
-        Reading("as declared", "", 1.3, 1.1, False, True),
-        Reading("x", "norm", 1.9, 1.1, True, True),
+        ConventionResult("as declared", "", 1.3, 1.1, False, True),
+        ConventionResult("x", "norm", 1.9, 1.1, True, True),
     )
     facts = Explanation(
         draft="d",
         kind="eagle3",
         num_speculative_tokens=2,
         runs=(made(ENGINE, 0.2, 0.1), made(EAGER, 0.6, 0.6), made(ALONE, 0.6, 0.3)),
-        readings=(declared, meant),
+        conventions=(declared, meant),
         draft_vocab_size=10,
         vocab_size=20,
         vocabulary_share=0.9,
@@ -396,7 +403,7 @@ def test_conclusions_from_graphs_and_their_order() -> None:
     assert found.conclusions[0] == "bookkeeping: planted"
     assert "a graph replays what is no longer true" in found.conclusions[1]
     assert conclude(found, ["planted"]) == found
-    found = conclude(replace(facts, readings=(declared,)), [])
+    found = conclude(replace(facts, conventions=(declared,)), [])
     assert found.causes == ("bookkeeping", "vocabulary", "rollout"), (
         "a misread head says nothing of its training"
     )
@@ -407,7 +414,7 @@ def test_a_difference_is_no_chance_and_worth_naming() -> None:
     noise = torch.randn(500, generator=torch.Generator().manual_seed(1))
 
     def better(gain: float, spread: float) -> bool:
-        return Reading.of("x", "norm", base + gain + spread * noise, base, base).better
+        return ConventionResult.of("x", "norm", base + gain + spread * noise, base, base).better
 
     assert better(0.05, 0.1)
     assert not better(0.05, 2.0), "by chance"
@@ -428,7 +435,7 @@ def test_the_command_prints_a_table_and_json(write: Writer, capsys: pytest.Captu
     assert found["causes"] == []
     assert found["runs"][0]["name"] == "engine"
     assert found["runs"][0]["acceptance"] == [1, 1]
-    assert found["readings"][0]["name"] == "as declared"
+    assert found["conventions"][0]["name"] == "as declared"
 
 
 def test_what_cannot_be_explained_is_refused(write: Writer) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
-from bateleur.runner.diagnose.costs import describe
+from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models.memory_report import held_bytes
 
@@ -49,7 +49,7 @@ def test_memory_of_weights_is_that_of_their_tensors(
     """The shipped model's are stored in bfloat16, and matrices of it stay so; the others' in float32."""
     folder = shipped_model() if family is None else tiny_checkpoint(family, **EVEN[family])[0]
     checkpoint, device = open_checkpoint(folder), torch.device("cpu")
-    facts = describe(folder, device="cpu", dtype="float32", tensor_parallel_size=size)
+    facts = describe_checkpoint(folder, device="cpu", dtype="float32", tensor_parallel_size=size)
     for rank in range(size):
         ranks = Ranks(rank, size, "none" if size > 1 else "")
         model = load_model(checkpoint, torch.float32, device, ranks)
@@ -63,7 +63,9 @@ def test_memory_of_weights_is_that_of_their_tensors(
 
 
 def test_info_tells_what_one_of_several_ranks_has() -> None:
-    whole, half = (describe(shipped_model(), device="cpu", tensor_parallel_size=size) for size in (1, 2))
+    whole, half = (
+        describe_checkpoint(shipped_model(), device="cpu", tensor_parallel_size=size) for size in (1, 2)
+    )
     assert (whole.ranks, whole.sums, whole.sum_bytes_per_token) == (1, 0, 0)
     assert half.ranks == 2
     assert half.kv_bytes_per_token == whole.kv_bytes_per_token // 2
@@ -79,7 +81,7 @@ def test_info_tells_what_one_of_data_parallel_ranks_has(
 ) -> None:
     """Some of the experts, and all of the rest."""
     folder, _ = tiny_checkpoint("nemotron_h-experts", **EVEN["nemotron_h-experts"])
-    whole, half = (describe(folder, device="cpu", data_parallel_size=size) for size in (1, 2))
+    whole, half = (describe_checkpoint(folder, device="cpu", data_parallel_size=size) for size in (1, 2))
     assert (half.ranks, half.sums) == (2, 0)
     assert half.held_bytes < whole.held_bytes
     kinds = {kind for kind in whole.parts if half.parts[kind].parameters < whole.parts[kind].parameters}

@@ -18,7 +18,7 @@ from bateleur.runner import LLM
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.config.attention_backend import choose_backend
 from bateleur.runner.config.attention_backend import told as attends
-from bateleur.runner.diagnose.costs import describe, format_bytes
+from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint, format_bytes
 from bateleur.runner.models import native
 
 
@@ -26,7 +26,7 @@ from bateleur.runner.models import native
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_counts_agree_with_the_loaded_model(tiny_checkpoint: Any, tiny: Any, family: str, dtype: str) -> None:
     path, theirs = tiny_checkpoint(family)
-    facts = describe(path, dtype=dtype)
+    facts = describe_checkpoint(path, dtype=dtype)
     computed = torch.float32 if dtype == "auto" else torch.bfloat16
     loaded = load_model(open_checkpoint(path), computed, "cpu").weights().values()
     assert facts.parameters == tiny.num_weights(theirs)
@@ -45,7 +45,7 @@ def test_counts_are_those_of_the_tensors(tiny_checkpoint: Any, family: str, poli
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_backend": "recorded"}  # nothing is packed
     llm = LLM(path, device="cpu", dtype="float32", max_model_len=64, **options, **graphs)
     engine, plan = llm.engine, llm.cache_plan
-    facts = describe(path, dtype="float32", max_model_len=64, mamba_state_policy=policy)
+    facts = describe_checkpoint(path, dtype="float32", max_model_len=64, mamba_state_policy=policy)
     assert facts.weight_bytes == sum(weight.nbytes for weight in engine.model.weights().values())
     assert facts.kv_bytes_per_token * plan.num_blocks * plan.block_size == sum(
         t.nbytes for pair in engine.caches.kv for t in pair
@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_tensors(tiny_checkpoint: Any, family: str, poli
 
 
 def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
-    facts = describe(tiny_checkpoint("nemotron_h")[0], dtype="bfloat16", mamba_state_policy="fold")
+    facts = describe_checkpoint(tiny_checkpoint("nemotron_h")[0], dtype="bfloat16", mamba_state_policy="fold")
     assert {kind: part.layers for kind, part in facts.parts.items()} == {
         "mamba": 2,
         "mlp": 2,
@@ -88,7 +88,7 @@ def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
 
 
 def test_active_weights_by_hand(tiny_checkpoint: Any) -> None:
-    facts = describe(tiny_checkpoint("nemotron_h-experts")[0], dtype="bfloat16")
+    facts = describe_checkpoint(tiny_checkpoint("nemotron_h-experts")[0], dtype="bfloat16")
     # Two layers of 12 experts, each up and down 24 x 40 in two bytes, of which a token takes 3; beside them a router
     # with its correction in four bytes, a shared MLP of 36 and a norm.
     others = 12 * (40 + 1) * 4 + 2 * 36 * 40 * 2 + 40 * 2
@@ -99,25 +99,25 @@ def test_active_weights_by_hand(tiny_checkpoint: Any) -> None:
     table = facts.table()
     assert max(len(line) for line in table.splitlines()[1:]) <= 80
     assert f"weights a token takes      {facts.active_bytes:>16,} bytes" in table
-    assert "active" not in describe(tiny_checkpoint("nemotron_h")[0]).table()
+    assert "active" not in describe_checkpoint(tiny_checkpoint("nemotron_h")[0]).table()
 
 
 def test_a_model_without_mamba_layers(tiny_checkpoint: Any) -> None:
-    facts = describe(tiny_checkpoint("llama")[0])
+    facts = describe_checkpoint(tiny_checkpoint("llama")[0])
     assert facts.mamba_state_bytes_per_request == 0
     assert "mamba" not in facts.parts
 
 
 def test_tied_embeddings_count_once(tiny_checkpoint: Any) -> None:
     path, theirs = tiny_checkpoint("llama", tie_word_embeddings=True)
-    facts = describe(path)
+    facts = describe_checkpoint(path)
     assert facts.tied_embeddings
     assert facts.parameters == sum(p.numel() for p in theirs.parameters())
 
 
 def test_table_and_json(tiny_checkpoint: Any) -> None:
     path, _ = tiny_checkpoint("nemotron_h")
-    facts = describe(path)
+    facts = describe_checkpoint(path)
     assert json.loads(json.dumps(dataclasses.asdict(facts)))["parts"]["mamba"]["layers"] == 2
     table = facts.table()
     assert max(len(line) for line in table.splitlines()[1:]) <= 80
@@ -130,9 +130,9 @@ def test_table_and_json(tiny_checkpoint: Any) -> None:
 
 def test_unknown_dtype_and_folder(tiny_checkpoint: Any, tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="dtype is 'int4'"):
-        describe(tiny_checkpoint("llama")[0], dtype="int4")
+        describe_checkpoint(tiny_checkpoint("llama")[0], dtype="int4")
     with pytest.raises(ValueError, match=r"holds no config\.json"):
-        describe(tmp_path)
+        describe_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_prefix_hits_are_those_of_the_engine(
     tiny_checkpoint: Any, family: str, sizes: dict[str, int], tokens: int
 ) -> None:
     path, _ = tiny_checkpoint(family)
-    facts = describe(path, **sizes)
+    facts = describe_checkpoint(path, **sizes)
     assert facts.hit_granularity == tokens
     assert f"prefix hits in steps of    {tokens:>16,} tokens" in facts.table()
     options: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": True, "skip_tokenizer_init": True}
@@ -177,12 +177,12 @@ def test_prefix_hits_are_those_of_the_engine(
 )
 def test_sizes_that_the_engine_refuses(tiny_checkpoint: Any, sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        describe(tiny_checkpoint("nemotron_h")[0], **sizes)
+        describe_checkpoint(tiny_checkpoint("nemotron_h")[0], **sizes)
 
 
 def test_prompt_lookup_costs_the_tokens_of_a_request(tiny_checkpoint: Any) -> None:
     path, _ = tiny_checkpoint("nemotron_h")
-    facts = describe(path, draft="ngram", max_model_len=100)
+    facts = describe_checkpoint(path, draft="ngram", max_model_len=100)
     assert facts.draft_tokens_bytes_per_request == 4 * 101
     assert f"tokens for lookup a request{404:>16,} bytes" in facts.table()
     options: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 100, "skip_tokenizer_init": True}
@@ -195,12 +195,14 @@ def test_which_attention_backend_serves_is_told(
 ) -> None:
     path, _ = tiny_checkpoint("llama")
     monkeypatch.setattr(NativeBackend, "missing_requirement", lambda *_: "there is no gcc")
-    assert describe(path, device="cpu").attention == "torch; not native: there is no gcc"
+    assert describe_checkpoint(path, device="cpu").attention == "torch; not native: there is no gcc"
     monkeypatch.setattr(NativeBackend, "missing_requirement", lambda *_: None)
-    assert "attention                  native" in describe(path, device="cpu").table().splitlines()
-    assert describe(path, device="cpu", attention_backend="torch").attention == "torch, as asked for"
+    assert "attention                  native" in describe_checkpoint(path, device="cpu").table().splitlines()
+    assert (
+        describe_checkpoint(path, device="cpu", attention_backend="torch").attention == "torch, as asked for"
+    )
     with pytest.raises(ValueError, match=r"^attention_backend is 'triton'; triton: device cpu is not CUDA"):
-        describe(path, device="cpu", attention_backend="triton")
+        describe_checkpoint(path, device="cpu", attention_backend="triton")
     for backend in (TritonBackend, FlashInferBackend):
         monkeypatch.setattr(backend, "unsupported_reason", lambda *_, **__: None)
     # Installed as it may be, nothing chooses it.
@@ -215,6 +217,6 @@ def test_whose_kernels_run_on_a_cpu_is_told(tiny_checkpoint: Any, monkeypatch: p
     path, _ = tiny_checkpoint("llama")
     for reason, told in ((None, "compiled for this processor"), ("no gcc", "torch's own: no gcc")):
         monkeypatch.setattr(native, "unavailable_reason", lambda reason=reason: reason)
-        facts = describe(path, device="cpu")
+        facts = describe_checkpoint(path, device="cpu")
         assert facts.cpu_kernels == told
         assert f"kernels on this CPU        {told}" in facts.table()

@@ -21,7 +21,7 @@ from bateleur.eagle.heads import DenseAttend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.cli import main
-from bateleur.runner.diagnose.costs import describe
+from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
 from bateleur.runner.diagnose.explain_acceptance import explain
 from bateleur.runner.diagnose.explanation import ALONE, ENGINE, ORACLE
 from bateleur.runner.models import HybridDecoder
@@ -329,13 +329,13 @@ def test_explained(good: Callable[[str], Path]) -> None:
     assert (alone.reached, alone.accepted) == (engine.reached, engine.accepted)
     assert sum(alone.accepted) > 10
     assert found.run(ORACLE) is not None
-    assert [reading.name for reading in found.readings] == [
+    assert [reading.name for reading in found.conventions] == [
         "as declared",
         "fed the state before the final norm",
         "recycles what its final norm reads",
         "the hidden state before the embedding",
     ]
-    assert found.readings[3].tokens_per_step < found.readings[0].tokens_per_step
+    assert found.conventions[3].tokens_per_step < found.conventions[0].tokens_per_step
     assert "bookkeeping" not in found.causes
 
 
@@ -360,7 +360,7 @@ def test_from_the_shell(
 
 def test_what_it_costs(made: Callable[[str], Made]) -> None:
     folder, _ = made("qwen3_5")
-    without, facts = describe(folder), describe(folder, draft="mtp")
+    without, facts = describe_checkpoint(folder), describe_checkpoint(folder, draft="mtp")
     head, target = opened(folder)
     part = facts.parts["draft head"]
     assert part.parameters == sum(weight.numel() for weight in head.weights().values())
@@ -371,7 +371,7 @@ def test_what_it_costs(made: Callable[[str], Made]) -> None:
     assert facts.unused_tensors == 0
     assert facts.kv_bytes_per_token == without.kv_bytes_per_token * 3 // 2, "the target has two such layers"
     assert target.spec.attention[0].gated
-    routed = describe(made("qwen3_5 with experts")[0], draft="mtp").parts["draft head"]
+    routed = describe_checkpoint(made("qwen3_5 with experts")[0], draft="mtp").parts["draft head"]
     spared = 4 * 3 * 24 * 40 * 4  # matrices of the four experts, of seven, that a token does not take
     assert routed.active_bytes == routed.weight_bytes - spared
 

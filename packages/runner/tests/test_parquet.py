@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bateleur.runner.cli import main
-from bateleur.runner.cli.line_forms import OwnForm
-from bateleur.runner.cli.request_file import Part, RequestFile
+from bateleur.runner.cli.line_formats import NativeFormat
+from bateleur.runner.cli.request_file import FileChunk, RequestFile
 
 needs_pyarrow = pytest.mark.skipif(find_spec("pyarrow") is None, reason="pyarrow is not installed")
 
@@ -69,7 +69,7 @@ def test_what_is_no_parquet_file_is_told(
     source = tmp_path / "in.parquet"
     source.write_text('{"prompt": "x"}\n')
     assert main(["batch", str(source), str(tmp_path / "out.jsonl")]) == 2
-    assert "is no Parquet file" in capsys.readouterr().err
+    assert "is not a Parquet file" in capsys.readouterr().err
 
 
 def test_a_batch_is_a_file_of_prompts(files: Any) -> None:
@@ -101,11 +101,11 @@ def test_parts_hold_every_request_that_is_left(
     """Whoever reads them finds the same requests, and the same errors, as one pass over the file."""
     path = tmp_path / "in.jsonl"
     path.write_bytes(mark + b"\n".join(LINES))
-    requests = RequestFile(str(path), OwnForm({"max_tokens": 4}), Any, {})  # type: ignore[arg-type]
-    requests.survey()
-    left = list(requests.left(done.__contains__))
-    parts: list[Part] = list(requests.parts(done.__contains__, size))
-    assert [request for part in parts for request in part.requests(requests.reader)] == left
-    assert all(0 < len(list(part.requests(requests.reader))) <= size for part in parts)
+    requests = RequestFile(str(path), NativeFormat({"max_tokens": 4}), Any, {})  # type: ignore[arg-type]
+    requests.scan()
+    left = list(requests.remaining(done.__contains__))
+    parts: list[FileChunk] = list(requests.chunks(done.__contains__, size))
+    assert [request for part in parts for request in part.requests(requests.parser)] == left
+    assert all(0 < len(list(part.requests(requests.parser))) <= size for part in parts)
     assert {request.line for request in left} == {1, 3, 4, 5, 7, 8} - done
     requests.close()

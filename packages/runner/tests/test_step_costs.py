@@ -8,8 +8,8 @@ import torch
 
 from bateleur.mamba import Mamba2, memory_traffic
 from bateleur.runner.cache.costs import CacheCosts
-from bateleur.runner.diagnose.costs import count_parts
-from bateleur.runner.diagnose.step_costs import StepPart, caches_of, experts_met, step_costs, total
+from bateleur.runner.diagnose.checkpoint_facts import count_parts
+from bateleur.runner.diagnose.step_costs import StepPart, default_cache_costs, experts_met, step_costs, total
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -41,7 +41,7 @@ def costs(
     spec: ModelSpec = SPEC, batch: int = 3, context: int = 50, tokens: int = 1, **more: Any
 ) -> dict[str, StepPart]:
     model = HybridDecoder(spec, dtype=BF16, device="meta")
-    return step_costs(model, caches_of(spec, BF16, 256, "cuda", **more), batch, context, tokens)
+    return step_costs(model, default_cache_costs(spec, BF16, 256, "cuda", **more), batch, context, tokens)
 
 
 def test_a_step_of_one_token_reads_what_a_token_takes() -> None:
@@ -76,16 +76,16 @@ def test_experts_that_a_step_meets() -> None:
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_states_are_those_of_traffic(drafts: int) -> None:
-    caches = caches_of(SPEC, BF16, 256, "cuda", drafts)
+    caches = default_cache_costs(SPEC, BF16, 256, "cuda", drafts)
     assert caches.layout is not None
     (state,) = caches.options.states.specs(SPEC, BF16)
     cycle = memory_traffic.FoldCycle.of(caches.layout, 1 + drafts)
     part = costs(batch=5, tokens=1 + drafts, drafts=drafts)["mamba"]
     assert part.state_bytes == 5 * memory_traffic.fold_step_bytes(state, 1 + drafts, cycle)
     slots = step_costs(
-        HybridDecoder(SPEC, dtype=BF16, device="meta"), caches_of(SPEC, BF16, 256, "cpu"), 5, 1
+        HybridDecoder(SPEC, dtype=BF16, device="meta"), default_cache_costs(SPEC, BF16, 256, "cpu"), 5, 1
     )
-    (state,) = caches_of(SPEC, BF16, 256, "cpu").options.states.specs(SPEC, BF16)
+    (state,) = default_cache_costs(SPEC, BF16, 256, "cpu").options.states.specs(SPEC, BF16)
     assert slots["mamba"].state_bytes == 5 * memory_traffic.slots_step_bytes(state, 1)
 
 
@@ -112,6 +112,6 @@ def test_refusals(how: dict[str, int], message: str) -> None:
 
 def test_what_a_model_without_states_keeps() -> None:
     dense = replace(SPEC, layers=SPEC.layers[:2])
-    caches: CacheCosts = caches_of(dense, BF16, 256, "cuda")
+    caches: CacheCosts = default_cache_costs(dense, BF16, 256, "cuda")
     assert caches.layout is None
     assert total(costs(dense)).state_bytes == 0

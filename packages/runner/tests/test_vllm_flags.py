@@ -15,8 +15,8 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.cli import serve
-from bateleur.runner.cli.options import ENGINE as OPTIONS
-from bateleur.runner.cli.options import build_parser, given
+from bateleur.runner.cli.options import ENGINE_OPTIONS as OPTIONS
+from bateleur.runner.cli.options import build_parser, given_options
 from bateleur.runner.cli.vllm_flags import SERVER, check_vllm_flags
 from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.utils.vllm_names import ENGINE
@@ -73,13 +73,13 @@ def test_what_is_not_done_is_refused_by_name(line: str) -> None:
 def test_what_asks_for_what_happens_is_accepted(line: str) -> None:
     args = parsed("/models/m", *line.split())
     assert args.model == Path("/models/m")
-    assert not given(args, OPTIONS), "no option of the engine is set"
+    assert not given_options(args, OPTIONS), "no option of the engine is set"
 
 
 def test_names_of_parallel_sizes_and_of_the_model() -> None:
     args = parsed("--model", "/models/m", "-tp", "2", "--enforce-eager")
     assert (args.named_model, args.tensor_parallel_size, args.enforce_eager) == (Path("/models/m"), 2, True)
-    with pytest.raises(ValueError, match="--model /b: must be absent beside /a"):
+    with pytest.raises(ValueError, match="--model /b: must be left out if MODEL"):
         serve.run(build_parser().parse_args(["serve", "/a", "--model", "/b"]))
 
 

@@ -77,7 +77,7 @@ def test_replicas_may_grow_in_number(application: Any) -> None:
 def test_ranks_of_a_replica_have_their_devices(
     application: Any, engine: dict[str, Any], num_gpus: int, resources: dict[str, float]
 ) -> None:
-    assert application.Plan(engine=engine).resources(num_gpus) == resources
+    assert application.DeploymentPlan(engine=engine).resources(num_gpus) == resources
 
 
 @needs_ray
@@ -99,7 +99,7 @@ def test_devices_of_a_replica_are_one_bundle(
         ({"replica": 2}, "replica is no argument of LLM"),
         ({"replicas": "none"}, "replicas is 'none'"),
         ({"num_threads": "0"}, "num_threads is 0"),
-        ({"port": 8001}, "port is 8001; it must be absent"),
+        ({"port": 8001}, "port is 8001; it must be left out"),
         ({"max_model_len": 1}, "max_model_len is 1"),
     ],
 )
@@ -134,8 +134,10 @@ def test_an_address_where_nobody_answers_is_told_at_once(server: Any) -> None:
     with bound(ServeConfig(port=0)) as place:
         address = f"127.0.0.1:{place.getsockname()[1]}"  # bound, but nobody listens
         with (
-            pytest.raises(ValueError, match=f"ray_address is '{address}'; .* answers"),
-            server.started(address, 1),
+            pytest.raises(
+                ValueError, match=f"ray_address is '{address}'; .* the address of a running Ray cluster"
+            ),
+            server.ray_cluster(address, 1),
         ):
             pass
 
@@ -153,7 +155,7 @@ def test_an_interrupt_waits_until_ray_has_started(server: Any, monkeypatch: pyte
     monkeypatch.setattr(server.ray, "init", init)
     monkeypatch.setattr(server.ray, "shutdown", lambda: done.append("ended"))
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), server.started(None, 1):
+    with pytest.raises(KeyboardInterrupt), server.ray_cluster(None, 1):
         done.append("went on")
     assert done == ["started", "ended"]
     assert signal.getsignal(signal.SIGTERM) is before
@@ -162,7 +164,7 @@ def test_an_interrupt_waits_until_ray_has_started(server: Any, monkeypatch: pyte
 @needs_ray
 def test_a_signal_ends_what_waits_and_interrupts_what_does_not(server: Any) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with server._Signals() as told:
+    with server._SignalHandler() as told:
         told.wait(lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

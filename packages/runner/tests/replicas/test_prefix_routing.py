@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bateleur.runner.replicas.prefix_keys import SHORTEST, prefix_keys
-from bateleur.runner.replicas.prefix_routing import PrefixRouting
+from bateleur.runner.replicas.prefix_routing import SHORTEST, PrefixRouting, prefix_keys
 
 FOUR = {"a": 0, "b": 0, "c": 0, "d": 0}
 
@@ -22,7 +21,7 @@ def keys(*names: str) -> list[bytes]:
 def test_what_was_sent_somewhere_goes_there_again() -> None:
     routing = PrefixRouting()
     first = routing.choose(keys("x", "xy"), FOUR)
-    assert first.matched == 0
+    assert first.num_matched == 0
     again = routing.choose(keys("x", "xy", "xyz"), FOUR | {first.replica: 1})
     assert again == (first.replica, 2)
 
@@ -58,7 +57,7 @@ def test_who_has_lost_what_it_held_is_no_holder() -> None:
     routing = PrefixRouting()
     routing.choose(keys("x"), {"a": 0})
     routing.forget("a")
-    assert routing.choose(keys("x"), {"a": 0, "b": 0}).matched == 0
+    assert routing.choose(keys("x"), {"a": 0, "b": 0}).num_matched == 0
 
 
 @given(st.data())
@@ -111,9 +110,9 @@ def test_what_is_remembered_is_bounded() -> None:
     for name in "xyz":
         routing.choose(keys(name, name * 2), {"a": 0})
     assert len(routing) == 3
-    assert routing.choose(keys("z", "zz"), {"a": 0}).matched == 2
-    assert routing.choose(keys("y", "yy"), {"a": 0}).matched == 1
-    assert routing.choose(keys("x", "xx"), {"a": 0}).matched == 0
+    assert routing.choose(keys("z", "zz"), {"a": 0}).num_matched == 2
+    assert routing.choose(keys("y", "yy"), {"a": 0}).num_matched == 1
+    assert routing.choose(keys("x", "xx"), {"a": 0}).num_matched == 0
 
 
 def test_holders_that_are_gone_are_not_kept() -> None:
@@ -121,7 +120,7 @@ def test_holders_that_are_gone_are_not_kept() -> None:
     for number in range(50):
         routing.choose(keys("x"), {f"replica-{number}": 0.0})
     assert len(routing._holders[b"x"]) == 1
-    assert len(routing._turns) <= 2
+    assert len(routing._last_request) <= 2
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_an_actor_says_what_one_engine_says(tmp_path: Path) -> None:
     """And what is wrong with a line stays with that line."""
     with warnings.catch_warnings(action="ignore"):  # Ray's affair
         ray_batch: Any = importlib.import_module("bateleur.runner.cli.ray_batch")
-    from bateleur.runner.cli.line_forms import OwnForm
+    from bateleur.runner.cli.line_formats import NativeFormat
     from bateleur.runner.cli.request_file import RequestFile
 
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -45,11 +45,11 @@ def test_an_actor_says_what_one_engine_says(tmp_path: Path) -> None:
     assert main(["batch", str(source), str(target), *flags, "--num-threads", "1"]) == 1
     expected = [json.loads(line) for line in target.read_text().splitlines()]
 
-    requests = RequestFile(str(source), OwnForm({}), Any, {})  # type: ignore[arg-type]
-    requests.survey()
-    (part,) = requests.parts(lambda line: False, 100)
-    actor = ray_batch._Engine(SMALL | {"draft": None}, None, requests.reader)
-    told = asyncio.run(actor({"part": np.array([pickle.dumps(part)], object)}))
+    requests = RequestFile(str(source), NativeFormat({}), Any, {})  # type: ignore[arg-type]
+    requests.scan()
+    (part,) = requests.chunks(lambda line: False, 100)
+    actor = ray_batch._EngineActor(SMALL | {"draft": None}, None, requests.parser)
+    told = asyncio.run(actor({"chunk": np.array([pickle.dumps(part)], object)}))
     requests.close()
     asyncio.run(actor._llm.close())
     for record, line, text, error in zip(expected, told["line"], told["record"], told["error"], strict=True):
@@ -70,9 +70,9 @@ class Engine:
     def __init__(self, engine, num_threads, reader):
         self.reader = reader
     async def __call__(self, batch):
-        part, rows = pickle.loads(batch["part"][0]), []
+        part, rows = pickle.loads(batch["chunk"][0]), []
         for request in part.requests(self.reader):
-            prompt = request.asked.prompts[0]["prompt"]
+            prompt = request.api_request.prompts[0]["prompt"]
             while not prompt.startswith("early") and not Path(SOURCE + ".killed").exists():
                 await asyncio.sleep(0.1)
             with open(SOURCE + ".asked", "a") as asked:
@@ -98,14 +98,14 @@ class Double(Engine):
         SOURCE = PATH
         super().__init__(*args)
 PATH = SOURCE
-ray_batch._Engine = Double
+ray_batch._EngineActor = Double
 sys.exit(main(["batch", *sys.argv[1:], "--replicas", "2"]))
 """
 CLUSTER = """
 import ray, sys
-from bateleur.runner.replicas.server import started
+from bateleur.runner.replicas.server import ray_cluster
 
-with started(None, 4):
+with ray_cluster(None, 4):
     print(ray.get_runtime_context().gcs_address, flush=True)
     sys.stdin.read()
 """
@@ -149,7 +149,7 @@ def test_a_run_that_is_killed_is_gone_on_with(tmp_path: Path, cluster: str) -> N
     assert [result["line"] for result in results] == list(range(1, len(prompts) + 1))
     failed = [result for result in results if "error" in result]
     assert [result["line"] for result in failed] == [prompts.index("die") + 1]
-    assert "every engine that read it has died" in failed[0]["error"]
+    assert "every engine that ran it has died" in failed[0]["error"]
     told = {result["line"]: result["text"] for result in results if "error" not in result}
     assert told == {n: prompt for n, prompt in enumerate(prompts, 1) if prompt != "die"}
     asked = Path(f"{source}.asked").read_text().splitlines()

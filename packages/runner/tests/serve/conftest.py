@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 
 from bateleur.runner import AsyncLLM
 from bateleur.runner.replicas.engine_replica import EngineReplica
-from bateleur.runner.replicas.front import Front
+from bateleur.runner.replicas.frontend import ReplicaFrontend
 from bateleur.runner.serve.app import build_app
 from bateleur.runner.serve.config import ServeConfig
 from scripted_model import write_scripted_model
@@ -121,7 +121,7 @@ def behind_a_front(engine: AsyncLLM, config: ServeConfig) -> FastAPI:
     async def metrics() -> dict[str, str]:
         return dict([await replica.metrics()])
 
-    app = Front(replica.answer, metrics, config).app()
+    app = ReplicaFrontend(replica.answer, metrics, config).app()
     app.state.service = replica.app.state.service
     return app
 

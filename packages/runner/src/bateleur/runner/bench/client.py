@@ -1,4 +1,4 @@
-"""A client of a server that answers as OpenAI's does, on the standard library alone: one connection a request."""
+"""Client of an OpenAI-compatible server, in the standard library alone: one connection per request."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ from bateleur.runner.errors import Unmeasured
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One request as its client saw it, in seconds."""
+class TimedCompletion:
+    """Output and latencies of one request, as the client saw them."""
 
-    first: float
-    """From the request to the first token."""
-    per_token: float
-    """Behind the first."""
-    tokens: list[int]
-    cached: int
-    """Tokens of the prompt that the server says it had."""
+    first_token_s: float
+    """Seconds from sending the request to the first token."""
+    per_token_s: float
+    """Seconds per token after the first."""
+    token_ids: list[int]
+    num_cached_tokens: int
+    """Prompt tokens that the server reports as prefix cache hits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
-    """Asks one server for completions of token ids.
+class CompletionClient:
+    """Requests completions of token ids from one server.
 
-    url: http://host:port. model: what the server calls it. timeout: seconds that it may say nothing.
+    url: http://host:port. model: the served model name. timeout: seconds without a byte until the request fails.
     """
 
     url: str
     model: str
     timeout: float = 600.0
 
-    async def ask(self, prompt: list[int], tokens: int) -> Answer:
-        """Exactly `tokens` tokens behind `prompt`, greedily, streamed. Unmeasured for any other reply, or none."""
+    async def complete(self, prompt: list[int], num_tokens: int) -> TimedCompletion:
+        """Stream exactly `num_tokens` greedy tokens. Raises Unmeasured for an error, a wrong reply, or no reply."""
         try:
-            async with asyncio.timeout(self.timeout) as silence:
-                return await self._ask(prompt, tokens, silence)
+            async with asyncio.timeout(self.timeout) as deadline:
+                return await self._complete(prompt, num_tokens, deadline)
         except TimeoutError as error:
-            raise Unmeasured(f"{self.url} says nothing; timeout is {self.timeout:g} seconds") from error
+            raise Unmeasured(f"{self.url} sent nothing for {self.timeout:g} seconds (--timeout)") from error
         except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise Unmeasured(f"{self.url} gave no reply that can be read: {error!r}"[:500]) from error
+            raise Unmeasured(f"{self.url} sent a reply that cannot be read: {error!r}"[:500]) from error
 
-    async def _ask(self, prompt: list[int], tokens: int, silence: asyncio.Timeout) -> Answer:
+    async def _complete(
+        self, prompt: list[int], num_tokens: int, deadline: asyncio.Timeout
+    ) -> TimedCompletion:
         body = {
             "model": self.model,
             "prompt": prompt,
-            "max_tokens": tokens,
+            "max_tokens": num_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -60,8 +62,8 @@ class Client:
         }
         began, first, last, cached = time.perf_counter(), 0.0, 0.0, 0
         ids: list[int] = []
-        async for chunk in self._chunks(json.dumps(body).encode()):
-            silence.reschedule(asyncio.get_running_loop().time() + self.timeout)
+        async for chunk in self._events(json.dumps(body).encode()):
+            deadline.reschedule(asyncio.get_running_loop().time() + self.timeout)
             if "error" in chunk:
                 raise Unmeasured(json.dumps(chunk)[:500])
             if chunk.get("usage"):
@@ -71,12 +73,12 @@ class Client:
                     ids += choice["token_ids"]
                     last = time.perf_counter()
                     first = first or last
-        if len(ids) != tokens:
-            raise Unmeasured(f"{len(ids)} tokens came of {tokens}")
-        return Answer(first - began, (last - first) / max(1, tokens - 1), ids, cached)
+        if len(ids) != num_tokens:
+            raise Unmeasured(f"{self.url} returned {len(ids)} tokens instead of {num_tokens}")
+        return TimedCompletion(first - began, (last - first) / max(1, num_tokens - 1), ids, cached)
 
-    async def _chunks(self, body: bytes) -> AsyncIterator[dict[str, Any]]:
-        """Events of the reply."""
+    async def _events(self, body: bytes) -> AsyncIterator[dict[str, Any]]:
+        """Post a request and yield its server-sent events."""
         where = urlsplit(self.url)
         reader, writer = await asyncio.open_connection(where.hostname, where.port or 80, limit=1 << 24)
         try:
@@ -93,8 +95,8 @@ class Client:
             if status != 200:
                 raise Unmeasured(f"{status}: {(await reader.read())[:500].decode(errors='replace')}")
             left = b""
-            async for piece in _pieces(reader, chunked):
-                *lines, left = (left + piece).split(b"\n")
+            async for part in _body_parts(reader, chunked):
+                *lines, left = (left + part).split(b"\n")
                 for line in lines:
                     if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                         yield json.loads(line[6:])
@@ -102,10 +104,10 @@ class Client:
             writer.close()
 
 
-async def _pieces(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """The body as it comes; a chunk stands behind a line with its size."""
-    while not chunked and (piece := await reader.read(1 << 16)):
-        yield piece
+async def _body_parts(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives. With chunked encoding a line with its size comes before each chunk."""
+    while not chunked and (part := await reader.read(1 << 16)):
+        yield part
     while chunked and (size := int(await reader.readline() or b"0", 16)):
         yield await reader.readexactly(size)
         await reader.readline()

@@ -1,4 +1,4 @@
-"""`bateleur bench latency` and `bateleur bench throughput`: engines without a server, in turn, on the same prompts."""
+"""`bateleur bench latency` and `bateleur bench throughput`: offline engines in interleaved rounds, on equal prompts."""
 
 from __future__ import annotations
 
@@ -16,153 +16,167 @@ from typing import Any
 import torch
 
 from bateleur.runner.bench.config import LatencyConfig, OfflineConfig, ThroughputConfig
-from bateleur.runner.bench.rounds import Engine, Run, Runs, Task, in_turn
+from bateleur.runner.bench.peers import EngineProcess
+from bateleur.runner.bench.rounds import Task, TaskRun, TaskRuns, run_interleaved, run_task
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import EngineConfig
-from bateleur.runner.diagnose.step_costs import caches_of, step_costs, total
+from bateleur.runner.diagnose.step_costs import default_cache_costs, step_costs, total
 from bateleur.runner.errors import Unmeasured
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.utils.device import resolve_device
 
-OURS, READ = "bateleur", "read"
+_OURS = "bateleur"
 _READ_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
+"""Size of the buffer that measures the memory bandwidth."""
 _READ_PASSES = 4
-Say = Callable[[str], None]
+_COLUMNS = {
+    "first_token_ms": ("first token", "{:.1f} ms"),
+    "per_token_ms": ("per token", "{:.2f} ms"),
+    "cpu_per_token_ms": ("CPU time", "{:.2f} ms"),
+    "tokens_per_s": ("tokens/s", "{:,.1f}"),
+    "requests_per_s": ("requests/s", "{:.2f}"),
+    "of_bound": ("of bound", "{:.0%}"),
+    "ratio": ("speedup", "{:.2f}x"),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What is measured, and where."""
+class BenchTarget:
+    """Checkpoint and engine options to measure."""
 
     model: Path
     options: dict[str, Any]
-    """Of `LLM`, as given."""
+    """Options of `LLM`, as given."""
     num_threads: int | None
-    """Of every engine; None leaves it to them."""
-    say: Say
-    """Told what happens meanwhile."""
+    """CPU threads of every engine; None is each engine's default."""
+    report: Callable[[str], None]
+    """Called with progress messages."""
 
 
-class Bench:
-    """A checkpoint whose engines can be opened, and whose steps have a bound.
+class OfflineBench:
+    """Runs tasks on bateleur and its peers, and computes the bandwidth bound of a decode step.
 
-    Raises ValueError as `LLM` would, before anything is loaded.
+    max_model_len, max_num_seqs: defaults of the options. Raises ValueError as `LLM` does, before anything is loaded.
     """
 
-    def __init__(self, place: Place, max_model_len: int, max_num_seqs: int) -> None:
-        given = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, **place.options}
-        config = EngineConfig.of(model=place.model, **given)
-        self._place = place
-        self.checkpoint = open_checkpoint(place.model)
+    def __init__(self, target: BenchTarget, max_model_len: int, max_num_seqs: int) -> None:
+        options = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, **target.options}
+        config = EngineConfig.of(model=target.model, **options)
+        self._target = target
+        self.checkpoint = open_checkpoint(target.model)
         self.device = resolve_device(config.model.device)
         self.dtype = resolve_dtype(config.model.dtype, self.checkpoint, self.device)
-        self.max_num_seqs: int = given["max_num_seqs"]
+        self.max_num_seqs: int = options["max_num_seqs"]
         self._settings = {
-            "model": str(place.model),
-            "options": given,
+            "model": str(target.model),
+            "options": options,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.device.type,
-            "num_threads": place.num_threads,
-            "max_model_len": given["max_model_len"],
-            "max_num_seqs": given["max_num_seqs"],
+            "num_threads": target.num_threads,
+            "max_model_len": options["max_model_len"],
+            "max_num_seqs": options["max_num_seqs"],
             "read_bytes": _READ_BYTES[self.device.type],
         }
         self.skipped: dict[str, str] = {}
-        """Peers that could not be opened, and why."""
-        self._reads: list[Run] = []
+        """Peers that did not start, with the error."""
+        self._reads: list[TaskRun] = []
 
-    def prompts(self, lengths: list[int], seed: int) -> list[list[int]]:
-        """Token ids, drawn from all but the first and last few, which are often special."""
-        dice, size = random.Random(seed), self.checkpoint.spec.vocab_size
+    def random_prompts(self, lengths: list[int], seed: int) -> list[list[int]]:
+        """Draw token ids, without the first 5 and the last 8, which are often special tokens."""
+        rng, size = random.Random(seed), self.checkpoint.spec.vocab_size
         low, high = (5, size - 8) if size > 32 else (1, size)
-        return [[dice.randrange(low, high) for _ in range(length)] for length in lengths]
+        return [[rng.randrange(low, high) for _ in range(length)] for length in lengths]
 
     @contextmanager
-    def engines(self, config: OfflineConfig) -> Iterator[list[Engine]]:
-        """Ours and the peers, loaded; those that cannot be are `skipped`."""
+    def _engines(self, config: OfflineConfig) -> Iterator[list[EngineProcess]]:
+        """Load bateleur and all peers; peers that fail to load are added to `skipped`."""
         with ExitStack() as stack:
-            opened = []
-            for name in (OURS, *config.chosen):
-                self._place.say(f"opening {name}")
+            engines = []
+            for name in (_OURS, *config.chosen_peers):
+                self._target.report(f"loading {name}")
                 python = str(config.vllm) if name == "vllm" else sys.executable
                 try:
-                    engine = Engine(name, {**self._settings, "gguf": str(config.gguf)}, python)
+                    engine = EngineProcess(name, {**self._settings, "gguf": str(config.gguf)}, python)
                 except (Unmeasured, OSError) as error:
-                    if name == OURS:
+                    if name == _OURS:
                         raise
                     self.skipped[name] = str(error).strip().splitlines()[-1]
-                    self._place.say(f"{name} is left out: {self.skipped[name]}")
+                    self._target.report(f"{name} is skipped: {self.skipped[name]}")
                     continue
                 stack.callback(engine.close)
-                opened.append(engine)
-            yield opened
+                engines.append(engine)
+            yield engines
 
     def measure(
         self, config: OfflineConfig, tasks: list[Task]
-    ) -> tuple[list[dict[str, Runs]], dict[str, Any]]:
-        """What each engine did of each task, and what they said of themselves. Memory is read in every round."""
-        with self.engines(config) as engines, ExitStack() as stack:
-            reader = Engine(READ, self._settings)
+    ) -> tuple[list[dict[str, TaskRuns]], dict[str, Any]]:
+        """Return the runs of each task by engine, and the engines' versions. Reads memory once per round."""
+        with self._engines(config) as engines, ExitStack() as stack:
+            reader = EngineProcess("read", self._settings)
             stack.callback(reader.close)
-            self._place.say(f"{config.num_iters_warmup + config.num_iters} rounds")
-            passes = Task([], [_READ_PASSES])
-            runs = in_turn(
+            self._target.report(f"{config.num_iters_warmup + config.num_iters} rounds")
+            read = Task([], [_READ_PASSES])
+            runs = run_interleaved(
                 engines,
                 tasks,
                 config.num_iters,
                 config.num_iters_warmup,
-                beside=lambda: self._reads.append(reader.run(passes)),
+                after_round=lambda: self._reads.append(run_task(reader, read)),
             )
             return runs, {engine.name: engine.facts.get("version") for engine in engines}
 
-    def read_bytes_per_s(self) -> float:
-        """Bandwidth of the fastest of the reads."""
-        return max(run.ids[0][0] / run.seconds for run in self._reads)
-
-    def step(self, batch: int, context: int) -> dict[str, float]:
-        """What a plain decode step has to move, and the time that takes at the bandwidth that was read."""
+    def step_bound(self, batch: int, context: int) -> dict[str, float]:
+        """Bytes and flops of a plain decode step, and its least time at the highest measured read bandwidth."""
         spec = self.checkpoint.spec
         model = HybridDecoder(spec, dtype=self.dtype, device="meta")
-        caches = caches_of(spec, self.dtype, max(context + 1, 64), self.device.type)
-        moved = total(step_costs(model, caches, batch, context))
-        bandwidth = self.read_bytes_per_s()
+        caches = default_cache_costs(spec, self.dtype, max(context + 1, 64), self.device.type)
+        step = total(step_costs(model, caches, batch, context))
+        bandwidth = max(run.ids[0][0] / run.seconds for run in self._reads)
         return {
             "batch": batch,
             "context": context,
-            "bytes": moved.total_bytes,
-            "flops": moved.flops,
+            "bytes": step.total_bytes,
+            "flops": step.flops,
             "read_GB_per_s": bandwidth / 1e9,
-            "bound_us": moved.bound_us(bandwidth),
+            "bound_us": step.bound_us(bandwidth),
         }
 
-    def record(self, command: str) -> dict[str, Any]:
-        """What a result begins with."""
+    def result(self, command: str, rows: list[dict[str, Any]], **facts: Any) -> dict[str, Any]:
+        """The JSON object of a benchmark; adds to each peer's row how many times faster bateleur is."""
         load = f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
-        where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
+        machine = (
+            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
+        )
+        ours = rows[0].get("tokens_per_s")
+        for row in rows[1:]:
+            if ours is not None and "tokens_per_s" in row:
+                row["ratio"] = ours / row["tokens_per_s"]
         return {
             "date": date.today().isoformat(),
             "command": command,
-            "machine": f"{where}, {load}",
-            "model": self._place.model.name,
+            "machine": f"{machine}, {load}",
+            "model": self._target.model.name,
             "dtype": self._settings["dtype"],
-            "num_threads": self._place.num_threads or torch.get_num_threads(),
+            "num_threads": self._target.num_threads or torch.get_num_threads(),
             "skipped": self.skipped,
+            **facts,
+            "results": rows,
         }
 
 
-def latency(place: Place, config: LatencyConfig, command: str) -> dict[str, Any]:
-    """Equal requests that start together: time of the first token, and of each one behind it, beside the bound.
+def bench_latency(target: BenchTarget, config: LatencyConfig, command: str) -> dict[str, Any]:
+    """Measure one batch of equal requests: time to first token, time and CPU time per output token, share of the bound.
 
-    CPU time of the process stands beside, which other processes of a machine hardly change.
+    The CPU time of a process hardly depends on the load of the machine.
     """
     count, longest = config.batch_size, config.input_len + config.output_len
-    bench = Bench(place, longest + 8, count)
-    task = Task(bench.prompts([config.input_len] * count, 0), [config.output_len] * count)
-    (whole, first), versions = bench.measure(config, [task, task.first()])
-    step = bench.step(count, config.input_len + config.output_len // 2)
+    bench = OfflineBench(target, longest + 8, count)
+    task = Task(bench.random_prompts([config.input_len] * count, 0), [config.output_len] * count)
+    (whole, first), versions = bench.measure(config, [task, task.first_token_only()])
+    step = bench.step_bound(count, config.input_len + config.output_len // 2)
     rows = []
     for name, runs in whole.items():
-        row = _checked(name, runs, whole[OURS], task)
+        row = _checked_row(name, runs, whole[_OURS], task)
         if "fault" not in row:
             per_token = (runs.seconds - first[name].seconds) / (config.output_len - 1)
             cpu = (runs.cpu_seconds - first[name].cpu_seconds) / (config.output_len - 1)
@@ -175,62 +189,62 @@ def latency(place: Place, config: LatencyConfig, command: str) -> dict[str, Any]
             }
         rows.append(row)
     sizes = {"input_len": config.input_len, "output_len": config.output_len, "batch_size": count}
-    return {
-        **bench.record(command),
-        "versions": versions,
-        **sizes,
-        "step": step,
-        "results": _beside_ours(rows),
-    }
+    return bench.result(command, rows, versions=versions, **sizes, step=step)
 
 
-def throughput(place: Place, config: ThroughputConfig, command: str) -> dict[str, Any]:
-    """Requests of many lengths, as many at once as fit: tokens a second, beside the bound of a full batch."""
-    dice, spread = random.Random(config.seed), config.random_range_ratio
+def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str) -> dict[str, Any]:
+    """Measure requests of random lengths: output tokens and requests per second, share of a full batch's bound."""
+    rng, spread = random.Random(config.seed), config.random_range_ratio
 
-    def lengths(mean: int) -> list[int]:
+    def random_lengths(mean: int) -> list[int]:
         low, high = max(1, round(mean * (1 - spread))), round(mean * (1 + spread))
-        return [dice.randint(low, high) for _ in range(config.num_prompts)]
+        return [rng.randint(low, high) for _ in range(config.num_prompts)]
 
-    asked, wanted = lengths(config.input_len), lengths(config.output_len)
-    bench = Bench(place, max(asked) + max(wanted) + 8, min(config.num_prompts, 64))
-    task = Task(bench.prompts(asked, config.seed), wanted)
+    input_lens, output_lens = random_lengths(config.input_len), random_lengths(config.output_len)
+    bench = OfflineBench(target, max(input_lens) + max(output_lens) + 8, min(config.num_prompts, 64))
+    task = Task(bench.random_prompts(input_lens, config.seed), output_lens)
     (whole,), versions = bench.measure(config, [task])
     batch = min(bench.max_num_seqs, config.num_prompts)
-    step = bench.step(batch, config.input_len + config.output_len // 2)
-    most = 1e6 * batch / step["bound_us"]
+    step = bench.step_bound(batch, config.input_len + config.output_len // 2)
+    bound = 1e6 * batch / step["bound_us"]
     rows = []
     for name, runs in whole.items():
-        row = _checked(name, runs, whole[OURS], task)
+        row = _checked_row(name, runs, whole[_OURS], task)
         if "fault" not in row:
-            speed = sum(wanted) / runs.seconds
-            figures = {"tokens_per_s": speed, "requests_per_s": config.num_prompts / runs.seconds}
-            row |= {**figures, "of_bound": speed / most}
+            speed = sum(output_lens) / runs.seconds
+            row |= {"tokens_per_s": speed, "requests_per_s": config.num_prompts / runs.seconds}
+            row["of_bound"] = speed / bound
         rows.append(row)
     sizes = {name: getattr(config, name) for name in ("input_len", "output_len", "num_prompts", "seed")}
-    return {
-        **bench.record(command),
-        "versions": versions,
-        **sizes,
-        "step": step,
-        "results": _beside_ours(rows),
-    }
+    return bench.result(command, rows, versions=versions, **sizes, step=step)
 
 
-def _checked(name: str, runs: Runs, ours: Runs, task: Task) -> dict[str, Any]:
-    """A row without figures; `fault` says why there will be none: tokens are checked before a speed is told."""
+def _checked_row(name: str, runs: TaskRuns, ours: TaskRuns, task: Task) -> dict[str, Any]:
+    """A row without speeds. It has a `fault` if its tokens are wrong or mostly unlike bateleur's."""
     same = sum(a == b for a, b in zip(runs.ids, ours.ids, strict=True))
     fault = runs.fault(task)
     if fault is None and 2 * same < len(task.prompts):
-        fault = f"{same} of {len(task.prompts)} requests got the tokens that ours got"
+        fault = f"not comparable: {same} of {len(task.prompts)} requests have bateleur's tokens"
     row: dict[str, Any] = {"engine": name, "equal_requests": [same, len(task.prompts)]}
     return row if fault is None else row | {"fault": fault}
 
 
-def _beside_ours(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With how many times as fast ours is."""
-    ours = rows[0].get("tokens_per_s")
-    for row in rows[1:]:
-        if ours is not None and "tokens_per_s" in row:
-            row["ratio"] = ours / row["tokens_per_s"]
-    return rows
+def offline_table(result: dict[str, Any]) -> str:
+    """Format a result for a terminal: equal tokens, speeds, and the bound."""
+    step, rows = result["step"], result["results"]
+    columns = [name for name in _COLUMNS if any(name in row for row in rows)]
+    heads = "".join(f"{_COLUMNS[name][0]:>14}" for name in columns)
+    lines = [f"{'':<14}{'same tokens':>12}{heads}"]
+    for row in rows:
+        same = "{} of {}".format(*row["equal_requests"])
+        cells = "".join(
+            f"{_COLUMNS[name][1].format(row[name]) if name in row else '':>14}" for name in columns
+        )
+        lines.append(f"{row['engine']:<14}{same:>12}{'  ' + row['fault'] if 'fault' in row else cells}")
+    lines += [f"{name:<14}skipped: {why}" for name, why in result["skipped"].items()]
+    moved, rate = f"{step['bytes'] / 1e6:,.1f} MB", f"{step['read_GB_per_s']:.1f} GB/s"
+    lines.append(
+        f"bound: a step of {step['batch']} at {step['context']:,} tokens moves {moved}; "
+        f"reading them at {rate} takes {step['bound_us']:,.0f} us"
+    )
+    return "\n".join(lines) + "\n"

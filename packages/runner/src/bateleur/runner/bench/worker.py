@@ -1,9 +1,11 @@
-"""One engine in a process of its own: it loads once, and generates for each line that comes in.
+"""Worker process of a compared engine: loads it once, then generates greedily for each line of stdin.
 
-This file is run as a script, by a Python that may lack this package, so it imports nothing of it before `bateleur` is
-asked for: `python worker.py NAME SETTINGS`. A line in is {"prompts": [[ids], ...], "tokens": [n, ...]}; a line out
-begins with "done " and is {"seconds": ..., "cpu_seconds": ..., "ids": [[...], ...]}. Before the first comes "ready ",
-and an object of what is worth knowing. Everything is greedy, and nothing ends before its number of tokens.
+    python worker.py NAME SETTINGS
+
+The script runs in environments without this package, so only the engine `bateleur` imports it. Input lines are
+{"prompts": [[ids], ...], "tokens": [n, ...]}. After loading, it prints "ready " and an object with the version; for
+each input line it prints "done " and {"seconds": ..., "cpu_seconds": ..., "ids": [[...], ...]}. End-of-text tokens are
+ignored.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Ids = list[list[int]]
-Generate = Callable[[Ids, list[int]], Ids]
+TokenIds = list[list[int]]
+Generate = Callable[[TokenIds, list[int]], TokenIds]
+"""Generates for prompts so many tokens each."""
 
 
 def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """This house's `LLM`, with all options that were given."""
+    """Load bateleur's `LLM` with all given options."""
     import torch
 
     from bateleur.runner import LLM, SamplingParams
@@ -29,7 +32,7 @@ def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
         torch.set_num_threads(settings["num_threads"])
     llm = LLM(settings["model"], **settings["options"])
 
-    def generate(prompts: Ids, tokens: list[int]) -> Ids:
+    def generate(prompts: TokenIds, tokens: list[int]) -> TokenIds:
         params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in tokens]
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
 
@@ -37,7 +40,7 @@ def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def transformers(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """`generate` on one static batch, padded on the left, which runs to its longest request."""
+    """Load a transformers model: `generate` on one static batch, padded on the left, until the longest request ends."""
     import torch
     import transformers as library
 
@@ -48,7 +51,7 @@ def transformers(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     load = library.AutoModelForCausalLM.from_pretrained
     model = load(settings["model"], dtype=dtype).to(settings["device"]).eval()
 
-    def generate(prompts: Ids, tokens: list[int]) -> Ids:
+    def generate(prompts: TokenIds, tokens: list[int]) -> TokenIds:
         width, longest = max(map(len, prompts)), max(tokens)
         ids = torch.tensor([[0] * (width - len(each)) + each for each in prompts])
         mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in prompts])
@@ -68,7 +71,7 @@ def transformers(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def vllm(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """vLLM's `LLM`; eager on a CPU, where it would compile for minutes."""
+    """Load vLLM's `LLM`; eager on a CPU, because compilation takes minutes there."""
     import vllm as library
 
     llm = library.LLM(
@@ -80,40 +83,40 @@ def vllm(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
         enable_prefix_caching=False,
     )
 
-    def generate(prompts: Ids, tokens: list[int]) -> Ids:
+    def generate(prompts: TokenIds, tokens: list[int]) -> TokenIds:
         params = [
             library.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in tokens
         ]
-        asked = [{"prompt_token_ids": ids} for ids in prompts]
-        return [list(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False)]
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        return [list(output.outputs[0].token_ids) for output in llm.generate(inputs, params, use_tqdm=False)]
 
     return generate, {"version": f"vllm {library.__version__}"}
 
 
 def llama_cpp(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """llama.cpp on a GGUF file of the same weights, one request after the other."""
+    """Load a GGUF file of the same weights in llama.cpp; requests run one after the other."""
     import llama_cpp as library
 
     threads = settings.get("num_threads") or os.cpu_count()
     model = library.Llama(settings["gguf"], n_ctx=settings["max_model_len"], n_threads=threads, verbose=False)
 
-    def generate(prompts: Ids, tokens: list[int]) -> Ids:
-        found = []
+    def generate(prompts: TokenIds, tokens: list[int]) -> TokenIds:
+        outputs = []
         for prompt, count in zip(prompts, tokens, strict=True):
             model.reset()
             model.eval(prompt)
-            drawn = [int(model.sample(temp=0.0))]
-            while len(drawn) < count:
-                model.eval(drawn[-1:])
-                drawn.append(int(model.sample(temp=0.0)))
-            found.append(drawn)
-        return found
+            ids = [int(model.sample(temp=0.0))]
+            while len(ids) < count:
+                model.eval(ids[-1:])
+                ids.append(int(model.sample(temp=0.0)))
+            outputs.append(ids)
+        return outputs
 
     return generate, {"version": f"llama-cpp-python {library.__version__}"}
 
 
 def read(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """No engine: it reads memory from one end to the other, `passes` times, and says how many bytes that were."""
+    """Measure memory bandwidth: sum a buffer of `read_bytes`, tokens[0] times. The one "token" is the bytes read."""
     import torch
 
     if settings.get("num_threads"):
@@ -121,7 +124,7 @@ def read(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     device = torch.device(settings["device"])
     memory = torch.ones(settings["read_bytes"] // 4, device=device)
 
-    def generate(prompts: Ids, tokens: list[int]) -> Ids:
+    def generate(prompts: TokenIds, tokens: list[int]) -> TokenIds:
         for _ in range(tokens[0]):
             memory.sum()
         if device.type == "cuda":
@@ -141,15 +144,15 @@ ENGINES: dict[str, Callable[[dict[str, Any]], tuple[Generate, dict[str, Any]]]] 
 
 
 def main() -> None:
-    """Load, say so, and answer line by line until there are no more."""
+    """Load the engine and answer lines of stdin until it is closed."""
     generate, facts = ENGINES[sys.argv[1]](json.loads(sys.argv[2]))
     print("ready " + json.dumps(facts), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        task = json.loads(line)
         wall, cpu = time.perf_counter(), time.process_time()
-        ids = generate(asked["prompts"], asked["tokens"])
-        spent = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
-        print("done " + json.dumps(spent | {"ids": ids}), flush=True)
+        ids = generate(task["prompts"], task["tokens"])
+        times = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+        print("done " + json.dumps(times | {"ids": ids}), flush=True)
 
 
 if __name__ == "__main__":

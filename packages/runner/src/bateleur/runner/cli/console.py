@@ -1,4 +1,4 @@
-"""What the command says beside its output: progress and complaints go to stderr, text alone to stdout."""
+"""Terminal output: progress and errors go to stderr, results to stdout."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ if TYPE_CHECKING:
     from bateleur.runner.llm import LLM
 
 
-def say(text: str) -> None:
-    """Print a line to stderr, at once."""
+def print_status(text: str) -> None:
+    """Print a line to stderr and flush it."""
     print(f"bateleur: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def waiting_for(what: str, every: float = 5.0) -> Iterator[None]:
-    """While this block runs, say what it is about, and every few seconds for how long it has been running."""
-    say(what)
+def progress_messages(what: str, interval: float = 5.0) -> Iterator[None]:
+    """Print what the block does, and every `interval` seconds how long it has been running."""
+    print_status(what)
     began, done = time.monotonic(), threading.Event()
 
-    def tell() -> None:
-        while not done.wait(every):
-            say(f"{what}, {time.monotonic() - began:.0f} s so far")
+    def report() -> None:
+        while not done.wait(interval):
+            print_status(f"{what}, {time.monotonic() - began:.0f} s so far")
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         done.set()
-        teller.join()
+        thread.join()
 
 
-def tell_of_graphs(llm: LLM) -> None:
-    """Print the cost of an engine's CUDA graphs, if it captured any."""
+def print_graph_costs(llm: LLM) -> None:
+    """Print time and memory of an engine's CUDA graph captures, if there were any."""
     if llm.graph_costs.num_graphs:
-        say(str(llm.graph_costs))
+        print_status(str(llm.graph_costs))
 
 
 @contextmanager
-def naming(place: object) -> Iterator[None]:
-    """What is written in this block goes to `place`: an error of the operating system says so."""
+def name_in_errors(place: object) -> Iterator[None]:
+    """Add the name `place` to OSErrors of a block that writes there."""
     try:
         yield
     except BrokenPipeError:
@@ -56,41 +56,41 @@ def naming(place: object) -> Iterator[None]:
 
 
 def write_text(text: str) -> None:
-    """Write to stdout, at once; what its encoding lacks is escaped."""
+    """Write to stdout and flush. Characters that its encoding lacks are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
-    with naming("stdout"):
+    with name_in_errors("stdout"):
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
 
 
-def leave_stdout() -> None:
-    """Lose what stdout can't take, or the interpreter would complain of it once more when it ends."""
+def discard_stdout() -> None:
+    """Discard buffered output that stdout cannot take, so that the interpreter does not report it again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Pace:
-    """Tokens a second from the first token on: what comes before it warms up, or reads a prompt."""
+class DecodeRate:
+    """Tokens per second from the first token on. Compilation, warm-up and the first prompt come before it."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._began = 0.0
-        self._first = 0
+        self._num_first_tokens = 0
 
-    def tick(self) -> None:
-        """A step has ended."""
-        if not self._first and (count := self._llm.get_metrics().num_emitted_tokens):
-            self._first, self._began = count, time.perf_counter()
+    def end_step(self) -> None:
+        """Note the end of a step; the first one with tokens starts the clock."""
+        if not self._num_first_tokens and (count := self._llm.get_metrics().num_emitted_tokens):
+            self._num_first_tokens, self._began = count, time.perf_counter()
 
-    def line(self) -> str:
-        """What became of it all; to be called when the last step has ended."""
+    def summary(self) -> str:
+        """The closing line: tokens, rate, tokens per step and acceptance rates. Call it right after the last step."""
         stats = self._llm.get_metrics()
         count = stats.num_emitted_tokens
         parts = [f"{count} tokens"]
-        if count > self._first:
-            rate = (count - self._first) / (time.perf_counter() - self._began)
+        if count > self._num_first_tokens:
+            rate = (count - self._num_first_tokens) / (time.perf_counter() - self._began)
             parts.append(f"{rate:.1f} tokens/s")
         parts.append(f"{stats.tokens_per_step:.2f} tokens per step")
         if stats.num_dummy_steps:

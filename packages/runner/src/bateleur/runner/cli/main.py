@@ -1,4 +1,4 @@
-"""The `bateleur` command: which part of it runs, and how it ends."""
+"""Entry point of the `bateleur` command: runs a subcommand and maps errors to exit codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from bateleur.runner.cli import bench, generate, reports, serve
-from bateleur.runner.cli.console import leave_stdout, naming, say
+from bateleur.runner.cli.console import discard_stdout, name_in_errors, print_status
 from bateleur.runner.cli.options import build_parser
 
 _COMMANDS = {
@@ -22,21 +22,21 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
-    0 if all went well, 1 if a request failed, 2 for a wrong call or a file that can't be read or written; 130 and 141
-    after Ctrl-C and a closed pipe, as shells have it. A failure of any other kind is ours, and keeps its traceback.
+    0: success. 1: a request failed. 2: wrong arguments, or a file that cannot be read or written. 130: Ctrl-C. 141:
+    closed pipe. Any other exception is a bug and keeps its traceback.
     """
     try:
         return _run(argv)
     except BrokenPipeError:
-        leave_stdout()
+        discard_stdout()
         return 141
     except (ValueError, OSError) as error:
-        leave_stdout()
-        say(str(error))
+        discard_stdout()
+        print_status(str(error))
         return 2
     except KeyboardInterrupt as interrupt:
         print(file=sys.stderr)
-        say("; ".join(["interrupted", *map(str, interrupt.args)]))
+        print_status("; ".join(["interrupted", *map(str, interrupt.args)]))
         return 130
 
 
@@ -45,5 +45,5 @@ def _run(argv: Sequence[str] | None) -> int:
         args = build_parser().parse_args(argv)
         return _COMMANDS[args.command](args)
     finally:
-        with naming("stdout"):
+        with name_in_errors("stdout"):
             sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""The options of the `bateleur` command, and its parser.
+"""The argument parser of the `bateleur` command.
 
-Options of the engine and of sampling are the fields of their configurations. Of these, what is not given is not among
-the parsed arguments: defaults are those of whoever takes them.
+Engine and sampling flags are made from the fields of their configuration classes. A flag that is not given is absent
+from the parsed arguments, so that the configuration class applies its default.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ examples:
   bateleur info /models/Bamba-9B
   bateleur explain-acceptance /models/Bamba-9B /models/Bamba-9B-eagle3
 
-A line of a prompt file is one JSON object: "prompt" (text) or "prompt_token_ids" (a list of ids), an "id" if you like,
-and any of the sampling parameters below under their Python names, for example
+A line of a prompt file is one JSON object: "prompt" (text) or "prompt_token_ids" (a list of ids), optionally "id", and
+sampling parameters by the Python names of the flags below, for example
   {"id": "f", "prompt": "def f(", "max_tokens": 32, "temperature": 0, "stop": ["\\n\\n"]}
-Or all lines are of OpenAI's batch form, and the results, too; parameters that a body leaves out are those of the model
-and of the options below, and OpenAI's where these are silent:
+Or all lines have the format of OpenAI's Batch API, and so have the results. The defaults of sampling parameters are
+then those of the model, overridden by the flags below, else OpenAI's:
   {"custom_id": "f", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f(", "max_tokens": 32}}
 """
 
@@ -55,10 +55,10 @@ examples:
   bateleur batch requests.parquet results.parquet --model /models/Bamba-9B --replicas 8
 """
 
-_OF_BATCHES = (
-    "Run a file of requests, one JSON object a line or a row of a Parquet file each: prompts with sampling "
-    "parameters, or OpenAI's batch form. Results are written as they end, and put in order when all have; a second run "
-    "goes on where the first stopped. What is wrong with a request is its result."
+_BATCH_DESCRIPTION = (
+    "Run a file of requests: JSON lines or a Parquet file, each request a prompt with sampling parameters or in the "
+    "format of OpenAI's Batch API. Each result is written when its request ends; at the end the results are sorted "
+    "into the order of the requests. A second run resumes an interrupted one. A failed request has an error as result."
 )
 
 _BENCH = """\
@@ -71,31 +71,31 @@ examples:
 """
 
 
-DEFAULTS: dict[str, Any] = {"max_tokens": 128, "seed": 0}
-"""Sampling parameters of `generate`, in place of the defaults that they have elsewhere."""
-FOR_SILENT_MODELS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
-"""The same, for models that recommend nothing."""
+SAMPLING_DEFAULTS: dict[str, Any] = {"max_tokens": 128, "seed": 0}
+"""Defaults of sampling parameters for `generate` and `batch`, instead of those of `SamplingParams`."""
+FALLBACK_SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
+"""Further defaults for models without recommended sampling parameters."""
 _TITLES = {
     "model": "model",
-    "scheduler": "a step",
-    "cache": "blocks, prefix caching and Mamba states",
-    "speculative": "speculation",
-    "graphs": "graphs",
-    "parallel": "several processes",
+    "scheduler": "scheduler",
+    "cache": "KV cache, prefix caching and Mamba states",
+    "speculative": "speculative decoding",
+    "graphs": "CUDA graphs",
+    "parallel": "tensor and data parallelism",
 }
 _NOT_FLAGS = ("model", "drafter", "seed")
-"""Options of `LLM` that are no flags of this kind: the folder stands by itself, a shell has no objects, and here every
-request has a seed."""
+"""Options of `LLM` without a generated flag: MODEL is an argument, a drafter is an object, requests have seeds."""
 _NOT_SAMPLING_FLAGS = ("n", "output_kind", "skip_special_tokens", "detokenize", "return_tags")
-"""Sampling parameters that are no flags: what is written decides them, or a flag cannot say no."""
+"""Sampling parameters without a flag: the output format decides them, or they default to True."""
 _ENGINE = {
     part: [each for each in options_of(config) if each.name not in _NOT_FLAGS]
     for part, config in PARTS.items()
 }
-ENGINE = tuple(option.name for options in _ENGINE.values() for option in options)
-"""Names of all that `LLM` takes and a flag can say."""
+ENGINE_OPTIONS = tuple(option.name for options in _ENGINE.values() for option in options)
+"""Names of the options of `LLM` that have a flag."""
 _MORE_HELP = {
-    "draft": '; "none" is no draft. Default: the shipped head for the shipped model, of files with draft_policy "auto"',
+    "draft": '; "none" disables drafts. Default: the shipped head for the shipped model, with draft_policy "auto" for '
+    "files of requests",
     "stop": "; repeatable",
     "logprobs": "; with --prompt-file",
     "prompt_logprobs": "; with --prompt-file",
@@ -111,22 +111,23 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Path": {"metavar": "FILE"},
     "Mapping": {"metavar": "JSON", "type": json_value},
 }
-"""What `argparse` is told of an option, by what its type begins with; others are names."""
+"""Arguments of `add_argument` by the beginning of an option's type; other types take a name."""
 _LISTS = ("served_model_name", "api_key", "allowed_origins", "peers")
-"""Options that take several values at once, as vLLM's do."""
+"""Options that take several values after one flag, as in vLLM."""
 _FOLDER: dict[str, Any] = {"metavar": "DIR", "type": Path, "default": None}
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
-_MODEL = "Checkpoint folder (default: the shipped model)"
-_THREADS = "Threads of a CPU (default: torch's)"
+_MODEL = "Hugging Face checkpoint folder (default: the shipped model)"
+_THREADS = "Number of CPU threads (default: torch's)"
 _JSON = "Print one JSON object"
+_REQUESTS = "Requests: a file of JSON lines or a Parquet file; - is stdin"
 
 
 def build_parser() -> ArgumentParser:
-    """The whole command line."""
+    """Build the parser with all subcommands."""
     shape: dict[str, Any] = {"epilog": _EXAMPLES, "formatter_class": RawDescriptionHelpFormatter}
     parser = ArgumentParser(
         prog="bateleur",
-        description="Generate text with hybrid (recurrent and attention) language models.",
+        description="Inference engine for hybrid (recurrent and attention) language models.",
         **shape,
     )
     parser.add_argument("--version", action="version", version=f"bateleur {package_version()}")
@@ -135,62 +136,67 @@ def build_parser() -> ArgumentParser:
     _generate(
         add(
             "generate",
-            help="continue a prompt, or a file of prompts",
-            description="Continue a prompt and stream the text, or run a file of prompts.",
+            help="generate from one prompt, or from a file of requests",
+            description="Continue a prompt and stream the text, or run a file of requests.",
             **shape,
         )
     )
-    more = "run a file of requests, on several engines"
-    _batch(add("batch", help=more, description=_OF_BATCHES, **(shape | {"epilog": _BATCH})))
+    more = "run a file of requests, on one engine or on replicas"
+    _batch(add("batch", help=more, description=_BATCH_DESCRIPTION, **(shape | {"epilog": _BATCH})))
     _serve(
         add(
             "serve",
-            help="answer at an address, as OpenAI's clients ask",
-            description="Serve a model over HTTP: OpenAI's completions and chat, and a page to try it. Prints the "
-            "address when it answers. Prefix caching is on, and the shipped model has its draft head, unless "
-            "--no-enable-prefix-caching and --draft none say otherwise.",
-            epilog=_SERVING,
-            formatter_class=RawDescriptionHelpFormatter,
+            help="start an OpenAI-compatible server",
+            description="Start an OpenAI-compatible HTTP server with a web page to try the model. Prints the URL when "
+            "it is ready. Prefix caching is on unless --no-enable-prefix-caching is given. The shipped model uses its "
+            "draft head unless --draft none is given.",
+            **(shape | {"epilog": _SERVING}),
         )
     )
     _bench(
         add(
             "bench",
-            help="how fast it is, beside other engines and beside what memory allows",
-            description="Measure speeds: engines take turns, tokens are compared before a speed is told, and beside "
-            "the time stands what a plain read of all that a step moves would take.",
-            epilog=_BENCH,
-            formatter_class=RawDescriptionHelpFormatter,
+            help="benchmark against other engines and against memory bandwidth",
+            description="Measure speed in interleaved rounds. A speed is reported only if the tokens of the engines "
+            "agree, with the time in which the machine could read the bytes of a step.",
+            **(shape | {"epilog": _BENCH}),
         )
     )
     _info(
         add(
             "info",
-            help="what a checkpoint is and costs",
-            description="Print what a checkpoint is and what it costs to run: layers, parameters, bytes of weights, "
-            "KV cache and Mamba state.",
+            help="print parameters, memory and CUDA graphs of a checkpoint",
+            description="Print layers, parameters, and bytes of weights, KV cache and Mamba state of a checkpoint. No "
+            "weights are loaded.",
         )
     )
     _explain_acceptance(
         add(
             "explain-acceptance",
-            help="why drafts are accepted as rarely as they are",
-            description="Measure how the drafts of a head fare, and find out why: bookkeeping of the engine, features, "
-            "norms, vocabulary, or just the head.",
+            help="diagnose a low draft acceptance rate",
+            description="Measure the acceptance rate of a draft head, and find why it is low: the engine, the features "
+            "that the head gets, its norms, its vocabulary, or its training.",
         )
     )
     return parser
 
 
-def given(args: Namespace, names: Collection[str]) -> dict[str, Any]:
-    """Of these arguments, those that were given."""
-    return {name: value for name, value in vars(args).items() if name in names}
+def given_options(args: Namespace, names: Collection[str] | type) -> dict[str, Any]:
+    """The given arguments with these names, or with the names of a configuration class's options."""
+    wanted = [each.name for each in options_of(names)] if isinstance(names, type) else names
+    return {name: value for name, value in vars(args).items() if name in wanted}
 
 
-def follows_another(args: Namespace) -> bool:
-    """Whether torchrun has started this process as another than the first of several ranks: it has no work of its own,
-    and its `LLM` ends it with the first.
-    """
+def check_num_threads(args: Namespace) -> int | None:
+    """Return --num-threads, None if it is not given. Raises ValueError if it is below 1."""
+    num_threads: int | None = getattr(args, "num_threads", None)
+    if num_threads is not None and num_threads < 1:
+        raise ValueError(f"--num-threads is {num_threads}; it must be at least 1")
+    return num_threads
+
+
+def is_follower_rank(args: Namespace) -> bool:
+    """Whether torchrun started this process as a rank other than the first: its `LLM` runs until rank 0 ends."""
     sizes = (getattr(args, name, 1) for name in ("tensor_parallel_size", "data_parallel_size"))
     if max(sizes) == 1:
         return False
@@ -200,24 +206,22 @@ def follows_another(args: Namespace) -> bool:
 
 
 def _generate(command: ArgumentParser) -> None:
-    command.add_argument("prompt", nargs="?", default=None, help="The text to continue")
+    command.add_argument("prompt", nargs="?", default=None, help="Text to continue")
     files = command.add_argument_group("files")
-    more = "Requests, one JSON object a line, or a Parquet file; - is stdin"
-    files.add_argument("--prompt-file", metavar="FILE", default=None, help=more)
+    files.add_argument("--prompt-file", metavar="FILE", default=None, help=_REQUESTS)
     more = (
-        "Results, one JSON object a line, as they end, and in order when all have; a second run goes on where the "
-        "first stopped (default: stdout, as they end)"
+        "File for the results, one JSON object per line, written as requests end and sorted at the end. An interrupted "
+        "run is resumed from it (default: stdout, unsorted)"
     )
     files.add_argument("--output", metavar="FILE", type=Path, default=None, help=more)
-    _of_files(command, files)
+    _add_file_options(command, files)
 
 
 def _batch(command: ArgumentParser) -> None:
-    more = "Requests, one JSON object a line, or a Parquet file; - is stdin"
-    command.add_argument("prompt_file", metavar="INPUT", help=more)
-    more = "Results, one JSON object a line, or a Parquet file where it is called so"
+    command.add_argument("prompt_file", metavar="INPUT", help=_REQUESTS)
+    more = "File for the results: Parquet if its name ends with .parquet, else JSON lines"
     command.add_argument("output", metavar="OUTPUT", type=Path, help=more)
-    _of_files(command, command.add_argument_group("files"))
+    _add_file_options(command, command.add_argument_group("files"))
     names = ("replicas", "ray_address")
     _add(
         command.add_argument_group("replicas"),
@@ -225,30 +229,28 @@ def _batch(command: ArgumentParser) -> None:
     )
 
 
-def _of_files(command: ArgumentParser, files: Any) -> None:
-    files.add_argument("--overwrite", **_SWITCH, help="Start the results anew")
-    more = "What bodies of a batch may call the model (default: its folder, or bateleur)"
+def _add_file_options(command: ArgumentParser, files: Any) -> None:
+    files.add_argument("--overwrite", **_SWITCH, help="Discard existing results instead of resuming")
+    more = "Model names that OpenAI batch requests may use (default: the model folder, or bateleur)"
     files.add_argument("--served-model-name", metavar="NAME", nargs="+", default=[], help=more)
     _add(files, options_of(ParserOptions))
     for part, options in _ENGINE.items():
         group = command.add_argument_group(_TITLES[part])
         if part == "model":
-            group.add_argument(
-                "--model", **_FOLDER, help="Hugging Face checkpoint folder (default: the shipped model)"
-            )
+            group.add_argument("--model", **_FOLDER, help=_MODEL)
             more = "; 1 for one prompt of the shipped model)"
             group.add_argument("--num-threads", metavar="N", type=int, help=_THREADS.replace(")", more))
         _add(group, options)
     group = command.add_argument_group(
-        "sampling (defaults are those of the model's generation_config.json, if it has any, else these)"
+        "sampling (the model's generation_config.json overrides these defaults)"
     )
     flags = [each for each in options_of(SamplingParams) if each.name not in _NOT_SAMPLING_FLAGS]
-    _add(group, flags, **DEFAULTS, **FOR_SILENT_MODELS)
+    _add(group, flags, **SAMPLING_DEFAULTS, **FALLBACK_SAMPLING)
 
 
 def _serve(command: ArgumentParser) -> None:
     command.add_argument("model", nargs="?", **_FOLDER, help=f"{_MODEL}, with its draft head")
-    command.add_argument("--model", dest="named_model", **_FOLDER, help="The same as MODEL")
+    command.add_argument("--model", dest="named_model", **_FOLDER, help="Same as MODEL")
     _add(command.add_argument_group("server"), options_of(ServeConfig))
     _add(command.add_argument_group("replicas"), options_of(ReplicaConfig))
     for part, options in _ENGINE.items():
@@ -273,7 +275,7 @@ def _bench(command: ArgumentParser) -> None:
         measure.add_argument("--json", **_SWITCH, help=_JSON)
         if config is not ServeBenchConfig:
             measure.add_argument("--num-threads", metavar="N", type=int, help=_THREADS)
-        _add(measure.add_argument_group("what is measured"), options_of(config))
+        _add(measure.add_argument_group("benchmark"), options_of(config))
         for part, options in _ENGINE.items():
             _add(measure.add_argument_group(_TITLES[part]), options)
 
@@ -281,37 +283,37 @@ def _bench(command: ArgumentParser) -> None:
 def _info(command: ArgumentParser) -> None:
     command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
     command.add_argument("--json", **_SWITCH, help=_JSON)
-    more = "Print what would run on which CUDA graph, and where none would"
+    more = "Print which batches run on which CUDA graph, and which run eagerly"
     command.add_argument("--graphs", **_SWITCH, help=more)
     for part, options in _ENGINE.items():
-        _add(command.add_argument_group(f"{part}, as of the engine that this is about"), options)
+        _add(command.add_argument_group(f"{_TITLES[part]}, for the engine to describe"), options)
 
 
 def _explain_acceptance(command: ArgumentParser) -> None:
     command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
-    more = "Folder of a draft head, or mtp for the one in the model's own files (default: the shipped one)"
+    more = "Draft head folder, or mtp for the head in the model's own files (default: the shipped head)"
     command.add_argument("draft", nargs="?", metavar="DRAFT", default="auto", help=more)
     command.add_argument("--json", **_SWITCH, help=_JSON)
     names = ("dtype", "device", "num_speculative_tokens")
     _add(command, [each for each in all_options() if each.name in names])
-    more = "Tokens of each answer (default: 64)"
+    more = "Output tokens per prompt (default: 64)"
     command.add_argument("--max-tokens", metavar="N", type=int, help=more)
-    more = "Text to continue (repeatable; default: a dozen of code)"
+    more = "Text to continue; repeatable (default: twelve beginnings of Python code)"
     command.add_argument("--prompt", metavar="TEXT", action="append", default=None, help=more)
 
 
 def _add(group: Any, options: Iterable[Option], **defaults: Any) -> None:
-    """A flag for each option, which tells its default, or that of `defaults`."""
+    """Add a flag for each option. Its help ends with its default, which `defaults` may override."""
     for option in options:
         default = defaults.get(option.name, option.default)
         more = option.help.replace("%", "%%").rstrip(".") + _MORE_HELP.get(option.name, "")
         if option.type != "bool" and default not in (None, ()):
             more += f" (default: {default})"
-        told = next(
-            (told for kind, told in _KINDS.items() if option.type.startswith(kind)), {"metavar": "NAME"}
+        kwargs = next(
+            (kwargs for kind, kwargs in _KINDS.items() if option.type.startswith(kind)), {"metavar": "NAME"}
         )
         if option.name in ("async_scheduling", "enable_prefix_caching"):
-            told = {"action": BooleanOptionalAction}
+            kwargs = {"action": BooleanOptionalAction}
         if option.name in _LISTS and option.type.startswith("Sequence"):
-            told = {"metavar": "TEXT", "nargs": "+", "action": "extend"}
-        group.add_argument(f"--{option.name.replace('_', '-')}", help=more, **told)
+            kwargs = {"metavar": "TEXT", "nargs": "+", "action": "extend"}
+        group.add_argument(f"--{option.name.replace('_', '-')}", help=more, **kwargs)

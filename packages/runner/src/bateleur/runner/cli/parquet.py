@@ -1,4 +1,4 @@
-"""Requests and results as Parquet files: a row is a line."""
+"""Parquet files of requests and results. A row corresponds to a JSON line."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 _ROWS = 1024
-"""Read or written at once."""
+"""Rows per batch when reading or writing."""
 
 
 def is_parquet(path: str | Path) -> bool:
-    """Whether a file is called so. ValueError if it is, and can't be read or written here."""
+    """Whether a file name ends with .parquet. Raises ValueError if it does and pyarrow is not installed."""
     if Path(path).suffix != ".parquet":
         return False
     if find_spec("pyarrow") is None:
-        raise ValueError(f"{path} needs pyarrow, not installed here: pip install 'bateleur-runner[ray]'")
+        raise ValueError(f"{path} needs pyarrow, which is not installed: pip install 'bateleur-runner[ray]'")
     return True
 
 
-def lines_of(path: Path) -> Iterator[bytes]:
-    """Each row as a line of JSON, without what it has no value for; a `body` may be JSON itself.
+def json_lines(path: Path) -> Iterator[bytes]:
+    """Yield each row as a JSON line without null values. A `body` column may hold JSON text.
 
-    Raises ValueError if it is no Parquet file.
+    Raises ValueError if the file is not a Parquet file.
     """
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import ParquetFile
@@ -37,13 +37,13 @@ def lines_of(path: Path) -> Iterator[bytes]:
                 for row in batch.to_pylist():
                     yield json.dumps(_request(row), default=str).encode() + b"\n"
     except ArrowInvalid as error:
-        raise ValueError(f"{path} is no Parquet file: {error}") from error
+        raise ValueError(f"{path} is not a Parquet file: {error}") from error
 
 
 def _request(row: Mapping[str, Any]) -> Any:
     fields = _without_nulls(row)
     if isinstance(fields.get("body"), str):
-        with suppress(ValueError):  # who reads the request says that it is no object
+        with suppress(ValueError):  # the request parser reports a body that is not an object
             fields["body"] = json.loads(fields["body"])
     return fields
 
@@ -54,38 +54,38 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def write_results(lines: Path, target: Path) -> None:
-    """Make of a file of results one with columns, in place of what was there, in one move.
+def write_parquet(lines: Path, target: Path) -> None:
+    """Convert a file of result lines, and replace `target` atomically.
 
-    Columns: `line`, `id`, `text`, `finish_reason`, `error`, and `result`, which is the whole of it in JSON.
+    Columns: `line`, `id`, `text`, `finish_reason`, `error`, and `result`, the whole record as JSON.
     """
     import pyarrow
     from pyarrow.parquet import ParquetWriter
 
     names = ("id", "text", "finish_reason", "error", "result")
     schema = pyarrow.schema([("line", pyarrow.int64()), *((name, pyarrow.string()) for name in names)])
-    made = target.with_name(f"{target.name}.part")
+    part = target.with_name(f"{target.name}.part")
     try:
-        with lines.open("rb") as file, ParquetWriter(made, schema) as writer:
+        with lines.open("rb") as file, ParquetWriter(part, schema) as writer:
             while rows := [_columns(raw) for raw in islice(file, _ROWS)]:
                 writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
-        made.replace(target)
+        part.replace(target)
     finally:
-        made.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
 
 
 def _columns(raw: bytes) -> dict[str, Any]:
-    """Of a result of either form."""
+    """The columns of a result line of either format."""
     record = json.loads(raw)
-    told: dict[str, Any] = {"result": raw.decode().rstrip("\n")}
+    row: dict[str, Any] = {"result": raw.decode().rstrip("\n")}
     if "line" in record:
         ident = record["id"]
-        told |= {name: record.get(name) for name in ("line", "text", "finish_reason", "error")}
-        return told | {"id": None if ident is None else str(ident)}
+        row |= {name: record.get(name) for name in ("line", "text", "finish_reason", "error")}
+        return row | {"id": None if ident is None else str(ident)}
     body = (record["response"] or {}).get("body") or {}
     error = record["error"] or body.get("error")
     first = (body.get("choices") or [{}])[0]
-    return told | {
+    return row | {
         "line": int(record["id"].split("_")[2]),
         "id": record["custom_id"],
         "text": first.get("text", first.get("message", {}).get("content")),

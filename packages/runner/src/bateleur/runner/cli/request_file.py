@@ -1,7 +1,6 @@
-"""A file of requests: one JSON object a line, each on its own. What is wrong with a line stays with that line.
+"""Reads files of requests, one JSON object per line. An invalid line does not affect the others.
 
-The file is never held in memory: it is read through once, to see what its lines are and which ids come twice, and then
-again for each pass over its requests, a line at a time.
+The file is never held in memory. One pass detects the format and duplicate ids; each later pass reads it line by line.
 """
 
 from __future__ import annotations
@@ -21,209 +20,208 @@ from os import fstat
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from bateleur.runner.cli.console import naming
-from bateleur.runner.cli.line_forms import BatchForm, Form, LineRequest, OwnForm
-from bateleur.runner.cli.parquet import is_parquet, lines_of
-from bateleur.runner.cli.repeats import Repeats
+from bateleur.runner.cli.console import name_in_errors
+from bateleur.runner.cli.duplicate_ids import DuplicateIds
+from bateleur.runner.cli.line_formats import LineFormat, LineRequest, NativeFormat, OpenAIBatchFormat
+from bateleur.runner.cli.parquet import is_parquet, json_lines
 
-_LONGEST = 1 << 26
-"""Most bytes of a line."""
-_OF_BATCHES = {"custom_id", "method", "url", "body"}
-"""A line with one of these fields is of OpenAI's form."""
+_MAX_LINE_BYTES = 1 << 26
+_BATCH_FIELDS = {"custom_id", "method", "url", "body"}
+"""A line with one of these fields has OpenAI's batch format."""
 
 
 @dataclass(frozen=True, slots=True)
-class LineReader:
-    """Makes requests of lines, wherever they are read."""
+class LineParser:
+    """Parses lines into requests."""
 
     name: str
-    """Of the file."""
-    form: Form
-    engine: str
-    """Digest of what decides tokens beside the line."""
+    """Name of the file, for error messages."""
+    format: LineFormat
+    engine_digest: str
+    """Hash of everything that decides results apart from the line."""
 
-    def request(self, number: int, raw: bytes, first: Callable[[str | int], int]) -> LineRequest:
-        """What a line asks for, or why that can't be told. first: the line that has an id first."""
+    def request(self, number: int, raw: bytes, first_line: Callable[[str | int], int]) -> LineRequest:
+        """The request of a line; an invalid line has an `error`. first_line: returns the first line with an id."""
         where = f"{self.name}, line {number}"
-        ident: str | int | None = number if isinstance(self.form, OwnForm) else None
+        valid_id: str | int | None = number if isinstance(self.format, NativeFormat) else None
         try:
-            fields = _object(raw)
-            own = self.form.ident(fields, number)
-            if (before := first(own)) != number:
-                raise ValueError(f"id is {json.dumps(own)}; line {before} has it already")
-            ident = own
-            asked = self.form.asked(fields)
-            decided = [self.form.name, ident, asdict(asked), self.engine]
-            digest = hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode())
+            fields = _json_object(raw)
+            ident = self.format.pop_id(fields, number)
+            if (first := first_line(ident)) != number:
+                raise ValueError(f"id is {json.dumps(ident)}; line {first} has it already")
+            valid_id = ident
+            request = self.format.parse(fields)
+            digested = [self.format.name, ident, asdict(request), self.engine_digest]
+            digest = hashlib.sha256(json.dumps(digested, sort_keys=True, default=str).encode())
         except (ValueError, RecursionError) as error:
-            return LineRequest(number, ident, "", None, where, f"{where}: {error}")
-        return LineRequest(number, ident, digest.hexdigest()[:16], asked, where)
+            return LineRequest(number, valid_id, "", None, where, f"{where}: {error}")
+        return LineRequest(number, valid_id, digest.hexdigest()[:16], request, where)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Some lines of a file, to be read by another process."""
+class FileChunk:
+    """A range of lines that another process reads."""
 
     path: Path
     start: int
-    """Bytes before the first of them."""
+    """Byte offset of the first line."""
     lines: tuple[tuple[int, int], ...]
-    """Each with its number, and the line that has its id first; 0 for lines that are passed over."""
+    """Line number, and the first line with the same id; (0, 0) for lines to skip."""
 
-    def requests(self, reader: LineReader) -> Iterator[LineRequest]:
-        """Those of its lines."""
+    def requests(self, parser: LineParser) -> Iterator[LineRequest]:
+        """The requests of the lines that are not skipped."""
         with self.path.open("rb") as file:
             file.seek(self.start)
             for number, first in self.lines:
-                raw = _line(file)
+                raw = _read_line(file)
                 if number:
-                    yield reader.request(number, raw, lambda ident, first=first: first)  # type: ignore[misc]
+                    yield parser.request(number, raw, lambda ident, first=first: first)  # type: ignore[misc]
 
 
 class RequestFile:
-    """The requests of a file, in their order, for one pass after the other.
+    """The requests of a file, in file order, for any number of passes, one at a time.
 
-    Lines end at a newline alone; blank ones, and a byte order mark, are passed over. The first line whose form can be
-    told decides for all. What is added to the file after it was opened is not read.
+    Only "\\n" ends a line. Blank lines and a byte order mark are skipped. The first valid JSON object decides the
+    format of all lines. Lines that are appended after `scan` are not read.
 
-    file: its path; `-` is stdin. It is opened here, and read by `survey`. own, batch: the forms that there are.
-    engine: what decides tokens beside the line; for the digest.
+    file: path, or `-` for stdin; opened here and read by `scan`. engine: everything that decides results apart from the
+    lines; it becomes part of each request's digest.
     """
 
-    def __init__(self, file: str, own: OwnForm, batch: BatchForm, engine: Mapping[str, Any]) -> None:
+    def __init__(
+        self, file: str, native: NativeFormat, batch: OpenAIBatchFormat, engine: Mapping[str, Any]
+    ) -> None:
         self.name = "stdin" if file == "-" else file
-        self.form: Form = own
+        self.format: LineFormat = native
         self.num_lines = 0
-        """Blank ones included."""
+        """Number of lines, blank ones included."""
         self._num_requests = 0
         self._batch = batch
-        self._engine = hashlib.sha256(json.dumps(engine, sort_keys=True).encode()).hexdigest()
-        self._repeats = Repeats()
+        self._engine_digest = hashlib.sha256(json.dumps(engine, sort_keys=True).encode()).hexdigest()
+        self._duplicates = DuplicateIds()
         self._parquet = file != "-" and is_parquet(file)
         self._file: BinaryIO | IO[bytes] = sys.stdin.buffer
-        with naming(self.name):
+        with name_in_errors(self.name):
             if file != "-":
                 self._file = Path(file).open("rb")  # noqa: SIM115 (until `close`)
-            self._again = file != "-" and stat.S_ISREG(fstat(self._file.fileno()).st_mode)
-        self.path = Path(file).resolve() if self._again else None
-        """Where other processes can read it."""
-        self._last = 0
+            self._seekable = file != "-" and stat.S_ISREG(fstat(self._file.fileno()).st_mode)
+        self.path = Path(file).resolve() if self._seekable else None
+        """Where other processes can read it; None for stdin and pipes."""
+        self._line_end = 0
 
     def __len__(self) -> int:
-        """How many lines are not blank."""
+        """Number of lines that are not blank."""
         return self._num_requests
 
     def __iter__(self) -> Iterator[LineRequest]:
-        """All requests; one pass at a time."""
-        return self.left(lambda line: False)
+        """All requests."""
+        return self.remaining(lambda line: False)
 
-    def left(self, done: Callable[[int], bool]) -> Iterator[LineRequest]:
-        """The requests of all lines but those that are done, which are hardly looked at; one pass at a time."""
-        self._repeats.again()
+    def remaining(self, done: Callable[[int], bool]) -> Iterator[LineRequest]:
+        """The requests of all lines for which `done` is False. Others are only parsed if there are duplicate ids."""
+        self._duplicates.restart()
         for number, raw in islice(self._lines(), self.num_lines):
-            if raw.strip() and (self._repeats.any or not done(number)):
-                request = self._request(number, raw)
+            if raw.strip() and (self._duplicates.any or not done(number)):
+                request = self.parser.request(
+                    number, raw, lambda ident, number=number: self._duplicates.first_line(ident, number)
+                )
                 if not done(number):
                     yield request
 
     def close(self) -> None:
-        """No pass will come."""
+        """Close the file."""
         self._file.close()
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Numbers and contents; of a line that is too long its beginning, which is too long as well."""
-        with naming(self.name):
+        """Yield line numbers and contents; see `_read_line`."""
+        with name_in_errors(self.name):
             self._file.seek(0)
             if self._file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
                 self._file.seek(0)
-            number, self._last = 0, self._file.tell()
-            while raw := _line(self._file):
+            number, self._line_end = 0, self._file.tell()
+            while raw := _read_line(self._file):
                 number += 1
                 yield number, raw
 
-    def survey(self, spool: Path | None = None) -> None:
-        """See what the lines are.
+    def scan(self, spool: Path | None = None) -> None:
+        """Read the file once: count the lines, detect the format, and find duplicate ids.
 
-        What can't be read twice, stdin or a pipe, is copied to a temporary file first: in the folder `spool`, or where
-        the system has such files.
+        stdin and pipes are copied to a temporary file first, in the folder `spool` or in the system's default folder.
         """
         if self._parquet:
             self._copy_rows(spool)
-        elif not self._again:
-            with naming(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"):
+        elif not self._seekable:
+            with name_in_errors(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"):
                 source = self._file
                 self._file = tempfile.TemporaryFile(dir=spool)  # noqa: SIM115 (until `close`)
                 shutil.copyfileobj(source, self._file, 1 << 20)
                 source.close()
-        told = False
+        detected = False
         for number, raw in self._lines():
             self.num_lines = number
             if not raw.strip():
                 continue
             self._num_requests += 1
-            with suppress(ValueError):  # what is wrong with a line is told when its turn comes
-                fields = _object(raw)
-                if not told and not _OF_BATCHES.isdisjoint(fields):
-                    self.form = self._batch
-                told = True
-                self._repeats.add(self.form.ident(fields, number))
-        self._repeats.sort()
-
-    def _request(self, number: int, raw: bytes) -> LineRequest:
-        return self.reader.request(number, raw, lambda ident: self._repeats.first(ident, number))
+            with suppress(ValueError):  # a later pass reports invalid lines
+                fields = _json_object(raw)
+                if not detected and not _BATCH_FIELDS.isdisjoint(fields):
+                    self.format = self._batch
+                detected = True
+                self._duplicates.add(self.format.pop_id(fields, number))
+        self._duplicates.finish()
 
     def _copy_rows(self, spool: Path | None) -> None:
-        """Rows become lines, in a file that others can read while this one is open."""
+        """Convert Parquet rows to lines in a temporary file, which other processes can read until `close`."""
         assert self.path is not None
         source, self._file = self._file, tempfile.NamedTemporaryFile(dir=spool, suffix=".jsonl")  # noqa: SIM115
         source.close()
-        with naming(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"):
-            self._file.writelines(lines_of(self.path))
+        with name_in_errors(f"a copy of {self.name} in {spool or tempfile.gettempdir()}"):
+            self._file.writelines(json_lines(self.path))
             self._file.flush()
         self.path = Path(self._file.name)
 
     @property
-    def reader(self) -> LineReader:
-        """What makes requests of its lines."""
-        return LineReader(self.name, self.form, self._engine)
+    def parser(self) -> LineParser:
+        """The parser of its lines."""
+        return LineParser(self.name, self.format, self._engine_digest)
 
-    def parts(self, done: Callable[[int], bool], size: int) -> Iterator[Part]:
-        """Where the lines are that are not done, at most `size` of them together. Not for what was copied."""
+    def chunks(self, done: Callable[[int], bool], size: int) -> Iterator[FileChunk]:
+        """Chunks with the lines that are not done, at most `size` each. Not for stdin and pipes."""
         assert self.path is not None
-        self._repeats.again()
-        start, kept = 0, list[tuple[int, int]]()
+        self._duplicates.restart()
+        start, lines = 0, list[tuple[int, int]]()
         for number, raw in islice(self._lines(), self.num_lines):
-            begin, self._last = self._last, self._file.tell()
+            line_start, self._line_end = self._line_end, self._file.tell()
             wanted = bool(raw.strip()) and not done(number)
-            first = self._first(number, raw)
-            if wanted or kept:
-                start = start if kept else begin
-                kept.append((number, first) if wanted else (0, 0))
-            if sum(bool(each) for each, _ in kept) == size:
-                yield Part(self.path, start, tuple(kept))
-                kept = []
-        if kept:
-            yield Part(self.path, start, tuple(kept))
+            first = self._first_line(number, raw)
+            if wanted or lines:
+                start = start if lines else line_start
+                lines.append((number, first) if wanted else (0, 0))
+            if sum(bool(each) for each, _ in lines) == size:
+                yield FileChunk(self.path, start, tuple(lines))
+                lines = []
+        if lines:
+            yield FileChunk(self.path, start, tuple(lines))
 
-    def _first(self, number: int, raw: bytes) -> int:
-        if not self._repeats.any or not raw.strip():
+    def _first_line(self, number: int, raw: bytes) -> int:
+        if not self._duplicates.any or not raw.strip():
             return number
         with suppress(ValueError, RecursionError):
-            return self._repeats.first(self.form.ident(_object(raw), number), number)
+            return self._duplicates.first_line(self.format.pop_id(_json_object(raw), number), number)
         return number
 
 
-def _line(file: BinaryIO | IO[bytes]) -> bytes:
-    """The next line; of one that is too long its beginning, which is too long as well."""
-    raw = rest = file.readline(_LONGEST + 2)
+def _read_line(file: BinaryIO | IO[bytes]) -> bytes:
+    """Read a line. Of a line that is too long only the first bytes are kept, still too many to be accepted."""
+    raw = rest = file.readline(_MAX_LINE_BYTES + 2)
     while rest and not rest.endswith(b"\n"):
-        rest = file.readline(_LONGEST)
+        rest = file.readline(_MAX_LINE_BYTES)
     return raw
 
 
-def _object(raw: bytes) -> dict[str, Any]:
-    if len(raw) - raw.endswith(b"\n") > _LONGEST:
-        raise ValueError(f"more than {_LONGEST} bytes; no request is so long")
+def _json_object(raw: bytes) -> dict[str, Any]:
+    if len(raw) - raw.endswith(b"\n") > _MAX_LINE_BYTES:
+        raise ValueError(f"the line has more than {_MAX_LINE_BYTES} bytes")
     try:
         fields = json.loads(raw.decode())
     except UnicodeDecodeError as error:

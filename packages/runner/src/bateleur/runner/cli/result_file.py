@@ -1,8 +1,8 @@
-"""Where results of a file of requests go: a JSON object a line, each written as its request ends.
+"""Writes results of a file of requests, one JSON object per line, when each request ends.
 
-A result file is always good to go on from: a run that was stopped leaves whole lines, in the order in which requests
-ended, and perhaps a torn one. When all have ended, the lines are put in the order of the requests. What is kept of a
-result is where it begins: 8 bytes for each line of requests.
+An interrupted run can always be resumed: it leaves complete lines, in the order in which requests ended, and at most
+one incomplete line. At the end the lines are sorted into the order of the requests. Memory: 8 bytes per request line,
+the offset of its result.
 """
 
 from __future__ import annotations
@@ -19,46 +19,47 @@ from typing import Any
 
 import numpy as np
 
-from bateleur.runner.cli.console import naming
-from bateleur.runner.cli.line_forms import FIRST, answered
+from bateleur.runner.cli.console import name_in_errors
+from bateleur.runner.cli.line_formats import RESULT_PREFIXES, parse_result
 from bateleur.runner.cli.request_file import RequestFile
 
 _NONE = -1
 
 
-class ResultStream:
-    """Results go to stdout, where nothing can be read back."""
+class StdoutResults:
+    """Writes results to stdout; nothing can be resumed."""
 
     folder: Path | None = None
-    """Where there is room for results, as far as that is known."""
+    """Folder of the result file, where temporary files may be put; None if there is none."""
 
-    def begin(self, requests: RequestFile) -> int:
-        """Look at what there is from an earlier run; how many requests have a result already."""
+    def resume(self, requests: RequestFile) -> int:
+        """Find the results of an earlier run, and return how many requests have one."""
         return 0
 
-    def has(self, line: int) -> bool:
+    def has_result(self, line: int) -> bool:
         """Whether the request of this line has a result."""
         return False
 
     def write(self, line: int, record: Mapping[str, Any]) -> None:
-        """Write the result of a line, at once."""
-        with naming("stdout"):
+        """Write the result of a line and flush it."""
+        with name_in_errors("stdout"):
             sys.stdout.buffer.write(_encoded(record))
             sys.stdout.buffer.flush()
 
     def finish(self) -> None:
-        """All have ended."""
+        """Sort the results, if possible; called when all requests have ended."""
 
     def close(self) -> None:
-        """Nothing more will be written."""
+        """Close the file."""
 
 
-class ResultFile(ResultStream):
-    """Results go to a file, which is opened here; an OSError says why it cannot be.
+class ResultFile(StdoutResults):
+    """Writes results to a file, which the constructor opens.
 
-    path: the file. One that is no regular file, such as a pipe, is written to and that is all.
-    source: where the requests come from; ValueError if that is the same file.
-    overwrite: forget what the file holds, as soon as there is a first result.
+    path: the file. Results in a pipe or device cannot be resumed or sorted. source: file of requests. overwrite:
+    discard the file's content when the first result is written.
+
+    Raises OSError if the file cannot be opened, and ValueError if it is the file of requests.
     """
 
     def __init__(self, path: Path, source: str, *, overwrite: bool) -> None:
@@ -71,20 +72,20 @@ class ResultFile(ResultStream):
         if self._regular:
             self.folder = path.resolve().parent
         self._starts = np.empty(0, np.int64)
-        """By line, where its result begins."""
+        """By request line: offset of its result."""
         self._end = 0
         self._superseded = False
-        """Whether the file has results that count no more."""
+        """Whether the file has results that later ones replace."""
 
     def close(self) -> None:
-        """Nothing more will be written."""
+        """Close the file."""
         self._file.close()
 
-    def begin(self, requests: RequestFile) -> int:
-        """How many results are here from an earlier run, and need not be computed again: all but failed ones.
+    def resume(self, requests: RequestFile) -> int:
+        """Find the results of an earlier run, and return their number without errors: failed requests run again.
 
-        Raises ValueError if another run writes to the file, it holds anything but results, or a result answers another
-        request than its line now makes.
+        Raises ValueError if another run writes to the file, a line is not a result, or a result belongs to a request
+        that has changed.
         """
         self._starts = np.full(requests.num_lines + 1 if self._regular else 0, _NONE, np.int64)
         if not self._regular:
@@ -95,52 +96,53 @@ class ResultFile(ResultStream):
             raise ValueError(f"--output is {self._path}; another run is writing to it") from error
         if self._overwrite or not os.fstat(self._file.fileno()).st_size:
             return 0
-        answers = self._read()
+        found = self._read()
         kept = self._starts != _NONE
-        asked = np.zeros_like(answers)
+        expected = np.zeros_like(found)
         for request in requests if kept.any() else ():
-            asked[request.line] = int(request.digest or "0", 16)
-        if len(wrong := np.flatnonzero(kept & (answers != asked))):
+            expected[request.line] = int(request.digest or "0", 16)
+        if len(wrong := np.flatnonzero(kept & (found != expected))):
             self._refuse(int(wrong[0]))
         return int(kept.sum())
 
     def _read(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Find where results begin; the digests that they answer, by line."""
-        answers = np.zeros(len(self._starts), np.uint64)
+        """Find the offsets of results, and return their request digests by line."""
+        digests = np.zeros(len(self._starts), np.uint64)
         with self._path.open("rb") as file:
             for number, raw in enumerate(file, 1):
-                if not raw.endswith(b"\n") and any(first.startswith(raw[: len(first)]) for first in FIRST):
-                    break  # the run before was killed as it wrote this
+                complete = raw.endswith(b"\n")
+                if not complete and any(each.startswith(raw[: len(each)]) for each in RESULT_PREFIXES):
+                    break  # the earlier run was killed while it wrote this line
                 try:
-                    line, digest = answered(raw)
-                    answer = np.uint64(digest or 0)
+                    line, digest = parse_result(raw)
+                    digest_or_0 = np.uint64(digest or 0)
                 except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                     raise ValueError(
-                        f"--output is {self._path}; its line {number} is no result of this command. Name another file, "
-                        "or replace it with --overwrite"
+                        f"--output is {self._path}; its line {number} is not a result of this command. Choose another "
+                        "file, or replace it with --overwrite"
                     ) from error
-                if not 0 < line < len(answers):
+                if not 0 < line < len(digests):
                     self._refuse(line)
                 self._superseded |= digest is None or bool(self._starts[line] != _NONE)
                 self._starts[line] = _NONE if digest is None else self._end
-                answers[line] = answer
+                digests[line] = digest_or_0
                 self._end += len(raw)
-        return answers
+        return digests
 
     def _refuse(self, line: int) -> None:
         raise ValueError(
-            f"--output is {self._path}; its result for line {line} answers another prompt, model or "
-            "parameters. Name another file, or replace it with --overwrite"
+            f"--output is {self._path}; its result for line {line} has another prompt, model or parameters. Choose "
+            "another file, or replace it with --overwrite"
         )
 
-    def has(self, line: int) -> bool:
+    def has_result(self, line: int) -> bool:
         """Whether the request of this line has a result."""
         return self._regular and bool(self._starts[line] != _NONE)
 
     def write(self, line: int, record: Mapping[str, Any]) -> None:
-        """Write a result, at once and whole, or raise an OSError that names the file."""
+        """Write a whole result to disk. Raises an OSError that names the file."""
         data = _encoded(record)
-        with naming(self._path):
+        with name_in_errors(self._path):
             if self._regular:
                 self._file.truncate(self._end)
             left = memoryview(data)
@@ -151,17 +153,17 @@ class ResultFile(ResultStream):
         self._end += len(data)
 
     def finish(self) -> None:
-        """Put the lines in the order of the requests, in a new file that takes the place of this one in one move."""
+        """Sort the results into the order of the requests, in a new file that replaces this one atomically."""
         if not self._regular:
             return
         starts = self._starts[self._starts != _NONE]
-        torn = os.fstat(self._file.fileno()).st_size > self._end
-        if not (torn or self._superseded or (starts[1:] < starts[:-1]).any()):
+        incomplete = os.fstat(self._file.fileno()).st_size > self._end
+        if not (incomplete or self._superseded or (starts[1:] < starts[:-1]).any()):
             return
         target = self._path.resolve()
         ordered = target.with_name(f"{target.name}.ordered")
         try:
-            with naming(ordered), target.open("rb") as source, ordered.open("wb") as file:
+            with name_in_errors(ordered), target.open("rb") as source, ordered.open("wb") as file:
                 for start in starts:
                     source.seek(int(start))
                     file.write(source.readline())
@@ -174,5 +176,5 @@ class ResultFile(ResultStream):
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
-    """One line of JSON in UTF-8. Half a surrogate pair, which UTF-8 lacks, is escaped as JSON has it."""
+    """One line of JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, is escaped."""
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

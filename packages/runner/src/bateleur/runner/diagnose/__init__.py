@@ -1,1 +1,1 @@
-"""What a checkpoint costs, what runs on which graph, why drafts are rejected."""
+"""Diagnostics: sizes of a checkpoint, its CUDA graphs, bounds of a step, and causes of rejected drafts."""

@@ -1,4 +1,4 @@
-"""How the checkpoint of a draft head could have been meant, besides what it declares."""
+"""Alternative interpretations of a draft head's checkpoint, for example with other feature layers or another norm."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ H = TypeVar("H", Eagle3Head, MtpHead)
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """One reading of a checkpoint."""
+    """One interpretation of a checkpoint."""
 
     name: str
     cause: str
-    """What is wrong if this one is better: "features", "norm" or "vocabulary"; "" for the reading as declared."""
+    """The error of the checkpoint's config if this one is better: "features", "norm", "vocabulary"; "" as declared."""
     boundaries: tuple[int, ...]
-    """What the head is fed; one behind the last boundary is the state after the final norm."""
+    """Layers whose input the head gets. `num_layers` is the last hidden state, `num_layers` + 1 that after the norm."""
     head: Head
 
 
 def conventions(head: Head, num_layers: int) -> list[Convention]:
-    """How the head could have been meant; first what its checkpoint declares."""
+    """All interpretations of a head; the first is the one that its checkpoint declares."""
     needs, after_norm = head.spec.needs, num_layers + 1
     declared = (*needs.taps, after_norm) if needs.hidden else needs.taps
     found = [Convention("as declared", "", declared, head)]
 
-    def add(name: str, cause: str, meant: Head = head, boundaries: tuple[int, ...] = declared) -> None:
-        if (boundaries, meant) not in [(other.boundaries, other.head) for other in found]:
-            found.append(Convention(name, cause, boundaries, meant))
+    def add(name: str, cause: str, variant: Head = head, boundaries: tuple[int, ...] = declared) -> None:
+        if (boundaries, variant) not in [(other.boundaries, other.head) for other in found]:
+            found.append(Convention(name, cause, boundaries, variant))
 
     if needs.hidden:
-        add("fed the state before the final norm", "norm", boundaries=(*needs.taps, num_layers))
+        add("input: hidden state before the final norm", "norm", boundaries=(*needs.taps, num_layers))
     elif needs.taps:
         for name, taps in _other_taps(needs.taps, num_layers).items():
             add(name, "features", boundaries=taps)
@@ -46,19 +46,23 @@ def conventions(head: Head, num_layers: int) -> list[Convention]:
         normed = not head.spec.norm_before_residual
         other = _respecified(head, norm_before_residual=normed)
         other.first = copy.copy(head.first)
-        # The layer took the switch from the specification when it was made.
+        # The layer copied the switch from the spec when it was constructed.
         vars(other.first)["_norm_before_residual"] = normed
         add(f"first residual from the {'normed' if normed else 'plain'} hidden state", "norm", other)
         recycle = "post_norm" if head.spec.recycle == "pre_norm" else "pre_norm"
-        add("norm_output the other way round", "norm", _respecified(head, recycle=recycle))
+        add("norm_output inverted", "norm", _respecified(head, recycle=recycle))
     if isinstance(head, MtpHead):
-        add("recycles what its final norm reads", "norm", _respecified(head, recycle="pre_norm"))
-        other_way = copy.copy(head)
-        other_way.embedding_first = False
-        add("the hidden state before the embedding", "features", other_way)
+        add(
+            "next pass gets the hidden state before the final norm",
+            "norm",
+            _respecified(head, recycle="pre_norm"),
+        )
+        swapped = copy.copy(head)
+        swapped.embedding_first = False
+        add("hidden state before embedding in the input", "features", swapped)
     if (ids := head.target_ids) is not None:
         offsets = ids - torch.arange(len(ids), device=ids.device)
-        # Real tables of frequent tokens have neighbours among the ids, where offsets repeat and ids never do.
+        # A real d2t has neighbouring token ids, for which offsets repeat. So strictly growing offsets can only be ids.
         if bool((offsets.diff() > 0).all()) and int(offsets[0]) >= 0:
             raw = copy.copy(head)
             raw.target_ids = offsets
@@ -74,7 +78,7 @@ def _other_taps(taps: tuple[int, ...], num_layers: int) -> dict[str, tuple[int, 
         "taps in ascending order": tuple(sorted(taps)),
     }
     if len(taps) == 3 and 2 < usual[1] < usual[2]:
-        found["taps of the usual default"] = usual
+        found["default taps"] = usual
     return found
 
 

@@ -1,4 +1,4 @@
-"""Why drafts are accepted as rarely as they are: the engine, the features, the norms, the vocabulary, or the head."""
+"""Finds the cause of a low draft acceptance rate: engine, features, norms, vocabulary, or the head's training."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.config.engine_config import NGRAM
 from bateleur.runner.diagnose.conventions import Convention, conventions
-from bateleur.runner.diagnose.draft_offline import Chains, Recorded, Recorder, chains
+from bateleur.runner.diagnose.draft_offline import (
+    DraftsByPosition,
+    RecordedText,
+    RecordingDrafter,
+    draft_by_position,
+)
 from bateleur.runner.diagnose.explanation import (
     ALONE,
     EAGER,
     ENGINE,
     ORACLE,
+    ConventionResult,
     Explanation,
-    Reading,
     Run,
     conclude,
 )
@@ -63,24 +68,22 @@ def explain(
     device: str | torch.device = "auto",
     **engine: Any,
 ) -> Explanation:
-    """Find out what keeps the acceptance of a draft head low.
+    """Find what limits the acceptance rate of a draft head.
 
-    The head runs in the engine; alone, behind features that were recorded along the target's own texts, as its
-    checkpoint declares it and as it could have been meant; and the engine runs with a drafter that knows what the
-    target will say.
+    Compares the head in the engine; the head alone on features recorded from the target's texts, under every
+    `Convention`; and the engine with a drafter that knows the target's texts.
 
-    model: the target's folder; None is the shipped model.
-    draft: folder of the head, "mtp" for the one in the target's own files, or "auto" for the shipped one.
-    prompts: texts or token ids; default: a dozen beginnings of Python code.
-    max_tokens: of each answer.
-    engine: further arguments of `LLM`, to explain what happens under just these.
+    model: folder of the target; None is the shipped model.
+    draft: folder of the head, "mtp" for the head in the target's files, or "auto" for the shipped head.
+    prompts: texts or token ids; by default twelve beginnings of Python code.
+    max_tokens: output tokens per prompt.
+    engine: further options of `LLM` for all engines.
 
-    Raises ValueError if an argument is out of range, a folder is not what it should be, or the answers are too short to
-    say anything.
+    Raises ValueError if an argument is out of range, a folder is invalid, or the outputs are too short.
     """
     k = num_speculative_tokens
     if draft == NGRAM:
-        refuse("draft", draft, "the folder of a head: prompt lookup has no head that could be misread")
+        refuse("draft", draft, "the folder of a head: prompt lookup has no head to diagnose")
     if max_tokens < k + 2:
         raise ValueError(
             f"max_tokens is {max_tokens}; with num_speculative_tokens = {k} it must be at least {k + 2}"
@@ -96,34 +99,36 @@ def explain(
         "device": device,
     }
     folder = shipped_draft() if draft == "auto" else draft
-    study = _Study(checkpoint, folder, settings | engine, ids, max_tokens)
-    llm = study.engine(draft=folder)
+    study = _AcceptanceStudy(checkpoint, folder, settings | engine, ids, max_tokens)
+    llm = study.load_engine(draft=folder)
     for temperature in TEMPERATURES:
         study.generate(llm, temperature, ENGINE)
     if llm.engine.graphs.manager is not None:
-        llm = study.engine(draft=folder, cudagraph_mode="NONE")
+        llm = study.load_engine(draft=folder, cudagraph_mode="NONE")
         for temperature in TEMPERATURES:
             study.generate(llm, temperature, EAGER)
-    del llm  # each engine may fill the device
-    facts = study.alone()
-    study.know_all()
+    del llm  # one engine may fill the device
+    facts = study.run_head_alone()
+    study.run_oracle()
     return conclude(replace(facts, runs=tuple(study.runs)), study.problems)
 
 
 def _tokenised(prompts: Sequence[str | list[int]], checkpoint: Checkpoint) -> list[list[int]]:
-    """Each prompt once."""
+    """Token ids of the prompts, without duplicates."""
     texts = any(isinstance(prompt, str) for prompt in prompts)
     tokenizer: Tokenizer = load_tokenizer(checkpoint) if texts else NoTokenizer()
-    listed = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    different = [list(ids) for ids in dict.fromkeys(map(tuple, listed))]
-    if not different or not all(different):
-        raise ValueError(f"prompts has {len(different)} entries; it must have one, and none that is empty")
-    return different
+    encoded = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    unique = [list(ids) for ids in dict.fromkeys(map(tuple, encoded))]
+    if not unique or not all(unique):
+        raise ValueError(
+            f"prompts has {len(unique)} entries; it must have at least one, and none may be empty"
+        )
+    return unique
 
 
 @dataclass
-class _Study:
-    """What is known so far; engines come and go one after the other."""
+class _AcceptanceStudy:
+    """Measurements so far. Only one engine exists at a time."""
 
     checkpoint: Checkpoint
     draft: str | Path
@@ -132,27 +137,25 @@ class _Study:
     max_tokens: int
     runs: list[Run] = field(default_factory=list)
     texts: dict[float, list[list[int]]] = field(default_factory=dict)
-    """Of plain decoding, by temperature: prompt and answer for every prompt."""
+    """By temperature: prompt and output tokens of plain decoding, for every prompt."""
     problems: list[str] = field(default_factory=list)
 
     @property
     def k(self) -> int:
-        """Drafts of a step."""
+        """Number of drafts per step."""
         return int(self.settings["num_speculative_tokens"])
 
-    # --- in the engine ------------------------------------------------------------------------------------
-
-    def engine(self, **overrides: Any) -> LLM:
-        """An engine of the target; the one before is gone."""
+    def load_engine(self, **overrides: Any) -> LLM:
+        """Load the target with these options changed, after freeing the memory of the previous engine."""
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return LLM(self.checkpoint.path, **(self.settings | overrides))
 
     def generate(self, llm: LLM, temperature: float, name: str = "") -> list[list[int]]:
-        """Answers with their prompts. All have one seed, so what follows some tokens is the same for every prompt.
+        """Return prompt and output tokens of every prompt. All have one seed, so equal prefixes continue equally.
 
-        name: of the run that this is; "" is none.
+        name: name of the `Run` to record; "" records none.
         """
         counts = llm.get_metrics().acceptance
         assert counts is not None  # every engine here has a drafter
@@ -165,81 +168,83 @@ class _Study:
             self.runs.append(Run(name, temperature, tuple(reached), tuple(accepted)))
         return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
-    def know_all(self) -> None:
-        """Check the bookkeeping with a drafter that knows the texts."""
-        recorder = Recorder(self.k, self.checkpoint.spec.num_layers)
-        llm = self.engine(drafter=recorder, draft_policy="fixed")
-        for temperature, whole in self.texts.items():
-            recorder.script, when = whole, f"at temperature {temperature:g}"
+    def run_oracle(self) -> None:
+        """Run the engine with a drafter that knows the texts: every draft must be accepted."""
+        recorder = RecordingDrafter(self.k, self.checkpoint.spec.num_layers)
+        llm = self.load_engine(drafter=recorder, draft_policy="fixed")
+        for temperature, texts in self.texts.items():
+            recorder.script, when = texts, f"at temperature {temperature:g}"
             try:
-                said = self.generate(llm, temperature, ORACLE)
+                outputs = self.generate(llm, temperature, ORACLE)
             except RuntimeError as error:
-                self.problems.append(f"{when} the drafter was told nonsense: {error}")
+                self.problems.append(f"{when} the drafter gets contradictory tokens: {error}")
                 continue
-            other, run = sum(text != right for text, right in zip(said, whole, strict=True)), self.runs[-1]
-            if other and (llm.dtype == torch.float32 or 2 * other > len(whole)):
+            run = self.runs[-1]
+            num_other = sum(text != right for text, right in zip(outputs, texts, strict=True))
+            if num_other and (llm.dtype == torch.float32 or 2 * num_other > len(texts)):
                 self.problems.append(
-                    f"{when} {other} of {len(whole)} texts are not those of plain decoding: accepted drafts leave "
-                    "something wrong behind"
+                    f"{when} {num_other} of {len(texts)} texts differ from plain decoding: accepted drafts leave wrong "
+                    "states"
                 )
-            elif not other and run.accepted != run.reached:
+            elif not num_other and run.accepted != run.reached:
                 self.problems.append(
-                    f"{when} a drafter that is always right gives {run.tokens_per_step:.2f} tokens per step in place "
-                    f"of {self.k + 1}: right drafts are lost, and no head can do better"
+                    f"{when} a drafter that is always right gives {run.tokens_per_step:.2f} tokens per step instead of "
+                    f"{self.k + 1}: the engine rejects right drafts, so no head can do better"
                 )
-
-    # --- outside of it ------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def alone(self) -> Explanation:
-        """What the head does behind recorded features of plain decoding."""
+    def run_head_alone(self) -> Explanation:
+        """Run the head without an engine, on recorded features of plain decoding."""
         spec = self.checkpoint.spec
-        recorder = Recorder(self.k, spec.num_layers)
+        recorder = RecordingDrafter(self.k, spec.num_layers)
         plain = {"enable_prefix_caching": False, "mamba_cache_mode": None, "mamba_retention": None}
-        llm = self.engine(drafter=recorder, draft_policy="fixed", cudagraph_mode="NONE", **plain)
+        llm = self.load_engine(drafter=recorder, draft_policy="fixed", cudagraph_mode="NONE", **plain)
         head = DraftHead.open(self.draft, llm.engine.model, checkpoint=self.checkpoint).head
         head.reserve_positions(llm.limits.max_model_len)
         tried = conventions(head, spec.num_layers)
-        recorder.keep = frozenset({spec.num_layers + 1}.union(*(meant.boundaries for meant in tried)))
-        texts: dict[float, list[Recorded]] = {}
+        recorder.keep = frozenset({spec.num_layers + 1}.union(*(each.boundaries for each in tried)))
+        texts: dict[float, list[RecordedText]] = {}
         for t in TEMPERATURES:
             self.texts[t] = self.generate(llm, t)
-            told = [recorder.recorded(*pair) for pair in zip(self.prompts, self.texts[t], strict=True)]
-            texts[t] = [text for text in told if len(text.tokens) > text.prompt_len + self.k + 1]
+            recorded = [
+                recorder.recorded_text(*pair) for pair in zip(self.prompts, self.texts[t], strict=True)
+            ]
+            texts[t] = [text for text in recorded if len(text.tokens) > text.prompt_len + self.k + 1]
         if not all(texts.values()):
             raise ValueError(
-                f"prompts: no answer is longer than {self.k + 1} tokens; there is nothing to draft"
+                f"prompts: no output has more than {self.k + 1} tokens, so nothing can be drafted; give other prompts"
             )
-        greedy, drawn = TEMPERATURES
-        draft = partial(chains, num_drafts=self.k, target_logits=llm.engine.model.logits, temperature=drawn)
+        greedy, sampled = TEMPERATURES
+        logits = llm.engine.model.logits
+        draft = partial(draft_by_position, num_drafts=self.k, target_logits=logits, temperature=sampled)
         steps = [draft(tried[0], text).steps() for text in texts[greedy]]
-        reached, kept = (tuple(sum(counts).tolist()) for counts in zip(*steps, strict=True))
-        self.runs.append(Run(ALONE, greedy, reached, kept))
-        every = [*texts[greedy], *texts[drawn]]
+        reached, accepted = (tuple(sum(counts).tolist()) for counts in zip(*steps, strict=True))
+        self.runs.append(Run(ALONE, greedy, reached, accepted))
+        every = [*texts[greedy], *texts[sampled]]
         share, ids = 1.0, head.target_ids
         if ids is not None:
-            said = torch.tensor([token for text in every for token in text.tokens[text.prompt_len + 1 :]])
-            share = float(torch.isin(said, ids.cpu()).double().mean())
+            output = torch.tensor([token for text in every for token in text.tokens[text.prompt_len + 1 :]])
+            share = float(torch.isin(output, ids.cpu()).double().mean())
         return Explanation(
             draft=str(self.draft),
             kind=head.spec.kind,
             num_speculative_tokens=self.k,
             runs=(),
-            readings=_readings(draft, tried, every),
+            conventions=_results(draft, tried, every),
             draft_vocab_size=head.spec.draft_vocab_size,
             vocab_size=spec.vocab_size,
             vocabulary_share=share,
         )
 
 
-def _readings(
-    draft: Callable[..., Chains], tried: Sequence[Convention], texts: Sequence[Recorded]
-) -> tuple[Reading, ...]:
-    def accepted(meant: Convention, *, shuffle: bool = False) -> Tensor:
-        return torch.cat([draft(meant, text, shuffle=shuffle).accepted for text in texts])
+def _results(
+    draft: Callable[..., DraftsByPosition], tried: Sequence[Convention], texts: Sequence[RecordedText]
+) -> tuple[ConventionResult, ...]:
+    def accepted(convention: Convention, *, shuffle: bool = False) -> Tensor:
+        return torch.cat([draft(convention, text, shuffle=shuffle).accepted for text in texts])
 
     declared = accepted(tried[0])
     return tuple(
-        Reading.of(meant.name, meant.cause, accepted(meant), declared, accepted(meant, shuffle=True))
-        for meant in tried
+        ConventionResult.of(each.name, each.cause, accepted(each), declared, accepted(each, shuffle=True))
+        for each in tried
     )

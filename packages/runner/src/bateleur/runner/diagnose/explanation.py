@@ -1,4 +1,4 @@
-"""What `explain` found, and what follows from it."""
+"""Measurements of `explain`, and the conclusions drawn from them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 
 from torch import Tensor
 
-_GAIN = 0.02
-"""More accepted drafts a step than this, and this share of them, are worth naming."""
-_SIGMAS = 3.0
-"""By how many standard errors a difference is no chance."""
-_COLLAPSE, _FEW = 0.6, 10
-"""A position accepting less than this share of the one before it has collapsed, if it was not reached but few times."""
-_AGREE = 0.93
-"""Of tokens per step, that two ways of running the same head must have in common: roundings differ."""
-_OUTSIDE = 0.05
-"""Share of the target's tokens outside the draft vocabulary that is worth naming."""
+_MIN_GAIN = 0.02
+"""Least difference to report, in accepted drafts per step and as a share of them."""
+_MIN_SIGMAS = 3.0
+"""Least difference to report, in standard errors."""
+_COLLAPSE, _MIN_REACHED = 0.6, 10
+"""A position is reported if its acceptance rate is below 0.6 of the one before, and it was reached 10 times or more."""
+_AGREEMENT = 0.93
+"""Least ratio of tokens per step for two runs of one head to count as equal; rounding differs between them."""
+_MIN_OUTSIDE = 0.05
+"""Least share of the target's tokens outside the draft vocabulary to report."""
 
 ENGINE, EAGER, ALONE, ORACLE = "engine", "without graphs", "head alone", "all drafts right"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Drafts of one run: by position, how often one was reached and accepted.
+    """How often the draft at each position was reached and accepted in one run.
 
-    name: the head in the `ENGINE`, there `EAGER`, and `ALONE` along recorded texts; `ORACLE` is a drafter that knows
-        the text, in the engine.
+    name: `ENGINE` (the head in the engine), `EAGER` (the same without CUDA graphs), `ALONE` (the head on recorded
+        texts), or `ORACLE` (a drafter that knows the text, in the engine).
     """
 
     name: str
@@ -40,24 +40,24 @@ class Run:
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """By position: how often a draft was accepted when all before it were. NaN where none was reached."""
+        """By position: acceptance rate of the drafts that were reached. NaN if none was."""
         pairs = zip(self.accepted, self.reached, strict=True)
         return tuple(kept / tried if tried else math.nan for kept, tried in pairs)
 
     @property
     def tokens_per_step(self) -> float:
-        """Of endless texts with this acceptance; the end of real ones cuts a step short."""
+        """Mean tokens per step of an infinite text with these rates; the end of a real text shortens its last step."""
         rates = (0.0 if math.isnan(rate) else rate for rate in self.acceptance)
         return 1.0 + float(sum(accumulate(rates, mul)))
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """One reading of the checkpoint: how many drafts are accepted at each place of the target's own texts.
+class ConventionResult:
+    """Expected acceptance under one `Convention`, over all output positions of the target's texts.
 
-    cause: what is wrong if it is clearly better than the declared one.
-    tokens_per_step: were every place the beginning of a step. from_tokens_alone: with features in random order.
-    better, uses_features: whether that is more than as declared, and than from tokens alone; clearly, not by chance.
+    cause: see `Convention`. tokens_per_step: mean over all positions. from_tokens_alone: the same with features in
+    random order. better, uses_features: whether tokens_per_step is significantly higher than as declared, and than
+    from_tokens_alone.
     """
 
     name: str
@@ -68,34 +68,37 @@ class Reading:
     uses_features: bool
 
     @classmethod
-    def of(cls, name: str, cause: str, accepted: Tensor, declared: Tensor, shuffled: Tensor) -> Reading:
-        """From drafts accepted at P places, (P,) each: of this reading, as declared, and with shuffled features."""
+    def of(
+        cls, name: str, cause: str, accepted: Tensor, declared: Tensor, shuffled: Tensor
+    ) -> ConventionResult:
+        """From (P,) accepted drafts per position: under this convention, as declared, and with shuffled features."""
         tokens, alone = 1 + float(accepted.mean()), 1 + float(shuffled.mean())
-        return cls(name, cause, tokens, alone, _clearly(accepted, declared), _clearly(accepted, shuffled))
+        return cls(name, cause, tokens, alone, _exceeds(accepted, declared), _exceeds(accepted, shuffled))
 
 
-def _clearly(accepted: Tensor, other: Tensor) -> bool:
+def _exceeds(accepted: Tensor, other: Tensor) -> bool:
+    """Whether the mean of `accepted` is significantly higher."""
     gain = (accepted - other).double()
-    mean, least = float(gain.mean()), _GAIN * max(1.0, float(other.mean()))
-    return mean >= least and mean >= _SIGMAS * float(gain.std()) / math.sqrt(len(gain))
+    mean, least = float(gain.mean()), _MIN_GAIN * max(1.0, float(other.mean()))
+    return mean >= least and mean >= _MIN_SIGMAS * float(gain.std()) / math.sqrt(len(gain))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What was measured, and why acceptance is what it is.
+    """Measurements and causes of a low acceptance rate.
 
-    readings: first as declared; drafts drawn at temperature 0.8, along texts of all temperatures.
-    vocabulary_share: of the target's tokens, those that the head could draft: no acceptance is above it.
-    causes: of "bookkeeping", "features", "norm", "vocabulary" and "rollout" those found, most likely first; empty
-        where nothing is wrong.
-    conclusions: the same in sentences, at least one.
+    conventions: results under each convention, first as declared; drafts sampled at temperature 0.8, texts of all
+        temperatures.
+    vocabulary_share: share of the target's tokens that are in the draft vocabulary, an upper bound of acceptance rates.
+    causes: any of "bookkeeping", "features", "norm", "vocabulary" and "rollout", most likely first; may be empty.
+    conclusions: at least one sentence.
     """
 
     draft: str
     kind: str
     num_speculative_tokens: int
     runs: tuple[Run, ...]
-    readings: tuple[Reading, ...]
+    conventions: tuple[ConventionResult, ...]
     draft_vocab_size: int
     vocab_size: int
     vocabulary_share: float
@@ -103,97 +106,94 @@ class Explanation:
     conclusions: tuple[str, ...] = ()
 
     def run(self, name: str, temperature: float = 0.0) -> Run | None:
-        """One of the runs, if there was such a one."""
+        """The run with this name and temperature, or None."""
         return next((run for run in self.runs if (run.name, run.temperature) == (name, temperature)), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; what is not known is None."""
-        found = asdict(self)
-        for run, told in zip(self.runs, found["runs"], strict=True):
-            told["acceptance"] = [None if math.isnan(rate) else rate for rate in run.acceptance]
-            told["tokens_per_step"] = run.tokens_per_step
-        return found
+        """All fields as JSON values; NaN becomes None."""
+        fields = asdict(self)
+        for run, values in zip(self.runs, fields["runs"], strict=True):
+            values["acceptance"] = [None if math.isnan(rate) else rate for rate in run.acceptance]
+            values["tokens_per_step"] = run.tokens_per_step
+        return fields
 
     def table(self) -> str:
-        """The same as lines of text for a terminal."""
+        """Format for a terminal."""
         lines = [
             self.draft,
-            f"{self.kind} head, {self.num_speculative_tokens} drafts a step, {self.draft_vocab_size:,} of "
-            f"{self.vocab_size:,} tokens: {self.vocabulary_share:.1%} of what the target said",
+            f"{self.kind} head, {self.num_speculative_tokens} drafts per step, draft vocabulary of "
+            f"{self.draft_vocab_size:,} of {self.vocab_size:,} tokens with {self.vocabulary_share:.1%} of the output",
             "",
-            f"{'':<50}{'tokens/step':>12}  accepted when reached, by position",
+            f"{'':<50}{'tokens/step':>12}  acceptance rate by position",
         ]
         for run in self.runs:
             name, rates = f"{run.name}, temperature {run.temperature:g}", [f"{r:.2f}" for r in run.acceptance]
             lines.append(f"{name:<50}{run.tokens_per_step:>12.2f}  {' '.join(rates)}")
-        lines += ["", f"{'the checkpoint, read':<50}{'tokens/step':>12}  from tokens alone"]
-        for each in self.readings:
+        lines += ["", f"{'checkpoint, interpreted':<50}{'tokens/step':>12}  without features"]
+        for each in self.conventions:
             lines.append(f"{each.name:<50}{each.tokens_per_step:>12.2f}{each.from_tokens_alone:>19.2f}")
         return "\n".join([*lines, "", *self.conclusions])
 
 
 def conclude(facts: Explanation, problems: list[str]) -> Explanation:
-    """`facts` with what follows from them and from what went wrong in the engine, most likely cause first."""
-    found = [("bookkeeping", problem) for problem in [*problems, *_engine_loses(facts)]]
-    declared, share = facts.readings[0], facts.vocabulary_share
-    better = [reading for reading in facts.readings if reading.better and reading.uses_features]
+    """Add causes and conclusions, the most likely cause first. problems: found while running the engine."""
+    found = [("bookkeeping", problem) for problem in [*problems, *_engine_problems(facts)]]
+    declared, share = facts.conventions[0], facts.vocabulary_share
+    better = [each for each in facts.conventions if each.better and each.uses_features]
     if better:
-        best = max(better, key=lambda reading: reading.tokens_per_step)
+        best = max(better, key=lambda each: each.tokens_per_step)
         text = (
-            f"{best.tokens_per_step:.2f} tokens per step are to be expected of the reading {best.name!r}, and "
-            f"{declared.tokens_per_step:.2f} as declared: the configuration of the head is wrong there"
+            f"interpreted as {best.name!r} the head gives {best.tokens_per_step:.2f} tokens per step, as declared "
+            f"{declared.tokens_per_step:.2f}: correct this in the config of the head"
         )
         found.append((best.cause, text))
-    if 1 - share >= _OUTSIDE:
+    if 1 - share >= _MIN_OUTSIDE:
         text = (
-            f"{1 - share:.0%} of the target's tokens are not among the {facts.draft_vocab_size:,} that the head can "
-            f"draft, so no acceptance is above {share:.0%}"
+            f"{1 - share:.0%} of the target's tokens are not in the draft vocabulary of {facts.draft_vocab_size:,} "
+            f"tokens, so no acceptance rate can exceed {share:.0%}"
         )
         found.append(("vocabulary", text))
-    if not better:  # a misread head says nothing of its training
-        found += [("rollout", text) for text in _collapses(facts)]
+    if not better:  # rates of a misinterpreted head do not show how it was trained
+        found += [("rollout", text) for text in _rollout_problems(facts)]
     causes = tuple(dict.fromkeys(cause for cause, _ in found))
-    lines = tuple(f"{cause}: {text}" for cause, text in found) or (_nothing(declared),)
+    lines = tuple(f"{cause}: {text}" for cause, text in found) or (_no_cause(declared),)
     return replace(facts, causes=causes, conclusions=lines)
 
 
-def _engine_loses(facts: Explanation) -> Iterator[str]:
-    """The same head, run in two ways."""
+def _engine_problems(facts: Explanation) -> Iterator[str]:
+    """Compare runs of the same head with and without graphs, and with and without the engine."""
     for run in facts.runs:
         eager = facts.run(EAGER, run.temperature)
-        if run.name == ENGINE and eager is not None and run.tokens_per_step < _AGREE * eager.tokens_per_step:
+        if run.name == ENGINE and eager and run.tokens_per_step < _AGREEMENT * eager.tokens_per_step:
             yield (
-                f"at temperature {run.temperature:g} drafts on graphs give {run.tokens_per_step:.2f} tokens per step "
-                f"and eager ones {eager.tokens_per_step:.2f}: a graph replays what is no longer true"
+                f"at temperature {run.temperature:g} CUDA graphs give {run.tokens_per_step:.2f} tokens per step, eager "
+                f"steps {eager.tokens_per_step:.2f}: a graph replays stale values"
             )
     engine, alone = facts.run(ENGINE), facts.run(ALONE)
-    if engine is None or alone is None or engine.tokens_per_step >= _AGREE * alone.tokens_per_step:
+    if engine is None or alone is None or engine.tokens_per_step >= _AGREEMENT * alone.tokens_per_step:
         return
-    first = next(i for i, kept in enumerate(alone.acceptance) if not engine.acceptance[i] >= kept)
+    first = next(i for i, rate in enumerate(alone.acceptance) if not engine.acceptance[i] >= rate)
     yield (
-        f"alone the head gives {alone.tokens_per_step:.2f} tokens per step, in the engine "
-        f"{engine.tokens_per_step:.2f}, and falls behind at draft {first + 1}: the "
-        f"{'chain' if first else 'first pass'} reads metadata, tokens or keys and values that are not its own"
+        f"the head gives {alone.tokens_per_step:.2f} tokens per step alone and {engine.tokens_per_step:.2f} in the "
+        f"engine, where draft {first + 1} is the first with a lower rate: the engine's {'later' if first else 'first'} "
+        "draft pass reads wrong metadata, tokens, keys or values"
     )
 
 
-def _collapses(facts: Explanation) -> Iterator[str]:
-    """The first position of the head alone that does."""
+def _rollout_problems(facts: Explanation) -> Iterator[str]:
+    """Find the first position of the head alone whose acceptance rate collapses."""
     alone = facts.run(ALONE)
     rates, reached = ((), ()) if alone is None else (alone.acceptance, alone.reached)
     for i, (before, this) in enumerate(pairwise(rates), 1):
-        if this < _COLLAPSE * before and reached[i] >= _FEW:
+        if this < _COLLAPSE * before and reached[i] >= _MIN_REACHED:
             yield (
-                f"draft {i + 1} is right {this:.0%} of the time when it is reached, draft {i} {before:.0%}, outside "
-                "the engine as well: the head was trained without unrolling, on the target's features only"
+                f"the acceptance rate of draft {i + 1} is {this:.0%} and of draft {i} {before:.0%}, also without the "
+                "engine: the head was trained on the target's features only, not on its own"
             )
             return
 
 
-def _nothing(declared: Reading) -> str:
-    text = (
-        f"nothing wrong found: the head is just not better than that, {declared.tokens_per_step:.2f} tokens per step "
-        "behind the target's own texts"
-    )
-    lost = ". The target's features make no difference to it: it is untrained, or made for another target"
-    return text if declared.uses_features else text + lost
+def _no_cause(declared: ConventionResult) -> str:
+    text = f"nothing wrong found: the head itself gives {declared.tokens_per_step:.2f} tokens per step on these texts"
+    unused = ". The target's features make no difference: the head is untrained, or belongs to another target"
+    return text if declared.uses_features else text + unused

@@ -1,4 +1,4 @@
-"""What would run on which graph, for a checkpoint and limits: nothing is loaded, nothing is captured."""
+"""Which batches run on which CUDA graph, for a checkpoint and engine options. Loads no weights and captures nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bateleur.runner.config.attention_backend import choose_backend
 from bateleur.runner.config.engine_config import NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.diagnose.costs import empty_model
+from bateleur.runner.diagnose.checkpoint_facts import empty_model
 from bateleur.runner.engine.setup import policy_of
 from bateleur.runner.model_runner.step_graphs import gaps_of_drafts, make_plan, query_lens_of
 from bateleur.runner.sampling.end_graphs import end_keys
@@ -34,24 +34,24 @@ from bateleur.runner.utils.device import resolve_device
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """A plan and what it covers."""
+    """The CUDA graphs of an engine and the batches that run on them."""
 
     plan: CudagraphDispatcher
     notes: tuple[str, ...]
-    """Why the mode is not the one asked for, and what else a user should know."""
+    """Why the mode differs from the requested one, and other remarks for the user."""
     decode: tuple[Coverage, ...]
-    """Steps of 1, 2, ... decoding requests: without drafts, then with as many as all rows may have."""
+    """Coverage of 1, 2, ... decoding requests: without drafts, then with the drafts that all rows may have."""
     prompts: Coverage
-    """Steps of one prompt row with 1, 2, ... tokens; its spans count tokens."""
+    """Coverage of one prefill with 1, 2, ... tokens; its ranges count tokens."""
     ends: tuple[BatchExecutionDescriptor, ...] = ()
-    """What ends a step whose rows all decode: drawn, or all greedy."""
+    """Graphs that sample or verify after a decode step."""
     proposals: tuple[BatchExecutionDescriptor, ...] = ()
-    """What a draft head proposes behind it: so many drafts."""
+    """Graphs in which a draft head proposes after a decode step."""
     nbytes: int = 0
     """Approximate bytes of memory that all graphs share, without the memory that the driver keeps for each."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All facts as JSON values."""
         return {
             "mode": self.plan.mode.name,
             "notes": list(self.notes),
@@ -64,11 +64,11 @@ class GraphFacts:
         }
 
     def table(self) -> str:
-        """The same as lines of text for a terminal."""
+        """Format for a terminal."""
         lines = [f"mode {self.plan.mode.name}, {len(self.plan.keys)} graphs", *self.notes]
         if self.ends:
-            proposals = f", and {len(self.proposals)} that propose drafts" if self.proposals else ""
-            lines.append(f"behind those of decoding rows {len(self.ends)} graphs that end steps{proposals}")
+            proposals = f", {len(self.proposals)} that propose drafts" if self.proposals else ""
+            lines.append(f"after decode graphs: {len(self.ends)} graphs that sample or verify{proposals}")
         if self.nbytes:
             lines.append(f"all graphs share about {self.nbytes:,} bytes; the driver keeps more for each")
         for coverage in self.decode:
@@ -82,9 +82,9 @@ class GraphFacts:
 
 
 def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
-    """The graphs that `LLM` would capture with the same arguments. Raises ValueError as it would.
+    """The graphs that `LLM` captures with these options. Raises ValueError as `LLM` does.
 
-    Where nothing is captured unless it is asked for, on a CPU, they are those of a CUDA device.
+    On a CPU, where graphs are off by default, the graphs of a CUDA device are described instead.
     """
     config = EngineConfig.of(model=path, **options)
     where, notes = resolve_device(config.model.device), []
@@ -95,9 +95,7 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     if config.graphs.cudagraph_mode is None and graphs.mode is CudaGraphMode.NONE:
         graphs = replace(graphs, mode=CudaGraphMode.FULL_DECODE_ONLY)
         limits = EngineLimits.of(config, spec, torch.device("cuda"))
-        notes.append(
-            f"as on a CUDA device; on {where} steps run eagerly unless cudagraph_mode asks for graphs"
-        )
+        notes.append(f"for a CUDA device: on {where} all steps run eagerly unless cudagraph_mode is given")
     drafts = limits.num_speculative_tokens
     backend = choose_backend(config.model.attention_backend, where, dtype, spec.widest_head)
     support = backend.builder().graph_support

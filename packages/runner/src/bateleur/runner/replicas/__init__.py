@@ -1,1 +1,1 @@
-"""Several engines behind one address, and over one file: replicas on Ray."""
+"""Replicas of an engine on Ray: one HTTP address for all of them, and batches that run on all of them."""

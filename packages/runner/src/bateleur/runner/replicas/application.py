@@ -1,4 +1,4 @@
-"""The application on Ray Serve: `serve run bateleur.runner.replicas.application:app model=DIR replicas=2`."""
+"""The Ray Serve application: `serve run bateleur.runner.replicas.application:app model=DIR replicas=2`."""
 
 from __future__ import annotations
 
@@ -19,43 +19,39 @@ from starlette.types import Message
 
 from bateleur.runner.config.engine_config import EngineConfig, all_options
 from bateleur.runner.errors import EngineDead, QueueFull, ReplicaLost
-from bateleur.runner.replicas.call import Call
 from bateleur.runner.replicas.config import NOT_OF_RAY, OF_RAY, ReplicaConfig
-from bateleur.runner.replicas.front import Front
+from bateleur.runner.replicas.forwarded_request import ForwardedRequest
+from bateleur.runner.replicas.frontend import ReplicaFrontend
 from bateleur.runner.serve.config import ServeConfig, served_engine
 from bateleur.runner.utils.arguments import Integer, refuse
 from bateleur.runner.utils.options import Option, options_of
 
 _ROUTER = "bateleur.runner.replicas.ray_router.PrefixRouter"
-_PER_FRONT = 16
-"""Replicas for which one front is enough."""
-_ROWS = 64
-"""Requests that run at once in an engine that is not told how many."""
-_LAST_WORDS = 5
-"""Seconds beside those that running requests have to end."""
+_REPLICAS_PER_FRONTEND = 16
+_DEFAULT_MAX_NUM_SEQS = 64
+"""Concurrent requests of an engine whose max_num_seqs is chosen at start."""
+_SHUTDOWN_MARGIN = 5
+"""Seconds in addition to the server's shutdown timeout, before Ray kills a replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """All that decides an application."""
+class DeploymentPlan:
+    """All options of an application."""
 
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """As for `LLM`."""
+    """Options of `LLM`."""
     server: ServeConfig = field(default_factory=ServeConfig)
     replicas: ReplicaConfig = field(default_factory=ReplicaConfig)
     num_threads: int | None = None
-    """Of a CPU, for each replica; default: Ray's, 1."""
+    """CPU threads per replica and rank; None is Ray's default, 1."""
 
     @property
-    def rows(self) -> int:
-        """Requests that run at once in a replica, as far as that can be known before."""
-        return int(self.engine.get("max_num_seqs") or _ROWS)
+    def max_num_seqs(self) -> int:
+        """Concurrent requests of a replica, 64 if the engine chooses it at start."""
+        return int(self.engine.get("max_num_seqs") or _DEFAULT_MAX_NUM_SEQS)
 
     def resources(self, num_gpus: float) -> dict[str, float]:
-        """What one replica takes: its ranks are processes of its own, so their devices are of one node, and its alone.
-
-        num_gpus: of the cluster.
-        """
+        """Ray resources of one replica with all its ranks, which run on one node. num_gpus: GPUs of the cluster."""
         device = str(self.engine.get("device", "auto"))
         on_gpu = device.startswith("cuda") or (device == "auto" and num_gpus > 0)
         sizes = (self.engine.get(name) for name in ("tensor_parallel_size", "data_parallel_size"))
@@ -65,45 +61,47 @@ class Plan:
         return {"CPU": float(ranks * (self.num_threads or 1))}
 
     @property
-    def cpus(self) -> int:
-        """Of a Ray that is started for all replicas and the reader of a file: they share what cores there are."""
+    def num_cpus(self) -> int:
+        """CPUs to declare to a new local Ray: enough for all replicas and a reader, even if they share cores."""
         replica = self.resources(0)["CPU"]
-        return max(os.cpu_count() or 1, int(self.replicas.most * replica) + 1)
+        return max(os.cpu_count() or 1, int(self.replicas.upper_limit * replica) + 1)
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """The application of these arguments: options of `LLM`, of `bateleur serve` and of replicas, under their names.
+    """Build the application from options of `LLM`, `bateleur serve` and `ReplicaConfig` by name, for `serve run`.
 
-    Values may be text, as a command line has them. Raises ValueError for unknown names and wrong values.
+    Values may be strings. Raises ValueError for unknown names and invalid values.
     """
     given = dict(args)
     for name in (*NOT_OF_RAY, *OF_RAY):
         if name in given:
-            refuse(name, given[name], "absent: Ray Serve listens, by options of its own")
+            refuse(name, given[name], "left out: use the options of Ray Serve, which listens")
     threads = given.pop("num_threads", None)
     server = ServeConfig(**_taken(given, options_of(ServeConfig)))
     replicas = ReplicaConfig(**_taken(given, options_of(ReplicaConfig)))
     engine = served_engine(_taken(given, all_options()) | given)
     EngineConfig.of(**engine)
     threads = None if threads is None else Integer(1)("num_threads", int(threads))
-    return application(Plan(engine=engine, server=server, replicas=replicas, num_threads=threads))
+    return build_application(
+        DeploymentPlan(engine=engine, server=server, replicas=replicas, num_threads=threads)
+    )
 
 
-def application(plan: Plan) -> serve.Application:
-    """Fronts, and the replicas behind them."""
+def build_application(plan: DeploymentPlan) -> serve.Application:
+    """Build the two deployments: frontends, and engine replicas."""
     replicas, server = plan.replicas, plan.server
     resources = plan.resources(ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0)
-    ends = {
-        "graceful_shutdown_timeout_s": server.shutdown_timeout + _LAST_WORDS,
+    shutdown = {
+        "graceful_shutdown_timeout_s": server.shutdown_timeout + _SHUTDOWN_MARGIN,
         "graceful_shutdown_wait_loop_s": 0.2,
     }
-    several: dict[str, Any] = {"num_replicas": replicas.replicas}
-    if replicas.most > replicas.replicas:
-        target = replicas.target_ongoing_requests or plan.rows
-        several = {
+    scaling: dict[str, Any] = {"num_replicas": replicas.replicas}
+    if replicas.upper_limit > replicas.replicas:
+        target = replicas.target_ongoing_requests or plan.max_num_seqs
+        scaling = {
             "autoscaling_config": {
                 "min_replicas": replicas.replicas,
-                "max_replicas": replicas.most,
+                "max_replicas": replicas.upper_limit,
                 "target_ongoing_requests": target,
                 "upscale_delay_s": replicas.upscale_delay,
                 "downscale_delay_s": replicas.downscale_delay,
@@ -111,32 +109,34 @@ def application(plan: Plan) -> serve.Application:
         }
     options = {"imbalance": replicas.replica_imbalance, "slack": replicas.replica_slack}
     engines = serve.deployment(
-        _Engine,
+        _EngineDeployment,
         name="engine",
-        **several,
-        **ends,
+        **scaling,
+        **shutdown,
         ray_actor_options={"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0.0)},
-        **_placed(resources),
-        max_ongoing_requests=2 * plan.rows + _PER_FRONT,
-        max_queued_requests=max(server.max_queued_requests, _PER_FRONT),  # to be sent on takes a moment, too
+        **_placement(resources),
+        max_ongoing_requests=2 * plan.max_num_seqs + _REPLICAS_PER_FRONTEND,
+        max_queued_requests=max(
+            server.max_queued_requests, _REPLICAS_PER_FRONTEND
+        ),  # some for requests being sent
         health_check_period_s=2,
         health_check_timeout_s=replicas.health_check_timeout,
         request_router_config={"request_router_class": _ROUTER, "request_router_kwargs": options},
     )
-    fronts = serve.deployment(
-        _Front,
+    frontends = serve.deployment(
+        serve.ingress()(_FrontendDeployment),
         name="front",
-        **ends,
-        num_replicas=1 + (replicas.most - 1) // _PER_FRONT,
+        **shutdown,
+        num_replicas=1 + (replicas.upper_limit - 1) // _REPLICAS_PER_FRONTEND,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=100_000,
     )
-    behind = replace(server, api_key=(), allowed_origins=(), uds=None)
-    return fronts.bind(engines.bind(plan.engine, behind, plan.num_threads), server)
+    internal = replace(server, api_key=(), allowed_origins=(), uds=None)
+    return frontends.bind(engines.bind(plan.engine, internal, plan.num_threads), server)
 
 
-class _Engine:
-    """`EngineReplica` in a process of Ray's."""
+class _EngineDeployment:
+    """`EngineReplica` in a Ray process."""
 
     def __init__(self, engine: Mapping[str, Any], config: ServeConfig, num_threads: int | None) -> None:
         import torch
@@ -151,8 +151,8 @@ class _Engine:
         llm.llm.prepare_structured_outputs()
         self._replica = EngineReplica(serve.get_replica_context().replica_tag, llm, config)
 
-    async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
-        async for messages in self._replica.answer(call):
+    async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+        async for messages in self._replica.answer(request):
             yield messages
 
     async def metrics(self) -> tuple[str, str]:
@@ -165,29 +165,29 @@ class _Engine:
         await self._replica.close()
 
 
-class _FrontOfEngines:
-    """`Front` in a process of Ray's, which reads requests, and streams answers of replicas."""
+class _FrontendDeployment:
+    """`ReplicaFrontend` in a Ray process."""
 
     def __init__(self, engines: serve.handle.DeploymentHandle, config: ServeConfig) -> None:
         self._engines = engines
-        self._front = Front(self._ask, self._metrics, config)
+        self._frontend = ReplicaFrontend(self._send_request, self._metrics, config)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._front.app()
+        return self._frontend.app()
 
-    async def drain(self, seconds: float) -> None:
-        """Let nobody in, and wait for those who are."""
-        await self._front.drain(seconds)
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests and wait for running ones."""
+        await self._frontend.drain(timeout)
 
-    async def _ask(self, call: Call) -> AsyncGenerator[list[Message], None]:
-        answers = self._engines.options(stream=True).answer.remote(call)
+    async def _send_request(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+        answers = self._engines.options(stream=True).answer.remote(request)
         try:
             async for messages in answers:
                 yield messages
         except RayActorError as error:
             raise ReplicaLost(str(error)) from error
         except BackPressureError as error:
-            raise QueueFull("max_queued_requests are waiting for a replica") from error
+            raise QueueFull("all replicas are busy and the queue is full (--max-queued-requests)") from error
         except DeploymentUnavailableError as error:
             raise EngineDead(str(error)) from error
         finally:
@@ -198,23 +198,20 @@ class _FrontOfEngines:
         return dict(await self._engines.broadcast("metrics").results_async(timeout_s=10))
 
 
-_Front = serve.ingress()(_FrontOfEngines)
-
-
-def _placed(resources: Mapping[str, float]) -> dict[str, Any]:
-    """One bundle for all ranks of a replica: they are its children, on its node."""
+def _placement(resources: Mapping[str, float]) -> dict[str, Any]:
+    """One resource bundle for all ranks of a replica: they are its child processes, on its node."""
     if resources.get("GPU", 0.0) <= 1:
         return {}
     return {"placement_group_bundles": [dict(resources)], "placement_group_strategy": "STRICT_PACK"}
 
 
 def _taken(given: dict[str, Any], options: Iterable[Option]) -> dict[str, Any]:
-    """Those of the arguments that are these options, out of all."""
+    """Remove these options from the arguments and return them."""
     return {each.name: _typed(given.pop(each.name), each) for each in options if each.name in given}
 
 
 def _typed(value: Any, option: Option) -> Any:
-    """Text becomes what it spells in JSON, unless the option is text; a sequence may be one text alone."""
+    """Parse a string as JSON unless the option is a string. A sequence of strings may be given as one string."""
     if not isinstance(value, str) or option.type.startswith("str"):
         return value
     try:

@@ -1,4 +1,4 @@
-"""A replica: an engine with the server's routes before it, asked by calls in place of a socket."""
+"""An engine with the API server's application, which gets requests from the frontend instead of a socket."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from starlette.types import Message
 
 from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.errors import EngineDead, ReplicaLost
-from bateleur.runner.replicas.call import Call
+from bateleur.runner.replicas.forwarded_request import ForwardedRequest
 from bateleur.runner.serve.app import build_app
 from bateleur.runner.serve.config import ServeConfig
 
-_WAITING = 8
-"""Messages of a reply that wait to be sent on; where more come, the engine's reports are merged."""
+_MAX_QUEUED_MESSAGES = 8
+"""Messages of a response that wait to be sent. If it is full, the engine's outputs are merged meanwhile."""
 _log = logging.getLogger(__name__)
 
 
 class EngineReplica:
-    """Answers calls as `bateleur serve` answers requests.
+    """Answers forwarded requests as `bateleur serve` does.
 
-    name: what others know it by. config: of the server; who may come in was decided before.
+    name: the replica's name on Ray. config: of the server, without authentication, which the frontend has done.
     """
 
     def __init__(self, name: str, llm: AsyncLLM, config: ServeConfig) -> None:
         self.name, self.llm = name, llm
         self.app = build_app(llm, config)
 
-    async def answer(self, call: Call) -> AsyncGenerator[list[Message], None]:
-        """What the application sends, as many messages at a time as there are; to leave it aborts the request.
+    async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+        """Yield the application's messages, all that are available at a time. Closing the generator aborts the request.
 
         Raises ReplicaLost, before any message, if the engine is dead.
         """
-        sent: asyncio.Queue[Message | None] = asyncio.Queue(_WAITING)
-        task = asyncio.ensure_future(self._run(call, sent))
+        sent: asyncio.Queue[Message | None] = asyncio.Queue(_MAX_QUEUED_MESSAGES)
+        task = asyncio.ensure_future(self._run(request, sent))
         try:
             ended = False
             while not ended:
@@ -54,31 +54,31 @@ class EngineReplica:
             with suppress(asyncio.CancelledError):
                 await task
 
-    async def _run(self, call: Call, sent: asyncio.Queue[Message | None]) -> None:
-        parts = [{"type": "http.request", "body": call.body, "more_body": False}]
+    async def _run(self, request: ForwardedRequest, sent: asyncio.Queue[Message | None]) -> None:
+        parts = [{"type": "http.request", "body": request.body, "more_body": False}]
 
         async def receive() -> Message:
             if not parts:
-                await asyncio.Future()  # who leaves cancels all of it
+                await asyncio.Future()  # a client that disconnects cancels the task instead
             return parts.pop()
 
         try:
-            await self.app(dict(call.scope), receive, sent.put)
+            await self.app(dict(request.scope), receive, sent.put)
         except Exception:
-            _log.exception("an error inside the server")
+            _log.exception("internal error of the server")
         await sent.put(None)
 
     async def metrics(self) -> tuple[str, str]:
-        """Its name, and what it tells Prometheus."""
+        """The replica's name and its metrics in Prometheus format."""
         text: bytes = await self.app.state.service.metrics()
         return self.name, text.decode()
 
     async def check_health(self) -> None:
-        """Raises EngineDead if no step will run any more; does not return while a step hangs."""
+        """Raises EngineDead if the engine has failed. Does not return while a step hangs."""
         await self.llm.inspect(lambda llm: None)
         if self.llm.error is not None:
             raise EngineDead(f"the engine died of {type(self.llm.error).__name__}: {self.llm.error}")
 
     async def close(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
         await self.llm.close()

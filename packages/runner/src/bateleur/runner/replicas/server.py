@@ -1,4 +1,4 @@
-"""`bateleur serve --replicas N`: the application on a Ray that is started for it, or on one that is there."""
+"""`bateleur serve --replicas N`: runs the application on a new local Ray, or on an existing cluster."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 import ray
 from ray import serve
 
-from bateleur.runner.replicas.application import Plan, application
+from bateleur.runner.replicas.application import DeploymentPlan, build_application
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.utils.arguments import refuse
 
 _NAME = "bateleur"
-_OBJECTS_BYTES = 80 * 2**20
-"""Shared memory of a Ray that is started here: what goes through it is requests and answers."""
+_OBJECT_STORE_BYTES = 80 * 2**20
+"""Shared memory of a local Ray, for requests and responses."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def started(address: str | None, num_cpus: int) -> Iterator[None]:
-    """Connected to a Ray: that at an address, or one of this machine alone, which ends with the block.
+def ray_cluster(address: str | None, num_cpus: int) -> Iterator[None]:
+    """Connect to the Ray cluster at an address, or start a local one that ends with the block.
 
-    num_cpus: what its replicas may take; they share what cores there are.
+    num_cpus: CPUs that a local Ray declares; may exceed the number of cores.
     """
     from ray._common.usage.usage_lib import set_usage_stats_enabled_via_env_var
     from ray._private import ray_constants
@@ -36,84 +36,90 @@ def started(address: str | None, num_cpus: int) -> Iterator[None]:
         maybe_enable_token_auth_if_token_available,
     )
 
-    # Under `uv run` Ray would send the folder away and start its processes by `uv run` again; here they find
-    # the same packages where they are.
+    # Under `uv run` Ray would upload the working folder and start its processes by `uv run`. Local processes find the
+    # same packages without that.
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    set_usage_stats_enabled_via_env_var(False)  # nobody was asked whether Ray may report home
+    set_usage_stats_enabled_via_env_var(False)  # no telemetry without the user's consent
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address is not None:
-            _check_answers(address)
+            _check_reachable(address)
             logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as `ray start` does there
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as `ray start` does
             ray.init(address, **common)
         else:
-            own = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": _OBJECTS_BYTES}
-            _start(own | common)
+            _start_local_ray(
+                {
+                    "num_cpus": num_cpus,
+                    "include_dashboard": False,
+                    "object_store_memory": _OBJECT_STORE_BYTES,
+                    **common,
+                }
+            )
         yield
     finally:
         ray.shutdown()
 
 
-def _check_answers(address: str) -> None:
-    """ValueError if nobody listens there, which takes Ray minutes to find out."""
+def _check_reachable(address: str) -> None:
+    """Raise ValueError if nothing listens at the address. Ray itself would need minutes to report that."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():
-        return  # "auto", say
+        return  # for example "auto"
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=10):
             pass
     except (OSError, OverflowError) as error:
-        refuse("ray_address", address, f"where a Ray cluster answers: {error}")
+        refuse("ray_address", address, f"the address of a running Ray cluster: {error}")
 
 
 @contextmanager
-def _held() -> Iterator[None]:
-    """An interrupt waits for the end of the block: a Ray that has begun to start can only be ended when it has started.
+def _deferred_interrupt() -> Iterator[None]:
+    """Defer an interrupt to the end of the block: Ray can only be shut down once it has started.
 
-    A second one is for good, and leaves Ray's agents to themselves, which takes them a minute.
+    A second interrupt ends this process at once; Ray's agents then end by themselves within a minute.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    told: list[int] = []
+    received: list[int] = []
 
-    def hold(number: int, frame: FrameType | None) -> None:
-        told.append(number)
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    before = {each: signal.signal(each, hold) for each in _SIGNALS}
+    before = {each: signal.signal(each, receive) for each in _SIGNALS}
     try:
         yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-        if told:
+        if received:
             raise KeyboardInterrupt
 
 
-def _start(options: dict[str, Any]) -> None:
-    """A Ray of this machine. Its processes give each other 15 seconds to begin, which a busy machine may not do."""
+def _start_local_ray(options: dict[str, Any]) -> None:
+    """Start a local Ray, with up to 3 attempts: its processes time out after 15 seconds on a busy machine."""
     for last in (False, False, True):
         try:
-            with _held():
+            with _deferred_interrupt():
                 ray.init("local", **options)
             return
-        except Exception as error:  # Ray raises just that
+        except Exception as error:  # Ray raises no narrower class
             ray.shutdown()
             if last:
                 raise ValueError(f"Ray did not start: {error}") from error
 
 
-def run(plan: Plan, port: int, ready: Callable[[], None]) -> None:
-    """Answer at this port until a signal comes, and what runs has ended.
+def run(plan: DeploymentPlan, port: int, ready: Callable[[], None]) -> None:
+    """Serve at this port until a signal, then finish running requests.
 
-    ready: called when it answers. Raises ValueError if the replicas can't be started, KeyboardInterrupt where a signal
-    comes before they have, or a second one.
+    ready: called when the server answers. Raises ValueError if the replicas cannot be started, and KeyboardInterrupt
+    for a signal before they have started.
     """
     address = plan.replicas.ray_address
-    with started(address, plan.cpus), _Signals() as told:
+    with ray_cluster(address, plan.num_cpus), _SignalHandler() as signals:
         serve.start(
             proxy_location="HeadOnly" if address is None else "EveryNode",
             http_options=_http_options(plan.server, port),
@@ -122,32 +128,32 @@ def run(plan: Plan, port: int, ready: Callable[[], None]) -> None:
         if address is not None:
             _check_free(address, plan.server.host, port)
         try:
-            front = _deployed(plan)
-            told.wait(ready)
-            front.broadcast("drain", plan.server.shutdown_timeout).results()
+            frontends = _deploy(plan)
+            signals.wait(ready)
+            frontends.broadcast("drain", plan.server.shutdown_timeout).results()
             serve.delete(_NAME)
         except BaseException:
             if address is not None:
-                serve.delete(_NAME, _blocking=False)  # a Ray of its own goes as it is
+                serve.delete(_NAME, _blocking=False)  # a local Ray is shut down as a whole
             raise
         if address is None:
             serve.shutdown()
 
 
 def _check_free(address: str, host: str, port: int) -> None:
-    """ValueError if Ray Serve of a cluster listens elsewhere, or has an application of another server."""
+    """Raise ValueError if the cluster's Ray Serve has another HTTP address, or runs an application of this name."""
     listens = serve.context._get_global_client().http_config
     if (listens.host, listens.port) != (host, port):
         refuse(
-            "port", f"{host}:{port}", f"{listens.host}:{listens.port}, where Ray Serve of {address} listens"
+            "port", f"{host}:{port}", f"{listens.host}:{listens.port}, the address of Ray Serve at {address}"
         )
     if _NAME in serve.status().applications:
-        refuse("ray_address", address, f"a cluster without an application {_NAME!r} of another server")
+        refuse("ray_address", address, f"a cluster without a Ray Serve application {_NAME!r}")
 
 
-def _deployed(plan: Plan) -> serve.handle.DeploymentHandle:
+def _deploy(plan: DeploymentPlan) -> serve.handle.DeploymentHandle:
     try:
-        return serve.run(application(plan), name=_NAME)
+        return serve.run(build_application(plan), name=_NAME)
     except RuntimeError as error:
         raise ValueError(f"the replicas did not start: {error}") from error
 
@@ -168,15 +174,15 @@ def _text(path: object) -> str | None:
     return None if path is None else str(path)
 
 
-class _Signals:
-    """Within the block a signal interrupts, unless `wait` waits for it; one behind that ends the process."""
+class _SignalHandler:
+    """Raises KeyboardInterrupt at the first signal, unless `wait` waits for it. A second signal ends the process."""
 
     def __init__(self) -> None:
         self._waits = False
-        self._told = threading.Event()
+        self._received = threading.Event()
 
-    def __enter__(self) -> _Signals:
-        self._before = {each: signal.signal(each, self._tell) for each in _SIGNALS}
+    def __enter__(self) -> _SignalHandler:
+        self._before = {each: signal.signal(each, self._receive) for each in _SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -184,15 +190,15 @@ class _Signals:
             signal.signal(each, handler)
 
     def wait(self, ready: Callable[[], None]) -> None:
-        """Until a signal comes, which may be as soon as `ready` is called."""
+        """Call `ready`, and wait for a signal."""
         self._waits = True
         ready()
-        self._told.wait()
+        self._received.wait()
         self._waits = False
 
-    def _tell(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._waits:
-            self._told.set()
+            self._received.set()
             return
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_DFL)

@@ -1,13 +1,13 @@
-"""What a checkpoint is and what it costs to run, from its configuration and the headers of its weights alone.
+"""Parameters and memory of a checkpoint, from its config and the headers of its weight files.
 
-A draft head is read whole, tensor by tensor, to be told from what it shares with the target.
+Only a draft head's tensors are read, to find which of them it shares with the target.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from bateleur.runner.cache.plan import plan_caches
 from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import told as attends
-from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig, ParallelConfig
+from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import told
@@ -65,19 +65,18 @@ EMBEDDINGS = "embeddings"
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """All layers of one kind together; `embeddings` holds the final norm and the output projection as well."""
+    """Sums over all layers of one kind. `embeddings` includes the final norm and the output projection."""
 
     layers: int
     parameters: int
     weight_bytes: int
     active_bytes: int
-    """Of these weights, what one token is multiplied with: all, or of experts those that it goes to."""
+    """Bytes of the weights that one token uses: of experts only those that the router selects."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """A checkpoint in numbers. Sizes are bytes; those of weights and KV cache are for computing in `dtype`. Of several
-    ranks, numbers of layers, parameters and bytes are those of the first."""
+    """Sizes of a checkpoint, in bytes for weights and KV cache in `dtype`. With several ranks, numbers of the first."""
 
     path: str
     architecture: str
@@ -89,53 +88,58 @@ class CheckpointFacts:
     tied_embeddings: bool
     ranks: int
     sums: int
-    """Of a step, over tensor-parallel ranks; 0 for one."""
+    """Number of all-reduces per step over tensor-parallel ranks; 0 for one rank."""
     sum_bytes_per_token: int
-    """That a token has in all of these."""
+    """Bytes per token in all of these all-reduces."""
     parts: dict[str, PartFacts]
-    """By kind: `mamba`, `attention`, `mlp`, `experts` and `draft head` (where there are any) and `embeddings`."""
+    """By kind: `mamba`, `delta`, `short conv`, `attention`, `mlp`, `experts`, `draft head`, `embeddings`"""
     parameters: int
     weight_bytes: int
     held_bytes: int
-    """Memory that the target's weights take on this device, in the layouts that products read."""
+    """Memory of the target's weights on this device, in the layouts of its matrix products."""
     active_bytes: int
-    """Of the weights, what one token is multiplied with; less than all where there are experts."""
+    """Bytes of the weights that one token uses; less than all if there are experts."""
     kv_bytes_per_token: int
-    """Keys and values of one token over all attention layers, those of a draft head included."""
+    """Keys and values of one token over all attention layers, including a draft head's."""
     mamba_state_bytes_per_request: int
-    """Pages, ring and live window that a running request holds at most, over all recurrent layers, at any length."""
+    """Most state memory of a running request over all recurrent layers (pages, ring and window), at any length."""
     mamba_pages_per_request: int
     mamba_ring_bytes: int
     mamba_window_bytes: int
     mamba_page_bytes: int
-    """One state with the window in front of it: what is kept for others at a block boundary."""
+    """One state and its convolution window: what prefix caching keeps at a block boundary."""
     mamba_state_bytes: int
-    """Of a page, the state alone."""
+    """The state of one page, without the window."""
     draft_logits_bytes_per_request: int
-    """Logits of drafts that wait for their test, under a rule that looks at them."""
+    """Logits of unverified drafts; 0 if the acceptance rule needs none."""
     draft_tokens_bytes_per_request: int
-    """A request's own tokens, on the device, for prompt lookup."""
+    """Token ids of the request on the device, for prompt lookup; 0 without."""
     workspace_bytes: int
-    """Approximate upper bound of the memory that steps and graphs need in addition to weights and caches: activations,
-    logits, tables of blocks and pages. On a GPU the start of an engine measures it."""
+    """Approximate upper bound of the memory of steps and graphs: activations, logits, block tables. An engine on a GPU
+    measures it at start."""
     hit_granularity: int
-    """With prefix caching, hits are multiples of this many tokens."""
+    """Prefix cache hits are multiples of this many tokens."""
     kept_states: int
-    """With prefix caching, Mamba states that others may find of a request of `max_model_len` tokens."""
+    """Number of Mamba states that prefix caching keeps of a request of `max_model_len` tokens."""
     max_model_len: int
-    """Tokens of the longest request that an engine with these options accepts, prompt and output together. On a GPU
-    without `kv_cache_memory_bytes` it does not consider the KV cache, whose size the start of an engine measures."""
+    """Most tokens of a request, prompt and output. On a GPU without `kv_cache_memory_bytes`, the limit by the KV cache
+    is
+    not included, because an engine measures its size at start."""
     prompt_scan: str | None
-    """What scans the prompts of delta rules, and why nothing else does; None without any."""
+    """Kernels that scan prompts in delta-rule layers, and why not others; None without these layers."""
     attention: str | None
-    """Which backend attends, and why none before it; None without attention layers."""
+    """Attention backend, and why not a preferred one; None without attention layers."""
     cpu_kernels: str | None
-    """Whose kernels run on a CPU, and why no others; None elsewhere."""
+    """Kernels on a CPU, and why not others; None on other devices."""
     unused_tensors: int
-    """Tensors in the files that the model does not need."""
+    """Number of tensors in the files that the model does not need."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All facts as JSON values."""
+        return asdict(self)
 
     def table(self) -> str:
-        """The facts as lines of text for a terminal."""
+        """Format for a terminal."""
         tied = "tied" if self.tied_embeddings else "separate"
         experts = self.active_bytes < self.weight_bytes
 
@@ -146,9 +150,9 @@ class CheckpointFacts:
         lines = [
             f"{self.architecture}  {self.path}",
             f"{self.vocab_size:,} tokens of vocabulary, hidden size {self.hidden_size:,}, "
-            f"up to {self.max_position_embeddings:,} tokens a request",
-            f"stored as {self.stored_dtype}, counted as {self.dtype}, {tied} output embedding",
-            *([f"what the first of {self.ranks} ranks has"] if self.ranks > 1 else []),
+            f"up to {self.max_position_embeddings:,} tokens per request",
+            f"stored as {self.stored_dtype}, sizes in {self.dtype}, {tied} output embedding",
+            *([f"numbers of the first of {self.ranks} ranks"] if self.ranks > 1 else []),
             "",
             f"{'':<12}{'layers':>8}{'parameters':>18}{'weights':>12}"
             + (f"{'active':>12}" if experts else ""),
@@ -161,51 +165,51 @@ class CheckpointFacts:
             row("total", layers, self.parameters, self.weight_bytes, self.active_bytes),
             "",
             f"weights                    {self.weight_bytes:>16,} bytes",
-            f"  the model's in memory    {self.held_bytes:>16,} bytes, as laid out here",
-            *([f"weights a token takes      {self.active_bytes:>16,} bytes"] if experts else []),
+            f"  of the model, in memory  {self.held_bytes:>16,} bytes, in this device's layout",
+            *([f"active weights per token   {self.active_bytes:>16,} bytes"] if experts else []),
             f"KV cache per token         {self.kv_bytes_per_token:>16,} bytes",
             *self._states(),
             f"longest request            {self.max_model_len:>16,} tokens, prompt and output",
-            f"beside all that, about     {self.workspace_bytes:>16,} bytes at most, of steps and graphs",
-            f"prefix hits in steps of    {self.hit_granularity:>16,} tokens",
+            f"workspace, about           {self.workspace_bytes:>16,} bytes at most, for steps and graphs",
+            f"prefix hit granularity     {self.hit_granularity:>16,} tokens",
         ]
         if self.sums:
             lines.append(
-                f"sums over ranks a step     {self.sums:>16,}, of {self.sum_bytes_per_token:,} bytes a token"
+                f"all-reduces per step       {self.sums:>16,}, of {self.sum_bytes_per_token:,} bytes per token"
             )
         if self.draft_logits_bytes_per_request:
-            lines.append(f"logits of drafts a request  {self.draft_logits_bytes_per_request:>15,} bytes")
+            lines.append(f"draft logits per request   {self.draft_logits_bytes_per_request:>16,} bytes")
         if self.draft_tokens_bytes_per_request:
-            lines.append(f"tokens for lookup a request{self.draft_tokens_bytes_per_request:>16,} bytes")
+            lines.append(f"lookup tokens per request  {self.draft_tokens_bytes_per_request:>16,} bytes")
         if self.mamba_page_bytes:
-            kept = f"{self.kept_states:,} of {self.max_model_len:,} tokens"
-            lines.append(f"a page, kept for hits      {self.mamba_page_bytes:>16,} bytes, {kept}")
+            kept = f"{self.kept_states:,} per {self.max_model_len:,} tokens"
+            lines.append(f"cached state page          {self.mamba_page_bytes:>16,} bytes, {kept}")
         if self.prompt_scan:
-            lines.append(f"prompts of delta rules     {self.prompt_scan}")
+            lines.append(f"delta-rule prompt scan     {self.prompt_scan}")
         if self.attention:
             lines.append(f"attention                  {self.attention}")
         if self.cpu_kernels:
-            lines.append(f"kernels on this CPU        {self.cpu_kernels}")
+            lines.append(f"CPU kernels                {self.cpu_kernels}")
         if self.unused_tensors:
-            lines.append(f"{self.unused_tensors} tensors in the files are known and not used")
+            lines.append(f"{self.unused_tensors} known tensors in the files are not used")
         return "\n".join(lines)
 
     def _states(self) -> list[str]:
         count, page, state = self.mamba_pages_per_request, self.mamba_page_bytes, self.mamba_state_bytes
-        lines = [f"states of a request        {self.mamba_state_bytes_per_request:>16,} bytes"]
+        lines = [f"states per request         {self.mamba_state_bytes_per_request:>16,} bytes"]
         if page:
             lines.append(f"  pages                    {count * page:>16,} bytes, {count:,} of {page:,}")
-            lines.append(f"    a page's state         {state:>16,} bytes, before it a window")
+            lines.append(f"    state of a page        {state:>16,} bytes, without its window")
         if self.mamba_window_bytes:
             lines.append(f"  ring                     {self.mamba_ring_bytes:>16,} bytes")
-            lines.append(f"  live window              {self.mamba_window_bytes:>16,} bytes")
+            lines.append(f"  convolution window       {self.mamba_window_bytes:>16,} bytes")
         return lines
 
 
-def describe(path: str | Path, **options: Any) -> CheckpointFacts:
-    """Read what a checkpoint folder is and costs with these options of `LLM`; none of its weights are loaded.
+def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
+    """Describe a checkpoint folder for an engine with these options of `LLM`. The target's weights are not loaded.
 
-    With dtype "auto", weights and KV cache are counted in the stored dtype. Raises ValueError as `LLM` does.
+    With dtype "auto", sizes of weights and KV cache are for the stored dtype. Raises ValueError as `LLM` does.
     """
     config = EngineConfig.of(model=path, **options)
     device, chosen = resolve_device(config.model.device), config.speculative
@@ -265,13 +269,13 @@ def describe(path: str | Path, **options: Any) -> CheckpointFacts:
 def _fitting_length(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, limits: EngineLimits, caches: CacheOptions
 ) -> int:
-    """`max_model_len` as the start of an engine lowers it. Raises ValueError as `plan_caches`."""
+    """`max_model_len` as an engine lowers it at start. Raises ValueError as `plan_caches` does."""
     device, num_ranks = resolve_device(config.model.device), config.parallel.num_ranks
     budget = unmeasured_budget(config.cache, device, num_ranks)
     if budget is None:
         return limits.max_model_len
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the engine itself warns; here the number is part of the table
+        warnings.simplefilter("ignore")  # only an engine should warn; here the number is part of the table
         plan = plan_caches(
             spec,
             dtype,
@@ -285,22 +289,19 @@ def _fitting_length(
 
 
 def empty_model(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> HybridDecoder:
-    """The model without memory, or what the first rank has of it."""
-    return HybridDecoder(checkpoint.spec, dtype=dtype, device="meta", **_first_of(config.parallel))
+    """The model on the `meta` device; with several ranks the part of the first."""
+    parallel, ranks = config.parallel, {}
+    if parallel.num_ranks > 1:
+        name = "data_ranks" if parallel.data_parallel_size > 1 else "ranks"
+        ranks = {name: Ranks(0, parallel.num_ranks, "none")}
+    return HybridDecoder(checkpoint.spec, dtype=dtype, device="meta", **ranks)
 
 
 def _sharing(caches: CacheOptions) -> CacheOptions:
-    """What hits would be like is told where nothing is shared, too."""
+    """The options with prefix caching on, to describe its hits."""
     if caches.share_prefixes:
         return caches
     return replace(caches, share_prefixes=True, states=replace(caches.states, mode=MambaCacheMode.ALL))
-
-
-def _first_of(config: ParallelConfig) -> dict[str, Ranks]:
-    size = config.num_ranks
-    if size == 1:
-        return {}
-    return {"data_ranks" if config.data_parallel_size > 1 else "ranks": Ranks(0, size, "none")}
 
 
 def _head(draft: str | Path, target: HybridDecoder, checkpoint: Checkpoint) -> DraftHead:
@@ -315,14 +316,14 @@ def _held(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, devi
 
 
 def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
-    """Layers, parameters and bytes of weights by kind."""
+    """Sum up layers, parameters and weight bytes by kind of layer."""
     spec = model.module if isinstance(model, MtpHead) else model.spec
     layers = [parts_of(layer) for layer in spec.layers]
     counts = Counter(KINDS[type(part)] for parts in layers for part in parts)
     found = {kind: [count, 0, 0, 0] for kind, count in counts.items()} | {EMBEDDINGS: [0, 0, 0, 0]}
     for name, weight in model.weights().items():
         kind, active = EMBEDDINGS, weight.nbytes
-        where = name.split(".")  # a norm that several mixers read counts with the first
+        where = name.split(".")  # a norm that several mixers share counts for the first
         if where[0] == "layers":
             layer = layers[int(where[1])][int(where[2]) if where[2].isdecimal() else 0]
             kind = KINDS[type(layer)]
@@ -336,7 +337,7 @@ def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
 
 
 def _head_facts(head: DraftHead) -> PartFacts:
-    """A draft head as one part; of its experts, if it has any, those that a token goes to are active."""
+    """Facts of a draft head as one part."""
     report, active = head.report, head.report.num_bytes
     if isinstance(head.head, MtpHead):
         active = sum(part.active_bytes for part in count_parts(head.head).values())
@@ -344,7 +345,7 @@ def _head_facts(head: DraftHead) -> PartFacts:
 
 
 def format_bytes(count: int) -> str:
-    """A size for people, in powers of 1000: `16.2 MB`."""
+    """Format a size in powers of 1000, for example `16.2 MB`."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000.0:

@@ -11,15 +11,14 @@ import httpx
 import pytest
 
 from bateleur.runner.errors import EngineDead, QueueFull, ReplicaLost
-from bateleur.runner.replicas import front as front_module
-from bateleur.runner.replicas.call import Call, call_of
+from bateleur.runner.replicas import frontend as frontend_module
 from bateleur.runner.replicas.config import ReplicaConfig
-from bateleur.runner.replicas.front import Front
-from bateleur.runner.replicas.metrics import merged
+from bateleur.runner.replicas.forwarded_request import ForwardedRequest
+from bateleur.runner.replicas.frontend import ReplicaFrontend, merge_metrics
 from bateleur.runner.serve.config import ServeConfig
 
 JSON, STREAM = b"application/json", b"text/event-stream; charset=utf-8"
-Script = Callable[[Call], list[Any]]
+Script = Callable[[ForwardedRequest], list[Any]]
 """What a replica sends, an exception where it is lost, and a number of seconds where it takes its time."""
 
 
@@ -36,10 +35,10 @@ class Replicas:
 
     def __init__(self, *scripts: list[Any]) -> None:
         self._scripts = list(scripts)
-        self.calls: list[Call] = []
+        self.calls: list[ForwardedRequest] = []
         self.left = 0
 
-    async def ask(self, call: Call) -> AsyncGenerator[list[Any], None]:
+    async def ask(self, call: ForwardedRequest) -> AsyncGenerator[list[Any], None]:
         self.calls.append(call)
         try:
             for each in self._scripts.pop(0):
@@ -53,14 +52,14 @@ class Replicas:
             self.left += 1
 
 
-def front_of(replicas: Replicas, **options: Any) -> Front:
+def front_of(replicas: Replicas, **options: Any) -> ReplicaFrontend:
     async def metrics() -> dict[str, str]:
         raise EngineDead("no replica")
 
-    return Front(replicas.ask, metrics, ServeConfig(**options))
+    return ReplicaFrontend(replicas.ask, metrics, ServeConfig(**options))
 
 
-async def asked(front: Front, path: str = "/v1/completions", **options: Any) -> httpx.Response:
+async def asked(front: ReplicaFrontend, path: str = "/v1/completions", **options: Any) -> httpx.Response:
     transport = httpx.ASGITransport(front.app(), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
         return await client.request(options.pop("method", "POST"), path, **options)
@@ -83,7 +82,7 @@ LOST = ReplicaLost("first")
 def test_what_had_not_begun_is_asked_of_another(before: list[Any]) -> None:
     reply, replicas = ask([*before, LOST], WHOLE, json={"prompt": "x"})
     assert (reply.status_code, reply.json()) == (200, {"text": "all of it"})
-    assert [call.avoided for call in replicas.calls] == [frozenset(), {"first"}]
+    assert [call.excluded for call in replicas.calls] == [frozenset(), {"first"}]
     assert replicas.calls[0].body == replicas.calls[1].body == b'{"prompt":"x"}'
     assert replicas.left == 2
 
@@ -110,7 +109,7 @@ def test_what_had_begun_ends_with_an_error() -> None:
             "/v1/messages",
             {
                 "type": "error",
-                "error": {"type": "api_error", "message": "the replica that answered was lost"},
+                "error": {"type": "api_error", "message": "the replica died during the response"},
             },
         ),
         (
@@ -119,7 +118,7 @@ def test_what_had_begun_ends_with_an_error() -> None:
                 "type": "error",
                 "code": "replica_lost",
                 "param": None,
-                "message": "the replica that answered was lost",
+                "message": "the replica died during the response",
             },
         ),
     ],
@@ -152,7 +151,7 @@ def test_other_refusals_are_told(error: Exception, status: int, code: str) -> No
 
 
 def test_questions_about_the_server_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(frontend_module, "_TIMEOUT", 0.05)
     reply, replicas = ask([30.0], method="GET", path="/health")
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_replica")
     assert replicas.left == 1
@@ -207,7 +206,7 @@ def test_what_can_not_be_told_breaks_the_connection() -> None:
         asyncio.run(_raising(front_of(replicas)))
 
 
-async def _raising(front: Front) -> None:
+async def _raising(front: ReplicaFrontend) -> None:
     transport = httpx.ASGITransport(front.app())
     async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
         await client.post("/v1/completions")
@@ -225,17 +224,17 @@ def test_a_call_is_data() -> None:
         "app": object(),
         "state": {},
     }
-    call = call_of(scope, json.dumps({"prompt": "x" * 1000}).encode())
+    call = ForwardedRequest.of(scope, json.dumps({"prompt": "x" * 1000}).encode())
     assert call.prefixes
     assert not {"app", "state"} & call.scope.keys()
     assert call.scope["client"] == ("127.0.0.1", 7)
-    assert call.avoiding("a").avoiding("b").avoided == {"a", "b"}
-    assert call_of(scope, b"{").prefixes == call_of(scope, b"[]").prefixes == ()
+    assert call.excluding("a").excluding("b").excluded == {"a", "b"}
+    assert ForwardedRequest.of(scope, b"{").prefixes == ForwardedRequest.of(scope, b"[]").prefixes == ()
 
 
 def test_metrics_of_replicas_stand_side_by_side() -> None:
     text = '# HELP x_total What.\n# TYPE x_total counter\nx_total{m="1"} %d\n'
-    told = merged({"a": text % 1, "b": text % 2}).decode()
+    told = merge_metrics({"a": text % 1, "b": text % 2}).decode()
     assert told == (
         '# HELP x_total What.\n# TYPE x_total counter\nx_total{m="1",replica="a"} 1.0\n'
         'x_total{m="1",replica="b"} 2.0\n'
@@ -243,9 +242,9 @@ def test_metrics_of_replicas_stand_side_by_side() -> None:
 
 
 def test_bounds_of_replicas() -> None:
-    assert ReplicaConfig().alone
-    assert not ReplicaConfig(max_replicas=2).alone
-    assert not ReplicaConfig(ray_address="auto").alone
-    assert ReplicaConfig(replicas=2, max_replicas=4).most == 4
+    assert ReplicaConfig().is_single
+    assert not ReplicaConfig(max_replicas=2).is_single
+    assert not ReplicaConfig(ray_address="auto").is_single
+    assert ReplicaConfig(replicas=2, max_replicas=4).upper_limit == 4
     with pytest.raises(ValueError, match="max_replicas is 2; it must be at least replicas = 3"):
         ReplicaConfig(replicas=3, max_replicas=2)

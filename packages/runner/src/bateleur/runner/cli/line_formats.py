@@ -1,0 +1,289 @@
+"""The two formats of request and result lines: bateleur's own, and that of OpenAI's Batch API."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
+from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.serve.openai.names import require_served
+from bateleur.runner.serve.openai.replies import chat_reply, completion_reply, error_body
+from bateleur.runner.serve.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    chat_request,
+    completion_request,
+)
+from bateleur.runner.serve.parsers.chat_format import ChatFormat, ChatTurn, turn_of, with_options
+from bateleur.runner.serve.parsers.message import chat_message
+from bateleur.runner.serve.parsers.options import ParserOptions
+from bateleur.runner.text.chat import ChatPrompt
+from bateleur.runner.text.token_bytes import TokenText
+from bateleur.runner.text.tokenizer import Tokenizer
+from bateleur.runner.utils.arguments import listed, refuse
+
+ApiRequest = CompletionRequest | ChatRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LineRequest:
+    """The request of one line, or the error that makes it invalid."""
+
+    line: int
+    id: str | int | None
+    """Id of the line; without one its number, or None in the OpenAI batch format."""
+    digest: str
+    """Hash of everything that decides its result."""
+    api_request: ApiRequest | None
+    where: str
+    """File name and line number, for error messages."""
+    error: str | None = None
+
+
+class LineFormat(Protocol):
+    """Parses request lines and makes result records."""
+
+    name: str
+
+    def pop_id(self, fields: dict[str, Any], line: int) -> str | int:
+        """Remove the id from the fields of a line and return it. Raises ValueError if it is invalid or missing."""
+        ...
+
+    def parse(self, fields: dict[str, Any]) -> ApiRequest:
+        """Parse the other fields. Raises ValueError if they are invalid."""
+        ...
+
+    def engine_inputs(self, request: ApiRequest, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
+        """The prompts of a request, each with its sampling parameters. Raises ValueError if one is invalid."""
+        ...
+
+    def result(
+        self,
+        request: LineRequest,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+        tokenizer: Tokenizer,
+    ) -> dict[str, Any]:
+        """The record of a request that ran. error: set if it ended with an error."""
+        ...
+
+    def error_result(self, request: LineRequest, message: str) -> dict[str, Any]:
+        """The record of a request that cannot run."""
+        ...
+
+
+class NativeFormat:
+    """A line is a prompt and sampling parameters by the names of `SamplingParams`."""
+
+    name = "own"
+
+    def __init__(self, defaults: Mapping[str, Any]) -> None:
+        self._defaults = defaults
+
+    def pop_id(self, fields: dict[str, Any], line: int) -> str | int:
+        """The id, by default the line's number."""
+        value = fields.pop("id", line)
+        if not isinstance(value, str | int) or isinstance(value, bool):
+            raise ValueError(f"id is {value!r}; it must be text or an integer")
+        return value
+
+    def parse(self, fields: dict[str, Any]) -> ApiRequest:
+        """A request with one prompt."""
+        prompt: dict[str, Any] = {
+            key: fields.pop(key) for key in ("prompt", "prompt_token_ids") if key in fields
+        }
+        if len(prompt) != 1:
+            raise ValueError("exactly one of prompt, prompt_token_ids is needed")
+        params = SamplingParams.from_dict({**self._defaults, **fields})
+        if params.n > 1:
+            refuse(
+                "n", params.n, "1 in a file of prompts: write one line per continuation, with its own seed"
+            )
+        return CompletionRequest(prompts=(prompt,), params=params)
+
+    def engine_inputs(self, request: ApiRequest, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
+        """The prompt, unchanged."""
+        return [(prompt, request.params) for prompt in request.prompts_for(tokenizer)]
+
+    def result(
+        self,
+        request: LineRequest,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+        tokenizer: Tokenizer,
+    ) -> dict[str, Any]:
+        """The fields of `RequestOutput`, by the same names."""
+        (output,) = outputs
+        completions = [_completion_fields(each) for each in output.outputs]
+        fields: dict[str, Any] = {
+            "prompt": output.prompt,
+            **(completions[0] if len(completions) == 1 else {"outputs": completions}),
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_cached_tokens": output.num_cached_tokens,
+        }
+        if output.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [each and _logprob_fields(each) for each in output.prompt_logprobs]
+        if error is not None:
+            fields["error"] = error
+        return _id_fields(request) | fields
+
+    def error_result(self, request: LineRequest, message: str) -> dict[str, Any]:
+        """The message in the field `error`."""
+        return _id_fields(request) | {"error": message}
+
+
+def _completion_fields(completion: CompletionOutput) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.logprobs is not None:
+        fields["cumulative_logprob"] = completion.cumulative_logprob
+        fields["logprobs"] = [_logprob_fields(each) for each in completion.logprobs]
+    return fields
+
+
+def _logprob_fields(position: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
+    return {
+        token: {"logprob": each.logprob, "rank": each.rank, "decoded_token": each.decoded_token}
+        for token, each in position.items()
+    }
+
+
+def _id_fields(request: LineRequest) -> dict[str, Any]:
+    return {"line": request.line, "id": request.id, "request": request.digest}
+
+
+class OpenAIBatchFormat:
+    """A line is a request to an endpoint of OpenAI's API; its result is the server's response.
+
+    defaults: sampling parameters that a body leaves out. names: served model names. parsers: tool call and reasoning
+    parsers of chat completions.
+    """
+
+    name = "batch"
+
+    def __init__(
+        self, defaults: Mapping[str, Any], names: Sequence[str], parsers: ParserOptions | None = None
+    ) -> None:
+        self._defaults, self._names, self._parsers = defaults, names, parsers or ParserOptions()
+        self._chat_format: ChatFormat | None = None
+        self._token_text: TokenText | None = None
+
+    def pop_id(self, fields: dict[str, Any], line: int) -> str | int:
+        """The `custom_id`."""
+        value = fields.pop("custom_id", None)
+        if not isinstance(value, str):
+            refuse("custom_id", value, "text")
+        return value
+
+    def parse(self, fields: dict[str, Any]) -> ApiRequest:
+        """Parse the body for its endpoint."""
+        url, method, body = (fields.pop(key, None) for key in ("url", "method", "body"))
+        if fields:
+            raise ValueError(f"{listed(fields)}: unknown; a line has custom_id, method, url and body")
+        if method != "POST":
+            refuse("method", method, "POST")
+        if not isinstance(url, str) or url not in _ENDPOINTS:
+            refuse("url", url, f"one of {', '.join(_ENDPOINTS)}")
+        request = _ENDPOINTS[url](body, self._defaults)
+        require_served(request.model, self._names)
+        if isinstance(request, ChatRequest):
+            request = with_options(request, self._parsers)
+        if request.stream:
+            refuse("stream", True, "false: batch results are not streamed")
+        return request
+
+    def engine_inputs(self, request: ApiRequest, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
+        """The prompts; that of a chat by the chat template, with the grammar that its tools need."""
+        if not isinstance(request, ChatRequest):
+            return [(prompt, request.params) for prompt in request.prompts_for(tokenizer)]
+        (prompt,) = request.prompts_for(tokenizer)
+        return [(prompt, self._turn(request, prompt, tokenizer).params)]
+
+    def _turn(self, request: ChatRequest, prompt: ChatPrompt, tokenizer: Tokenizer) -> ChatTurn:
+        if self._chat_format is None:
+            self._chat_format = ChatFormat(self._parsers, tokenizer)
+        return turn_of(self._chat_format, request, prompt)
+
+    def result(
+        self,
+        request: LineRequest,
+        outputs: Sequence[RequestOutput],
+        error: str | None,
+        tokenizer: Tokenizer,
+    ) -> dict[str, Any]:
+        """The server's response to the body."""
+        if error is not None:
+            return _response(request, 500, error_body(error, kind="server_error", code=500))
+        if self._token_text is None:
+            self._token_text = TokenText(tokenizer)
+        common: dict[str, Any] = {
+            "model": self._names[0],
+            "created": int(time.time()),
+            "decode": self._token_text,
+        }
+        if isinstance(request.api_request, ChatRequest):
+            chat, (output,) = request.api_request, outputs
+            prompt = ChatPrompt(prompt=output.prompt or "", prompt_token_ids=output.prompt_token_ids)
+            turn = self._turn(chat, prompt, tokenizer)
+            common["message"] = lambda each: chat_message(turn.reader().read(each))
+            reply = chat_reply(chat, output, reply_id=f"chatcmpl-{request.digest}", **common)
+        else:
+            assert request.api_request is not None
+            reply = completion_reply(
+                request.api_request, outputs, reply_id=f"cmpl-{request.digest}", **common
+            )
+        return _response(request, 200, reply)
+
+    def error_result(self, request: LineRequest, message: str) -> dict[str, Any]:
+        """The server's error response; `invalid_line` if the line has no valid custom_id."""
+        if request.id is None:
+            error = {"code": "invalid_line", "message": message}
+            return _batch_id_fields(request) | {"response": None, "error": error}
+        return _response(request, 400, error_body(message, code=400))
+
+
+def _response(request: LineRequest, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": f"req_{request.line}", "body": body}
+    return _batch_id_fields(request) | {"response": response, "error": None}
+
+
+_ENDPOINTS: dict[str, Callable[[Any, Mapping[str, Any]], ApiRequest]] = {
+    "/v1/completions": completion_request,
+    "/v1/chat/completions": chat_request,
+}
+_BATCH_ID = re.compile(r"batch_req_(\d{1,18})_([0-9a-f]{16})")
+_NO_DIGEST = "0" * 16
+
+
+def _batch_id_fields(request: LineRequest) -> dict[str, Any]:
+    name = f"batch_req_{request.line}_{request.digest or _NO_DIGEST}"
+    return {"id": name, "custom_id": request.id}
+
+
+RESULT_PREFIXES = (b'{"line": ', b'{"id": "batch_req_')
+"""The first bytes of a result line, in either format."""
+
+
+def parse_result(raw: bytes) -> tuple[int, int | None]:
+    """Return the line number and the request digest of a result line of either format; the digest of an error is None.
+
+    Raises ValueError, TypeError, KeyError or RecursionError if the line is not a result.
+    """
+    record = json.loads(raw)
+    if "line" in record:
+        return int(record["line"]), None if "error" in record else int(record["request"], 16)
+    found = _BATCH_ID.fullmatch(record["id"])
+    if found is None:
+        raise ValueError
+    response = record["response"]
+    failed = response is None or response["status_code"] != 200
+    return int(found[1]), None if failed else int(found[2], 16)

@@ -1,0 +1,67 @@
+"""The HTTP request that the frontend forwards to a replica, as data that can be sent between processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from starlette.types import Message, Scope
+
+from bateleur.runner.replicas.prefix_routing import PATHS, prefix_keys
+from bateleur.runner.serve.json_text import loads
+
+_SCOPE_FIELDS = [
+    "type",
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "root_path",
+    "headers",
+]
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedRequest:
+    """A complete HTTP request."""
+
+    scope: dict[str, Any]
+    """The ASGI scope, without values that cannot be pickled."""
+    body: bytes
+    prefixes: tuple[bytes, ...]
+    """Keys of the prefixes of its prompt, see `prefix_keys`."""
+    excluded: frozenset[str] = frozenset()
+    """Replicas that died with it."""
+
+    @classmethod
+    def of(cls, scope: Scope, body: bytes) -> ForwardedRequest:
+        """Make one from an ASGI request. An unreadable body has no prefix keys; the replica reports the error."""
+        fields = {name: scope[name] for name in _SCOPE_FIELDS if name in scope}
+        fields["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
+        fields["client"], fields["server"] = _address(scope.get("client")), _address(scope.get("server"))
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        prefixes: tuple[bytes, ...] = ()
+        if body and path.endswith(PATHS):
+            try:
+                value = loads(body)
+            except ValueError:
+                value = None
+            prefixes = prefix_keys(path, value) if isinstance(value, dict) else ()
+        return cls(fields | {"asgi": _ASGI}, body, prefixes)
+
+    def excluding(self, replica: str) -> ForwardedRequest:
+        """The same request, not to be sent to this replica again."""
+        return replace(self, excluded=self.excluded | {replica})
+
+
+SendRequest: TypeAlias = Callable[[ForwardedRequest], AsyncGenerator[list[Message], None]]
+"""Sends a request to a replica and yields its ASGI messages, several at a time. Raises ReplicaLost if the replica dies
+before the last message, QueueFull, or EngineDead."""
+
+
+def _address(address: Any) -> tuple[str, int] | None:
+    return None if address is None else (str(address[0]), int(address[1] or 0))

@@ -1,0 +1,200 @@
+"""ASGI application in front of replicas: authenticates and forwards requests, and retries them on other replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from bateleur.runner.errors import EngineDead, ReplicaLost
+from bateleur.runner.replicas.forwarded_request import ForwardedRequest, SendRequest
+from bateleur.runner.serve.body import read_bytes
+from bateleur.runner.serve.config import ServeConfig
+from bateleur.runner.serve.errors import dead, refusal, refusing
+from bateleur.runner.serve.gate import guard
+from bateleur.runner.serve.sse import last_event
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+_MAX_LOST_REPLICAS = 3
+"""Replicas that may die with one request before it is refused: the request may be the cause."""
+_TIMEOUT = 20.0
+"""Seconds that a request without a prompt, such as /v1/models, waits for a replica."""
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ReplicaFrontend:
+    """Forwards requests to replicas and their responses to clients. A response starts with the first byte of its body.
+
+    send_request: sends a request to a replica. metrics: returns the metrics of all replicas by name.
+    """
+
+    def __init__(
+        self,
+        send_request: SendRequest,
+        metrics: Callable[[], Awaitable[Mapping[str, str]]],
+        config: ServeConfig,
+    ) -> None:
+        self._send_request, self._metrics, self.config = send_request, metrics, config
+        self.stopping = False
+        """Whether new requests are refused because the server shuts down."""
+        self._running: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    def app(self) -> FastAPI:
+        """The application."""
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+
+        @app.get("/metrics")
+        async def metrics(request: Request) -> Response:
+            with refusing():
+                return Response(merge_metrics(await self._metrics()), media_type=_METRICS_TYPE)
+
+        app.router.routes.append(Route("/{path:path}", _Endpoint(self), methods=None))
+        guard(app, self)
+        return app
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests and wait for running ones; after `timeout` seconds they end with an error."""
+        self.stopping = True
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout)
+        self._closing = True
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        body = await read_bytes(Request(scope, receive), self.config)
+        response = _Response(send)
+        task = asyncio.ensure_future(self._forward(ForwardedRequest.of(scope, body), response))
+        self._running.add(task)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not self._closing:
+                raise
+            await response.fail(dead(EngineDead("it was closed")), scope["path"])
+        except HTTPException as error:
+            await response.fail(error, scope["path"])
+        finally:
+            task.cancel()
+            self._running.discard(task)
+
+    async def _forward(self, request: ForwardedRequest, response: _Response) -> None:
+        """Send a request to a replica, and to another one if the replica dies before the response starts."""
+        try:
+            async with asyncio.timeout(None if request.scope["method"] == "POST" else _TIMEOUT):
+                for _ in range(_MAX_LOST_REPLICAS):
+                    try:
+                        with refusing():
+                            return await self._send_once(request, response)
+                    except ReplicaLost as error:
+                        lost = error
+                    if response.started:
+                        break
+                    response.reset()
+                    request = request.excluding(str(lost))
+        except TimeoutError as error:
+            raise refusal(503, "no replica answered in time", code="no_replica") from error
+        text = (
+            "the replica died during the response"
+            if response.started
+            else "every replica that got the request died"
+        )
+        raise refusal(500, text, code="replica_lost") from lost
+
+    async def _send_once(self, request: ForwardedRequest, response: _Response) -> None:
+        async with aclosing(self._send_request(request)) as answer:
+            async for messages in answer:
+                for message in messages:
+                    await response.send(message)
+        if not response.ended:
+            raise ReplicaLost("")
+
+
+class _Endpoint:
+    """The frontend as an ASGI application; a route takes an object, not a method."""
+
+    def __init__(self, frontend: ReplicaFrontend) -> None:
+        self._frontend = frontend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._frontend.answer(scope, receive, send)
+
+
+class _Response:
+    """The response to a client. The head is held back until the first byte of the body, so that a retry is possible."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._head: Message | None = None
+        self.started = self.ended = False
+
+    async def send(self, message: Message) -> None:
+        """Send a message of the replica's application."""
+        if message["type"] == "http.response.start":
+            self._head = message
+            return
+        more = message.get("more_body", False)
+        if more and not message.get("body"):
+            return
+        if not self.started:
+            assert self._head is not None
+            self.started = True
+            await self._send(self._head)
+        self.ended = not more
+        await self._send(message)
+
+    def reset(self) -> None:
+        """Drop the head before a retry."""
+        self._head = None
+
+    async def fail(self, error: HTTPException, path: str) -> None:
+        """End an event stream with the error as its last event. Raises the error if that is not possible."""
+        kinds = [value for name, value in (self._head or {}).get("headers", ()) if name == b"content-type"]
+        if self.ended:
+            return
+        if not self.started or not kinds or not kinds[0].startswith(b"text/event-stream"):
+            raise error
+        body = last_event(error, path)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def merge_metrics(texts: Mapping[str, str]) -> bytes:
+    """Merge the metrics of all replicas: each family once, its samples with the label `replica`."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_MetricsCollector(texts))
+    return generate_latest(registry)
+
+
+class _MetricsCollector:
+    """Yields metric families from the texts of several replicas."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, in the order in which replicas first list them."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        families: dict[str, Metric] = {}
+        for replica, text in self._texts.items():
+            for family in text_string_to_metric_families(text):
+                merged = families.setdefault(family.name, family)
+                samples = [
+                    each._replace(labels={**each.labels, "replica": replica}) for each in family.samples
+                ]
+                merged.samples = [*(merged.samples if merged is not family else ()), *samples]
+        yield from families.values()
