@@ -99,8 +99,8 @@ class IdleModel:
 def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[str, float]:
     """Host microseconds per request and step in steady decoding, by part.
 
-    idle: replace the model by `IdleModel` and use one thread, as if a GPU ran the model. Otherwise the model runs on the
-    same cores and evicts the caches of the host code.
+    idle: replace the model by `IdleModel` and use one thread, as if a GPU ran the model. Otherwise the model runs on
+    the same cores and evicts the caches of the host code.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if idle else threads)

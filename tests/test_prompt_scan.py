@@ -94,7 +94,7 @@ def test_no_graph_has_it(name: str, double: Double, recurrent: Callable[[str], A
 def test_a_device_or_dtype_that_it_does_not_serve_is_refused(recurrent: Callable[[str], Any]) -> None:
     folder, _ = recurrent("kimi_delta")
     rule = "prompt_scan is 'fla'; fla-core does not serve: it runs on CUDA, and the device is cpu"
-    for make in (LLM, describe):
+    for make in (LLM, describe_checkpoint):
         with pytest.raises(ValueError, match=f"^{rule}$"):
             make(folder, device="cpu", prompt_scan="fla")
 

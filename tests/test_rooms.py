@@ -1,4 +1,4 @@
-"""Who may import whom: packages and the rooms of `runner` stand in one order, and nothing imports in a circle."""
+"""Import rules: packages and the rooms of `runner` are in one order, and there are no import cycles."""
 
 import ast
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ PACKAGES = {
     "eagle": {"metadata", "cudagraph"},
     "runner": {"metadata", "cudagraph", "mamba", "eagle"},
 }
-"""What each package may import of the others."""
+"""The packages that each package may import."""
 
 ROOMS = (
     *(
@@ -68,7 +68,7 @@ ROOMS = (
 
 
 def imported(name: str) -> Iterator[str]:
-    """Modules of the house that module `name` names in an import, `TYPE_CHECKING` and functions included."""
+    """The project's modules that a module imports, also under `TYPE_CHECKING` and in functions."""
     for node in ast.walk(ast.parse(SOURCES[name].read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("bateleur."))
@@ -100,9 +100,21 @@ def test_a_room_imports_only_rooms_before_it(room: str) -> None:
             assert taken <= allowed, f"{name} imports {sorted(taken - allowed)}"
 
 
+def test_no_serving_code_imports_a_conformance_kit() -> None:
+    """Conformance kits are for tests of custom backends, builders, recurrences and drafters.
+
+    `errors` exports `ConformanceError`; the module with it is tiny and imported at the first use of the name.
+    """
+    allowed = "bateleur.metadata.conformance.errors"
+    for name in SOURCES:
+        if ".conformance" not in name:
+            kits = {each for each in imported(name) if ".conformance" in each} - {allowed}
+            assert not kits, name
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_imports_in_a_circle(package: str) -> None:
-    """Module by module; a package's `__init__` that gathers names of its own modules is no circle."""
+    """Checks modules one by one. A package's `__init__` may import its own modules."""
     graph = {}
     for name in SOURCES:
         if name.split(".")[1] == package:

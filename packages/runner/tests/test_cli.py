@@ -26,7 +26,7 @@ def test_generate_streams_the_prompt_and_its_continuation(capsys: pytest.Capture
     out, err = capsys.readouterr()
     assert out.startswith(prompt)
     assert out[len(prompt) :].strip()
-    progress = ["loading torch", "opening the shipped model"]
+    progress = ["loading torch", "loading the shipped model"]
     assert err.splitlines()[:2] == [f"bateleur: {text}" for text in progress]
     words = err.splitlines()[2].removeprefix("bateleur: ").split(", ")
     assert words[0] == "12 tokens"

@@ -148,6 +148,6 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path: Path) -> None
             if line == "waiting\n":
                 process.send_signal(signal.SIGINT)
     assert process.returncode == 130
-    hint = f"bateleur: interrupted; 1 of 2 requests have ended; the same command goes on from {results}\n"
+    hint = f"bateleur: interrupted; 1 of 2 requests have ended; the same command resumes from {results}\n"
     assert said[-1] == hint
     assert [json.loads(line)["prompt"] for line in results.read_text().splitlines()] == ["a"]

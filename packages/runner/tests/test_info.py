@@ -98,7 +98,7 @@ def test_active_weights_by_hand(tiny_checkpoint: Any) -> None:
     assert facts.weight_bytes - facts.active_bytes == part.weight_bytes - part.active_bytes
     table = facts.table()
     assert max(len(line) for line in table.splitlines()[1:]) <= 80
-    assert f"weights a token takes      {facts.active_bytes:>16,} bytes" in table
+    assert f"active weights per token   {facts.active_bytes:>16,} bytes" in table
     assert "active" not in describe_checkpoint(tiny_checkpoint("nemotron_h")[0]).table()
 
 
@@ -125,7 +125,7 @@ def test_table_and_json(tiny_checkpoint: Any) -> None:
         assert text in table
     assert f"{facts.kv_bytes_per_token:,} bytes" in table
     assert f"{facts.mamba_state_bytes_per_request:,} bytes" in table
-    assert f"{facts.mamba_page_bytes:,} bytes, {facts.kept_states} of 256 tokens" in table
+    assert f"{facts.mamba_page_bytes:,} bytes, {facts.kept_states} per 256 tokens" in table
 
 
 def test_unknown_dtype_and_folder(tiny_checkpoint: Any, tmp_path: Any) -> None:
@@ -159,7 +159,7 @@ def test_prefix_hits_are_those_of_the_engine(
     path, _ = tiny_checkpoint(family)
     facts = describe_checkpoint(path, **sizes)
     assert facts.hit_granularity == tokens
-    assert f"prefix hits in steps of    {tokens:>16,} tokens" in facts.table()
+    assert f"prefix hit granularity     {tokens:>16,} tokens" in facts.table()
     options: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": True, "skip_tokenizer_init": True}
     prefixes = LLM(path, device="cpu", **options, **sizes).engine.scheduler.prefixes
     assert prefixes is not None
@@ -184,7 +184,7 @@ def test_prompt_lookup_costs_the_tokens_of_a_request(tiny_checkpoint: Any) -> No
     path, _ = tiny_checkpoint("nemotron_h")
     facts = describe_checkpoint(path, draft="ngram", max_model_len=100)
     assert facts.draft_tokens_bytes_per_request == 4 * 101
-    assert f"tokens for lookup a request{404:>16,} bytes" in facts.table()
+    assert f"lookup tokens per request  {404:>16,} bytes" in facts.table()
     options: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 100, "skip_tokenizer_init": True}
     llm = LLM(path, device="cpu", draft="ngram", **options)
     assert llm.cache_plan.draft_bytes == 3 * 404
@@ -219,4 +219,4 @@ def test_whose_kernels_run_on_a_cpu_is_told(tiny_checkpoint: Any, monkeypatch: p
         monkeypatch.setattr(native, "unavailable_reason", lambda reason=reason: reason)
         facts = describe_checkpoint(path, device="cpu")
         assert facts.cpu_kernels == told
-        assert f"kernels on this CPU        {told}" in facts.table()
+        assert f"CPU kernels                {told}" in facts.table()

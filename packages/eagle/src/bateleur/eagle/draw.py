@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.eagle import native
 from bateleur.eagle.noise import Keys, Lanes, Role, gumbel
 from bateleur.metadata.dispatch import Implementations, define_op
 
@@ -38,18 +37,15 @@ def argmax(logits: Tensor, shard: VocabShard | None = None) -> Drawn:
     shard: the vocabulary shard of the logits; None for the whole vocabulary.
     """
     if shard is not None:
-        best_R, lane_R = _best_rows(logits) if native.takes(logits) else logits.max(dim=-1)
-        return Drawn(*shard.reduce_argmax(best_R, lane_R))
-    if native.takes(logits):
-        return Drawn(*_argmax_rows(logits))
+        return Drawn(*shard.reduce_argmax(*best_rows(logits)))
+    return Drawn(*_argmax_rows(logits))
+
+
+def _argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     best_R, token_ids_R = logits.max(dim=-1)
     # `max` propagates NaN, and NaN > -inf is False: one comparison finds both kinds of bad rows.
     bad_R = (best_R > -torch.inf).logical_not_()
-    return Drawn(token_ids_R.masked_fill_(bad_R, 0), bad_R)
-
-
-def _rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    return native.argmax_rows(logits)
+    return token_ids_R.masked_fill_(bad_R, 0), bad_R
 
 
 def fake_token_rows(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,14 +54,13 @@ def fake_token_rows(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, tokens.new_empty(len(logits), dtype=torch.bool)
 
 
-_argmax_rows = define_op(
-    _library, _rows, Implementations(_rows), mutates=(), fake=fake_token_rows, name="argmax_rows"
-)
-"""A torch operator, so that a recorded graph holds it."""
+ARGMAX = Implementations(_argmax, native="bateleur.eagle.native:argmax_rows")
+_argmax_rows = define_op(_library, _argmax, ARGMAX, mutates=(), fake=fake_token_rows, name="argmax_rows")
 
 
 def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    return native.best_rows(logits)
+    best_R, lane_R = logits.max(dim=-1)
+    return best_R.float(), lane_R
 
 
 def fake_value_rows(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,10 +69,9 @@ def fake_value_rows(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return values, values.new_empty(len(logits), dtype=torch.int64)
 
 
-_best_rows = define_op(
-    _library, _best, Implementations(_best), mutates=(), fake=fake_value_rows, name="best_rows"
-)
-"""The first maximum of every row of a shard and its index; NaN if the row holds one."""
+BEST = Implementations(_best, native="bateleur.eagle.native:best_rows")
+best_rows = define_op(_library, _best, BEST, mutates=(), fake=fake_value_rows, name="best_rows")
+"""The first maximum of each of N rows, (N,) float32, NaN if the row holds one; and its index, (N,) int64."""
 
 
 def draw(

@@ -56,6 +56,7 @@ def _drawn(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, l
     name = names(keys, role)
     if metadata.penalties is not None:
         logits, metadata = metadata.penalties.apply(logits), SamplingMetadata(metadata.host, metadata.values)
+    # Not in `Implementations`: the torch form uses `metadata.host`, which an operator cannot take.
     if native.takes(logits):
         return Drawn(*_sample_rows(logits, metadata.values, lanes.words, keys.seed, name))
     return argmax(_whole(logits, metadata, lanes.words, keys.seed, name))

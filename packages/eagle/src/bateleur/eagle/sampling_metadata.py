@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.eagle import native
 from bateleur.eagle.penalties import Penalties
 from bateleur.eagle.rules import apply_temperature
 from bateleur.metadata.dispatch import Implementations, define_op, load
@@ -154,24 +153,15 @@ def thresholds_by_sort(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return least_N1.squeeze(1).where(lawful_N, -torch.inf), last_N.where(lawful_N, size).int()
 
 
-def _on_cpu(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    if not native.takes(logits):
-        return thresholds_by_sort(logits, values)
-    scaled_NV = apply_temperature(logits, values[:, TEMPERATURE])
-    # torch computes the exponentials, so that they have the bits that the sort uses.
-    part_NV = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp_()
-    return native.truncate_rows(scaled_NV, part_NV, values)
-
-
 def _fake(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return values.new_empty(len(logits)), values.new_empty(len(logits), dtype=torch.int32)
 
 
 _library = Library("bateleur", "FRAGMENT")
+_ON_CPU = Implementations(thresholds_by_sort, native="bateleur.eagle.native:truncate_rows")
 _truncate_rows = define_op(
-    _library, _on_cpu, Implementations(_on_cpu), mutates=(), fake=_fake, name="truncate_rows"
+    _library, thresholds_by_sort, _ON_CPU, mutates=(), fake=_fake, name="truncate_rows"
 )
-"""A torch operator, so that a recorded graph holds it."""
 
 
 def _descending(logits_NV: Tensor) -> Tensor:

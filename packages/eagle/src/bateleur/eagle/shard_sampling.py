@@ -15,7 +15,7 @@ from bateleur.eagle.rules import apply_temperature
 from bateleur.eagle.sampling_metadata import TEMPERATURE, SamplingMetadata, mask_truncated_
 from bateleur.eagle.shard_truncation import shard_thresholds
 from bateleur.eagle.vocab_shard import VocabShard
-from bateleur.metadata.dispatch import Implementations, define_op
+from bateleur.metadata.dispatch import UNSUPPORTED, Implementations, Unsupported, define_op
 
 
 def sample_shard(
@@ -35,7 +35,7 @@ def sample_shard(
     )
 
 
-def _lead(
+def _perturbed_max(
     logits: Tensor,
     values: Tensor,
     least: Tensor | None,
@@ -45,8 +45,22 @@ def _lead(
     name: Tensor,
 ) -> tuple[Tensor, Tensor]:
     kept = None if least is None or last is None else (least, last)
+    return _scores(logits, values, kept, words, seeds, name).max(-1)
+
+
+def perturbed_max_native(
+    logits: Tensor,
+    values: Tensor,
+    least: Tensor | None,
+    last: Tensor | None,
+    words: Tensor,
+    seeds: Tensor,
+    name: Tensor,
+) -> tuple[Tensor, Tensor] | Unsupported:
+    """`perturbed_max_rows` in C. torch computes the rows that C leaves open."""
     if not native.takes(logits):
-        return _scores(logits, values, kept, words, seeds, name).max(-1)
+        return UNSUPPORTED
+    kept = None if least is None or last is None else (least, last)
     lead_N, lane_N = native.perturbed_max_rows(logits, values, kept, words, seeds, name)
     if len(open_M := (lane_N < 0).nonzero().squeeze(1)):
         some = None if kept is None else (kept[0][open_M], kept[1][open_M])
@@ -77,9 +91,13 @@ def _scores(
 
 
 _library = Library("bateleur", "FRAGMENT")
-PERTURBED_MAX = Implementations(_lead, triton="bateleur.eagle.kernels.vocab_shard:perturbed_max_rows")
+PERTURBED_MAX = Implementations(
+    _perturbed_max,
+    triton="bateleur.eagle.kernels.vocab_shard:perturbed_max_rows",
+    native="bateleur.eagle.shard_sampling:perturbed_max_native",
+)
 perturbed_max_rows = define_op(
-    _library, _lead, PERTURBED_MAX, mutates=(), fake=fake_value_rows, name="perturbed_max_rows"
+    _library, _perturbed_max, PERTURBED_MAX, mutates=(), fake=fake_value_rows, name="perturbed_max_rows"
 )
 """The maximum of the perturbed logits of each row, (N,) float32, and its index in the shard, (N,) int64. The maximum
 is NaN if the row holds a NaN, and -inf if no token is left.
@@ -87,6 +105,4 @@ is NaN if the row holds a NaN, and -inf if no token is left.
 logits: (N, L), as for `sample`. values: (N, 4) float32, see `SamplingMetadata`. least, last: thresholds as of
     `shard_thresholds`; None keeps all tokens. words: (L,) int32, see `Lanes`. seeds, name: (N,) int64, see
     `noise.names`.
-
-A torch operator, so that a recorded graph holds it.
 """

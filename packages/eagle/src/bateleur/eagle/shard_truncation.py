@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from bateleur.eagle import native
+from bateleur.eagle.native import DIGIT
 from bateleur.eagle.rules import apply_temperature
 from bateleur.eagle.sampling_metadata import LOG_MIN_P, TEMPERATURE, TOP_K, TOP_P, SamplingMetadata
 from bateleur.eagle.vocab_shard import VocabShard, float_of, order_of
 from bateleur.metadata.dispatch import Implementations, define_op
 
-DIGIT = 8
-"""Bits of the ordered integers that one pass determines."""
 _LEAST = torch.finfo(torch.float32).min
 
 
@@ -141,8 +139,6 @@ def _search(
 
 
 def _histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    if native.takes(scaled):
-        return native.histogram_rows(scaled, mass, start, shift, 1 << DIGIT)
     digit_NL = (order_of(scaled) - start.unsqueeze(1)) >> shift
     weight_NL = torch.ones_like(digit_NL) if mass is None else mass.double().mul_(2.0**40).long()
     # The first and last column collect values outside of the digit's range.
@@ -156,8 +152,6 @@ def _fake_histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: i
 
 
 def _last_tie(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-    if native.takes(scaled):
-        return native.last_tie_rows(scaled, least, kept, own)
     last_N = ((scaled == least.unsqueeze(1)).cumsum(-1) < kept.unsqueeze(1)).sum(-1)
     return last_N.where(kept > 0, -1).where(kept < own, scaled.shape[1]).int()
 
@@ -167,8 +161,16 @@ def _fake_last_tie(scaled: Tensor, *_: Tensor) -> Tensor:
 
 
 _library = Library("bateleur", "FRAGMENT")
-HISTOGRAM = Implementations(_histogram, triton="bateleur.eagle.kernels.vocab_shard:histogram_rows")
-LAST_TIE = Implementations(_last_tie, triton="bateleur.eagle.kernels.vocab_shard:last_tie_rows")
+HISTOGRAM = Implementations(
+    _histogram,
+    triton="bateleur.eagle.kernels.vocab_shard:histogram_rows",
+    native="bateleur.eagle.native:histogram_rows",
+)
+LAST_TIE = Implementations(
+    _last_tie,
+    triton="bateleur.eagle.kernels.vocab_shard:last_tie_rows",
+    native="bateleur.eagle.native:last_tie_rows",
+)
 histogram_rows = define_op(
     _library, _histogram, HISTOGRAM, mutates=(), fake=_fake_histogram, name="histogram_rows"
 )

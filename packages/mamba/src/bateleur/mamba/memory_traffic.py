@@ -49,11 +49,6 @@ def fold_bytes(spec: Recurrence, count: float) -> float:
     return 2 * spec.state_bytes + count * spec.ring_bytes(1) + 2 * window_bytes(spec, spec.conv_width - 1)
 
 
-def copy_bytes(spec: Recurrence, bias: int = 0) -> int:
-    """Return the bytes of `copy_states` of one slot whose conv window loses its first `bias` entries."""
-    return 2 * (spec.state_bytes + window_bytes(spec, spec.conv_shape[0] - bias))
-
-
 @dataclass(frozen=True, slots=True)
 class FoldCycle:
     """The steps of a long decode from one fold to the next, with the same number of accepted tokens in every step.

@@ -87,9 +87,3 @@ class PrefixRetention:
         """Return the columns to publish after a step from `before` to `after` tokens, in ascending order."""
         passed = range(before // self.block_size, after // self.block_size)
         return [column for column in passed if self.keeps(column, after, prompt_len)]
-
-    def columns_to_drop(self, before: int, after: int, prompt_len: int) -> list[int]:
-        """Return the columns (at most one) published before this step that the cache no longer keeps after it."""
-        column = before // self.block_size - 1
-        published = self.keeps(column, before, prompt_len) and column >= 0
-        return [column] if published and not self.keeps(column, after, prompt_len) else []

@@ -8,8 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bateleur.eagle.rules import apply_temperature
+from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels, unavailable_reason
 
+DIGIT = 8
+"""Bits of the ordered integers that one pass of `shard_truncation` determines."""
 _SIGNATURES = (
     ("draw_rows", "plipppppp" + "lli"),
     ("argmax_rows", "plipp" + "lli"),
@@ -45,8 +49,10 @@ def draw_rows(
     return tokens, bad
 
 
-def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first maxima of N rows, (N,) int64, and the bad flags, (N,) bool; see `draw.argmax`."""
+def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
+    """See `draw.argmax`."""
+    if not takes(logits):
+        return UNSUPPORTED
     tokens, bad = _empty(logits)
     _kernels()["argmax_rows"](
         logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, tokens.data_ptr(), bad.data_ptr(),
@@ -55,8 +61,10 @@ def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, bad
 
 
-def best_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first maxima of N rows, (N,) float32, NaN in a row that holds one, and their indices, (N,) int64."""
+def best_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
+    """See `draw.best_rows`."""
+    if not takes(logits):
+        return UNSUPPORTED
     values, lanes = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
     _kernels()["best_rows"](
         logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, values.data_ptr(), lanes.data_ptr(),
@@ -91,10 +99,13 @@ def perturbed_max_rows(
     return leads, lanes
 
 
-def truncate_rows(scaled: Tensor, parts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """`sampling_metadata.truncation_thresholds` of N rows of logits over the temperature. parts: (N, V) exp(scaled -
-    row maximum).
-    """
+def truncate_rows(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
+    """See `sampling_metadata.truncation_thresholds`."""
+    if not takes(logits):
+        return UNSUPPORTED
+    scaled = apply_temperature(logits, values[:, 0])
+    # torch computes the exponentials, so that they have the bits that the sort uses.
+    parts = (scaled - scaled.amax(-1, keepdim=True)).exp_()
     least, last = torch.empty(len(scaled)), torch.empty(len(scaled), dtype=torch.int32)
     scaled, parts, values = (each.contiguous() for each in (scaled, parts, values))
     room = torch.empty(scaled.shape[1], 4, dtype=torch.int64)
@@ -105,8 +116,11 @@ def truncate_rows(scaled: Tensor, parts: Tensor, values: Tensor) -> tuple[Tensor
     return least, last
 
 
-def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int, digits: int) -> Tensor:
+def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor | Unsupported:
     """See `shard_truncation.histogram_rows`."""
+    if not takes(scaled):
+        return UNSUPPORTED
+    digits = 1 << DIGIT
     sums, scaled = torch.empty(len(scaled), digits, dtype=torch.int64), scaled.contiguous()
     mass = None if mass is None else mass.contiguous()
     start = start.contiguous()
@@ -117,8 +131,10 @@ def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: in
     return sums
 
 
-def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
+def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor | Unsupported:
     """See `shard_truncation`."""
+    if not takes(scaled):
+        return UNSUPPORTED
     last = torch.empty(len(scaled), dtype=torch.int32)
     scaled, least, kept, own = (each.contiguous() for each in (scaled, least, kept, own))
     _kernels()["last_tie_rows"](

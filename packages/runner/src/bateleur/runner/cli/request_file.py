@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from os import fstat
 from pathlib import Path
@@ -122,9 +123,7 @@ class RequestFile:
         self._duplicates.restart()
         for number, raw in islice(self._lines(), self.num_lines):
             if raw.strip() and (self._duplicates.any or not done(number)):
-                request = self.parser.request(
-                    number, raw, lambda ident, number=number: self._duplicates.first_line(ident, number)
-                )
+                request = self.parser.request(number, raw, partial(self._duplicates.first_line, line=number))
                 if not done(number):
                     yield request
 
