@@ -1,10 +1,10 @@
-"""Paged attention by backend: microseconds, GB/s of cache read, and whether a loose bound costs anything.
+"""Speed of the paged attention backends: microseconds, GB/s of KV cache reads, and the effect of a loose bound.
 
     uv run python benchmarks/attention.py --device cuda --output benchmarks/results/attention-h200.json
 
-Every backend that supports the device runs the same batches, interleaved in one run. A decode reads all keys and values
-once, so GB/s beside the memory's own is the figure; a prompt is compute, so TFLOP/s. `loose` repeats a batch under a
-`max_seq_len` far above its longest row, as a captured graph does: a kernel that walks to the bound shows here.
+All backends that support the device run the same batches in interleaved rounds. A decode reads all keys and values
+once, so it is limited by GB/s; a prefill is limited by TFLOP/s. `loose` repeats a batch with a `max_seq_len` far above
+its longest row, as in a CUDA graph: it shows kernels that iterate up to the bound.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
 
 
 def cases(quick: bool) -> list[tuple[str, int, int, int]]:
-    """(name, rows, query length, computed tokens)."""
+    """Returns (name, rows, query length, computed tokens) of each batch."""
     if quick:
         return [("decode", 4, 1, 256), ("prompt", 1, 128, 0)]
     decodes = [("decode", rows, 1, context) for rows in (1, 8, 64, 256) for context in (512, 4096, 16384)]
@@ -48,7 +48,7 @@ def cases(quick: bool) -> list[tuple[str, int, int, int]]:
 
 
 def timed(calls: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, float]:
-    """Median microseconds of each call, all of them in turn in every round."""
+    """Median microseconds of each call, in interleaved rounds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -70,7 +70,9 @@ def timed(calls: dict[str, Callable[[], object]], device: torch.device, rounds: 
 
 
 def backends(device: torch.device, dtype: torch.dtype) -> tuple[dict[str, AttentionBackend], dict[str, str]]:
-    """Those that run here, and why the others do not. The reference is a specification, not a contender."""
+    """The backends that run here, and for the others the reason. The reference backend is left out: it is a
+    specification.
+    """
     usable, refused = {}, {}
     for name in backend_names():
         if name == "reference":
@@ -117,7 +119,7 @@ def bench(
         for label, each in ((name, meta), (f"{name} loose", loose)):
             work = backend.build_work_list(
                 each, (kv[0], kv[1]), HEADS
-            )  # once for all layers, so no part of a call
+            )  # shared by all layers, so not part of a call
             calls[label] = lambda b=backend, m=each, w=work: b.attend(  # type: ignore[misc]
                 q, k, v, (kv[0], kv[1]), m, HEAD_DIM**-0.5, work=w
             )
@@ -136,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--quick", action="store_true", help="two small cases: shows that the script works")
+    parser.add_argument("--quick", action="store_true", help="run two small cases, to test the script")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)

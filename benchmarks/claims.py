@@ -1,11 +1,10 @@
-"""What is claimed of two CPU cores, measured in one run, each figure beside its bound.
+"""Measures the README's claims about a CPU with two cores, and compares each figure with its bound.
 
     uv run python benchmarks/claims.py OUT --vllm VENV/bin/python --llama-cpp VENV/bin/python
 
-Takes a quarter of an hour, and a machine on which nothing else runs. What has no peer to stand beside is told as not
-measured. Every part's JSON and log lie in OUT, and what held of it in OUT/claims-cpu.json; the exit status is the
-number of figures that are off their bound, and of claims that were not measured. `--judge` measures nothing, and
-judges what lies in OUT.
+Takes 15 minutes on an otherwise idle machine. Parts whose peer is not given are reported as not measured. JSON and logs
+of the parts are in OUT, the verdicts in OUT/claims-cpu.json. The exit status is the number of figures out of bounds
+plus the claims that were not measured. `--judge` only evaluates the results in OUT.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ENVIRONMENTS = re.compile(r"^.*/(?=bin/python)")
 
 @dataclass(frozen=True)
 class Claim:
-    """Figures of one part, each of which is at least, or at most, the bound."""
+    """Figures of one part that must be at least, or at most, the bound."""
 
     part: str
     what: str
@@ -44,12 +43,12 @@ class Claim:
     unit: str = ""
 
     def holds(self, figure: float) -> bool:
-        """Whether this one is."""
+        """Whether a figure meets the bound."""
         return figure >= self.bound if self.at_least else figure <= self.bound
 
 
 def of_batches(key: str, **where: Any) -> Callable[[Any], Figures]:
-    """A number of each row of "results", or "throughput", in which all of `where` stands."""
+    """Returns a function that reads `key` of each row of "results" or "throughput" with these values."""
 
     def figures(found: Any) -> Figures:
         for row in found.get("results") or found["throughput"]:
@@ -68,7 +67,7 @@ def drafts(only_batch: int | None, temperature: float) -> Callable[[Any], Figure
 
 
 def host_per_request(num_drafts: int) -> Callable[[Any], Figures]:
-    """At the most requests: what a step costs by itself is shared by all of them."""
+    """Host time at the largest number of requests, which share the fixed cost of a step."""
     steps = f"{num_drafts} drafts"
 
     def figures(found: Any) -> Figures:
@@ -88,7 +87,7 @@ def prefixes(key: str) -> Callable[[Any], Figures]:
 
 
 def sampling(found: Any) -> Figures:
-    """The dearest of our laws at each size: sampled beside an argmax."""
+    """Time of the slowest truncation at each size, as a multiple of an argmax."""
     rows = [row for row in found["rows"] if row["law"] != "argmax"]
     for vocabulary in sorted({row["vocabulary"] for row in rows}):
         for count in sorted({row["rows"] for row in rows}):
@@ -101,7 +100,7 @@ def start(case: str) -> Callable[[Any], Figures]:
 
 
 def growth(part: str, key: str) -> Callable[[Any], Figures]:
-    """The most of it beside the least."""
+    """Ratio of the largest to the smallest value."""
     return lambda found: iter([(key, found[part][-1][key] / found[part][0][key])])
 
 
@@ -158,10 +157,10 @@ CLAIMS = (
 
 
 def commands(out: Path, vllm: str | None, llama_cpp: str | None) -> dict[str, list[str]]:
-    """Command lines by part, of those that can be measured."""
+    """Command lines of the parts that can be measured, by part."""
 
     def script(name: str, part: str, *arguments: str) -> list[str]:
-        path = os.path.relpath(ROOT / "benchmarks" / f"{name}.py")  # as somebody would have typed it
+        path = os.path.relpath(ROOT / "benchmarks" / f"{name}.py")  # as a user would type it
         return [path, *arguments, "--output", str(out / f"{part}.json")]
 
     found = {}
@@ -210,7 +209,7 @@ def judge(out: Path) -> list[dict[str, Any]]:
 
 
 def told(row: dict[str, Any]) -> str:
-    """A line of it."""
+    """Format a row for the terminal."""
     figures = ", ".join(
         f"{name} {figure:.2f}{' (!)' if name in row['off'] else ''}"
         for name, figure in row["measured"].items()
@@ -219,9 +218,9 @@ def told(row: dict[str, Any]) -> str:
 
 
 def processor() -> str:
-    """What the system calls it, and what torch found that it can."""
+    """Name of the processor, and the vector instructions that torch uses."""
     told: dict[str, str] = {}
-    with contextlib.suppress(FileNotFoundError):  # Linux has it
+    with contextlib.suppress(FileNotFoundError):  # only Linux has this file
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     name = told.get("model name", platform.processor() or platform.machine())
@@ -232,10 +231,12 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--vllm", help="the Python of an environment with vLLM for CPU")
-    parser.add_argument("--llama-cpp", help="the Python of an environment with llama-cpp-python and gguf")
+    parser.add_argument("--vllm", help="Python interpreter of an environment with vLLM for CPU")
+    parser.add_argument(
+        "--llama-cpp", help="Python interpreter of an environment with llama-cpp-python and gguf"
+    )
     parser.add_argument("--only", nargs="+", metavar="PART")
-    parser.add_argument("--judge", action="store_true", help="measure nothing")
+    parser.add_argument("--judge", action="store_true", help="only evaluate the results in OUT")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     wanted = {} if args.judge else commands(args.out, args.vllm, args.llama_cpp)

@@ -1,11 +1,11 @@
-"""Time of a branch with experts on the CPU beside transformers' own module, in turn in one run, on the same weights.
+"""Time of a mixture-of-experts layer on CPU compared with transformers' module, with the same weights.
 
-uv run python benchmarks/experts.py --output benchmarks/results/experts-cpu.json
+    uv run python benchmarks/experts.py --output benchmarks/results/experts-cpu.json
 
-Tokens are others in every call, so that the experts they go to are read from memory, and the ways take turns in another
-order in every round. Float32; ours is packed, as it is wherever no graph is recorded, and plain, as it is where one is.
-transformers has three ways to run experts, of which its models choose grouped_mm; batched_mm copies the matrices for
-every token, and is left out of large batches.
+Each call has new tokens, so that the weights of their experts come from memory. Rounds are interleaved in changing
+order. All is float32. Ours is measured with packed weights (used without CUDA graphs) and plain ones (used with
+graphs). transformers has three implementations, of which its models use grouped_mm; batched_mm copies the weights for
+every token and is skipped for large batches.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ WAYS = ("grouped_mm", "eager", "batched_mm")
 _MOST_COPIED = 8
 _WARM_UP = 2
 _SETTLE_S = 8.0
-"""Gigabytes that were just written are slow to read for some seconds, on a machine whose memory is virtual."""
+"""Seconds to wait after writing gigabytes: on virtual machines, reads of them are slow at first."""
 
 
 def theirs(name: str, sizes: dict[str, int]) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """transformers' module, and the branch as its decoder layers run it, (T, M) of (T, M)."""
+    """transformers' module, and its layer as a function (T, M) -> (T, M)."""
     from transformers import AutoConfig
 
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def theirs(name: str, sizes: dict[str, int]) -> tuple[Any, Callable[[Tensor], Te
 
 
 def ours(sizes: dict[str, int], module: Any) -> Experts:
-    """Our branch with the weights of that module."""
+    """Our layer with the weights of that module."""
     qwen = hasattr(module, "shared_expert")
     spec = ExpertsLayer(
         num_experts=sizes["experts"],
@@ -108,7 +108,7 @@ def ours(sizes: dict[str, int], module: Any) -> Experts:
         }
     layer = Experts(spec, torch.empty(0, sizes["hidden"]))
     for name, weight in layer.weights().items():
-        if name in ROUTED:  # gigabytes, which both read
+        if name in ROUTED:  # large: both layers share them
             setattr(layer, name, GroupedProjection(parts[name].detach()))
         else:
             weight.copy_(parts[name])
@@ -118,7 +118,7 @@ def ours(sizes: dict[str, int], module: Any) -> Experts:
 def measure(
     name: str, sizes: dict[str, int], batches: list[int], rounds: int, settle_s: float
 ) -> list[dict[str, Any]]:
-    """A row per batch: median microseconds of each way, and theirs by ours."""
+    """A row per batch: median microseconds of each implementation, and ratios."""
     module, branch = theirs(name, sizes)
     config = next(each.config for each in module.modules() if hasattr(each, "has_gate"))
     for weight in module.parameters():
@@ -169,7 +169,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--quick", action="store_true", help="small sizes: shows that every part runs")
+    parser.add_argument("--quick", action="store_true", help="run small sizes, to test the script")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])

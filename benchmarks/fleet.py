@@ -1,11 +1,11 @@
-"""How a fleet of replicas serves conversations, by who gets which request: a simulation.
+"""Simulates a fleet of replicas that serve conversations, for several request routers.
 
     uv run python benchmarks/fleet.py --output benchmarks/results/fleet-simulated.json
 
-Every replica is the project's own scheduler with its prefix caches, planned as an engine of the shipped model would
-plan them; only the model is missing: a step takes as long as `fleet_costs.py` measured on a CPU. So hit rates,
-queues and the spread of load come of the code that serves, and seconds are those of that table and of no GPU.
-Conversations are those of `fleet_trace.py`, as many for each replica whatever their number.
+Each replica has the real scheduler and prefix caches, sized as for the shipped model. Only the model is missing: a step
+takes the time that `fleet_costs.py` measured on a CPU. Hit rates, queues and load balance are therefore those of the
+real code. Seconds are those of the table, not of a GPU. Conversations come from `fleet_trace.py`, equally many per
+replica.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ REPLICAS = (1, 4, 16, 64, 256, 1000)
 
 
 class Router(Protocol):
-    """Who gets a request."""
+    """Chooses the replica of a request."""
 
     def choose(self, prompt: Sequence[int], loads: Mapping[str, float]) -> str:
-        """The replica for it, of which `loads` are the unfinished requests."""
+        """Choose a replica. loads: unfinished requests by replica."""
 
 
 class RoundRobin:
-    """One after the other."""
+    """Chooses replicas in rotation."""
 
     def __init__(self) -> None:
         self._turn = -1
@@ -52,7 +52,7 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Whoever has the fewest unfinished requests, of several by chance."""
+    """Chooses the replica with the fewest unfinished requests, a random one of several."""
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(0)
@@ -63,7 +63,7 @@ class LeastLoaded:
 
 
 class ByPrefix:
-    """As `bateleur serve --replicas` does."""
+    """Routes by prefix as `bateleur serve --replicas` does."""
 
     def __init__(self) -> None:
         self._routing = PrefixRouting()
@@ -81,7 +81,7 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 @dataclass(slots=True)
 class Fleet:
-    """Replicas, and what will happen to them in the order of time."""
+    """The replicas and the queue of future events."""
 
     replicas: dict[str, Replica]
     router: Router
@@ -90,12 +90,12 @@ class Fleet:
     num_events: int = 0
 
     def at(self, when: float, what: Callable[[float], None]) -> None:
-        """Let it happen then; of one moment in this order."""
+        """Schedule an event. Events at the same time keep their order."""
         self.num_events += 1
         heapq.heappush(self.events, (when, self.num_events, what))
 
     def speak(self, session: Session, now: float) -> None:
-        """The session's next turn, if it has one."""
+        """Send the session's next turn, if it has one."""
         said = session.turn()
         if said is None:
             self.talking.pop(session.number, None)
@@ -109,13 +109,13 @@ class Fleet:
             self.begin(replica, now)
 
     def begin(self, replica: Replica, now: float) -> None:
-        """Its next step, unless it has nothing to do."""
+        """Start a replica's next step, if it has work."""
         seconds = replica.begin()
         if seconds is not None:
             self.at(now + seconds, lambda then: self.end(replica, then))
 
     def end(self, replica: Replica, now: float) -> None:
-        """Answers make users think, and the next step begins."""
+        """End a step: answered sessions schedule their next turn, and the replica starts another step."""
         for turn in replica.end(now):
             self._answered(turn, now)
         self.begin(replica, now)
@@ -129,7 +129,7 @@ class Fleet:
 def simulate(
     kind: Kind, router: str, count: int, traffic: Traffic, seconds: float, seed: int
 ) -> dict[str, Any]:
-    """What came of requests of so many simulated seconds; those that began by then are served to their end."""
+    """Simulate so many seconds of arrivals, and serve the requests that arrived by then to their end."""
     fleet = Fleet({f"replica {i}": Replica(kind) for i in range(count)}, ROUTERS[router](), {}, [])
     began = time.perf_counter()
     for when, session in sessions(traffic, seed):
@@ -161,10 +161,12 @@ def simulate(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, nargs="+", default=list(REPLICAS))
-    parser.add_argument("--sessions-per-s", type=float, default=2.0, help="that come to each replica")
-    parser.add_argument("--seconds", type=float, default=10.0, help="simulated, while sessions come")
-    parser.add_argument("--cache-mb", type=int, default=96, help="of a replica")
-    parser.add_argument("--rows", type=int, default=16, help="requests that run at once in a replica")
+    parser.add_argument(
+        "--sessions-per-s", type=float, default=2.0, help="new sessions per second and replica"
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="simulated seconds with new sessions")
+    parser.add_argument("--cache-mb", type=int, default=96, help="MB of KV cache per replica")
+    parser.add_argument("--rows", type=int, default=16, help="concurrent requests per replica")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--costs", type=Path, default=COSTS)
     parser.add_argument("--output", type=Path)

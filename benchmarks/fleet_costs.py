@@ -1,9 +1,9 @@
-"""How long a step takes, as it was measured, and as `fleet.py` reads it.
+"""Measures step times for `fleet.py`, and reads them back.
 
     uv run python benchmarks/fleet_costs.py --output benchmarks/results/fleet-costs-cpu.json
 
-Steps of so many decoding rows, and steps that compute so many tokens of one prompt, of the shipped model on one thread:
-CPU milliseconds, the median of rounds in which all sizes take turns.
+Decode steps by number of rows, and prefill steps by number of tokens, of the shipped model on one thread: CPU
+milliseconds, medians of interleaved rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT = (16, 64, 128, 256, 512)
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """Seconds of steps by decoding rows, and by tokens of prompts; between measured sizes they lie on lines."""
+    """Seconds of decode steps by rows, and of prefill steps by tokens, with linear interpolation."""
 
     rows: tuple[int, ...]
     rows_s: tuple[float, ...]
@@ -39,7 +39,7 @@ class StepTable:
 
     @classmethod
     def read(cls, file: Path) -> StepTable:
-        """What this script wrote."""
+        """Read a file that this script wrote."""
         found = json.loads(file.read_text())
         rows, prompt = found["rows"], found["prompt"]
         return cls(
@@ -51,14 +51,14 @@ class StepTable:
         )
 
     def seconds(self, num_decodes: int, prompt_tokens: int) -> float:
-        """Of a step of both. A step with both takes as long as one after the other: an upper bound."""
+        """Seconds of a step. For a mixed step the sum of both parts, an upper bound."""
         return _between(num_decodes, self.rows, self.rows_s) + _between(
             prompt_tokens, self.prompt, self.prompt_s
         )
 
 
 def _between(size: int, sizes: tuple[int, ...], seconds: tuple[float, ...]) -> float:
-    """0 for nothing, and behind the largest size on the line through the last two."""
+    """Interpolate linearly; 0 for size 0, and extrapolated beyond the largest size."""
     if not size:
         return 0.0
     if size > sizes[-1]:

@@ -1,4 +1,4 @@
-"""A replica without a model: the project's scheduler and prefix caches, whose steps take as long as a table says."""
+"""A simulated replica: the real scheduler and prefix caches, with step times from a table instead of a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PARAMS = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What all replicas of a fleet are alike in."""
+    """Options that all replicas share."""
 
     plan: CachePlan
     limits: EngineLimits
@@ -34,7 +34,7 @@ class Kind:
 
     @classmethod
     def of(cls, model: str, costs: StepTable, cache_bytes: int, max_num_seqs: int, longest: int) -> Kind:
-        """An engine for a checkpoint on a CPU, with prefix caching, as `LLM` would plan it; no weight is read."""
+        """Plan an engine for a checkpoint on a CPU with prefix caching, as `LLM` does, without reading weights."""
         config = EngineConfig.of(
             model=model,
             device="cpu",
@@ -51,7 +51,7 @@ class Kind:
 
 @dataclass(slots=True)
 class Turn:
-    """A request of a conversation, and what became of it."""
+    """A request of a conversation, with its times."""
 
     session: int
     request: Request
@@ -61,7 +61,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Counts:
-    """What a replica did."""
+    """Counters of a replica."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -72,7 +72,7 @@ class Counts:
 
 
 class Replica:
-    """One engine: `begin` starts a step if there is anything to do, `end` learns what came of it."""
+    """One simulated engine: `begin` starts a step if there is work, and `end` applies its result."""
 
     def __init__(self, kind: Kind) -> None:
         plan, limits = kind.plan, kind.limits
@@ -102,7 +102,7 @@ class Replica:
         self.scheduler.add(request)
 
     def begin(self) -> float | None:
-        """Seconds that the step takes which begins now; None if there is nothing to do."""
+        """Start a step and return its duration in seconds; None if there is no work."""
         assert self.step is None
         self.step = plan = self.scheduler.schedule()
         if plan is None:
@@ -118,12 +118,12 @@ class Replica:
         return seconds
 
     def end(self, now: float) -> list[Turn]:
-        """The step is done: those who drew have a token more; returns turns that are answered."""
+        """End the step: each row that sampled gets a token. Returns the turns that are complete."""
         plan, self.step = self.step, None
         assert plan is not None
         requests, rows = plan.drawing
         ones = np.ones(len(rows), np.int64)
-        # Any id will do: no two conversations come to the same one by chance.
+        # Any id will do: it only has to differ between conversations.
         self.table.write(rows, (self.table.num_known[rows] + 1 + rows)[:, None].astype(np.int64), ones)
         self.scheduler.commit(plan)
         over = self.table.num_known[rows] >= self.table.limit[rows]

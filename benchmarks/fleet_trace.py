@@ -1,9 +1,8 @@
-"""Conversations as a fleet of replicas meets them: who comes when, what it says, how long it thinks.
+"""Generates conversations for `fleet.py`: arrival times, lengths of prompts and answers, and pauses.
 
-Sessions come at random, each with one of a few system prompts of very unequal popularity; a session is a number of
-turns, and every turn's prompt is all that was said before and something new. Lengths and pauses are drawn from the
-distributions that published traces of chats are usually described by: geometric turns, log-normal lengths, exponential
-pauses. The numbers are a user's to choose and no measurement.
+Sessions arrive at random. Each has one of a few system prompts of very unequal popularity and a number of turns; the
+prompt of a turn is the whole conversation so far plus new tokens. Distributions follow published traces of chats:
+geometric numbers of turns, log-normal lengths, exponential pauses. The parameters are assumptions, not measurements.
 """
 
 from __future__ import annotations
@@ -16,29 +15,29 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What users do. Times are seconds, lengths tokens."""
+    """Parameters of the conversations. Times are in seconds, lengths in tokens."""
 
     sessions_per_s: float
-    """Over the whole fleet."""
+    """Arrival rate of the whole fleet."""
     system_prompts: int = 50
     popularity: float = 1.1
-    """Exponent of their ranks: 0 is equal popularity."""
+    """Zipf exponent of the system prompts; 0 is equal popularity."""
     system_tokens: int = 300
     """Median length of a system prompt."""
     user_tokens: int = 40
     output_tokens: int = 16
     spread: float = 0.6
-    """Of the logarithm of all three lengths."""
+    """Standard deviation of the logarithm of all three lengths."""
     turns: float = 5.0
-    """On average, one at least."""
+    """Mean number of turns, at least 1."""
     think_s: float = 5.0
     longest: int = 2048
-    """Tokens of a conversation; it ends before it would be longer."""
+    """Most tokens of a conversation; it ends before it would exceed them."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A conversation: `history` is what its next turn's prompt begins with."""
+    """A conversation. `history` is the beginning of its next prompt."""
 
     number: int
     history: list[int]
@@ -47,7 +46,7 @@ class Session:
     rng: np.random.Generator
 
     def turn(self) -> tuple[list[int], int] | None:
-        """The next prompt, and how many tokens answer it; None when the conversation is over."""
+        """The next prompt and the number of output tokens; None when the conversation is over."""
         if not self.turns_left:
             return None
         self.turns_left -= 1
@@ -57,16 +56,16 @@ class Session:
         return None if len(prompt) + answer > self.traffic.longest else (prompt, answer)
 
     def pause(self) -> float:
-        """Seconds until the user has read the answer and written on."""
+        """Seconds until the user sends the next message."""
         return float(self.rng.exponential(self.traffic.think_s))
 
 
 _TOKENS = 1 << 30
-"""Ids are drawn from so many, that no two texts are equal by chance."""
+"""Token ids are drawn from this range, so that no two texts are equal by chance."""
 
 
 def sessions(traffic: Traffic, seed: int) -> Iterator[tuple[float, Session]]:
-    """When each session begins, and the session, without an end."""
+    """Yield the start time and the session, without end."""
     rng = np.random.default_rng(seed)
     weights = 1.0 / np.arange(1, traffic.system_prompts + 1) ** traffic.popularity
     prompts = [

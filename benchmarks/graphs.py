@@ -1,9 +1,9 @@
-"""Steps on graphs beside the same steps run eagerly: milliseconds a decode step, and the host's share of a replay.
+"""Steps with CUDA graphs compared with eager steps: milliseconds per decode step, and host time of a replay.
 
     uv run python benchmarks/graphs.py --device cuda --output benchmarks/results/graphs-h200.json
 
-Two engines on the shipped model, one eager and one on graphs, decode the same requests, round about. On CPU the graphs
-are recorded ones, which prove semantics and win no time.
+Two engines of the shipped model, one eager and one with graphs, decode the same requests in interleaved rounds. On a
+CPU the graphs are emulated, which shows their semantics but saves no time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bateleur.runner import LLM, SamplingParams
 
 
 def engine(device: torch.device, batch: int, mode: str) -> LLM:
-    """An engine in the middle of decoding `batch` requests."""
+    """An engine that decodes `batch` requests."""
     llm = LLM(
         device=device,
         max_num_seqs=batch,
@@ -50,7 +50,7 @@ def step_ms(batch: int, device: torch.device, rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         for mode, llm in engines.items():
             began = time.perf_counter()
-            llm.step()  # ends with the copy of the drawn ids to the host, so the device is done
+            llm.step()  # ends with the copy of sampled ids to the host, so it synchronises
             times[mode].append((time.perf_counter() - began) * 1e3)
     eager, graph = (statistics.median(values) for values in times.values())
     return {
@@ -62,7 +62,7 @@ def step_ms(batch: int, device: torch.device, rounds: int) -> dict[str, float]:
 
 
 def replay_us(llm: LLM, rounds: int) -> dict[str, float]:
-    """Host time of `manager.replay`, and of the graph's own replay inside of it. The difference is the manager's."""
+    """Host time of `manager.replay` and of the graph's replay within it; the difference is the overhead."""
     manager = llm.engine.graphs.manager
     assert manager is not None
     (key,) = manager.ready

@@ -1,10 +1,10 @@
-"""Whether the host's work grows with what others left behind: cached blocks, and requests that wait.
+"""Whether host time per step or lookup grows with the number of cached blocks or queued requests.
 
     uv run python benchmarks/growth.py --output benchmarks/results/growth-cpu.json
 
-A lookup of 8,000 cached tokens, and a block that takes the place of the one that was idle longest, with more and more
-published blocks beside them; and a step's scheduling of 8 running requests with more and more that wait. CPU
-microseconds of one thread, the median of the fastest half of rounds in which all sizes take turns.
+Measured are a prefix cache lookup of 8,000 tokens and the eviction of the least recently used block, by number of
+cached blocks; and scheduling of 8 running requests, by number of queued ones. CPU microseconds of one thread, median of
+the fastest half of interleaved rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAITING = (0, 100, 1_000, 10_000)
 
 
 def medians(calls: dict[int, Callable[[], float]], rounds: int) -> dict[int, float]:
-    """Microseconds that each call says it took, all of them in turn in every round."""
+    """Median microseconds that each call returns, in interleaved rounds."""
     times: dict[int, list[float]] = {size: [] for size in calls}
     for _ in range(rounds):
         for size, call in calls.items():
@@ -44,14 +44,14 @@ def medians(calls: dict[int, Callable[[], float]], rounds: int) -> dict[int, flo
 
 
 def timed(call: Callable[[], object]) -> float:
-    """CPU microseconds of this thread."""
+    """CPU microseconds of a call in this thread."""
     began = time.thread_time()
     call()
     return (time.thread_time() - began) * 1e6
 
 
 def filled(cached: int) -> tuple[PrefixCache, BlockPool, Request]:
-    """A cache of so many blocks, among them those of a request's first tokens."""
+    """A prefix cache with so many blocks, including those of the returned request's prompt."""
     length = LOOKUP_TOKENS + 1
     table = RequestTable(1, length + BLOCK, length // BLOCK + 2)
     pool = BlockPool(cached + 2)
@@ -109,7 +109,7 @@ def waiting(rounds: int, sizes: tuple[int, ...], rows: int = 8) -> list[dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--quick", action="store_true", help="small sizes: shows that every part runs")
+    parser.add_argument("--quick", action="store_true", help="run small sizes, to test the script")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,14 +1,14 @@
-"""Host microseconds of a step around the forward pass: stage, build, decide, and what a replay adds to the driver's.
+"""Host microseconds of a step around the forward pass: staging, building metadata, graph dispatch, and replay overhead.
 
     uv run python benchmarks/host.py --vllm VENV/bin/python --output benchmarks/results/host-cpu.json
 
-Behind them CPU time of the parts of an engine's step, prefixes cached, with drafts and without: see host_step.py.
-And of vLLM's scheduler, where --vllm names the Python of an environment that has it: see host_rival.py.
+Also prints the CPU time of the parts of an engine step with prefix caching, with and without drafts (`host_step.py`),
+and with --vllm that of vLLM's scheduler (`host_rival.py`).
 
-All rows of one table are timed in one run on one thread, interleaved; the figure is the median of the fastest half of
-the rounds, which is steadier than the mean on a machine that others use. Tables are 4,096 tokens a request in blocks of
-16 tokens; decodes have 100 to 1,000 tokens of context. The `mamba` and `attention` columns are the builders' alone; a
-hybrid model pays stage and both.
+All rows of a table are timed in one run on one thread, in interleaved rounds. Figures are medians of the fastest half
+of the rounds, which vary less on a shared machine. Block tables have 4,096 tokens per request in blocks of 16; decodes
+have 100 to 1,000 tokens of context. The columns `mamba` and `attention` are for the builders alone: a hybrid model
+needs staging and both.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[int, list[int]]] = {
 def microseconds(
     calls: Mapping[str, Callable[[], object]], rounds: int, repeats: int = 20
 ) -> dict[str, float]:
-    """Time of each call, all of them in turn in every round."""
+    """Time of each call, in interleaved rounds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -113,7 +113,7 @@ def stage_and_build(rounds: int) -> list[dict[str, Any]]:
 
 
 class NullProducer:
-    """Stages nothing, so that what remains is the manager."""
+    """Stages nothing, so that only the manager's time remains."""
 
     generation = 1
 
@@ -125,7 +125,7 @@ class NullProducer:
 
 
 def replay(rounds: int) -> dict[str, float]:
-    """A replay of an empty body at each check level, less nothing: the body's own call is the first entry."""
+    """Replay of an empty body at each check level. The first entry is the call of the body itself."""
     plan = CudagraphDispatcher.make(CudaGraphMode.FULL_DECODE_ONLY, [1, 8, 64], max_num_reqs=64)
     key = plan.keys[0]
 
@@ -169,7 +169,7 @@ def vllm_scheduler(python: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--vllm", help="the Python of an environment with vLLM")
+    parser.add_argument("--vllm", help="Python interpreter of an environment with vLLM")
     parser.add_argument("--output", "--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

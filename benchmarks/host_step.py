@@ -1,12 +1,11 @@
-"""CPU time of the host in a step of the engine: schedule, stage, build, emit, without network, draw and drafter.
+"""CPU time of the host in an engine step: schedule, stage, build and emit, without model, sampler and drafter.
 
-Prefixes are cached, and each request has no drafts, or four in every step, of which two stay. What is measured is the
-time of the one thread that steps, not the clock on the wall, and of all steps the median of the faster half, which is
-steadier on a machine that others use. `benchmarks/host.py` prints and writes it.
+Prefix caching is on. Requests have no drafts, or four per step of which two are accepted. Measured is the CPU time of
+the stepping thread, and of all steps the median of the faster half, which varies less on a shared machine.
+`benchmarks/host.py` prints and writes the result.
 
-vLLM's 7.7 to 9.0 us a request are its scheduler alone, see `host_rival.py`: what compares with them is `schedule` and
-`emit`, and here emission has the lists and times of requests and their reports, too. `stage` and `build` have no part
-in that figure: they are what vLLM's model runner does between the two.
+vLLM's time in `host_rival.py` is its scheduler's alone. It compares with `schedule` and `emit`, although `emit` also
+includes token lists, request times and outputs here. `stage` and `build` correspond to vLLM's model runner.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ DRAFTS, CONTEXT, BLOCK = 4, 8000, 16
 
 
 class IdleModel:
-    """Stands in for the network: its work takes no time, and with one token in its vocabulary the draw takes little."""
+    """Replaces the model: its forward pass takes no time, and sampling from a vocabulary of one token takes little."""
 
     def __init__(self, model: HybridDecoder) -> None:
         self.spec, self.ranks = model.spec, model.ranks
@@ -49,14 +48,14 @@ class IdleModel:
         return (self._zero.expand(execution.state.batch.num_tokens, self.spec.hidden_size),)
 
     def set_prompt_length(self, prompt_len: int) -> None:
-        """It has no positions."""
+        """Do nothing: there are no positions."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._zero.expand(len(hidden), 1)
 
 
 class IdleDrafter:
-    """The same drafts always: two that stay, and two that do not."""
+    """Proposes constant drafts: two that are accepted and two that are not."""
 
     num_speculative_tokens = DRAFTS
     needs = TargetNeeds()
@@ -65,14 +64,14 @@ class IdleDrafter:
         self._drafts = torch.tensor([0, 0, 1, 1]).repeat(num_rows, 1)
 
     def admit(self, row: int, token_ids: list[int]) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
     def propose(self, context: DraftContext) -> Tensor:
         return self._drafts[: len(context.rows)]
 
 
 class Run:
-    """An engine with `num_requests` running, past their prompts."""
+    """An engine with `num_requests` decoding requests."""
 
     def __init__(self, num_requests: int, drafts: int) -> None:
         self.num_requests = num_requests
@@ -94,10 +93,10 @@ class Run:
         engine: Any = self.llm.engine
         idle = IdleModel(engine.model)
         engine.model = engine.graphs.model = engine._verifier.model = idle
-        engine.caches.pool.fold = lambda *_: None  # a kernel of the device as well
+        engine.caches.pool.fold = lambda *_: None  # runs on the device
 
     def steps(self, count: int) -> list[dict[str, float]]:
-        """Microseconds of each part of each of so many steps."""
+        """Microseconds of each part of `count` steps."""
         seconds, found = self.llm.get_metrics().seconds, []
         for _ in range(count):
             before = dict(seconds)
@@ -107,19 +106,19 @@ class Run:
 
 
 def steps(rounds: int, drafts: int = DRAFTS, batches: Sequence[int] = BATCHES) -> dict[str, Any]:
-    """Median microseconds a step of each part, by batch; and over the batches a fixed cost and one a request."""
+    """Median microseconds per step of each part by batch size, and a linear fit: fixed cost and cost per request."""
     runs = [Run(batch, drafts) for batch in batches]
     found: dict[int, list[dict[str, float]]] = {run.num_requests: [] for run in runs}
     clocks: Any = stats
     clock, gc_was = clocks.time, gc.isenabled()
     clocks.time = SimpleNamespace(perf_counter=time.thread_time, thread_time=time.thread_time)
-    gc.disable()  # its turns fall on whoever is measured
+    gc.disable()  # collections would fall into measured steps
     try:
         for run in runs:
             run.steps(8)
         for _ in range(rounds):
             for run in runs:
-                found[run.num_requests] += run.steps(12)[2:]  # the first come after another engine's
+                found[run.num_requests] += run.steps(12)[2:]  # the first two have cold caches
     finally:
         clocks.time = clock
         if gc_was:
@@ -144,8 +143,7 @@ def _median_us(call: Any, rounds: int) -> float:
 
 
 def prefixes(rounds: int, num_blocks: int = 100_000) -> dict[str, float]:
-    """Microseconds to name the prefixes of 8,000 tokens, and to look them up when they are named, among so many blocks
-    that are cached."""
+    """Microseconds to hash the blocks of 8,000 tokens, and to look them up, with `num_blocks` cached blocks."""
     table = RequestTable(2, CONTEXT + BLOCK, CONTEXT // BLOCK + 1)
     pool = BlockPool(num_blocks + 1)
     cache = PrefixCache(table, pool, BLOCK, None)

@@ -1,13 +1,14 @@
-"""What the steps of six published models launch on a Hopper GPU, without one: launches, programs, instructions.
+"""The kernels that steps of six published models launch on a Hopper GPU, without one: launches, programs, instructions.
 
     uv run python benchmarks/kernels.py --json benchmarks/results/kernels-sm90.json
 
-An engine of each model starts on a fake CUDA device, with its real widths and a layer of each kind, and runs eager
-steps. Every Triton launch is compiled for sm_90 with its real arguments and not run (`tests/plugins/compiled_cuda.py`).
-For each step and kernel: launches, programs, threads, what ptxas made of it, and how many blocks a multiprocessor
-holds. Counts of instructions are of the machine code: all of it, and the bodies of its loops. Nothing here is a time.
+An engine of each model starts on a fake CUDA device, with its real widths and one layer of each kind, and runs eager
+steps. Every Triton launch is compiled for sm_90 with its real arguments, and not run
+(`tests/plugins/compiled_cuda.py`). Recorded for each step and kernel: launches, programs, threads, ptxas's resource
+usage, and blocks per multiprocessor. Instructions are counted in the machine code, in total and per loop body. No times
+are measured.
 
-`--before FILE` puts the steps of an earlier run beside those of this one.
+`--before FILE` compares with the steps of an earlier run.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from sm90 import Kernel, Launch, compiling  # noqa: E402
 
 ROWS = 64
 PROMPT = 4096
-"""Tokens of the prompt of the prompt step, as far as they fit into one step."""
+"""Tokens of the prompt, limited by the size of a step."""
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 RECOMMENDED = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, max_tokens=4, ignore_eos=True)
 
 
 def loop_bodies(kernel: Kernel) -> list[int]:
-    """Instructions of each loop of the machine code, with those of loops in it, the longest first."""
+    """Number of instructions of each loop in the machine code, inner loops included, longest first."""
     found = []
     for index, line in enumerate(kernel.sass):
         target = re.search(r"\bBRA(?:\.\w+)*\s+(?:!?\w+, )?`?\(?(?:\.L_x_\w+|0x([0-9a-f]+))", line)
@@ -56,7 +57,7 @@ def loop_bodies(kernel: Kernel) -> list[int]:
 
 
 def rows_of(launches: Sequence[Launch]) -> list[dict[str, Any]]:
-    """An entry for each kernel of a step, in the order of its first launch."""
+    """An entry for each kernel of a step, in the order of first launches."""
     kernels = list(dict.fromkeys(each.kernel for each in launches))
     rows = []
     for kernel in kernels:
@@ -98,7 +99,7 @@ def measure(model: str, folder: Path) -> dict[str, Any]:
         write_blank(folder, MODELS[model] | FEW_LAYERS[model], torch.bfloat16)
         llm = fake.start(folder, cudagraph_mode="NONE", max_num_seqs=ROWS, max_model_len=2 * PROMPT)
         found["prompt"] = rows_of(steps_of(fake, llm, [[1] * PROMPT], GREEDY)[0])
-        prompts = [[row % 90 + 1] * 8 for row in range(ROWS)]  # together they fit into one step
+        prompts = [[row % 90 + 1] * 8 for row in range(ROWS)]  # small enough for one step
         for name, params in (("greedy", GREEDY), ("top_k 20, top_p 0.95", RECOMMENDED)):
             steps = steps_of(fake, llm, prompts, params)
             found[f"decode of {ROWS} rows, {name}"] = rows_of(steps[1])
@@ -108,9 +109,9 @@ def measure(model: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one model: shows that the script works")
+    parser.add_argument("--quick", action="store_true", help="run one model, to test the script")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--before", type=Path, help="result of a run of earlier code")
+    parser.add_argument("--before", type=Path, help="JSON file of an earlier run to compare with")
     args = parser.parse_args()
     models = {}
     for model in list(FEW_LAYERS)[: 1 if args.quick else None]:

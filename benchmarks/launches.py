@@ -1,10 +1,10 @@
-"""Operators that a decode step of three published models dispatches: how many kernels a step without graphs launches.
+"""Operators that a decode step of three published models dispatches: the number of kernel launches without CUDA graphs.
 
     uv run python benchmarks/launches.py --output benchmarks/results/launches.json
 
-Models of the published layers in the published order, but narrow, with random weights in bfloat16, decode eagerly on
-the CPU with nothing packed, by the operators that CUDA gets (`as_on_cuda`). Each of the network is counted that makes
-or changes a tensor, and is a launch there; what is fused counts as one. Grouped products may take two.
+The models have the published layers in the published order but narrow random weights in bfloat16. They decode eagerly
+on the CPU with unpacked weights and the operators that CUDA uses (`as_on_cuda`). Every operator of the model that
+creates or changes a tensor counts as one launch, also a fused one. Grouped matrix products may take two.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bateleur.runner.models.operators import FORMS
 
 
 def as_on_cuda() -> None:
-    """For the rest of this process: fused operators go through the dispatcher, where their torch forms are one."""
+    """Make this process use the fused operators of CUDA."""
     for name in FORMS:
         FORMS[name] = Implementations(getattr(torch.ops.bateleur, name).default)
     TritonBackend.unsupported_reason = lambda *_, **how: None  # type: ignore[method-assign]
@@ -44,7 +44,7 @@ def as_on_cuda() -> None:
 
 
 class Count(TorchDispatchMode):
-    """Operators by name, without views and memory that is only taken."""
+    """Counts operators by name, without views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class Count(TorchDispatchMode):
 
 @contextmanager
 def counting() -> Iterator[Count]:
-    """What decoders do from here on."""
+    """Count the operators of all decoders in this block."""
     count, run, logits = Count(), HybridDecoder.run, HybridDecoder.logits
 
     def counted(method: Any) -> Any:
@@ -83,7 +83,7 @@ def counting() -> Iterator[Count]:
 
 
 def operators(name: str, folder: Path) -> Counter[str]:
-    """Of one decode step of two rows."""
+    """Operators of one decode step of two rows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {

@@ -1,18 +1,18 @@
-"""The law of the noise: scans for pairs of names whose numbers are related.
+"""Searches the noise generator for pairs of keys with correlated random numbers.
 
     python benchmarks/law.py --output benchmarks/results/law.json
 
-A draw is an argmax over noise, so what matters is the joint law of the numbers of two names. They are bijections of
-hashes, and what two names share is the xor of their parts: of hashed lane ids within a row, of seed, position or place
-between rows. Every scan goes through many such differences, and through all pairs of lanes of real vocabularies whose
-hashed ids differ in the top bits alone, which a multiplication mixes least.
+A sample is an argmax over noise, so the joint distribution of the numbers of two keys matters. Numbers are bijections
+of hashes, and two keys are related by the xor of their parts: hashed lane ids within a row; seed, position or place
+between rows. The scans cover many such differences, and all pairs of lanes of real vocabularies whose hashed ids differ
+only in the top bits, which a multiplication mixes least.
 
-Each pair is one of two tokens with probabilities 1 - p and p: z compares how often the second one wins, in 400,000
-rows, with how often it should, given the noise of the first. Scans of many thousand pairs first look for a bit of
-x ^ y, x - y or x + y that is not fair, and then draw with the worst. Of the 31 bits of a number the lowest 8, worth
-2^-23 in all, are left out: a last multiplication does not reach them, and no draw can tell. `expected` is the mean of
-the largest |z| if all is well, and one run in a thousand exceeds `limit`. `without round 3` is the law without its last
-multiplication, which the same tests must find.
+Each pair acts as two tokens with probabilities 1 - p and p. z compares how often the second one wins in 400,000 rows
+with the expectation given the noise of the first. Scans of many thousand pairs first search for a biased bit of x ^ y,
+x - y or x + y, and then sample with the worst pairs. The lowest 8 of 31 bits (2^-23 in total) are excluded: the last
+multiplication does not mix them, and no sample depends on them. `expected` is the mean of the largest |z| for
+independent numbers; one run in a thousand exceeds `limit`. `without round 3` tests the generator without its last
+multiplication, as a control that must fail.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from eagle_doubles.markov import chi_square
 SPLITS = (0.9, 0.5, 0.1, 0.02, 0.002)
 VOCABULARIES = (50_257, 128_256, 151_936, 262_144)
 TOP_BITS = 8
-BASE = 0x1B56C4E9  # any hashed id: how two of them are related depends on their difference alone
+BASE = 0x1B56C4E9  # any hashed id: only the difference of two ids matters
 LOW_BITS, BITS = 8, 31
 CPU = torch.device("cpu")
 UNDO_ROUND_3 = pow(0x2C1B3C6D, -1, 1 << 32) - (1 << 32)
 
 
 class Scan(NamedTuple):
-    """Pairs of names (P, ..). `bits(some, rows)` are (n, 1) or (n, D) bits of the first names and (n, D) of the second
-    ones, for D of the pairs, at n rows of which each has numbers of its own.
+    """Pairs of keys (P, ..). `bits(some, rows)` returns (n, 1) or (n, D) bits of the first keys and (n, D) bits of the
+    second keys, for D pairs and n rows of different numbers.
     """
 
     pairs: Tensor
     bits: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-# ---- what is scanned
+# ---- scans
 
 
 def differences(width: int, counts: Iterable[int], low: int = 0) -> list[int]:
-    """All numbers with so many bits set, among `width` bits from `low` on."""
+    """All numbers with so many bits set among `width` bits from bit `low` on."""
     return [sum(1 << low + bit for bit in chosen) for k in counts for chosen in combinations(range(width), k)]
 
 
@@ -69,7 +69,7 @@ def int32(values: Tensor) -> Tensor:
 
 
 def of_hashed_ids(changes: list[int]) -> Scan:
-    """Lanes of one row whose hashed ids differ so."""
+    """Lanes of one row whose hashed ids have these xor differences."""
 
     def of(some: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         words = torch.cat((torch.tensor([BASE]), some ^ BASE))
@@ -80,7 +80,7 @@ def of_hashed_ids(changes: list[int]) -> Scan:
 
 
 def of_vocabulary(size: int, top: int = TOP_BITS) -> Scan:
-    """All pairs of token ids whose hashed ids differ in the `top` bits alone."""
+    """All pairs of token ids whose hashed ids differ only in the `top` bits."""
     below = Lanes.of(size, CPU).words.long() & (1 << 32 - top) - 1
     order = below.argsort()
     pairs, apart = [], 1
@@ -110,13 +110,13 @@ def of_rows(changes: list[tuple[int, int, int, Role]], first: Role = Role.TARGET
         ]
         return bits(Keys(seed, position, place), first, 1), torch.cat(second, 1)
 
-    # As a tensor holds them: a seed has 64 bits, the highest of which is a sign.
+    # As signed int64, like the seeds of a tensor.
     signed = [(s - (1 << 64) if s >> 63 else s, *rest) for s, *rest in changes]
     return Scan(torch.tensor(signed), of)
 
 
 def scans(most: int) -> dict[str, Scan]:
-    """Everything that is scanned; differences of at most `most` bits."""
+    """All scans, with differences of at most `most` bits."""
     counts, target = range(1, most + 1), Role.TARGET
     roles = [(first, second) for first, second in combinations(Role, 2)]
     return {
@@ -137,16 +137,16 @@ def scans(most: int) -> dict[str, Scan]:
     }
 
 
-# ---- how
+# ---- tests
 
 
 def exponential(found: Tensor) -> Tensor:
-    """Exponential variates of bits: the smallest E / probability wins, as the largest logit + Gumbel noise does."""
+    """Exponential variates from bits: the smallest E / probability wins, like the largest logit + Gumbel noise."""
     return (found & 0x7FFFFFFF).float().mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
 
 
 def drawn(x: Tensor, y: Tensor) -> Tensor:
-    """(D, S) z of how often the second one of two tokens is drawn, for each split."""
+    """(D, S) z of how often the second of two tokens is sampled, for each split."""
     first, second = exponential(x), exponential(y)
     found = []
     for p in SPLITS:
@@ -158,7 +158,7 @@ def drawn(x: Tensor, y: Tensor) -> Tensor:
 
 
 def unfair(x: Tensor, y: Tensor) -> Tensor:
-    """(D, 69) z of every bit of x ^ y, x - y and x + y but the lowest."""
+    """(D, 69) z of every bit of x ^ y, x - y and x + y except the lowest."""
     found = [
         ((mixed >> bit & 1).sum(0) / len(mixed) - 0.5) * (2 * len(mixed) ** 0.5)
         for mixed in (x ^ y, x - y, x + y)
@@ -168,13 +168,13 @@ def unfair(x: Tensor, y: Tensor) -> Tensor:
 
 
 def without_round_3(found: Tensor) -> Tensor:
-    """The bits as they were before the last round."""
+    """The bits before the last round."""
     found = found * UNDO_ROUND_3
     return found ^ (found >> 16 & 0xFFFF)
 
 
 class Sizes(NamedTuple):
-    """Rows for draws and for bits; pairs that are all drawn with; and how many of more."""
+    """Numbers of rows for sampling and for bit tests, and of pairs to sample with."""
 
     rows: int
     bit_rows: int
@@ -185,7 +185,7 @@ class Sizes(NamedTuple):
 def run(
     scan: Scan, pairs: Tensor, test: Callable[[Tensor, Tensor], Tensor], rows: Tensor, old: bool
 ) -> Tensor:
-    """|z| of a test, (P, ..), a few numbers at a time."""
+    """Absolute z of a test, (P, ..), computed in batches of pairs."""
     step = max(1, 1_600_000 // len(rows))
     found = []
     for some in pairs.split(step):
@@ -195,12 +195,12 @@ def run(
 
 
 def largest(count: int, share: float) -> float:
-    """What the largest of so many |z| exceeds with about this probability, if all is well."""
+    """Value that the largest of `count` |z| exceeds with about this probability if all numbers are independent."""
     return NormalDist().inv_cdf(1 - share / (2 * count))
 
 
 def summary(z: Tensor) -> dict[str, Any]:
-    """The worst of a table of |z|, and what it should be; 0.5615 makes it the mean of the largest."""
+    """The worst of a table of |z|, with its expectation. The share 0.5615 gives the mean of the largest."""
     return {
         "pairs": len(z),
         "worst": round(float(z.max()), 2),
@@ -210,7 +210,7 @@ def summary(z: Tensor) -> dict[str, Any]:
 
 
 def examine(scan: Scan, sizes: Sizes, *, old: bool = False) -> dict[str, Any]:
-    """Draw with all pairs, or with those whose bits look worst if there are too many."""
+    """Sample with all pairs, or with the pairs whose bits look worst if there are too many."""
     pairs, result = scan.pairs, {}
     if len(pairs) > sizes.pairs:
         z = run(scan, pairs, unfair, torch.arange(sizes.bit_rows) + 10**9, old)
@@ -226,7 +226,7 @@ def examine(scan: Scan, sizes: Sizes, *, old: bool = False) -> dict[str, Any]:
 
 
 def quadruples(count: int, *, old: bool = False) -> dict[str, Any]:
-    """Four lanes whose hashed ids have the xor 0: a relation that no two of them need to have."""
+    """Four lanes whose hashed ids have the xor 0, although no two of them need to be related."""
     law = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     scan, rows = of_hashed_ids(differences(32, (1, 2))), torch.arange(count)
     found = []
@@ -251,7 +251,7 @@ def line(name: str, result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--quick", action="store_true", help="fewer rows, and differences of one and two bits"
+        "--quick", action="store_true", help="run fewer rows and only differences of one and two bits"
     )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

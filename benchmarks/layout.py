@@ -1,4 +1,4 @@
-"""Time of a projection by the layout of its weight: rows (as checkpoints have it), columns, or packed for oneDNN.
+"""Time of a linear projection by weight layout: rows (as in checkpoints), columns, or packed for oneDNN.
 
 uv run python benchmarks/layout.py
 """

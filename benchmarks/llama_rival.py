@@ -1,10 +1,10 @@
-"""Greedy decoding of one stream beside llama.cpp: a Llama of 135 M random parameters in float32.
+"""Greedy decoding of one request compared with llama.cpp: a Llama with 135 M random parameters in float32.
 
     uv run python benchmarks/llama_rival.py VENV/bin/python --output benchmarks/results/llama-cpp-cpu.json
 
-The argument is the Python of an environment with `llama-cpp-python`, `gguf` and `safetensors`. Both engines give the
-same tokens, each in a process of its own, in turn. A step reads every weight once; what a plain read of memory takes
-for as many bytes, in the same rounds, is what bounds it, and `of_read` the fraction of that speed that each one has.
+The argument is the Python interpreter of an environment with `llama-cpp-python`, `gguf` and `safetensors`. The engines
+run in their own processes in interleaved rounds, and their tokens must be equal. A step reads every weight once.
+`of_read` is the speed as a share of a plain read of as many bytes, measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PASSES = 4
 
 
 def compare(python: str, folder: Path, tokens: int, rounds: int, threads: int) -> dict[str, Any]:
-    """Rows of both engines, and the bandwidth of a read."""
+    """Measure both engines and the bandwidth of a plain read."""
     gguf = folder / "model.gguf"
     run_script(python, Path(__file__).with_name("write_gguf.py"), str(folder), str(gguf))
     weights = (folder / "model.safetensors").stat().st_size
@@ -74,7 +74,7 @@ def compare(python: str, folder: Path, tokens: int, rounds: int, threads: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("python", help="of an environment with llama-cpp-python")
+    parser.add_argument("python", help="Python interpreter of an environment with llama-cpp-python")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

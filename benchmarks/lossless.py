@@ -1,13 +1,13 @@
-"""The law of what is emitted: chi-square of the joint law of three tokens under every rule, against the exact one.
+"""Chi-square tests of the joint distribution of three emitted tokens, under every acceptance rule.
 
     python benchmarks/lossless.py --output benchmarks/results/lossless.json
 
-Target and head are Markov chains over five tokens, so that the law of every text is known exactly. `loop` drafts and
-verifies without an engine. `engine` goes through all of it, with a Llama of one layer that adds nothing, so that its
-logits are a row of a table: many requests at once, few of them, ragged drafts, preemption, and graphs. z is normal if
-all is well. `same` counts the requests that have the tokens that they have in another batch of another engine, and
-`again` those that have them when the same engine runs all of them once more. In `places unnamed` the noise of BLOCK is
-named by the position alone, which is wrong, and found.
+Target and head are Markov chains over five tokens, so the exact distribution of every text is known. `loop` drafts and
+verifies without an engine. `engine` uses a whole engine with a one-layer Llama whose logits are a row of a table, in
+these cases: many requests, few requests, different draft lengths, preemption, and CUDA graphs. z is normal if the
+distribution is right. `same` counts requests with the same tokens as in another batch of another engine, and `again`
+those with the same tokens in a second run of the same engine. In `places unnamed` the noise keys of BLOCK have the
+position only: a fault that the test must find.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def toy() -> Toy:
-    """A flat target and a head with an opinion, which makes faults easy to see."""
+    """A flat target, and a head with a strong preference, which makes faults easy to see."""
     generator = torch.Generator().manual_seed(3)
     tables = [torch.randn(V, V, generator=generator, dtype=torch.float64) for _ in "td"]
     return Toy((0.5 * tables[0]).softmax(-1), (2 * tables[1]).softmax(-1))
 
 
 TOY = toy()
-# The first token of a request has no draft; what is compared are those behind it.
+# The first token of a request has no draft, so the tokens after it are compared.
 LAW = exact_law(TOY.target, 1 + LENGTH).view(V, -1).sum(0)
 
 
 class Head(MarkovHead):
-    """A head that knows a table (V, Vd); `ids` (Vd,) are the target ids of a reduced vocabulary."""
+    """A head with a table (V, Vd); `ids` (Vd,) are the target ids of a reduced vocabulary."""
 
     def __init__(self, law: Tensor, ids: Tensor | None = None) -> None:
         table = law.log().float()
@@ -89,7 +89,7 @@ class Head(MarkovHead):
 
 
 def write_target(folder: Path) -> None:
-    """A checkpoint whose logits behind token v are those of row v of the toy."""
+    """Write a checkpoint whose logits after token v are row v of the table."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -107,7 +107,7 @@ def write_target(folder: Path) -> None:
         "torch_dtype": "float32",
     }
     lm_head = torch.zeros(V, SIZE)
-    lm_head[:, :V] = TOY.target.log().T * SIZE**-0.5  # the norm makes a unit vector SIZE ** 0.5 long
+    lm_head[:, :V] = TOY.target.log().T * SIZE**-0.5  # the norm scales a unit vector by SIZE ** 0.5
     zeros, ones, layer = torch.zeros(SIZE, SIZE), torch.ones(SIZE), "model.layers.0."
     tensors = {
         "model.embed_tokens.weight": torch.eye(V, SIZE),
@@ -123,7 +123,7 @@ def write_target(folder: Path) -> None:
 
 
 class Ragged:
-    """Every row has drafts of its own number, and every fourth step none at all."""
+    """Draft policy with a different number of drafts for every row, and none in every fourth step."""
 
     def __init__(self) -> None:
         self.random, self.step = np.random.default_rng(3), 0
@@ -135,7 +135,7 @@ class Ragged:
 
 
 def engine(target: Path, rule: str | None, law: Tensor = TOY.draft, **settings: Any) -> LLM:
-    """An engine of the target with K drafts of a head of `law`; without a rule it drafts nothing."""
+    """An engine of the target with K drafts of a head with the table `law`; without a rule it has no drafts."""
     ids = settings.pop("ids", None)
     base: dict[str, Any] = {
         "device": "cpu",
@@ -154,13 +154,15 @@ def engine(target: Path, rule: str | None, law: Tensor = TOY.draft, **settings: 
 
 
 def small(llm: LLM, num_blocks: int) -> int:
-    """The memory with which such an engine has that many blocks."""
+    """Bytes of KV cache for so many blocks."""
     plan = llm.cache_plan
     return plan.total_bytes - plan.kv_bytes + num_blocks * plan.kv_bytes // plan.num_blocks
 
 
 def texts(llm: LLM, count: int) -> Tensor:
-    """(count, LENGTH) tokens behind the first one, of as many seeds: with K more, or there would be fewer drafts."""
+    """(count, LENGTH) tokens after the first one, for as many seeds. K more are generated, so that the last ones have
+    drafts.
+    """
     prompts: Any = [{"prompt_token_ids": [0]}] * count
     params = [
         SamplingParams(temperature=1.0, seed=seed, max_tokens=1 + LENGTH + K, ignore_eos=True)
@@ -172,14 +174,14 @@ def texts(llm: LLM, count: int) -> Tensor:
 
 
 def position_alone(rule: Rule, seeds: Tensor, positions: Tensor, place: int | Tensor) -> Keys:
-    """BLOCK's keys as they must not be: those of the other rules."""
+    """The noise keys of BLOCK with a fault: they have the position alone, as for the other rules."""
     return Keys(seeds, positions)
 
 
 def of_loop(
     rule: Rule, count: int, kind: type[Logits] | type[OneHot], *, ragged: bool = False
 ) -> dict[str, Any]:
-    """A million sequences or so, without an engine; the first token is drafted, too."""
+    """About a million sequences without an engine; the first token is drafted, too."""
     run = simulate(TOY, rule, count, LENGTH, K, kind=kind, ragged=ragged)
     fit = chi_square(run.tokens, exact_law(TOY.target, LENGTH), V)
     return {"z": round(fit.z, 2), "chi2/df": round(fit.statistic / fit.freedom, 3), "texts": count}
@@ -188,7 +190,7 @@ def of_loop(
 def of_engine(
     target: Path, rule: str, kind: str, count: int, first: Tensor | None
 ) -> tuple[dict[str, Any], Tensor]:
-    """What an engine emits, twice; `first` is what another one did."""
+    """Tokens of an engine, in two runs. `first` are those of another engine."""
     settings = dict(KINDS[kind])
     if kind == "ragged":
         settings["draft_policy"] = Ragged()
@@ -206,7 +208,7 @@ def of_engine(
 
 
 def measure(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every figure by its name."""
+    """Yield every figure with its name."""
     for rule in (Rule.RATIO, Rule.BLOCK):
         for law, ragged in product((Logits, OneHot), (False, True)):
             name = f"{rule.value}, loop, {law.__name__}{', ragged' if ragged else ''}"
@@ -226,7 +228,7 @@ def measure(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--requests", type=int, default=30_000, help="of each engine; ten times as many of each loop"
+        "--requests", type=int, default=30_000, help="requests per engine; loops run ten times as many"
     )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

@@ -1,13 +1,14 @@
-"""Recurrent states in a decode step: bytes by policy, time beside the bytes' bound, memory per request, planning.
+"""Recurrent states in a decode step: bytes by state policy, step time relative to the bandwidth bound, memory, planning
+time.
 
     python benchmarks/mamba.py --output benchmarks/results/mamba-cpu.json
 
-SLOTS updates a state and writes one for each token; FOLD replays a ring over one state that it only reads, and folds
-the ring in once in a while. The bytes are those of `bateleur.mamba.memory_traffic`, for one layer of a published model,
-with bfloat16 activations, float32 states, and 70 % of a step's tokens accepted. On CUDA each policy's step runs in a
-graph over many layers, so that nothing is found in a cache; steps and a plain copy take turns in every round, and a
-step's time stands beside what its bytes take at the copy's bandwidth. The rows of a batch are spread over the cycle
-from fold to fold, as they are in a long run. Elsewhere the counts are printed, and the host's time for planning.
+SLOTS updates a state and writes one for each token. FOLD replays a ring over a state that it only reads, and folds the
+ring into the state once in a while. Bytes are those of `bateleur.mamba.memory_traffic`, for one layer of a published
+model with bfloat16 activations, float32 states, and 70 % of a step's tokens accepted. On CUDA the step of each policy
+runs in a graph over many layers, so that caches do not help. Steps and a plain copy run in interleaved rounds, and a
+step time is compared with its bytes at the copy's bandwidth. The rows of a batch are spread over the fold cycle, as in
+a long run. On other devices only the byte counts and the host's planning time are printed.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ MODEL_LEN, BLOCK = 16384, 256
 DRAFTS = (0, 3, 5, 7)
 BATCHES = (1, 4, 16, 64, 128, 256)
 WORKING_SET_BYTES = 1 << 28
-"""Of the states that a round over all layers reads: far more than a cache holds."""
+"""Bytes of states read per round over all layers, far more than a cache holds."""
 PLANNED_ROWS = 64
 BESIDE_TRANSFORMERS = ("Nemotron-3-Nano-30B", "Qwen3.5-9B", "Kimi-Linear-48B")
-"""A model for each recurrence that transformers has functions for."""
+"""One model for each recurrence that transformers implements."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """The recurrent layers of a published model: as many, of a recurrence of these sizes."""
+    """The recurrent layers of a published model: their number, recurrence and sizes."""
 
     layers: int
     kind: type[Recurrence]
@@ -83,7 +84,7 @@ MODELS = {
     "Nemotron-Nano-9B-v2": Model(27, Mamba2, (128, 80, 128, 8)),
     "Granite-4.0-H-350M": Model(28, Mamba2, (48, 32, 128, 1)),
     "Qwen3.5-9B": Model(24, GatedDelta, (16, 32, 128, 128)),
-    "Kimi-Linear-48B": Model(21, KimiDelta, (32, 128, 128)),  # layers by the defaults of transformers
+    "Kimi-Linear-48B": Model(21, KimiDelta, (32, 128, 128)),  # number of layers by transformers' defaults
 }
 TINY = {
     "tiny": Model(2, Mamba2, (4, 16, 16, 2)),
@@ -102,7 +103,7 @@ def cycle_of(drafts: int) -> memory_traffic.FoldCycle:
 
 
 def counted(model: Model, drafts: int) -> dict[str, Any]:
-    """Megabytes of one row and layer, and mebibytes of one request in all layers."""
+    """Megabytes per row and layer, and mebibytes per request in all layers."""
     slots, fold = (model.spec(drafts, policy) for policy in (SLOTS, FOLD))
     tokens, cycle = 1 + drafts, cycle_of(drafts)
     whole, ours = (
@@ -132,7 +133,7 @@ def counted(model: Model, drafts: int) -> dict[str, Any]:
 
 
 class Layer:
-    """One layer's states for both policies, and a decode step of a batch of `rows`."""
+    """The states of one layer under both policies, and a decode step of a batch of `rows`."""
 
     def __init__(self, model: Model, drafts: int, rows: int, device: torch.device, phase: int) -> None:
         self.slots, self.fold = (model.spec(drafts, policy) for policy in (SLOTS, FOLD))
@@ -158,7 +159,7 @@ class Layer:
         row = torch.arange(rows, device=device)
         self.row, write = 1 + row, 1 + self.tokens * row[:, None] + torch.arange(self.tokens, device=device)
         read = write[:, 0].contiguous()
-        # Each row is somewhere in the cycle; those at its end fold.
+        # Rows are spread over the fold cycle; rows at its end fold.
         place = (row + phase) % self.cycle.steps
         offset, ring_len = torch.full_like(row, self.cycle.accepted - 1), place * self.cycle.accepted
         ends = (place == self.cycle.steps - 1).long()
@@ -202,7 +203,7 @@ class Layer:
         )
 
     def bytes_moved(self) -> dict[str, float]:
-        """Of the step that each method runs, all rows together."""
+        """Bytes of the step of each method, all rows together."""
         mean = self.held / self.rows
         replay = self.rows * memory_traffic.replay_bytes(self.fold, self.tokens, mean)
         conv = self.rows * memory_traffic.conv_update_bytes(self.fold, self.tokens)
@@ -215,7 +216,7 @@ class Layer:
 
 
 def replayed(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """`call` as a graph on CUDA, so that launches cost nothing; as it is elsewhere."""
+    """Capture `call` in a CUDA graph, to exclude launch overhead. Returns `call` itself on other devices."""
     if device.type != "cuda":
         return call
     stream = torch.cuda.Stream()
@@ -230,7 +231,7 @@ def replayed(call: Callable[[], object], device: torch.device) -> Callable[[], o
 
 
 def timed(calls: dict[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, float]:
-    """Median microseconds of each call, all of them in turn in every round."""
+    """Median microseconds of each call, in interleaved rounds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -253,7 +254,7 @@ def timed(calls: dict[str, Callable[[], object]], device: torch.device, rounds: 
 def measure(
     model: Model, drafts: int, rows: int, device: torch.device, rounds: int, working_set: int
 ) -> dict[str, Any]:
-    """Microseconds of a layer's step by policy and operator, and how much of the copy's bandwidth each reaches."""
+    """Microseconds of a layer's step by policy and operator, and their share of the copy's bandwidth."""
     one = rows * model.spec(drafts, FOLD).state_bytes
     layers = [Layer(model, drafts, rows, device, phase) for phase in range(-(-working_set // one))]
     source = torch.empty(max(1 << 20, 4 * working_set), dtype=torch.uint8, device=device)
@@ -283,14 +284,13 @@ def measure(
 
 
 def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
-    """Every planner on a decode batch, into buffers, and the request states around them.
-
-    Each in the form that an engine uses on a CPU; where that is numpy's, also in torch's, which a captured graph has.
+    """All planners on a decode batch, with the request states that they update. Each has the implementation that an
+    engine uses on a CPU; if that is numpy, the torch implementation of CUDA graphs as well.
     """
     computed = torch.randint(
         300, 3000, (rows,), generator=torch.Generator().manual_seed(0), dtype=torch.int32
     )
-    computed[0] = 2 * BLOCK - 1  # some row crosses a boundary in most steps of so many
+    computed[0] = 2 * BLOCK - 1  # in most steps some row crosses a block boundary
     lens = torch.full((rows,), 1 + drafts, dtype=torch.int32)
     accepted, row = torch.arange(rows) % (1 + drafts) + 1, 1 + torch.arange(rows)
     states = RequestStates(1 + rows, "cpu")
@@ -299,7 +299,7 @@ def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
 
     def add(name: str, planner: Callable[..., object]) -> None:
         calls[name], calls[f"{name}, torch"] = partial(planner, eager=True), planner
-        planner()  # what it plans is there for the next one
+        planner()  # the next planner needs its plan
 
     for mode in MambaCacheMode:
         layout = layout_of(drafts, SLOTS, mode)
@@ -327,7 +327,7 @@ def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
 
 
 def planning(rows: int, drafts: int, rounds: int, repeats: int = 20) -> dict[str, float]:
-    """Microseconds of each planner: the median of the fastest half of the rounds, all in turn in every round."""
+    """Microseconds of each planner: median of the fastest half of interleaved rounds."""
     calls = planners(rows, drafts)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -368,7 +368,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, timed anywhere: the script works")
+    parser.add_argument(
+        "--quick", action="store_true", help="run a tiny model on any device, to test the script"
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device, models = torch.device(args.device), TINY if args.quick else MODELS
@@ -400,7 +402,7 @@ def main() -> None:
             print_times(measured)
         beside: list[dict[str, Any]] = []
         if device.type == "cpu":
-            import mamba_rival  # it imports models of transformers, which takes seconds
+            import mamba_rival  # imported late: it imports models of transformers, which takes seconds
 
             sizes = models if args.quick else {name: models[name] for name in BESIDE_TRANSFORMERS}
             for name, model in sizes.items():

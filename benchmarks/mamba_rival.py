@@ -1,10 +1,9 @@
-"""Update, replay and scan of a recurrence on the CPU beside the functions that transformers computes it with.
+"""Update, replay and scan of a recurrence on the CPU compared with transformers' functions.
 
-All in float32 and on as many threads as torch is told, in turn in every round. What transformers computes elsewhere,
-the gates of the delta rules, is done before its functions are timed; ours compute them. A decode step of one token is
-theirs by the recurrent function; one of more tokens, by the recurrent function of the delta rules, and for Mamba-2,
-whose function takes one token, by that many calls. They keep the state after the last token alone, as a replay does
-with all of a step; our update keeps one after each.
+All in float32 on the same number of threads, in interleaved rounds. transformers computes the gates of delta rules
+outside of its functions, so its time excludes them and ours includes them. transformers' decode step is its recurrent
+function; for several tokens of Mamba-2, whose function takes one token, it is called once per token. It keeps only the
+state after the last token, like a replay; our update keeps one state per token.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from bateleur.mamba.prefill_chunks import PrefillChunker, PrefillChunks
 
 SLOTS, FOLD = StatePolicy
 RING, HELD = 16, 6
-"""Entries of a ring, and of them what it holds in the middle of its cycle."""
+"""Entries of a ring, and the number of entries in the middle of the fold cycle."""
 CHUNK = 128
 DECODES = tuple((rows, tokens) for tokens in (1, 4) for rows in (1, 8))
 PROMPTS = ((1, 512), (1, 1024), (8, 128))
@@ -46,7 +45,7 @@ Call = Callable[[], object]
 
 
 class Rows:
-    """A batch of `rows` rows of `tokens` tokens: channels and gates behind their projections, states and rings."""
+    """A batch of `rows` rows of `tokens` tokens: channels and gates after their projections, states and rings."""
 
     def __init__(self, spec: Recurrence, rows: int, tokens: int) -> None:
         self.spec, self.rows, self.tokens = spec, rows, tokens
@@ -91,7 +90,7 @@ class Rows:
         return partial(self.spec.scan, *args)
 
     def batched(self, x: Tensor) -> Tensor:
-        """(rows, tokens, ...) of their own."""
+        """Reshape to (rows, tokens, ...)."""
         return x.reshape(self.rows, self.tokens, *x.shape[1:]).contiguous()
 
 
@@ -159,7 +158,7 @@ def race(name: str, spec: Callable[[int, StatePolicy], Recurrence], quick: bool)
 
 
 def timed(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Microseconds of each: the median of the fastest half of the rounds, all in turn in every round."""
+    """Microseconds of each call: median of the fastest half of interleaved rounds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -172,7 +171,7 @@ def timed(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 
 
 def print_race(rows: list[dict[str, Any]]) -> None:
-    """A line for each step: microseconds, and how many times as fast as transformers each of ours is."""
+    """Print a line for each step: microseconds, and speedups over transformers."""
     print(f"{'us on the CPU':<24}{'batch':>6}{'tokens':>7}{'transformers':>14}  ours (times as fast)")
     for row in rows:
         rival = row["us"]["transformers"]

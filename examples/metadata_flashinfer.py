@@ -1,8 +1,8 @@
-"""A staged batch for two attention libraries: `pip install bateleur-metadata`, and `flashinfer-python` on a GPU.
+"""One staged batch for two attention libraries: `pip install bateleur-metadata`, and `flashinfer-python` on a GPU.
 
-A decode, a prompt and the rest of a prompt share a step. The torch backend attends by the metadata built of it, and
-FlashInfer, where it is installed, by plan arguments read off the metadata; both give what dense attention over each
-request gives. (`get_backend("flashinfer", ...)` plans and runs FlashInfer by itself, without waiting for the device.)
+A decode, a prefill and the rest of a prefill share a step. The torch backend uses the attention metadata built for it.
+FlashInfer, if installed, uses plan arguments read from the same metadata. Both must agree with dense attention over
+each request. (`get_backend("flashinfer", ...)` plans and runs FlashInfer itself, without waiting for the device.)
 
     python examples/metadata_flashinfer.py
 """
@@ -22,24 +22,24 @@ from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVCacheGrou
 
 DEVICE, DTYPE = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
 PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 64
-TABLE = np.array([[5, 9], [1, 8], [3, 0]], np.int32)  # pages of each request; page 0 belongs to nobody
+TABLE = np.array([[5, 9], [1, 8], [3, 0]], np.int32)  # pages of each request; page 0 is reserved
 
 
 def random(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, as a model's projections would give."""
+    """Random queries, keys and values."""
     q, k, v = torch.randn(3, tokens, HEADS, DIM, device=DEVICE, dtype=DTYPE)
     return q, k[:, :KV_HEADS], v[:, :KV_HEADS]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over one request, whose queries are the last of its tokens."""
+    """Causal attention over one request; the queries are its last tokens."""
     mask = torch.ones(len(q), len(k), dtype=torch.bool, device=DEVICE).tril(len(k) - len(q))
     inputs = (each.transpose(0, 1)[None] for each in (q, k, v))
     return scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
 
 def flashinfer_attention(q: Tensor, kv: tuple[Tensor, Tensor], plan: dict[str, Tensor]) -> Tensor:
-    """FlashInfer's own wrapper, planned and run."""
+    """Plan and run FlashInfer's wrapper."""
     flashinfer: Any = import_module("flashinfer")
     workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=DEVICE)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
@@ -50,7 +50,7 @@ def flashinfer_attention(q: Tensor, kv: tuple[Tensor, Tensor], plan: dict[str, T
 
 
 def main() -> None:
-    """Two steps: prompts, then every kind of row together."""
+    """Two steps: two prefills, then a decode, a prefill and the rest of a prefill together."""
     torch.manual_seed(0)
     limits = BatchLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=2 * PAGE)
     buffers = InputBuffers(limits, [KVCacheGroup(PAGE, max_blocks=2)], DEVICE)
@@ -82,7 +82,7 @@ def main() -> None:
         done[:rows] += step.query_lens
     print(f"torch backend, {lens} tokens over {done - lens} in the cache: equal to dense attention")
 
-    # What FlashInfer plans from: counts that the host has, and the pages of all rows as one list.
+    # FlashInfer plans from counts on the host, and from one list with the pages of all rows.
     key_lens = torch.from_numpy(batch.seq_len_bound.per_row(slice(0, rows)))
     pages = -(-key_lens // PAGE)
     table = meta.block_table[:rows]
