@@ -1,5 +1,4 @@
-"""Recurrent states in a decode step: bytes by state policy, step time relative to the bandwidth bound, memory, planning
-time.
+"""Recurrent states in a decode step: bytes by policy, step time relative to its bound, memory, and planning time.
 
     python benchmarks/mamba.py --output benchmarks/results/mamba-cpu.json
 

@@ -1,5 +1,4 @@
-"""Decoding with the shipped draft head compared with plain decoding: tokens per second, acceptance, and cost of
-drafting.
+"""Decoding with the shipped draft head compared with plain decoding: tokens per second, acceptance, and cost.
 
     uv run python benchmarks/speculative.py --output benchmarks/results/speculative-cpu.json
 

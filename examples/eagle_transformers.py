@@ -1,5 +1,4 @@
-"""Lossless speculative decoding of a transformers model without bateleur's engine: `pip install bateleur-eagle
-transformers`.
+"""Lossless speculative decoding of a transformers model without an engine: `pip install bateleur-eagle transformers`.
 
 A draft head and an n-gram lookup propose tokens; the transformers model verifies them with its own KV cache. The text
 equals that of plain decoding at any temperature, and at temperature 0 that of `model.generate`.
@@ -47,9 +46,7 @@ def tiny_model() -> Any:
 
 
 def untrained_head(folder: Path) -> Path:
-    """Write an EAGLE-3 head in its authors' format, with random weights and the target's `lm_head`, and return its
-    folder.
-    """
+    """Write an EAGLE-3 head with random weights and the target's `lm_head`, in its authors' format."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": HIDDEN,

@@ -1,5 +1,4 @@
-"""Serves a Mamba-2 model of transformers with prefix caching in a custom loop: `pip install bateleur-mamba
-transformers`.
+"""Serves a Mamba-2 model of transformers with prefix caching: `pip install bateleur-mamba transformers`.
 
 Two requests share batches. The second one starts from a cached state of the first, so their common prefix is computed
 once. The tokens equal those that the model itself generates for each prompt.
@@ -62,7 +61,7 @@ class Server:
         self.cache = FoldCache(LAYOUT, mixers, num_slots=1 + len(pages), num_rows=1 + ROWS, chunk_size=BLOCK)
 
     def add(self, prompt: list[int]) -> Request:
-        """Start a request after its longest cached prefix: its block table refers to the cached page, without a copy."""
+        """Start a request after its longest cached prefix, whose page its block table refers to."""
         row, hit = 1 + len(self.running), LAYOUT.max_hit_tokens(len(prompt))
         while hit and tuple(prompt[:hit]) not in self.published:
             hit -= BLOCK

@@ -6,21 +6,18 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
 from bateleur.runner.cli.console import name_in_errors, print_status, write_text
 from bateleur.runner.cli.options import ENGINE_OPTIONS, check_num_threads, given_options
 
-if TYPE_CHECKING:
-    from bateleur.runner.bench.offline import BenchTarget
-
 
 def run(args: argparse.Namespace) -> int:
     """Run a benchmark and return the exit code: 1 if tokens differ or an engine does not answer."""
     try:
-        result, table = {"latency": _latency, "throughput": _throughput, "serve": _serve}[args.measure](args)
+        result, table = (_serve if args.measure == "serve" else _offline)(args)
     except RuntimeError as error:
         from bateleur.runner.errors import Unmeasured  # imported late: it imports torch
 
@@ -37,21 +34,20 @@ def run(args: argparse.Namespace) -> int:
     return int(any("fault" in row for row in result["results"]))
 
 
-def _latency(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    config = LatencyConfig(**given_options(args, LatencyConfig))
-    target = _target(args)
-    from bateleur.runner.bench.offline import bench_latency, offline_table
+def _offline(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    kind: type[LatencyConfig] | type[ThroughputConfig] = (
+        LatencyConfig if args.measure == "latency" else ThroughputConfig
+    )
+    config, num_threads = kind(**given_options(args, kind)), check_num_threads(args)
+    print_status("loading torch")
+    from bateleur.runner.bench.offline import BenchTarget, bench_latency, bench_throughput, offline_table
 
-    result = bench_latency(target, config, _command())
-    return result, offline_table(result)
-
-
-def _throughput(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    config = ThroughputConfig(**given_options(args, ThroughputConfig))
-    target = _target(args)
-    from bateleur.runner.bench.offline import bench_throughput, offline_table
-
-    result = bench_throughput(target, config, _command())
+    model, options = args.model or shipped_model(), given_options(args, ENGINE_OPTIONS)
+    target = BenchTarget(model, options, num_threads, print_status)
+    if isinstance(config, LatencyConfig):
+        result = bench_latency(target, config, _command())
+    else:
+        result = bench_throughput(target, config, _command())
     return result, offline_table(result)
 
 
@@ -62,16 +58,6 @@ def _serve(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     model, options = args.model or shipped_model(), given_options(args, ENGINE_OPTIONS)
     result = bench_serve(model, config, options, print_status, _command())
     return result, serve_table(result)
-
-
-def _target(args: argparse.Namespace) -> BenchTarget:
-    num_threads = check_num_threads(args)
-    print_status("loading torch")
-    from bateleur.runner.bench.offline import BenchTarget
-
-    return BenchTarget(
-        args.model or shipped_model(), given_options(args, ENGINE_OPTIONS), num_threads, print_status
-    )
 
 
 def _command() -> str:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 from bateleur.runner.sampling_params import SamplingParams
@@ -45,38 +45,6 @@ class LineRequest:
     error: str | None = None
 
 
-class LineFormat(Protocol):
-    """Parses request lines and makes result records."""
-
-    name: str
-
-    def pop_id(self, fields: dict[str, Any], line: int) -> str | int:
-        """Remove the id from the fields of a line and return it. Raises ValueError if it is invalid or missing."""
-        ...
-
-    def parse(self, fields: dict[str, Any]) -> ApiRequest:
-        """Parse the other fields. Raises ValueError if they are invalid."""
-        ...
-
-    def engine_inputs(self, request: ApiRequest, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
-        """The prompts of a request, each with its sampling parameters. Raises ValueError if one is invalid."""
-        ...
-
-    def result(
-        self,
-        request: LineRequest,
-        outputs: Sequence[RequestOutput],
-        error: str | None,
-        tokenizer: Tokenizer,
-    ) -> dict[str, Any]:
-        """The record of a request that ran. error: set if it ended with an error."""
-        ...
-
-    def error_result(self, request: LineRequest, message: str) -> dict[str, Any]:
-        """The record of a request that cannot run."""
-        ...
-
-
 class NativeFormat:
     """A line is a prompt and sampling parameters by the names of `SamplingParams`."""
 
@@ -86,14 +54,14 @@ class NativeFormat:
         self._defaults = defaults
 
     def pop_id(self, fields: dict[str, Any], line: int) -> str | int:
-        """The id, by default the line's number."""
+        """Remove the id from the fields of a line, by default its number. Raises ValueError if it is invalid."""
         value = fields.pop("id", line)
         if not isinstance(value, str | int) or isinstance(value, bool):
             raise ValueError(f"id is {value!r}; it must be text or an integer")
         return value
 
     def parse(self, fields: dict[str, Any]) -> ApiRequest:
-        """A request with one prompt."""
+        """Parse the other fields. Raises ValueError if they are invalid."""
         prompt: dict[str, Any] = {
             key: fields.pop(key) for key in ("prompt", "prompt_token_ids") if key in fields
         }
@@ -107,7 +75,7 @@ class NativeFormat:
         return CompletionRequest(prompts=(prompt,), params=params)
 
     def engine_inputs(self, request: ApiRequest, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
-        """The prompt, unchanged."""
+        """The prompts, each with its sampling parameters. Raises ValueError if one is invalid."""
         return [(prompt, request.params) for prompt in request.prompts_for(tokenizer)]
 
     def result(
@@ -117,7 +85,7 @@ class NativeFormat:
         error: str | None,
         tokenizer: Tokenizer,
     ) -> dict[str, Any]:
-        """The fields of `RequestOutput`, by the same names."""
+        """The record of a request that ran, with the fields of `RequestOutput`. error: set if it ended with an error."""
         (output,) = outputs
         completions = [_completion_fields(each) for each in output.outputs]
         fields: dict[str, Any] = {
@@ -133,7 +101,7 @@ class NativeFormat:
         return _id_fields(request) | fields
 
     def error_result(self, request: LineRequest, message: str) -> dict[str, Any]:
-        """The message in the field `error`."""
+        """The record of a request that cannot run."""
         return _id_fields(request) | {"error": message}
 
 
@@ -256,6 +224,7 @@ def _response(request: LineRequest, status: int, body: dict[str, Any]) -> dict[s
     return _batch_id_fields(request) | {"response": response, "error": None}
 
 
+LineFormat = NativeFormat | OpenAIBatchFormat
 _ENDPOINTS: dict[str, Callable[[Any, Mapping[str, Any]], ApiRequest]] = {
     "/v1/completions": completion_request,
     "/v1/chat/completions": chat_request,
