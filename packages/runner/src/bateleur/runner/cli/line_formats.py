@@ -85,7 +85,7 @@ class NativeFormat:
         error: str | None,
         tokenizer: Tokenizer,
     ) -> dict[str, Any]:
-        """The record of a request that ran, with the fields of `RequestOutput`. error: set if it ended with an error."""
+        """The record of a request that ran, with the fields of `RequestOutput`. error: set if it failed."""
         (output,) = outputs
         completions = [_completion_fields(each) for each in output.outputs]
         fields: dict[str, Any] = {
