@@ -1,4 +1,4 @@
-"""Engines that several composition tests share."""
+"""Engines and checkpoints that several composition tests share."""
 
 import importlib
 import importlib.util
@@ -30,8 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def sized() -> Callable[..., LLM]:
-    """`sized(make, num_blocks, spare_pages, **settings)`: an engine with so many KV blocks, and so many state pages
-    beside those that rows need themselves, whatever a plan would make of a budget."""
+    """`sized(make, num_blocks, spare_pages, **settings)`: an engine with so many KV blocks, and so many state pages in
+    addition to those that rows need.
+    """
 
     def make(make: Callable[..., LLM], num_blocks: int, spare_pages: int = 0, **settings: Any) -> LLM:
         def plan(*args: Any, **choices: Any) -> CachePlan:
@@ -49,7 +50,7 @@ def sized() -> Callable[..., LLM]:
 
 @pytest.fixture(scope="session")
 def forked_ranks() -> Iterator[None]:
-    """Engines of several ranks get them from one process that has imported all they need."""
+    """Ranks are forked from one process that has imported everything they need."""
     from rank_pool import forked
 
     with forked():
@@ -58,7 +59,7 @@ def forked_ranks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes an untrained EAGLE-3 head with a reduced vocabulary, for the shipped model or one of other sizes."""
+    """Writes an untrained EAGLE-3 head with a reduced vocabulary, for the shipped model or another size."""
 
     def make(
         hidden_size: int = 256,
@@ -127,12 +128,12 @@ TINY = Path(__file__).parents[1] / "packages" / "runner" / "tests" / "tiny.py"
 
 @pytest.fixture(scope="session")
 def tiny_models() -> ModuleType:
-    """The runner's tests' own: tiny random models of all families."""
+    """The module with tiny random models of all families, from the runner's tests."""
     return _loaded("bateleur_runner_tests_tiny", TINY)
 
 
 def _loaded(name: str, path: Path) -> ModuleType:
-    """A module that is importable by no name, since tests are no package."""
+    """Load a module from a path: test folders are not packages."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -149,13 +150,13 @@ def harness() -> ModuleType:
 
 @pytest.fixture
 def cuda(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A fake device for the engines of one test."""
+    """A fake CUDA device for the engines of one test."""
     return harness.FakeCuda(monkeypatch)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_models: ModuleType) -> Callable[..., Path]:
-    """`tiny(family, **config)`: folder of a tiny random model whose tokens are printable characters; not to edit."""
+    """`tiny(family, **config)`: folder of a tiny random model whose tokens are printable characters. Do not modify it."""
     made: dict[str, Path] = {}
 
     def make(family: str, **overrides: Any) -> Path:
@@ -173,7 +174,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_models: ModuleType) -> C
 
 @pytest.fixture(scope="session")
 def tiny_hybrid(tiny: Callable[..., Path]) -> Path:
-    """Three layers and 97 tokens, for tests of any hybrid: its steps take a third of the shipped model's."""
+    """A hybrid with three layers and 97 tokens, whose steps take a third of the shipped model's time."""
     family, overrides = RECURRENCES["mamba2"]
     return tiny(family, **overrides)
 
@@ -210,7 +211,7 @@ def tiny_mtp(make_mtp: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def recurrent(tiny: Callable[..., Path]) -> Callable[[str], tuple[Path, Texts]]:
-    """`recurrent(name)`: the tiny model of a recurrence, and what it says; made once."""
+    """`recurrent(name)`: the tiny model of a recurrence and its texts, cached."""
 
     @cache
     def make(name: str) -> tuple[Path, Texts]:
@@ -223,7 +224,7 @@ def recurrent(tiny: Callable[..., Path]) -> Callable[[str], tuple[Path, Texts]]:
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """One token for each of `size` printable characters, and nothing special about any of them."""
+    """Write a tokenizer with one token for each of `size` printable characters, without special tokens."""
     vocab = {chr(33 + i): i for i in range(size)}
     model = {"type": "BPE", "vocab": vocab, "merges": []}
     (folder / "tokenizer.json").write_text(

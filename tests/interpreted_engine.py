@@ -1,9 +1,8 @@
-"""The engine with the Triton kernels of every package in place of their torch forms: the same tokens.
+"""The engine with the Triton kernels of all packages instead of the torch implementations generates the same tokens.
 
-`test_interpreted.py` runs this file in a process whose kernels Triton interprets, on a CPU and without a GPU. It says
-that what the engine gives the kernels (strides, dtypes, addresses, padded rows, the order of steps) is what they take,
-for whole requests; it says nothing of how they are compiled, of streams, or of graphs. bfloat16 is left out: the
-interpreter multiplies the bits of such matrices as integers.
+`test_interpreted.py` runs this file in a process with Triton's interpreter, on a CPU. It shows that the engine's
+arguments (strides, dtypes, addresses, padded rows, order of steps) are what the kernels expect. It does not test
+compilation, streams or graphs. bfloat16 is not tested: the interpreter multiplies such matrices as integers.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid whose sizes are small, and mostly no powers of two."""
+    """A hybrid with small sizes, most of them not powers of two."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     torch.manual_seed(0)
@@ -91,7 +90,7 @@ def make(checkpoint: Path) -> Callable[..., LLM]:
 
 @pytest.fixture
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[str]]]:
-    """Call it to put the kernels in place, until the test ends; what it returns counts their calls by name."""
+    """Call it to use the kernels until the test ends. Returns the number of calls of each kernel by name."""
     library = Library("bateleur", "IMPL")
     calls: Counter[str] = Counter()
 
@@ -132,7 +131,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
 
 
 def talk(llm: LLM) -> list[list[int]]:
-    """The texts of two turns. The second continues what was said, over pages that decoding published."""
+    """The texts of two turns. The second one continues the first, from pages that decoding published."""
     vocab_size, texts = llm.engine.model.spec.vocab_size, list[list[int]]()
     for turn in range(2):
         prompts = [[*text, 9] for text in texts] if turn else PROMPTS
@@ -143,7 +142,7 @@ def talk(llm: LLM) -> list[list[int]]:
 
 
 def scripted(texts: list[list[int]], right: int, vocab_size: int = VOCAB) -> ScriptedDrafter:
-    """Drafts 3 tokens, of which the first `right` are those of the texts."""
+    """Drafts of 3 tokens, the first `right` of which are those of the texts."""
 
     def script(tokens: Sequence[int]) -> list[int]:
         return next((text[len(tokens) :] for text in texts if text[: len(tokens)] == list(tokens)), [])
@@ -162,7 +161,7 @@ def test_the_tokens_are_those_of_the_torch_forms(
     policy: str,
     drafts: str,
 ) -> None:
-    """A row near its end has no drafts, so those of FOLD run without them, too."""
+    """A row near its end has no drafts, so FOLD's kernels run without drafts, too."""
     expected = talk(make())
     settings: dict[str, Any] = {"mamba_state_policy": policy, **PREFIXES}
     if drafts == "scripted":
@@ -213,7 +212,7 @@ def test_other_recurrences_say_the_tokens_of_their_torch_forms(
     policy: str,
     own: set[str],
 ) -> None:
-    """With drafts of which two in three are right, over shared prefixes."""
+    """Two of three drafts are right, with shared prefixes."""
     family, config = OTHERS[name]
     folder = tiny(family, **config)
     plain = make(model=folder)
@@ -236,7 +235,7 @@ def test_other_recurrences_say_the_tokens_of_their_torch_forms(
 def test_a_nan_in_a_state_ends_its_request_alone(
     make: Callable[..., LLM], by_triton: Callable[[], Counter[str]]
 ) -> None:
-    """With the bits that CUDA's own NaNs have, in half precision: products in TF32 round what they are given."""
+    """NaNs with the bits of CUDA's own, in half precision: TF32 products round their inputs."""
     calls = by_triton()
     llm = make(attention_backend="triton", dtype="float16", mamba_state_policy="fold")
     expected = [
@@ -261,7 +260,7 @@ def test_a_nan_in_a_state_ends_its_request_alone(
 
 
 def kernels_of(policy: str, drafts: str) -> set[str]:
-    """What such an engine calls at least once."""
+    """The kernels that an engine of this kind calls at least once."""
     expected = {
         "causal_conv1d_varlen",
         "causal_conv1d_update",

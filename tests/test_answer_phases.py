@@ -1,4 +1,4 @@
-"""Grammars of whole answers: reasoning is free, calls and answers follow what the request asks for."""
+"""Grammars of whole answers: reasoning is free text; tool calls and content follow what the request asks for."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def llm(folder: Path) -> LLM:
 
 
 def asked(llm: LLM, name: str, parser: str = "hermes", **body: Any) -> tuple[ChatTurn, list[int]]:
-    """The turn of a request, and its prompt."""
+    """The chat turn of a request, and its prompt."""
     thinks = {"chat_template_kwargs": {"enable_thinking": body.pop("enable_thinking", True)}}
     if thinks["chat_template_kwargs"]["enable_thinking"] is None:
         thinks = {}
@@ -87,7 +87,7 @@ def asked(llm: LLM, name: str, parser: str = "hermes", **body: Any) -> tuple[Cha
 
 
 def read(turn: ChatTurn, done: CompletionOutput) -> list[Any]:
-    """Reasoning in sets, content as it is, calls as pairs, and the finish reason at the end."""
+    """Reasoning in sets, content unchanged, calls as pairs, and the finish reason last."""
     found: list[Any] = []
     for event in merged(turn.reader().read(done)):
         match event:
@@ -167,7 +167,7 @@ def test_reasoning_is_free_and_the_answer_is_not(
 
 
 def test_an_answer_that_does_not_follow_is_made_to(llm: LLM) -> None:
-    """The model would write something else here."""
+    """The grammar must force the answer: without it the model writes something else."""
     reasoning, said, _ = answer(llm, "free", structured_outputs={"choice": ["[5]", "[six]"]})
     assert (reasoning, said in ("[5]", "[six]")) == ({"I think."}, True)
     _, (called, arguments), _ = answer(llm, "invents", tools=TOOLS, tool_choice="required", max_tokens=60)
@@ -182,7 +182,7 @@ def test_an_answer_that_does_not_follow_is_made_to(llm: LLM) -> None:
     "off", [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}]
 )
 def test_no_reasoning_comes_before_an_answer_if_it_is_off(llm: LLM, off: dict[str, Any]) -> None:
-    """The model would begin with it here, and may if it is on."""
+    """With reasoning off, the model must not begin with it, although it does when reasoning is on."""
     begun = {"response_format": FORMAT, "enable_thinking": None, "max_tokens": 40}
     assert answer(llm, "begins", **begun) == [{"Hm."}, NUMBERED, "stop"]
     said, _ = answer(llm, "begins", **begun, chat_template_kwargs=off)
@@ -216,7 +216,7 @@ def tagged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_tags_are_known_by_their_tokens(
     tagged: LLM, name: str, body: dict[str, Any], found: list[Any]
 ) -> None:
-    """Whether special tokens are shown or not."""
+    """The result must not depend on whether special tokens are shown."""
     assert answer(tagged, name, **body) == found
 
 

@@ -1,4 +1,4 @@
-"""The page about fields of requests is the tables that the server reads, written out."""
+"""`docs/api_fields.md` is generated from the tables that the server uses."""
 
 # ruff: noqa: E402
 

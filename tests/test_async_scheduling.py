@@ -1,4 +1,6 @@
-"""Steps that are prepared while the device is at the one before: every request gets the tokens that it gets without."""
+"""Async scheduling: each step is prepared while the previous one runs. Tokens must equal those of synchronous
+scheduling.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from bateleur.runner.stats import StepClock
 from scripted import Partly, Script
 
 Make = Callable[..., LLM]
-"""Of an engine with `async_scheduling` on or off, and settings."""
+"""Makes an engine with `async_scheduling` on or off, and other options."""
 
 SIZES = {
     "device": "cpu",
@@ -44,7 +46,7 @@ def make(tiny_hybrid: Path, tiny_head: Path, tiny_mtp: Path) -> Make:
 def requests(
     count: int, seed: int, lengths: Sequence[int] = (1, 2, 5, 14, 30)
 ) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that share beginnings, and parameters of all kinds."""
+    """Prompts with shared prefixes, and sampling parameters of all kinds."""
     rng = random.Random(seed)
     stems = [[rng.randrange(1, 97) for _ in range(30)] for _ in range(2)]
     made = []
@@ -73,7 +75,9 @@ def requests(
 
 
 def told(output: RequestOutput) -> list[Any]:
-    """All of it that is the same however it was served; logits are rounded as the other rows of a step have it."""
+    """Everything in an output that does not depend on scheduling. Log probabilities are rounded, because the batch size
+    affects their last bits.
+    """
     prompt = output.prompt_logprobs
     return [
         [list(map(sorted, prompt[1:])) if prompt else None],
@@ -96,9 +100,9 @@ def serve(
     aborts: float = 0.0,
     script: Script | None = None,
 ) -> dict[int, Any]:
-    """Requests come and some are aborted while others run; what became of those that were not, by number.
+    """Run requests that arrive over time and abort some. Returns the outputs of the others by number.
 
-    script: learns what they say.
+    script: learns the texts.
     """
     rng, names, ended = random.Random(seed), {}, {}
     waiting = list(enumerate(asked))
@@ -198,7 +202,7 @@ def test_tokens_are_the_same(
 def test_no_more_state_pages_are_held_than_were_planned(
     make: Make, sized: Callable[..., LLM], check_integrity: Callable[[Engine], None], policy: str, block: int
 ) -> None:
-    """A row holds the page that the step in flight reads, the one it writes, and the next step's."""
+    """A row holds up to three state pages: read and written by the step in flight, and written by the next step."""
     sharing = PREFIXES | {"mamba_block_size": block, "mamba_state_policy": policy}
     asked = requests(10, seed=7)
     expected = serve(make(False, **sharing), asked, seed=8)
@@ -221,7 +225,9 @@ def test_tokens_are_the_same_where_requests_are_preempted_in_flight(
 
 
 def test_places_without_a_draft_end_no_request_before_its_length(make: Make) -> None:
-    """Rows are padded to the length of a graph: in bounds these places count, and reach behind the longest request."""
+    """Rows are padded to the query length of a graph. Upper bounds of lengths count the padding, and may exceed
+    max_model_len.
+    """
     how = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0.9, seed=3)
     asked, script = [([7 + i] * (34 + i), how) for i in range(8)], Script()
     expected = serve(make(False), asked, seed=2, script=script)
@@ -234,8 +240,8 @@ def test_places_without_a_draft_end_no_request_before_its_length(make: Make) -> 
 def test_vllm_53919_accepted_counts_travel_with_their_rows(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows change their places between steps that accepted different numbers of drafts: the device knows of each row
-    how far it has come, before the host does.
+    """Rows move in the batch between steps that accept different numbers of drafts. Only the device knows their lengths
+    at first.
     """
     asked, script = requests(14, seed=1), Script()
     serve(make(False), asked, seed=2, script=script)
@@ -276,7 +282,9 @@ def test_drafts_up_to_max_model_len_and_steps_that_fail_in_flight(
     monkeypatch: pytest.MonkeyPatch,
     blocks: int,
 ) -> None:
-    """No step reaches behind the longest request, though bounds do; and what was in flight is computed again."""
+    """No step computes positions beyond max_model_len, although bounds exceed it. A failed step in flight is computed
+    again.
+    """
     asked, script = requests(10, seed=9, lengths=(22,)), Script()
     asked += [
         (prompt[:20], SamplingParams(max_tokens=None, ignore_eos=True, seed=3)) for prompt, _ in asked[:3]

@@ -1,4 +1,4 @@
-"""Benchmarks that take the engine apart still find the parts where they look for them."""
+"""Benchmarks that access internals of the engine still work."""
 
 import json
 import sys
@@ -105,7 +105,7 @@ def test_every_claim_has_a_part_that_is_measured(tmp_path: Path) -> None:
 
 
 def by_hand(kind: str, sizes: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Of a layer: entries of a state, conv channels, numbers of a token beside those, bytes of a ring's entry."""
+    """Counts for one layer: state entries, convolution channels, other numbers per token, and bytes per ring entry."""
     if kind == "Mamba2":
         heads, head_dim, state, groups = sizes
         inner, group = heads * head_dim, groups * state
@@ -118,7 +118,9 @@ def by_hand(kind: str, sizes: tuple[int, ...]) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("drafts", [0, 3, 5, 7])
 def test_states_are_counted_by_hand(drafts: int) -> None:
-    """One layer of each model: bfloat16 activations, float32 states, windows of 3 tokens, rings of 16."""
+    """Bytes of one layer of each model, computed by hand: bfloat16 activations, float32 states, windows of 3 tokens,
+    rings of 16.
+    """
     mamba, tokens = load("mamba"), 1 + drafts
     assert {model.kind.__name__ for model in mamba.MODELS.values()} == {"Mamba2", "GatedDelta", "KimiDelta"}
     assert (mamba.DRAFTS, min(mamba.BATCHES), max(mamba.BATCHES)) == ((0, 3, 5, 7), 1, 256)

@@ -1,4 +1,4 @@
-"""A head may be broken: it then drafts badly or not at all, and the tokens are those of plain decoding."""
+"""A broken draft head drafts badly or not at all, and the tokens are those of plain decoding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def target(tiny: Callable[[str], Path]) -> tuple[Path, list[list[int]]]:
 def test_what_a_broken_head_drafts_changes_nothing(
     target: tuple[Path, list[list[int]]], make_head: Callable[..., Path], weight: str, value: float
 ) -> None:
-    """NaN in hidden states, in keys and values, in logits alone; under rules that look at laws, greedy rows."""
+    """NaN in hidden states, in keys and values, or in logits; under rules that need draft distributions, and for greedy
+    rows.
+    """
     folder, plain = target
     head = make_head(hidden_size=48, vocab_size=101, head_dim=16, taps=(1, 2, 5), max_position_embeddings=64)
     file = head / "model.safetensors"

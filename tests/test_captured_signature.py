@@ -1,4 +1,4 @@
-"""T-E1: the host scalars of attention metadata, frozen in a graph, decide whether a batch may replay it."""
+"""T-E1: host scalars of attention metadata are frozen in a graph, and decide whether a batch may replay it."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ class State:
 
 
 class Producer:
-    """Lengths at a fixed address, and one scalar of each role."""
+    """Stages lengths at a fixed address, and one scalar of each role."""
 
     generation = 0
 

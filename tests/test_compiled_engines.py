@@ -1,4 +1,4 @@
-"""Engines of six published models, with every launch compiled for sm_90: what an H100 would refuse."""
+"""Engines of six published models with every launch compiled for sm_90: finds what an H100 would refuse."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ EAGLE3 = replace(
     num_kv_heads=8, head_dim=128, intermediate_size=14336, needs=replace(HEAD.needs, taps=(0, 1)),
     rope=replace(HEAD.rope, inv_freq=tuple(1e5 ** (-i / 64) for i in range(64))),
 )  # fmt: skip
-"""Sizes of the published head of Llama-3.1-8B; it reads the states before and after the one layer that is here."""
+"""Sizes of the published draft head of Llama-3.1-8B. It reads the states before and after the only layer here."""
 SIZES = {"cudagraph_capture_sizes": [1, 4, 16, 64, 256, 1024]}
-"""Few graphs: tiles depend on sizes in powers of two. Every size is captured once, by the cases without drafts."""
+"""Few capture sizes, because tile sizes depend on powers of two. Each size is captured once, by the cases without
+drafts.
+"""
 DRAFTS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {"draft": "blank"},
     "Qwen3.5-9B": {"draft": "mtp"},
@@ -93,7 +95,7 @@ KINDS = (
     replace(GREEDY, logit_bias={5: 1.0}, allowed_token_ids=[1, 2, 3, 5], repetition_penalty=1.3),
     replace(GREEDY, temperature=0.9, top_p=0.8, n=2, bad_words=None),
 )  # fmt: skip
-"""Every kind of sampling parameters that changes what is launched."""
+"""Sampling parameters of every kind that changes the launches."""
 PROMPTS = ([1] * 5, [2] * 700, [3], [4] * 130)
 
 
@@ -104,7 +106,7 @@ def _open(fake: CompiledCuda, case: Case, folder: Path) -> LLM:
 
 
 def _run(fake: CompiledCuda, llm: LLM, kinds: Sequence[SamplingParams] = KINDS) -> None:
-    """Every kind alone and all kinds in one batch; a prompt of several steps; prefixes that were cached before."""
+    """Run every kind alone and all kinds in one batch, a chunked prompt, and prefixes that are cached."""
     for params in kinds:
         fake.run(llm, PROMPTS, [params] * len(PROMPTS))
     fake.run(llm, [[i] * (3 + i) for i in range(len(kinds))], kinds)
@@ -130,7 +132,7 @@ def test_an_engine_launches_what_an_h100_takes(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """No error, no spill, no grid out of bounds, the stated occupancy, and nothing is compiled in a step."""
+    """No error, no register spill, no grid out of bounds, the stated occupancy, and no compilation in a step."""
     with compiling(on_device=True) as compiled:
         fake = make(compiled)
         llm = _open(fake, case, tmp_path)
@@ -149,7 +151,7 @@ def test_an_engine_launches_what_an_h100_takes(
 def test_what_the_warm_up_leaves_out_is_compiled_late(
     make: Callable[[Compiled], CompiledCuda], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check above can fail."""
+    """The check above must be able to fail."""
     for name in ("warm_up", "run_largest"):
         monkeypatch.setattr(f"bateleur.runner.engine.engine.{name}", lambda *_: None)
     with compiling(on_device=True) as compiled:
@@ -160,7 +162,7 @@ def test_what_the_warm_up_leaves_out_is_compiled_late(
 
 
 def _kernels_of(package: ModuleType) -> set[JITFunction[Any]]:
-    """Kernels that the modules of a package define: functions under `triton.jit` called ..._kernel."""
+    """The kernels that a package defines: functions under `triton.jit` whose names end with _kernel."""
     names = [each.name for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
     modules = [
         importlib.import_module(name) for name in names if "conformance" not in name and ".native" not in name
@@ -180,7 +182,7 @@ NOT_IN_AN_ENGINE = {
     "bateleur.mamba.planners.triton.copy_plan_kernel": _BY_PACKAGE,
     "bateleur.runner.models.kernels.norm.add_normed_kernel": "packages/runner/tests/test_kernel_compile.py",
 }
-"""Kernels that none of these engines launches, and what compiles them."""
+"""Kernels that none of these engines launches, and the tests that compile them."""
 
 
 def test_every_kernel_is_launched_by_some_engine(

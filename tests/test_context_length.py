@@ -1,4 +1,6 @@
-"""`max_model_len` is one number: what the KV cache holds for one request, reported and kept everywhere."""
+"""`max_model_len` is one number: the tokens of one request that the KV cache holds. All interfaces report and enforce
+it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def options(tiny: Callable[[str], Path]) -> Callable[..., dict[str, Any]]:
 
 
 def lowered(options: dict[str, Any]) -> LLM:
-    """An engine that warns of the lower length, and of the bytes with which nothing is lowered."""
+    """An engine that warns about the lower length, and about the bytes that would avoid it."""
     with pytest.warns(RuntimeWarning, match=f"max_model_len is lowered from {LONGEST} to ") as said:
         llm = LLM(**options)
     (message,) = (str(each.message) for each in said if "max_model_len" in str(each.message))

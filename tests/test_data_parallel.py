@@ -1,4 +1,4 @@
-"""Ranks with requests of their own, which share experts, say what one process says, whoever of them has work."""
+"""Data-parallel ranks with shared experts generate the tokens of one process, whichever ranks have work."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ PARAMS = [
 
 
 def prompts() -> list[dict[str, Any]]:
-    """Three that share 16 tokens."""
+    """Three prompts that share 16 tokens."""
     ids: list[int] = np.random.default_rng(1).integers(3, 80, 40).tolist()
     return [{"prompt_token_ids": [*ids[:16], *end]} for end in ([5, 7, 9], ids[16:37], [11] * 3)]
 
@@ -79,14 +79,14 @@ def said(llm: LLM) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> tuple[Path, Any]:
-    """A checkpoint, and what one process says."""
+    """A checkpoint, and the outputs of one process."""
     folder = tiny(request.param)
     with LLM(folder, **SIZES, mamba_state_policy="slots") as llm:
         return folder, said(llm)
 
 
 def test_two_ranks_say_what_one_says(family: tuple[Path, Any]) -> None:
-    """Twice, so that prefixes are found; requests end one after the other, so that ranks are idle."""
+    """Run twice, so that prefixes are found. Requests end one after the other, so that ranks become idle."""
     folder, wanted = family
     with LLM(folder, **SIZES, data_parallel_size=2, **ALL_AT_ONCE) as llm:
         assert said(llm) == wanted
@@ -101,7 +101,7 @@ def test_two_ranks_say_what_one_says(family: tuple[Path, Any]) -> None:
 
 
 def test_three_ranks_say_it_eagerly(tiny: Callable[..., Path]) -> None:
-    """Of seven experts they have two, two and three; a request comes when others have begun, and one is taken back."""
+    """Ranks hold two, two and three of seven experts. A request arrives after others have started, and one is aborted."""
     folder = tiny("granitemoehybrid-experts")
     long = SamplingParams(temperature=0.8, seed=1, max_tokens=14, ignore_eos=True)
     each = [{"prompt_token_ids": [7 + i] * (1 + 6 * i)} for i in range(4)]
@@ -144,7 +144,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"mtp_layers_block_type": ["full_attention", "moe"], "num_nextn_predict_layers": 1},
     ),
 }
-"""The layers of a head with experts, and what the configuration of its file says of it."""
+"""The layers of a head with experts, and the fields of its config."""
 
 
 @pytest.fixture(scope="module", params=HEADS)
@@ -154,7 +154,7 @@ def with_head(
     tiny_models: ModuleType,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, Any]:
-    """A checkpoint with an MTP head, and what one process says without it."""
+    """A checkpoint with an MTP head, and the outputs of one process without it."""
     home, (layers, config) = tmp_path_factory.mktemp("mtp"), HEADS[request.param]
     folder = Path(shutil.copytree(tiny(request.param), home / "target"))
     with torch.random.fork_rng():
@@ -169,7 +169,7 @@ MTP: dict[str, Any] = {"draft": "mtp", "num_speculative_tokens": 3}
 
 @pytest.mark.parametrize("how", ["eagerly", "on graphs"])
 def test_heads_share_their_experts(with_head: tuple[Path, Any], how: str) -> None:
-    """Ranks want different numbers of drafts, and one without work makes as many as the others."""
+    """Ranks want different numbers of drafts; a rank without work proposes as many as the others."""
     folder, wanted = with_head
     options: dict[str, Any] = {"draft_policy": "auto", "async_scheduling": True}
     if how == "on graphs":
@@ -187,7 +187,7 @@ def test_heads_share_their_experts(with_head: tuple[Path, Any], how: str) -> Non
 def test_heads_without_experts_are_each_ranks_own(
     tiny: Callable[..., Path], make_head: Callable[..., Path]
 ) -> None:
-    """With slots, on four ranks, so that some of them never have work."""
+    """With the policy SLOTS on four ranks, some of which never have work."""
     folder = tiny("granitemoehybrid-experts")
     spec = open_checkpoint(folder).spec
     head = make_head(spec.hidden_size, spec.vocab_size, head_dim=8, taps=(0, 1, 2))
@@ -212,7 +212,7 @@ def step_for_ever(llm: LLM) -> None:
 
 
 def elsewhere(llm: LLM) -> None:
-    """Rank 1 has work, and rank 0 none."""
+    """Rank 1 has work, and rank 0 has none."""
     llm.add_request({"prompt_token_ids": [5, 6, 7]}, ONE)
     llm.add_request({"prompt_token_ids": [5, 6, 7]}, LONG)
     llm.step()
@@ -222,7 +222,7 @@ def elsewhere(llm: LLM) -> None:
 def test_without_dummy_steps_ranks_would_wait_for_ever(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tests above would see."""
+    """The tests above must be able to fail."""
     with LLM(tiny("nemotron_h-experts"), **SIZES | {"rank_timeout": 2}, data_parallel_size=2) as llm:
         elsewhere(llm)
         monkeypatch.setattr(StepGraphs, "_take_part", lambda self, key: None)
@@ -258,7 +258,7 @@ def test_a_rank_that_is_killed_is_named(llm: LLM) -> None:
     [("raises", "raised ZeroDivisionError: nothing left"), ("sleeps", "< lengths, rank_pool.py")],
 )
 def test_a_rank_that_raises_or_hangs_is_named(tiny: Callable[..., Path], how: str, cause: str) -> None:
-    """Behind the last collective of a step, where the first rank waits for its reply."""
+    """The rank fails after the last collective of a step, while the first rank waits for its reply."""
     drafts = {"draft": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
     policy = FailsLater(how, elsewhere=True)
     sizes = SIZES | {"rank_timeout": 2}
@@ -271,7 +271,7 @@ def test_a_rank_that_raises_or_hangs_is_named(tiny: Callable[..., Path], how: st
 
 
 def test_what_is_new_comes_once(llm: LLM) -> None:
-    """Of two ranks, in parts that join to all of it."""
+    """Deltas of two ranks concatenate to the whole output."""
     params = [
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, output_kind=kind)
         for kind in (RequestOutputKind.DELTA, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
@@ -290,7 +290,7 @@ def test_what_is_new_comes_once(llm: LLM) -> None:
 
 
 def test_what_nobody_has_read_is_kept(llm: LLM) -> None:
-    """Parts join while others run, up to an abort on either rank."""
+    """Deltas that were not read are merged while others run, up to an abort on either rank."""
     params = replace(LONG, output_kind=RequestOutputKind.DELTA)
     names = [llm.add_request({"prompt_token_ids": [5, 6, 7]}, params, stream=True) for _ in range(2)]
     (found,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, replace(LONG, max_tokens=9))
@@ -308,7 +308,7 @@ def test_counters_are_of_now_when_the_last_are_forsaken(llm: LLM) -> None:
 
 
 def test_ranks_read_their_experts_alone(tiny: Callable[..., Path]) -> None:
-    """And all of everything else."""
+    """Each rank reads its own experts, and all other weights."""
     checkpoint = open_checkpoint(tiny("nemotron_h-experts"))
     whole = load_model(checkpoint, torch.float32, "cpu").weights()
     parts = [

@@ -1,4 +1,4 @@
-"""The delta operators beside the functions that transformers computes the same recurrences with."""
+"""Delta-rule operators compared with the functions with which transformers computes the same recurrences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = 75
 def theirs(
     function: Callable[..., Any], tokens: dict[str, Tensor], A: Tensor, bias: Tensor, state: Tensor
 ) -> Any:
-    """Of one sequence: outputs, and the final state as ours lies, (H, Dv, Dk)."""
+    """Outputs of one sequence, and the final state in our layout, (H, Dv, Dk)."""
     A = A if bias.dim() == 1 else A[:, None]
     gates = {"g": A * F.softplus(tokens["a"] + bias), "beta": tokens["b"].sigmoid()}
     q, k, v = (tokens[name][None] for name in "qkv")
@@ -44,7 +44,7 @@ def test_scan_update_and_replay_give_what_transformers_does(
     chunked: Callable[..., Any],
     recurrent: Callable[..., Any],
 ) -> None:
-    """A prompt, and tokens behind it one by one over slots, or over a ring."""
+    """A prompt, and tokens after it one by one, under SLOTS and under FOLD."""
     torch.manual_seed(0)
     groups, heads, size, lanes = sizes
     gate = (heads, size) if by_channel else (heads,)

@@ -1,4 +1,4 @@
-"""An engine on `cuda:N` works on that GPU only, in all of its threads, and the caller's current device stays."""
+"""An engine on `cuda:N` uses only that GPU in all of its threads, and leaves the caller's current device unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def params(count: int, **values: Any) -> list[SamplingParams]:
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a thread of its own; it raises here what it raised there."""
+    """Run `work` in a new thread, and return its result or raise its exception."""
     results: list[Any] = []
 
     def catch() -> None:
@@ -70,7 +70,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
 @pytest.fixture
 def second(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Engines on the second of several GPUs, while the first one is current."""
+    """Engines on the second of several GPUs, while the first is current."""
     return harness.FakeCuda(monkeypatch, "cuda:1")
 
 
@@ -117,7 +117,7 @@ def test_a_device_without_an_index_is_the_callers(
 def test_an_engine_in_a_thread_of_its_own_is_made_on_the_callers_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A new thread begins with device 0."""
+    """A new thread starts with device 0 as current device."""
     gpus, seen = Gpus(monkeypatch), []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
@@ -189,7 +189,7 @@ def test_pinned_memory_is_given_up_on_the_device_it_was_pinned_for(monkeypatch: 
 def test_a_rank_opens_a_context_on_its_own_device_alone(
     harness: ModuleType, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """`follower.run` in a thread, which begins with device 0 as any process does. Its engine asks for "cuda"."""
+    """Run `follower.run` in a thread, which starts with device 0 like a process. Its engine asks for "cuda"."""
     follower, groups = import_module("bateleur.runner.workers.follower"), []
     cuda = harness.FakeCuda(monkeypatch, "cuda")
     llm = cuda.make()
@@ -229,7 +229,7 @@ def test_a_rank_opens_a_context_on_its_own_device_alone(
 
 
 def test_a_group_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL is made, aborted and ended there, whichever thread does it: another one minds ranks that fail."""
+    """NCCL is created, aborted and destroyed on the rank's GPU, also from the thread that monitors other ranks."""
     gpus, seen = Gpus(monkeypatch), []
     c10d = MagicMock()
     c10d.ProcessGroupNCCL.side_effect = lambda *_: seen.append(gpus.current())
@@ -253,11 +253,13 @@ def test_devices_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestPackagesAlone:
-    """Operators and planners, without an engine: Triton launches on the current device, so that is the tensors'."""
+    """Operators and planners without an engine: Triton launches on the current device, which must be the tensors'
+    device.
+    """
 
     @pytest.fixture
     def launches(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """By launch, the kernel and the device that was current. Inside, tensors may be fakes of several GPUs."""
+        """Returns (kernel, current device) of every launch. Within the test, tensors may be fakes on several GPUs."""
         gpus, found = Gpus(monkeypatch), []
         monkeypatch.setattr(
             JITFunction, "run", lambda kernel, *_, **__: found.append((kernel.__name__, gpus.current()))
@@ -283,7 +285,7 @@ class TestPackagesAlone:
 
     @pytest.mark.parametrize("index", [0, 1])
     def test_a_form(self, launches: list[tuple[str, int]], index: int) -> None:
-        """Staging, planners and draft passes choose a form by a tensor, and are no operators."""
+        """Staging, planners and draft passes select an implementation by a tensor, and are not operators."""
         table = torch.empty(4, 16, dtype=torch.int32, device=f"cuda:{index}")
         gather_block_tables(table, table, table[:, 0], table[:, 0], 16)
         assert launches == [("gather_block_tables_kernel", index)]

@@ -1,4 +1,4 @@
-"""The draft head that ships: its training network, its loss, its files, and what it is worth."""
+"""The shipped draft head: its training network, its loss, its files, and its acceptance rate."""
 
 import argparse
 import json
@@ -59,7 +59,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, position: int) -> Tensor:
-    """Llama's rotation of one (heads, P) row, pair by pair."""
+    """Llama's rotary embedding of one (heads, P) row, pair by pair."""
     out, half = x.clone(), x.shape[-1] // 2
     for i in range(half):
         angle = position * 10000.0 ** (-i / half)
@@ -71,7 +71,7 @@ def rope(x: Tensor, position: int) -> Tensor:
 def one_row(
     w: dict[str, Tensor], head_dim: int, embedded: Tensor, hidden: Tensor, cache: list[Any]
 ) -> Tensor:
-    """The layout's forward for one token behind a cache, from the tensors of a checkpoint alone."""
+    """The head's forward pass for one token with a KV cache, computed from the tensors of a checkpoint."""
     x = torch.cat(
         [norm(embedded, w["midlayer.input_layernorm.weight"]), norm(hidden, w["midlayer.hidden_norm.weight"])]
     )
@@ -93,7 +93,7 @@ def one_row(
 def chain(
     w: dict[str, Tensor], head_dim: int, embedded: Tensor, taps: Tensor, tokens: list[Tensor]
 ) -> list[Tensor]:
-    """States of the chain behind rows 0 .. n-2 of a text of n tokens; `tokens` are the embeddings that it is fed."""
+    """States of the draft chain after rows 0 .. n-2 of a text of n tokens. `tokens` are the input embeddings."""
     cache: list[Any] = []
     for i in range(len(embedded) - 1):
         hidden = one_row(w, head_dim, embedded[i + 1], w["fc.weight"] @ taps[i].flatten(), cache)
@@ -145,7 +145,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(tools: None) -
 
 @pytest.fixture
 def lesson(small: Any) -> Any:
-    """A target of a few thousand weights, and random text in place of what it would write."""
+    """A target with a few thousand weights, and random text instead of its own."""
     from train_draft import Lesson
 
     from shipped_draft.data import Text
@@ -231,7 +231,7 @@ def test_training_lowers_the_loss_and_a_resumed_run_ends_like_an_unbroken_one(
 
 
 def test_text_and_state_of_another_run_are_refused(tools: None, tmp_path: Path) -> None:
-    """A finished state of another seed was taken for this run's, and nothing was learnt."""
+    """A finished training state of another seed was once taken for this run's, so that nothing was trained."""
     from train_draft import require_own
 
     def run(**arguments: Any) -> argparse.Namespace:
@@ -312,7 +312,7 @@ def test_the_shipped_files_have_the_layout() -> None:
 
 @pytest.fixture
 def opened(llm: LLM, tools: None) -> Any:
-    """(head, target, text of the target, target ids) of the shipped pair."""
+    """(head, target, text of the target, target ids) of the shipped models."""
     from bateleur.runner.assets import shipped_model
     from shipped_draft.checkpoint import open_head
     from shipped_draft.data import write

@@ -1,7 +1,7 @@
-"""Drafts that are drawn, and tested by RATIO and BLOCK, through the whole engine.
+"""Sampled drafts under RATIO and BLOCK in the whole engine.
 
-Target and head are Markov chains, so the law of every text is known exactly: the target is a Llama of one layer that
-adds nothing, whose logits are a row of a table, by the last token.
+Target and head are Markov chains, so the exact distribution of every text is known. The target is a one-layer Llama
+whose logits are a row of a table, selected by the last token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "lossless.py"
 
 
 def script() -> Any:
-    """The hard form of these tests, whose target, head and policy they share."""
+    """`benchmarks/lossless.py`, the long form of these tests, whose target, head and policy they share."""
     spec = importlib.util.spec_from_file_location("lossless", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -60,12 +60,12 @@ RULES = ("ratio", "block")
 REDUCED = torch.tensor([4, 0, 2])
 pytestmark = pytest.mark.filterwarnings("ignore:draft_policy is <.*Ragged")
 RIGHT, WRONG = 4.0, 6.0
-"""Below the one every z of a right sample is, above the other that of a wrong one; it is normal if all is well."""
+"""z of a correct sample is below the first, that of a wrong one above the second. z is normal for a correct sampler."""
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LLM]:
-    """`make(rule, draft law, ids)`: an engine of the target with K drafts; without a rule it drafts nothing."""
+    """`make(rule, draft table, ids)`: an engine of the target with K drafts; without a rule it has no drafts."""
     target = tmp_path_factory.mktemp("markov")
     lossless.write_target(target)
 
@@ -88,7 +88,9 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def sample(llm: LLM, count: int = MANY, **changes: Any) -> Tensor:
-    """(count, LENGTH) tokens behind the first one, of as many seeds: with K more, or there would be fewer drafts."""
+    """(count, LENGTH) tokens after the first one, for as many seeds. K more tokens are generated, so that the last ones
+    have drafts.
+    """
     prompts: Any = [{"prompt_token_ids": [0]}] * count
     changes = {"max_tokens": 1 + LENGTH + K} | changes
     gc.disable()  # thousands of requests live until the last has ended, and would be walked over again and again
@@ -101,7 +103,7 @@ def sample(llm: LLM, count: int = MANY, **changes: Any) -> Tensor:
 
 @cache
 def seeded(**changes: Any) -> list[SamplingParams]:
-    """Parameters of as many requests as any test wants; to make and check them takes as long as to sample."""
+    """Cached parameters of the largest number of requests: constructing and checking them takes as long as sampling."""
     return [params(seed, **changes) for seed in range(MANY)]
 
 
@@ -115,7 +117,7 @@ def z_of(tokens: Tensor) -> float:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", ["plain", "ragged", "reduced"])
 def test_the_joint_law_is_the_target_s(make: Callable[..., LLM], rule: str, case: str) -> None:
-    """The plain case with as many as it takes to find the noise that is shared below."""
+    """The plain case has enough samples to find the shared noise of the next test."""
     settings: dict[str, Any] = {}
     if case == "ragged":
         settings = {"draft_policy": Ragged(), "max_num_seqs": 256}
@@ -142,7 +144,7 @@ def test_control_noise_shared_with_the_target_is_found(
 def test_control_drafts_from_another_law_than_declared_are_found(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To declare one-hot drafts is no such fault: whatever is proposed with noise of its own, that is exact."""
+    """Declaring one-hot drafts is no such fault: it is exact for drafts from any independent noise."""
     uniform = Logits(torch.zeros(512, K, V))
     monkeypatch.setattr(
         EagleSpeculator,
@@ -156,8 +158,8 @@ def test_control_drafts_from_another_law_than_declared_are_found(
 def test_no_number_of_block_is_used_twice(
     make: Callable[..., LLM], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks at numbers behind the place where it stops, so drafts need new ones in every step. In samples of this
-    size the lack of them does not show.
+    """BLOCK reads numbers after the position where it stops, so every step needs new draft noise. Samples of this size
+    do not show a fault.
     """
     names: list[tuple[int, ...]] = []
     row_words = noise.row_words
@@ -186,7 +188,7 @@ HARD = {
 
 
 def histogram(llm: LLM, **changes: Any) -> Tensor:
-    """(V ** LENGTH,) how often each text is said under HARD, changed."""
+    """(V ** LENGTH,) counts of each text under HARD with changes."""
     place = V ** torch.arange(LENGTH - 1, -1, -1)
     tokens = sample(llm, 3000, **(HARD | changes))
     return torch.bincount((tokens * place).sum(1), minlength=V**LENGTH).double()
@@ -202,7 +204,7 @@ def undrafted(make: Callable[..., LLM]) -> tuple[Tensor, Tensor]:
 def test_penalties_and_truncation_are_part_of_the_law(
     make: Callable[..., LLM], undrafted: tuple[Tensor, Tensor], rule: str
 ) -> None:
-    """Two samples, one of them of plain decoding: cells that have few are left out."""
+    """Compare two samples, one of them of plain decoding, without cells of few counts."""
     drafted, (plain, other) = histogram(make(rule)), undrafted
     assert two_samples(drafted, plain) < RIGHT
     assert two_samples(drafted, other) > WRONG
@@ -212,7 +214,7 @@ def test_penalties_and_truncation_are_part_of_the_law(
 def test_what_may_not_be_drawn_is_part_of_the_law(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Biases, allowed tokens and words of two tokens leave a Markov chain, so the law is known exactly."""
+    """Biases, allowed tokens and bad words of two tokens leave a Markov chain, so the distribution is known exactly."""
     words = ((1, 2), (4, 4), (2, 0))
     monkeypatch.setattr("bateleur.runner.engine.input_processor.bad_words_token_ids", lambda *_: words)
     table = TOY.target.log()
@@ -231,7 +233,7 @@ def test_what_may_not_be_drawn_is_part_of_the_law(
 
 
 class Biases(dict[int, float]):
-    """A mapping that `seeded` can remember."""
+    """A hashable mapping, for the cache of `seeded`."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(self.items()))
@@ -252,7 +254,7 @@ def two_samples(left: Tensor, right: Tensor) -> float:
 def test_as_many_drafts_are_accepted_as_the_laws_say(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of K + 2 tokens the second step can use all K drafts, behind a first token of known law, and no later one can."""
+    """Of K + 2 tokens, only the second step can use all K drafts; the first token has a known distribution."""
     update = AcceptStats.update
 
     def only_all(self: AcceptStats, num_drafts: Any, num_accepted: Any) -> None:
@@ -274,7 +276,7 @@ def test_as_many_drafts_are_accepted_as_the_laws_say(
 
 
 class MostLikely(NoDrafts):
-    """The head's most likely tokens, as drafts of which nobody says how they were drawn."""
+    """The head's most likely tokens, as drafts without a declared distribution."""
 
     def __init__(self, inner: EagleSpeculator) -> None:
         super().__init__(inner.num_speculative_tokens)
@@ -312,7 +314,7 @@ def test_more_drawn_drafts_are_accepted_than_most_likely_ones(
 
 
 SIZES = [8, 28]
-"""Two rows with drafts, and all of seven; or eight without."""
+"""Capture sizes: two rows with drafts, and all seven rows; or eight rows without drafts."""
 CHURN: dict[str, dict[str, Any]] = {
     "plain": {},
     "few rows": {"max_num_seqs": 5, "max_num_batched_tokens": 24},
@@ -338,7 +340,7 @@ def engine_for(make: Callable[..., LLM], rule: str, case: str, law: Tensor, **mo
 
 
 def drive(llm: LLM, aborted: Callable[[int], bool] = lambda i: False) -> Iterator[RequestOutput]:
-    """Requests of all lengths come, some of them greedy, and some leave between a proposal and its test."""
+    """Run requests of all lengths, some greedy; some are aborted between a proposal and its verification."""
     waiting = [
         (
             [0, *(1 + np.arange(i % 7) % 3).tolist()],
@@ -362,7 +364,7 @@ def drive(llm: LLM, aborted: Callable[[int], bool] = lambda i: False) -> Iterato
 
 @pytest.fixture(scope="module")
 def said(make: Callable[..., LLM]) -> Callable[..., dict[str, list[int]]]:
-    """The tokens of every request of `drive`, by id, in an engine that is made for them: once for each."""
+    """The tokens of all requests of `drive` by id, in a new engine; cached per engine."""
 
     @cache
     def tokens(rule: str | None = None, **settings: Any) -> dict[str, list[int]]:
@@ -374,8 +376,8 @@ def said(make: Callable[..., LLM]) -> Callable[..., dict[str, list[int]]]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", CHURN)
 def test_who_knows_the_target_is_never_rejected(make: Callable[..., LLM], rule: str, case: str) -> None:
-    """p == q up to rounding, which RATIO forgives with a probability of 1 - 1e-6. Logits of another row, another place
-    or another step would be rejected sometimes.
+    """p == q up to rounding, so RATIO accepts with probability 1 - 1e-6. Logits of a wrong row, position or step would
+    be rejected sometimes.
     """
     llm = engine_for(make, rule, case, TOY.target)
     finished = list(drive(llm, aborted=lambda i: i % 5 == 3))
@@ -396,7 +398,7 @@ def test_who_knows_the_target_is_never_rejected(make: Callable[..., LLM], rule: 
 def test_greedy_rows_are_plain_decoding(
     make: Callable[..., LLM], said: Callable[..., dict[str, list[int]]], rule: str, case: str
 ) -> None:
-    """And in a batch of one, whose tokens those of the other cases are, see below."""
+    """The tokens also equal those of a batch of one, with which the tests below compare."""
     plain, alone, found = said(), said(rule, max_num_seqs=1), 0
     greedy = [each for each in plain if int(each) % 4 == 2]
     assert [alone[each] for each in greedy] == [plain[each] for each in greedy]
@@ -412,8 +414,8 @@ def test_greedy_rows_are_plain_decoding(
 def test_a_request_has_the_tokens_that_it_has_alone(
     make: Callable[..., LLM], said: Callable[..., dict[str, list[int]]], rule: str, case: str
 ) -> None:
-    """Its numbers are named by seed and position, so neither its neighbours, nor its place in the batch, nor what the
-    engine did before matter; and if it is preempted, the drafts that waited for their test are made again.
+    """Random numbers are keyed by seed and position, so they depend neither on other rows, the index in the batch, nor
+    earlier steps. After a preemption the unverified drafts are drawn again.
     """
     alone = said(rule, max_num_seqs=1)
     llm = engine_for(make, rule, case, TOY.draft)
@@ -430,7 +432,7 @@ def test_a_request_has_the_tokens_that_it_has_alone(
 def test_steps_that_are_prepared_ahead_test_the_same_drafts(
     make: Callable[..., LLM], said: Callable[..., dict[str, list[int]]], rule: str, case: str
 ) -> None:
-    """Where the number of drafts hangs on what the last step accepted, as it does at the end, the row waits for it."""
+    """If the number of drafts depends on what the last step accepted, as at the end of a request, the row waits for it."""
     alone = said(rule, max_num_seqs=1)
     llm = engine_for(make, rule, case, TOY.draft, async_scheduling=True)
     together = list(drive(llm, aborted=lambda i: i % 5 == 3))
@@ -452,7 +454,7 @@ def test_policies_under_which_seeds_do_not_decide_are_named(make: Callable[..., 
 
 @pytest.mark.parametrize(("rule", "policy"), [("ratio", True), ("block", False)])
 def test_graphs_give_the_tokens_of_eager_passes(make: Callable[..., LLM], rule: str, policy: bool) -> None:
-    """With drafts of unequal lengths and of one: that of a rule and of a policy are parts of a graph of their own."""
+    """Drafts of different lengths and of one length; those of a rule and of a policy have graphs of their own."""
 
     def texts(mode: str) -> dict[str, list[list[int]]]:
         llm = make(
@@ -493,7 +495,7 @@ def test_graphs_of_a_real_head(make_llm: Callable[..., LLM], random_head: Path, 
 
 
 class Declares(NoDrafts):
-    """Says how it draws."""
+    """Declares how it samples."""
 
     def __init__(self, rule: Rule, distribution: Any) -> None:
         super().__init__(K)

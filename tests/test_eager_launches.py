@@ -1,7 +1,7 @@
-"""What an eager prompt step of published models costs the host: launches and calls of Python functions, counted.
+"""Host cost of an eager prefill step of published models: number of launches and of Python function calls.
 
-A prompt of more than 512 tokens is on no graph, so the host launches every kernel of it. Times of another machine say
-nothing, so nothing is timed.
+A prompt of more than 512 tokens runs without a graph, so the host launches every kernel. Counts do not depend on the
+machine, so no time is measured.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[1]
 TOKENS = 600
-"""Of the prompt."""
+"""Tokens of the prompt."""
 MOST = {
     "Nemotron-3-Nano-30B-A3B": (617, 3750),
     "Qwen3.5-9B": (442, 3900),
     "Qwen3.5-35B-A3B": (944, 6500),
     "Llama-3.1-8B": (378, 2750),
 }
-"""Launches of the step, kernels and other operators; and calls of functions of this project and of Triton, up to where
-Triton's launcher begins. They were 618, 430, 924 and 350 launches, and 6766, 5718, 10194 and 4460 calls, when every
-launch computed its tile sizes by Triton's functions. A launch in each attention layer joins splits, and one launch a
-step divides the work of these layers: 7, 9, 11 and 33 launches. A second launch of a delta rule's scan joins tiles."""
+"""Launches per step (kernels and other operators), and calls of functions of this project and of Triton up to Triton's
+launcher. They were 618, 430, 924 and 350 launches, and 6766, 5718, 10194 and 4460 calls, when every launch computed its
+tile sizes by Triton's functions. Each attention layer has a launch that joins KV splits, and a step one launch that
+builds the work list: 7, 9, 11 and 33 launches. The scan of a delta rule has a second launch that joins tiles.
+"""
 COUNTED = tuple(map(str, (ROOT / "packages", Path(triton.__file__).parent)))
 
 

@@ -1,4 +1,4 @@
-"""A draft head beside its target: the tokens of plain decoding, for any head, cache mode and graph."""
+"""A draft head and its target generate the tokens of plain decoding, for any head, cache mode and graph."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_tokens_are_those_of_plain_decoding(
 
 
 class Switching:
-    """K drafts, none, K, none: speculation steps aside and comes back."""
+    """Draft policy with K drafts, none, K, none: speculation pauses and resumes."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -177,7 +177,7 @@ def test_other_rules_keep_greedy_tokens_and_are_reproducible(
 
 
 def test_a1_rules_have_the_target_s_law(make_llm: Callable[..., LLM], random_head: Path) -> None:
-    """The second token of many seeds after one prompt: drawn plainly, and behind a verified draft."""
+    """The second token of many seeds after one prompt: sampled plainly, and with a verified draft."""
     prompts = [{"prompt_token_ids": [17, 30, 5]}] * 600
     params = [
         SamplingParams(temperature=0.6, top_k=4, seed=seed, max_tokens=2, ignore_eos=True)
@@ -305,7 +305,9 @@ def test_a_target_without_graphs_leaves_its_draft_eager(
     random_head: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing of the target could be captured, so there are no states for the draft's graphs, and no need to fail."""
+    """If no graph of the target could be captured, the drafter has no captured states and must run eagerly without an
+    error.
+    """
 
     def fails(self: StepGraphs, execution: Any) -> Any:
         if execution.key is not None:
@@ -351,7 +353,7 @@ def test_any_policy_that_asks_hears_what_steps_took(make_llm: Callable[..., LLM]
 
 
 def test_a_prompt_that_goes_on_gets_no_drafts(make_llm: Callable[..., LLM], random_head: Path) -> None:
-    """A row in the middle of its prompt is no row for a policy, and a step without other rows makes no drafts."""
+    """A row with a chunk of its prompt is not passed to the policy, and a step with only such rows proposes no drafts."""
     asked: list[int] = []
 
     class Listening:

@@ -1,4 +1,4 @@
-"""The bugs of speculative decoding that only a whole engine can meet, by their ids: bookkeeping of requests."""
+"""Known bugs of speculative decoding that need a whole engine, by their ids in the catalogue: bookkeeping of requests."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ K = 3
 
 
 class Texts:
-    """What requests will say, known from a plain run."""
+    """The texts of requests, from plain runs."""
 
     def __init__(self, plain: LLM) -> None:
         self._plain = plain
         self._texts: dict[str, list[int]] = {}
 
     def of(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """Prompt and output."""
+        """Prompt and output tokens."""
         name = f"{prompt} {params}"
         if name not in self._texts:
             (output,) = self._plain.generate([{"prompt_token_ids": prompt}], params)
@@ -43,14 +43,14 @@ class Texts:
 
 
 class Patterned(ScriptedDrafter):
-    """Each request goes through a list of how many drafts are right, from a place of its own."""
+    """The number of right drafts follows a list; each request starts at another place of it."""
 
     def __init__(self, script: Texts, k: int, pattern: Sequence[int]) -> None:
         super().__init__(script, k, None, VOCAB)
         self._pattern = list(pattern)
         self._turns: dict[int, Iterator[int]] = {}
         self.steps: list[dict[str, Any]] = []
-        """What it was told of each step."""
+        """The context of each step."""
 
     def admit(self, row: int, token_ids: list[int]) -> None:
         super().admit(row, token_ids)
@@ -78,7 +78,7 @@ class Patterned(ScriptedDrafter):
 
 
 def steer(monkeypatch: pytest.MonkeyPatch, script: Texts, right: Sequence[int]) -> None:
-    """Let heads see everything and draft, and propose the script instead, of which so many are right in turn."""
+    """Let the engine's head run, but propose tokens of the script, with these numbers of right drafts."""
     scripts: dict[int, Patterned] = {}
     admit, propose = EagleSpeculator.admit, EagleSpeculator.propose
 
@@ -111,7 +111,7 @@ def asked(prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
 
 
 def drain(llm: LLM, *, each_step: Callable[[], None] = lambda: None) -> list[RequestOutput]:
-    """Run everything to its end; outputs in the order in which they ended."""
+    """Run until all requests have ended; returns outputs in the order in which they ended."""
     done = []
     while llm.has_unfinished_requests:
         done += [output for output in llm.step() if output.finished]
@@ -136,7 +136,7 @@ def texts(make_llm: Callable[..., LLM]) -> Texts:
 
 @pytest.fixture(scope="module")
 def make(make_llm: Callable[..., LLM], random_head: Path) -> Callable[..., LLM]:
-    """Engines with the untrained head, or with a drafter if one is named."""
+    """Engines with the untrained head, or with the given drafter."""
 
     def build(**overrides: Any) -> LLM:
         settings: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "block_size": 4}
@@ -163,7 +163,7 @@ PARAMS = [
 def test_tokens_are_the_same_for_every_draft_length_order_and_schedule(
     make: Callable[..., LLM], texts: Texts, monkeypatch: pytest.MonkeyPatch, k: int
 ) -> None:
-    """The head as it is, all of whose drafts are wrong, and with drafts of which some are right."""
+    """The head itself, whose drafts are all wrong, and scripted drafts that are partly right."""
     wanted = [texts.of(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
     settings = {"enable_prefix_caching": True, "max_num_batched_tokens": 11 + 3 * k, "max_num_seqs": 3}
     rate = []
@@ -183,7 +183,9 @@ def test_tokens_are_the_same_for_every_draft_length_order_and_schedule(
 def test_b4_host_counts_are_those_of_the_device_after_every_step(
     make: Callable[..., LLM], texts: Texts, policy: str
 ) -> None:
-    """B1 to B4: every run of three steps that accept 0, 1 or K drafts each, of two requests out of phase."""
+    """B1 to B4: every sequence of three steps that accept 0, 1 or K drafts each, for two requests with different
+    offsets.
+    """
     pattern = [right for triple in product((0, 1, K), repeat=3) for right in triple]
     drafter = Patterned(texts, K, pattern)
     llm = make(drafter=drafter, mamba_state_policy=policy, max_model_len=224)
@@ -219,7 +221,7 @@ def test_b4_host_counts_are_those_of_the_device_after_every_step(
 
 @pytest.fixture(scope="module")
 def told(make: Callable[..., LLM], texts: Texts) -> list[tuple[dict[str, Any], list[list[int]]]]:
-    """What a drafter is told of each step of two requests that decode while two prompts come in chunks."""
+    """The contexts that a drafter gets while two requests decode and two prompts are computed in chunks."""
     drafter = Patterned(texts, K, [K, 1, 0])
     llm = make(drafter=drafter, max_num_batched_tokens=16)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -237,7 +239,7 @@ def told(make: Callable[..., LLM], texts: Texts) -> list[tuple[dict[str, Any], l
 
 
 def test_b5_a_chunk_that_ends_inside_a_prompt_is_followed_by_the_prompts_next_token(told: list[Any]) -> None:
-    """SGLang #26329: not by something that was drawn there."""
+    """SGLang #26329: the token after such a chunk is the prompt's next token, not a sampled one."""
     chunks = 0
     for step, texts in told:
         for i, row in enumerate(step["row"]):
@@ -285,7 +287,7 @@ def test_b7_penalties_count_what_was_accepted_and_nothing_else(
 
 
 def test_b8_a_stop_inside_a_run_ends_the_request_there(make: Callable[..., LLM], texts: Texts) -> None:
-    """What was accepted behind the stop is no one's: not emitted, not published, not in the next turn."""
+    """Drafts accepted after a stop are not emitted, not published, and not in the next turn."""
     prompt = tokens_of(41, 13)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
     whole = texts.of(prompt, params)
@@ -313,7 +315,7 @@ def test_b8_a_stop_inside_a_run_ends_the_request_there(make: Callable[..., LLM],
 def test_b9_a_request_that_loses_its_place_forgets_its_drafts(
     make: Callable[..., LLM], texts: Texts, monkeypatch: pytest.MonkeyPatch, sharing: bool
 ) -> None:
-    """Preempted between a proposal and its verification, again and again, and resumed in other rows."""
+    """Requests are preempted between a proposal and its verification, repeatedly, and resumed in other rows."""
     wanted = [texts.of(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
     steer(monkeypatch, texts, [K, 1, 0, 2])
     llm = make(enable_prefix_caching=sharing, max_num_batched_tokens=17)
@@ -340,7 +342,9 @@ def test_b9_a_request_that_loses_its_place_forgets_its_drafts(
 
 
 def test_b11_a_request_that_joins_with_a_hit_drafts_at_once(make: Callable[..., LLM], texts: Texts) -> None:
-    """Its first step knows its last tokens, so a perfect drafter gives 1 + K tokens in every step from then on."""
+    """The first step of such a request knows its last tokens, so a perfect drafter gives 1 + K tokens per step from
+    then on.
+    """
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=1 + 3 * (1 + K), ignore_eos=True)
     prompts = [tokens_of(51, 19), tokens_of(51, 16) + tokens_of(52, 1), tokens_of(51, 16) + tokens_of(53, 7)]
     wanted = [texts.of(prompt, params) for prompt in prompts]

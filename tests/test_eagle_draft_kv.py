@@ -1,6 +1,7 @@
-"""What a draft head keeps: at every moment the keys and values of a draft prefill over the target's true features.
+"""The draft head's KV cache always holds the keys and values of a prefill over the target's true features.
 
-Ids are those of the bug catalogue: F1 the law itself, F2 steps without drafts, F3 hits, F4 rejected slots, F5 hybrids.
+Ids are those of the bug catalogue: F1 this invariant, F2 steps without drafts, F3 prefix hits, F4 rejected slots, F5
+hybrids.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KeysValues = list[tuple[Tensor, Tensor]]
 
 
 class Recorder(NoDrafts):
-    """Proposes nothing, and keeps what it is shown of a prompt that runs in one step."""
+    """Proposes nothing, and records the features of a prompt that runs in one step."""
 
     def __init__(self, needs: TargetNeeds) -> None:
         super().__init__(1)
@@ -45,7 +46,7 @@ class Recorder(NoDrafts):
 
 
 class Steered(ScriptedDrafter):
-    """Proposes what the script says, partly right, and lets the head see every step; at times it wants no drafts."""
+    """Proposes partly right tokens of the script while the head runs in every step. In some steps it wants no drafts."""
 
     def __init__(self, inner: EagleSpeculator, texts: Sequence[Sequence[int]], seed: int = 5) -> None:
         def script(tokens: list[int]) -> list[int]:
@@ -55,7 +56,7 @@ class Steered(ScriptedDrafter):
         super().__init__(script, inner.num_speculative_tokens, None, VOCAB)
         self.inner, self.needs, self.random = inner, inner.needs, Random(seed)
         self.proposed: list[list[list[int]]] = []
-        """What the head would have proposed, step by step."""
+        """The head's own drafts of each step."""
 
     def admit(self, row: int, token_ids: list[int]) -> None:
         super().admit(row, token_ids)
@@ -70,7 +71,7 @@ class Steered(ScriptedDrafter):
 
 
 def steer(llm: LLM, texts: Sequence[Sequence[int]]) -> Steered:
-    """Put a script in front of the engine's head."""
+    """Wrap the engine's drafter with a script."""
     drafting = llm.engine._proposer
     assert drafting is not None
     assert isinstance(drafting.drafter, EagleSpeculator)
@@ -89,7 +90,7 @@ class Truth:
         self._llm = make_llm(max_model_len=128, max_num_seqs=1, mamba_state_policy="slots", **settings)
 
     def of(self, text: Sequence[int]) -> KeysValues:
-        """(k, v) of each layer of the head, for every token but the last, whose next one is not known."""
+        """(k, v) of each layer of the head, for every token but the last, whose next token is unknown."""
         self._llm.generate([{"prompt_token_ids": list(text)}], SamplingParams(max_tokens=1))
         kept: KeysValues = []
         dense = DenseAttend(self._head.spec)
@@ -112,7 +113,7 @@ def caches_of(llm: LLM) -> KeysValues:
 
 
 def stored(llm: LLM, request: Request) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the head's caches hold of the tokens of a running request that are computed."""
+    """Keys and values in the head's caches for the computed tokens of a running request."""
     table, row = llm.engine.table, request.row
     blocks = torch.from_numpy(table.block_table[row, : table.num_blocks[row]].astype(np.int64))
     for pair in caches_of(llm):
@@ -121,7 +122,7 @@ def stored(llm: LLM, request: Request) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def check(llm: LLM, truths: dict[str, KeysValues]) -> int:
-    """F1 for every running request; how many tokens were compared."""
+    """Check F1 for every running request; returns the number of tokens compared."""
     count = 0
     for request in llm.engine.scheduler.running:
         for got, wanted in zip(stored(llm, request), truths[request.request_id], strict=True):
@@ -132,7 +133,7 @@ def check(llm: LLM, truths: dict[str, KeysValues]) -> int:
 
 
 def poison(llm: LLM, value: float) -> None:
-    """Fill what the head's caches hold at positions that are not computed, and in blocks that nobody can find."""
+    """Overwrite the head's caches at positions that are not computed, and in free blocks that no prefix can find."""
     scheduler, table = llm.engine.scheduler, llm.engine.table
     assert scheduler.pool is not None
     spoiled = list(scheduler.pool._free)
@@ -149,7 +150,7 @@ def poison(llm: LLM, value: float) -> None:
 
 
 def traffic(seed: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that share beginnings, at temperature 0 and 0.8."""
+    """Prompts that share prefixes, at temperature 0 and 0.8."""
     random = Random(seed)
     shared = [random.randrange(3, VOCAB) for _ in range(30)]
     made = []
@@ -186,7 +187,7 @@ def plain(make_llm: Callable[..., LLM]) -> LLM:
 @pytest.fixture(scope="module")
 def build(make_llm: Callable[..., LLM], sized: Callable[..., LLM], random_head: Path) -> Callable[..., LLM]:
     def make(num_blocks: int = 0, **overrides: Any) -> LLM:
-        """An engine with the untrained head; `num_blocks` makes the cache so small that requests lose their place."""
+        """An engine with the untrained head. `num_blocks` makes the cache so small that requests are preempted."""
         settings: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "block_size": 4}
         settings |= {"draft": random_head, "num_speculative_tokens": K}
         settings |= {"enable_prefix_caching": True, "mamba_block_size": 8, "max_num_batched_tokens": 19}
@@ -207,7 +208,7 @@ def truth(make_llm: Callable[..., LLM], build: Callable[..., LLM]) -> Truth:
 
 @pytest.fixture(scope="module")
 def requests(plain: LLM) -> list[tuple[list[int], SamplingParams, list[int]]]:
-    """Prompts, parameters, and the whole text that plain decoding makes of them."""
+    """Prompts, parameters, and the texts of plain decoding."""
     asked = traffic(3)
     outputs = plain.generate(
         [{"prompt_token_ids": prompt} for prompt, _ in asked], [params for _, params in asked]
@@ -223,7 +224,7 @@ def requests(plain: LLM) -> list[tuple[list[int], SamplingParams, list[int]]]:
 def test_f1_draft_keys_and_values_are_those_of_a_prefill_after_every_step(
     build: Callable[..., LLM], truth: Truth, requests: list[Any], policy: str, graphs: str
 ) -> None:
-    """Through chunks of prompts, rejections, hits, preemption, steps that draft nothing, and rows without drafts."""
+    """With chunked prompts, rejections, prefix hits, preemption, steps without drafts, and rows without drafts."""
     llm = build(
         num_blocks=26,
         mamba_state_policy=policy,
@@ -266,7 +267,7 @@ def test_f2_a_step_that_drafts_nothing_keeps_up(
     requests: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`num_drafts` 0 for all of a request's life but the last steps: the head knows everything then."""
+    """`num_drafts` is 0 until the last steps of a request: the head's cache must be complete then."""
     llm = build(max_num_batched_tokens=7, max_num_seqs=1)
     prompt, _, _ = requests[0]
     drafting = llm.engine._proposer
@@ -291,7 +292,7 @@ def test_f2_a_step_that_drafts_nothing_keeps_up(
 def test_f3_a_hit_whose_next_token_differs(
     build: Callable[..., LLM], plain: LLM, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM #50438: the last token of a shared block was drafted with another token behind it."""
+    """vLLM #50438: the last token of a shared block was drafted with another token after it."""
     random = Random(1)
     shared = [random.randrange(3, VOCAB) for _ in range(16)]
     prompts = [[*shared, 71, 9, 8], [*shared, 72, 9, 8], [*shared, 71, 5]]
@@ -320,7 +321,9 @@ def test_f3_a_hit_whose_next_token_differs(
 
 
 def test_f4_what_is_in_rejected_slots_is_never_seen(build: Callable[..., LLM], requests: list[Any]) -> None:
-    """Everything behind the computed tokens is spoiled after every step: drafts and tokens stay bit for bit."""
+    """Everything after the computed tokens is overwritten after every step: drafts and tokens stay the same, bit for
+    bit.
+    """
     seen: list[list[list[list[int]]]] = []
     for value in (0.0, torch.nan):
         llm = build(num_blocks=24)
@@ -344,7 +347,9 @@ def test_f4_what_is_in_rejected_slots_is_never_seen(build: Callable[..., LLM], r
 def test_f5_accepted_counts_drive_the_states_of_a_hybrid(
     build: Callable[..., LLM], requests: list[Any], policy: str, mode: str
 ) -> None:
-    """After every step the device holds how many tokens of each request stayed, and hits continue from the states."""
+    """After every step the device has the number of accepted tokens of each request, and prefix hits continue from the
+    states.
+    """
     llm = build(mamba_state_policy=policy, mamba_cache_mode=mode)
     steer(llm, [text for *_, text in requests])
     states = llm.engine.model_state._states  # type: ignore[attr-defined]

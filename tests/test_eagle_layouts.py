@@ -1,4 +1,4 @@
-"""Random heads in every layout that loaders know, beside the shipped model: they run, and change no token."""
+"""Random heads in every checkpoint layout that loaders support, with the shipped model: they run, and change no token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMS = [SamplingParams(temperature=t, seed=4, max_tokens=14, ignore_eos=True) 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The writer that the loaders are tested with, for heads of the shipped model's size."""
+    """The checkpoint writer of the loaders' tests, for heads of the shipped model's size."""
     spec = importlib.util.spec_from_file_location("head_checkpoints", WRITER)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,6 @@
-"""The bugs of speculative decoding that only a whole engine can meet, by their ids: limits, shapes and graphs."""
+"""Known bugs of speculative decoding that need a whole engine, by their ids in the catalogue: limits, shapes and
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,14 @@ K = 3
 
 
 class Texts:
-    """What requests will say, known from a plain run."""
+    """The texts of requests, from plain runs."""
 
     def __init__(self, plain: LLM) -> None:
         self._plain = plain
         self._texts: dict[str, list[int]] = {}
 
     def of(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """Prompt and output."""
+        """Prompt and output tokens."""
         name = f"{prompt} {params}"
         if name not in self._texts:
             (output,) = self._plain.generate([{"prompt_token_ids": prompt}], params)
@@ -50,7 +52,7 @@ def asked(prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
 
 
 def drain(llm: LLM, *, each_step: Callable[[], None] = lambda: None) -> list[RequestOutput]:
-    """Run everything to its end; outputs in the order in which they ended."""
+    """Run until all requests have ended; returns outputs in the order in which they ended."""
     done = []
     while llm.has_unfinished_requests:
         done += [output for output in llm.step() if output.finished]
@@ -75,7 +77,7 @@ def texts(make_llm: Callable[..., LLM]) -> Texts:
 
 @pytest.fixture(scope="module")
 def make(make_llm: Callable[..., LLM], random_head: Path) -> Callable[..., LLM]:
-    """Engines with the untrained head, or with a drafter if one is named."""
+    """Engines with the untrained head, or with the given drafter."""
 
     def build(**overrides: Any) -> LLM:
         settings: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "block_size": 4}
@@ -131,7 +133,7 @@ def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(
 
 
 def watch(llm: LLM) -> list[int]:
-    """Makes the engine note how many drafts each proposal is asked for, eagerly or of a graph."""
+    """Record the number of drafts of each proposal, eager or on a graph."""
     asked_for, proposer = [], llm.engine._proposer
     assert proposer is not None
     drafter, graphs = proposer.drafter, proposer.graphs
@@ -178,7 +180,7 @@ def test_nothing_is_drafted_for_a_request_that_ends(
 def test_rows_near_their_end_stay_on_the_graph_of_the_others(
     make: Callable[..., LLM], texts: Texts, rule: str
 ) -> None:
-    """They are padded with places that hold no draft: tokens and counts are those of eager steps."""
+    """Rows are padded with positions without a draft. Tokens and counts equal those of eager steps."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 12, 16, 21)]
     wanted = [texts.of(*pair) for pair in zip(PROMPTS, params, strict=True)]
     counted = []
@@ -197,7 +199,9 @@ def test_rows_near_their_end_stay_on_the_graph_of_the_others(
 def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
     make: Callable[..., LLM], make_head: Callable[..., Path], texts: Texts, graphs: dict[str, Any]
 ) -> None:
-    """A pass at position 23, the last of 24, draws the token of index 25; so 26 tokens are the most with drafts."""
+    """A draft pass at position 23, the last of 24, proposes the token of index 25, so 26 tokens are the most with
+    drafts.
+    """
     llm = make(draft=make_head(48, 97, 16, (1, 2, 3), 24), **graphs)
     assert llm.engine._proposer is not None
     table, asked_for = llm.engine.table, watch(llm)
@@ -234,7 +238,7 @@ def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
 def test_c6_a_chunk_of_exactly_1_plus_k_tokens_is_no_decode(
     make: Callable[..., LLM], texts: Texts, policy: str
 ) -> None:
-    """It has the shape of a row with K drafts, and none of its tokens may be rejected."""
+    """The padded row looks like a row with K drafts, and none of its tokens may be rejected."""
     prompt, params = tokens_of(71, 3 * (1 + K)), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     llm = make(
         max_num_seqs=1,
@@ -269,7 +273,7 @@ def test_c7_capture_sizes_need_not_be_multiples_of_1_plus_k(make: Callable[..., 
 def test_c8_drafts_have_blocks_and_the_tightest_request_still_runs(
     make: Callable[..., LLM], texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache of 12 blocks: everything a decode step and its drafts store has a block, and no request waits forever."""
+    """With 12 blocks: everything that a decode step and its drafts store has a block, and no request waits forever."""
     plan = make().engine.caches.plan
     room = plan.state_bytes + 13 * plan.kv_bytes // plan.num_blocks
     with pytest.raises(ValueError, match="set max_model_len to at most 48, or raise kv_cache_memory_bytes"):
@@ -305,7 +309,7 @@ def test_c8_drafts_have_blocks_and_the_tightest_request_still_runs(
 def test_e4_draft_graphs_leave_the_outputs_of_the_target_alone(
     make: Callable[..., LLM], texts: Texts, mode: str
 ) -> None:
-    """vLLM #53488: who reads hidden states after the proposal, such as for logprobs of a prompt, gets the target's."""
+    """vLLM #53488: hidden states that are read after the proposal, for example for prompt logprobs, are the target's."""
     wanted = [texts.of(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
     llm = make(cudagraph_mode=mode, cudagraph_capture_sizes=[4, 8, 16], max_num_batched_tokens=16)
     engine, kept = llm.engine, []

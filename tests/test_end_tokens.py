@@ -1,4 +1,4 @@
-"""Tokens that end a text: of configuration files, of the tokenizer, and stop strings that are special tokens."""
+"""Stop tokens from configuration files and tokenizer, and stop strings that are special tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS: dict[str, Any] = {
 
 
 def write(folder: Path, tokenizer: dict[str, Any], **config: Any) -> Path:
-    """A model whose configuration names token 5 as its end."""
+    """Write a model whose config names token 5 as its end-of-text token."""
     write_scripted_model(folder, TEXTS, tags={END: True}, eos_token_id=5, **config)
     file = folder / "tokenizer_config.json"
     given = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""The engine end to end on the shipped model: what a request gets does not depend on how it was served."""
+"""The engine end to end with the shipped model: outputs do not depend on scheduling."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def is_idle(llm: LLM) -> bool:
-    """Nothing is left behind: every block, row and request is back."""
+    """Whether all blocks, rows and requests are free."""
     scheduler = llm.engine.scheduler
     assert scheduler.pool is not None
     return (
@@ -41,7 +41,7 @@ def is_idle(llm: LLM) -> bool:
 
 @pytest.fixture(scope="module")
 def alone(make_llm: Callable[..., LLM]) -> dict[str, list[list[int]]]:
-    """Each prompt by itself, one at a time: the reference for every schedule."""
+    """Outputs of each prompt alone, the reference for every schedule."""
     llm = make_llm(max_num_seqs=1)
     return {
         "greedy": [ids(llm.generate(prompt, GREEDY))[0] for prompt in PROMPTS],
@@ -66,7 +66,7 @@ def test_greedy_tokens_equal_transformers() -> None:
 
 
 def test_a_draw_is_the_models_law_and_the_noise_of_seed_and_position() -> None:
-    """Each token is argmax(logits / T + gumbel(seed, position)), with transformers' logits and nothing else."""
+    """Each token is argmax(logits / T + gumbel(seed, position)) of transformers' logits."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(shipped_model(), dtype=torch.float32).eval()
@@ -106,7 +106,7 @@ def test_tokens_do_not_depend_on_the_schedule(
 def test_tokens_survive_preemption(
     make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]], kind: str
 ) -> None:
-    """A cache so small that requests lose their blocks and are recomputed."""
+    """A cache so small that requests are preempted and recomputed."""
     one_block = 8 * make_llm().cache_plan.kv_bytes // (make_llm().cache_plan.num_blocks * 8)
     state = make_llm().cache_plan.state_bytes
     llm = make_llm(max_model_len=64, kv_cache_memory_bytes=state + 11 * one_block)
@@ -150,7 +150,7 @@ def test_generate_keeps_what_other_requests_report(llm: LLM) -> None:
 
 
 def test_a_recycled_state_slot_starts_from_zero(make_llm: Callable[..., LLM]) -> None:
-    """M33, M29: state slots and KV blocks full of NaN, as a predecessor could leave them."""
+    """M33, M29: free state slots and KV blocks are full of NaN, as an earlier request could leave them."""
     llm = make_llm()
     clean = ids(llm.generate(PROMPTS, GREEDY))
     for conv, ssm in llm.engine.caches.states:
@@ -174,7 +174,7 @@ def test_large_batch_before_small_leaves_no_trace(
 def test_a_failing_step_loses_no_request(
     make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step raises after every state was written: the rows are recomputed, not advanced twice."""
+    """The step raises after all states were written: the rows are recomputed, not advanced twice."""
     llm = make_llm()
     pending = [llm.add_request(prompt, SAMPLED) for prompt in PROMPTS]
     for _ in range(4):
@@ -198,7 +198,7 @@ def _out_of_memory(*_: object) -> torch.Tensor:
 def test_nan_logits_end_their_request_only(
     make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A7: a NaN is never turned into a token."""
+    """A7: a NaN never becomes a token."""
     llm = make_llm()
     model = llm.engine.model
     plain = model.logits
@@ -228,7 +228,7 @@ def test_nan_logits_end_their_request_only(
 def test_kernels_are_told_the_batchs_own_bound(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Report of vLLM #43991: max_model_len is the bound under capture only."""
+    """vLLM #43991: max_model_len is the bound under capture only."""
     llm = make_llm()
     state = llm.engine.model_state
     prepare, seen = state.prepare, []
@@ -264,7 +264,7 @@ def test_unseeded_requests_differ_and_repeat_with_the_engine_seed(make_llm: Call
 
 
 def test_only_transformers_families_are_needed_from_the_folder(tmp_path: Path) -> None:
-    """A copy of the shipped folder opens like the original."""
+    """A copy of the shipped folder loads like the original."""
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((shipped_model() / name).read_bytes())
     llm = LLM(tmp_path, device="cpu", max_model_len=64)

@@ -1,4 +1,4 @@
-"""Every example runs as a user would run it, and prints what it found equal."""
+"""Every example runs as a user would run it, and its assertions hold."""
 
 import re
 import runpy
@@ -14,7 +14,7 @@ EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 def test_an_example_runs(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, which has imported torch: what it claims it asserts, so an error is what fails."""
+    """Runs in this process, which has imported torch. The examples assert what they claim."""
     monkeypatch.setattr("sys.argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")
     assert re.search("equal|the same", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Steps of models with experts on graphs: as a whole, since no shape depends on where tokens go."""
+"""Models with experts run on FULL graphs, because no tensor shape depends on routing."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_a_step_with_experts_is_captured_as_a_whole(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, form: str
 ) -> None:
-    """Also with the form that CUDA has, whose operators the recorder sees one by one."""
+    """Also with CUDA's implementation, whose operators the recorder sees one by one."""
     wanted = ids(build(tiny(family), cudagraph_mode="NONE").generate(PROMPTS, PARAMS))
     if form == "CUDA":
         monkeypatch.setattr(grouped, "_grouped_product", grouped.masked_products)
@@ -52,7 +52,7 @@ def test_a_step_with_experts_is_captured_as_a_whole(
 def test_an_expert_that_is_looked_up_on_the_host_is_refused(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tests above would see."""
+    """The tests above must be able to fail."""
 
     def hit(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         assert ends[-1].item() == x.shape[0]
@@ -65,7 +65,7 @@ def test_an_expert_that_is_looked_up_on_the_host_is_refused(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_do_not_depend_on_what_runs_beside(tiny: Callable[[str], Path], family: str) -> None:
-    """Groups of tokens are others in every batch, and padded tokens have experts too."""
+    """The groups of tokens by expert differ in every batch, and padded tokens have experts, too."""
     alone = build(tiny(family), max_num_seqs=1, cudagraph_mode="NONE")
     wanted = [ids(alone.generate([prompt], each))[0] for prompt, each in zip(PROMPTS, PARAMS, strict=True)]
     assert ids(build(tiny(family), max_num_batched_tokens=5).generate(PROMPTS, PARAMS)) == wanted

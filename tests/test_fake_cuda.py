@@ -1,4 +1,4 @@
-"""Steps of the engine on a device that isn't there: nothing waits, and no operator is given tensors of two devices."""
+"""Engine steps on a fake CUDA device: no step waits for the device, and no operator gets tensors of two devices."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PARANOID, CHEAP = {"cudagraph_checks": "PARANOID"}, {"cudagraph_checks": "CHEAP"
 
 
 def finish(cuda: Any, llm: LLM, *, max_tokens: int = 4, **params: Any) -> None:
-    """Run all prompts to their end without a fault."""
+    """Run all prompts to their end and check that there was no fault."""
     requests = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, **each, **params) for each in PLAIN]
     done = cuda.run(llm, PROMPTS, requests)
     assert not cuda.faults, "\n".join(cuda.faults)
@@ -77,7 +77,7 @@ def finish(cuda: Any, llm: LLM, *, max_tokens: int = 4, **params: Any) -> None:
     ],
 )
 def test_no_step_waits_or_mixes_devices(cuda: Any, settings: dict[str, Any]) -> None:
-    """Without any of these, with drafts and with prefixes alone it is shown below, by tests that look at more."""
+    """Other settings, drafts alone and prefix caching alone are covered by the tests below, which check more."""
     llm = cuda.make(**settings)
     assert llm.engine.device == torch.device("cuda:0")
     finish(cuda, llm, max_tokens=24 if settings.get("draft_policy") == "auto" else 4)
@@ -105,7 +105,7 @@ def test_what_leaves_the_device_and_comes_back_is_not_waited_for(
     "settings", [{}, DRAFTS | PREFIX, DRAFTS | GRAPHS], ids=["plain", "drafts", "graphs"]
 )
 def test_a_steady_step_sends_one_copy_of_counts_and_new_blocks(cuda: Any, settings: dict[str, Any]) -> None:
-    """256 rows, of which some have a long context: their number counts, and not what is behind them."""
+    """256 rows, some with a long context: the bytes depend on the number of rows, not on their length."""
     rows, long = 256, 90_000
     llm = cuda.make(
         max_num_seqs=rows,
@@ -137,7 +137,7 @@ def test_a_steady_step_sends_one_copy_of_counts_and_new_blocks(cuda: Any, settin
 def test_a_step_in_which_all_rows_begin_blocks_and_pages_sends_their_cells(
     cuda: Any, settings: dict[str, Any]
 ) -> None:
-    """In step with each other, which is the most that a decode step may send."""
+    """All rows cross a block boundary in the same step: the most that a decode step can send."""
     rows = 256
     llm = cuda.make(
         max_num_seqs=rows, max_num_batched_tokens=1 << 13, kv_cache_memory_bytes=1 << 30, **settings
@@ -158,7 +158,7 @@ def test_a_step_in_which_all_rows_begin_blocks_and_pages_sends_their_cells(
 def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """Each is fetched by one copy and waited for once, behind all that the host does for the next."""
+    """Each output is fetched by one copy and waited for once, after the host's work for the next step."""
     run, emit, init, schedule = Engine._run, StepCollector._emit, Fetch.__init__, Scheduler.schedule
     launched: list[StepInFlight] = []
     copies: list[Any] = []
@@ -197,7 +197,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
 
 
 def test_no_step_with_prompts_by_fla_waits(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is staged, and what is called; what the package does itself is in its own tests."""
+    """Staging and calls are checked here; the scan itself is checked in its package's tests."""
     double, calls = Double.installed(monkeypatch), []
     for home in fla.FUNCTIONS.values():
         zeros = unlooked(getattr(double, home.name))
@@ -213,7 +213,7 @@ def test_no_step_with_prompts_by_fla_waits(cuda: Any, monkeypatch: pytest.Monkey
 def test_no_request_makes_a_step_wait(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """By anything that it may ask for: each is done apart from the others, so all may be asked for at once."""
+    """All optional outputs are requested at once: each is handled separately."""
     words = ((5,), (6, 7), (1, 2, 3, 4))
     monkeypatch.setattr("bateleur.runner.engine.input_processor.bad_words_token_ids", lambda *_: words)
     params = {
@@ -237,7 +237,7 @@ def test_no_request_makes_a_step_wait(
     ids=["plain", "drafts", "graphs"],
 )
 def test_no_grammar_makes_a_step_wait(cuda: Any, settings: dict[str, Any]) -> None:
-    """Its masks go to the device without; drafts are waited for where the next step is planned, and known by then."""
+    """Masks are sent to the device without a wait. Drafts are read while the next step is planned, when they are known."""
     pytest.importorskip("llguidance")
     letters = Tokenizer(models.WordLevel({chr(40 + i): i for i in range(96)}, chr(40)))
     letters.decoder = decoders.Fuse()
@@ -263,7 +263,7 @@ def test_no_grammar_makes_a_step_wait(cuda: Any, settings: dict[str, Any]) -> No
     ],
 )
 def test_no_step_on_a_graph_waits(cuda: Any, settings: dict[str, Any], expected: set[DispatchReason]) -> None:
-    """Graphs of the eager backend: what is staged, checked and poisoned around a replay, and the body itself."""
+    """Eager-backend graphs: staging, checks and poisoning of a replay, and the body itself."""
     llm = cuda.make(**settings)
     finish(cuda, llm)
     assert set(llm.engine.graphs.decisions.by_reason) == expected
@@ -275,7 +275,7 @@ def test_no_step_on_a_graph_waits(cuda: Any, settings: dict[str, Any], expected:
 def test_no_request_is_the_first_to_launch_a_form_of_a_draw(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, mode: dict[str, Any]
 ) -> None:
-    """Laws, truncation and penalties are other kernels each; whatever a request asks for, none is compiled for it."""
+    """Truncation and penalties have kernels of their own: no request parameter causes a compilation in a step."""
     launched: set[tuple[bool, bool, bool, int | None]] = set()
     verifies, samples = (import_module(f"bateleur.eagle.{name}") for name in ("rejection_sampler", "sample"))
     coupled, alone = verifies.COUPLED.torch, samples.SAMPLE.torch
@@ -316,7 +316,7 @@ def test_no_request_is_the_first_to_launch_a_form_of_a_draw(
     ],
 )
 def test_arguments_of_kernels_begin_at_16_bytes(cuda: Any, settings: dict[str, Any]) -> None:
-    """So no kernel is compiled twice, for numbers of rows that are even and odd."""
+    """So no kernel is compiled twice for even and odd numbers of rows."""
     llm = cuda.make(max_num_seqs=7, **settings)
     finish(cuda, llm)
     finish(cuda, llm, repetition_penalty=1.1)
@@ -388,7 +388,7 @@ NO_FAULTS = [
 
 
 def in_every_step(monkeypatch: pytest.MonkeyPatch, do: Callable[[Tensor], object]) -> None:
-    """Let the engine do this to the hidden states before it draws."""
+    """Apply a function to the hidden states before sampling in every step."""
     verify = RejectionSampler.verify
 
     def verify_and_do(self: RejectionSampler, plan: Any, batch: Any, hidden: Tensor, *masks: Any) -> Any:
@@ -450,7 +450,7 @@ CALLS = [
 
 @pytest.mark.parametrize("call", CALLS)
 def test_what_is_remembered_is_what_torch_says(call: Callable[[Tensor], Any]) -> None:
-    """Of results their layout, and whose memory it is."""
+    """The layout of results and the owner of their memory."""
 
     def layouts(mode: FakeTensorMode) -> list[Any]:
         with mode:

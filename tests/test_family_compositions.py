@@ -1,4 +1,4 @@
-"""Every family with prefix caching, drafts and both policies of states at once: the tokens of plain decoding."""
+"""Every model family with prefix caching, drafts and both state policies at once: the tokens of plain decoding."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.config.engine_config import EngineConfig
 from eagle_doubles.drafters import NoDrafts, RandomDrafter, ScriptedDrafter
 
-"""All that have a tiny checkpoint."""
+"""All families with a tiny checkpoint."""
 DRAFTS = 3
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=11, ignore_eos=True),
@@ -32,7 +32,7 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def prompts() -> list[dict[str, Any]]:
-    """Two that share 64 tokens, and one of them turned into a conversation's next prompt."""
+    """Two prompts that share 64 tokens, and one that continues the first as a conversation."""
     tokens: list[int] = np.random.default_rng(1).integers(3, 80, 100).tolist()
     return [{"prompt_token_ids": [*tokens[:64], *end]} for end in ([5, 7, 9], tokens[64:73], [11] * 3)]
 
@@ -43,7 +43,7 @@ def build(folder: Path, **settings: Any) -> LLM:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> tuple[Path, list[list[int]]]:
-    """A checkpoint, and what a plain engine says to the prompts, one request at a time."""
+    """A checkpoint, and the outputs of a plain engine, one request at a time."""
     folder = tiny(request.param)
     plain = build(folder, max_num_seqs=1, mamba_state_policy="slots")
     return folder, [ids(plain.generate([prompt], each))[0] for prompt in prompts() for each in PARAMS]
@@ -70,7 +70,9 @@ LARGE = (
 
 @pytest.mark.parametrize("name", LARGE)
 def test_64_tokens_are_kept_where_a_state_costs_as_much_as_hundreds(name: str) -> None:
-    """At the sizes that transformers begins with, which are those of released models. vLLM #51250."""
+    """vLLM #51250: at the default sizes of transformers, which are those of released models, a state costs as much as
+    hundreds of tokens.
+    """
     spec = REGISTRY[name].read_spec(ConfigFields(AutoConfig.for_model(name)))
     options = CacheOptions.of(EngineConfig.of(enable_prefix_caching=True), spec, torch.device("cuda"))
     costs = CacheCosts.of(spec, torch.bfloat16, 8192, options)
@@ -81,7 +83,7 @@ def test_64_tokens_are_kept_where_a_state_costs_as_much_as_hundreds(name: str) -
 
 
 class Either(NoDrafts):
-    """One drafter, then another, in an engine that is captured once."""
+    """Switches between two drafters in an engine that is captured once."""
 
     def __init__(self, inner: ScriptedDrafter | RandomDrafter) -> None:
         super().__init__(inner.num_speculative_tokens)

@@ -1,4 +1,4 @@
-"""The page about the fields is the table, written out."""
+"""`docs/fields.md` is generated from the field table."""
 
 from __future__ import annotations
 

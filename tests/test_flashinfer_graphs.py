@@ -1,4 +1,4 @@
-"""FlashInfer in captured steps: planned into fixed buffers before each replay, against a double of its wrappers."""
+"""FlashInfer in captured steps: planned into fixed buffers before each replay, with a double of its wrappers."""
 
 from collections.abc import Callable
 from pathlib import Path

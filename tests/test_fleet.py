@@ -1,4 +1,4 @@
-"""The simulation of a fleet: requests that are served, and prefixes that are found where they are."""
+"""The simulation of a fleet of replicas: requests are served, and prefixes are found."""
 
 from __future__ import annotations
 

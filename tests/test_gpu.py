@@ -1,4 +1,4 @@
-"""The engine on a CUDA device: the same tokens as on CPU, and no wait for the device before the emission."""
+"""The engine on a CUDA device: the tokens of the CPU, and no wait for the device before the outputs are read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_same_tokens_as_on_cpu(
 def test_what_left_the_device_gives_the_same_tokens(
     make_llm: Callable[..., LLM], sized: Callable[..., LLM], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """From pinned memory, and from a disk by way of it."""
+    """From pinned host memory, and from a disk by way of it."""
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
     prompts = [{"prompt_token_ids": [seed * 7 + i for i in range(70)]} for seed in range(12)]
     options = {"device": "cuda", "enable_prefix_caching": True, "mamba_block_size": 16} | settings
@@ -83,7 +83,7 @@ def test_a_steady_step_replays_a_graph_for_each_of_its_parts(
     count: int,
     temperature: float,
 ) -> None:
-    """The forward pass, the end of the step, and the whole proposal; see `test_step_graphs`."""
+    """The forward pass, the end of the step, and the whole proposal on graphs; see `test_step_graphs`."""
     llm = make_llm(device="cuda", **settings)
     replays, replay, steps = [0], torch.cuda.CUDAGraph.replay, []
 
@@ -106,7 +106,7 @@ def test_a_steady_step_replays_a_graph_for_each_of_its_parts(
 def test_a_step_waits_for_the_device_once(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """Up to the copy of the drawn ids, nothing synchronises, admissions included: torch raises where it would."""
+    """Nothing synchronises before the copy of sampled ids, admissions included: torch raises if something does."""
     llm = make_llm(device="cuda", **settings)
 
     def admit(seed: int) -> None:

@@ -1,4 +1,6 @@
-"""The bring-up of `benchmarks/gpu` without a GPU: it ends, says what it skipped, and a bad step costs only itself."""
+"""The bring-up of `benchmarks/gpu` without a GPU: it ends, reports what it skipped, and a failing step affects only
+itself.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ RECORD = "from benchmarks.gpu.record import Record; record = Record.to_runner();
 
 @pytest.fixture(scope="module", autouse=True)
 def importable() -> None:
-    """`benchmarks.gpu`, which is run from the project's root."""
+    """Make `benchmarks.gpu`, which runs from the project's root, importable."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))
 
@@ -36,7 +38,7 @@ def run(importable: None) -> ModuleType:
 
 
 def command(output: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """`python -m benchmarks.gpu --quick` without the workspace's path: it has to find the packages by itself."""
+    """Run `python -m benchmarks.gpu --quick` without the workspace's path: it has to find the packages itself."""
     line = [
         sys.executable,
         "-m",
@@ -130,7 +132,7 @@ for _ in range(9000):
 
 
 def test_a_bad_step_costs_only_itself(tmp_path: Path, run: ModuleType) -> None:
-    """One exits, one is killed, one hangs with a child in another process group, one floods the log."""
+    """One step exits, one is killed, one hangs with a child in another process group, one floods the log."""
     from benchmarks.gpu.plan import Step, Wave
     from benchmarks.gpu.report import failed_steps, summary
 
@@ -172,7 +174,7 @@ def test_a_bad_step_costs_only_itself(tmp_path: Path, run: ModuleType) -> None:
 
 
 def ended(pid: int) -> bool:
-    """Whether a killed process is gone, or a zombie, soon."""
+    """Whether a killed process soon is gone or a zombie."""
     status, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 10
     while time.monotonic() < end:
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -271,7 +273,7 @@ def test_some(i):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("seconds", "passed"), [(600, 1), (-1, 0)])
 def test_results_of_tests_reach_the_runner(tmp_path: Path, seconds: int, passed: int, workers: int) -> None:
-    """A session without time ends after one test, and is no failure by itself."""
+    """A test session without time ends after one test, and that is not a failure."""
     from benchmarks.gpu.record import DEADLINE
 
     (tmp_path / "test_some.py").write_text(TESTS)
@@ -309,7 +311,7 @@ sys.exit(pytest.main([*line.split(), "-o", "addopts=--import-mode=importlib --st
 
 
 def test_gpu_tests_are_collected_without_the_packages_that_a_gpu_machine_lacks() -> None:
-    """Each of them is in a step, too."""
+    """Every GPU test is also part of a step."""
     from benchmarks.gpu.plan import test_paths
 
     done = subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, capture_output=True, text=True, check=False)

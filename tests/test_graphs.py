@@ -1,4 +1,4 @@
-"""The engine on graphs: recorded ones keep the rules of CUDA graphs, and give the tokens of eager runs."""
+"""The engine on recorded graphs, which follow the rules of CUDA graphs, generates the tokens of eager runs."""
 
 import json
 import logging
@@ -136,9 +136,10 @@ def test_the_eager_backend_runs_the_same_path(
 def test_full_graphs_of_mixed_batches_where_every_layer_is_attention(
     tiny_llama: Path, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key for mixed batches bakes no split: under capture the paged builder hands out none.
+    """A key for mixed batches freezes no decode/prefill split: under capture the paged builder returns none.
 
-    With CUDA's default backend, whose operators run as torch forms here, the rotation is part of the graph as well.
+    With CUDA's default backend, whose operators run as torch implementations here, the rotary embedding is part of the
+    graph.
     """
     monkeypatch.setattr("bateleur.runner.config.attention_backend.get_backend", lambda *_, **__: backend())
     prompts = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (1, 9, 4, 14)]
@@ -187,7 +188,7 @@ def test_a_hybrid_model_lowers_full_and_says_so(make: Callable[..., LLM]) -> Non
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
 def test_replays_equal_eager_runs_on_random_steps(make: Callable[..., LLM], mode: str) -> None:
-    """Random rows over random caches, keys large before small, padded rows among them."""
+    """Random rows over random caches, keys from large to small, with padded rows."""
     report = make(mode, cudagraph_checks="PARANOID").engine.verify_graphs(fuzz=4)
     assert report.ok, report
     parts = {"forward": 2, "end": 3} if mode == "FULL_AND_PIECEWISE" else {"forward": 1}
@@ -210,7 +211,7 @@ def test_verifying_finds_a_graph_that_differs(make: Callable[..., LLM]) -> None:
 
 @pytest.mark.parametrize("policy", ["slots", "fold"])
 def test_verifying_finds_writes_that_are_lost_or_stray(make: Callable[..., LLM], policy: str) -> None:
-    """What a body returns does not show them; the next step would."""
+    """The outputs of a body do not show such writes; the next step would."""
     llm = make(cudagraph_capture_sizes=[4], mamba_state_policy=policy)
     caches, manager = llm.engine.caches, llm.engine.graphs.manager
     assert manager is not None
@@ -249,13 +250,13 @@ def test_verifying_finds_writes_that_are_lost_or_stray(make: Callable[..., LLM],
 
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
 def test_verifying_passes_a_sound_engine_in_bfloat16(make: Callable[..., LLM], mode: str) -> None:
-    """Its sums are rounded in another order where memory is aligned otherwise."""
+    """Memory alignment changes the order of its sums, and so their rounding."""
     report = make(mode, dtype="bfloat16", cudagraph_capture_sizes=[4]).engine.verify_graphs()
     assert report.ok, report.table()
 
 
 class Draws(TorchDispatchMode):
-    """Notes the dtype and size of each tensor that is filled with noise."""
+    """Records dtype and size of each tensor that is filled with noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +273,7 @@ class Draws(TorchDispatchMode):
 def test_noise_for_caches_has_their_dtype_and_is_only_where_rows_are(
     make: Callable[..., LLM], policy: str
 ) -> None:
-    """Noise in float32 on the host, for whole caches, would take hours with those of a GPU."""
+    """Float32 noise on the host for whole caches would take hours for those of a GPU."""
     settings = {"dtype": "bfloat16", "max_num_seqs": 16, "mamba_state_policy": policy}
     engine = make(cudagraph_capture_sizes=[2], **settings).engine
     caches = engine.caches.named()
@@ -299,7 +300,7 @@ def test_verifying_waits_for_an_idle_engine(make: Callable[..., LLM]) -> None:
 def test_kernels_are_told_the_longest_request_under_capture(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Report of vLLM #43991, both halves: max_model_len under capture, the batch's own bound at run time."""
+    """vLLM #43991, both halves: max_model_len under capture, the batch's own bound at run time."""
     from bateleur.runner.model_runner.model_state import ModelState
 
     prepare = ModelState.prepare
@@ -321,7 +322,7 @@ def test_kernels_are_told_the_longest_request_under_capture(
 def test_a_failing_graph_runs_its_step_eagerly_from_then_on(
     make: Callable[..., LLM], eager_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kekzl/imp#1417: the logits of the previous step must never stand in for those of a failed replay."""
+    """kekzl/imp#1417: the logits of the previous step must never replace those of a failed replay."""
     llm = make()
     manager = llm.engine.graphs.manager
     assert manager is not None
@@ -353,7 +354,7 @@ def _fails(*_: object) -> None:
 def test_a_failing_capture_leaves_an_engine_that_runs(
     make: Callable[..., LLM], eager_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """T-K2: the key that failed runs eagerly, the others on their graphs."""
+    """T-K2: the failed key runs eagerly, the others on their graphs."""
     from bateleur.runner.model_runner.step_graphs import StepGraphs
 
     body = StepGraphs._body
@@ -394,7 +395,7 @@ def test_staged_steps_are_proof_and_states_are_lent(make: Callable[..., LLM]) ->
 
 
 def test_b1_a_batch_that_was_staged_before_another_is_not_replayed(make: Callable[..., LLM]) -> None:
-    """Its tensors are views of what the buffers hold now."""
+    """Its tensors are views of buffers that hold the later batch."""
     producer, manager = (llm := make()).engine.producer, llm.engine.graphs.manager
     assert manager is not None
     large, small = (next(key for key in manager.ready if key.num_tokens == n) for n in (8, 2))
@@ -491,7 +492,7 @@ def test_the_start_says_what_graphs_took(
 def test_all_graphs_of_an_engine_keep_little_more_than_the_largest(
     make: Callable[..., LLM], mode: str
 ) -> None:
-    """Kept for each key, the arguments and results of eager parts and the outputs are 12 times the largest key."""
+    """If every key kept arguments and results of eager parts and outputs, memory would be 12 times the largest key's."""
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     engines = [
         make(mode, cudagraph_capture_sizes=sizes, **settings).engine for sizes in ([64], [*range(2, 65, 2)])
@@ -515,7 +516,7 @@ def test_info_shows_what_cuda_would_do_where_nothing_is_captured(capsys: pytest.
 def test_f2_graphs_for_drafts_are_counted_and_missed(
     make: Callable[..., LLM], capsys: pytest.CaptureFixture[str], random_head: Path
 ) -> None:
-    """Sizes count tokens (#50488): what covers every batch without drafts covers one of four with them."""
+    """Sizes count tokens (vLLM #50488): sizes that cover every batch without drafts cover one of four with drafts."""
     sizes, note = ["1", "2", "4"], "3 of 4 batch sizes have no graph for rows of 5 tokens"
     command = ["info", "--graphs", "--cudagraph-mode", "FULL_DECODE_ONLY", "--draft", str(random_head)]
     command += ["--num-speculative-tokens", "4", "--max-num-seqs", "4", "--device", "cpu"]
@@ -546,7 +547,7 @@ def test_a_mode_takes_the_longest_decoding_row_into_account() -> None:
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
 def test_a4_real_rows_do_not_depend_on_what_padded_rows_hold(make: Callable[..., LLM], mode: str) -> None:
-    """Every padded token gets an id whose embedding is NaN, and NaN fills what nobody owns in the caches."""
+    """Every padded token has an id whose embedding is NaN, and free parts of the caches are full of NaN."""
     llm = make(mode)
     engine = llm.engine
     producer, graphs = engine.producer, engine.graphs

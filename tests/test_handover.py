@@ -1,4 +1,4 @@
-"""A prefix that another engine computed gives the tokens that this one would have, or is refused with the reason."""
+"""A prefix imported from another engine gives the tokens of this one, or is refused with the reason."""
 
 import shutil
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def engine(tiny: Callable[..., Path], tiny_head: Path, tiny_mtp: Path) -> Callab
 
 
 def say(llm: LLM, tokens: list[int]) -> tuple[list[int], int]:
-    """What a prompt gets, and how many of its tokens were found."""
+    """The output of a prompt, and the number of its cached tokens."""
     (output,) = llm.generate([{"prompt_token_ids": tokens}], GREEDY)
     return output.outputs[0].token_ids, output.num_cached_tokens
 
@@ -34,7 +34,7 @@ def say(llm: LLM, tokens: list[int]) -> tuple[list[int], int]:
 def test_another_engine_goes_on_with_the_same_tokens(
     engine: Callable[..., LLM], tmp_path: Path, kind: str
 ) -> None:
-    """Its own blocks and pages lie elsewhere, and those that nobody has filled hold NaN."""
+    """The importing engine has other blocks and pages, and unused ones hold NaN."""
     ours, theirs = engine(kind), engine(kind)
     for tensor in theirs.engine.caches.named().values():
         tensor[1:].fill_(float("nan"))
@@ -143,7 +143,7 @@ def test_other_weights_refuse_it_whatever_their_file_is_called(
 
 
 def test_a_file_of_other_tokens_is_refused(engine: Callable[..., LLM], tmp_path: Path) -> None:
-    """Its checksum is right, and its name is not that of its tokens."""
+    """The checksum is right, but the file's name does not match its tokens."""
     ours = engine("attention")
     say(ours, TOKENS)
     ours.export_prefix(TOKENS, tmp_path / "it")

@@ -1,7 +1,7 @@
-"""How often the host calls anything in a steady step: counted, since times of another machine say nothing.
+"""Number of host function calls in a steady step. Calls are counted, because times depend on the machine.
 
-Python and C functions are counted over one step between boundaries, where no request fills a block or ends: their
-number is the same for few requests and for many.
+Python and C functions are counted over one step in which no request fills a block or ends. The number is the same for
+few and many requests.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bateleur.eagle import DraftContext, TargetNeeds
 from bateleur.runner import LLM, SamplingParams
 
 PROMPT, WARM, BLOCK = 9, 12, 16
-"""A prompt's tokens, and steps behind it, which end in the middle of a block of so many tokens."""
+"""Prompt tokens, steps after it, and tokens per block; the steps end in the middle of a block."""
 
 
 def counted(llm: LLM) -> Counter[str]:
-    """Calls of one step, by the function."""
+    """Calls of one step by function."""
     calls: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, what: Any) -> None:
@@ -42,7 +42,7 @@ def counted(llm: LLM) -> Counter[str]:
 
 
 def steady(folder: Path, num_requests: int, **settings: Any) -> LLM:
-    """An engine whose requests have all got `WARM` tokens or more."""
+    """An engine whose requests all have at least `WARM` tokens."""
     llm = LLM(
         folder,
         device="cpu",
@@ -67,7 +67,7 @@ def drain(llm: LLM) -> None:
 
 
 class SameDrafts:
-    """Always the same, which hardly ever stay."""
+    """Proposes constant drafts, which are hardly ever accepted."""
 
     num_speculative_tokens = 3
     needs = TargetNeeds()
@@ -76,7 +76,7 @@ class SameDrafts:
         self._drafts = torch.tensor([87, 88, 89]).repeat(num_rows, 1)
 
     def admit(self, row: int, token_ids: list[int]) -> None:
-        """Nothing to remember."""
+        """Do nothing."""
 
     def propose(self, context: DraftContext) -> Tensor:
         return self._drafts[: len(context.rows)]
@@ -102,7 +102,7 @@ def test_the_calls_of_a_steady_step_do_not_grow_with_the_requests(
 
 
 PER_BLOCK = 3
-"""Calls of one kind that each block takes that a step fills, at most: its key, and its state's page."""
+"""Most calls of one kind per block that a step fills: for its hash, and for its state page."""
 
 
 def test_a_block_that_a_step_fills_takes_a_few_calls(tiny: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_block_that_a_step_fills_takes_a_few_calls(tiny: Any) -> None:
 
 
 def test_tokens_are_in_the_table_until_somebody_asks(tiny: Any) -> None:
-    """The lists of a request have then what the table has, and what is read while it runs changes nothing."""
+    """Token lists of a request are built from the table when they are read, and reading them changes nothing."""
     outputs = []
     for asks in (False, True):
         llm = steady(tiny("nemotron_h"), 2)

@@ -1,4 +1,4 @@
-"""The rules of CONTRIBUTING.md that a machine can hold."""
+"""The rules of CONTRIBUTING.md that can be checked automatically."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ SOURCES = [
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 140
-"""Of a function that Triton compiles: its state lies in registers, which no call may hand on."""
+"""Limit for functions compiled by Triton: they keep state in registers and cannot be split by calls."""
 MAX_ARGUMENTS = 7
 
 
@@ -36,7 +36,7 @@ def _functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def test_a_file_is_one_thought() -> None:
-    """Not one of all files may break a rule: a test for each would take longer to be found than to run."""
+    """One test for all files: a test per file would take longer to collect than to run."""
     for path in SOURCES:
         text = path.read_text()
         assert text.isascii(), f"{path}: sources are ASCII"
@@ -49,9 +49,9 @@ def test_a_file_is_one_thought() -> None:
 
 
 def test_a_call_can_be_read() -> None:
-    """At most seven arguments, and no tuple is packed to be unpacked into one call.
+    """At most seven arguments, and no tuple that is only made to be unpacked into one call.
 
-    Operators have more, since a kernel takes what it takes; so has `SamplingParams`, whose fields are vLLM's.
+    Operators have more arguments, as kernels do; so has `SamplingParams`, whose fields are vLLM's.
     """
     for path in CALLED:
         for function in _functions(path):
@@ -121,6 +121,8 @@ print(sorted(found & {"transformers", "huggingface_hub", "jinja2", "triton", "sy
 
 
 def test_the_shipped_model_is_opened_without_transformers(fresh: Callable[[str], str]) -> None:
-    """Importing it takes a third of what torch does, and nothing here needs it: see `bateleur.runner.checkpoint`."""
+    """Importing transformers takes a third of torch's import time and is not needed here; see
+    `bateleur.runner.checkpoint`.
+    """
     before = "import sys; before = {name.partition('.')[0] for name in sys.modules}"
     assert fresh(before + UNASKED).splitlines()[-1] == "[]"

@@ -1,4 +1,4 @@
-"""The check that ends every test of an engine: it passes at any time between steps, and sees what goes wrong."""
+"""The integrity check at the end of every engine test passes between any two steps, and finds errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(make_llm: Callable[..., LLM], request: pytest.FixtureRequest) -> Callab
 
 
 def busy(llm: LLM) -> list[str]:
-    """Five requests, of which four run, after some steps."""
+    """Start five requests, four of which run, and run some steps."""
     names = [llm.add_request([1 + i, *range(7, 30)], PARAMS) for i in range(5)]
     for _ in range(9):
         llm.step()

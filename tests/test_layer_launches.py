@@ -1,4 +1,4 @@
-"""How many operators the layers of a decode step dispatch on CUDA, kind by kind: a launch each, or fewer."""
+"""Number of operators that the layers of a decode step dispatch on CUDA, by kind: at most one launch each."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ OPERATORS = {
     "Delta": 8,
     "LatentAttention": 9,
 }
-"""Of the layers of `fake_cuda.SPEC`, the sum before a norm with the norm that reads it."""
+"""For the layers of `fake_cuda.SPEC`; the sum before a norm counts with that norm."""
 
 
 class Count(TorchDispatchMode):
-    """Operators by name, without views and without memory that is only taken."""
+    """Counts operators by name, without views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -71,8 +71,8 @@ def test_a_branch_has_one_operator_beside_its_mixer_and_one_for_its_activation(
 def test_attention_is_divided_once_for_all_layers_of_a_kind(
     harness: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """Four layers: two with equal heads, one of these sizes with a window, one with other heads; and a head of a draft
-    in each of its passes. On a graph it is a part of that.
+    """Four attention layers: two with equal heads, one of these sizes with a window, one with other heads; and one in
+    each pass of a draft head, which is part of a graph if there is one.
     """
     layers = list(harness.SPEC.layers)
     layers[3] = replace(layers[3], sliding_window=7)

@@ -1,6 +1,6 @@
-"""The bugs of Mamba state caching that a whole engine can meet, by their ids in the catalogue: requests and pages.
+"""Known bugs of Mamba state caching that need a whole engine, by their ids in the catalogue: requests and pages.
 
-Those that concern graphs and buffers are in `test_mamba_graph_catalogue.py`.
+Those of graphs and buffers are in `test_mamba_graph_catalogue.py`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MODES = pytest.mark.parametrize("mode", ["all", "align"])
 
 
 class Texts:
-    """What requests will say, known from a plain run: uncached, unchunked, alone, without drafts."""
+    """The texts of requests from plain runs: uncached, unchunked, alone, without drafts."""
 
     def __init__(self, plain: LLM) -> None:
         self.plain = plain
         self._texts: dict[str, list[int]] = {}
 
     def of(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """Prompt and output."""
+        """Prompt and output tokens."""
         name = f"{prompt} {params}"
         if name not in self._texts:
             (output,) = self.plain.generate([{"prompt_token_ids": prompt}], params)
@@ -49,7 +49,7 @@ class Texts:
 
 
 class Patterned(ScriptedDrafter):
-    """How many drafts are right follows a pattern; -1 stands for a proposal without drafts."""
+    """The number of right drafts follows a pattern; -1 is a proposal without drafts."""
 
     def __init__(self, script: Texts, k: int, pattern: Sequence[int]) -> None:
         super().__init__(script, k, None, VOCAB)
@@ -84,7 +84,7 @@ def ask(llm: LLM, *prompts: list[int], params: SamplingParams) -> list[str]:
 
 
 def drain(llm: LLM, *, each_step: Callable[[], object] = lambda: None) -> list[RequestOutput]:
-    """Run everything to its end; outputs in the order in which they ended."""
+    """Run until all requests have ended; returns outputs in the order in which they ended."""
     done = []
     while llm.has_unfinished_requests:
         done += [output for output in llm.step() if output.finished]
@@ -131,7 +131,7 @@ def make(make_llm: Callable[..., LLM]) -> Callable[..., LLM]:
 def test_m07_a_preempted_request_resumes_from_a_shorter_hit(
     make: Callable[..., LLM], texts: Texts, monkeypatch: pytest.MonkeyPatch, policy: str, mode: str
 ) -> None:
-    """vLLM #35157: with drafts in flight, in another row, and the newest of its states evicted meanwhile."""
+    """vLLM #35157: with drafts in flight, in another row, and with the newest of its states evicted meanwhile."""
     llm = make(policy, mode, Patterned(texts, 3, [3, 1, 0]))
     scheduler, table, states = llm.engine.scheduler, llm.engine.table, pages_of(llm)
     prefixes = scheduler.prefixes
@@ -173,7 +173,7 @@ def test_m07_a_preempted_request_resumes_from_a_shorter_hit(
 def test_m11_boundaries_are_right_for_any_chunking(
     make: Callable[..., LLM], texts: Texts, policy: str
 ) -> None:
-    """A prompt may be cut anywhere: a scan keeps every boundary inside a chunk, a row of few tokens folds up to it."""
+    """A prompt may be split anywhere: a scan keeps every boundary inside a chunk; rows with few tokens fold up to it."""
     llm = make(policy, drafter=Patterned(texts, 2, [2, 0]), max_num_seqs=1)
     params = greedy(3)
     for chunk in (3, 5, 7, 8, 9, 33):
@@ -191,7 +191,7 @@ def test_m11_boundaries_are_right_for_any_chunking(
 def test_m13_a_prompt_of_k_blocks_hits_k_minus_1(
     make: Callable[..., LLM], texts: Texts, random_head: Path, drafts: str
 ) -> None:
-    """vLLM #50409: one token is left to compute, and a draft head costs no block more."""
+    """vLLM #50409: one token is left to compute, and a draft head needs no additional block."""
     drafter = Patterned(texts, 3, [3]) if drafts == "script" else None
     llm = make("fold", drafter=drafter, **({"draft": random_head} if drafts == "head" else {}))
     for blocks in (1, 2, 4):
@@ -206,7 +206,9 @@ def test_m13_a_prompt_of_k_blocks_hits_k_minus_1(
 def test_a_conversation_leaves_the_end_of_a_prompt_to_those_who_ask_it_again(
     make: Callable[..., LLM], texts: Texts, policy: str
 ) -> None:
-    """The page is that of the first request; one that continues from it passes newer boundaries, and drops its own."""
+    """The page is that of the first request. A request that continues from it passes newer boundaries, and drops its
+    own page.
+    """
     llm, params = make(policy, "align"), greedy(9)
     first, longer = tokens_of(250, 20), [*tokens_of(250, 20), *tokens_of(251, 10)]
     for prompt, hit in ((first, 0), (first, 16), (longer, 16), (first, 16), (longer, 24), (first, 16)):
@@ -245,7 +247,7 @@ def test_m14_kv_blocks_and_states_of_two_sizes_in_long_requests(
 def test_m16_what_a_request_carries_follows_it_when_others_come_and_go(
     make: Callable[..., LLM], texts: Texts, policy: str, mode: str
 ) -> None:
-    """vLLM #51571: accepted counts and ring cursors belong to the request, whatever its place in the batch."""
+    """vLLM #51571: accepted counts and ring cursors belong to the request, not to its index in the batch."""
     llm = make(policy, mode, Patterned(texts, 3, [0, 3, 1, 2]))
     asked = [(tokens_of(400 + i, 3 + 5 * i % 17), greedy(3 + 7 * i % 19)) for i in range(14)]
     wanted = [texts.of(*each) for each in asked]
@@ -283,7 +285,7 @@ def test_m16_what_a_request_carries_follows_it_when_others_come_and_go(
 def test_m17_a_step_without_drafts_right_after_accepting_three(
     make: Callable[..., LLM], texts: Texts, policy: str, how: str
 ) -> None:
-    """vLLM #56531: it continues from the state of the third draft, and not from that of the first token."""
+    """vLLM #56531: it continues from the state of the third draft, not from that of the first token."""
     llm = make(policy, drafter=Patterned(texts, 3, [3, -1] if how == "minus one" else [3]))
     table, params = llm.engine.table, greedy(40)
     prompts = [tokens_of(501, 6), tokens_of(502, 11)]
@@ -310,7 +312,7 @@ def test_m17_a_step_without_drafts_right_after_accepting_three(
 def test_m29_m33_nothing_of_what_was_there_before_reaches_a_request(
     make: Callable[..., LLM], texts: Texts, policy: str, mode: str
 ) -> None:
-    """NaN in every page, ring, window and KV block before the first request, and again in all that is free."""
+    """NaN in every page, ring, window and KV block before the first request, and again in everything that is free."""
     llm = make(policy, mode, Patterned(texts, 3, [3, 0, 1]), max_num_seqs=2)
     caches, scheduler = llm.engine.caches, llm.engine.scheduler
     params = greedy(15)
@@ -335,7 +337,9 @@ def test_m29_m33_nothing_of_what_was_there_before_reaches_a_request(
 def test_m34_m36_a_boundary_is_published_once_and_after_its_state(
     make: Callable[..., LLM], texts: Texts, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """At the moment that others can find a page it holds the state of a cold run, and the very next step may use it."""
+    """When a page becomes visible to other requests, it holds the state of an uncached run, and the next step may use
+    it.
+    """
     llm = make(policy, drafter=Patterned(texts, 3, [3, 1, 0, 2]), max_num_batched_tokens=16)
     pool, params = pages_of(llm).pool, greedy(30)
     prompt = tokens_of(701, 21)
@@ -391,7 +395,9 @@ def test_m38_no_row_holds_more_pages_than_the_layout_says(
     mode: str,
     k: int,
 ) -> None:
-    """Random traffic over the smallest pool that there may be, counted when pages are handed out, which is the most."""
+    """Random requests over the smallest possible pool. Pages are counted when they are allocated, when their number is
+    largest.
+    """
     drafter = Patterned(texts, k, [k, 0, 1]) if k else None
     settings = {"max_num_batched_tokens": 20, "max_num_seqs": 4}
     llm = sized(partial(make, policy, mode, drafter), num_blocks=30, **settings)

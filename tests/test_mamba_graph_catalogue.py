@@ -1,4 +1,4 @@
-"""The bugs of Mamba state caching that a whole engine can meet, by their ids in the catalogue: graphs and buffers."""
+"""Known bugs of Mamba state caching that need a whole engine, by their ids in the catalogue: graphs and buffers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make(make_llm: Callable[..., LLM], wanted: list[list[int]]) -> Callable[...,
 
 
 def everything(llm: LLM) -> dict[str, Tensor]:
-    """Copies of all that outlives a step: pages, KV blocks, rings and request states but the null ones."""
+    """Copies of all persistent state: pages, KV blocks, rings and request states, except the null ones."""
     caches = llm.engine.caches
     kept = {"requests": llm.engine.model_state._states._states[:, 1:]}  # type: ignore[attr-defined]
     for name, layers in (("kv", caches.kv), ("pages", caches.states)):
@@ -98,7 +98,7 @@ def differing(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
 
 
 def run_with(llm: LLM, between: Callable[[], None]) -> list[list[int]]:
-    """Tokens of the common requests, with something else between any two steps."""
+    """Tokens of the common requests, with a call of `between` before every step."""
     names = [llm.add_request(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
     done = {}
     while llm.has_unfinished_requests:
@@ -112,7 +112,7 @@ def run_with(llm: LLM, between: Callable[[], None]) -> list[list[int]]:
 def test_m08_dummy_steps_between_real_ones_change_nothing(
     make: Callable[..., LLM], wanted: list[list[int]], policy: str
 ) -> None:
-    """vLLM #37728: idle ranks, profiling and warm-ups run the model, commit what they ran, and store nothing."""
+    """vLLM #37728: idle ranks, profiling and warm-up run the model, commit what they ran, and store nothing."""
     llm = make(policy)
     engine = llm.engine
     producer, state, turn = engine.producer, engine.model_state, 0
@@ -141,7 +141,7 @@ def test_m08_dummy_steps_between_real_ones_change_nothing(
 def test_m25_capturing_every_key_changes_nothing(
     make: Callable[..., LLM], wanted: list[list[int]], policy: str
 ) -> None:
-    """vLLM #55774, in the middle of requests: as an engine does that captures late."""
+    """vLLM #55774, in the middle of requests, like an engine that captures late."""
     llm = make(policy)
     engine, turn = llm.engine, 0
     options = GraphOptions(engine.graphs.plan.mode, "recorded", (1, 4, 8, 16))
@@ -178,7 +178,7 @@ def leaves(value: Any) -> list[Any]:
 def test_m24_a_step_gets_the_same_metadata_after_profiling_and_verifying(
     make: Callable[..., LLM], wanted: list[list[int]], policy: str
 ) -> None:
-    """vLLM #54044: nothing that a builder keeps is of another step."""
+    """vLLM #54044: nothing that a builder keeps belongs to another step."""
     llm = make(policy)
     engine = llm.engine
     seen: list[dict[Any, list[Any]]] = [{}, {}]
@@ -199,7 +199,7 @@ def test_m24_a_step_gets_the_same_metadata_after_profiling_and_verifying(
 def test_m26_addresses_cover_what_graphs_read_and_never_change(
     make: Callable[..., LLM], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """vLLM #40648: also those of what `commit` reads and writes, which is in no graph yet."""
+    """vLLM #40648: also for the tensors of `commit`, which is not in a graph yet."""
     llm = make(policy)
     engine = llm.engine
     state, caches = engine.model_state, engine.caches
@@ -275,7 +275,7 @@ class Waits(Exception):
 
 
 class NoSync(TorchDispatchMode):
-    """Refuses operators whose result the host waits for, or whose shape it has to know."""
+    """Raises for operators whose result or output shape the host waits for."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "item")
 
@@ -283,7 +283,7 @@ class NoSync(TorchDispatchMode):
         super().__init__()
         self.calls = 0
         self.inside = False
-        """Whether an operator of ours is running: its form for CPU is the host's business."""
+        """Whether one of our operators is running: its CPU implementation may read the host's memory."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -304,7 +304,7 @@ class NoSync(TorchDispatchMode):
 
 @contextmanager
 def no_sync(mode: NoSync, host: set[int]) -> Any:
-    """As on a GPU: a copy to the host waits, except of fields that are the host's (data pointers in `host`)."""
+    """Raise for copies to the host, as on a GPU, except of host fields (data pointers in `host`)."""
 
     def refuse(name: str) -> Callable[..., Any]:
         method = getattr(Tensor, name)
@@ -332,9 +332,9 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
     policy: str,
     drafts: str,
 ) -> None:
-    """vLLM #43955: accepted counts stay on the device, and everything that follows from them is done there.
+    """vLLM #43955: accepted counts stay on the device, and everything that depends on them is computed there.
 
-    A CPU may take shortcuts, since its device is the host: they are switched off here.
+    A CPU may take shortcuts, because its device is the host. They are switched off here.
     """
     for name, forms in geometry.FORMS.items():
         monkeypatch.setitem(geometry.FORMS, name, Implementations(forms.torch))

@@ -1,4 +1,4 @@
-"""What may be drawn, place by place: the same tokens with drafts and without, and an end that says why."""
+"""Token masks by position: the same tokens with and without drafts, and a reason if no token is left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def texts(make_llm: Callable[..., LLM]) -> Texts:
-    """What requests say without drafts."""
+    """The texts of requests without drafts."""
     return Texts(make_llm(max_model_len=96, max_num_seqs=4))
 
 
@@ -43,7 +43,7 @@ def drafting(make_llm: Callable[..., LLM], texts: Texts) -> LLM:
 
 
 class Grammar:
-    """At output place i of every request tokens i mod 7 of 7 are allowed, and behind `most` tokens none."""
+    """Allows the tokens i mod 7 at output position i of every request, and none after `most` tokens."""
 
     def __init__(self, llm: LLM, patch: pytest.MonkeyPatch, most: int) -> None:
         self.verifier, self.most = llm.engine._verifier, most
@@ -67,7 +67,7 @@ class Grammar:
 def test_bits_for_every_place_are_those_of_plain_decoding(
     texts: Texts, drafting: LLM, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    """And where none is left, the request ends and says so, with the tokens before that."""
+    """If no token is left, the request ends with an error and keeps the tokens before."""
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=20, ignore_eos=True)
     Grammar(texts.plain, monkeypatch, 12)
     Grammar(drafting, monkeypatch, 12)
@@ -98,7 +98,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 def ruled(text: str) -> list[SamplingParams]:
-    """Each parameter alone and all at once, of which each matters to what the model says after `text`."""
+    """Each parameter alone and all at once; each changes the model's text after `text`."""
     common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": len(text)}
     rules: list[dict[str, Any]] = [
         {"logit_bias": {"199": -100, 14: -4.5, 522: -8, 276: 2.5, 667: 5}},
@@ -147,7 +147,7 @@ def test_tokens_are_the_same_with_drafts(
     answers: list[RequestOutput],
     drafter: str,
 ) -> None:
-    """Few rows and small steps, so that requests come and go and prompts run beside drafts."""
+    """Few rows and small steps, so that requests join and leave, and prompts run together with drafts."""
     llm = make_llm(max_num_seqs=5, max_num_batched_tokens=24, num_speculative_tokens=3, **DRAFTERS[drafter])
     outputs = llm.generate(*map(list, zip(*asked, strict=True)))
     assert ids(outputs) == ids(answers)
@@ -188,7 +188,7 @@ def test_tokens_are_the_same_after_preemption_and_when_a_step_breaks_off(
 
 
 def test_where_nothing_is_left_one_request_ends_and_says_why(drafting: LLM, texts: Texts) -> None:
-    """Of the tokens that it may draw each is bad, or would end it too early; what it shared is still shared."""
+    """All allowed tokens are bad words, or would end the request too early. Its shared blocks stay usable."""
     word = texts.plain.tokenizer.encode("self", add_special_tokens=False)
     assert len(word) == 1
     eos = drafting.spec.eos_token_ids[0]

@@ -1,4 +1,4 @@
-"""What an engine holds, against what the plan and `bateleur info` say it does; and what still runs in little memory."""
+"""Memory of an engine compared with its plan and with `bateleur info`, and what still runs in little memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 1, "block_size": 
 
 
 def allocated(llm: LLM) -> int:
-    """Bytes of every tensor that a plan answers for."""
+    """Bytes of all tensors that the plan includes."""
     caches, drafting = llm.engine.caches, llm.engine._proposer
     tensors = [tensor for pair in caches.kv for tensor in pair]
     if drafting is not None and isinstance(drafting.drafter, EagleSpeculator):
@@ -37,7 +37,7 @@ def allocated(llm: LLM) -> int:
 
 
 def peak_pages(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Pages that a request holds at most while it runs, counted when they are handed out."""
+    """Most pages that a request holds while it runs, counted when they are allocated."""
     states, held = llm.engine.scheduler.states, [0]
     if states is None:
         assert llm.cache_plan.layout is not None
@@ -69,7 +69,7 @@ def test_info_says_what_a_running_request_holds(
     k: int,
     retention: str | None,
 ) -> None:
-    """In a pool that has just what one row needs: the tensors, and the most that its request takes of them."""
+    """The pool has exactly what one row needs; compares tensor sizes and the most pages that its request takes."""
     settings = SIZES | {"mamba_cache_mode": mode, "mamba_state_policy": policy}
     if mode != "none":
         settings |= {"enable_prefix_caching": True, "mamba_block_size": 8, "mamba_retention": retention}
@@ -86,7 +86,7 @@ def test_info_says_what_a_running_request_holds(
 
 
 def weights_of(part: object, seen: set[int]) -> list[torch.Tensor]:
-    """Every tensor that an object holds, once; a table of positions is no weight, nor the epsilon of a norm."""
+    """All tensors of an object, once each, except position tables and epsilons of norms."""
     if id(part) in seen or isinstance(part, Rotary):
         return []
     seen.add(id(part))
@@ -107,7 +107,7 @@ def test_info_counts_a_draft_head(
     head: str,
     rule: str,
 ) -> None:
-    """Its weights but for those it shares, its keys and values, and the logits of drafts."""
+    """Weights that are not shared with the target, keys and values, and draft logits."""
     if head == "auto" and not shipped_draft().is_dir():
         pytest.skip("there is no shipped head")
     settings = SIZES | {"max_num_seqs": 3, "num_speculative_tokens": 3, "speculative_rule": rule}
@@ -139,7 +139,7 @@ def test_info_counts_a_draft_head(
 def test_a_budget_counts_every_tensor(
     make_llm: Callable[..., LLM], random_head: Path, rule: str, policy: str, share: bool, budget: int
 ) -> None:
-    """Keys and values of target and head, pages, rings, and the logits of drafts that rules look at."""
+    """Keys and values of target and head, pages, rings, and the draft logits that rules need."""
     settings = SIZES | {"max_num_seqs": 3, "enable_prefix_caching": share, "mamba_state_policy": policy}
     settings |= {"draft": random_head, "num_speculative_tokens": 3, "speculative_rule": rule}
     llm = make_llm(kv_cache_memory_bytes=budget, **settings)
@@ -149,7 +149,7 @@ def test_a_budget_counts_every_tensor(
 
 
 def prompt_of(*parts: int) -> dict[str, Any]:
-    """Tokens of as many as each part says; equal parts at equal places are equal."""
+    """A prompt of so many tokens in each part; equal parts at equal places are equal."""
     tokens: list[int] = []
     for index, length in enumerate(parts):
         tokens += np.random.default_rng((index, length)).integers(3, 4000, length).tolist()
@@ -158,7 +158,7 @@ def prompt_of(*parts: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", ["slots", "fold"])
 def test_64_shared_tokens_are_a_hit(make_llm: Callable[..., LLM], policy: str) -> None:
-    """With defaults, where a request may be long: of a beginning that is shared, the most that a power of two says."""
+    """With defaults and long requests, the hit is the largest power of two within the shared prefix."""
     settings: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 2, "mamba_state_policy": policy}
     llm = make_llm(enable_prefix_caching=True, **settings)
     plain = make_llm(**settings)
@@ -172,7 +172,9 @@ def test_64_shared_tokens_are_a_hit(make_llm: Callable[..., LLM], policy: str) -
 
 
 def test_a_conversation_goes_on_where_it_was(make_llm: Callable[..., LLM]) -> None:
-    """However sparse the pages of long prompts are, the end of a prompt and the newest boundary are kept."""
+    """The states at the end of a prompt and at the newest boundary are kept, however sparse the pages of long prompts
+    are.
+    """
     llm = make_llm(max_model_len=2048, max_num_seqs=2, enable_prefix_caching=True)
     assert llm.cache_plan.costs.retention is not None
     assert llm.cache_plan.costs.retention.every > 64
@@ -184,7 +186,7 @@ def test_a_conversation_goes_on_where_it_was(make_llm: Callable[..., LLM]) -> No
 
 
 def test_the_longest_request_runs_in_any_budget_that_it_ran_in(make_llm: Callable[..., LLM]) -> None:
-    """From the least that one can ask for on; fewer rows at once if need be, and for one row nothing shared."""
+    """From the smallest possible budget on, if need be with fewer rows, and without prefix caching for one row."""
     longest = prompt_of(120)
     wanted = make_llm(**SIZES).generate([longest], GREEDY)[0].outputs[0].token_ids
     for rows in (1, 2, 5):

@@ -1,4 +1,4 @@
-"""A trial measures what steps and graphs need of a GPU, and caches get the rest."""
+"""A trial engine measures the GPU memory of steps and graphs, and the caches get the rest."""
 
 import gc
 from collections.abc import Callable
@@ -26,7 +26,7 @@ VOCAB, ROWS = 97, 6
 
 
 class Device:
-    """A device that holds weights and the caches of every engine that exists. Steps take `STEPS` for a moment."""
+    """A device that holds weights and the caches of all existing engines. A step uses `STEPS` bytes for a moment."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.caches: WeakSet[Caches] = WeakSet()
@@ -163,7 +163,7 @@ def test_the_largest_steps_are_run(
 
 
 class Own:
-    """A drafter of a user's own."""
+    """A custom drafter."""
 
     num_speculative_tokens, needs = 2, TargetNeeds(taps=(1,))
 
@@ -190,7 +190,7 @@ def test_a_trial_offloads_nothing(open_setup: Callable[..., EngineSetup], tmp_pa
 
 
 def test_caches_get_what_is_measured_to_be_left(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a fake GPU of 24 GB. A first plan says how many rows are measured, and the second has no more."""
+    """On a fake GPU of 24 GB. A first plan decides how many rows are measured, and the second has no more."""
     total, free, needed = 24 << 30, 20 << 30, 3 << 30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)

@@ -1,4 +1,4 @@
-"""A prompt among decodes: they stay in graphs and on split keys (TensorRT-LLM #16976)."""
+"""A prompt in a batch of decodes: decodes stay in graphs and on split keys (TensorRT-LLM #16976)."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +28,7 @@ GRAPHS: dict[str, Any] = {
 
 
 def talk(llm: LLM) -> list[list[int]]:
-    """Requests that come while others decode, the second with a prompt of several parts."""
+    """Requests that arrive while others decode, the second with a chunked prompt."""
     names, found = [], {}
     for length in LENGTHS:
         prompt = [(7 * i + 13 * length) % 90 + 3 for i in range(length)]
@@ -45,7 +45,7 @@ def talk(llm: LLM) -> list[list[int]]:
 def test_pieces_hold_attention_and_mixed_steps_say_the_tokens_of_eager_ones(
     make_llm: Callable[..., LLM], tiny_hybrid: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """A replay goes from graph to graph without a look at attention: what runs between them is recurrent."""
+    """A replay runs all pieces; only recurrent layers run between them, not attention."""
     expected = talk(make_llm(**SMALL, model=tiny_hybrid))
     monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
     graphs = GRAPHS | {"cudagraph_mode": mode}
@@ -73,7 +73,7 @@ def test_pieces_hold_attention_and_mixed_steps_say_the_tokens_of_eager_ones(
 
 
 class Launches(TorchDispatchMode):
-    """What the host starts while layers run, step by step: replays of pieces, and operators between them by name."""
+    """Records by step what the host starts while layers run: replays of pieces, and operators between them by name."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Launches(TorchDispatchMode):
 def test_between_pieces_run_prompts_alone(
     make_llm: Callable[..., LLM], tiny_hybrid: Path, monkeypatch: pytest.MonkeyPatch, policy: str, k: int
 ) -> None:
-    """Three operators a recurrent layer, and none in a step without prompts: its decodes are in the pieces."""
+    """Three operators per recurrent layer, and none in a step without prompts, whose decodes are in the pieces."""
     monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
     options: dict[str, Any] = {
         "mamba_state_policy": policy,
@@ -139,7 +139,7 @@ def test_a_draft_pass_is_one_graph_wherever_attention_ignores_bounds(
     monkeypatch: pytest.MonkeyPatch,
     policy: str,
 ) -> None:
-    """Drafts, prefixes that are found, and a step in flight: the tokens of eager steps with none of these."""
+    """With drafts, prefix hits and async scheduling: the tokens of eager steps without these."""
     expected = talk(make_llm(**SMALL, model=tiny_hybrid))
     monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
     options = {"draft": tiny_head, "num_speculative_tokens": 3, "mamba_state_policy": policy}
@@ -156,7 +156,7 @@ def test_a_draft_pass_is_one_graph_wherever_attention_ignores_bounds(
 
 
 def test_decodes_and_prompts_are_launches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one call of attention: one token a row and a row of 300, with all heads of a key head in a tile."""
+    """In one call of attention: rows of one token, and a row of 300 tokens, with all heads of a key head in a tile."""
     pytest.importorskip("triton", reason="triton is not installed")
     import torch
 

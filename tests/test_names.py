@@ -1,4 +1,4 @@
-"""Names that documents promise are importable."""
+"""Names in the documents can be imported."""
 
 import re
 from importlib import import_module
@@ -12,7 +12,7 @@ PROMISED = sorted(set(re.findall(r"`(bateleur(?:\.\w+)+)`", (ROOT / "docs/vllm.m
 
 
 def found(name: str) -> Any:
-    """A module, or an attribute of one."""
+    """A module, or an attribute of a module."""
     try:
         return import_module(name)
     except ModuleNotFoundError:

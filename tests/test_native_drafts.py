@@ -1,4 +1,4 @@
-"""Drafts made by one call of C are those of the passes, whatever the head's switches."""
+"""Drafts of the C implementation equal those of the draft passes, for all options of a head."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TEMPERATURES = (0.0, 0.8, 0.0, 1.3)
 
 @pytest.fixture(scope="module")
 def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., LLM]:
-    """Whose heads are multiplied in floats, so that both forms round alike."""
+    """Engines whose heads use float32, so that both implementations round alike."""
     settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 3, "num_speculative_tokens": 4}
     return partial(make_llm, model=tiny_hybrid, **settings)
 
 
 @pytest.fixture
 def edited(tiny_head: Path, tmp_path: Path) -> Callable[..., Path]:
-    """`edited(more, **config)`: the tiny head with more tensors of these sizes, and without those that have none."""
+    """`edited(more, **config)`: the tiny head with additional tensors of these sizes, and without those of size None."""
 
     def edit(more: dict[str, int], **config: Any) -> Path:
         read, tensors = (
@@ -69,7 +69,7 @@ def params(tokens: int = 24) -> list[SamplingParams]:
 
 
 def compare(llm: LLM, prompts: list[str] = PROMPTS) -> list[Tensor]:
-    """Let both forms propose in every step; returns the drafts."""
+    """Run both implementations in every step; returns the drafts."""
     drafter, made = speculator_of(llm), []
     native, propose = drafter._native, drafter.propose
     assert native is not None
@@ -95,7 +95,7 @@ def compare(llm: LLM, prompts: list[str] = PROMPTS) -> list[Tensor]:
 
 
 def stored_of(drafter: EagleSpeculator, context: DraftContext) -> list[Tensor]:
-    """Keys and values of the step's tokens that stay, at the positions that the head has."""
+    """Keys and values of the step's tokens at the positions of the head's cache."""
     batch, held = context.batch, drafter.inputs.limits.max_model_len
     token, row = torch.arange(batch.num_actual_tokens), torch.arange(batch.num_actual_reqs)
     starts = batch.query_start_loc.long()
@@ -180,7 +180,7 @@ def test_nothing_before_the_first_token_that_was_shown_is_read(
 
 
 def test_angles_are_held_once(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
-    """Of long sequences they are as large as a matrix."""
+    """For long sequences, rotary angles are as large as a weight matrix."""
     drafter = speculator_of(make_llm(draft=tiny_head))
     assert isinstance(drafter.head, Eagle3Head)
     assert drafter.head.turns is not None
@@ -263,7 +263,9 @@ def test_drafts_are_kept_wherever_rows_lie(make_llm: Callable[..., LLM], tiny_he
 
 
 def test_steps_of_other_kinds_are_left_to_torch(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
-    """Between steps that C knows, each with one tensor of another kind, which it must not take for the last step's."""
+    """Steps that C supports alternate with steps that have one tensor of another kind, which must not be taken for the
+    previous step's.
+    """
     llm = make_llm(draft=tiny_head)
     drafter = speculator_of(llm)
     native, propose = drafter._native, drafter.propose

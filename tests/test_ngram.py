@@ -1,4 +1,4 @@
-"""Prompt lookup in the engine: the tokens of plain decoding, over hybrids too."""
+"""Prompt lookup in the engine generates the tokens of plain decoding, for hybrids too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARAMS = [
 
 
 class Chance(Exception):
-    """What a model raises now and then."""
+    """An error that the model raises at times."""
 
 
 def ids(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -41,7 +41,7 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(make_llm: Callable[..., LLM]) -> list[list[int]]:
-    """Uncached, unchunked, one request at a time."""
+    """Outputs without caching and chunks, one request at a time."""
     llm = make_llm(**SETTINGS | {"max_num_seqs": 1, "mamba_state_policy": "slots"})
     return ids(llm.generate(PROMPTS, PARAMS))
 
@@ -65,7 +65,7 @@ def test_39273_a_hybrid_keeps_its_states_through_accepted_and_rejected_lookups(
 @pytest.mark.parametrize("mode", ["align", "all"])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_39273_so_do_those_with_other_states(tiny: Callable[[str], Path], family: str, mode: str) -> None:
-    """Of nine tokens each follows another often enough, so that lookups are right now and then."""
+    """With nine tokens, each follows another often enough that lookups are sometimes right."""
     folder = tiny(family, vocab_size=9)
     prompts = [{"prompt_token_ids": [(i * i + seed) % 7 for i in range(24)]} for seed in range(4)]
     params = [
@@ -105,7 +105,7 @@ def test_on_graphs_and_through_preemption(
 def test_a_lookup_is_a_point_mass_of_the_tokens_alone(
     make_llm: Callable[..., LLM], sized: Callable[..., LLM], plain: list[list[int]], rule: str
 ) -> None:
-    """So a seed decides, in any batch, through preemption, and whether places without a draft are computed or not."""
+    """A seed decides in any batch and through preemption, whether positions without a draft are computed or not."""
     options = SETTINGS | LOOKUP | {"speculative_rule": rule}
     together = ids(make_llm(**options).generate(PROMPTS, PARAMS))
     assert [text for text, params in zip(together, PARAMS, strict=True) if params.temperature == 0] == [
@@ -122,7 +122,7 @@ def test_a_lookup_is_a_point_mass_of_the_tokens_alone(
 
 
 def test_what_is_not_found_is_not_computed(make_llm: Callable[..., LLM]) -> None:
-    """Where the host sees the drafts; on graphs rows of one length are worth more."""
+    """If the host knows the drafts, other positions are not computed. On graphs, rows are padded to one length instead."""
     options = SETTINGS | LOOKUP | {"prompt_lookup_min": 60, "prompt_lookup_max": 60}
     llm = make_llm(**options)
     llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
@@ -132,7 +132,7 @@ def test_what_is_not_found_is_not_computed(make_llm: Callable[..., LLM]) -> None
 
 
 def test_a_row_that_fails_is_looked_up_again(make_llm: Callable[..., LLM], plain: list[list[int]]) -> None:
-    """All requests begin again with the tokens they had, and so does what the drafter keeps of them."""
+    """All requests restart with their tokens, and so does the drafter's state."""
     llm = make_llm(**SETTINGS | LOOKUP)
     names = [llm.add_request(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
     texts: dict[str, list[int]] = {}

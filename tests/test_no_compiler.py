@@ -1,4 +1,4 @@
-"""Where there is no gcc: the forms of torch and numpy stand in for all that is compiled, and say the same."""
+"""Without gcc, torch and numpy implementations replace all C kernels and give the same results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ print(json.dumps([said, native.unavailable_reason(), sorted(loaded)]))
 def test_an_engine_without_a_compiler_says_what_one_with_it_says(
     fresh: Callable[[str], str], tiny_hybrid: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, where sums in another order are too close for these draws to differ."""
+    """In float32: sums in another order are too close for these samples to differ."""
 
     def told(path: str) -> list[object]:
         arguments = (str(tiny_hybrid), str(tiny_head), path)

@@ -1,4 +1,4 @@
-"""What has no room on the device stays below it, and changes no token: of any family, with drafts, on graphs."""
+"""Offload to host memory changes no token, for any family, with drafts, and on graphs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +40,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def asked() -> list[tuple[list[dict[str, Any]], SamplingParams]]:
-    """Five rounds, of which some come again when much else has been asked."""
+    """Five rounds of requests, some of which repeat after many others."""
     rng, rounds = np.random.default_rng(5), []
     for seed in (0, 1, 2, 0, 1):
         count = int(rng.integers(14, 22))
@@ -52,7 +52,7 @@ def asked() -> list[tuple[list[dict[str, Any]], SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def cold(engine: Callable[..., LLM]) -> Callable[[str], list[list[list[int]]]]:
-    """What an engine that shares nothing says to `asked`."""
+    """The outputs of an engine without prefix caching for `asked`."""
     known: dict[str, list[list[list[int]]]] = {}
 
     def say(kind: str) -> list[list[list[int]]]:
@@ -126,7 +126,7 @@ def test_requests_end_and_are_aborted_meanwhile(
 
 
 def test_what_went_wrong_does_not_come_back(engine: Callable[..., LLM], sized: Callable[..., LLM]) -> None:
-    """A request that ends in NaN takes with it what lies below, too."""
+    """A request that ends in NaN also removes its prefixes from host memory."""
     llm = sized(engine, 24, 2, kind="fold")
     embedding = llm.engine.model.embedding
     (prompt,) = prompts(40)
@@ -152,7 +152,7 @@ def test_what_went_wrong_does_not_come_back(engine: Callable[..., LLM], sized: C
 def test_an_engine_that_begins_again_finds_what_is_below(
     engine: Callable[..., LLM], sized: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that raises loses what is on the device, and nothing that had left it."""
+    """A step that raises drops what is on the device, and nothing in host memory."""
     llm = sized(engine, 24, 2, kind="all")
     outputs = [llm.generate(*each) for each in asked()[:3]]
     run, failed = type(llm.engine)._run, []

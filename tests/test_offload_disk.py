@@ -1,4 +1,4 @@
-"""Prefixes on a disk outlive their engine, are shared by others, and are never believed where they are not right."""
+"""Prefixes on disk survive their engine, are shared by engines, and are checked before use."""
 
 import logging
 import os
@@ -33,14 +33,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file for each 16 tokens, and no wait before others' are seen."""
+    """One file for each 16 tokens, and no delay before files of other engines are seen."""
     monkeypatch.setattr("bateleur.runner.offload.spans.SEGMENT_BLOCKS", 4)
     monkeypatch.setattr("bateleur.runner.offload.disk_tier._SCAN_SECONDS", 0.0)
 
 
 @pytest.fixture
 def engine(tiny: Callable[..., Path], tiny_head: Path, tiny_mtp: Path, tmp_path: Path) -> Callable[..., LLM]:
-    """An engine of one kind, which shares blocks of 4 tokens and states of 8, and a folder with all others."""
+    """An engine of one kind, which shares blocks of 4 tokens and states of 8, and one folder with all others."""
     below = {"kv_offload_bytes": 1 << 22, "kv_offload_path": tmp_path / "cache"}
     return sharing(tiny, tiny_head, tiny_mtp, KINDS, max_model_len=96, **below)
 
@@ -174,7 +174,7 @@ def test_files_under_each_others_names_are_not_believed(engine: Callable[..., LL
 def test_files_of_another_engine_are_not_believed_where_they_lie(
     engine: Callable[..., LLM], tmp_path: Path
 ) -> None:
-    """Each layout has a folder; what somebody has moved there says itself of what it is."""
+    """Each layout has its own folder, and a file that was moved to another folder still names its layout."""
     with engine() as first:
         first.generate(PROMPTS, GREEDY)
     (theirs,) = {path.parent for path in files(tmp_path)}
@@ -285,7 +285,7 @@ def test_a_full_disk_is_counted_and_changes_nothing(
 
 
 def test_files_stay_within_their_limit(engine: Callable[..., LLM], tmp_path: Path) -> None:
-    """And what else lies there stays, whatever it is called."""
+    """Other files in the folder stay, whatever their names."""
     with engine() as first:
         first.generate(PROMPTS, GREEDY)
     whole = sum(path.stat().st_size for path in files(tmp_path))
@@ -346,7 +346,7 @@ def test_what_cannot_be_is_refused_at_the_start(
 def test_weights_are_read_once_for_their_digest(
     engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later starts know it of files that have not changed, unless what remembers it was spoiled."""
+    """Later starts remember which files are invalid, until the files change or that record is damaged."""
     with engine() as first:
         first.generate(PROMPTS, GREEDY)
     read: list[Path] = []

@@ -1,4 +1,4 @@
-"""Two processes share a folder of prefixes: both write, and each removes what the other may be about to read."""
+"""Two processes share a prefix folder: both write, and each removes files that the other may be about to read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from folder_users import at_once
 
 
 def test_each_finds_what_the_other_wrote_or_computes_it(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """Device and host hold few of the prompts, and the folder half of them."""
+    """Device and host memory hold few of the prompts, and the folder half of them."""
     rng = np.random.default_rng(7)
     prompts = [rng.integers(3, 60, 70).tolist() for _ in range(8)]
     options: dict[str, Any] = {"model": tiny("llama"), "device": "cpu", "skip_tokenizer_init": True}

@@ -1,4 +1,4 @@
-"""Several ranks find the same outside of their devices, or nothing: what one of them lacks is a miss for all."""
+"""With several ranks, a prefix that one rank lacks in host memory or on disk is a miss for all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make(tiny: Callable[..., Path]) -> Callable[..., LLM]:
 
 @pytest.fixture(scope="module")
 def wanted(make: Callable[..., LLM]) -> list[list[int]]:
-    """What one rank says that shares nothing."""
+    """The outputs of one rank without prefix caching."""
     plain = {"tensor_parallel_size": 1, "enable_prefix_caching": False, "mamba_block_size": None}
     return ids(make(**plain).generate(PROMPTS, GREEDY))
 
@@ -57,7 +57,7 @@ def found(outputs: list[RequestOutput]) -> list[int]:
 def test_what_has_left_the_device_comes_back(
     make: Callable[..., LLM], sized: Callable[..., LLM], wanted: list[list[int]]
 ) -> None:
-    """Few blocks and pages, of which the rank with the least decides for all."""
+    """Few blocks and pages; the rank with the fewest decides for all."""
     with sized(make, 26, 2, kv_offload_bytes=1 << 20) as llm:
         assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
         for seed in range(3):
@@ -71,7 +71,7 @@ def test_what_has_left_the_device_comes_back(
 
 
 def files(folder: Path, rank: int) -> list[Path]:
-    """Of a rank: those of its layout, which names it."""
+    """The files of a rank: those in the folder of its layout."""
     named = f'"layout.rank":"{rank} of 2"'.encode()
     return [each for each in sorted(folder.glob("*/*.safetensors")) if named in each.read_bytes()]
 
@@ -86,7 +86,7 @@ def flip(path: Path) -> None:
 def cache(
     make: Callable[..., LLM], wanted: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A folder in which an engine has left its prefixes."""
+    """A folder with the prefixes of an engine."""
     folder = tmp_path_factory.mktemp("cache")
     with make(kv_offload_bytes=1 << 20, kv_offload_path=folder) as llm:
         assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
@@ -95,7 +95,7 @@ def cache(
 
 
 def spoiled(cache: Path, at: Path, rank: int, spoil: Callable[[Path], None]) -> Path:
-    """A copy of a folder, of which the files of one rank are changed."""
+    """A copy of a folder in which the files of one rank are changed."""
     for path in cache.glob("*/*"):
         (at / path.parent.name).mkdir(exist_ok=True)
         (at / path.parent.name / path.name).write_bytes(path.read_bytes())
@@ -117,7 +117,7 @@ def test_what_one_rank_cannot_read_is_a_miss_for_all(
     spoil: Callable[[Path], None] | None,
     reasons: set[str],
 ) -> None:
-    """And is written anew. What one never had is not even read."""
+    """The prefix is computed and written again. A file that one rank never had is not read by the other."""
     folder = spoiled(cache, tmp_path, rank, spoil or (lambda path: None))
     options: dict[str, Any] = {"kv_offload_bytes": 1 << 20, "kv_offload_path": folder}
     for again in (False, True) if spoil is flip and rank else (False,):
@@ -148,7 +148,7 @@ def test_a_file_that_goes_meanwhile_on_one_rank(
 def test_a_disk_that_takes_nothing_of_one_rank(
     make: Callable[..., LLM], wanted: list[list[int]], cache: Path, tmp_path: Path
 ) -> None:
-    """Its files are given up, of both; the other's are there, and of no use."""
+    """Both ranks give up these files; without them the other rank's are useless."""
     theirs = tmp_path / files(cache, 1)[0].parent.name
     with make(kv_offload_bytes=1 << 20, kv_offload_path=tmp_path) as llm:
         theirs.rmdir()
@@ -165,7 +165,7 @@ def test_a_disk_that_takes_nothing_of_one_rank(
 def test_a_prefix_goes_from_engine_to_engine(
     make: Callable[..., LLM], wanted: list[list[int]], tmp_path: Path
 ) -> None:
-    """As a folder, of which every part must be as it was written, and of the same prefix."""
+    """Every file of an exported folder must be intact and belong to the same prefix."""
     path = tmp_path / "it"
     with make() as ours, make() as theirs:
         ours.generate([PROMPTS[0], OTHERS[0]], GREEDY)

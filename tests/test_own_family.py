@@ -1,4 +1,4 @@
-"""A family of a user's own, whose Mamba layers come in two shapes: one group of pages serves both."""
+"""A custom model family whose Mamba layers have two shapes: one group of pages serves both."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPTS = [{"prompt_token_ids": ids} for ids in (SHARED, [9, 8, 7], SHARED[20:37
 
 
 class TwoStates(PretrainedConfig):
-    """What transformers has to know of it."""
+    """The config class that transformers needs."""
 
     model_type = "two_states"
 

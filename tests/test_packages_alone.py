@@ -1,4 +1,4 @@
-"""Each contract package is installed from its wheel and used by itself, without the workspace."""
+"""Each lower package is installed from its wheel and used alone, without the workspace."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def find_uv() -> str:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One wheel of each package, built as a release would be."""
+    """One wheel of each package, built as for a release."""
     out = tmp_path_factory.mktemp("wheels")
     for name in NEEDS:
         command = [find_uv(), "build", "--wheel", "--no-build-isolation", "--python", sys.executable, "-q"]
@@ -70,7 +70,7 @@ def test_wheels_hold_nothing_but_their_package(wheels: dict[str, Path], tmp_path
 def test_each_package_needs_only_what_it_declares(
     wheels: dict[str, Path], fresh_without_workspace: Run, tmp_path: Path
 ) -> None:
-    """With a declared sibling left out, no name can be had: the table above is not too generous."""
+    """Without a declared dependency the import fails: the table above allows no more than needed."""
     for name in ("mamba", "runner"):
         target = tmp_path / name
         shutil.unpack_archive(wheels[name], target, "zip")
@@ -79,7 +79,7 @@ def test_each_package_needs_only_what_it_declares(
 
 
 def test_wheels_give_the_command_in_a_clean_environment(wheels: dict[str, Path], tmp_path: Path) -> None:
-    """All five, installed as a user would, beside third-party packages alone."""
+    """All five packages, installed as a user would, with third-party packages only."""
     env = tmp_path / "env"
     uv = [find_uv(), "--quiet", "--offline"]
     subprocess.run([*uv, "venv", "--python", sys.executable, str(env)], check=True)

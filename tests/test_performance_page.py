@@ -1,4 +1,4 @@
-"""Pictures and the pages about costs are what their scripts make of the committed results."""
+"""Figures and cost pages are up to date with the committed results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGES = {
 
 @pytest.fixture(scope="module")
 def pictures() -> Any:
-    """The script that draws."""
+    """The script that draws the figures."""
     sys.path.append(str(TOOLS))
     return importlib.import_module("pictures")
 
@@ -34,7 +34,7 @@ def test_the_committed_page_is_what_the_command_writes(name: str, capsys: pytest
 
 
 def test_the_committed_pictures_are_made_of_the_committed_results(pictures: Any) -> None:
-    """Their data are compared, which they hold: how they look depends on the version of matplotlib."""
+    """Compares the data in the figures: how they look depends on the version of matplotlib."""
     for name, picture in pictures.PICTURES.items():
         svg = (pictures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
         assert pictures.described(svg) == pictures.plain(picture), f"run python tools/pictures.py ({name})"

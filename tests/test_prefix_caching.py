@@ -1,4 +1,4 @@
-"""Requests that share prefixes get the tokens they would get alone, and less is computed for them."""
+"""Requests that share prefixes get the tokens they would get alone, with less computation."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,13 +46,13 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["attention", "all", "align", "all-fold"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """A model without Mamba states, or the cache mode and policy of one with them."""
+    """A model without Mamba states, or the cache mode and policy of a model with them."""
     return str(request.param)
 
 
 @pytest.fixture
 def make(tiny_llama: Path, tiny_hybrid: Path, kind: str) -> Callable[..., LLM]:
-    """Engines over one kind of model and cache mode: hits are multiples of 4 tokens, or of 8 with Mamba states."""
+    """Engines for one kind of model and cache mode. Hits are multiples of 4 tokens, or of 8 with Mamba states."""
 
     def build(**overrides: Any) -> LLM:
         settings: dict[str, Any] = {"max_num_seqs": 4, "block_size": 4, "max_model_len": 128}
@@ -107,7 +107,7 @@ def test_a_prompt_that_could_not_hit_says_why(make: Callable[..., LLM]) -> None:
 @pytest.mark.parametrize("drafts", [{}, {"draft": "auto", "num_speculative_tokens": 20}])
 @pytest.mark.parametrize("longest", [96, 256, 1024])
 def test_short_requests_hit_with_default_blocks(longest: int, drafts: dict[str, Any]) -> None:
-    """Blocks of many tokens would leave prefix caching without a hit where requests are not longer than that."""
+    """With large blocks, prefix caching would have no hit for requests of this length."""
     llm = LLM(device="cpu", max_model_len=longest, max_num_seqs=2, enable_prefix_caching=True, **drafts)
     (prompt,) = prompts(longest - 2)
     cold, warm = (llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2)) for _ in range(2))
@@ -118,7 +118,7 @@ def test_short_requests_hit_with_default_blocks(longest: int, drafts: dict[str, 
 
 @pytest.mark.parametrize("policy", ["slots", "fold"])
 def test_a_prefix_whose_states_were_not_kept_says_so(policy: str) -> None:
-    """Keys and values are there, and in mode align no state between the first tokens and the prompt's end."""
+    """Keys and values are cached, but mode align keeps no state between the first tokens and the end of the prompt."""
     settings: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "block_size": 4}
     settings |= {"mamba_block_size": 8, "mamba_state_policy": policy, "enable_prefix_caching": True}
     llm = LLM(mamba_cache_mode="align", **settings)
@@ -131,7 +131,7 @@ def test_a_prefix_whose_states_were_not_kept_says_so(policy: str) -> None:
 
 
 def test_a_conversation_hits_its_own_answers(make: Callable[..., LLM]) -> None:
-    """Turn by turn: what was generated is part of the next prompt."""
+    """Turn by turn: the output becomes part of the next prompt."""
     llm, plain = make(), make(enable_prefix_caching=False)
     rng = np.random.default_rng(1)
     history: list[int] = rng.integers(3, 60, 7).tolist()
@@ -145,7 +145,7 @@ def test_a_conversation_hits_its_own_answers(make: Callable[..., LLM]) -> None:
 
 
 def traffic() -> Iterator[tuple[list[dict[str, Any]], SamplingParams]]:
-    """Six rounds of six prompts that share what they begin with."""
+    """Six rounds of six prompts with shared prefixes."""
     rng = np.random.default_rng(5)
     for _ in range(6):
         chosen = prompts(*rng.integers(1, 40, 6).tolist(), seed=int(rng.integers(2)))
@@ -157,7 +157,7 @@ def traffic() -> Iterator[tuple[list[dict[str, Any]], SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def cold() -> dict[str, list[list[list[int]]]]:
-    """What an engine that shares nothing says to `traffic`, by what differs between such engines."""
+    """The outputs of an engine without prefix caching, by model kind."""
     return {}
 
 
@@ -263,7 +263,7 @@ def test_replays_equal_eager_runs_on_random_pages(mode: str) -> None:
     ("retention", "published"), [(None, 8), ("every=16", 4), ("prompt_end", 1), ("last+every=24", 3)]
 )
 def test_retention_says_which_states_others_find(retention: str | None, published: int) -> None:
-    """41 tokens of prompt and 24 of output pass 8 boundaries of 8 tokens."""
+    """41 prompt tokens and 24 output tokens pass 8 boundaries of 8 tokens."""
     llm = LLM(
         device="cpu",
         max_model_len=128,
@@ -288,7 +288,7 @@ def test_retention_says_which_states_others_find(retention: str | None, publishe
 @pytest.mark.parametrize("policy", ["slots", "fold"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_states_have_the_dtype_that_was_asked_for(dtype: str, policy: str) -> None:
-    """Narrow states change what is computed, but a hit still gives what a cold run gives."""
+    """Narrow states change the results, but a hit still gives the results of an uncached run."""
     llm = LLM(
         device="cpu",
         max_model_len=64,
@@ -308,7 +308,7 @@ def test_states_have_the_dtype_that_was_asked_for(dtype: str, policy: str) -> No
 
 @pytest.mark.parametrize("chunk", [64, 16])
 def test_what_went_wrong_is_not_shared(make: Callable[..., LLM], chunk: int) -> None:
-    """NaN in what a request computed ends it, and must not end those that begin with the same tokens later."""
+    """A request that ends in NaN must not end later requests with the same prefix."""
     llm = make(max_num_batched_tokens=chunk)
     embedding = llm.engine.model.embedding
     whole, prefix = prompts(50, 20, seed=5)
@@ -330,7 +330,7 @@ def test_what_went_wrong_is_not_shared(make: Callable[..., LLM], chunk: int) -> 
 
 
 def test_what_went_wrong_under_drafts_is_not_shared(make_llm: Callable[..., LLM]) -> None:
-    """A draft's blocks go by the token behind them, which a request that went wrong never drew."""
+    """The draft's blocks depend on the token after them, which a request that ended in NaN never sampled."""
     llm = make_llm(enable_prefix_caching=True, mamba_block_size=16, draft="auto")
     embedding = llm.engine.model.embedding
     prompt = {"prompt_token_ids": [7, 9, 11, 13] * 12}
@@ -350,7 +350,7 @@ def test_what_went_wrong_under_drafts_is_not_shared(make_llm: Callable[..., LLM]
 def test_an_odd_block_size_costs_no_more_chunks_than_an_even_one(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    """A scan holds a state for each chunk; those of one token would be as many as the tokens."""
+    """A scan holds one state per chunk; with chunks of one token there would be one per token."""
     sizes = {"block_size": block, "mamba_block_size": block, "enable_prefix_caching": True}
     llm, found = make_llm(**sizes), []
     scan = mamba2.ssd_scan_varlen

@@ -1,4 +1,4 @@
-"""Log probabilities of prompts: transformers', however a prompt is computed."""
+"""Prompt logprobs equal those of transformers, however a prompt is computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scripted import RECURRENCES
 V = 97
 LENGTHS = (23, 1, 2, 40, 17, 9)
 ASKED = (3, 0, 5, 2, None, 0)
-"""How many of the most likely tokens each prompt is told."""
+"""Number of most likely tokens requested for each prompt."""
 PARAMS = [
     SamplingParams(
         temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=asked, logprobs=i % 2 or None
@@ -65,7 +65,7 @@ def prompts() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def laws(folder: Path, prompts: list[Any]) -> list[torch.Tensor]:
-    """(length, V) float64 log probabilities of the token behind each, as transformers has them."""
+    """(length, V) float64 log probabilities of the next token at each position, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         return [
@@ -95,7 +95,7 @@ def check(outputs: Sequence[RequestOutput], laws: Sequence[torch.Tensor]) -> Non
 
 @pytest.fixture(scope="module")
 def plain(make: Callable[..., LLM], prompts: list[Any]) -> list[list[int]]:
-    """What follows the prompts where nobody asks."""
+    """Outputs for the prompts without logprobs."""
     free = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * len(prompts)
     return [output.outputs[0].token_ids for output in make().generate(prompts, free)]
 
@@ -109,7 +109,7 @@ def test_they_are_those_of_transformers(
     case: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In slices of five tokens, beside rows that decode."""
+    """In chunks of five tokens, together with decoding rows."""
     monkeypatch.setattr(prompt_logprobs, "_LOGITS_AT_ONCE", 5 * V)
     llm, slices = make(**CASES[case]), []
     logits = llm.engine.model.logits
@@ -137,7 +137,7 @@ def test_a_prompt_that_was_preempted_is_told_once(
     laws: list[torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And so is one whose step broke off."""
+    """Also if the step failed."""
     llm = sized(make, 17, max_num_batched_tokens=9, max_num_seqs=5)
     scored: list[int] = []
     score = llm.engine._prompt_logprobs.score

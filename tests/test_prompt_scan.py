@@ -1,4 +1,4 @@
-"""Engines whose prompts of delta rules go through fla-core, by a double of it: when, and never inside a graph."""
+"""Engines that scan the prompts of delta rules by fla-core, with a double of it: when, and never inside a graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRAPHS = {
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
-    """The package is there and serves, on a CPU and in float32, too."""
+    """Installs the double, which also works on a CPU and in float32."""
     made = Double.installed(monkeypatch)
     monkeypatch.setattr(fla, "why_not", lambda *_: None)
     monkeypatch.setattr(fla, "version", lambda: "0.6.0")

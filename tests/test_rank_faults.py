@@ -1,4 +1,6 @@
-"""A rank that dies, hangs, raises or disagrees ends the engine, with its name and why; nothing hangs, nobody stays."""
+"""A rank that dies, hangs, raises or disagrees ends the engine with its name and the reason; no process hangs or
+remains.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ PROMPT = {"prompt_token_ids": [5, 6, 7]}
 
 @pytest.fixture
 def settings(tiny: Callable[..., Path]) -> dict[str, Any]:
-    """Of an engine of two ranks."""
+    """Options of an engine with two ranks."""
     sizes: dict[str, Any] = {"num_attention_heads": 8, "head_dim": 8}
     named: dict[str, Any] = {"model": tiny("llama", **sizes), "skip_tokenizer_init": True}
     return named | {"device": "cpu", "max_num_seqs": 2, "tensor_parallel_size": 2}
@@ -41,14 +43,14 @@ def llm(settings: dict[str, Any]) -> Iterator[LLM]:
 
 
 def pids(llm: LLM) -> list[int]:
-    """Of the other ranks."""
+    """Process ids of the other ranks."""
     assert llm._leader is not None
     found = [member.process for member in llm._leader._watch.members]
     return [each.pid for each in found if each is not None]
 
 
 def begun(llm: LLM) -> int:
-    """The process of rank 1, of an engine that is in the middle of something."""
+    """Start requests; returns the process id of rank 1."""
     llm.add_request(PROMPT, LONG)
     llm.step()
     (pid,) = pids(llm)
@@ -66,7 +68,7 @@ def generate_for_ever(llm: LLM) -> None:
 
 
 def failed(llm: LLM) -> RankFailed:
-    """What a call ends with, and later ones at once."""
+    """The error of a call, which later calls raise at once."""
     with pytest.raises(RankFailed) as raised:
         step_for_ever(llm)
     began = time.monotonic()
@@ -98,7 +100,7 @@ def test_a_rank_that_stands_still_is_named(settings: dict[str, Any]) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead and not waited for does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -134,7 +136,7 @@ def test_a_rank_that_computes_for_too_long_is_named_with_the_place(settings: dic
 
 
 def test_ranks_that_disagree_say_about_what(settings: dict[str, Any]) -> None:
-    """Rank 1 tests drafts that rank 0 does not."""
+    """Rank 1 verifies drafts that rank 0 does not have."""
     with LLM(
         **settings, **NGRAM, draft_policy=FailsLater("drafts", elsewhere=True), cudagraph_checks="ADDRESSES"
     ) as llm:
@@ -205,7 +207,7 @@ def test_an_interrupt_waits_for_the_end_of_a_step_and_the_engine_goes_on(llm: LL
 
 def test_a_request_that_cannot_be_sent_is_refused_and_the_others_go_on(llm: LLM) -> None:
     class Local(SamplingParams):
-        """Of no module, so no other process finds it."""
+        """A local class, which other processes cannot import."""
 
     wanted = llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids
     llm.add_request(PROMPT, SHORT, request_id="kept")
@@ -264,7 +266,7 @@ if sys.argv[2] == "runs":
 
 @pytest.mark.parametrize("how", ["returns", "runs"])
 def test_ranks_end_with_the_first(settings: dict[str, Any], how: str) -> None:
-    """As processes are started where nobody forks: it returns without a word, or is killed in a step."""
+    """Ranks started without fork: the first one returns silently, or is killed in a step."""
     command = [sys.executable, "-c", SCRIPT, settings["model"], how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
