@@ -156,7 +156,7 @@ def cuda(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_models: ModuleType) -> Callable[..., Path]:
-    """`tiny(family, **config)`: folder of a tiny random model whose tokens are printable characters. Do not modify it."""
+    """`tiny(family, **config)`: folder of a tiny random model with printable characters as tokens. Read-only."""
     made: dict[str, Path] = {}
 
     def make(family: str, **overrides: Any) -> Path:

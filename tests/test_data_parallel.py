@@ -101,7 +101,7 @@ def test_two_ranks_say_what_one_says(family: tuple[Path, Any]) -> None:
 
 
 def test_three_ranks_say_it_eagerly(tiny: Callable[..., Path]) -> None:
-    """Ranks hold two, two and three of seven experts. A request arrives after others have started, and one is aborted."""
+    """Ranks hold 2, 2 and 3 of seven experts. A request arrives after others have started, and one is aborted."""
     folder = tiny("granitemoehybrid-experts")
     long = SamplingParams(temperature=0.8, seed=1, max_tokens=14, ignore_eos=True)
     each = [{"prompt_token_ids": [7 + i] * (1 + 6 * i)} for i in range(4)]

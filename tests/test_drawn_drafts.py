@@ -432,7 +432,7 @@ def test_a_request_has_the_tokens_that_it_has_alone(
 def test_steps_that_are_prepared_ahead_test_the_same_drafts(
     make: Callable[..., LLM], said: Callable[..., dict[str, list[int]]], rule: str, case: str
 ) -> None:
-    """If the number of drafts depends on what the last step accepted, as at the end of a request, the row waits for it."""
+    """If the number of drafts depends on what the last step accepted, as near the end, the row waits for it."""
     alone = said(rule, max_num_seqs=1)
     llm = engine_for(make, rule, case, TOY.draft, async_scheduling=True)
     together = list(drive(llm, aborted=lambda i: i % 5 == 3))

@@ -353,7 +353,7 @@ def test_any_policy_that_asks_hears_what_steps_took(make_llm: Callable[..., LLM]
 
 
 def test_a_prompt_that_goes_on_gets_no_drafts(make_llm: Callable[..., LLM], random_head: Path) -> None:
-    """A row with a chunk of its prompt is not passed to the policy, and a step with only such rows proposes no drafts."""
+    """Rows with a chunk of their prompt are not passed to the policy; steps with only such rows have no drafts."""
     asked: list[int] = []
 
     class Listening:

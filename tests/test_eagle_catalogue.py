@@ -1,4 +1,4 @@
-"""Known bugs of speculative decoding that need a whole engine, by their ids in the catalogue: bookkeeping of requests."""
+"""Known bugs of speculative decoding in whole engines, by their ids in the catalogue: bookkeeping of requests."""
 
 from __future__ import annotations
 

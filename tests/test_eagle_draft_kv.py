@@ -46,7 +46,7 @@ class Recorder(NoDrafts):
 
 
 class Steered(ScriptedDrafter):
-    """Proposes partly right tokens of the script while the head runs in every step. In some steps it wants no drafts."""
+    """Proposes partly right tokens of the script while the head runs in every step; in some steps, no drafts."""
 
     def __init__(self, inner: EagleSpeculator, texts: Sequence[Sequence[int]], seed: int = 5) -> None:
         def script(tokens: list[int]) -> list[int]:

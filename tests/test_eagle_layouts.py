@@ -1,4 +1,4 @@
-"""Random heads in every checkpoint layout that loaders support, with the shipped model: they run, and change no token."""
+"""Random heads in every supported checkpoint layout run with the shipped model, and change no token."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def test_c8_drafts_have_blocks_and_the_tightest_request_still_runs(
 def test_e4_draft_graphs_leave_the_outputs_of_the_target_alone(
     make: Callable[..., LLM], texts: Texts, mode: str
 ) -> None:
-    """vLLM #53488: hidden states that are read after the proposal, for example for prompt logprobs, are the target's."""
+    """vLLM #53488: hidden states that are read after the proposal, as for prompt logprobs, are the target's."""
     wanted = [texts.of(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
     llm = make(cudagraph_mode=mode, cudagraph_capture_sizes=[4, 8, 16], max_num_batched_tokens=16)
     engine, kept = llm.engine, []

@@ -237,7 +237,7 @@ def test_no_request_makes_a_step_wait(
     ids=["plain", "drafts", "graphs"],
 )
 def test_no_grammar_makes_a_step_wait(cuda: Any, settings: dict[str, Any]) -> None:
-    """Masks are sent to the device without a wait. Drafts are read while the next step is planned, when they are known."""
+    """Masks are sent to the device without a wait. Drafts are read when the next step is planned."""
     pytest.importorskip("llguidance")
     letters = Tokenizer(models.WordLevel({chr(40 + i): i for i in range(96)}, chr(40)))
     letters.decoder = decoders.Fuse()

@@ -492,7 +492,7 @@ def test_the_start_says_what_graphs_took(
 def test_all_graphs_of_an_engine_keep_little_more_than_the_largest(
     make: Callable[..., LLM], mode: str
 ) -> None:
-    """If every key kept arguments and results of eager parts and outputs, memory would be 12 times the largest key's."""
+    """If every key kept its outputs and those of eager parts, memory would be 12 times the largest key's."""
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     engines = [
         make(mode, cudagraph_capture_sizes=sizes, **settings).engine for sizes in ([64], [*range(2, 65, 2)])

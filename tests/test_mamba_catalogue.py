@@ -173,7 +173,7 @@ def test_m07_a_preempted_request_resumes_from_a_shorter_hit(
 def test_m11_boundaries_are_right_for_any_chunking(
     make: Callable[..., LLM], texts: Texts, policy: str
 ) -> None:
-    """A prompt may be split anywhere: a scan keeps every boundary inside a chunk; rows with few tokens fold up to it."""
+    """A prompt may be split anywhere: a scan keeps every boundary in a chunk; rows with few tokens fold up to it."""
     llm = make(policy, drafter=Patterned(texts, 2, [2, 0]), max_num_seqs=1)
     params = greedy(3)
     for chunk in (3, 5, 7, 8, 9, 33):

@@ -37,7 +37,7 @@ def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., L
 
 @pytest.fixture
 def edited(tiny_head: Path, tmp_path: Path) -> Callable[..., Path]:
-    """`edited(more, **config)`: the tiny head with additional tensors of these sizes, and without those of size None."""
+    """`edited(more, **config)`: the tiny head with additional tensors of these sizes; None removes one."""
 
     def edit(more: dict[str, int], **config: Any) -> Path:
         read, tensors = (

@@ -122,7 +122,7 @@ def test_a_lookup_is_a_point_mass_of_the_tokens_alone(
 
 
 def test_what_is_not_found_is_not_computed(make_llm: Callable[..., LLM]) -> None:
-    """If the host knows the drafts, other positions are not computed. On graphs, rows are padded to one length instead."""
+    """If the host knows the drafts, other positions are not computed. On graphs, rows are padded instead."""
     options = SETTINGS | LOOKUP | {"prompt_lookup_min": 60, "prompt_lookup_max": 60}
     llm = make_llm(**options)
     llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))

@@ -1,7 +1,7 @@
-"""Schedules that corrupt hybrids elsewhere once prefixes are shared and drafts verified, for every recurrence.
+"""Schedules with shared prefixes and verified drafts that corrupted hybrids in other engines, for every recurrence.
 
-In all of them drafts are scripted, tokens are those of a plain engine, and every page that others may find holds what a
-cold run leaves after as many tokens.
+Drafts are scripted. Tokens must equal those of a plain engine, and every published page must hold the state of an
+uncached run after as many tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bateleur.runner.requests.prefix_keys import PrefixKeys
 from scripted import RECURRENCES, Patterned, Texts, asked, ids
 
 BLOCK, KV_BLOCK = 8, 4
-"""Tokens between boundaries, and of a KV block."""
+"""Tokens between state boundaries, and of a KV block."""
 K = 3
 SAMPLED = SamplingParams(temperature=0.8, seed=4, max_tokens=4, ignore_eos=True)
 POLICIES = pytest.mark.parametrize("policy", ["fold", "slots"])
@@ -34,7 +34,9 @@ Make = Callable[..., tuple[LLM, Texts, Patterned]]
 
 @pytest.fixture(scope="module")
 def make(recurrent: Callable[[str], tuple[Path, Texts]], sized: Callable[..., LLM]) -> Make:
-    """An engine whose pages last, what it must say, and the drafter, of whose drafts so many are right in turn."""
+    """An engine whose pages are not evicted, the expected texts, and the drafter with these numbers of right drafts in
+    turn.
+    """
 
     def build(name: str, policy: str, mode: str, right: Sequence[int], k: int = K, **more: Any) -> Any:
         folder, texts = recurrent(name)
@@ -58,14 +60,14 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 
 
 def say(llm: LLM, texts: Texts, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:
-    """What is said to prompts at once, which is what a plain engine says."""
+    """Run prompts together; the outputs must be those of a plain engine."""
     wanted = [texts.of(prompt, params) for prompt in prompts]
     assert ids(llm.generate(asked(prompts), params)) == wanted
     return wanted
 
 
 def published(llm: LLM, texts: Texts, text: list[int]) -> list[int]:
-    """The boundaries of a text that others may find: their pages hold what a cold run leaves."""
+    """The published boundaries of a text; their pages must hold the states of an uncached run."""
     states, keys = llm.engine.scheduler.states, PrefixKeys(KV_BLOCK)
     assert states is not None
     found = []
@@ -81,7 +83,7 @@ def published(llm: LLM, texts: Texts, text: list[int]) -> list[int]:
 
 
 def go_on(llm: LLM, texts: Texts, text: list[int], ends: Sequence[int]) -> list[int]:
-    """How much of a text is found by those who go on behind each of `ends` tokens of it, with the right tokens."""
+    """Cached tokens of requests that continue a text after each of `ends` tokens; their outputs must be right."""
     tails = [[*text[:end], (text[end] + 1) % texts.vocab_size] for end in ends]
     wanted = [texts.of(tail, SAMPLED) for tail in tails]
     outputs = llm.generate(asked(tails), SAMPLED)
@@ -90,12 +92,12 @@ def go_on(llm: LLM, texts: Texts, text: list[int], ends: Sequence[int]) -> list[
 
 
 def kept(mode: str, *ends: int) -> list[int]:
-    """Those of the boundaries of a short prompt's text that a mode keeps."""
+    """The boundaries of a short prompt's text that a mode keeps."""
     return list(ends if mode == "all" else ends[-1:])
 
 
 def strides(drafter: Patterned) -> list[tuple[int, int, int]]:
-    """Tokens of a row before and behind a step, and with rejected ones."""
+    """Tokens of a row before and after a step, and with rejected drafts."""
     return [(before, after, last) for step in drafter.strides for _, before, after, last in step]
 
 
@@ -103,7 +105,7 @@ def strides(drafter: Patterned) -> list[tuple[int, int, int]]:
 @MODES
 @NAMES
 def test_53912_a_boundary_inside_an_accepted_stride(make: Make, name: str, mode: str, policy: str) -> None:
-    """vLLM #53912, #47194: its state is that of the token there, not the one that the step ended with."""
+    """vLLM #53912, #47194: its state is that of the token at the boundary, not of the last token of the step."""
     llm, texts, drafter = make(name, policy, mode, [K])
     said = say(llm, texts, [tokens_of(10 + n, n) for n in (4, 5, 6, 7)], greedy(1 + 3 * (1 + K)))
     places = {(16 - before) for before, after, _ in strides(drafter) if before < 16 <= after}
@@ -118,7 +120,7 @@ def test_53912_a_boundary_inside_an_accepted_stride(make: Make, name: str, mode:
 @MODES
 @NAMES
 def test_51250_a_prompt_just_under_a_block(make: Make, name: str, mode: str, policy: str) -> None:
-    """vLLM #51250: the first decode crosses the boundary, and who goes on behind it has a hit."""
+    """vLLM #51250: the first decode crosses the boundary, and a request that continues after it has a hit."""
     llm, texts, drafter = make(name, policy, mode, [K])
     prompts = [tokens_of(20 + n, n) for n in (7, 15, 8, 16)]
     said = say(llm, texts, prompts, greedy(6))
@@ -133,7 +135,7 @@ def test_51250_a_prompt_just_under_a_block(make: Make, name: str, mode: str, pol
 @POLICIES
 @NAMES
 def test_53919_a_row_that_moves_after_acceptance(make: Make, name: str, policy: str) -> None:
-    """vLLM #53919: what was accepted is the request's, wherever its row stands in the next step."""
+    """vLLM #53919: accepted tokens belong to the request, whatever its row in the next step."""
     llm, texts, drafter = make(name, policy, "all", [K, 0, 2, 1], max_num_seqs=3)
     scheduler, random = llm.engine.scheduler, Random(1)
     requests = [(tokens_of(30 + n, 2 + 5 * n % 11), greedy(5 + 7 * n % 13)) for n in range(9)]
@@ -162,8 +164,9 @@ def test_53919_a_row_that_moves_after_acceptance(make: Make, name: str, policy: 
 def test_53505_a_copy_that_would_run_backwards(
     make: Make, monkeypatch: pytest.MonkeyPatch, name: str, mode: str, policy: str
 ) -> None:
-    """vLLM #53505: steps reach beyond a boundary and are thrown back, to it or before it; from the block
-    behind it, its state comes back to its own page, and no other one goes there."""
+    """vLLM #53505: steps cross a boundary and are rejected to it or before it. From the next block its state returns to
+    its own page, and no other state is written there.
+    """
     llm, texts, drafter = make(name, policy, mode, [2, 0, 1, K, 0])
     pool, states = llm.engine.caches.pool, llm.engine.scheduler.states
     assert pool is not None
@@ -204,7 +207,7 @@ def test_53505_a_copy_that_would_run_backwards(
 @MODES
 @NAMES
 def test_5004_a_boundary_at_which_no_step_ends(make: Make, name: str, mode: str, policy: str) -> None:
-    """LMCache #5004: its state is stored all the same."""
+    """LMCache #5004: its state is stored nevertheless."""
     llm, texts, drafter = make(name, policy, mode, [K])
     said = say(llm, texts, [tokens_of(50, 6), tokens_of(51, 5)], greedy(1 + 5 * (1 + K)))
     assert all(after % BLOCK for _, after, _ in strides(drafter))
@@ -220,7 +223,9 @@ def test_5004_a_boundary_at_which_no_step_ends(make: Make, name: str, mode: str,
 def test_53912_the_label_of_a_page_under_a_stride_of_two(
     make: Make, name: str, mode: str, policy: str
 ) -> None:
-    """One of the causes named there: from even and odd places a page is the state after as many tokens as it says."""
+    """One of the causes in that issue: at even and odd positions, a page is the state after exactly as many tokens as
+    it says.
+    """
     llm, texts, drafter = make(name, policy, mode, [1], k=1)
     said = say(llm, texts, [tokens_of(60 + n, n) for n in (4, 5, 6, 7)], greedy(13))
     assert {8 - before for before, after, _ in strides(drafter) if before < 8 <= after} == {1, 2}
@@ -234,7 +239,7 @@ def test_53912_the_label_of_a_page_under_a_stride_of_two(
 @MODES
 @NAMES
 def test_a_request_that_ends_inside_an_accepted_run(make: Make, name: str, mode: str, policy: str) -> None:
-    """What was accepted behind its stop is no one's: not emitted, not published, not in the next turn."""
+    """Drafts accepted after a stop are not emitted, not published, and not in the next turn."""
     prompt = tokens_of(70, 5)
     for end in (
         7,
@@ -257,7 +262,7 @@ def test_a_request_that_ends_inside_an_accepted_run(make: Make, name: str, mode:
 
 
 def with_a_new_token(texts: Texts, prompt: list[int], end: int) -> tuple[list[int], SamplingParams]:
-    """What is said with a seed that makes the token before `end` the first of its kind behind the prompt."""
+    """The output with a seed that makes the token before `end` the first of its kind after the prompt."""
     for seed in range(50):
         params = SamplingParams(temperature=1.0, seed=seed, max_tokens=14, ignore_eos=True)
         whole = texts.of(prompt, params)
@@ -267,7 +272,7 @@ def with_a_new_token(texts: Texts, prompt: list[int], end: int) -> tuple[list[in
 
 
 def names_of(text: list[int]) -> set[bytes]:
-    """Of the boundaries in a text whose last token was not computed."""
+    """Hashes of the boundaries in a text whose last token was not computed."""
     keys = PrefixKeys(KV_BLOCK)
     return {keys.of(np.array(text, np.int32), end) for end in range(BLOCK, len(text), BLOCK)}
 
@@ -278,7 +283,7 @@ def names_of(text: list[int]) -> set[bytes]:
 def test_39273_prompt_lookup(
     make: Make, recurrent: Callable[[str], tuple[Path, Texts]], name: str, mode: str, policy: str
 ) -> None:
-    """vLLM #39273: drafts without a head, accepted and rejected, spoil no state; penalties make texts repeat."""
+    """vLLM #39273: n-gram drafts, accepted and rejected, corrupt no state. Penalties make the texts repeat."""
     llm, texts, _ = make(name, policy, mode, [0], drafter=None, draft="ngram")
     prompts = [tokens_of(80 + n, 3 + n) * 2 for n in range(4)]
     for penalty in (-2.0, -0.7):

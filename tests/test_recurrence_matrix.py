@@ -1,11 +1,11 @@
-"""Prefix caching, speculation and graphs at once, for every recurrence: token for token what a plain engine says.
+"""Prefix caching, speculative decoding and graphs together for every recurrence: the tokens of a plain engine.
 
-A cell of the product is an engine that serves four conversations of three turns in three rows, in parts of prompts,
-over a cache that is too small for them. Drafts are right in the first turn, wrong in the second and both in the third.
-Where requests lose their places they get other rows. That each of these happened is asserted beside the tokens.
+A cell is an engine that serves four conversations of three turns in three rows, with chunked prompts and a cache that
+is too small for them. Drafts are right in the first turn, wrong in the second, and mixed in the third. Preempted
+requests get other rows. The test asserts that each of these happened.
 
-Of the 192 cells 64 run by default, in which every combination of three choices occurs. `--every-cell` runs the other
-128 as well, half a minute more on one core.
+64 of the 192 cells run by default; they contain every combination of three options. `--every-cell` also runs the other
+128, which takes half a minute more on one core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scripted import RECURRENCES, Patterned, Texts, ids
 
 SIZES: dict[str, Any] = {"max_model_len": 88, "block_size": 4}
 BLOCK = 8
-"""Tokens between boundaries."""
+"""Tokens between state boundaries."""
 CHOICES: dict[str, list[Any]] = {
     "name": list(RECURRENCES),
     "mode": ["none", "align", "all"],
@@ -39,7 +39,7 @@ Turn = list[tuple[list[int], SamplingParams]]
 
 
 def conversations(texts: Texts) -> list[Turn]:
-    """Three turns of four conversations, two of which begin alike."""
+    """Three turns of four conversations, two of which share their beginning."""
     random = Random(7)
 
     def tokens(length: int) -> list[int]:
@@ -60,7 +60,7 @@ def conversations(texts: Texts) -> list[Turn]:
 
 @pytest.fixture(scope="module")
 def turns(recurrent: Callable[[str], tuple[Path, Texts]]) -> Callable[[str], list[Turn]]:
-    """By the name of a recurrence; made once."""
+    """The turns by recurrence, cached."""
     return cache(lambda name: conversations(recurrent(name)[1]))
 
 
@@ -108,7 +108,7 @@ def test_every_cell_says_what_a_plain_engine_says(
 
 
 def serve(llm: LLM, turn: Turn, *, preempt: bool) -> list[RequestOutput]:
-    """The turn's outputs; who comes back after a preemption, of which there may be more than need be, gets any row."""
+    """The turn's outputs. Requests are preempted at random and resumed in any row."""
     random, scheduler, table = Random(3), llm.engine.scheduler, llm.engine.table
     names = [llm.add_request({"prompt_token_ids": prompt}, params) for prompt, params in turn]
     done: dict[str, RequestOutput] = {}
@@ -121,7 +121,9 @@ def serve(llm: LLM, turn: Turn, *, preempt: bool) -> list[RequestOutput]:
 
 
 def expect(llm: LLM, k: int, graphs: str) -> None:
-    """What a cell is for took place: drafts accepted at every place and rejected, preemptions, graphs of both kinds."""
+    """Assert that the cell's options had an effect: accepted drafts at every position, rejections, preemptions, both
+    kinds of graphs.
+    """
     stats, decisions = llm.get_metrics(), llm.engine.graphs.decisions.by_reason
     assert stats.num_preemptions > 1
     if k:

@@ -1,4 +1,4 @@
-"""When things happen to requests, and what is counted of it."""
+"""Times of requests, and the statistics of them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The test model that writes given texts: every token is certain, whatever runs beside it."""
+"""The test model that generates given texts: every token is certain, whatever else is in the batch."""
 
 from __future__ import annotations
 

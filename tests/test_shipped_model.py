@@ -1,4 +1,4 @@
-"""The model in the wheel: what its card says, and that transformers opens it as is."""
+"""The model in the wheel: its card is right, and transformers loads it unchanged."""
 
 import ast
 import json
@@ -59,7 +59,7 @@ def test_transformers_opens_it_without_a_missing_or_surplus_weight() -> None:
 
 
 def test_the_training_network_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trained, opened by transformers, run by bateleur: one model."""
+    """One model: as trained, as loaded by transformers, and as run by bateleur."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -81,7 +81,7 @@ def test_the_training_network_is_the_same_function(monkeypatch: pytest.MonkeyPat
 def test_held_out_text_is_compressed_as_the_record_says(
     record: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bits per byte on held-out files of this interpreter: another Python has other files, so within 15 %."""
+    """Bits per byte on held-out files of this Python's library: other versions have other files, so within 15 %."""
     monkeypatch.syspath_prepend(str(TOOLS))
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -100,7 +100,7 @@ def test_held_out_text_is_compressed_as_the_record_says(
 
 
 def code_lines(text: str) -> list[str]:
-    """Non-blank lines outside of docstrings and comments, without their indentation."""
+    """Non-blank lines without docstrings, comments and indentation."""
     lines, quoted = [], False
     for line in text.split("\n"):
         if line.count('"""') % 2:
@@ -111,7 +111,7 @@ def code_lines(text: str) -> list[str]:
 
 
 def parses(line: str) -> bool:
-    """Whether the line by itself is Python, given a body if it opens a block and a block if it continues one."""
+    """Whether a line is valid Python by itself, with a body added if it opens a block."""
     body = line + " pass" if line.endswith(":") else line
     openings = {
         "elif": "if x: pass\n",
@@ -128,7 +128,7 @@ def parses(line: str) -> bool:
 
 
 def test_its_text_has_the_look_of_python() -> None:
-    """Most lines of code that it writes parse, each by itself; of its own lines with the words shuffled, few do."""
+    """Most lines of code that it writes parse by themselves; of its lines with shuffled words, few do."""
     llm = LLM(device="cpu", max_model_len=512)
     heads = [
         "def add(self, value):",
@@ -156,7 +156,7 @@ def test_its_text_has_the_look_of_python() -> None:
 
 
 def test_the_first_command_of_the_readme_writes_python(capsys: pytest.CaptureFixture[str]) -> None:
-    """What a newcomer sees first parses up to its last whole line, and does not repeat itself."""
+    """The output of the README's first command parses up to its last whole line, and does not repeat itself."""
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     line = next(line for line in readme.splitlines() if "uv run bateleur generate" in line)
     assert main([*shlex.split(line)[shlex.split(line).index("bateleur") + 1 :], "--device", "cpu"]) == 0

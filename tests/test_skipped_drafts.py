@@ -1,4 +1,4 @@
-"""On a CPU with a compiler, a step without drafts does not run the draft head; counted, not timed."""
+"""On a CPU with a compiler, a step without drafts does not run the draft head. Operators are counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="needs 
 
 
 class Seldom:
-    """Drafts in two steps of seven."""
+    """Proposes drafts in two steps of seven."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -103,7 +103,7 @@ def test_a_step_without_drafts_runs_no_matrix_product_of_the_head(
 def test_after_skipped_steps_the_head_starts_at_the_current_position(
     make: Callable[..., LLM], check_integrity: Callable[[Any], None], most: int | None
 ) -> None:
-    """It reads no key before that, and the tokens are the same; with prompts in one step and in several."""
+    """The head reads no key before that position, and the tokens are the same; with whole and chunked prompts."""
     options = {} if most is None else {"max_num_batched_tokens": most}
     llm = make(**options)
     expected = tokens_of(make(draft_policy=FixedDrafts(3), **options))
@@ -141,7 +141,7 @@ def test_after_skipped_steps_the_head_starts_at_the_current_position(
 def test_the_head_runs_in_every_step_if_a_later_step_may_need_its_keys(
     make: Callable[..., LLM], options: dict[str, Any]
 ) -> None:
-    """Blocks of a shared prefix must hold its keys, and drafts of a sampling rule may not depend on the policy."""
+    """Blocks of shared prefixes must hold the head's keys; drafts under a sampling rule must not depend on the policy."""
     llm, num_steps = make(**options), 0
     drafter = drafter_of(llm)
     propose = drafter.propose

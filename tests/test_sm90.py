@@ -1,4 +1,4 @@
-"""The driver double that compiles launches for sm_90: it finds what it is there to find."""
+"""The driver double that compiles launches for sm_90 finds the faults that it should find."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_launch_compiles_with_its_arguments_and_runs_nothing(compiled: Compile
 
 
 def test_specialisations_follow_alignment_of_fake_tensors(compiled: Compiled) -> None:
-    """A view that begins 4 bytes further is another specialisation, as it is on a device."""
+    """A view that begins 4 bytes later is another specialisation, as on a device."""
     with FakeTensorMode():
         x = torch.empty(65, device="cuda")
         for each in (x[:64], x[16:64], x[1:]):
@@ -78,7 +78,7 @@ def test_specialisations_follow_alignment_of_fake_tensors(compiled: Compiled) ->
 
 
 def test_an_operator_launches_for_fake_tensors_of_a_device() -> None:
-    """`Implementations.on` asks which device is current: the double's."""
+    """`Implementations.on` asks for the current device, which is the double's."""
     with FakeTensorMode(), compiling(on_device=True) as found:
         table = torch.empty(2, 16, dtype=torch.int32, device="cuda")
         gather_block_tables(table, table, table[:, 0], table[:, 0], 16)

@@ -1,4 +1,4 @@
-"""Many unlike requests through one small engine: each ends as it does alone, and nothing leaks."""
+"""Many different requests through one small engine: each ends as it does alone, and nothing leaks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from eagle_doubles.drafters import ScriptedDrafter
 
 
 def random_request(random: Random) -> tuple[list[int], SamplingParams]:
-    """A prompt of 1 to 40 ids, the first of them often those of others, and parameters of every kind."""
+    """A prompt of 1 to 40 ids, often with the beginning of another, and parameters of every kind."""
     base = random.randrange(2)
     shared = [(7919 * i + base) % 96 + 1 for i in range(random.choice([0, 8, 17, 30]))]
     prompt = [*shared, *(random.randrange(1, 97) for _ in range(random.randint(1, 24)))]
@@ -40,7 +40,7 @@ def drain(llm: LLM) -> dict[str, Any]:
 
 
 class Guesser(ScriptedDrafter):
-    """Knows what every request will say, and is right up to a place that changes."""
+    """Knows every text, and proposes right tokens up to a position that changes."""
 
     def __init__(self, texts: list[list[int]], k: int, random: Random) -> None:
         def script(tokens: list[int]) -> list[int]:
@@ -55,7 +55,7 @@ class Guesser(ScriptedDrafter):
 
 
 POOL = 64
-"""Different requests; every case takes 40 of them, in an order and with neighbours of its own."""
+"""Number of different requests. Every case runs 40 of them in its own order."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., L
 
 @pytest.fixture(scope="module")
 def alone(make_llm: Callable[..., LLM]) -> list[tuple[list[int], SamplingParams, CompletionOutput]]:
-    """Requests, and what each says where no other runs."""
+    """Requests, and the output of each when it runs alone."""
     random, llm = Random(0), make_llm(max_num_seqs=1, max_model_len=72)
     requests = [random_request(random) for _ in range(POOL)]
     return [(prompt, params, llm.generate([prompt], params)[0].outputs[0]) for prompt, params in requests]

@@ -1,4 +1,4 @@
-"""Steps that verify drafts emit the tokens of plain decoding, whatever is drafted and however states are kept."""
+"""Steps that verify drafts emit the tokens of plain decoding, for any drafts and state policies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_llm(make_llm: Callable[..., LLM], tiny_hybrid: Path) -> Callable[..., L
 
 @pytest.fixture(scope="module")
 def plain(make_llm: Callable[..., LLM]) -> LLM:
-    """The uncached, unchunked engine without speculation, one request at a time, a state per request."""
+    """An engine without caching, chunks and speculation; one request at a time."""
     return make_llm(max_model_len=96, max_num_seqs=1, mamba_state_policy="slots")
 
 
@@ -78,7 +78,7 @@ def make(make_llm: Callable[..., LLM], script: Script) -> Callable[..., LLM]:
 
 
 def test_what_a_drafter_leaves_out_was_not_verified(make: Callable[..., LLM]) -> None:
-    """Whatever the policy asked for, and whatever stands behind a place without a draft."""
+    """A position without a draft is not verified, whatever number the policy asked for and whatever follows it."""
     llm = make("sticky", k=4)
     drafter = llm.engine.setup.drafter
     assert isinstance(drafter, StickyDrafter)
@@ -155,7 +155,7 @@ def test_recorded_graphs_verify_like_eager_steps(
 def test_conversations_with_hits_and_chunks_go_on_as_they_would(
     make_llm: Callable[..., LLM], policy: str, mode: str
 ) -> None:
-    """Each turn's prompt is the last one's with its answer and a question; prompts run in chunks of odd lengths."""
+    """Each turn's prompt is the previous one with its answer and a question. Prompts run in chunks of odd lengths."""
     script = Script()
     settings: dict[str, Any] = {"max_model_len": 160, "block_size": 4}
     plain = make_llm(max_num_seqs=1, mamba_state_policy="slots", **settings)
@@ -187,7 +187,7 @@ def test_conversations_with_hits_and_chunks_go_on_as_they_would(
 def test_g_a_drafter_that_is_right_up_to_s_gives_s_plus_1_tokens(
     make_llm: Callable[..., LLM], plain: LLM, k: int, graphs: str
 ) -> None:
-    """For every batch size; the target itself as drafter gives k + 1."""
+    """For every batch size; with the target itself as drafter, k + 1 tokens per step."""
     for right in sorted({0, k // 2, k}):
         script = Script()
         params = SamplingParams(temperature=0.8, seed=3, max_tokens=1 + 3 * (right + 1), ignore_eos=True)
@@ -210,7 +210,7 @@ def test_g_a_drafter_that_is_right_up_to_s_gives_s_plus_1_tokens(
 def test_m33_a_hit_that_leaves_one_token_finds_its_window_in_the_ring(
     make: Callable[..., LLM], plain: LLM
 ) -> None:
-    """A prompt of one token over a shared state is a decode row, in a ring that another request has used."""
+    """A prompt of one token after a cached state is a decode row, whose ring another request has used."""
     llm = make("none", mode="all", max_num_seqs=1)
     for seed in (21, 22):
         prompt = tokens_of(seed, 17)

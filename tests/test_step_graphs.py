@@ -1,4 +1,4 @@
-"""A whole step on graphs: forward pass, verification with the commit, and the proposal, a replay each."""
+"""A whole step on graphs: one replay each for the forward pass, verification with the commit, and the proposal."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make(tiny_hybrid: Path, tiny_head: Path, tiny_mtp: Path) -> Callable[..., LL
 
 @pytest.fixture(scope="module")
 def plain(make: Callable[..., LLM]) -> Callable[[bool, bool], list[list[int]]]:
-    """What eager engines without drafts say, of either model, drawn or greedily."""
+    """Outputs of eager engines without drafts, for both models, sampled or greedy."""
     known: dict[tuple[bool, bool], list[list[int]]] = {}
 
     def said(mtp: bool, greedy: bool) -> list[list[int]]:
@@ -102,7 +102,7 @@ def test_tokens_are_those_of_eager_plain_decoding(
 def test_what_no_row_asks_for_is_in_no_graph_of_the_step(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that truncates comes last and leaves first, beside one that draws and one that does not."""
+    """A row with truncation joins last and leaves first, in a batch with a sampled and a greedy row."""
     held, ran = {}, []
     real = captured_sampler.verify
 
@@ -149,7 +149,7 @@ def test_what_no_row_asks_for_is_in_no_graph_of_the_step(
 def test_what_a_graph_does_not_hold_runs_eagerly_and_is_counted(
     make: Callable[..., LLM], plain: Callable[[bool, bool], list[list[int]]]
 ) -> None:
-    """The proposal behind it is on its graph nevertheless."""
+    """The proposal after it runs on its graph nevertheless."""
     llm = make(**HEAD, **GRAPHS)
     kinds = [kind | {"logprobs": 1} for kind in DRAWS]
     assert tokens(llm, params(kinds)) == plain(False, False)
@@ -158,7 +158,7 @@ def test_what_a_graph_does_not_hold_runs_eagerly_and_is_counted(
 
 
 def test_behind_a_step_that_ends_eagerly_nothing_stale_is_read(make: Callable[..., LLM]) -> None:
-    """Its proposal is on a graph of padded rows: of those without a token nothing counts, whatever is left there."""
+    """Its proposal runs on a graph with padded rows: whatever a row without a token contains must not matter."""
     proposed, spoiled = [], 0
     for checks in ("CHEAP", "PARANOID"):
         llm = make(**HEAD, **GRAPHS | {"cudagraph_checks": checks})
@@ -182,7 +182,9 @@ def test_behind_a_step_that_ends_eagerly_nothing_stale_is_read(make: Callable[..
 def test_replays_of_every_kind_of_graph_equal_eager_runs(
     make: Callable[..., LLM], tiny_hybrid: Path, tiny_head: Path, case: dict[str, Any]
 ) -> None:
-    """And one that writes nothing for the next step is found, although what it returns is right. `info` names all."""
+    """A graph that does not write the input of the next step is found, although its outputs are right. `info` lists all
+    graphs.
+    """
     engine = make(**case, **GRAPHS).engine
     report = engine.verify_graphs(fuzz=2)
     assert report.ok, report.table()
@@ -213,7 +215,7 @@ def test_replays_of_every_kind_of_graph_equal_eager_runs(
 
 
 def steady(steps: list[Any]) -> list[Any]:
-    """Those in the middle: nobody comes, and nobody's end is near."""
+    """The steps in the middle, in which no request joins or is near its end."""
     assert len(steps) > 8
     return steps[3:6]
 
@@ -243,7 +245,7 @@ def test_a_steady_step_replays_a_graph_for_each_of_its_parts(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has")
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 def test_from_the_forward_pass_on_the_host_launches_nothing_but_graphs(cuda: Any) -> None:
-    """On CUDA, with its own attention: what stands before is the staging of the step."""
+    """On CUDA with its own attention; before that there is only the staging of the step."""
     drafts = {"draft": "auto", "num_speculative_tokens": 3}
     llm = cuda.make(cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[8], **drafts, **AHEAD)
     kinds = params([{"temperature": 0.8, "top_p": 0.9}] * 2, max_tokens=24)
@@ -255,7 +257,7 @@ def test_from_the_forward_pass_on_the_host_launches_nothing_but_graphs(cuda: Any
 
 
 class Uneven:
-    """A row's number depends on the row: 0, 1, 2, ..."""
+    """Number of drafts by row: 0, 1, 2, ..."""
 
     def lengths(self, rows: PolicyRows) -> np.ndarray[Any, np.dtype[np.int32]]:
         """See `DraftPolicy`."""
@@ -263,7 +265,7 @@ class Uneven:
 
 
 class InTurn:
-    """All rows have one number in a step: K, K - 1, ..., 0, and again."""
+    """Equal numbers of drafts for all rows, by step: K, K - 1, ..., 0, and again."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -280,7 +282,7 @@ def test_35387_rows_of_unequal_draft_lengths_keep_their_graph(
     plain: Callable[[bool, bool], list[list[int]]],
     policy: type[Uneven] | type[InTurn],
 ) -> None:
-    """Nor do steps of other numbers of drafts than a graph was captured for."""
+    """Also for steps with other numbers of drafts than a graph was captured for."""
     llm = make(
         "head", num_speculative_tokens=3, draft_policy=policy(), **GRAPHS | {"cudagraph_capture_sizes": [12]}
     )

@@ -1,4 +1,4 @@
-"""Text that follows a grammar: the same with drafts as without, whatever is drafted and however requests run."""
+"""Structured outputs are the same with and without drafts, for any drafts and any scheduling."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PARAMS = [SamplingParams(**params) for _, params in ASKED]
 
 
 def told(outputs: Sequence[RequestOutput]) -> list[Any]:
-    """What must be the same, of log probabilities the ranks."""
+    """Everything that must be equal; of log probabilities only the ranks."""
     return [
         (
             done.token_ids,
@@ -70,7 +70,7 @@ def told(outputs: Sequence[RequestOutput]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain(make_llm: Callable[..., LLM]) -> list[RequestOutput]:
-    """Without drafts, one request at a time."""
+    """Outputs without drafts, one request at a time."""
     return make_llm(max_num_seqs=1, mamba_state_policy="slots").generate(PROMPTS, PARAMS)
 
 
@@ -139,7 +139,9 @@ def test_drafts_change_nothing(
 def test_a_head_whose_drafts_are_forbidden_now_and_then(
     make_llm: Callable[..., LLM], sized: Callable[..., LLM], plain: list[RequestOutput], rule: str
 ) -> None:
-    """Under every rule a seed decides, in any batch and through preemption; coupled as without drafts."""
+    """Under every rule a seed decides in any batch and through preemption; under COUPLED the tokens are those without
+    drafts.
+    """
     settings = {"draft": "auto", "num_speculative_tokens": 3, "speculative_rule": rule}
     alone = make_llm(**settings, max_num_seqs=1).generate(PROMPTS, PARAMS)
     together = sized(make_llm, 10, 8, **settings, max_num_seqs=3, max_num_batched_tokens=13)
@@ -151,7 +153,7 @@ def test_a_head_whose_drafts_are_forbidden_now_and_then(
 
 
 def test_lookups_in_json(make_llm: Callable[..., LLM]) -> None:
-    """Names of a schema that stand in the prompt are looked up there."""
+    """Names of the schema that occur in the prompt are found by prompt lookup."""
     row = '{"name": "first", "size": 12, "kind": "module"}\n'
     asked = SamplingParams(structured_outputs={"json": PERSON}, temperature=0, max_tokens=60)
     (expected,) = make_llm(max_num_seqs=1).generate(row * 3, asked)
@@ -163,7 +165,7 @@ def test_lookups_in_json(make_llm: Callable[..., LLM]) -> None:
 
 
 def test_a_grammar_that_can_not_go_on_is_an_error_of_its_request_alone(make_llm: Callable[..., LLM]) -> None:
-    """Its rows take all that a row of the parser may hold after some tokens; nobody else notices."""
+    """The parser's limits are exceeded after some tokens. Only this request ends with an error."""
     nested = {"grammar": 'start: ((("a"~1..1000)~1..1000)~1..1000)'}
     asked = [
         SamplingParams(structured_outputs=nested, seed=1, max_tokens=200),
@@ -178,7 +180,7 @@ def test_a_grammar_that_can_not_go_on_is_an_error_of_its_request_alone(make_llm:
 
 
 def test_a_model_without_an_end_of_32_tokens_a_word(tiny: Callable[..., Path]) -> None:
-    """Its grammars have a token more than it has, and a word more; `allowed_token_ids` have not."""
+    """Grammars have one token more than the model, and one mask word more; `allowed_token_ids` has not."""
     family, sizes = RECURRENCES["gated_delta"]
     llm = LLM(tiny(family, **sizes, vocab_size=96), device="cpu", draft="ngram", num_speculative_tokens=2)
     assert not llm.spec.eos_token_ids
@@ -217,7 +219,9 @@ def test_what_is_refused_leaves_the_others(llm: LLM) -> None:
 def test_steps_without_a_grammar_fetch_nothing(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither are drafts sent to the host nor masks to the device; steps with one send drafts once each."""
+    """Without a grammar, drafts are not copied to the host and masks not to the device; with one, drafts are copied
+    once per step.
+    """
     llm = make_llm(draft="ngram", num_speculative_tokens=2)
     fetched: list[tuple[int, ...]] = []
     proposed = llm.engine._verifier.proposed
@@ -234,7 +238,7 @@ def test_steps_without_a_grammar_fetch_nothing(
 
 
 def test_continuations_have_a_grammar_each(make_llm: Callable[..., LLM]) -> None:
-    """Three of one prompt say what three requests say."""
+    """Three continuations of one prompt equal three requests."""
     asked = {"structured_outputs": {"regex": "([a-z]{3} ){3}"}, "max_tokens": 20}
     apart = make_llm().generate(["x ="] * 3, [SamplingParams(seed=5 + i, **asked) for i in range(3)])
     (output,) = make_llm(draft="ngram", num_speculative_tokens=3).generate(
@@ -246,7 +250,7 @@ def test_continuations_have_a_grammar_each(make_llm: Callable[..., LLM]) -> None
 
 @pytest.mark.parametrize("rule", ["coupled", "ratio", "block"])
 def test_of_forbidden_drafts_sampling_rules_reject_the_first(make_llm: Callable[..., LLM], rule: str) -> None:
-    """What is left of the target's law when it is rejected is not what would be drawn without it."""
+    """The residual distribution after a rejection differs from the distribution without the forbidden draft."""
     settings = {"drafter": RandomDrafter(4, VOCAB), "num_speculative_tokens": 4, "speculative_rule": rule}
     llm = make_llm(**settings)
     llm.generate("x", SamplingParams(structured_outputs={"regex": "[0-9]{40}"}, seed=1, max_tokens=12))

@@ -1,4 +1,4 @@
-"""What makes the host wait is one rule: of the captures on CPU, and of the checks that builders are put to."""
+"""One rule defines what makes the host wait, for captures on a CPU and for the conformance checks of builders."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +45,7 @@ PASSES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def watched(call: Callable[[Any, Any], Any]) -> list[str]:
-    """What the checks of builders say of a call."""
+    """The host syncs that the builder checks find in a call."""
     notes: list[str] = []
     x, mask = torch.tensor([1, 0, 2]), torch.tensor([True, False, True])
     with _spy.NoSync([x, mask], notes.append):
@@ -76,7 +76,7 @@ def test_m1_what_does_not_wait_passes_both(name: str, inference: bool) -> None:
 
 
 def test_m1_a_number_of_the_host_fills_and_one_of_the_device_is_counted() -> None:
-    """As on a CUDA device, where `x[mask] = 7` comes with the number on the host."""
+    """As on a CUDA device, where `x[mask] = 7` has its value on the host."""
     put = torch.ops.aten.index_put_.default
     x, mask, number = torch.zeros(3), torch.zeros(3, dtype=torch.bool), torch.tensor(7.0)
     for on_device, accumulate, waits in (

@@ -1,4 +1,4 @@
-"""Several ranks say what one process says: every family, with what an engine can do at once."""
+"""Several ranks generate the tokens of one process, for every family and with all engine features."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 
 def prompts() -> list[dict[str, Any]]:
-    """Three that share 16 tokens."""
+    """Three prompts that share 16 tokens."""
     ids: list[int] = np.random.default_rng(1).integers(3, 80, 40).tolist()
     return [{"prompt_token_ids": [*ids[:16], *end]} for end in ([5, 7, 9], ids[16:37], [11] * 3)]
 
@@ -63,7 +63,7 @@ def said(folder: Path, verify: bool = False, **settings: Any) -> list[list[list[
 
 @pytest.fixture(scope="module", params=EVEN)
 def family(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> tuple[Path, Any]:
-    """A checkpoint that four ranks can share, and what one process says."""
+    """A checkpoint that four ranks can share, and the outputs of one process."""
     folder = tiny(request.param, **EVEN[request.param])
     return folder, said(folder, mamba_state_policy="slots")
 
@@ -86,7 +86,7 @@ def test_two_ranks_say_what_one_says(family: tuple[Path, Any]) -> None:
 
 
 def test_four_ranks_say_it_too(tiny: Callable[..., Path]) -> None:
-    """And compare the plan of every step."""
+    """The ranks also compare the plan of every step."""
     folder = tiny("nemotron_h-experts", **EVEN["nemotron_h-experts"])
     wanted = said(folder, mamba_state_policy="slots")
     checks = {"cudagraph_checks": "PARANOID", "max_num_batched_tokens": 64}
@@ -96,7 +96,7 @@ def test_four_ranks_say_it_too(tiny: Callable[..., Path]) -> None:
 def test_laws_that_truncate_end_on_graphs_of_ranks_with_a_part_each(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of another kind, then all at once, in a vocabulary that does not divide."""
+    """Each parameter alone and then all at once, with a vocabulary that is not divisible by the number of ranks."""
     laws: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8}]
     params = [SamplingParams(seed=i, max_tokens=12, ignore_eos=True, **each) for i, each in enumerate(laws)]
     folder, kinds, kind_of = tiny("llama", **EVEN["llama"]), set[str](), CapturedSampler.kind_of
@@ -119,7 +119,7 @@ def test_laws_that_truncate_end_on_graphs_of_ranks_with_a_part_each(
 
 
 def test_grammars_rules_and_steps_ahead_are_those_of_one_process() -> None:
-    """With drafts of the shipped head, which ranks draw together."""
+    """With drafts of the shipped head, which the ranks sample together."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     params = [
         SamplingParams(
@@ -159,7 +159,7 @@ with LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, tensor_parallel_si
 
 
 def test_under_torchrun_one_script_is_all_ranks(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """The first goes on behind its `LLM`, the others end with it, in good order."""
+    """The first rank continues after its `LLM` is closed; the others end with it, without an error."""
     folder, script = tiny("llama", **EVEN["llama"]), tmp_path / "script.py"
     script.write_text(SCRIPT)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True)
@@ -174,7 +174,7 @@ def test_under_torchrun_one_script_is_all_ranks(tiny: Callable[..., Path], tmp_p
 
 
 def held_bytes(folder: Path, ranks: Ranks) -> tuple[int, int]:
-    """What the weights and the caches of a rank take in its memory."""
+    """Bytes of weights and caches of a rank."""
     limits = EngineLimits(64, 4, 64)
     model = load_model(open_checkpoint(folder), torch.float32, "cpu", ranks)
     options = CacheOptions.of(EngineConfig.of(), model.spec, torch.device("cpu"))
@@ -198,7 +198,9 @@ def test_weights_and_caches_divide(tiny: Callable[..., Path]) -> None:
 def test_drafts_of_heads(
     tiny: Callable[..., Path], make_mtp: Callable[..., Path], make_head: Callable[..., Path], graphs: str
 ) -> None:
-    """Heads are whole on every rank but for what they share with the target: its embedding, or its output, too."""
+    """Every rank has the whole head, except what it shares with the target: its embedding, or its output projection,
+    too.
+    """
     verify = graphs != "NONE"  # and what steps and their ends are told is spoiled between them
     head = make_head(hidden_size=48, vocab_size=97, head_dim=16, taps=(1, 2, 3))
     for folder, draft in (

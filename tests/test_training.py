@@ -1,4 +1,4 @@
-"""The training script: seeded and resumable, shown on a network of a few thousand weights."""
+"""The training script is seeded and resumable; tested with a few thousand weights."""
 
 import sys
 from pathlib import Path

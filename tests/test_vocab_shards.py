@@ -1,4 +1,4 @@
-"""What ranks with a part of the vocabulary each tell each other: the bytes of docs/parallel.md, counted."""
+"""Bytes that ranks with vocabulary shards exchange: the numbers of docs/parallel.md."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ DRAFTS = LOGITS.argmax(1).view(R, K + 1)[:, :K].contiguous()
 
 
 def drawn(*row: float) -> Callable[[Tensor, VocabShard], object]:
-    """A draw by a law."""
+    """Sample with these parameters."""
     temperature, min_p, top_k, top_p = row
     metadata = metadata_of(*[(temperature, min_p, top_k, top_p)] * N)
     return lambda own, shard: sample(own, metadata, keys_of(N), lanes=Lanes.of(shard, CPU))
 
 
 def verified(rule: Rule, kind: str) -> Callable[[Tensor, VocabShard], object]:
-    """A step with drafts."""
+    """Verify drafts."""
 
     def run(own: Tensor, shard: VocabShard) -> object:
         whole = LOGITS.view(R, K + 1, V)[:, :K]
@@ -74,12 +74,12 @@ def verified(rule: Rule, kind: str) -> Callable[[Tensor, VocabShard], object]:
 
 
 def told(own: Tensor, shard: VocabShard) -> object:
-    """Log probabilities of tokens of all parts."""
+    """Log probabilities of tokens of all shards."""
     return logprobs_of(own, torch.arange(N) * 125, 5, shard)
 
 
 def ruled(own: Tensor, shard: VocabShard) -> object:
-    """Rows with a rule each."""
+    """Rows with token rules."""
     state = SamplingState(N, V, CPU, shard)
     for row in range(N):
         state.admit(row, SamplingParams(logit_bias={row: 1.0}), row, ())
@@ -145,7 +145,7 @@ PARAMS = [
 
 
 class Said(NamedTuple):
-    """What an engine said, and what a head of it drafted."""
+    """Outputs of an engine, and the drafts of its head."""
 
     tokens: list[list[int]]
     drafts: list[list[list[int]]]
@@ -166,7 +166,7 @@ def of(llm: LLM, params: list[SamplingParams]) -> Said:
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> Together:
-    """Ranks in threads, as soon as they are asked for by `as_rank`."""
+    """Ranks in threads, started by `as_rank`."""
     here, rank = Together(2), threading.local()
     opened = LLM._open
 
@@ -216,7 +216,7 @@ def test_heads_draft_what_those_of_one_do(
     rule: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One with the target's output, of which each rank has a part, and one with an output of its own."""
+    """A head with the target's output projection, which is sharded, and a head with its own."""
     propose = EagleSpeculator.propose
 
     def seen(head: EagleSpeculator, context: DraftContext) -> Tensor:
@@ -242,7 +242,7 @@ def test_heads_draft_what_those_of_one_do(
 def test_a_decode_step_tells_8_bytes_a_row_beside_what_layers_sum(
     tiny: Callable[..., Path], together: Together, some: slice
 ) -> None:
-    """So nothing gathers the vocabulary: of all that goes round only sums of the stream are wider."""
+    """No collective gathers the vocabulary: of all transfers only all-reduces of hidden states are wider."""
     folder = tiny("llama", **SIZES)
     said_together(together, 3, folder, PARAMS[some])
     loaded = max(at for at, (kind, _) in enumerate(together.told) if kind == "every")

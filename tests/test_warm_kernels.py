@@ -1,4 +1,4 @@
-"""No kernel is loaded inside a capture, and none that decoding needs is loaded in a step (class K, vLLM #55341)."""
+"""No kernel is loaded inside a capture, and no kernel for decoding is first loaded in a step (class K, vLLM #55341)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,18 +27,18 @@ GRAPHS = {
 }
 Stage = tuple[str, Any, Phase]
 PROMPTS = {("commit", 1, length) for length in (2, 4, 8, 16, 64)}
-"""Of which the kernels of all prompts are."""
+"""Stagings whose kernels cover all prompts."""
 
 
 class Launches:
-    """What attention kernels are launched with, by the staging that came before: producer, key and phase."""
+    """Launch arguments of attention kernels by the staging before them: producer, key and phase."""
 
     def __init__(self) -> None:
         self.by_stage: dict[Stage, list[Any]] = {}
         self.now: list[Any] = []
 
     def kernel(self, name: str, out: int) -> Any:
-        """In place of a kernel; writes zeros to its argument `out`."""
+        """A replacement of a kernel, which writes zeros to its argument `out`."""
         seen = self
 
         class Spy:
@@ -54,7 +54,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    """The launches of attention kernels from here on, as a large GPU would get them."""
+    """Record launches of attention kernels, with the tile sizes of a large GPU."""
     pytest.importorskip("triton", reason="triton is not installed")
     home, tiles = "bateleur.metadata.kernels", import_module("bateleur.metadata.backends._launch_config")
     attention, forms, work = (
@@ -76,7 +76,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     replay = CapturedBody.replay
 
     def unseen(recording: Any, state: Any) -> Any:
-        """What was captured before, and is run to stage what comes behind it."""
+        """Runs a body that was captured before, to stage what follows it."""
         seen.now, now = [], seen.now
         result = replay(recording, state)
         seen.now = now
@@ -98,7 +98,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 def test_k1_a_warm_up_launches_what_its_capture_launches(
     make_llm: Callable[..., LLM], random_head: Path, launches: Launches
 ) -> None:
-    """Of the target and of both kinds of draft passes: also what only requests near the longest need."""
+    """For the target and both kinds of draft passes, including kernels that only the longest requests need."""
     long = {"max_model_len": 1536, "draft": random_head, "num_speculative_tokens": 2}
     llm = make_llm(**GRAPHS, **long, attention_backend="triton")
     assert llm.engine.graphs.manager is not None
@@ -118,7 +118,7 @@ def test_prompts_that_a_head_sees_load_no_kernel(
     launches: Launches,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a head whose heads are of another size than the target's: those of prompts are in no graph."""
+    """A draft head with another head size than the target's: its prompt kernels are in no graph."""
     monkeypatch.setattr(NativeChain, "fits", lambda *_: False)
     before = launches.now
     graphs = GRAPHS | {"cudagraph_mode": "FULL_DECODE_ONLY", "max_num_batched_tokens": 256}
@@ -151,7 +151,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
     policy: str,
     num_drafts: int,
 ) -> None:
-    """Verification and the commit of states, with the rows and drafts of each graph that decodes."""
+    """Verification and the commit of states, with the rows and drafts of each decode graph."""
     seen: Counter[tuple[Any, ...]] = Counter()
     truncated: set[bool] = set()
     verify, sample, commit = rejection_sampler.verify, SamplingState.draw, ModelState.commit
@@ -189,7 +189,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
 
 
 def test_nothing_of_the_rehearsal_remains(make_llm: Callable[..., LLM], random_head: Path) -> None:
-    """Not in the rows of the table, and not in the noise: RATIO draws anew in every step."""
+    """Neither in rows of the request table nor in the noise: RATIO draws again in every step."""
     options = {
         "draft": random_head,
         "num_speculative_tokens": 2,

@@ -1,4 +1,6 @@
-"""Kernels of layers are launched before a capture and before the first request, in every form that steps ask for."""
+"""Kernels of layers are launched before a capture and before the first request, with every specialisation of later
+steps.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +62,14 @@ SCANS = {name: forms for name, forms in MAMBA.items() if name.endswith("_varlen"
 
 
 def _kind(arg: Any) -> Any:
-    """Of a vector the dtype: how long it is follows from the tokens."""
+    """The dtype of a vector: its length depends on the tokens."""
     if isinstance(arg, list | tuple):
         return tuple(map(_kind, arg))
     return (arg.dtype, *arg.shape[1:]) if isinstance(arg, Tensor) else arg
 
 
 class Seen:
-    """What kernels are compiled for: name, and of each argument its dtype and the sizes of a token, or itself."""
+    """Specialisations of kernels: name, and of each argument the dtype and the sizes per token, or the value."""
 
     def __init__(self) -> None:
         self.warm: set[Any] = set()
@@ -85,7 +87,7 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
-    """The fused operators of layers from here on, as CUDA gets them, by the phase of the staging before them."""
+    """Record the fused operators of layers, as on CUDA, by the phase of the staging before them."""
     found, stage, library = Seen(), manager.stage_batch, Library("bateleur", "IMPL")
     monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
     forms = {name: each.torch for name, each in FORMS.items()}
@@ -104,7 +106,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
 
 def test_scans_of_prompts_are_launched_before_the_first_prompt(tiny: Callable[..., Path]) -> None:
-    """Also where no graph holds any: of whatever length prompts are, their kernels are the same."""
+    """Also if no graph holds them: their kernels do not depend on the prompts' lengths."""
     launched: list[set[str]] = [set(), set()]
     library, now = Library("bateleur", "IMPL"), 0
 
@@ -130,7 +132,7 @@ def test_scans_of_prompts_are_launched_before_the_first_prompt(tiny: Callable[..
 def test_no_step_and_no_capture_is_the_first_to_launch_a_kernel(
     tiny: Callable[..., Path], seen: Seen, family: str
 ) -> None:
-    """Of decodes, and of prompts that are longer than any graph."""
+    """For decodes, and for prompts longer than any graph."""
     config, names = FAMILIES[family]
     llm = LLM(tiny(family, **config), **OPTIONS)
     assert {name for name, *_ in seen.captured} == names

@@ -1,4 +1,4 @@
-"""No step is the first to launch a kernel that no graph holds: of short prompts, of few drafts, of a head's passes."""
+"""No step is the first to launch an eager kernel: for short prompts, few drafts, or passes of a draft head."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PROMPTS = (
 
 
 def _kind(arg: Any) -> Any:
-    """Of a tensor what a kernel is compiled for: how many rows it has follows from the batch."""
+    """What a kernel is compiled for, of a tensor: its number of rows depends on the batch."""
     if isinstance(arg, list | tuple):
         return tuple(map(_kind, arg))
     return (arg.dtype, *arg.shape[1:]) if isinstance(arg, Tensor) else arg
 
 
 def _kinds_of_tiles(q: Tensor, k_cache: Tensor, max_query_len: int) -> list[Any]:
-    """What the kernels of an attention call are compiled for, of all that follows from the batch."""
+    """What the kernels of an attention call are compiled for, as far as it depends on the batch."""
     lanes, group = q.shape[2], q.shape[1] // k_cache.shape[2]
     launches = _launch_config.launches_of(max_query_len, group)
     return [(lanes, group, _launch_config.tile_options(each[2], lanes, q.dtype, 1 << 20)["BLOCK_M"])
@@ -49,7 +49,7 @@ def _kinds_of_tiles(q: Tensor, k_cache: Tensor, max_query_len: int) -> list[Any]
 def test_no_step_is_the_first_to_launch_a_kernel(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, mode: str, policy: Any
 ) -> None:
-    """The chain of a head, prompts of up to 16 tokens, and rows near their end were the first to launch theirs."""
+    """Draft passes, prompts of up to 16 tokens and rows near their end used to be the first to launch theirs."""
     launched: set[Any] = set()
     dispatch = type(cuda._watch).__torch_dispatch__
 

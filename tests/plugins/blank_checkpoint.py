@@ -1,4 +1,4 @@
-"""Checkpoint folders of any size without weights: names and shapes are written, the bytes are a hole in the file."""
+"""Writes checkpoint folders of any size without weights: names and shapes are real, the data is a sparse file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _WRITTEN = {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 def write_blank(folder: Path, fields: Mapping[str, Any], dtype: torch.dtype, *, mtp: bool = False) -> Path:
-    """Write `config.json` with ``fields`` and a `model.safetensors` that is all zeros and takes no disk space.
+    """Write `config.json` with ``fields``, and a `model.safetensors` of zeros that takes no disk space.
 
-    mtp: with the head for multi-token prediction that the family has.
+    mtp: include the family's head for multi-token prediction.
     """
     (folder / "config.json").write_text(json.dumps(dict(fields)))
     family, config, _ = read_config(folder)

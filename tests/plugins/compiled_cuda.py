@@ -1,11 +1,10 @@
-"""Whole engines of published sizes as on an H100, without one: each Triton launch is compiled for sm_90 and not run.
+"""Whole engines of published sizes on a fake H100: each Triton launch is compiled for sm_90 and not run.
 
-`CompiledCuda` is a `FakeCuda` whose launches of Triton kernels `sm90` compiles, with the arguments that they have.
-Tensors are fake, so weights of any size cost nothing; checkpoints are blank (`blank_checkpoint`), with the real
-`config.json` and the real names.
+`CompiledCuda` is a `FakeCuda` whose Triton launches `sm90` compiles with their arguments. Tensors are fake, so weights
+of any size cost nothing. Checkpoints are blank (`blank_checkpoint`), with real configs and names.
 
-`start` opens an engine and notes everything that its start launches: warm-ups, captures, planners of caches. What steps
-launch behind that must have been launched before (`late`): on a GPU anything else would be compiled within a step.
+`start` creates an engine and records everything that it launches: warm-up, captures and cache planners. Every later
+launch of a step must have been launched before (`late`): a GPU would compile it within the step.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ FEW_LAYERS: dict[str, dict[str, Any]] = {
     "Granite-4.0-H-Small": _TWO,
     "Kimi-Linear-48B-A3B": _TWO | {"mlp_layer_types": ["dense", "sparse"]},
 }
-"""Of published models, fields that leave a layer of each kind, and the MTP head where there is one."""
+"""Config fields of published models that leave one layer of each kind, and the MTP head if there is one."""
 
 
 class _Launching(Watch):
-    """Operators of the project between ranks, too."""
+    """Also handles the project's collectives between ranks."""
 
     @property
     def avoid_device_init(self) -> bool:
-        """True: torch must not look for a driver, though `torch.cuda.is_available` says that there is one."""
+        """True: torch must not look for a driver, although `torch.cuda.is_available` returns True."""
         return True
 
     def result(self, func: Any, types: Any, args: Any, kwargs: Any, leaves: Any) -> Any:
-        """What the operator returns; a collective, which has one form for every device, runs with other ranks that
+        """Return the operator's result. A collective has one implementation for every device and runs with ranks that
         agree.
         """
         if func.namespace != "bateleur":
@@ -63,7 +62,7 @@ class _Launching(Watch):
 
 
 class OnceCaptured(GraphBackend):
-    """Captures by running the body once. A replay launches nothing, and returns what the capture returned.
+    """Captures by running the body once. A replay launches nothing and returns the captured result.
 
     Eager parts of a piecewise body run again in each replay, as with CUDA graphs.
     """
@@ -71,7 +70,7 @@ class OnceCaptured(GraphBackend):
     name = "cuda"
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
-        """Run one call of `body`."""
+        """Run `body` once."""
         parts: list[tuple[Any, tuple[Tensor, ...]]] = []
 
         def cut(fn: Any, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -93,7 +92,7 @@ class OnceCaptured(GraphBackend):
 
 
 class CompiledCuda(FakeCuda):
-    """Engines of one test. compiled: what they launch."""
+    """Engines of one test. compiled: their launches."""
 
     def __init__(self, patch: pytest.MonkeyPatch, compiled: Compiled) -> None:
         super().__init__(patch)
@@ -113,15 +112,15 @@ class CompiledCuda(FakeCuda):
         return _Launching(self.gpus)
 
     def _replace_kernels(self, patch: pytest.MonkeyPatch) -> None:
-        """Kernels are what this is about."""
+        """Do nothing: here kernels are compiled."""
 
     def _replace_loading(self, patch: pytest.MonkeyPatch) -> None:
-        """Weights of a blank checkpoint are not read."""
+        """Do not read the weights of a blank checkpoint."""
         patch.setattr("bateleur.runner.checkpoint.open.fill_weights", lambda *_: None)
         patch.setattr("bateleur.runner.spec_decode.draft_head.fill_weights", lambda *_: None)
 
     def start(self, folder: Path, of: Ranks = ALONE, **options: Any) -> LLM:
-        """Open an engine with every default but ``options``, or what rank ``of`` has of it, without the others."""
+        """Start an engine with these options, or the part of it that rank ``of`` has, without the other ranks."""
         with self._watch, pytest.MonkeyPatch.context() as patch:
             patch.setattr("bateleur.runner.llm.ALONE", of)
             llm = LLM(folder, device="cuda:0", skip_tokenizer_init=True, **options)
@@ -130,15 +129,15 @@ class CompiledCuda(FakeCuda):
 
     @property
     def late(self) -> list[Kernel]:
-        """Specialisations that were launched first after the engine had started."""
+        """Specialisations that were first launched after the engine had started."""
         return self.compiled.kernels_since(self.started)
 
 
 class _OthersAgree:
-    """In place of a process group: every other rank has what this one has."""
+    """Replaces a process group: all other ranks have the same values as this one."""
 
     def allreduce(self, tensors: list[Tensor], options: object) -> _Done:
-        """Sums and maxima are not computed."""
+        """Compute no sums and maxima."""
         return _Done()
 
     def _allgather_base(self, every: Tensor, own: Tensor, options: object) -> _Done:
@@ -146,14 +145,14 @@ class _OthersAgree:
         return _Done()
 
     def alltoall_base(self, got: Tensor, given: Tensor, *_: object) -> _Done:
-        """What others give is what they are given."""
+        """Receive what this rank sends."""
         got.copy_(given)
         return _Done()
 
 
 class _Done:
     def wait(self) -> None:
-        """It is done."""
+        """Return at once."""
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,33 +1,31 @@
-"""The engine on tensors that say they are on CUDA: where operators mix devices, and where the host would wait.
+"""Runs the engine on fake CUDA tensors, and finds operators that mix devices and places where the host would wait.
 
-`FakeCuda` runs the real `LLM`: scheduler, staging, metadata, layers, sampler, verification, drafts and emission, on
-fake tensors of a CUDA device, which have shapes, dtypes and devices but no values. Host tensors are real. Operators
-have their CUDA forms, up to the launches of Triton kernels, which are counted and do nothing. Within engine steps it
-notes, with the line that did it:
+`FakeCuda` runs the real `LLM` (scheduler, staging, metadata, layers, sampler, verification, drafts and outputs) on fake
+tensors of a CUDA device, which have shapes, dtypes and devices but no values. Host tensors are real. Operators have
+their CUDA implementations up to the launches of Triton kernels, which are counted and do nothing. Within engine steps
+it records, with the line of code:
 
-* operators that are given tensors of both devices;
-* reads of a value of the device (`item`, `tolist`, a condition) and results whose size the host would have to read;
-* copies between the devices that are not `non_blocking`, and those to it that come from pageable memory. The one wait
-  of a step, in its emission, is no copy here.
+    * operators with tensors of both devices;
+    * reads of a device value (`item`, `tolist`, a condition), and results whose size the host would have to read;
+    * copies between devices that are not `non_blocking`, and copies from pageable memory. The one wait of a step, for
+      its outputs, is not a copy here.
 
-Within steps and elsewhere it notes work that begins on a device that is not the current one of its thread: operators,
-launches of kernels, and pinned memory, which opens a CUDA context on the current device.
+It always records work on a device that is not the thread's current device: operators, kernel launches, and pinned
+memory, which opens a CUDA context on the current device.
 
-`sent` says how many bytes each step sends, and from where; `launched` what it launches, a graph being one launch;
-`unaligned` which arguments of kernels begin off 16 bytes.
+`sent` has the bytes that each step sends, with their places; `launched` what it launches, a graph being one launch;
+`unaligned` the kernel arguments that are not aligned to 16 bytes.
 
-Every replacement is made through a `pytest.MonkeyPatch` and ends with it:
+All replacements are made by a `pytest.MonkeyPatch`:
 
-* the model is a tiny hybrid, its draft a tiny EAGLE-3 head with a vocabulary of its own, and nobody fills their
-  weights: what is loaded has no values, and each layer costs time;
-* a Triton kernel is not compiled, and a launch of one does nothing; the attention backend "triton" says it is
-  supported;
-* the copies to the host are not made, since memory can't be pinned without a GPU; the tokens that a step emits are
-  invented, as many for each request as its drafts allow;
-* inference mode is `no_grad`, since it hides operators from a mode like this one.
+    * the model is a tiny hybrid with a tiny EAGLE-3 head with its own vocabulary; weights have no values;
+    * Triton kernels are not compiled or run; the attention backend "triton" claims to be supported;
+    * copies to the host are not made, because pinning needs a GPU; the tokens of a step are invented, as many per
+      request as its drafts allow;
+    * inference mode is `no_grad`, because it would hide operators from a dispatch mode.
 
-What this can't show: values, kernels, capturing with CUDA graphs (only the eager graph
-backend runs), loading of weights, streams and their order, and waits of the allocator or of pageable memory.
+Not covered: values, kernels, capture of CUDA graphs (only the eager graph backend runs), loading of weights, streams,
+and waits of the allocator.
 """
 
 from __future__ import annotations
@@ -149,7 +147,7 @@ _CUDA = torch._C.DispatchKey.CUDA
 
 
 class Watch(QuickFakes):
-    """Fake tensors on CUDA beside real ones on the host, and notes on what they are used for."""
+    """Fake CUDA tensors and real host tensors, with records of their use."""
 
     def __init__(self, gpus: Gpus) -> None:
         super().__init__()
@@ -183,7 +181,7 @@ class Watch(QuickFakes):
         return self.result(func, types, args, kwargs, leaves)
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
-        """A Triton kernel is launched."""
+        """Record the launch of a Triton kernel."""
         self._note_devices(kernel.__name__, [*args, *named.values()])
         for parameter, each in zip(kernel.params, args, strict=False):
             free = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
@@ -193,7 +191,7 @@ class Watch(QuickFakes):
             self.launched.append(f"{kernel.__name__} at {_place()}")
 
     def _note_devices(self, name: str, leaves: Sequence[Any]) -> None:
-        """That work begins on the devices of some arguments."""
+        """Record that work starts on the devices of these arguments."""
         current = self.gpus.current()
         for index in {_gpu_of(each) for each in leaves} - {None}:
             self.gpus.use(index)
@@ -203,7 +201,7 @@ class Watch(QuickFakes):
                 )
 
     def _note_sent(self, name: str, args: Any, kwargs: Any) -> None:
-        """What goes to the device, which must come from pinned memory."""
+        """Record what is sent to the device; it must come from pinned memory."""
         if name not in _COPIES:
             return
         target, source = args[0].device, args[0]
@@ -219,7 +217,7 @@ class Watch(QuickFakes):
             self.faults[f"copy from pageable memory at {_place()}"] = None
 
     def pin(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """In place of `pinned`, which takes a device: what it made in this step."""
+        """Replaces `pinned`, which needs a device; records the tensors of this step."""
         assert device.type == "cuda"
         self.gpus.use(self.gpus.current())  # torch pins memory there
         if device.index != self.gpus.current():
@@ -231,31 +229,31 @@ class Watch(QuickFakes):
         return made
 
     def pin_for_ever(self, shape: tuple[int, int], device: torch.device) -> Tensor:
-        """The same in place of `lasting`."""
+        """Replaces `lasting` in the same way."""
         made = self.pin(shape, torch.uint8, device)
         self.always_pinned[made.untyped_storage().data_ptr()] = made
         return made
 
 
 def _launch(kernel: JITFunction[Any], watch: Watch, *args: Any, **named: Any) -> None:
-    """In place of `JITFunction.run`."""
+    """Replaces `JITFunction.run`."""
     watch.launch(kernel, *args, **named)
 
 
 class _OneStream:
-    """In place of `Lane`: the order of work is that of its calls."""
+    """Replaces `Lane`: work is ordered by its calls."""
 
     def __init__(self, gpus: Gpus, device: torch.device) -> None:
         assert device.type == "cuda"
         self._gpus = gpus
 
     def behind(self, work: Any) -> Any:
-        """An event: to wait for one opens a context on the current device of the thread that waits."""
+        """Return an event; waiting for it opens a context on the current device of the waiting thread."""
         work()
         return SimpleNamespace(synchronize=lambda: self._gpus.use(self._gpus.current()))
 
     def wait(self, event: Any = None) -> None:
-        """Nothing is to be waited for."""
+        """Return at once."""
 
 
 def _names_cuda(leaf: Any) -> bool:
@@ -263,7 +261,7 @@ def _names_cuda(leaf: Any) -> bool:
 
 
 def _gpu_of(leaf: Any) -> int | None:
-    """Index of the CUDA device that a leaf is on, or names."""
+    """Index of the CUDA device of a tensor or device argument."""
     if isinstance(leaf, FakeTensor):
         leaf = leaf.fake_device
     if not _names_cuda(leaf):
@@ -272,7 +270,7 @@ def _gpu_of(leaf: Any) -> int | None:
 
 
 def _launches(func: Any) -> bool:
-    """Whether an operator gives the device work: a view doesn't, nor memory that is only taken."""
+    """Whether an operator launches work: views and allocations do not."""
     results = [each.alias_info for each in func._schema.returns]
     views = results and all(each is not None and not each.is_write for each in results)
     space, _, name = func._schema.name.partition("::")
@@ -280,7 +278,7 @@ def _launches(func: Any) -> bool:
 
 
 def _fault(func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> str | None:
-    """What is wrong with a call of an operator, or None."""
+    """The fault of an operator call, or None."""
     name = func._schema.name
     tensors = [each for each in leaves if isinstance(each, Tensor)]
     if name in _COPIES:
@@ -312,7 +310,7 @@ def _blocking_copy(name: str, args: Any, kwargs: Any) -> str | None:
 
 
 def _has_mask(args: Any) -> bool:
-    """Whether values say how many entries are meant; one number is filled in without knowing."""
+    """Whether the number of entries depends on device values, as with a mask. Filling with one number does not."""
     return not _fills(args) and any(
         each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
     )
@@ -323,7 +321,7 @@ def _fills(args: Any) -> bool:
 
 
 def _place() -> str:
-    """`file:line` of the innermost frame that is neither torch's nor of this file."""
+    """`file:line` of the innermost frame outside of torch and this file."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_AT_FAULT):
         frame = frame.f_back
@@ -341,9 +339,9 @@ class _Blank(Weights):
 
 
 class FakeCuda:
-    """A fake device for the engines of one test: fake tensors of it are there inside `watch`.
+    """A fake device for the engines of one test; its fake tensors exist inside `watch`.
 
-    faults: what was found wrong, each with its place. gpus: devices and their contexts.
+    faults: faults with their places. gpus: devices and their contexts.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, device: str = DEVICE, spec: ModelSpec = SPEC) -> None:
@@ -372,7 +370,7 @@ class FakeCuda:
 
     @property
     def sent(self) -> list[list[tuple[str, int]]]:
-        """By step of the last `run`: what the host sent to the device, each with its place and bytes."""
+        """By step of the last `run`: what the host sent to the device, with place and bytes."""
         return self._sent
 
     @property
@@ -382,19 +380,19 @@ class FakeCuda:
 
     @property
     def faults(self) -> list[str]:
-        """In the order in which they were found first."""
+        """All faults, in the order in which they were found."""
         return list(self._watch.faults)
 
     @property
     def unaligned(self) -> list[str]:
-        """Pointers that a kernel specialises on and that began off 16 bytes in a launch, each with its place.
+        """Pointers that a kernel specialises on and that were not aligned to 16 bytes in a launch, with their places.
 
-        The kernel is compiled once more for each of them that begins at 16 bytes elsewhere.
+        For each of them that is aligned in another launch, the kernel is compiled twice.
         """
         return list(self._watch.unaligned)
 
     def make(self, **settings: Any) -> LLM:
-        """An engine on the fake device. What it does while it is built may wait, and is not noted."""
+        """An engine on the fake device. Its construction may wait, and is not recorded."""
         common: dict[str, Any] = {
             "device": self._device,
             "dtype": "bfloat16",
@@ -418,9 +416,9 @@ class FakeCuda:
         params: Sequence[SamplingParams],
         max_steps: int = 60,
     ) -> list[RequestOutput]:
-        """Step until all requests are finished, and return them in order of their end.
+        """Step until all requests have ended; returns them in the order in which they ended.
 
-        An exception that goes with a fault ends the run, and so do `max_steps`; any other is raised.
+        An exception after a fault ends the run, and so do `max_steps`; any other exception is raised.
         """
         done: list[RequestOutput] = []
         self._sent, self._launched = [], []
@@ -479,7 +477,7 @@ class FakeCuda:
         patch.setattr("bateleur.runner.sampling.grammar_masks.pinned", pin)
 
     def _invent(self, flight: StepInFlight, verified: Verified) -> list[NDArray[Any]]:
-        """What `OutputProcessor.fetch` sends: counts, what is bad, tokens, drafts, and log probabilities."""
+        """The values that `OutputProcessor.fetch` returns: counts, bad flags, tokens, drafts, and log probabilities."""
         drawing = verified.drawing
         most = np.where(drawing < flight.plan.num_decodes, 1 + flight.num_drafts[drawing], 1)
         rows, width = verified.token_ids.shape
@@ -496,18 +494,18 @@ class FakeCuda:
 
 
 def _queue_nothing(fetch: Fetch, tensors: Sequence[Tensor]) -> None:
-    """In place of `Fetch.__init__`: the copies that it queues have no host memory to go to."""
+    """Replaces `Fetch.__init__`: queues no copies, because there is no pinned memory."""
     assert all(each.is_cuda for each in tensors), "the emission fetches what is not on the device"
     fetch.shapes = [tuple(each.shape) for each in tensors]  # type: ignore[attr-defined]
 
 
 def _drafts(fetch: Fetch) -> list[NDArray[Any]]:
-    """In place of `Fetch.wait` where the host looks at drafts."""
+    """Replaces `Fetch.wait` if the host reads drafts."""
     return [np.ones(shape, np.int64) for shape in fetch.shapes]  # type: ignore[attr-defined]
 
 
 def _add_blank(emitter: OutputProcessor, scored: Scored) -> None:
-    """In place of `OutputProcessor.add_prompt_logprobs`: as many as there would be."""
+    """Replaces `OutputProcessor.add_prompt_logprobs`: adds as many values as there would be."""
     for request, count in scored.requests:
         request.prompt_logprobs += [{} for _ in range(count)]
 
@@ -530,7 +528,7 @@ def _replace_loading(patch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
 
 
 def blank_head(spec: HeadSpec) -> Callable[..., tuple[Head, LoadReport]]:
-    """In place of `load_head`: an EAGLE-3 head of these sizes, without values."""
+    """Replaces `load_head`: an EAGLE-3 head of these sizes, without values."""
 
     def load(
         path: Path, target: TargetInfo, *, dtype: torch.dtype, device: torch.device, **_: object

@@ -1,4 +1,4 @@
-"""Processes with an engine each that share a folder of prefixes."""
+"""Processes with one engine each that share a folder of prefixes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tokens = list[int]
 
 
 class Used(NamedTuple):
-    """What came of it."""
+    """Result of a process."""
 
     said: list[Tokens]
     disk_hit_tokens: int
@@ -23,7 +23,7 @@ class Used(NamedTuple):
 
 
 def _use(options: dict[str, Any], prompts: list[Tokens], order: list[int], link: Connection) -> None:
-    """Ask for prompts in this order as soon as all can, looking at the folder in every step."""
+    """Run prompts in this order once all processes are ready, looking at the folder in every step."""
     from bateleur.runner import LLM, SamplingParams
     from bateleur.runner.offload import disk_tier
 
@@ -43,7 +43,7 @@ def _use(options: dict[str, Any], prompts: list[Tokens], order: list[int], link:
 
 
 def at_once(options: dict[str, Any], prompts: list[Tokens], orders: Sequence[list[int]]) -> list[Used]:
-    """A process for each order; all begin when all are loaded."""
+    """Run one process per order; all start together after all have loaded."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     links, processes = [], []

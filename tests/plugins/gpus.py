@@ -1,8 +1,8 @@
-"""GPUs that are not there: which one is current in each thread, and on which ones a CUDA context was opened.
+"""Simulated GPUs: the current device of each thread, and the devices on which a CUDA context was opened.
 
-`Gpus(patch)` replaces what torch asks the CUDA runtime about devices, until the `pytest.MonkeyPatch` ends. Device 0 is
-current in a new thread. As of CUDA 12, making a device current opens a context on it; `torch.cuda.device` returns to a
-device without a context without opening one.
+`Gpus(patch)` replaces torch's device functions until the `pytest.MonkeyPatch` ends. Device 0 is current in a new
+thread. As in CUDA 12, making a device current opens a context on it; `torch.cuda.device` restores a device without a
+context without opening one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Gpus:
         return getattr(self._thread, "index", 0)
 
     def use(self, index: int) -> None:
-        """Work begins on a device: it gets a context."""
+        """Record work on a device, which opens a context."""
         assert 0 <= index < self._count, f"there is no cuda:{index}"
         self.contexts.add(index)
 

@@ -1,4 +1,4 @@
-"""What a call raises in a process that was forked off."""
+"""Calls a function in a forked process and returns its error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def raised_in_fork(call: Callable[[], object]) -> tuple[int, str]:
-    """The process, and kind and words of its error, or "nothing was raised"."""
+    """The process id, and type and message of the error, or "nothing was raised"."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that threads do not survive is what is tested

@@ -1,8 +1,7 @@
-"""Fake tensors without what torch works out over and over: their shapes are the same, in half the time.
+"""Fake tensors at half the cost: results of operators are cached by their arguments.
 
-A `FakeTensorMode` remembers what operators of torch return, but looks that up in Python of its own, which asks each
-argument for twenty attributes, and remembers nothing of operators from elsewhere. An engine runs the same few hundred
-calls in every step.
+`FakeTensorMode` caches results of torch's operators, but its lookup reads twenty attributes of each argument in Python,
+and it does not cache other operators. An engine makes the same few hundred calls in every step.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 
 class Made(NamedTuple):
-    """A tensor that a call returned: of its own memory, or of that of the leaf `of`."""
+    """A tensor that a call returned: with its own memory, or with that of the leaf `of`."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -27,24 +26,24 @@ class Made(NamedTuple):
 
 
 class Given(NamedTuple):
-    """One of its leaves that a call returned."""
+    """A leaf that a call returned unchanged."""
 
     leaf: int
 
 
 Result = Made | Given | None
 _KNOWN: dict[Any, tuple[type[list[Any] | tuple[Any, ...]] | None, list[Result]]] = {}
-"""What calls return, by operator and what their arguments look like: several, or one. Nothing here holds a tensor."""
+"""Results by operator and properties of the arguments: several, or one. No tensor is kept alive."""
 
 
 class QuickFakes(FakeTensorMode):
-    """Fake tensors beside real ones on the host."""
+    """Fake tensors together with real host tensors."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
     def result(self, func: Any, types: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
-        """What the operator returns; `leaves` are all arguments, with those in lists."""
+        """Return the operator's result. `leaves` are all arguments, with those in lists."""
         key = _look(func, args, kwargs, leaves)
         if key is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -73,7 +72,7 @@ class QuickFakes(FakeTensorMode):
 
 
 def leaves_of(args: Iterable[Any]) -> list[Any]:
-    """Arguments with those in lists."""
+    """The arguments, with those in lists."""
     found: list[Any] = []
     for each in args:
         if type(each) in (list, tuple):
@@ -84,7 +83,7 @@ def leaves_of(args: Iterable[Any]) -> list[Any]:
 
 
 def _look(func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
-    """What a call's result follows from, or None if it may hang on more."""
+    """What a call's result depends on, or None if it may depend on more."""
     if torch.Tag.inplace_view in func.tags:
         return None
     lists = [len(each) for each in (*args, *kwargs.values()) if type(each) in (list, tuple)]
@@ -104,7 +103,7 @@ def _look(func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _seen(returned: Any, leaves: Sequence[Any]) -> Any:
-    """How to return it again, or NotImplemented."""
+    """How to return the result again, or NotImplemented."""
     if returned is None:
         return None
     for index, leaf in enumerate(leaves):

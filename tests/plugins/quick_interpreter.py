@@ -1,9 +1,8 @@
-"""Triton's interpreter without what it does over and over: the numbers are the same, in half the time.
+"""Triton's interpreter with the same results in half the time.
 
-The interpreter runs a kernel through the front end of the compiler, and most of its time goes into the types of
-values: for every operation it builds the type of the result, that type's name and the shapes of both anew, although
-a kernel has a handful of them. And every sum of integers is done twice, since overflow would be reported under a flag
-of debugging that is off.
+The interpreter runs kernels through the compiler's front end, and most of its time goes into types: for every operation
+it creates the result type, its name and the shapes again, although a kernel has few of them. It also computes every
+integer sum twice, for an overflow check that is only reported in debug mode.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 
 def quicken() -> None:
-    """Take the short ways, from here on and for all kernels of this process."""
+    """Apply all patches to the interpreter of this process."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -31,7 +30,7 @@ def quicken() -> None:
 
 
 def _read_numbers_of_any_shape(interpreter: Any) -> None:
-    """A loop bound is an array of one number. Triton 3.6 reads it by `int`, which numpy refuses since 2.4."""
+    """A loop bound is an array with one number. Triton 3.6 converts it by `int`, which numpy refuses since 2.4."""
     patch = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
@@ -42,7 +41,7 @@ def _read_numbers_of_any_shape(interpreter: Any) -> None:
 
 
 def _patch_language_once(interpreter: Any) -> None:
-    """The language is patched by the launch of a kernel, not again by each call inside it."""
+    """Patch the language at the launch of a kernel, not again at each call in it."""
     from triton import language as tl
 
     patch = interpreter._patch_lang
@@ -60,7 +59,7 @@ def _patch_language_once(interpreter: Any) -> None:
 
 
 def _call_builtins_directly(interpreter: Any) -> None:
-    """With the one semantics that there is; and the arrays behind tensors are not measured again."""
+    """Call builtins directly with the one existing semantic object, and do not inspect the arrays of tensors again."""
     semantics = interpreter.interpreter_semantic
 
     def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -77,7 +76,7 @@ def _call_builtins_directly(interpreter: Any) -> None:
 
 
 def _remember_types(interpreter: Any) -> None:
-    """Types are made once, and so are shapes: equal ones are the same object."""
+    """Cache types and shapes: equal ones are the same object."""
     from triton.language import core
 
     describe_block = core.block_type.__init__
@@ -113,7 +112,7 @@ def _remember_types(interpreter: Any) -> None:
 
 
 def _leave_alike_alone() -> None:
-    """What has the wanted type or shape already is known by identity, before anything is compared."""
+    """Return values that already have the wanted type or shape, by identity, before anything is compared."""
     from triton.language import core, semantic
 
     front = semantic.TritonSemantic
@@ -143,7 +142,9 @@ def _leave_alike_alone() -> None:
 
 
 def _remember_operands() -> None:
-    """Which type two operands are computed in, that alike ones need nothing, and numbers spread over a shape."""
+    """Cache the common type of two operands; operands with equal types need no conversion, and numbers are broadcast at
+    once.
+    """
     from triton.language import core, semantic
 
     front = semantic.TritonSemantic
@@ -190,7 +191,7 @@ def _remember_operands() -> None:
 
 
 def _multiply_bfloat16(interpreter: Any) -> None:
-    """Products of bfloat16 matrices, whose bits the interpreter would multiply as integers (Triton 3.6 to 3.9)."""
+    """Multiply bfloat16 matrices, whose bits the interpreter would multiply as integers (Triton 3.6 to 3.9)."""
     from triton import language as tl
 
     plain = interpreter.InterpreterBuilder.create_dot

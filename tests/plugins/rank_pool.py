@@ -1,4 +1,4 @@
-"""Ranks that are forked off one process which has imported all they need: torch is imported once, not by each."""
+"""Ranks are forked from one process that has imported everything they need, so that torch is imported once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from bateleur.runner.workers import leader
 
 FOLLOWER = "bateleur.runner.workers.follower"
 LATER = ["bateleur.metadata.backends.native_paged", "transformers.models.auto.modeling_auto"]
-"""What an engine imports when it is made: a second for each that would do so itself."""
+"""Modules that an engine imports at construction, which would take a second in each rank."""
 PRELOADED = [FOLLOWER, "rank_pool", "folder_users", *LATER]
-"""What whoever forks off there has imported."""
+"""Modules that the process imports before it forks."""
 
 
 class Forked:
-    """A process as `subprocess` has it."""
+    """A process with the interface of `subprocess`."""
 
     def __init__(self, process: Any) -> None:
         self._process = process
@@ -45,7 +45,7 @@ class Forked:
 
 
 def begin(orders: Connection, watch: Connection) -> None:
-    """What `follower.main` does, in a process that was forked off."""
+    """Run `follower.main` in a forked process."""
     from bateleur.runner.workers.follower import run
 
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def begin(orders: Connection, watch: Connection) -> None:
 
 
 class FailsLater:
-    """A policy that gives no drafts, until something is the matter with it: everywhere, or here or elsewhere alone."""
+    """A policy without drafts that can be made to fail: on all ranks, on this one, or on another one."""
 
     def __init__(self, how: str, *, here: bool = False, elsewhere: bool = False) -> None:
         self.how, self.here, self.elsewhere = how, here, elsewhere
@@ -76,7 +76,7 @@ class FailsLater:
 
 
 class Uneven:
-    """A policy that wants none, one, two and three drafts in turn, by the rows that it was asked about."""
+    """A policy with 0, 1, 2 and 3 drafts in turn, by the number of rows seen."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -94,7 +94,7 @@ def _sent(how: str, home: int, here: bool, elsewhere: bool) -> FailsLater:
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """Meanwhile every engine of several ranks gets them from there."""
+    """Engines with several ranks get them from this process while the block runs."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
 

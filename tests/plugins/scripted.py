@@ -1,4 +1,4 @@
-"""A tiny model of each recurrence, what requests say in it, and a drafter that is right as often as it is told."""
+"""A tiny model of each recurrence, its texts, and drafters with a given number of right drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle_doubles.drafters import ScriptedDrafter
 
 
 class Texts:
-    """What requests say in a plain engine: uncached, unchunked, alone, without drafts, a state for each request."""
+    """Texts of a plain engine: uncached, unchunked, alone, without drafts, with one state per request."""
 
     def __init__(self, plain: LLM) -> None:
         self.plain = plain
@@ -25,11 +25,11 @@ class Texts:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model."""
+        """Vocabulary size of the model."""
         return self.plain.engine.model.spec.vocab_size
 
     def of(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """Prompt and output."""
+        """Prompt and output tokens."""
         name = f"{prompt} {params}"
         if name not in self._texts:
             (output,) = self.plain.generate([{"prompt_token_ids": prompt}], params)
@@ -37,7 +37,7 @@ class Texts:
         return self._texts[name]
 
     def states(self, tokens: list[int]) -> list[tuple[Tensor, Tensor | None]]:
-        """Of each recurrent layer the window, and the state if there is one, after these tokens."""
+        """The window of each recurrent layer, and its state if it has one, after these tokens."""
         name = str(tokens)
         if name not in self._states:
             self.plain.generate([{"prompt_token_ids": tokens}], SamplingParams(temperature=0, max_tokens=1))
@@ -48,7 +48,7 @@ class Texts:
         return self._states[name]
 
     def __call__(self, tokens: list[int]) -> list[int]:
-        """What follows these tokens in a text that is known."""
+        """What follows these tokens in a known text."""
         known, end = self._texts.values(), len(tokens)
         return next((text[end:] for text in known if len(text) > end and text[:end] == tokens), [])
 
@@ -69,18 +69,18 @@ RECURRENCES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "short_conv": ("lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
 }
-"""A family of each, and what makes its tiny checkpoint tinier."""
+"""A family for each recurrence, with config fields for a tiny checkpoint."""
 
 
 class Script:
-    """What requests will say, known from a plain run."""
+    """The texts of requests, from plain runs."""
 
     def __init__(self, outputs: Sequence[RequestOutput] = ()) -> None:
         self.texts: list[list[int]] = []
         self.add(outputs)
 
     def add(self, outputs: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
-        """Know these as well; they are returned."""
+        """Add and return these outputs."""
         self.texts += [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in outputs]
         return outputs
 
@@ -91,27 +91,27 @@ class Script:
 
 
 class Partly(ScriptedDrafter):
-    """Right up to a place that changes with every proposal: one of `places`, any if there are none."""
+    """Right up to a position that changes with every proposal: one of `places`, or any if it is empty."""
 
     def __init__(self, script: Script, k: int, vocab_size: int, places: Sequence[int] = ()) -> None:
         super().__init__(script, k, None, vocab_size)
         self._places, self._random = places or range(k + 1), Random(5)
 
     def propose(self, context: DraftContext) -> Tensor:
-        """(R, K) drafts."""
+        """Returns (R, K) drafts."""
         self._right = self._random.choice(self._places)
         return super().propose(context)
 
 
 class Patterned(ScriptedDrafter):
-    """How many drafts of each proposal are right: each request goes through `pattern`, from a place of its own."""
+    """The number of right drafts follows `pattern`; each request starts at another place of it."""
 
     def __init__(self, texts: Texts, k: int, pattern: Sequence[int]) -> None:
         super().__init__(texts, k, None, texts.vocab_size)
         self.pattern = list(pattern)
         self._turns: dict[int, Iterator[int]] = {}
         self.strides: list[list[tuple[int, int, int, int]]] = []
-        """Of each step, of its rows past their prompts: row, tokens before it, behind it, and with rejected ones."""
+        """By step, for rows after their prompts: row, tokens before the step, after it, and with rejected drafts."""
 
     def admit(self, row: int, token_ids: list[int]) -> None:
         """See `Drafter`."""
@@ -120,7 +120,7 @@ class Patterned(ScriptedDrafter):
         self._turns[row] = cycle(self.pattern[shift:] + self.pattern[:shift])
 
     def propose(self, context: DraftContext) -> Tensor:
-        """(R, K) drafts."""
+        """Returns (R, K) drafts."""
         rows, batch = len(context.rows), context.batch
         before, start = batch.num_computed_tokens[:rows], batch.query_start_loc[: rows + 1]
         told = torch.stack(
@@ -136,7 +136,7 @@ class Patterned(ScriptedDrafter):
 
 
 def ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    """Prompt and output of each."""
+    """Prompt and output tokens of each."""
     return [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
 
 

@@ -1,10 +1,10 @@
-"""A tiny Llama checkpoint that writes given texts, token by token.
+"""A tiny Llama checkpoint that generates given texts, token by token.
 
 Every text has a marker, a token that ends the prompt. The model answers a prompt with the text of its last marker.
 
-How it works: embeddings are one-hot, the MLP is zero, and attention head j looks exactly j tokens back, because its
-query is the key of that position turned by RoPE. So head j tells whether a marker stands j tokens back, and the output
-projection of head j holds the token that follows there. Of two markers in reach the nearer one counts.
+Embeddings are one-hot and the MLP is zero. Attention head j looks exactly j tokens back, because its query is the key
+of that position rotated by RoPE. So head j finds a marker j tokens back, and its output projection has the token that
+follows there. The nearer of two markers wins.
 """
 
 # Shape letters: V vocabulary, H heads, D head_dim.
@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 Text: TypeAlias = str | tuple[str | bytes, ...]
-"""A text, which is cut into tokens here and ended by `EOS`; or its tokens, one by one, with or without an end."""
+"""A text, which is split into tokens and ended by `EOS`; or its tokens, with or without an end."""
 
 EOS = "<|im_end|>"
 TAGS = {
@@ -49,7 +49,7 @@ _CHOICE = (
     "{{% set turn = messages | selectattr('role', 'equalto', 'assistant') | list | length %}}"
     "{{{{ '<|' ~ name ~ ':' ~ [turn, texts[name] - 1] | min ~ '|>' }}}}"
 )
-"""Ends a chat template with the marker of the text that is to be written."""
+"""Ends a chat template with the marker of the text to generate."""
 _FREQUENCY_BASE = 10_000.0
 _SHARPNESS = 50.0
 """Attention score per unit of distance from the wanted position: no other position gets more than e**-30."""
@@ -65,15 +65,19 @@ def write_scripted_model(
     piece_length: int = 4,
     **config: Any,
 ) -> Path:
-    """Write a checkpoint folder whose model writes these texts; returns the folder.
+    """Write a checkpoint folder whose model generates these texts, and return the folder.
 
-    texts: by name, the text of each turn of a conversation. The chat template chooses the name that equals the first
-        user message, or "default", and the turn by the number of assistant messages. A prompt that ends with
-        `marker(name, turn)` does the same without a template. A single text is the text of every turn.
+    texts: by name, the text of each turn of a conversation. The chat template selects the name equal to the first user
+    message, or "default", and the turn by the number of assistant messages. A prompt that ends with `marker(name,
+    turn)` does the same without a template. A single text is the text of every turn.
+
     tags: strings that are one token, and whether each is a special token.
-    chat_template: its marker is added here, so that it needs none.
+
+    chat_template: a template without the marker, which is added here.
+
     piece_length: characters of each other token of a text.
-    config: fields of config.json in place of those given here.
+
+    config: fields of config.json that replace the defaults.
     """
     turns = {name: given if isinstance(given, list) else [given] for name, given in texts.items()}
     scripts = {
@@ -98,7 +102,8 @@ def write_scripted_model(
 def marker(name: str, turn: int = 0) -> str:
     """The end of a prompt that is answered with this text: two tokens, the second of which is the marker.
 
-    A head that looks back past the beginning of a prompt finds its first token, so that this must not be the marker.
+    A head that looks back past the beginning of a prompt reads its first token, so the first token must not be the
+    marker.
     """
     return f"<|im_start|>{_marker(name, turn)}"
 
@@ -143,7 +148,7 @@ def _write_tokenizer(
     template: str,
     turns: Mapping[str, int],
 ) -> None:
-    """Files of a tokenizer. It has no merges, so that a prompt is one token for each byte, and one for each tag."""
+    """Write the tokenizer files. Without merges, a prompt has one token for each byte, and one for each tag."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [{"id": vocab[name], "content": name, "special": kind, **flags} for name, kind in special.items()]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -165,7 +170,7 @@ def _write_tokenizer(
 def _write_model(
     folder: Path, size: int, lines: Mapping[int, Sequence[int]], config: Mapping[str, Any]
 ) -> None:
-    """Weights and configuration. lines: by marker token, the tokens that follow it."""
+    """Write weights and config. lines: by marker token, the tokens that follow it."""
     heads = 4 * -(-max(map(len, lines.values())) // 4)
     hidden = heads * -(-(size + 1) // heads)  # transformers wants a multiple of the number of heads
     head_dim = 1 << max(5, (len(lines) - 1).bit_length())
@@ -192,7 +197,7 @@ def _write_model(
 def _weights(
     size: int, hidden: int, heads: int, head_dim: int, lines: Mapping[int, Sequence[int]]
 ) -> dict[str, torch.Tensor]:
-    """Every token is its own dimension, and the last dimension is 1 for all of them."""
+    """Every token has its own dimension, and the last dimension is 1 for all tokens."""
     half = head_dim // 2
     active = (hidden / 2) ** 0.5  # a normed embedding has this value in its two dimensions
     embedding = torch.eye(size, hidden)

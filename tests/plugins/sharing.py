@@ -1,4 +1,4 @@
-"""Engines that share prefixes, one of each kind that has caches of its own."""
+"""Engines with prefix caching, one of each kind with its own caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def sharing(
     tiny: Callable[..., Path], head: Path, mtp: Path, kinds: dict[str, dict[str, Any]] = KINDS, **base: Any
 ) -> Callable[..., LLM]:
-    """`make(kind, options)`: an engine which shares blocks of 4 tokens and states of 8; `base` are options of all."""
+    """`make(kind, options)`: an engine that shares blocks of 4 tokens and states of 8. `base`: options of all engines."""
 
     def make(kind: str = "all", **options: Any) -> LLM:
         family, overrides = RECURRENCES.get(kind, RECURRENCES["mamba2"])

@@ -1,9 +1,8 @@
-"""Triton without a GPU: every launch compiles its kernel for sm_90, with the arguments that it has, and runs nothing.
+"""Triton without a GPU: every launch compiles its kernel for sm_90 with its real arguments, and runs nothing.
 
-`compiling()` replaces Triton's driver. What a launch would do on an H100 or H200 is checked as far as a compiler can:
-a compile error, a wrong type of an argument, too much shared memory and a grid out of bounds raise, as they do there.
-Registers, spilled bytes and occupancy are measured from the code that ptxas made. Tensors may be on a CPU, or fake.
-Nothing is written to any tensor, so only shapes and exceptions of a run have a meaning.
+`compiling()` replaces Triton's driver. A compile error, a wrong argument type, too much shared memory and a grid out of
+bounds raise, as on an H100 or H200. Registers, spilled bytes and occupancy are read from ptxas's output. Tensors may be
+on a CPU, or fake. No tensor is written, so only shapes and exceptions of a run are meaningful.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 MULTIPROCESSORS = 132
 SHARED_BYTES = 227 << 10
-"""The most that a block of threads can have. A multiprocessor has 228 KiB, of which each block reserves 1 KiB."""
+"""Limit per block. A multiprocessor has 228 KiB, of which each block reserves 1 KiB."""
 _GRID = (2**31 - 1, 65535, 65535)
 _PROPERTIES = {
     "max_shared_mem": SHARED_BYTES,
@@ -48,7 +47,7 @@ INSTRUCTIONS = {
     "barriers": r"\bbar(?:rier)?\.",
     "wide loads": r"\bld\.global[\w.:]*\.v(?:4\.b32|2\.b64)\b",
 }
-"""Instructions that decide about speed, as PTX names them."""
+"""Instructions that matter for speed, by their PTX names."""
 
 
 @dataclass(eq=False)
@@ -89,17 +88,17 @@ class Kernel:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread."""
+        """Registers per thread."""
         return self._usage[0]
 
     @property
     def spilled_bytes(self) -> int:
-        """Stack of a thread, in bytes. Triton's kernels have none but for registers that ptxas had to spill."""
+        """Stack bytes per thread: in Triton's kernels, only spilled registers."""
         return self._usage[1]
 
     @property
     def occupancy(self) -> tuple[int, str]:
-        """How many blocks a multiprocessor holds at once, and which resource limits them."""
+        """Blocks that a multiprocessor holds at once, and the resource that limits them."""
         warps = self.threads // 32
         limits = {
             "registers": 65536 // (-(-self.registers * 32 // 256) * 256 * warps),
@@ -112,18 +111,18 @@ class Kernel:
 
     @cached_property
     def instructions(self) -> dict[str, int]:
-        """How often the code has each of `INSTRUCTIONS`."""
+        """Number of occurrences of each of `INSTRUCTIONS`."""
         return {name: len(re.findall(code, self.ptx)) for name, code in INSTRUCTIONS.items()}
 
     @cached_property
     def sass(self) -> list[str]:
-        """The machine instructions, in order, without their encoding."""
+        """The machine instructions in order, without their encoding."""
         text = _tool("cuobjdump", "-sass", self.cubin)
         return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Resources as plain numbers, for a record."""
+        """Resources as numbers, for a record."""
         blocks, limit = self.occupancy
         return {
             "registers": self.registers,
@@ -145,7 +144,7 @@ def _tool(name: str, flag: str, cubin: bytes) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: its kernel, its grid, and the arguments that are tensors, as (shape, dtype) by name."""
+    """One launch: its kernel, its grid, and its tensor arguments as (shape, dtype) by name."""
 
     kernel: Kernel
     grid: tuple[int, int, int]
@@ -153,16 +152,16 @@ class Launch:
 
     @property
     def programs(self) -> int:
-        """Blocks of the grid."""
+        """Number of blocks of the grid."""
         x, y, z = self.grid
         return x * y * z
 
 
 @dataclass
 class Compiled:
-    """What was launched since `compiling` began.
+    """The launches since `compiling` began.
 
-    launches: in order. on_device: whether tensors that are not on CUDA are refused, as on a GPU.
+    launches: in order. on_device: whether tensors that are not on CUDA raise, as on a GPU.
     """
 
     launches: list[Launch] = field(default_factory=list)
@@ -171,7 +170,7 @@ class Compiled:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """Each specialisation that was launched, once, in the order of its first launch."""
+        """Each launched specialisation once, in the order of first launches."""
         return list(dict.fromkeys(launch.kernel for launch in self.launches))
 
     def kernels_since(self, begin: int) -> list[Kernel]:
@@ -181,7 +180,7 @@ class Compiled:
 
 
 class _Address:
-    """Stands for a tensor in a launch: its dtype, and an address as aligned as that on a device would be."""
+    """Replaces a tensor in a launch: its dtype, and an address aligned as on a device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
@@ -204,7 +203,7 @@ class _Utils:
 
 
 class _Launcher:
-    """Takes the place of the code that calls the driver."""
+    """Replaces the code that calls the driver."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self._name = metadata.name
@@ -216,7 +215,7 @@ class _Launcher:
 
 
 class _Driver:
-    """What Triton asks of a GPU driver."""
+    """Replaces Triton's GPU driver."""
 
     def __init__(self, capability: int) -> None:
         self.utils, self.launcher_cls = _Utils(), _Launcher
@@ -245,7 +244,7 @@ class _Driver:
 
 
 _KERNELS: dict[tuple[int, str], Kernel] = {}
-"""By function and hash: Triton compiles a specialisation once in a process."""
+"""By function and hash: Triton compiles a specialisation once per process."""
 
 
 def _kernel_of(fn: JITFunction[Any], compiled: Any, seconds: float) -> Kernel:
@@ -267,7 +266,7 @@ def _kernel_of(fn: JITFunction[Any], compiled: Any, seconds: float) -> Kernel:
 
 @contextmanager
 def naming() -> Iterator[set[JITFunction[Any]]]:
-    """Note which kernels are launched, and neither compile nor run them: a quick way to see what is reached."""
+    """Record which kernels are launched, without compiling or running them."""
     found: set[JITFunction[Any]] = set()
     run = JITFunction.run
     JITFunction.run = lambda fn, *_, **__: found.add(fn)  # type: ignore[method-assign]
@@ -329,13 +328,13 @@ _STATED = re.compile(r"At least (\d+) blocks? a multiprocessor")
 
 
 def stated_occupancy(kernel: Kernel) -> int | None:
-    """What the docstring of the function states: ``At least N blocks a multiprocessor``; None if it states nothing."""
+    """The occupancy in the kernel's docstring, ``At least N blocks a multiprocessor``; None without it."""
     found = _STATED.search(kernel.fn.__doc__ or "")
     return int(found[1]) if found else None
 
 
 def faults_of(kernel: Kernel) -> list[str]:
-    """What is wrong with a compiled kernel: spilled registers, or fewer blocks than its docstring states."""
+    """Faults of a compiled kernel: spilled registers, or fewer blocks per multiprocessor than its docstring states."""
     faults = []
     if kernel.spilled_bytes:
         faults.append(f"{kernel}: {kernel.spilled_bytes} bytes of registers are spilled")

@@ -1,4 +1,4 @@
-"""Ranks in threads of one process, and what they tell each other: a `bateleur.eagle.Exchange` that counts."""
+"""Ranks in threads of one process, with `ShardCollectives` that count bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass
 class Together:
-    """What the ranks have laid down, and what one of them has told: (collective, bytes) each."""
+    """Exchanges values between ranks, and counts (collective, bytes) of one of them."""
 
     size: int
     told: list[tuple[str, int]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Together:
         self.slots: list[Tensor] = [torch.empty(0)] * self.size
 
     def lay_down(self, rank: int, kind: str, x: Tensor) -> Tensor:
-        """(size, *x.shape) of what every rank has."""
+        """Returns (size, *x.shape), the values of all ranks."""
         self.slots[rank] = x.clone()
         if not rank:
             self.told.append((kind, x.nbytes))
@@ -40,13 +40,13 @@ class Together:
 
     @property
     def num_bytes(self) -> int:
-        """What a rank has told."""
+        """Bytes that a rank has sent."""
         return sum(count for _, count in self.told)
 
 
 @dataclass
 class OneOf:
-    """An `ShardCollectives` of threads."""
+    """`ShardCollectives` of threads."""
 
     together: Together
     rank: int
@@ -66,20 +66,20 @@ class OneOf:
 
 
 def parts_of(vocab_size: int, together: Together) -> list[VocabShard]:
-    """One for each rank, as even as can be."""
+    """The vocabulary shard of each rank, as even as possible."""
     starts = tuple(rank * vocab_size // together.size for rank in range(together.size + 1))
     return [VocabShard(starts, OneOf(together, rank)) for rank in range(together.size)]
 
 
 def gathered(shard: VocabShard, own_NL: Tensor) -> Tensor:
-    """(N, V) the logits of all ranks, which no step needs: a check does."""
+    """(N, V) logits of all ranks, for checks."""
     every = shard.collectives.every(pad(own_NL, (0, shard.widest - own_NL.shape[1])))
     widths = [end - first for first, end in zip(shard.starts, shard.starts[1:], strict=False)]
     return torch.cat([each[:, :width] for each, width in zip(every, widths, strict=True)], dim=1)
 
 
 def at_once(together: Together, call: Callable[[int], T]) -> list[T]:
-    """What `call(rank)` returns on every rank, each in a thread; raises what one of them raises."""
+    """Run `call(rank)` on every rank in a thread, and return the results; raises the error of a rank."""
 
     def run(rank: int) -> T:
         try:
