@@ -141,6 +141,19 @@ TEXTS: dict[str, Any] = {
     "two": "First.\nstop here",
     "endless": "a b c " * 12,
     "long": ("one ", "two ", "three ", "four ", "five", "\n", "</think>", "\n\n", "Done.", "<|im_end|>"),
+    "thinker": (
+        "<think>",
+        "one ",
+        "two ",
+        "three ",
+        "four ",
+        "five",
+        "\n",
+        "</think>",
+        "\n\n",
+        "Done.",
+        "<|im_end|>",
+    ),
     "default": "Hello hello.",
 }
 """What the scripted model writes, by the first message of the user."""

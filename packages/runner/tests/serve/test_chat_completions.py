@@ -251,6 +251,43 @@ def test_reasoning_ends_at_its_budget(scripted: Any) -> None:
     assert (reasoning, reason, count) == ("one two", "length", 8)
     assert answers(scripted, thinking_token_budget=50, max_tokens=3)[2:] == ("length", 3)
     assert answers(scripted, thinking_token_budget=3, max_tokens=4)[2:] == ("length", 3)
+    assert answers(scripted, thinking_token_budget=0)[0] is None
+
+
+def test_a_budget_bounds_reasoning_that_the_model_begins(scripted: Any) -> None:
+    asked = {"messages": [{"role": "user", "content": "thinker"}], "enable_thinking": None}
+    thought, answer = "one two three four five", "Done."
+    whole = answers(scripted, **asked)
+    assert whole[:3] == (thought, answer, "stop")
+    for budget in (6, 100):
+        assert answers(scripted, thinking_token_budget=budget, **asked) == whole
+    reasoning, _, reason, count = answers(scripted, thinking_token_budget=2, max_tokens=8, **asked)
+    assert (reasoning, reason, count) == ("one two", "length", 8)
+    for budget in (0, 1):
+        reasoning, content, reason, _ = answers(scripted, thinking_token_budget=budget, **asked)
+        assert (reasoning or "") == "one" * budget
+        assert reason == "stop"
+    form = {"structured_outputs": {"choice": ["yes", "no"]}}
+    reasoning, content, reason, _ = answers(scripted, thinking_token_budget=2, **asked, **form)
+    assert (reasoning, reason, content in ("yes", "no")) == ("one two", "stop", True)
+
+
+def test_a_budget_changes_no_answer_without_reasoning(scripted: Any) -> None:
+    asked = {"messages": HELLO, "enable_thinking": None}
+    assert answers(scripted, thinking_token_budget=0, **asked) == answers(scripted, **asked)
+    assert answers(scripted, **asked)[:3] == (None, "Hello hello.", "stop")
+    sampled = asked | {"temperature": 1.0, "logprobs": True, "max_tokens": 1, "thinking_token_budget": 0}
+    assert answers(scripted, **sampled)[2:] == ("length", 1)
+
+
+def test_a_budget_and_the_end_of_the_context(scripted: Any) -> None:
+    """What the prompt leaves of the context is a limit like max_tokens."""
+    text = scripted.ask("/tokenize", {"messages": LONG}).json()["count"]
+    asked = {"messages": [*LONG, {"role": "system", "content": "x" * (1024 - text - 60)}]}
+    left = 1024 - scripted.ask("/tokenize", asked | {"chat_template_kwargs": OPENED}).json()["count"]
+    assert left > 0
+    for budget in (3, left - 1, left, 1000):
+        answers(scripted, thinking_token_budget=budget, **asked)
 
 
 def test_a_grammar_follows_the_end_of_a_bounded_reasoning(scripted: Any) -> None:

@@ -1,11 +1,13 @@
 """Reasoning of at most so many tokens: the tag that ends it is written for the model, which then answers.
 
-The engine runs two requests, one up to the end of the reasoning and one behind it. Draws depend on the seed and the
-position, so a budget that is not used up changes no token of a request with a seed.
+The engine runs a request up to the end of the reasoning and one for the answer. If the prompt has not begun the
+reasoning, a request of one token shows whether the model does. Draws depend on the seed and the position, so a budget
+that is not used up changes no token of a request with a seed.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -31,6 +33,10 @@ class ThinkingBudget:
     params: SamplingParams
     """Of the whole request."""
     budget: int
+    opened: bool
+    """The prompt has begun the reasoning."""
+    begin: int | None
+    """The token that begins the reasoning."""
     end: int
     """The token that ends the reasoning."""
 
@@ -38,57 +44,87 @@ class ThinkingBudget:
     def of(
         cls, service: Service, asked: ChatRequest, prompt: ChatPrompt, turn: ChatTurn
     ) -> ThinkingBudget | None:
-        """None if nothing is to be bounded: no budget, one that is not below `max_tokens`, or no open reasoning."""
-        budget, most = asked.thinking_token_budget, turn.params.max_tokens
-        if budget is None or (most is not None and budget >= most) or not turn.begins_in_reasoning:
+        """None if nothing is to be bounded: no budget, one that the whole answer can't exceed, or no reasoning."""
+        budget, params, opened = asked.thinking_token_budget, turn.params, turn.phase == "opened"
+        if budget is None or turn.phase == "none":
             return None
         end = service.chat_format.reasoning_end_id
         if end is None:
             rule = f"absent: {Think.END} is no single token of this model"
             refuse("thinking_token_budget", budget, rule)
-        if turn.params.n > 1:
-            refuse("thinking_token_budget", budget, f"absent with n = {turn.params.n}")
-        return cls(service, asked, prompt, turn.params, budget, end)
+        if params.n > 1:
+            refuse("thinking_token_budget", budget, f"absent with n = {params.n}")
+        if params.truncate_prompt_tokens is None:
+            left = max(1, service.llm.llm.limits.max_model_len - len(prompt["prompt_token_ids"]))
+            params = replace(params, max_tokens=min(left, params.max_tokens or left))
+        if params.max_tokens is not None and params.max_tokens <= budget + (not opened):
+            return None
+        if params.seed is None:  # the first token may be drawn again
+            params = replace(params, seed=secrets.randbits(63))
+        begin = service.chat_format.reasoning_begin_id
+        return cls(service, asked, prompt, params, budget, opened, begin, end)
 
     async def submit(self, reply_id: str) -> Reader:
-        """Queue the reasoning."""
-        params = replace(
-            self.params,
-            max_tokens=max(1, self.budget),
-            min_tokens=0,
-            stop_token_ids=(*self.params.stop_token_ids, self.end),
-        )
+        """Queue the reasoning, or the token that may begin it."""
+        if self.opened:
+            return await self._submit_reasoning(self.prompt, reply_id)
+        params = replace(self.params, max_tokens=1, min_tokens=min(1, self.params.min_tokens))
         return await self._submit(self.prompt, params, reply_id)
 
     async def outputs(self, reader: Reader, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Reports of the reasoning and the answer, as if they were one request."""
         written: list[int] = []
+        goes_on, first, bounded = False, None, True
+        if not self.opened:
+            first = await anext(output async for output in self.service.outputs(reader) if output.finished)
+            (completion,) = first.outputs
+            if completion.finish_reason == "abort":
+                yield first
+                return
+            if bounded := completion.token_ids == [self.begin] and completion.finish_reason == "length":
+                written.append(completion.token_ids[0])
+                completion.finish_reason, first.finished = None, False
+                yield first
+                reader = await self._submit_reasoning(_behind(first, written), reply_id)
+            else:
+                reader = await self._submit(self.prompt, self.params, reply_id)
         async with aclosing(self.service.outputs(reader)) as reports:
             async for output in reports:
+                if not bounded:  # an answer without reasoning
+                    yield output
+                    continue
                 (completion,) = output.outputs
+                if not self.budget and completion.token_ids != [self.end]:
+                    completion = output.outputs[0] = _nothing(completion)
                 written += completion.token_ids
                 if goes_on := output.finished and self._goes_on(completion, written):
                     self._close(completion, written)
                     output.finished = False
-                yield output
+                first = first or output
+                yield _as_later(output, first)
         if not goes_on:
             return
-        used, most = len(written), self.params.max_tokens
-        prompt = ChatPrompt(
-            prompt=self.prompt["prompt"], prompt_token_ids=[*self.prompt["prompt_token_ids"], *written]
+        assert first is not None
+        prompt = _behind(first, written)
+        turn, most = turn_of(self.service.chat_format, self.asked, prompt), self.params.max_tokens
+        params = replace(
+            turn.params,
+            seed=self.params.seed,
+            max_tokens=None if most is None else most - len(written),
+            min_tokens=max(0, self.params.min_tokens - len(written)),
         )
-        turn = turn_of(self.service.chat_format, self.asked, prompt)
-        least = max(0, self.params.min_tokens - used)
-        params = replace(turn.params, max_tokens=None if most is None else most - used, min_tokens=least)
-        later = await self._submit(prompt, params, reply_id)
+        later = await self._submit(prompt, _without_prompt(params), reply_id)
         async with aclosing(self.service.outputs(later)) as reports:
-            async for each in reports:
-                each.prompt, each.prompt_token_ids = output.prompt, output.prompt_token_ids
-                each.num_cached_tokens, each.prompt_logprobs = (
-                    output.num_cached_tokens,
-                    output.prompt_logprobs,
-                )
-                yield each
+            async for output in reports:
+                yield _as_later(output, first)
+
+    async def _submit_reasoning(self, prompt: ChatPrompt, reply_id: str) -> Reader:
+        stop = (*self.params.stop_token_ids, self.end)
+        params = replace(self.params, max_tokens=max(1, self.budget), min_tokens=0, stop_token_ids=stop)
+        if not self.opened:
+            grammar = turn_of(self.service.chat_format, self.asked, prompt).params.structured_outputs
+            params = replace(_without_prompt(params), structured_outputs=grammar)
+        return await self._submit(prompt, params, reply_id)
 
     async def _submit(self, prompt: ChatPrompt, params: SamplingParams, reply_id: str) -> Reader:
         return await self.service.submit([prompt], replace(self.asked, params=params, stream=True), reply_id)
@@ -101,7 +137,7 @@ class ThinkingBudget:
 
     def _close(self, completion: CompletionOutput, written: list[int]) -> None:
         """End the reasoning at the end of this report, by the tag that the model wrote or by one that is added."""
-        if written[-1] != self.end:
+        if written[-1:] != [self.end]:
             written.append(self.end)
             completion.token_ids.append(self.end)
             completion.drafted.append(False)
@@ -112,3 +148,29 @@ class ThinkingBudget:
         completion.text += text
         completion.tags.append(TextTag(at, at + len(text), self.end))
         completion.finish_reason = completion.stop_reason = None
+
+
+def _behind(first: RequestOutput, written: list[int]) -> ChatPrompt:
+    """The prompt that goes on with these tokens."""
+    return ChatPrompt(prompt=first.prompt or "", prompt_token_ids=[*first.prompt_token_ids, *written])
+
+
+def _without_prompt(params: SamplingParams) -> SamplingParams:
+    """Parameters of a request whose prompt has been cut and reported."""
+    return replace(params, truncate_prompt_tokens=None, prompt_logprobs=None)
+
+
+def _nothing(completion: CompletionOutput) -> CompletionOutput:
+    """The same without its tokens, as if a limit had ended it."""
+    logprobs: list[dict[int, Logprob]] | None = None if completion.logprobs is None else []
+    return replace(
+        completion, text="", token_ids=[], logprobs=logprobs, drafted=[], tags=[], finish_reason="length"
+    )
+
+
+def _as_later(output: RequestOutput, first: RequestOutput) -> RequestOutput:
+    """A report as the first one's request would make it."""
+    for name in ("prompt", "prompt_token_ids", "num_cached_tokens", "prompt_logprobs"):
+        setattr(output, name, getattr(first, name))
+    output.metrics = replace(first.metrics, last_token_time=output.metrics.last_token_time)
+    return output

@@ -58,16 +58,13 @@ class ChatTurn:
 
     params: SamplingParams
     """The parameters to submit."""
+    phase: ReasoningPhase
+    """Whether the answer has reasoning."""
     _table: TagTable
     _reasoning: Think | None
     _format: type[ToolFormat] | None
     _tools: Tools
     _most: int | None
-
-    @property
-    def begins_in_reasoning(self) -> bool:
-        """Whether the prompt has begun the reasoning."""
-        return self._reasoning is not None and self._reasoning.opened
 
     def reader(self) -> AnswerReader:
         """What reads one continuation."""
@@ -94,8 +91,9 @@ class ChatFormat:
         wanted = {Think.BEGIN, Think.END, *(() if self._format is None else self._format.tags())}
         self._table = TagTable({token: tag for token, tag in tags.items() if tag in wanted})
         self._think_ids = {tag: token for token, tag in tags.items() if tag in (Think.BEGIN, Think.END)}
+        self.reasoning_begin_id = self._think_ids.get(Think.BEGIN)
         self.reasoning_end_id = self._think_ids.get(Think.END)
-        """Token that ends the reasoning; None if it is no single token."""
+        """Tokens that begin and end the reasoning; None if they are no single tokens."""
         self.special_ids = special_token_ids(tokenizer)
 
     def turn(
@@ -138,7 +136,7 @@ class ChatFormat:
             params = replace(
                 params, structured_outputs=answer_grammar(asked, phase, decides, functions, once=most == 1)
             )
-        return ChatTurn(params, self._table, reasoning, kind, tools, most)
+        return ChatTurn(params, phase, self._table, reasoning, kind, tools, most)
 
     def _phase_behind(self, prompt: ChatPrompt) -> ReasoningPhase:
         """Whether the answer has reasoning, as far as the part of the answer tells that the prompt gives."""
