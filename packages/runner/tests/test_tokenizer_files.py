@@ -153,8 +153,10 @@ def test_ids_and_texts_are_the_same(folders: dict[str, Path], name: str) -> None
     assert len(ours) == len(theirs)
     assert ours.all_special_tokens == theirs.all_special_tokens
     assert ours.special_tokens_map == theirs.special_tokens_map
-    for token in ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template"):
-        assert getattr(ours, token) == getattr(theirs, token)
+    tokens = ("bos_token", "eos_token", "pad_token", "unk_token")
+    for attribute in (*tokens, *(f"{token}_id" for token in tokens), "chat_template"):
+        assert getattr(ours, attribute) == getattr(theirs, attribute)
+    assert isinstance(ours.eos_token_id, int)
     for text, special in product(TEXTS, (True, False)):
         ids = theirs.encode(text, add_special_tokens=special)
         assert ours.encode(text, add_special_tokens=special) == ids

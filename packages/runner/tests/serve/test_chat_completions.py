@@ -11,6 +11,7 @@ import pytest
 
 from bateleur.runner import AsyncLLM
 from bateleur.runner.serve.config import ServeConfig
+from scripted_model import marker
 
 PATH = "/v1/chat/completions"
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -213,6 +214,16 @@ def test_a_prompt_is_truncated_at_either_side(client: Any) -> None:
     everything = ids(truncate_prompt_tokens=100)
     assert ids() == ids(truncation_side="left") == everything[-4:]
     assert ids(truncation_side="right") == everything[:4]
+
+
+def test_invocations_take_both_bodies(scripted: Any) -> None:
+    chat = {"messages": HELLO, "prompt": None}
+    prompt = {"prompt": marker("default"), "messages": None, "max_tokens": 30}
+    message = scripted.ask("/invocations", chat).json()["choices"][0]["message"]
+    text = scripted.ask("/invocations", prompt).json()["choices"][0]["text"]
+    assert (message["content"], text) == ("Hello hello.", "Hello hello.")
+    assert scripted.stream("/invocations", chat)[0]["object"] == "chat.completion.chunk"
+    assert scripted.error(400, "/invocations", {})["message"].startswith("prompt is absent")
 
 
 OPENED = {"enable_thinking": True}

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from bateleur.runner.serve.api_docs import described
 from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.chunks import chunks
+from bateleur.runner.serve.completions import completion
 from bateleur.runner.serve.conversation import Answer, answer
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.json_text import JSONText
@@ -30,31 +31,42 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions", openapi_extra=described(CHAT_FIELDS, "messages"))
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
+        return await chat_completion(service, request, await read_object(request, service.config))
+
+    @routes.post("/invocations")
+    async def invoke(request: Request) -> Response:
+        """Answer a conversation if the body has messages, or else continue prompts; the name is SageMaker's."""
         body = await read_object(request, service.config)
-        with refusing():
-            asked = chat_request(body, service.defaults, strict=service.config.strict_fields)
-            asked = service.with_server_options(asked)
-        reply_id, created = new_id("chatcmpl", asked), int(time.time())
-        answered = await answer(service, asked, reply_id)
-        if asked.stream:
-            kind, model = "chat.completion.chunk", service.names[0]
-            head = {"id": reply_id, "object": kind, "created": created, "model": model}
-            return EventStream(chunks(_parts(service, answered), answered.asked, head, answered.usage))
-        reports = await answered.whole(request)
-        messages = {each.completion.index: chat_message(each.events) for each in reports}
-        return JSONText(
-            chat_reply(
-                answered.asked,
-                reports[0].output,
-                reply_id=reply_id,
-                model=service.names[0],
-                created=created,
-                decode=service.decode,
-                message=lambda each: messages[each.index],
-            )
-        )
+        reply = completion if body.get("messages") is None else chat_completion
+        return await reply(service, request, body)
 
     return routes
+
+
+async def chat_completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
+    """The reply to a body of `/v1/chat/completions`."""
+    with refusing():
+        asked = chat_request(body, service.defaults, strict=service.config.strict_fields)
+        asked = service.with_server_options(asked)
+    reply_id, created = new_id("chatcmpl", asked), int(time.time())
+    answered = await answer(service, asked, reply_id)
+    if asked.stream:
+        kind, model = "chat.completion.chunk", service.names[0]
+        head = {"id": reply_id, "object": kind, "created": created, "model": model}
+        return EventStream(chunks(_parts(service, answered), answered.asked, head, answered.usage))
+    reports = await answered.whole(request)
+    messages = {each.completion.index: chat_message(each.events) for each in reports}
+    return JSONText(
+        chat_reply(
+            answered.asked,
+            reports[0].output,
+            reply_id=reply_id,
+            model=service.names[0],
+            created=created,
+            decode=service.decode,
+            message=lambda each: messages[each.index],
+        )
+    )
 
 
 async def _parts(service: Service, answered: Answer) -> AsyncGenerator[dict[str, Any], None]:

@@ -31,27 +31,31 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/completions", openapi_extra=described(COMPLETION_FIELDS, "prompt"))
     async def complete(request: Request) -> Response:
         """Continue prompts."""
-        body = await read_object(request, service.config)
-        with refusing():
-            asked = completion_request(body, service.defaults, strict=service.config.strict_fields)
-            asked = service.with_server_options(asked)
-        service.check_model(asked.model)
-        reply_id, created = new_id("cmpl", asked), int(time.time())
-        reader = await service.submit(asked.prompts, asked, reply_id)
-        if asked.stream:
-            head = {
-                "id": reply_id,
-                "object": "text_completion",
-                "created": created,
-                "model": service.names[0],
-            }
-            usage = Usage()
-            return EventStream(chunks(_parts(service, asked, reader, usage), asked, head, usage))
-        outputs = await service.finish(reader, request)
-        told = partial(completion_reply, reply_id=reply_id, model=service.names[0], created=created)
-        return JSONText(told(asked, outputs, decode=service.decode))
+        return await completion(service, request, await read_object(request, service.config))
 
     return routes
+
+
+async def completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
+    """The reply to a body of `/v1/completions`."""
+    with refusing():
+        asked = completion_request(body, service.defaults, strict=service.config.strict_fields)
+        asked = service.with_server_options(asked)
+    service.check_model(asked.model)
+    reply_id, created = new_id("cmpl", asked), int(time.time())
+    reader = await service.submit(asked.prompts, asked, reply_id)
+    if asked.stream:
+        head = {
+            "id": reply_id,
+            "object": "text_completion",
+            "created": created,
+            "model": service.names[0],
+        }
+        usage = Usage()
+        return EventStream(chunks(_parts(service, asked, reader, usage), asked, head, usage))
+    outputs = await service.finish(reader, request)
+    told = partial(completion_reply, reply_id=reply_id, model=service.names[0], created=created)
+    return JSONText(told(asked, outputs, decode=service.decode))
 
 
 async def _parts(

@@ -42,6 +42,7 @@ REFUSED = table(
     ("use_beam_search", (False,), "there is no beam search"),
     ("length_penalty", (1, 1.0), "it belongs to beam search"),
     ("early_stopping", (False,), "it belongs to beam search"),
+    ("logprob_token_ids", ([],), "the most likely tokens are reported: say logprobs or top_logprobs"),
     ("chat_template", (), "a template is a program, and clients may not bring one: see --chat-template"),
     ("cache_salt", (), "the prefix cache is shared by all requests: see --no-enable-prefix-caching"),
     ("vllm_xargs kv_transfer_params", ({},), "this server has no plug-ins that read it"),
