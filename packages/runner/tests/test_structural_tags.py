@@ -105,6 +105,32 @@ def test_calls_stand_in_free_text(model: Model, name: str) -> None:
     assert model.reads(name, TOOLS, model.encode(before + call)) == [*filter(None, [before.strip()]), FOUND]
 
 
+@pytest.mark.parametrize(("answer", "end"), [(None, ""), (NUMBER, "</think>5")])
+def test_a_call_without_tags_around_it_follows_its_schema(
+    model: Model, answer: StructuredOutputsParams | None, end: str
+) -> None:
+    call = CALLS["qwen3_coder"]
+    bare = call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+    params = grammar("qwen3_coder", "none" if answer is None else "opened", answer)
+    for before in ("", "I look \u00e9\n", call + "\n", bare, "<function=other> or <function"):
+        for each in (call, bare):
+            assert model.allows(params, before + each + end)
+            assert not model.allows(params, before + each.replace("3", "x") + end)
+            assert not model.allows(params, before + each.replace("city", "town") + end)
+    assert model.reads("qwen3_coder", TOOLS, model.encode(f"Now {bare}")) == ["Now", FOUND]
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", ["special", "added"])
+def test_free_text_quotes_tags_in_other_tokens(name: str, kind: str) -> None:
+    model = Model(kind)
+    quoted = f"The tags {' '.join(TOOL_PARSERS[name].tags())} </think>".replace("<function=", "").encode()
+    free = [*quoted, model.end]
+    assert model.matcher(grammar(name, "none", None)).allowed_prefix(free) == len(free)
+    thought = [*quoted, *model.encode("</think>5"), model.end]
+    assert model.matcher(grammar(name, "opened", NUMBER)).allowed_prefix(thought) == len(thought)
+
+
 @pytest.mark.parametrize("name", [*CALLS, None])
 def test_an_answer_follows_the_reasoning(model: Model, name: str | None) -> None:
     opened, possible = (grammar(name, phase, NUMBER) for phase in ("opened", "possible"))

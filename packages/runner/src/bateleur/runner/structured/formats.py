@@ -54,11 +54,11 @@ def listed(tags: Sequence[Format], separator: str, *, once: bool) -> Format:
     return {"type": "tags_with_separator", "tags": tags, "separator": separator, **kinds}
 
 
-def triggered(tags: Sequence[Format], trigger: str) -> Format:
-    """Free text, in which the trigger begins one of these tags."""
-    return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
+def triggered(tags: Sequence[Format], triggers: Sequence[str]) -> Format:
+    """Free text, in which each trigger begins one of these tags."""
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-def up_to_tag(tags: Sequence[Format], trigger: str, excludes: Sequence[str]) -> Format:
+def up_to_tag(tags: Sequence[Format], triggers: Sequence[str], excludes: Sequence[str]) -> Format:
     """The same without `excludes` in the text, which ends with one of the tags. xgrammar has no such format."""
-    return {**triggered(tags, trigger), "excludes": excludes, "last": True}
+    return {**triggered(tags, triggers), "excludes": excludes, "last": True}

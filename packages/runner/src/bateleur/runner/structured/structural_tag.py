@@ -245,8 +245,8 @@ class _Compiler:
         return f"({text} | <[{_listed(special)}]>)*" if special else f"{text}?"
 
     def _text_up_to(self, tag: str) -> str:
-        """Text that ends with a tag and does not hold it before; only the tag if it is a special token."""
-        return self._literal(tag) if self._is_special(tag) else self._lazy(f"(?s:.*){escaped(tag)}")
+        """Text that ends with a tag and does not hold it before; only the tag if it is a token."""
+        return self._literal(tag) if tag in self._tokens.tags else self._lazy(f"(?s:.*){escaped(tag)}")
 
     def _is_special(self, tag: str) -> bool:
         return self._tokens.tags.get(tag) in self._tokens.special

@@ -61,14 +61,21 @@ class Qwen3Coder(Hermes):
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
         """See `ToolFormat`."""
-        return [
+        bare = [
             tagged(
-                f"<tool_call>\n<function={each.name}>\n",
+                f"{FUNCTION}{each.name}>\n",
                 {"type": "qwen_xml_parameter", "json_schema": each.schema},
-                "</function>\n</tool_call>",
+                "</function>",
             )
             for each in functions
         ]
+        begin, end = "<tool_call>\n", "\n</tool_call>"
+        return [tagged(begin + each["begin"], each["content"], each["end"] + end) for each in bare] + bare
+
+    @classmethod
+    def triggers(cls, functions: Sequence[Function]) -> list[str]:
+        """See `ToolFormat`. Other functions may be written about."""
+        return ["<tool_call>", *(f"{FUNCTION}{each.name}>" for each in functions)]
 
 
 class Granite(Hermes):

@@ -68,7 +68,7 @@ def _calls_in_text(
     """Any text, with calls that follow the tools' schemas. Calls in the reasoning follow them, too."""
     tags = tools.call_tags(functions, once=once)
     if not tools.BARE:
-        return triggered(tags, tools.OPENERS[0])
+        return triggered(tags, tools.triggers(functions))
     barred = "".join(f"\\{each}" for each in tools.BARE)
     text = pattern(rf"(\s*[^\s{barred}](?s:.*))?")
     found = either(listed(tags, tools.SEPARATOR, once=once), text)
@@ -90,8 +90,8 @@ def _calls_or_answer(
         return body
     if tools.BARE:
         return _behind_reasoning(reasoning, body)
-    closed = sequence(tagged("", triggered(tags, tools.OPENERS[0]), Think.END), _SPACE, body)
-    unclosed = up_to_tag(tags, tools.OPENERS[0], [Think.END])
+    closed = sequence(tagged("", triggered(tags, tools.triggers(functions)), Think.END), _SPACE, body)
+    unclosed = up_to_tag(tags, tools.triggers(functions), [Think.END])
     opened = either(closed, unclosed)
     if reasoning == "opened":
         return opened

@@ -51,11 +51,16 @@ class ToolFormat:
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """Calls of these functions as tags of a grammar, each of which begins with the first opener if there is one.
+        """Calls of these functions as tags of a grammar, each of which begins with a trigger if there are any.
 
         once: one call at most.
         """
         raise NotImplementedError
+
+    @classmethod
+    def triggers(cls, functions: Sequence[Function]) -> list[str]:
+        """Texts that begin calls of these functions in free text."""
+        return [*cls.OPENERS[:1]]
 
     def opener_of(self, source: Source) -> str:
         """The tag that the text begins with; empty if it is none that may begin a call."""
