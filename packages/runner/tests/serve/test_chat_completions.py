@@ -314,3 +314,20 @@ def test_a_budget_that_no_token_can_end_is_refused(scripted: Any, make_client: C
     client = make_client(chat_template="{{ messages[0].content ~ '<think>' }}", reasoning_parser="think")
     error = client.error(400, PATH, {"messages": HELLO, "thinking_token_budget": 3})
     assert "</think> is no single token of this model" in error["message"]
+
+
+def test_a_schema_that_cannot_be_compiled_is_named_as_the_client_wrote_it(scripted: Any) -> None:
+    bad = {"type": "object", "properties": {"n": {"type": "x"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": bad, "strict": True}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": bad}}
+    for body in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "required"}, {"response_format": form}):
+        assert scripted.error(400, PATH, {"messages": HELLO, **body})["param"] == next(iter(body))
+    completion = {"prompt": "x", "response_format": form}
+    assert scripted.error(400, "/v1/completions", completion)["param"] == "response_format"
+
+
+def test_all_wrong_keys_of_logit_bias_are_named(scripted: Any) -> None:
+    error = scripted.error(400, PATH, {"messages": HELLO, "logit_bias": {"a": 1, "2": 1, "b": 1}})
+    assert error["param"] == "logit_bias"
+    assert "'a', 'b'" in error["message"]
+    assert scripted.error(400, PATH, {"messages": HELLO, "logit_bias": {"a": 1}})["param"] == "logit_bias"

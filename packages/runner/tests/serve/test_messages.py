@@ -200,3 +200,19 @@ def test_thinking_is_switched(make_scripted: Callable[..., Any]) -> None:
     path = f"{PATH}/count_tokens"
     counts = [client.ask(path, body).json()["input_tokens"] for body in (asked, with_it)]
     assert counts[1] == counts[0] + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"stop_sequences": ["\ud800"]}, "stop_sequences"),
+        ({"output_config": {"effort": 3}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.content"),
+    ],
+)
+def test_errors_name_the_fields_of_this_api(scripted: Any, body: dict[str, Any], name: str) -> None:
+    reply = scripted.ask(PATH, ASKED | body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith(name), reply.text

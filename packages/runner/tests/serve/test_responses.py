@@ -229,7 +229,7 @@ def test_a_response_in_the_background_is_polled_and_cancelled(scripted: Any) -> 
         ({"input": "x", "prompt": {"id": "p"}}, "prompt is", None),
         ({"input": "x", "background": True, "stream": True}, "background is True", None),
         ({"input": "word " * 3000}, "prompt has", "context_length_exceeded"),
-        ({"input": "x", "text": {"format": {"type": "xml"}}}, "response_format.type is 'xml'", None),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type is 'xml'", None),
     ],
 )
 def test_what_is_refused(scripted: Any, body: dict[str, Any], said: str, code: str | None) -> None:
@@ -293,3 +293,24 @@ def test_fields_become_those_of_chat_completions() -> None:
         {"type": "function", "function": {"name": "weather"}}
     ]
     assert chat["tools"][1] == {"type": "web_search"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"text": {"format": {"type": "xml"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text"),
+        ({"reasoning": {"effort": 3}}, "reasoning"),
+        ({"top_logprobs": 1000}, "top_logprobs"),
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": {"type": "x"}, "strict": True}]},
+            "tools",
+        ),
+    ],
+)
+def test_errors_name_the_fields_of_this_api(scripted: Any, body: dict[str, Any], param: str) -> None:
+    error = scripted.error(400, PATH, {"input": "default", **body})
+    assert error["param"] == param, error
+    assert error["message"].startswith(param)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
+from numbers import Integral
 from typing import Any, cast
 
 from bateleur.runner.outputs import RequestOutputKind
@@ -15,6 +16,7 @@ from bateleur.runner.utils.arguments import (
     OneOf,
     Several,
     flag,
+    listed,
     maybe,
     member_of,
     refuse,
@@ -64,16 +66,26 @@ def _bad_words(name: str, value: Any) -> tuple[str, ...]:
     return _BAD_WORDS(name, () if value is None else value)
 
 
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
 def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     """Keys of JSON are strings."""
     if not isinstance(value, Mapping):
         refuse(name, value, _BIAS_RULE)
     biases: dict[int, float] = {}
-    for key, bias in value.items():
-        spelled = (
-            int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20 else key
+    spelled = {
+        key: int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20 else key
+        for key in value
+    }
+    wrong = [key for key, token in spelled.items() if not _is_token_id(token)]
+    if len(wrong) > 1:
+        raise ValueError(
+            f"keys of {name} are {listed(map(str, wrong))}; they must be token ids, integers >= 0"
         )
-        token = _TOKEN_ID(f"a key of {name}", spelled)
+    for key, bias in value.items():
+        token = _TOKEN_ID(f"a key of {name}", spelled[key])
         if token in biases:
             raise ValueError(f"{name} holds token {token} twice, as a number and as text")
         biases[token] = _BIAS(f"{name}[{token}]", bias)

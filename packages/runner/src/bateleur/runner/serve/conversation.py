@@ -94,7 +94,7 @@ async def prompt_of(service: Service, asked: ChatRequest) -> tuple[ChatRequest, 
     """The request with the server's options, and its prompt. HTTPException for one that the template refuses."""
     service.check_model(asked.model)
     asked = with_options(asked, service.config)
-    with refusing():
+    with refusing(asked.names):
         long = service.is_long(len(repr((asked.messages, asked.tools))))
         (prompt,) = await service.llm.aside(lambda: asked.prompts_for(service.llm.llm.tokenizer), long=long)
     return asked, prompt
@@ -103,7 +103,7 @@ async def prompt_of(service: Service, asked: ChatRequest) -> tuple[ChatRequest, 
 async def answer(service: Service, asked: ChatRequest, reply_id: str) -> Answer:
     """Begin to answer a conversation. HTTPException if that is not possible."""
     asked, prompt = await prompt_of(service, asked)
-    with refusing():
+    with refusing(asked.names):
         turn = turn_of(service.chat_format, asked, prompt)
         budget = ThinkingBudget.of(service, asked, prompt, turn)
     if budget is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -39,6 +40,7 @@ def refusal(
     return HTTPException(status, error_body(message, kind=kind, param=param, code=code), headers)
 
 
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -50,8 +52,11 @@ _ANTHROPIC_KINDS = {
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """What a request is refused for in this block has the status that fits; what is a mistake of ours is not told."""
+def refusing(names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
+    """What a request is refused for in this block has the status that fits; what is a mistake of ours is not told.
+
+    names: what the client calls fields, if not as chat completions do.
+    """
     try:
         yield
     except QueueFull as error:
@@ -60,7 +65,8 @@ def refusing() -> Iterator[None]:
     except EngineDead as error:
         raise dead(error) from error
     except ValueError as error:
-        raise refusal(400, str(error), param=_field_of(str(error)), code=_code_of(error)) from error
+        said = _renamed(str(error), names)
+        raise refusal(400, said, param=_field_of(said), code=_code_of(error)) from error
 
 
 def dead(error: EngineDead) -> HTTPException:
@@ -77,9 +83,17 @@ def _code_of(error: ValueError) -> str | None:
     return "missing_required_parameter" if re.match(r"\w+ is absent;", str(error)) else None
 
 
+def _renamed(message: str, names: Mapping[str, str]) -> str:
+    """The message with the client's name of the field. Messages have other numbers there, which are left out."""
+    found = re.match(r"(\w+)(\[\d+\])?", message)
+    if found is None or found[1] not in names:
+        return message
+    return names[found[1]] + message[found.end() if found[1] == "messages" else found.end(1) :]
+
+
 def _field_of(message: str) -> str | None:
     """The field that a message is about: it begins with it."""
-    found = re.match(r"(\w+)[\w.\[\]'\"]* (?:is|has|holds|must)\b", message)
+    found = re.match(r"(?:(?:a key|keys) of )?(\w+)[\w.\[\]'\"]* (?:is|are|has|holds|must)\b", message)
     return found[1] if found else None
 
 

@@ -87,7 +87,7 @@ class Service:
         """Queue the prompts of one request, all or none; HTTPException where that can't be."""
         kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
         params = replace(asked.params, output_kind=kind)
-        with refusing():
+        with refusing(asked.names):
             self._refuse_many(len(prompts), params)
             # What holds one thing goes by itself: errors call text and ids what the body does.
             given: list[Any] = [next(iter(each.values())) if len(each) == 1 else each for each in prompts]

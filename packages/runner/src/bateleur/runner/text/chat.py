@@ -86,6 +86,8 @@ def render(
         **more,
     )
     written = _write(template, _with_known_roles(conversation, str(own)))
+    if not written.isascii():  # JSON can hold half of a surrogate pair, and tokenizers can't
+        written = written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return ChatPrompt(prompt=written, prompt_token_ids=tokenizer.encode(written, add_special_tokens=False))
 
 

@@ -112,6 +112,9 @@ def _content(name: str, content: object, message: dict[str, Any], *, asked: bool
 
 def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> str | None:
     """The text of a part of a content; None if it is reasoning, which becomes a field of the message."""
+    if not asked and not isinstance(given, Mapping):
+        _log_fault("a part that is no object is written as JSON")
+        return None if given is None else json.dumps(given, ensure_ascii=False, default=shown)
     part = _mapping(name, given)
     kind = part.get("type")
     if kind in _REASONING_PARTS:

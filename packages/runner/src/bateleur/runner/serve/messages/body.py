@@ -11,6 +11,16 @@ from bateleur.runner.utils.arguments import refuse
 
 Block = dict[str, Any]
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+NAMES = {
+    "messages": "messages",
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "enable_thinking": "thinking.type",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""Fields of chat completions by their names here."""
 _IGNORED = (
     "metadata",
     "service_tier",

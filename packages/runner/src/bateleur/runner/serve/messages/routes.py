@@ -15,7 +15,7 @@ from bateleur.runner.serve.body import read_object, validated
 from bateleur.runner.serve.conversation import Answer, answer, prompt_of
 from bateleur.runner.serve.errors import anthropic_error, refusal, refusing
 from bateleur.runner.serve.json_text import JSONText
-from bateleur.runner.serve.messages.body import Block, CountTokensBody, MessagesBody, chat_body
+from bateleur.runner.serve.messages.body import NAMES, Block, CountTokensBody, MessagesBody, chat_body
 from bateleur.runner.serve.messages.writer import MessageWriter
 from bateleur.runner.serve.openai.requests import ChatRequest, chat_request
 from bateleur.runner.serve.service import Service
@@ -58,9 +58,9 @@ async def _read(service: Service, request: Request, model: type[CountTokensBody]
     if isinstance(body, MessagesBody) and body.thread is not None:
         said = "thread must be absent: conversations are not stored here, send all messages"
         raise refusal(400, said, param="thread", code="thread_unsupported_request")
-    with refusing():
+    with refusing(NAMES):
         chat = chat_body(body)
-        return chat_request(chat, service.defaults, strict=service.config.strict_fields)
+        return chat_request(chat, service.defaults, strict=service.config.strict_fields, names=NAMES)
 
 
 async def _events(answered: Answer, writer: MessageWriter) -> AsyncGenerator[dict[str, Any], None]:

@@ -12,7 +12,14 @@ from typing import Any
 
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.fields import COMMON, Field, mapping, response_format, split
-from bateleur.runner.serve.openai.tools import ToolChoice, allowed_tools, forced_schema, tool_choice, tools
+from bateleur.runner.serve.openai.tools import (
+    ToolChoice,
+    allowed_tools,
+    forced_schema,
+    is_strict,
+    tool_choice,
+    tools,
+)
 from bateleur.runner.text.chat import ChatPrompt, render
 from bateleur.runner.text.messages import checked_messages
 from bateleur.runner.text.tokenizer import Tokenizer
@@ -37,6 +44,8 @@ class Asked:
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """Of log probabilities: tokens are token_id:ID."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the client calls fields, for errors: those of chat completions, and `structured_outputs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +125,16 @@ def completion_request(
 
 
 def chat_request(
-    body: Mapping[str, Any], defaults: Mapping[str, Any], *, strict: bool = False
+    body: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    *,
+    strict: bool = False,
+    names: Mapping[str, str] | None = None,
 ) -> ChatRequest:
     """Read a body of `/v1/chat/completions`; without a limit a reply may be as long as the model's context.
 
     defaults: sampling parameters where the body is silent. strict: refuse unknown fields and tools that are not
-    functions. Raises ValueError as the module says.
+    functions. names: see `Asked`. Raises ValueError as the module says.
     """
     own, sampling = split(body, CHAT_FIELDS, strict=strict)
     if "messages" not in own:
@@ -139,7 +152,15 @@ def chat_request(
     if continued and prompted:
         refuse("add_generation_prompt", prompted, "false where continue_final_message is true")
     choice, parallel = tool_choice(chosen, known), own.get("parallel_tool_calls", True)
-    _force(choice, forced_schema(choice, known, parallel=parallel), own, sampling)
+    schema = forced_schema(choice, known, parallel=parallel)
+    if schema is not None:
+        own.pop("response_format", None)  # the answer is a call, and has no text
+        if (given := sampling.get("structured_outputs")) is not None:
+            refuse("structured_outputs", given, f"absent where tool_choice is {shown(choice)}")
+        sampling["structured_outputs"] = {"json": schema, "disable_any_whitespace": True}
+    strict_calls = schema is not None or (choice == "auto" and any(map(is_strict, known)))
+    common = _common(own, {"max_tokens": None, **defaults, **sampling}, "tools" if strict_calls else "")
+    source = common["names"]["structured_outputs"]
     return ChatRequest(
         messages=own["messages"],
         tools=known,
@@ -151,7 +172,7 @@ def chat_request(
         include_reasoning=own.get("include_reasoning", True),
         add_generation_prompt=prompted,
         continue_final_message=continued,
-        **_common(own, {"max_tokens": None, **defaults, **sampling}),
+        **common | {"names": {**(names or {}), "structured_outputs": (names or {}).get(source, source)}},
     )
 
 
@@ -164,29 +185,16 @@ def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
     return names if thinks is None else names | {"enable_thinking": thinks, "thinking": thinks}
 
 
-def _force(
-    choice: ToolChoice, schema: dict[str, Any] | None, own: Mapping[str, Any], sampling: dict[str, Any]
-) -> None:
-    """The text of a forced call follows the tool's schema, so that nothing else can ask for another form."""
-    if schema is None:
-        return
-    for name, given in (
-        ("response_format", own.get("response_format")),
-        ("structured_outputs", sampling.get("structured_outputs")),
-    ):
-        if given is not None:
-            refuse(name, given, f"absent where tool_choice is {shown(choice)}")
-    sampling["structured_outputs"] = {"json": schema, "disable_any_whitespace": True}
-
-
-def _common(own: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "") -> dict[str, Any]:
+    """Fields of `Asked`. grammar: the field that asks for a grammar, if `response_format` does not."""
     if (form := own.get("response_format")) is not None:
         if sampling.get("structured_outputs") is not None:
             refuse("response_format", form, "absent beside structured_outputs")
-        sampling["structured_outputs"] = form
+        sampling["structured_outputs"], grammar = form, "response_format"
     told = own.get("stream_options", {})
     return {
         "params": SamplingParams.from_dict(sampling),
+        "names": {"structured_outputs": grammar or "structured_outputs"},
         "model": own.get("model"),
         "request_id": own.get("request_id"),
         "priority": own.get("priority", 0),

@@ -84,7 +84,10 @@ def allowed_tools(choice: Any, known: tuple[dict[str, Any], ...]) -> tuple[Any, 
         return choice, known
     name = "tool_choice.allowed_tools"
     allowed = mapping(name, choice.get("allowed_tools"))
-    functions = [mapping(f"{name}.tools", each).get("function") for each in allowed.get("tools") or ()]
+    tools = allowed.get("tools") or []
+    if not isinstance(tools, list):
+        refuse(f"{name}.tools", tools, "a list of tools")
+    functions = [mapping(f"{name}.tools", each).get("function") for each in tools]
     names = [mapping(f"{name}.tools.function", each).get("name") for each in functions]
     return allowed.get("mode", "auto"), tuple(each for each in known if each["function"]["name"] in names)
 

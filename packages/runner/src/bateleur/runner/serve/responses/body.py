@@ -14,6 +14,16 @@ from bateleur.runner.utils.log_once import log_once
 
 Item = dict[str, Any]
 _log = logging.getLogger(__name__)
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "truncate_prompt_tokens": "truncation",
+}
+"""Fields of chat completions by their names here."""
 _CUSTOM_PARAMETERS = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -171,15 +181,16 @@ def _call(item: Item) -> dict[str, Any]:
 
 
 def _reasoning(item: Item) -> str:
-    parts = item.get("content") or item.get("summary") or ()
-    return "\n".join(str(each.get("text", "")) for each in parts if isinstance(each, Mapping))
+    parts = item.get("content") or item.get("summary")
+    listed = parts if isinstance(parts, list) else ()
+    return "\n".join(str(each.get("text", "")) for each in listed if isinstance(each, Mapping))
 
 
 def _tool(tool: Item) -> dict[str, Any]:
     kind = tool.get("type")
     if kind == "custom":
-        about, grammar = tool.get("description") or "", (tool.get("format") or {}).get("definition")
-        if grammar:
+        about, form = str(tool.get("description") or ""), tool.get("format")
+        if isinstance(form, Mapping) and (grammar := form.get("definition")):
             about += f"\n\nIts input follows this grammar:\n{grammar}"
         function = {"name": tool.get("name"), "description": about, "parameters": _CUSTOM_PARAMETERS}
         return {"type": "function", "function": function}
@@ -195,10 +206,17 @@ def _tool_choice(choice: str | Item | None) -> Any:
         case "function" | "custom":
             return {"type": "function", "function": {"name": choice.get("name")}}
         case "allowed_tools":
-            chosen = [_tool_choice(each) for each in choice.get("tools") or () if "name" in each]
+            tools = _objects("tool_choice.tools", choice.get("tools") or [])
+            chosen = [_tool_choice(each) for each in tools if "name" in each]
             allowed = {"mode": choice.get("mode", "auto"), "tools": chosen}
             return {"type": "allowed_tools", "allowed_tools": allowed}
     return "auto"  # a tool that another server would run
+
+
+def _objects(name: str, value: Any) -> list[Item]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        refuse(name, value, "a list of objects")
+    return value
 
 
 def _format(given: Any) -> Any:

@@ -20,7 +20,7 @@ from bateleur.runner.serve.errors import error_of, refusal, refusing
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.openai.logprobs import chat_logprobs
 from bateleur.runner.serve.openai.requests import ChatRequest, chat_request
-from bateleur.runner.serve.responses.body import Item, ResponsesBody, chat_body
+from bateleur.runner.serve.responses.body import NAMES, Item, ResponsesBody, chat_body
 from bateleur.runner.serve.responses.store import ResponseStore, Stored
 from bateleur.runner.serve.responses.writer import ResponseWriter
 from bateleur.runner.serve.service import Service
@@ -117,9 +117,10 @@ class _Responses:
             raise refusal(
                 400, "previous_response_id names a response that has not ended", param="previous_response_id"
             )
-        with refusing():
+        strict = self._service.config.strict_fields
+        with refusing(NAMES):
             chat = chat_body(body, earlier.items if earlier else [])
-            asked = chat_request(chat, self._service.defaults, strict=self._service.config.strict_fields)
+            asked = chat_request(chat, self._service.defaults, strict=strict, names=NAMES)
         return body, asked, earlier
 
     async def create(self, request: Request) -> Response:
