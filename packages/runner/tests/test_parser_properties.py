@@ -143,6 +143,37 @@ def test_values_come_back(given: dict[str, Any], python: bool, quoted: bool, nam
         assert (called, json.loads(arguments)) == ("weather", given)
 
 
+UNCLOSED = {
+    "hermes": ("}}", "\n</tool_call>"),
+    "granite": ("}}]", ""),
+    "llama3_json": ("}}", ""),
+    "kimi_k2": ("}", "<|tool_call_end|><|tool_calls_section_end|>"),
+    "lfm2": (")]", "<|tool_call_end|>"),
+    "olmo3": (")", "\n</function_calls>"),
+}
+"""What ends the values of a call, and the tags behind it."""
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    given=values(PLAIN),
+    python=st.booleans(),
+    name=st.sampled_from(sorted(UNCLOSED)),
+    kind=KIND,
+    data=st.data(),
+)
+def test_the_end_of_a_call_closes_what_is_open(
+    given: dict[str, Any], python: bool, name: str, kind: str, data: st.DataObject
+) -> None:
+    brackets, tags = UNCLOSED[name]
+    text = written(name, given, python=python).removesuffix(brackets + tags)
+    open_ends = [brackets[:n] for n in range(len(brackets))] if given else [brackets[:-1]]
+    tokens = model(kind).encode(text + data.draw(st.sampled_from(open_ends)) + tags)
+    for each in (False, True):
+        ((called, arguments),) = model(kind).reads(name, TOOLS, tokens, each=each)
+        assert (called, json.loads(arguments)) == ("weather", given)
+
+
 @settings(max_examples=300, deadline=None)
 @given(given=values(TEXT), python=st.booleans(), name=NAMES, kind=KIND, data=st.data())
 def test_a_text_may_end_anywhere(

@@ -331,3 +331,24 @@ def test_all_wrong_keys_of_logit_bias_are_named(scripted: Any) -> None:
     assert error["param"] == "logit_bias"
     assert "'a', 'b'" in error["message"]
     assert scripted.error(400, PATH, {"messages": HELLO, "logit_bias": {"a": 1}})["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize(
+    ("stop", "arguments", "reason"),
+    [
+        ("Os", '{"city": "', "stop"),
+        ("slo", '{"city": "O', "stop"),
+        ("</tool_call>", '{"city": "Oslo"}', "tool_calls"),
+    ],
+)
+def test_a_stop_string_cuts_a_call(scripted: Any, stop: str, arguments: str, reason: str) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "weather"}], "tools": [tool], "stop": [stop]}
+    (choice,) = scripted.ask(PATH, body).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["arguments"], choice["finish_reason"]) == (arguments, reason)
+    assert choice["stop_reason"] == stop
+    chunks = [chunk["choices"][0] for chunk in scripted.stream(PATH, body)]
+    parts = [each for chunk in chunks for each in chunk["delta"].get("tool_calls", ())]
+    assert "".join(each["function"]["arguments"] for each in parts) == arguments
+    assert chunks[-1]["finish_reason"] == reason

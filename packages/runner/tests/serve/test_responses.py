@@ -149,7 +149,7 @@ def test_a_call_may_be_forced(scripted: Any) -> None:
         "tools": [TOOL | {"strict": True}],
         "tool_choice": {"type": "function", "name": "weather"},
     }
-    response = scripted.ask(PATH, body | {"max_output_tokens": 60}).json()
+    response = scripted.ask(PATH, body | {"max_output_tokens": 60, "temperature": 0}).json()
     assert [item["type"] for item in response["output"]] == ["function_call"]
 
 

@@ -56,35 +56,32 @@ async def chat_completion(service: Service, request: Request, body: dict[str, An
         return EventStream(chunks(_parts(service, answered), answered.asked, head, answered.usage))
     reports = await answered.whole(request)
     messages = {each.completion.index: chat_message(each.events) for each in reports}
-    return JSONText(
-        chat_reply(
-            answered.asked,
-            reports[0].output,
-            reply_id=reply_id,
-            model=service.names[0],
-            created=created,
-            decode=service.decode,
-            message=lambda each: messages[each.index],
-        )
+    reply = chat_reply(
+        answered.asked,
+        reports[0].output,
+        reply_id=reply_id,
+        model=service.names[0],
+        created=created,
+        decode=service.decode,
+        message=lambda each: messages[each.index],
     )
+    for choice, report in zip(reply["choices"], reports, strict=True):
+        choice["finish_reason"] = report.finish_reason
+    return JSONText(reply)
 
 
 async def _parts(service: Service, answered: Answer) -> AsyncGenerator[dict[str, Any], None]:
     """Fields of each chunk. The first of a continuation has the role, and the very first what the prompt was."""
     begun: set[int] = set()
-    called: set[int] = set()
     asked = answered.asked
     async with aclosing(answered.reports()) as reports:
         async for report in reports:
             index, said = report.completion.index, chat_delta(report.events)
             first, beginning = index not in begun, not begun
             begun.add(index)
-            if said.get("tool_calls"):
-                called.add(index)
             delta = {"role": "assistant", "content": "", **said} if first else said
             choice = chat_choice(asked, report.completion, delta, decode=service.decode, chunk=True)
-            if choice["finish_reason"] == "stop" and index in called:
-                choice["finish_reason"] = "tool_calls"
+            choice["finish_reason"] = report.finish_reason
             if delta or choice["finish_reason"] or choice["logprobs"] or asked.return_token_ids:
                 yield {
                     "choices": [choice],

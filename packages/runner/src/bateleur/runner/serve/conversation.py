@@ -12,7 +12,7 @@ from bateleur.runner.outputs import CompletionOutput, RequestOutput
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.parsers.chat_format import AnswerReader, ChatTurn, turn_of, with_options
-from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall
+from bateleur.runner.serve.parsers.events import Content, End, Event, Reasoning, ToolCall
 from bateleur.runner.serve.service import Service
 from bateleur.runner.serve.thinking_budget import ThinkingBudget
 from bateleur.runner.serve.usage import Usage
@@ -26,6 +26,11 @@ class Report:
     output: RequestOutput
     completion: CompletionOutput
     events: list[Event]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the continuation ended; None while it goes on."""
+        return next((each.finish_reason for each in self.events if isinstance(each, End)), None)
 
 
 class Answer:

@@ -32,14 +32,13 @@ class AnswerParser:
         """`reasoning` and `calls`: what is looked for; None is content. `table`: which tags are tokens of the model."""
         self._think, self._format = reasoning, calls
         self._table = TagTable() if table is None else table
-        self._make_id = make_id
         self._source = Source()
         self._events: list[Event] = []
         self._space = ""
         """White space that is reported with the text behind it, or dropped if a tag follows."""
         self._behind_call = False
-        tools, most = ((), None) if calls is None else (calls.tools, calls.most)
-        self._calls = Calls(tools, most, self._table, self._report, make_id)
+        tools, most, closers = ((), None, ()) if calls is None else (calls.tools, calls.most, calls.closers)
+        self._calls = Calls(tools, most, self._table, self._report, make_id, closers)
         openers = () if calls is None else calls.openers
         begin, end = (self._table.of(Think.BEGIN), self._table.of(Think.END)) if reasoning else ("", "")
         again = begin if self._table.is_token(Think.BEGIN) else ""
@@ -140,8 +139,9 @@ class AnswerParser:
     def _begins_call(self, source: Source) -> bool:
         """Whether the text, which is whole, begins with a call."""
         assert self._format is not None
-        calls = Calls(self._format.tools, self._format.most, self._table, lambda event: None)
-        reader = self._format.read(Source(source.text, final=True), calls)
+        form = self._format
+        calls = Calls(form.tools, form.most, self._table, lambda event: None, closers=form.closers)
+        reader = form.read(Source(source.text, final=True), calls)
         try:
             next(reader)
         except StopIteration as end:

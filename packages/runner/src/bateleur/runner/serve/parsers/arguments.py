@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
 from bateleur.runner.serve.openai.tools import Tools
 from bateleur.runner.serve.parsers.events import Arguments, Content, Event, ToolCall
-from bateleur.runner.serve.parsers.source import TagTable
+from bateleur.runner.serve.parsers.source import Search, TagTable
 from bateleur.runner.serve.parsers.values import as_json, as_string, literal_as_json, types_of
 
 
@@ -20,10 +20,12 @@ def new_call_id() -> str:
 class ArgumentsWriter:
     """Writes the arguments of one call as a JSON object, a key and its value at a time."""
 
-    def __init__(self, write: Callable[[str], None], schema: Mapping[str, Any]) -> None:
+    def __init__(self, write: Callable[[str], None], schema: Mapping[str, Any], closers: Search) -> None:
         """`schema`: the parameters of the tool."""
         self.write, self._schema = write, schema
         """`write` takes the next part of the JSON text."""
+        self.closers = closers
+        """Tags that end a call."""
         self.keys: list[str] = []
         """Keys that were written."""
 
@@ -78,8 +80,10 @@ class Calls:
         table: TagTable,
         emit: Callable[[Event], None],
         make_id: Callable[[], str] = new_call_id,
+        closers: Sequence[str] = (),
     ) -> None:
-        """`most`: calls that are looked for, None for any number; `emit` takes the events."""
+        """`most`: calls that are looked for, None for any number; `emit` takes the events; `closers`: ends of calls."""
+        self._closers = Search(closers)
         functions = [tool["function"] for tool in tools]
         self._schemas: dict[str, Mapping[str, Any]] = {
             each["name"]: each.get("parameters") or {} for each in functions
@@ -105,7 +109,7 @@ class Calls:
         def write(text: str) -> None:
             self._emit(Arguments(index, self._table.plain(text)))
 
-        return ArgumentsWriter(write, self._schemas[name])
+        return ArgumentsWriter(write, self._schemas[name], self._closers)
 
     def say(self, text: str) -> None:
         """Text between the parts of a call, which is content."""

@@ -11,7 +11,7 @@ from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.openai.tools import Named, ToolChoice, Tools, arguments_of, is_strict
 from bateleur.runner.serve.parsers.answer import AnswerParser
-from bateleur.runner.serve.parsers.events import End, Event, ToolCall
+from bateleur.runner.serve.parsers.events import Arguments, End, Event, ToolCall
 from bateleur.runner.serve.parsers.forced import ListedCalls, NamedCall
 from bateleur.runner.serve.parsers.names import (
     AUTO,
@@ -26,6 +26,7 @@ from bateleur.runner.serve.parsers.phases import ReasoningPhase, answer_grammar
 from bateleur.runner.serve.parsers.source import TagTable
 from bateleur.runner.serve.parsers.think import Think
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
+from bateleur.runner.serve.parsers.values import is_whole
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.text.tokenizer import Tokenizer, special_token_ids, tag_tokens
@@ -37,18 +38,28 @@ class AnswerReader:
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
-        self._called = False
+        self._arguments: str | None = None
+        """Of the last call so far; None if there is no call."""
 
     def read(self, completion: CompletionOutput) -> list[Event]:
-        """Events of the next report. The last one ends with `End`."""
+        """Events of the next report. The last one ends with `End`.
+
+        A stop string cuts a call as a limit does, unless it is a tag. A call that was cut is not the reason of the end.
+        """
         events = self._parser.feed(completion.text, completion.tags)
-        reason = completion.finish_reason
+        reason, stop = completion.finish_reason, completion.stop_reason
+        cuts = isinstance(stop, str) and not stop.lstrip().startswith("<")
         if reason is not None:
-            events += self._parser.finish(cut=reason != "stop")
-        self._called = self._called or any(isinstance(each, ToolCall) for each in events)
+            events += self._parser.finish(cut=reason != "stop" or cuts)
+        for event in events:
+            if isinstance(event, ToolCall):
+                self._arguments = ""
+            elif isinstance(event, Arguments):
+                assert self._arguments is not None
+                self._arguments += event.text
         if reason is not None:
-            told = "tool_calls" if reason == "stop" and self._called else reason
-            events.append(End(told, completion.stop_reason))
+            called = self._arguments is not None and (not cuts or is_whole(self._arguments))
+            events.append(End("tool_calls" if reason == "stop" and called else reason, stop))
         return events
 
 

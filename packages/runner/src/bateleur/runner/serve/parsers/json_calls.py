@@ -10,7 +10,8 @@ from bateleur.runner.serve.parsers.source import Reader, Source, skip_space
 from bateleur.runner.serve.parsers.values import unescaped
 
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
-_MEMBERS = ("name", "type", "id", "index", *_ARGUMENTS)
+_NAMES = ("name", "function")
+_MEMBERS = (*_NAMES, "type", "id", "index", *_ARGUMENTS)
 """Members of a call. An object that begins with another one is no call."""
 _QUOTES = "\"'"
 _PAIRS = {"[": "]", "{": "}", "(": ")"}
@@ -29,7 +30,12 @@ _ESCAPE = "|".join(
 )
 """An escape that is whole, whatever follows."""
 _IN_STRING = {quote: re.compile(rf"(?:[^{quote}\\]|{_ESCAPE})+", re.DOTALL) for quote in _QUOTES}
-_ENDS_KEY, _ENDS_VALUE = re.compile(r"[:,}\]]"), re.compile(r"[,}\])]")
+_IN_STRING |= {
+    quote * 3: re.compile(rf"(?:[^{quote}\\]|{_ESCAPE}|{quote}{{1,2}}(?=[^{quote}]))+", re.DOTALL)
+    for quote in _QUOTES
+}
+_TAG = re.compile("[<\ud800-\udfff]")
+_ENDS_KEY, _ENDS_VALUE = re.compile(r"[:,}\])]"), re.compile(r"[,}\])]")
 """What follows a quote that ends a string."""
 _KEY = re.compile(r"[A-Za-z_$][\w$.-]*")
 
@@ -70,7 +76,7 @@ def _read_call(source: Source, at: int, calls: Calls) -> Reader[bool]:
             yield from _skip_members(source)
             return True
         end = yield from value_end(source, at)
-        if key == "name":
+        if key in _NAMES:
             name = _as_text(source.text[at:end])
             if not calls.knows(name):
                 return False
@@ -206,20 +212,34 @@ def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Reader[bool
 def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
     """Take a string in quotes, and write it as it comes. False if it was cut.
 
-    A quote ends the string only if a comma, a bracket, a colon or the end of the text follows.
+    A quote ends the string only if a comma, a bracket, or the end of the call or of the text follows. Without such a
+    quote the end of the call ends it, if nothing else follows.
     """
     quote = source.take(1)
+    while source.text in ("", quote) and not source.final:
+        yield
+    if source.text.startswith(quote * 2):  # three quotes of Python
+        quote += source.take(2)
     writer.begin_text()
     while True:
-        if found := _IN_STRING[quote].match(source.text):
+        start, tag = writer.closers.first(source)
+        if found := _IN_STRING[quote].match(source.text, 0, start):
             writer.text(unescaped(source.take(found.end())))
         elif source.text.startswith(quote):
-            at = yield from skip_space(source, 1)
-            if at == len(source.text) or _ENDS_VALUE.match(source.text, at):
-                source.take(1)
+            at = yield from skip_space(source, len(quote))
+            behind = yield from behind_call(source, at, writer)
+            if behind == len(source.text) or (_ENDS_VALUE if at == behind else _TAG).match(
+                source.text, behind
+            ):
+                source.take(len(quote))
                 writer.end_text()
                 return True
-            writer.text(source.take(1))
+            writer.text(source.take(len(quote)))
+        elif tag and not start:
+            if (yield from behind_call(source, 0, writer)) == len(source.text):
+                writer.end_text()
+                return True
+            writer.text(source.take(len(tag)))
         elif source.final:
             rest = source.take(len(source.text))
             if source.cut:
@@ -227,8 +247,23 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
             writer.text(rest.removesuffix("\\"))
             writer.end_text()
             return True
+        elif 0 < start < len(source.text):
+            writer.text(source.take(1))
         else:
             yield
+
+
+def behind_call(source: Source, at: int, writer: ArgumentsWriter) -> Reader[int]:
+    """Position behind the tags that stand at a position and end a call."""
+    while at < len(source.text):
+        start, tag = writer.closers.first(source, at)
+        if start > at or (not tag and source.final):
+            break
+        if tag:
+            at = yield from skip_space(source, at + len(tag))
+        else:
+            yield
+    return at
 
 
 def _string_end(source: Source, at: int, quote: str, follows: re.Pattern[str]) -> Reader[int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
-from bateleur.runner.serve.parsers.json_calls import read_calls, read_value
+from bateleur.runner.serve.parsers.json_calls import behind_call, read_calls, read_value
 from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.structured.formats import (
@@ -102,7 +102,7 @@ def _read_keywords(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
         at = yield from skip_space(source, 0)
         if at == len(source.text):
             break
-        if source.text[at] in ")]":
+        if source.text[at] in ")]" or (yield from behind_call(source, at, writer)) > at:
             source.take(at + (source.text[at] == ")"))
             writer.close()
             return True

@@ -68,12 +68,15 @@ class Search:
         self._beginnings = {tag[:n] for tag in known for n in range(1, len(tag))}
         self._longest = max(map(len, known), default=1) - 1
 
-    def first(self, source: Source) -> tuple[int, str]:
-        """Where the first tag begins, and the tag; if there is none, where text begins that may become one."""
+    def first(self, source: Source, at: int = 0) -> tuple[int, str]:
+        """Where the first tag begins, and the tag; if there is none, where text begins that may become one.
+
+        at: the position from which to look.
+        """
         text = source.text
-        if (found := self._pattern.search(text)) is not None:
+        if (found := self._pattern.search(text, at)) is not None:
             return found.start(), found[0]
-        for start in range(max(0, len(text) - self._longest), len(text)):
+        for start in range(max(at, len(text) - self._longest), len(text)):
             if not source.final and text[start:] in self._beginnings:
                 return start, ""
         return len(text), ""
