@@ -278,7 +278,7 @@ def test_a_budget_bounds_reasoning_that_the_model_begins(scripted: Any) -> None:
         reasoning, content, reason, _ = answers(scripted, thinking_token_budget=budget, **asked)
         assert (reasoning or "") == "one" * budget
         assert reason == "stop"
-    form = {"structured_outputs": {"choice": ["yes", "no"]}}
+    form = {"structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0}
     reasoning, content, reason, _ = answers(scripted, thinking_token_budget=2, **asked, **form)
     assert (reasoning, reason, content in ("yes", "no")) == ("one two", "stop", True)
 
