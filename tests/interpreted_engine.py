@@ -68,7 +68,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):
-                weight.uniform_(-2, 0.5)  # states that are remembered
+                weight.uniform_(-2, 0.5)  # slowly decaying states
             elif name.endswith("conv1d.weight"):
                 weight.normal_(0, 0.5)
             elif weight.dim() == 2:
@@ -107,7 +107,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
         operators |= {name: getattr(attention, form) for name, form in ATTENTION.items()}
         for name, kernel in operators.items():
             library.impl(name, counted(name, kernel), "CPU", allow_override=True)
-        for name in LAYERS:  # for those that a CPU calls without the dispatcher
+        for name in LAYERS:  # a CPU calls these without the dispatcher
             monkeypatch.setitem(LAYERS, name, Implementations(counted(name, operators[name])))
         monkeypatch.setattr(TritonBackend, "unsupported_reason", lambda *_, **__: None)
 
@@ -245,10 +245,10 @@ def test_a_nan_in_a_state_ends_its_request_alone(
     names = [
         llm.add_request({"prompt_token_ids": prompt}, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)
     ]
-    while not llm.engine.scheduler.steady:  # all prompts are done
+    while not llm.engine.scheduler.steady:  # until all prompts are computed
         llm.step()
     states = llm.engine.model_state
-    slots = torch.from_numpy(states.state_table)  # row r of the request table is that of request r
+    slots = torch.from_numpy(states.state_table)  # row r of the request table belongs to request r
     for _, ssm in states.caches.states:
         ssm.view(torch.int32)[slots[1].long()] = 0x7FFFFFFF
     found = {}

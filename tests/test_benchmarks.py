@@ -15,11 +15,11 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 def load(name: str) -> Any:
     if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))  # scripts find each other, as they do when they are run
+        sys.path.append(str(FOLDER))  # benchmarks import each other
     spec = spec_from_file_location(f"benchmark_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = module_from_spec(spec)  # where dataclasses look for their annotations
+    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look up their annotations there
     spec.loader.exec_module(module)
     return module
 
@@ -185,4 +185,4 @@ def test_what_a_step_launches_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert (norms["launches"], norms["programs"]) == (
         2,
         128,
-    )  # before the MLP and before the logits, a program a row
+    )  # before the MLP and before the logits, one program per row

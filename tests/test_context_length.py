@@ -71,7 +71,7 @@ def lowered(options: dict[str, Any]) -> LLM:
     for option in ("kv_cache_memory_bytes", "gpu_memory_utilization", "max_num_seqs=1"):
         assert option in message
     (needed,) = re.findall(rf"and {LONGEST} tokens need (\d+) bytes", message)
-    with warnings.catch_warnings(record=True):  # with prefix caching there may be no memory for states
+    with warnings.catch_warnings(record=True):  # with prefix caching, there may be no memory for states
         enough = LLM(**options | {"kv_cache_memory_bytes": int(needed)})
     with enough:
         assert enough.limits.max_model_len == LONGEST
@@ -100,7 +100,7 @@ def test_a_request_may_use_what_the_cache_holds_and_no_more(
     (told,) = re.findall(
         r"set max_model_len to at most (\d+), or raise kv_cache_memory_bytes", str(error.value)
     )
-    most = int(told)  # a length that the user chose comes before prefix caching
+    most = int(told)  # an explicit length has priority over prefix caching
     assert most == holds if "enable_prefix_caching" not in small else most >= holds
     with LLM(**small, max_model_len=holds) as chosen:
         assert chosen.limits.max_model_len == holds

@@ -141,7 +141,7 @@ def test_verifying_graphs_works_on_the_engines_device(second: Any) -> None:
     llm = second.make(cudagraph_capture_sizes=[2], cudagraph_mode="FULL_DECODE_ONLY")
     seen: list[int] = []
     llm.engine._verify_graphs = lambda fuzz: seen.append(second.gpus.current())
-    with pytest.raises(AssertionError):  # of the report that is none
+    with pytest.raises(AssertionError):  # the fake report is not a report
         llm.engine.verify_graphs()
     assert seen == [1]
 
@@ -162,7 +162,7 @@ def test_threads_that_read_and_write_prefixes_open_no_other_context(
         for _ in range(3):
             first.step()
         first.abort("a")
-        first.close()  # which writes what that request leaves
+        first.close()  # writes what that request leaves
     other.engine.outside.disk._next_scan = 0.0
     second.run(other, prompts, params(4))
     second.run(other, prompts, params(4))
@@ -199,9 +199,7 @@ def test_a_rank_opens_a_context_on_its_own_device_alone(
 
     def made(store: Any, ranks: Ranks, device: torch.device, timeout: float) -> Any:
         groups.append((ranks.rank, device, cuda.gpus.current()))
-        return SimpleNamespace(
-            ranks=ALONE, limit=lambda seconds: None
-        )  # it shares nothing, so nothing is exchanged
+        return SimpleNamespace(ranks=ALONE, limit=lambda seconds: None)  # it shares nothing with other ranks
 
     def leave(status: int) -> None:
         raise SystemExit(status)

@@ -93,7 +93,7 @@ def sample(llm: LLM, count: int = MANY, **changes: Any) -> Tensor:
     """
     prompts: Any = [{"prompt_token_ids": [0]}] * count
     changes = {"max_tokens": 1 + LENGTH + K} | changes
-    gc.disable()  # thousands of requests live until the last has ended, and would be walked over again and again
+    gc.disable()  # the collector would traverse thousands of live requests again and again
     try:
         outputs = llm.generate(prompts, seeded(**changes)[:count])
     finally:
@@ -135,7 +135,7 @@ def test_control_noise_shared_with_the_target_is_found(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Rule, "draft_role", property(lambda rule: Role.TARGET))
-    # The target's keys hold no place.
+    # The target's noise keys have no place.
     monkeypatch.setattr(Rule, "keys", lambda rule, seeds, positions, place: Keys(seeds, positions))
     assert z_of(sample(make(rule))) > WRONG
 
@@ -172,9 +172,9 @@ def test_no_number_of_block_is_used_twice(
 
     monkeypatch.setattr(noise, "row_words", listen)
     list(drive(engine_for(make, "block", case, TOY.draft)))
-    # A request that was preempted makes drafts again that nobody had tested.
+    # A preempted request draws its unverified drafts again.
     for role in (Role.ACCEPT,) if case == "preempted" else (Role.DRAFT, Role.ACCEPT):
-        named = [name for name in names if name[0] == role and name[1] % 4 != 2]  # greedy rows look at none
+        named = [name for name in names if name[0] == role and name[1] % 4 != 2]  # greedy rows use no noise
         assert len(set(named)) == len(named) > 100
 
 
@@ -291,7 +291,7 @@ class MostLikely(NoDrafts):
 def test_more_drawn_drafts_are_accepted_than_most_likely_ones(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    law = 0.5 * TOY.target + 0.5 * TOY.draft  # imperfect, and right about what is likely
+    law = 0.5 * TOY.target + 0.5 * TOY.draft  # imperfect, but right about the likely tokens
     rates = []
     speculator = DraftHead.speculator
     for one_hot in (False, True):
@@ -388,9 +388,7 @@ def test_who_knows_the_target_is_never_rejected(make: Callable[..., LLM], rule: 
     assert stats.acceptance.kept.tolist() == stats.acceptance.tried.tolist()
     assert (stats.num_preemptions > 5) == (case == "preempted")
     if case in ("plain", "few rows", "graphs"):
-        assert stats.tokens_per_step == pytest.approx(
-            1 + K, abs=0.2
-        )  # a preempted row has no drafts at first
+        assert stats.tokens_per_step == pytest.approx(1 + K, abs=0.2)  # a preempted row first has no drafts
 
 
 @pytest.mark.parametrize("rule", RULES)

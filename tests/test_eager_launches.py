@@ -66,7 +66,7 @@ def test_an_eager_prompt_step(harness: ModuleType, monkeypatch: pytest.MonkeyPat
             sys.setprofile(None)
 
     params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0)
-    cuda.run(llm, [range(1, 1 + TOKENS)], [params])  # what is found once is found here
+    cuda.run(llm, [range(1, 1 + TOKENS)], [params])  # one-time work happens here
     monkeypatch.setattr(type(llm), "step", profiled)
     cuda.run(llm, [range(1, 1 + TOKENS)], [params])
     launches, calls = len(cuda.launched[0]), steps[0].total()

@@ -25,7 +25,7 @@ PARAMS = [
     SamplingParams(temperature=t, seed=3 + i, max_tokens=17 + i, ignore_eos=True)
     for i, t in enumerate((0.0, 0.8, 0.0, 1.0))
 ]
-# What may change which tokens are drawn: penalties count drafts, stops cut a run, and everything is reported.
+# Everything that may change sampled tokens: penalties count drafts, stops cut accepted drafts, all logprobs.
 HARD = SamplingParams(
     temperature=0.7,
     seed=5,
@@ -145,7 +145,7 @@ def test_f2_drafts_may_differ_by_request_and_step(
         assert ids(llm.generate(PROMPTS, PARAMS)) == expected["mixed"]
         acceptance = llm.get_metrics().acceptance
         assert acceptance is not None
-        assert acceptance.num_steps > 0 or policy == "auto"  # which sleeps through so short a run
+        assert acceptance.num_steps > 0 or policy == "auto"  # "auto" may not draft in such a short run
         assert acceptance.num_plain > 0 or isinstance(policy, BySurvival)
 
 
@@ -172,7 +172,7 @@ def test_other_rules_keep_greedy_tokens_and_are_reproducible(
     for i, params in enumerate(PARAMS):
         if params.temperature == 0:
             assert first[i] == expected["mixed"][i]
-    if rule == "ratio":  # BLOCK's keys hold the number of the step
+    if rule == "ratio":  # BLOCK's noise keys contain the step number
         assert ids(llm.generate(PROMPTS, PARAMS)) == first
 
 
@@ -324,7 +324,7 @@ def test_a_target_without_graphs_leaves_its_draft_eager(
     assert drafter.prefill is None
     assert not drafter.decode.ready
     whys = set(drafter.decisions.by_reason)
-    # Where the chain is one call of C nothing asks for a graph of it.
+    # The C implementation of the draft passes uses no graph.
     assert whys == ({DispatchReason.NOT_CAPTURED} if unavailable_reason() is not None else set())
 
 

@@ -244,7 +244,7 @@ def test_b5_a_chunk_that_ends_inside_a_prompt_is_followed_by_the_prompts_next_to
     for step, texts in told:
         for i, row in enumerate(step["row"]):
             end = step["before"][i] + step["valid"][i]
-            if end < len(texts[row]):  # behind a request's last step drafts may have gone on
+            if end < len(texts[row]):  # after a request's last step, drafts may exceed its text
                 assert step["next"][i] == texts[row][end]
             if step["prompt"][i]:
                 assert step["valid"][i] == step["tokens"][i]
@@ -294,7 +294,7 @@ def test_b8_a_stop_inside_a_run_ends_the_request_there(make: Callable[..., LLM],
     llm = make(
         drafter=ScriptedDrafter(texts, 7, None, VOCAB), num_speculative_tokens=7, enable_prefix_caching=True
     )
-    for place in (3, 5, 9, 12):  # of 8 tokens that a step emits; the first comes with the prompt
+    for place in (3, 5, 9, 12):  # of 8 tokens that a step emits; the prompt's step emits the first
         stop = whole[len(prompt) + place]
         end = whole.index(stop, len(prompt)) + 1
         stopped = SamplingParams(

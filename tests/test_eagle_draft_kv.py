@@ -76,7 +76,7 @@ def steer(llm: LLM, texts: Sequence[Sequence[int]]) -> Steered:
     assert drafting is not None
     assert isinstance(drafting.drafter, EagleSpeculator)
     steered = Steered(drafting.drafter, texts)
-    drafting.drafter, drafting.graphs = steered, None  # a whole proposal on a graph would pass the script by
+    drafting.drafter, drafting.graphs = steered, None  # a proposal graph would bypass the script
     return steered
 
 
@@ -192,7 +192,7 @@ def build(make_llm: Callable[..., LLM], sized: Callable[..., LLM], random_head: 
         settings |= {"draft": random_head, "num_speculative_tokens": K}
         settings |= {"enable_prefix_caching": True, "mamba_block_size": 8, "max_num_batched_tokens": 19}
         settings |= overrides
-        if num_blocks:  # beside what rows need themselves, six pages to share
+        if num_blocks:  # six pages to share, in addition to those of rows
             return sized(make_llm, num_blocks=num_blocks, spare_pages=6, **settings)
         return make_llm(**settings)
 
@@ -250,7 +250,7 @@ def test_f1_draft_keys_and_values_are_those_of_a_prefill_after_every_step(
         chunked += sum(bool(table.num_computed[r.row] < table.prefill_len[r.row]) for r in running)
         for request in running:
             if random.random() < 0.2:
-                table.num_proposed[request.row] = 0  # and a step that verifies nothing
+                table.num_proposed[request.row] = 0  # this step verifies nothing
     stats = llm.get_metrics()
     assert compared > 1000
     assert chunked > 0
@@ -311,7 +311,7 @@ def test_f3_a_hit_whose_next_token_differs(
             hits.append(request.num_cached_tokens)
         return hits
 
-    # Without the last block of 4 there is a hit of 8, the state's block before it; none at all is lost.
+    # Without the last block of 4 the hit is 8 tokens, up to the state before it.
     assert run(build()) == [0, 8, 16]
     monkeypatch.setattr(PrefixKeys, "blocks_ahead", PrefixKeys.blocks)
     make = RowKeys.__init__
@@ -374,7 +374,7 @@ def test_f5_accepted_counts_drive_the_states_of_a_hybrid(
                         assert accepted in (
                             1,
                             after - computed,
-                        )  # where a state came to its boundary, it is alone
+                        )  # at a boundary the state has its own block
                     else:
                         assert accepted == after - computed
                     seen.add(after - computed)

@@ -60,7 +60,7 @@ def test_greedy_tokens_equal_transformers() -> None:
         tokens = tokenizer(prompt, return_tensors="pt").input_ids
         assert output.prompt_token_ids == tokens[0].tolist()
         with torch.no_grad():
-            greedy = {"do_sample": False, "repetition_penalty": 1.0}  # generation_config.json says otherwise
+            greedy = {"do_sample": False, "repetition_penalty": 1.0}  # overrides generation_config.json
             full = model.generate(tokens, max_new_tokens=20, min_new_tokens=20, **greedy)
         assert output.outputs[0].token_ids == full[0, tokens.shape[1] :].tolist()
 

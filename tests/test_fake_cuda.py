@@ -33,11 +33,11 @@ from quick_fakes import QuickFakes, leaves_of
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has"),
-    # Graph managers sign addresses; those of fake tensors are 0.
+    # Graph managers record addresses; those of fake tensors are 0.
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning"),
 ]
 
-# The first takes two steps, the second joins it, and the third can share pages of the first.
+# The first prompt takes two steps, the second joins it, the third can share its pages.
 PROMPTS = [range(10, 43), [5], range(10, 43)]
 PLAIN = [
     {"temperature": 0.0},
@@ -128,7 +128,7 @@ def test_a_steady_step_sends_one_copy_of_counts_and_new_blocks(cuda: Any, settin
     begin, _, _, *steady = (sum(size for _, size in step) for step in cuda.sent)
     assert begin > long * 4
     assert max(steady) < 4096
-    counts = 0 if "draft" in settings else rows * 4  # with drafts the device alone knows them
+    counts = 0 if "draft" in settings else rows * 4  # with drafts only the device knows them
     assert counts <= min(steady) < counts + rows, "the counts, and few cells"
     assert {len(step) for step in cuda.sent[3:]} == {1}
 
@@ -146,10 +146,10 @@ def test_a_step_in_which_all_rows_begin_blocks_and_pages_sends_their_cells(
     cuda.run(llm, [[1 + i % 90] * 3 for i in range(rows)], [params] * rows, max_steps=20)
     assert not cuda.faults, "\n".join(cuda.faults)
     _, _, _, *steady = (sum(size for _, size in step) for step in cuda.sent)
-    if "draft" in settings:  # they fall out of step, and the device alone knows their counts
+    if "draft" in settings:  # rows advance differently, and only the device knows their counts
         assert max(steady) < rows * 8
     else:
-        # counts, with cells of blocks and pages; a step later with cells of the pages that are given up
+        # counts and new cells of block tables; one step later the cells of freed pages
         assert sorted(steady)[-3:] == [rows * 12, rows * 12, rows * 20]
         assert sorted(steady)[:-3] == [rows * 4] * (len(steady) - 3)
 
@@ -328,7 +328,7 @@ def test_clearing_fresh_blocks_does_not_wait(cuda: Any, monkeypatch: pytest.Monk
     finish(cuda, cuda.make(**DRAFTS))
 
 
-# --- what the harness itself sees -------------------------------------------------------------------------------------
+# --- tests of the harness itself -------------------------------------------------------------------------------------
 
 
 def into_mask(x: Tensor) -> None:
@@ -402,7 +402,7 @@ def in_every_step(monkeypatch: pytest.MonkeyPatch, do: Callable[[Tensor], object
 def test_a_fault_is_found_where_it_is(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, do: Callable[[Tensor], object], fault: str
 ) -> None:
-    llm = cuda.make()  # which rehearses steps, and may wait
+    llm = cuda.make()  # warm-up may wait
     in_every_step(monkeypatch, do)
     cuda.run(llm, [[5]], [SamplingParams(max_tokens=2)])
     first = do.__code__.co_firstlineno

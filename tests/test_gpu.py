@@ -42,7 +42,7 @@ def test_same_tokens_as_on_cpu(
 ) -> None:
     on_cpu = make_llm().generate(PROMPTS, params)
     llm = make_llm(device="cuda", max_num_batched_tokens=40, **settings)
-    for _ in range(2):  # the second time with hits, where there are any
+    for _ in range(2):  # the second time with prefix hits
         on_gpu = llm.generate(PROMPTS, params)
         assert [o.outputs[0].token_ids for o in on_gpu] == [o.outputs[0].token_ids for o in on_cpu]
 
@@ -115,7 +115,7 @@ def test_a_step_waits_for_the_device_once(
             llm.add_request(prompt, params)
 
     admit(0)
-    while llm.has_unfinished_requests:  # what is compiled or allocated once is not part of a step
+    while llm.has_unfinished_requests:  # warm up: one-time compilation and allocation
         llm.step()
     emit = llm.engine._collector._emit
 

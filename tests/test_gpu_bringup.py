@@ -199,7 +199,7 @@ def test_what_had_no_time_runs_when_the_run_is_resumed(tmp_path: Path, run: Modu
     assert "no time was left: slow" in text
     assert "not begun: no time was left: later" in text
     with (tmp_path / run.RESULTS).open("a") as results:
-        results.write('{"step": "slow", "na')  # a runner that was killed while it wrote
+        results.write('{"step": "slow", "na')  # as if the runner was killed while writing
     second = run.Runner(tmp_path, time.monotonic() + 60, quick=True)
     assert second.ended == set()
     second.run([Wave("", (fast,)), Wave("", (later,))], second.ended)

@@ -38,7 +38,7 @@ PROMPTS = [
     "def:__init__(self,name,value=None,*,key):self.name=name;self.value=",
     "for:line:in:open(path):",
 ]
-# Lengths differ, so that the batch shrinks step by step: large before small (T-A5).
+# Different lengths, so that the batch shrinks: large keys before small ones (T-A5).
 SAMPLED = [
     SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=6 + 4 * i, ignore_eos=True)
     for i in range(5)
@@ -94,7 +94,7 @@ def eager_tokens(make_llm: Callable[..., LLM]) -> list[list[int]]:
         ),
         ("PIECEWISE", {"max_num_batched_tokens": 8}, {DispatchReason.PIECEWISE}),
         (
-            "PIECEWISE",  # captured with a prompt behind decodes, and replayed without
+            "PIECEWISE",  # captured with a prompt after decodes, and replayed without one
             {"max_num_seqs": 2, "max_num_batched_tokens": 8, "cudagraph_capture_sizes": [3, 8]},
             {DispatchReason.PIECEWISE},
         ),
@@ -202,9 +202,9 @@ def test_verifying_finds_a_graph_that_differs(make: Callable[..., LLM]) -> None:
     assert report.ok
     norm = llm.engine.model._final_norm
     baked = norm.weight
-    norm.weight = baked * 2  # behind the graphs' back: they still read the old one
+    norm.weight = baked * 2  # the graphs still read the old tensor
     assert not llm.engine.verify_graphs(fuzz=2).ok
-    del baked  # T-C1: and now there is no old one
+    del baked  # T-C1: the old tensor is freed
     with pytest.raises(DanglingExternal, match=r"shape \(48,\)"):
         llm.engine.verify_graphs(fuzz=2)
 
@@ -236,7 +236,7 @@ def test_verifying_finds_writes_that_are_lost_or_stray(make: Callable[..., LLM],
         assert f"{kind}.0." in comparison.failure
 
     def strays(state: Any) -> Any:
-        caches.states[0][0][-1] += 1.0  # the page of nobody in this step
+        caches.states[0][0][-1] += 1.0  # a page that no row uses in this step
         return run(state)
 
     recording.replay = strays  # type: ignore[method-assign]

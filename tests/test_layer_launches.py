@@ -57,7 +57,7 @@ def test_a_branch_has_one_operator_beside_its_mixer_and_one_for_its_activation(
         with Count() as count:
             add_to(residual, stream, step)
         kinds = "+".join(type(mixer).__name__ for _, mixer, _ in residual.parts)
-        seen[kinds + (" norm last" if residual.norm_last else "")] = count.found  # the last step decodes
+        seen[kinds + (" norm last" if residual.norm_last else "")] = count.found  # the last step is a decode
 
     monkeypatch.setattr(Residual, "add_to", counted)
     cuda = harness.FakeCuda(monkeypatch)
@@ -94,7 +94,7 @@ def test_attention_is_divided_once_for_all_layers_of_a_kind(
             "they are on graphs"
         )
         return
-    num_passes = sum(step["attention_kernel"] - 4 for step in steps)  # of the draft
+    num_passes = sum(step["attention_kernel"] - 4 for step in steps)  # of the draft head
     assert num_passes > len(steps)
     assert seen == {(1, None): len(steps) + num_passes, (1, 7): len(steps), (2, None): len(steps)}
     assert sum(step["work_kernel"] for step in steps) == seen.total()

@@ -316,7 +316,7 @@ def test_m29_m33_nothing_of_what_was_there_before_reaches_a_request(
     llm = make(policy, mode, Patterned(texts, 3, [3, 0, 1]), max_num_seqs=2)
     caches, scheduler = llm.engine.caches, llm.engine.scheduler
     params = greedy(15)
-    for turn in range(3):  # from the second on, requests get the rows of others
+    for turn in range(3):  # from the second turn on, requests get used rows
         for pairs, pool in (
             (caches.kv, scheduler.pool),
             (caches.states, getattr(scheduler.states, "pool", None)),

@@ -345,7 +345,7 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
     monkeypatch.setattr(RejectionSampler, "on_host", False)
     drafting = engine._proposer
     assert drafting is not None
-    monkeypatch.setattr(drafting, "_sees_drafts", False)  # as elsewhere than on a CPU
+    monkeypatch.setattr(drafting, "_sees_drafts", False)  # as on other devices than a CPU
     monkeypatch.setattr(drafting, "_skips", False)
     if isinstance(drafting.drafter, EagleSpeculator):
         monkeypatch.setattr(drafting.drafter, "_native", None)

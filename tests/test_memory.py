@@ -21,7 +21,7 @@ from eagle_doubles.drafters import RandomDrafter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 FIVE = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-SHORT = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)  # beyond three boundaries of 8 tokens
+SHORT = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)  # passes three boundaries of 8 tokens
 SIZES: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 1, "block_size": 4}
 
 
@@ -73,7 +73,7 @@ def test_info_says_what_a_running_request_holds(
     settings = SIZES | {"mamba_cache_mode": mode, "mamba_state_policy": policy}
     if mode != "none":
         settings |= {"enable_prefix_caching": True, "mamba_block_size": 8, "mamba_retention": retention}
-    if k:  # wrong drafts: steps cross boundaries and come back
+    if k:  # wrong drafts: steps cross boundaries and are rejected
         settings |= {"num_speculative_tokens": k, "drafter": RandomDrafter(k, 97)}
     llm = sized(make_llm, num_blocks=40, model=tiny_hybrid, **settings)
     facts = describe_checkpoint(tiny_hybrid, dtype="float32", **settings)
@@ -113,7 +113,7 @@ def test_info_counts_a_draft_head(
     settings = SIZES | {"max_num_seqs": 3, "num_speculative_tokens": 3, "speculative_rule": rule}
     settings |= {"draft": random_head if head == "random" else "auto", "cudagraph_backend": "recorded"}
     settings |= {"cudagraph_capture_sizes": [4, 12]}
-    # Packed neither by us, where the last panel of a matrix is filled up, nor, under graphs, by oneDNN.
+    # Not packed: our packing pads the last panel, and oneDNN's is not used under graphs.
     monkeypatch.setattr("bateleur.runner.models.native.packs", lambda weight: False)
     llm = make_llm(cudagraph_mode="FULL_DECODE_ONLY", **settings)
     drafting = llm.engine._proposer

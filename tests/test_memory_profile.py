@@ -99,7 +99,7 @@ def test_steps_and_all_graphs_are_counted_and_caches_are_not(
     assert (plan.num_blocks, plan.max_num_seqs) == (2, ROWS)
     assert plan.total_bytes < setup.cache_plan.total_bytes
     assert list(trial.graphs.capture_sizes or ()) == [1, 2, 3, 4, 16]
-    # FULL keys have 1 to 6 rows, of which the trial has 1, 2, 3, 4 and 6. Three kinds of ends are behind each.
+    # FULL keys have 1 to 6 rows; the trial has 1, 2, 3, 4 and 6. Each has three kinds of end graphs.
     pieces = 1 + len(setup.spec.recurrent) + len(setup.spec.attention)
     further = (1 + 3) * GRAPH + (10 - 5) * pieces * GRAPH
     logits = ROWS * VOCAB * 4

@@ -78,7 +78,7 @@ class Launches(TorchDispatchMode):
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.steps: list[tuple[MambaMetadata, int, Counter[str]]] = []
-        self._inside = True  # of what is not to be counted
+        self._inside = True  # within calls that are not counted
         replay, run = RecordedPiece.replay, StepGraphs.run
 
         def counted(piece: RecordedPiece) -> None:
@@ -115,7 +115,7 @@ def test_between_pieces_run_prompts_alone(
     options: dict[str, Any] = {
         "mamba_state_policy": policy,
         "cudagraph_checks": "CHEAP",
-    }  # others poison, too
+    }  # other levels poison buffers, too
     options |= {"draft": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": k} if k else {}
     llm = make_llm(**SMALL | GRAPHS | options, model=tiny_hybrid, attention_backend="triton")
     launches, layers = Launches(monkeypatch), len(llm.engine.model.spec.recurrent)

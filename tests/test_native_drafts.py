@@ -75,7 +75,7 @@ def compare(llm: LLM, prompts: list[str] = PROMPTS) -> list[Tensor]:
     assert native is not None
 
     def both(context: DraftContext) -> Tensor:
-        context = replace(context, num_drafts=4)  # whatever is of use
+        context = replace(context, num_drafts=4)  # all of them
         before = [cache.clone() for cache in drafter.kv[0]]
         drafter._native = None
         expected, stored = propose(context), stored_of(drafter, context)
@@ -84,7 +84,7 @@ def compare(llm: LLM, prompts: list[str] = PROMPTS) -> list[Tensor]:
         drafter._native = native
         drafts = propose(context).clone()
         assert torch.equal(drafts, expected)
-        # Sums are taken in another order.
+        # Sums have another order.
         torch.testing.assert_close(stored_of(drafter, context), stored, rtol=5e-6, atol=1e-5)
         made.append(drafts)
         return drafts
@@ -213,7 +213,7 @@ def test_a_row_that_ends_by_nan_has_no_part_in_it(
         return made
 
     def watched(context: DraftContext) -> Tensor:
-        native._places.zero_()  # what an index in front of it would read
+        native._places.zero_()  # so that a wrong index reads zeros
         seen.append((context.num_valid.tolist(), propose(context).clone()))
         return seen[-1][1]
 

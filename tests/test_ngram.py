@@ -53,7 +53,7 @@ def test_39273_a_hybrid_keeps_its_states_through_accepted_and_rejected_lookups(
     shared = {"enable_prefix_caching": True, "mamba_cache_mode": mode, "mamba_block_size": 8}
     options = SETTINGS | LOOKUP | {"mamba_state_policy": policy, "max_num_batched_tokens": 17}
     llm = make_llm(**options | (shared if mode != "none" else {}))
-    for _ in range(2):  # the second time over published prefixes
+    for _ in range(2):  # the second time with prefix hits
         assert ids(llm.generate(PROMPTS, PARAMS)) == plain
     stats = llm.get_metrics()
     assert (stats.num_cached_tokens > 0) == (mode != "none")

@@ -137,7 +137,7 @@ def test_what_went_wrong_does_not_come_back(engine: Callable[..., LLM], sized: C
     pages = llm.engine.scheduler.prefixes.below.pages  # type: ignore[union-attr]
     one = SamplingParams(temperature=0, max_tokens=1)
     llm.generate([{"prompt_token_ids": prompt["prompt_token_ids"][:9]}], one)
-    for seed in (1, 2, 3):  # what it shares with the one that goes wrong leaves the device
+    for seed in (1, 2, 3):  # blocks shared with the failing request leave the device
         llm.generate(prompts(36, 20, seed=seed), one)
     before = pages.host.used_bytes
     (output,) = llm.generate([prompt], GREEDY)

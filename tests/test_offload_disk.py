@@ -77,7 +77,7 @@ def test_an_engine_goes_on_where_another_ended(engine: Callable[..., LLM], tmp_p
     assert stats.disk_hit_tokens == found(again)[0]
     assert ids(second.generate(PROMPTS, GREEDY)) == said
     assert stats.refused.total() == 0
-    if kind == "align":  # which keeps no states within a prompt
+    if kind == "align":  # keeps no states within a prompt
         return
     third = engine(kind)
     shorter = third.generate([{"prompt_token_ids": [*TOKENS[:33], 5, 6]}], GREEDY)
@@ -149,7 +149,7 @@ def test_a_spoiled_file_is_computed_anew(
     told = [each for each in caplog.records if "passed over" in each.getMessage()]
     assert len(told) == 1, "once, whatever their number"
     second.close()
-    if spoil is not folder:  # what can be replaced is
+    if spoil is not folder:  # a damaged file is replaced
         third = engine()
         again = third.generate(PROMPTS, GREEDY)
         assert ids(again) == said
@@ -195,7 +195,7 @@ def test_what_one_engine_writes_another_finds(engine: Callable[..., LLM]) -> Non
     first, second = engine(), engine()
     said = ids(first.generate(PROMPTS, GREEDY))
     first.engine.errands.drain()
-    for _ in range(3):  # steps, in which it looks
+    for _ in range(3):  # steps, in which the engine looks at the folder
         second.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY)
         second.engine.errands.drain()
     again = second.generate(PROMPTS[:1], GREEDY)

@@ -92,7 +92,7 @@ def test_wheels_give_the_command_in_a_clean_environment(wheels: dict[str, Path],
         capture_output=True,
         text=True,
     ).stdout.strip()
-    # A folder named in a .pth file is searched, but its own .pth files, the editable installs, are not read.
+    # Python searches a folder in a .pth file, but does not read that folder's own .pth files (editable installs).
     (Path(site) / "third_party.pth").write_text(sysconfig.get_paths()["purelib"])
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [env / "bin" / "bateleur", "generate", "import os", "--max-tokens", "4", "--device", "cpu"]

@@ -170,7 +170,7 @@ def test_any_traffic_gets_the_tokens_of_a_cold_engine(
     mode: str,
 ) -> None:
     """Few blocks, so that prefixes are shared, evicted and recomputed, and running requests preempted."""
-    same = "all" if kind == "align" else kind  # without sharing a mode is none
+    same = "all" if kind == "align" else kind  # without prefix caching all modes are equal
     if same not in cold:
         plain = make(enable_prefix_caching=False, max_num_seqs=1)
         cold[same] = [ids(plain.generate(*asked)) for asked in traffic()]
@@ -316,7 +316,7 @@ def test_what_went_wrong_is_not_shared(make: Callable[..., LLM], chunk: int) -> 
     spoiled, kept = 63, embedding[63].clone()
     tokens = whole["prompt_token_ids"]
     bad = {"prompt_token_ids": [*tokens[:20], spoiled, *tokens[20:]]}
-    llm.generate([prefix], GREEDY)  # shared with the request that goes wrong
+    llm.generate([prefix], GREEDY)  # shared with the failing request
     embedding[spoiled] = torch.nan
     (output,) = llm.generate([bad], GREEDY)
     assert output.outputs[0].finish_reason == "error"

@@ -126,7 +126,7 @@ def test_they_are_those_of_transformers(
     assert num_drawn >= sum(map(len, plain)), "of nobody's prompt else"
     before = len(slices)
     llm.generate([prompts[4]], PARAMS[4])
-    counts = {"drafts": range(1, 13), "graphs": range(1, 3)}  # a graph computes logits by itself
+    counts = {"drafts": range(1, 13), "graphs": range(1, 3)}  # graphs compute logits within
     assert len(slices) - before in counts.get(case, (12,)), "who doesn't ask pays nothing"
 
 

@@ -85,7 +85,7 @@ def test_no_graph_has_it(name: str, double: Double, recurrent: Callable[[str], A
     manager = llm.engine.graphs.manager
     assert manager is not None
     assert {key.mode for key in manager.ready} == {CudaGraphMode.PIECEWISE, CudaGraphMode.FULL}
-    double.calls = 0  # of the parts between the pieces that were captured
+    double.calls = 0  # counts the eager parts between captured pieces
     assert tokens(llm) == own
     assert double.calls > 0
     assert llm.engine.graphs.decisions.by_reason[DispatchReason.PIECEWISE] > 0

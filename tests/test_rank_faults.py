@@ -193,7 +193,9 @@ def test_an_interrupt_waits_for_the_end_of_a_step_and_the_engine_goes_on(llm: LL
     wanted = llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids
     steps = llm.get_metrics().num_steps
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background ignores
+    ctrl_c = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # background jobs ignore SIGINT by default
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -247,7 +247,7 @@ def test_a_request_that_ends_inside_an_accepted_run(make: Make, name: str, mode:
         11,
         15,
         16,
-    ):  # of steps from 5 tokens to 9, 13 and 17: behind most of these ends is a boundary
+    ):  # in steps from 5 tokens to 9, 13 and 17: most of these ends are before a boundary
         llm, texts, _ = make(name, policy, mode, [K], max_num_seqs=1)
         whole, params = with_a_new_token(texts, prompt, end)
         (output,) = llm.generate(asked([prompt]), replace(params, stop_token_ids=[whole[end - 1]]))

@@ -27,7 +27,7 @@ def test_times_of_a_request_are_in_order_and_all_are_counted(llm: LLM) -> None:
     assert outputs[-1].metrics.first_scheduled_time > outputs[0].metrics.last_token_time, "two run at once"
     spread = llm.get_metrics().histograms
     assert spread.time_to_first_token_seconds.count == spread.e2e_request_latency_seconds.count == 4
-    # One observation a token, but the first.
+    # One observation per token except the first.
     assert spread.inter_token_latency_seconds.count == 4 * 8
     decoded = sum(output.metrics.last_token_time - output.metrics.first_token_time for output in outputs)
     assert spread.request_decode_time_seconds.total == pytest.approx(decoded)

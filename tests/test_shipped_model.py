@@ -144,7 +144,7 @@ def test_its_text_has_the_look_of_python() -> None:
         for _ in heads
     ]
     texts = [o.outputs[0].text for o in llm.generate(heads * 4, params)]
-    # The last line of a text may be cut by max_tokens.
+    # max_tokens may cut the last line of a text.
     lines = [line for text in texts for line in code_lines(text.rpartition("\n")[0])]
     assert len(lines) > 100
     shuffled = [

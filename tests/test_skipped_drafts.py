@@ -141,7 +141,7 @@ def test_after_skipped_steps_the_head_starts_at_the_current_position(
 def test_the_head_runs_in_every_step_if_a_later_step_may_need_its_keys(
     make: Callable[..., LLM], options: dict[str, Any]
 ) -> None:
-    """Blocks of shared prefixes must hold the head's keys; drafts under a sampling rule must not depend on the policy."""
+    """Blocks of shared prefixes must hold the head's keys; drafts of sampling rules must not depend on the policy."""
     llm, num_steps = make(**options), 0
     drafter = drafter_of(llm)
     propose = drafter.propose

@@ -108,7 +108,7 @@ def test_random_traffic(
             prompt + completion.token_ids for (prompt, _), completion in zip(requests, expected, strict=True)
         ]
         settings |= {"num_speculative_tokens": k, "drafter": Guesser(texts, k, random)}
-    # 9 blocks of 8 tokens for six rows of up to 64, and with sharing two pages beyond what rows need themselves.
+    # 9 blocks of 8 tokens for six rows of up to 64, and with prefix caching two spare pages.
     llm = sized(make_llm, num_blocks=10, spare_pages=2, **settings)
     names: dict[str, int] = {}
     aborted: set[str] = set()

@@ -86,7 +86,7 @@ def test_what_a_drafter_leaves_out_was_not_verified(make: Callable[..., LLM]) ->
 
     def with_holes(context: DraftContext) -> Tensor:
         drafts = propose(context)
-        drafts[0::2, 1:2] = drafts[1::2] = -1  # one draft, a hole and two more; or none at all
+        drafts[0::2, 1:2] = drafts[1::2] = -1  # one draft, a gap and two more; or no drafts
         return drafts
 
     drafter.propose = with_holes  # type: ignore[method-assign]
@@ -111,7 +111,7 @@ def test_the_tokens_are_those_of_plain_decoding(
     make: Callable[..., LLM], script: Script, policy: str, mode: str, drafter: str
 ) -> None:
     llm = make(drafter, mode=mode, mamba_state_policy=policy)
-    for _ in range(1 if mode == "none" else 2):  # the second time over published prefixes
+    for _ in range(1 if mode == "none" else 2):  # the second time with prefix hits
         outputs = llm.generate(PROMPTS, PARAMS)
         assert [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs] == script.texts[:5]
     stats = llm.get_metrics()

@@ -190,7 +190,7 @@ def test_weights_and_caches_divide(tiny: Callable[..., Path]) -> None:
     weights, caches = held_bytes(folder, Ranks())
     halves = [held_bytes(folder, Ranks(rank, 2, "none")) for rank in range(2)]
     assert [each[1] for each in halves] == [caches // 2] * 2
-    norms = 7 * 40 * 4  # of the stream, which every rank has: six layers and the end
+    norms = 7 * 40 * 4  # norms of the hidden state, which every rank has: six layers and the final one
     assert sum(each[0] for each in halves) == weights + norms
 
 
@@ -201,7 +201,7 @@ def test_drafts_of_heads(
     """Every rank has the whole head, except what it shares with the target: its embedding, or its output projection,
     too.
     """
-    verify = graphs != "NONE"  # and what steps and their ends are told is spoiled between them
+    verify = graphs != "NONE"  # poison the inputs of steps and end graphs between steps
     head = make_head(hidden_size=48, vocab_size=97, head_dim=16, taps=(1, 2, 3))
     for folder, draft in (
         (make_mtp(**EVEN["qwen3_5_text"]), "mtp"),

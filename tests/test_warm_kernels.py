@@ -107,7 +107,9 @@ def test_k1_a_warm_up_launches_what_its_capture_launches(
     assert {name for name, _ in captured} == {"StepProducer"} | behind
     for name, key in captured:
         warm = launches.by_stage[name, key, Phase.WARMUP]
-        attends = name != "EndSteps" and key.variant != (0,)  # a head that only keeps up stores its keys
+        attends = name != "EndSteps" and key.variant != (
+            0,
+        )  # a draft pass that only stores keys does not attend
         assert bool(warm) == attends
         assert warm == launches.by_stage[name, key, Phase.CAPTURE], f"{name} {key}"
 
@@ -127,7 +129,7 @@ def test_prompts_that_a_head_sees_load_no_kernel(
         "draft": make_head(head_dim=32),
         "num_speculative_tokens": 2,
         "async_scheduling": True,
-        "dtype": "bfloat16",  # float32 has small tiles alone
+        "dtype": "bfloat16",  # float32 has only small tiles
     }
     llm = make_llm(**graphs, **long, attention_backend="triton")
     warm = {options for each in (before, *launches.by_stage.values()) for _, options in each}

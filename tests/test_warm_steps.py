@@ -57,7 +57,7 @@ def test_no_step_is_the_first_to_launch_a_kernel(
         name = func._schema.name
         if name == "bateleur::triton_paged_attention":
             launched.update(_kinds_of_tiles(args[0], args[1], args[7]))
-        elif name == "bateleur::attention_work":  # one kernel for all
+        elif name == "bateleur::attention_work":  # one kernel for all batches
             launched.add(name)
         elif name.startswith("bateleur::"):
             launched.add((name, *map(_kind, args)))

@@ -83,7 +83,7 @@ from quick_fakes import QuickFakes, leaves_of
 DEVICE = "cuda:0"
 VOCAB_SIZE = 96
 
-# Rows of projections, and their parts, begin at multiples of 16 bytes, as those of published models do.
+# Rows of projections and their parts are aligned to 16 bytes, as in published models.
 _INV_FREQ = (1.0, 0.5, 0.2, 0.1)
 _STATE = Mamba2(num_heads=8, head_dim=4, state_size=16, num_groups=1)
 _ROUTER = RouterSpec(scores="sigmoid", corrected=True, num_groups=3, top_groups=2)
@@ -154,8 +154,8 @@ class Watch(QuickFakes):
         self.gpus = gpus
         self.in_step = False
         self.faults: dict[str, None] = {}  # a set that keeps its order
-        self.pinned: dict[int, Tensor] = {}  # what would be, with a device, by its address
-        self.always_pinned: dict[int, Tensor] = {}  # what no step makes
+        self.pinned: dict[int, Tensor] = {}  # by address: host tensors that would be pinned on a real device
+        self.always_pinned: dict[int, Tensor] = {}  # pinned outside of steps
         self.unaligned: dict[str, None] = {}
         self.sent: list[tuple[str, int]] = []
         self.launched: list[str] = []
@@ -163,11 +163,11 @@ class Watch(QuickFakes):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
-            return args[0].fake_device  # every other call is this one
+            return args[0].fake_device  # the most frequent call
         kwargs = kwargs or {}
         leaves = leaves_of((*args, *kwargs.values()))
         if not any(isinstance(each, FakeTensor) or _names_cuda(each) for each in leaves):
-            return func(*args, **kwargs)  # the host's own business
+            return func(*args, **kwargs)  # host tensors only
         self._note_devices(func._schema.name, leaves)
         if func.namespace == "bateleur" and func.has_kernel_for_dispatch_key(_CUDA):
             with self:
@@ -266,7 +266,7 @@ def _gpu_of(leaf: Any) -> int | None:
         leaf = leaf.fake_device
     if not _names_cuda(leaf):
         return None
-    return leaf.index or 0  # as fakes have it
+    return leaf.index or 0  # as for fake tensors
 
 
 def _launches(func: Any) -> bool:
@@ -283,7 +283,7 @@ def _fault(func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> str | No
     tensors = [each for each in leaves if isinstance(each, Tensor)]
     if name in _COPIES:
         return _blocking_copy(name, args, kwargs)
-    # A tensor without dimensions goes along as a number; not so where it is an index, or put at one, but in a mask.
+    # A 0-d host tensor is passed as a number, except as an index or a value to put, unless with a mask.
     whole = name in _INDEXING and not (_fills(args) and _has_mask(args[:2]))
     on_host = [t for t in tensors if t.device.type == "cpu" and (t.dim() or whole)]
     if on_host and len(on_host) < len(tensors):

@@ -11,7 +11,9 @@ def raised_in_fork(call: Callable[[], object]) -> tuple[int, str]:
     """The process id, and type and message of the error, or "nothing was raised"."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # that threads do not survive is what is tested
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # the test is about threads that do not survive the fork
         child = os.fork()
     if not child:
         try:

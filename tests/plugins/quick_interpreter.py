@@ -18,7 +18,7 @@ def quicken() -> None:
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
-    if not builder.options.debug:  # an overflow that is found is then reported to nobody
+    if not builder.options.debug:  # nothing reports overflows then
         builder.options = replace(builder.options, sanitize_overflow=False)
     _read_numbers_of_any_shape(interpreter)
     _patch_language_once(interpreter)

@@ -172,7 +172,7 @@ def _write_model(
 ) -> None:
     """Write weights and config. lines: by marker token, the tokens that follow it."""
     heads = 4 * -(-max(map(len, lines.values())) // 4)
-    hidden = heads * -(-(size + 1) // heads)  # transformers wants a multiple of the number of heads
+    hidden = heads * -(-(size + 1) // heads)  # transformers requires a multiple of the number of heads
     head_dim = 1 << max(5, (len(lines) - 1).bit_length())
     described: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
@@ -199,7 +199,7 @@ def _weights(
 ) -> dict[str, torch.Tensor]:
     """Every token has its own dimension, and the last dimension is 1 for all tokens."""
     half = head_dim // 2
-    active = (hidden / 2) ** 0.5  # a normed embedding has this value in its two dimensions
+    active = (hidden / 2) ** 0.5  # a normalised embedding has this value in its two dimensions
     embedding = torch.eye(size, hidden)
     embedding[:, -1] = 1
     frequencies = _FREQUENCY_BASE ** (-torch.arange(half) / half)
@@ -212,7 +212,9 @@ def _weights(
     for lane, (begin, line) in enumerate(lines.items()):
         value[lane, begin] = 1 / active
         for distance, token in enumerate(line):
-            output[token, distance, lane] = 1000 * (1.5 - distance / (2 * heads))  # nearer markers count more
+            output[token, distance, lane] = 1000 * (
+                1.5 - distance / (2 * heads)
+            )  # nearer markers have higher scores
     layer = "model.layers.0."
     zeros = torch.zeros(8, hidden)
     return {

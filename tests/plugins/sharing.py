@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def sharing(
     tiny: Callable[..., Path], head: Path, mtp: Path, kinds: dict[str, dict[str, Any]] = KINDS, **base: Any
 ) -> Callable[..., LLM]:
-    """`make(kind, options)`: an engine that shares blocks of 4 tokens and states of 8. `base`: options of all engines."""
+    """`make(kind, options)`: an engine that shares blocks of 4 tokens and states of 8; `base` are common options."""
 
     def make(kind: str = "all", **options: Any) -> LLM:
         family, overrides = RECURRENCES.get(kind, RECURRENCES["mamba2"])

@@ -186,7 +186,7 @@ class _Address:
         self.dtype = tensor.dtype
         self._address = (
             tensor.storage_offset() * tensor.element_size()
-        )  # allocations of torch begin at 512 bytes
+        )  # torch aligns allocations to 512 bytes
 
     def data_ptr(self) -> int:
         return self._address
@@ -225,7 +225,7 @@ class _Driver:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return self._capability  # Triton keeps what it compiled by device
+        return self._capability  # Triton caches compiled kernels by device
 
     def set_current_device(self, device: int) -> None:
         assert device == self._capability, device
