@@ -10,7 +10,8 @@ class NativeBackend(AttentionBackend):
     """Paged attention by the C operators.
 
     The result of a query does not depend on the other rows or on prompt chunking, bit for bit. ``attend`` rotates
-    ``q`` in place.
+    ``q`` in place. Like every attention backend it is chosen by name, because users can select it, so its operators have
+    no ``dispatch.Implementations``.
     """
 
     name = "native"

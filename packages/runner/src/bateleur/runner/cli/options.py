@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Iterable
-from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
@@ -54,12 +54,6 @@ examples:
   bateleur batch prompts.jsonl results.jsonl --temperature 0
   bateleur batch requests.parquet results.parquet --model /models/Bamba-9B --replicas 8
 """
-
-_BATCH_DESCRIPTION = (
-    "Run a file of requests: JSON lines or a Parquet file, each request a prompt with sampling parameters or in the "
-    "format of OpenAI's Batch API. Each result is written when its request ends; at the end the results are sorted "
-    "into the order of the requests. A second run resumes an interrupted one. A failed request has an error as result."
-)
 
 _BENCH = """\
 examples:
@@ -124,60 +118,25 @@ _REQUESTS = "Requests: a file of JSON lines or a Parquet file; - is stdin"
 
 def build_parser() -> ArgumentParser:
     """Build the parser with all subcommands."""
-    shape: dict[str, Any] = {"epilog": _EXAMPLES, "formatter_class": RawDescriptionHelpFormatter}
+    raw = RawDescriptionHelpFormatter
     parser = ArgumentParser(
         prog="bateleur",
         description="Inference engine for hybrid (recurrent and attention) language models.",
-        **shape,
+        epilog=_EXAMPLES,
+        formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"bateleur {package_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add = partial(commands.add_parser, argument_default=SUPPRESS)
-    _generate(
-        add(
-            "generate",
-            help="generate from one prompt, or from a file of requests",
-            description="Continue a prompt and stream the text, or run a file of requests.",
-            **shape,
+    for name, add_arguments, summary, examples in _COMMANDS:
+        command = commands.add_parser(
+            name,
+            argument_default=SUPPRESS,
+            help=summary,
+            description=fill(" ".join((add_arguments.__doc__ or "").split()), 80),
+            epilog=examples,
+            formatter_class=raw,
         )
-    )
-    more = "run a file of requests, on one engine or on replicas"
-    _batch(add("batch", help=more, description=_BATCH_DESCRIPTION, **(shape | {"epilog": _BATCH})))
-    _serve(
-        add(
-            "serve",
-            help="start an OpenAI-compatible server",
-            description="Start an OpenAI-compatible HTTP server with a web page to try the model. Prints the URL when "
-            "it is ready. Prefix caching is on unless --no-enable-prefix-caching is given. The shipped model uses its "
-            "draft head unless --draft none is given.",
-            **(shape | {"epilog": _SERVING}),
-        )
-    )
-    _bench(
-        add(
-            "bench",
-            help="benchmark against other engines and against memory bandwidth",
-            description="Measure speed in interleaved rounds. A speed is reported only if the tokens of the engines "
-            "agree, with the time in which the machine could read the bytes of a step.",
-            **(shape | {"epilog": _BENCH}),
-        )
-    )
-    _info(
-        add(
-            "info",
-            help="print parameters, memory and CUDA graphs of a checkpoint",
-            description="Print layers, parameters, and bytes of weights, KV cache and Mamba state of a checkpoint. No "
-            "weights are loaded.",
-        )
-    )
-    _explain_acceptance(
-        add(
-            "explain-acceptance",
-            help="diagnose a low draft acceptance rate",
-            description="Measure the acceptance rate of a draft head, and find why it is low: the engine, the features "
-            "that the head gets, its norms, its vocabulary, or its training.",
-        )
-    )
+        add_arguments(command)
     return parser
 
 
@@ -206,6 +165,7 @@ def is_follower_rank(args: Namespace) -> bool:
 
 
 def _generate(command: ArgumentParser) -> None:
+    """Continue a prompt and stream the text, or run a file of requests."""
     command.add_argument("prompt", nargs="?", default=None, help="Text to continue")
     files = command.add_argument_group("files")
     files.add_argument("--prompt-file", metavar="FILE", default=None, help=_REQUESTS)
@@ -218,6 +178,11 @@ def _generate(command: ArgumentParser) -> None:
 
 
 def _batch(command: ArgumentParser) -> None:
+    """Run a file of requests: JSON lines or a Parquet file, each request a prompt with sampling parameters or in the
+    format
+    of OpenAI's Batch API. Each result is written when its request ends; at the end the results are sorted into the
+    order of the requests. A second run resumes an interrupted one. A failed request has an error as result.
+    """
     command.add_argument("prompt_file", metavar="INPUT", help=_REQUESTS)
     more = "File for the results: Parquet if its name ends with .parquet, else JSON lines"
     command.add_argument("output", metavar="OUTPUT", type=Path, help=more)
@@ -249,6 +214,10 @@ def _add_file_options(command: ArgumentParser, files: Any) -> None:
 
 
 def _serve(command: ArgumentParser) -> None:
+    """Start an OpenAI-compatible HTTP server with a web page to try the model. Prints the URL when it is ready. Prefix
+    caching is on unless --no-enable-prefix-caching is given. The shipped model uses its draft head unless --draft none
+    is given.
+    """
     command.add_argument("model", nargs="?", **_FOLDER, help=f"{_MODEL}, with its draft head")
     command.add_argument("--model", dest="named_model", **_FOLDER, help="Same as MODEL")
     _add(command.add_argument_group("server"), options_of(ServeConfig))
@@ -263,6 +232,10 @@ def _serve(command: ArgumentParser) -> None:
 
 
 def _bench(command: ArgumentParser) -> None:
+    """Measure speed in interleaved rounds. A speed is reported only if the tokens of the engines agree, together with
+    the
+    time in which the machine could read the bytes of a step.
+    """
     kinds = command.add_subparsers(dest="measure", required=True, metavar="MEASURE")
     for name, config in (
         ("latency", LatencyConfig),
@@ -281,6 +254,7 @@ def _bench(command: ArgumentParser) -> None:
 
 
 def _info(command: ArgumentParser) -> None:
+    """Print layers, parameters, and bytes of weights, KV cache and Mamba state of a checkpoint, without loading weights."""
     command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
     command.add_argument("--json", **_SWITCH, help=_JSON)
     more = "Print which batches run on which CUDA graph, and which run eagerly"
@@ -290,6 +264,9 @@ def _info(command: ArgumentParser) -> None:
 
 
 def _explain_acceptance(command: ArgumentParser) -> None:
+    """Measure the acceptance rate of a draft head, and find why it is low: the engine, the features that the head gets,
+    its norms, its vocabulary, or its training.
+    """
     command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
     more = "Draft head folder, or mtp for the head in the model's own files (default: the shipped head)"
     command.add_argument("draft", nargs="?", metavar="DRAFT", default="auto", help=more)
@@ -317,3 +294,14 @@ def _add(group: Any, options: Iterable[Option], **defaults: Any) -> None:
         if option.name in _LISTS and option.type.startswith("Sequence"):
             kwargs = {"metavar": "TEXT", "nargs": "+", "action": "extend"}
         group.add_argument(f"--{option.name.replace('_', '-')}", help=more, **kwargs)
+
+
+_COMMANDS = (
+    ("generate", _generate, "generate from one prompt, or from a file of requests", _EXAMPLES),
+    ("batch", _batch, "run a file of requests, on one engine or on replicas", _BATCH),
+    ("serve", _serve, "start an OpenAI-compatible server", _SERVING),
+    ("bench", _bench, "benchmark against other engines and against memory bandwidth", _BENCH),
+    ("info", _info, "print parameters, memory and CUDA graphs of a checkpoint", ""),
+    ("explain-acceptance", _explain_acceptance, "diagnose a low draft acceptance rate", ""),
+)
+"""Subcommands: name, function that adds the arguments and whose docstring is the description, help, examples."""
