@@ -10,8 +10,7 @@ class NativeBackend(AttentionBackend):
     """Paged attention by the C operators.
 
     The result of a query does not depend on the other rows or on prompt chunking, bit for bit. ``attend`` rotates
-    ``q`` in place. Like every attention backend it is chosen by name, because users can select it, so its operators have
-    no ``dispatch.Implementations``.
+    ``q`` in place. Users select backends by name, so the operators have no ``dispatch.Implementations``.
     """
 
     name = "native"

@@ -254,7 +254,7 @@ def _bench(command: ArgumentParser) -> None:
 
 
 def _info(command: ArgumentParser) -> None:
-    """Print layers, parameters, and bytes of weights, KV cache and Mamba state of a checkpoint, without loading weights."""
+    """Print layers, parameters, and bytes of weights, KV cache and Mamba state. No weights are loaded."""
     command.add_argument("model", nargs="?", **_FOLDER, help=_MODEL)
     command.add_argument("--json", **_SWITCH, help=_JSON)
     more = "Print which batches run on which CUDA graph, and which run eagerly"
