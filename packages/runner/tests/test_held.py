@@ -71,9 +71,9 @@ def test_info_tells_what_one_of_several_ranks_has() -> None:
     assert half.kv_bytes_per_token == whole.kv_bytes_per_token // 2
     assert half.mamba_state_bytes == whole.mamba_state_bytes // 2
     assert whole.parameters / 2 < half.parameters < whole.parameters
-    assert "what the first of 2 ranks has" in half.table()
-    assert f"sums over ranks a step{half.sums:>21}, of {half.sum_bytes_per_token:,} bytes" in half.table()
-    assert "over ranks" not in whole.table()
+    assert "numbers of the first of 2 ranks" in half.table()
+    assert f"all-reduces per step{half.sums:>23}, of {half.sum_bytes_per_token:,} bytes" in half.table()
+    assert "all-reduces" not in whole.table()
 
 
 def test_info_tells_what_one_of_data_parallel_ranks_has(

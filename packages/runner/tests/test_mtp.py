@@ -331,9 +331,9 @@ def test_explained(good: Callable[[str], Path]) -> None:
     assert found.run(ORACLE) is not None
     assert [reading.name for reading in found.conventions] == [
         "as declared",
-        "fed the state before the final norm",
-        "recycles what its final norm reads",
-        "the hidden state before the embedding",
+        "input: hidden state before the final norm",
+        "next pass gets the hidden state before the final norm",
+        "hidden state before embedding in the input",
     ]
     assert found.conventions[3].tokens_per_step < found.conventions[0].tokens_per_step
     assert "bookkeeping" not in found.causes

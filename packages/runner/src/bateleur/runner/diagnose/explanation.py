@@ -121,8 +121,8 @@ class Explanation:
         """Format for a terminal."""
         lines = [
             self.draft,
-            f"{self.kind} head, {self.num_speculative_tokens} drafts per step, draft vocabulary of "
-            f"{self.draft_vocab_size:,} of {self.vocab_size:,} tokens with {self.vocabulary_share:.1%} of the output",
+            f"{self.kind} head, {self.num_speculative_tokens} drafts per step, vocabulary {self.draft_vocab_size:,} of "
+            f"{self.vocab_size:,} tokens ({self.vocabulary_share:.1%} of the output)",
             "",
             f"{'':<50}{'tokens/step':>12}  acceptance rate by position",
         ]
