@@ -507,7 +507,7 @@ def test_info_shows_what_cuda_would_do_where_nothing_is_captured(capsys: pytest.
     assert main(["info", "--graphs", "--device", "cpu", "--max-num-seqs", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "mode FULL_DECODE_ONLY, 3 graphs"
-    assert lines[1].startswith("as on a CUDA device; on cpu steps run eagerly unless")
+    assert lines[1].startswith("for a CUDA device: on cpu all steps run eagerly unless")
     assert "4 of 4 sizes at 1 tokens per request on a graph; padding 6.2% on average, 25.0% at worst" in lines
     assert main(["info", "--graphs", "--device", "cpu", "--cudagraph-mode", "NONE"]) == 0
     assert capsys.readouterr().out.startswith("mode NONE, 0 graphs\n\n")
