@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import EVEN
+from tiny import ALIKE, EVEN
 
 from bateleur.runner import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from bateleur.runner.cache.costs import CacheOptions
@@ -61,7 +61,7 @@ def said(folder: Path, verify: bool = False, **settings: Any) -> list[list[list[
         return outputs
 
 
-@pytest.fixture(scope="module", params=EVEN)
+@pytest.fixture(scope="module", params=[name for name in EVEN if name not in ALIKE])
 def family(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> tuple[Path, Any]:
     """A checkpoint that four ranks can share, and the outputs of one process."""
     folder = tiny(request.param, **EVEN[request.param])

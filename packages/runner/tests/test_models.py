@@ -100,6 +100,15 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "lfm2_moe",
         {"conv_bias": True, "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
     ),
+    ("qwen3", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6}),
+    ("qwen3", {"use_sliding_window": False, "layer_types": None}),
+    ("qwen2", {"layer_types": None, "max_window_layers": 3, "sliding_window": 4}),
+    ("mistral", {"sliding_window": None}),
+    (
+        "qwen3_moe",
+        {"norm_topk_prob": False, "attention_bias": True, "use_sliding_window": True, "sliding_window": 6},
+    ),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": None, "num_experts_per_tok": 1}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     (

@@ -141,6 +141,8 @@ LLAMA: dict[str, Any] = {
     "head_dim": 24,
     "max_position_embeddings": 256,
 }
+WINDOWS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+QWEN = LLAMA | {"use_sliding_window": True, "sliding_window": 7, "layer_types": WINDOWS}
 QWEN3_5: dict[str, Any] = {
     "vocab_size": 103,
     "hidden_size": 40,
@@ -206,6 +208,13 @@ QWEN_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+QWEN3_MOE = LLAMA | {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+}
 QWEN3_NEXT = {**QWEN3_5, **QWEN_EXPERTS, "decoder_sparse_step": 2, "vocab_size": 107, "num_hidden_layers": 4}
 QWEN3_5_MOE = {name: value for name, value in QWEN3_5.items() if name != "intermediate_size"} | QWEN_EXPERTS
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -221,6 +230,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
+    "qwen3": QWEN,
+    "qwen2": {name: value for name, value in QWEN.items() if name != "head_dim"},
+    "mistral": LLAMA | {"sliding_window": 9},
+    "qwen3_moe": QWEN3_MOE,
     "nemotron_h-experts": NEMOTRON_H_EXPERTS,
     "granitemoehybrid-experts": GRANITE_EXPERTS,
 }
@@ -243,10 +256,16 @@ EVEN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"num_attention_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 8},
     "qwen3_5_moe_text": {"num_attention_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "qwen3_next": {"num_attention_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "qwen3": {"num_attention_heads": 8, "head_dim": 8},
+    "qwen2": {"num_attention_heads": 8},
+    "mistral": {"num_attention_heads": 8, "head_dim": 8},
+    "qwen3_moe": {"num_attention_heads": 8, "head_dim": 8},
     "nemotron_h-experts": {"n_groups": 2, "mamba_num_heads": 8, "num_attention_heads": 8},
     "granitemoehybrid-experts": {"num_attention_heads": 8, "num_key_value_heads": 2},
 }
 """Sizes of tiny models that four ranks can share."""
+ALIKE = frozenset(("mistral", "qwen2", "qwen3", "qwen3_moe"))
+"""Families of layers that other families have: what starts processes for each family leaves these out."""
 
 
 def transformers_before(*version: int) -> bool:

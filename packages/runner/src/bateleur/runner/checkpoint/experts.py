@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.models.spec import ExpertsLayer, RouterSpec
+from bateleur.runner.models.spec import ExpertsLayer, Layer, MlpLayer, RouterSpec
 from bateleur.runner.utils.arguments import Integer
 
 EXPERT_FIELDS = {
@@ -44,6 +44,19 @@ def read_experts(
         where = f"{groups if router.num_groups > 1 else ''}{of} = {among}"
         raise ValueError(f"{tops} is {top}; it must be at most {most}: {where}")
     return ExpertsLayer(**sizes, router=router, **more)
+
+
+def sparse_layers(
+    fields: ConfigFields, blocks: Sequence[Layer], mlp: MlpLayer, experts: ExpertsLayer
+) -> tuple[Layer, ...]:
+    """Each of the `blocks`, then `experts`, or `mlp` where Qwen's `mlp_only_layers` or `decoder_sparse_step` say so."""
+    dense, step = fields["mlp_only_layers"], fields["decoder_sparse_step"]
+    if bad := [i for i in dense if i >= len(blocks)]:
+        raise ValueError(
+            f"mlp_only_layers holds {bad[0]}; it must be in [0, num_hidden_layers = {len(blocks)})"
+        )
+    feeds = (mlp if i in dense or (i + 1) % step else experts for i in range(len(blocks)))
+    return tuple(layer for pair in zip(blocks, feeds, strict=True) for layer in pair)
 
 
 def sigmoid_router(fields: ConfigFields, num_experts: str) -> RouterSpec:

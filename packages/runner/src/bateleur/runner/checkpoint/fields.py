@@ -86,7 +86,9 @@ _MOST_LAYERS = 1024
 # Models without experts write zeros; who reads experts wants more.
 _EXPERTS = Integer(0, 4096)
 # Kinds of layers under their names of all times; a family says which of them it has.
-_KIND = OneOf(("attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe"))
+_KIND = OneOf(
+    ("attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe", "sliding_attention")
+)
 _RULES: tuple[tuple[str, Check], ...] = (
     ("vocab_size hidden_size intermediate_size shared_intermediate_size", _SIZE),
     ("num_attention_heads num_key_value_heads head_dim", _SIZE),
@@ -111,6 +113,9 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("block_ffn_dim_multiplier", Number(0, 1024, above=True)),
     ("num_dense_layers", Integer(0, _MOST_LAYERS)),
     ("num_hidden_layers", Integer(1, _MOST_LAYERS)),
+    ("sliding_window", Integer(1, (1 << 31) - 1)),
+    ("max_window_layers", Integer(0, (1 << 31) - 1)),
+    ("use_sliding_window", flag),
     ("max_position_embeddings model_max_length original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
     ("chunk_size mamba_chunk_size", Integer(1, 1024)),
     ("num_local_experts n_routed_experts num_experts num_experts_per_tok n_group topk_group", _EXPERTS),

@@ -95,7 +95,7 @@ ENGINE = table(
         "say max_num_batched_tokens",
     ),
     ("disable_hybrid_kv_cache_manager", (None, False), "models with recurrent layers need it"),
-    ("disable_sliding_window", (False,), "there are no sliding windows"),
+    ("disable_sliding_window", (False,), "layers keep their sliding windows; say max_model_len"),
     ("disable_cascade_attn", (False, True), ""),
     ("scheduler_cls scheduler_reserve_full_isl", (None, True), "say scheduling_policy"),
     ("max_num_scheduled_tokens", (None,), "say max_num_batched_tokens"),

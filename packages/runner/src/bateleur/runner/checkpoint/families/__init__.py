@@ -7,9 +7,13 @@ from bateleur.runner.checkpoint.families import (
     kimi_linear,
     lfm2,
     llama,
+    mistral,
     nemotron_h,
     olmo_hybrid,
+    qwen2,
+    qwen3,
     qwen3_5,
+    qwen3_moe,
     qwen3_next,
 )
 from bateleur.runner.checkpoint.families.base import Family
@@ -22,12 +26,16 @@ _ALL = (
     lfm2.DENSE,
     lfm2.EXPERTS,
     llama.FAMILY,
+    mistral.FAMILY,
     nemotron_h.FAMILY,
     olmo_hybrid.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
     qwen3_5.DENSE,
     qwen3_5.DENSE_INSIDE,
     qwen3_5.EXPERTS,
     qwen3_5.EXPERTS_INSIDE,
+    qwen3_moe.FAMILY,
     qwen3_next.FAMILY,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import Names
-from bateleur.runner.models.spec import Layer, ModelSpec
+from bateleur.runner.models.spec import AttentionLayer, Layer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +85,13 @@ def read_layers(
         if kind not in made:
             made[kind] = readers[kind]()
     return tuple(layer for kind in kinds for layer in (made[kind], *behind))
+
+
+def read_windows(fields: ConfigFields, attention: AttentionLayer, *behind: Layer) -> tuple[Layer, ...]:
+    """Layers of this attention, with a sliding window if `layer_types` says so, each followed by those `behind` it."""
+
+    def windowed() -> Layer:
+        return replace(attention, sliding_window=fields["sliding_window"])
+
+    readers = {"full_attention": lambda: attention, "sliding_attention": windowed}
+    return read_layers("layer_types[{i}] is {kind!r}", fields.raw("layer_types") or (), readers, *behind)

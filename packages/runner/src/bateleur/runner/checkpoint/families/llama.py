@@ -13,13 +13,20 @@ _READ = (
     "vocab_size hidden_size num_hidden_layers rms_norm_eps max_position_embeddings tie_word_embeddings eos_token_id "
     "hidden_act intermediate_size mlp_bias num_attention_heads num_key_value_heads head_dim rope_parameters"
 )
+llama_names = partial(weight_names, mlp=("mlp", "post_attention_layernorm"))
+
+
+def gated_mlp(fields: ConfigFields) -> MlpLayer:
+    """The gated MLP of Llama's field names; families without `mlp_bias` have no biases."""
+    fields.choice("hidden_act", ("silu",))
+    return MlpLayer(
+        fields["intermediate_size"], bias=fields.raw("mlp_bias") is not None and fields["mlp_bias"]
+    )
 
 
 def _read_spec(fields: ConfigFields) -> ModelSpec:
-    fields.choice("hidden_act", ("silu",))
     attention = fields.attention(rope=fields.rope(partial=False), bias=fields["attention_bias"])
-    mlp = MlpLayer(fields["intermediate_size"], bias=fields["mlp_bias"])
-    layers = (attention, mlp) * fields["num_hidden_layers"]
+    layers = (attention, gated_mlp(fields)) * fields["num_hidden_layers"]
     return fields.model(FAMILY.architecture, layers, branches_per_layer=2)
 
 
@@ -27,7 +34,7 @@ FAMILY = Family(
     "llama",
     "LlamaForCausalLM",
     _read_spec,
-    partial(weight_names, mlp=("mlp", "post_attention_layernorm")),
+    llama_names,
     plain=INERT.union(_READ.split()),
     needs=("num_hidden_layers",),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from bateleur.runner.checkpoint.delta import packed_names
+from bateleur.runner.checkpoint.experts import sparse_layers
 from bateleur.runner.checkpoint.families.base import Family
 from bateleur.runner.checkpoint.families.qwen3_5 import (
     KINDS,
@@ -15,22 +16,13 @@ from bateleur.runner.checkpoint.families.qwen3_5 import (
     read_qwen_experts,
 )
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.models.spec import Layer, MlpLayer, ModelSpec
+from bateleur.runner.models.spec import MlpLayer, ModelSpec
 
 
 def _read_spec(fields: ConfigFields) -> ModelSpec:
-    blocks, step = read_blocks(fields), fields["decoder_sparse_step"]
-    dense = fields["mlp_only_layers"]
-    if bad := [i for i in dense if i >= len(blocks)]:
-        raise ValueError(
-            f"mlp_only_layers holds {bad[0]}; it must be in [0, num_hidden_layers = {len(blocks)})"
-        )
     experts = read_qwen_experts(fields, normalised=fields["norm_topk_prob"])
-    mlp = MlpLayer(fields["intermediate_size"])
-    layers: list[Layer] = []
-    for i, mixer in enumerate(blocks):
-        layers += [mixer, mlp if i in dense or (i + 1) % step else experts]
-    return fields.model(FAMILY.architecture, tuple(layers), branches_per_layer=2, exact_norms=True)
+    layers = sparse_layers(fields, read_blocks(fields), MlpLayer(fields["intermediate_size"]), experts)
+    return fields.model(FAMILY.architecture, layers, branches_per_layer=2, exact_norms=True)
 
 
 FAMILY = Family(

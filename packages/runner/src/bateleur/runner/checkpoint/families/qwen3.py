@@ -1,0 +1,26 @@
+"""Qwen3: Llama with norms of queries and keys, and a sliding window in some layers."""
+
+from __future__ import annotations
+
+from bateleur.runner.checkpoint.families.base import Family, read_windows
+from bateleur.runner.checkpoint.families.llama import gated_mlp, llama_names
+from bateleur.runner.checkpoint.fields import ConfigFields
+from bateleur.runner.models.spec import AttentionLayer, ModelSpec
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+def qwen3_attention(fields: ConfigFields) -> AttentionLayer:
+    """Attention with a norm of each head of queries and keys."""
+    rope, bias = fields.rope(partial=False), fields["attention_bias"]
+    return fields.attention(rope=rope, bias=bias, qk_norm_eps=fields["rms_norm_eps"])
+
+
+def _read_spec(fields: ConfigFields) -> ModelSpec:
+    layers = read_windows(fields, qwen3_attention(fields), gated_mlp(fields))
+    return fields.model(FAMILY.architecture, layers, branches_per_layer=2)
+
+
+FAMILY = Family(
+    "qwen3", "Qwen3ForCausalLM", _read_spec, llama_names, kinds=KINDS, needs=("num_hidden_layers",)
+)
