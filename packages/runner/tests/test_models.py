@@ -109,6 +109,29 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         {"norm_topk_prob": False, "attention_bias": True, "use_sliding_window": True, "sliding_window": 6},
     ),
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": None, "num_experts_per_tok": 1}),
+    (
+        "smollm3",
+        {"no_rope_layers": None, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    (
+        "olmo3",
+        {"attention_bias": True, "layer_types": None, "rope_parameters": None, "num_key_value_heads": 6},
+    ),
+    ("phi3", {"sliding_window": None, "tie_word_embeddings": True, "rope_parameters": None}),
+    (
+        "phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.5, 2.0],
+                "long_factor": [2.0, 2.5, 3.0],
+            },
+        },
+    ),
     ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     (

@@ -215,6 +215,27 @@ QWEN3_MOE = LLAMA | {
     "mlp_only_layers": [1],
     "norm_topk_prob": True,
 }
+OLMO3 = LLAMA | {
+    "sliding_window": 7,
+    "layer_types": WINDOWS,
+    "eos_token_id": 2,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+}
+PHI3 = {name: value for name, value in LLAMA.items() if name != "head_dim"} | {
+    "num_attention_heads": 4,
+    "sliding_window": 9,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
 QWEN3_NEXT = {**QWEN3_5, **QWEN_EXPERTS, "decoder_sparse_step": 2, "vocab_size": 107, "num_hidden_layers": 4}
 QWEN3_5_MOE = {name: value for name, value in QWEN3_5.items() if name != "intermediate_size"} | QWEN_EXPERTS
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -234,6 +255,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {name: value for name, value in QWEN.items() if name != "head_dim"},
     "mistral": LLAMA | {"sliding_window": 9},
     "qwen3_moe": QWEN3_MOE,
+    "smollm3": QWEN
+    | {"no_rope_layers": [1, 0, 1, 0, 1], "pad_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False},
+    "granite": {name: value for name, value in LLAMA.items() if name != "head_dim"}
+    | {
+        "embedding_multiplier": 3.5,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.37,
+        "logits_scaling": 2.5,
+    },
+    "olmo3": OLMO3,
+    "phi3": PHI3,
     "nemotron_h-experts": NEMOTRON_H_EXPERTS,
     "granitemoehybrid-experts": GRANITE_EXPERTS,
 }
@@ -260,11 +292,15 @@ EVEN: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 8},
     "mistral": {"num_attention_heads": 8, "head_dim": 8},
     "qwen3_moe": {"num_attention_heads": 8, "head_dim": 8},
+    "smollm3": {"num_attention_heads": 8, "head_dim": 8},
+    "granite": {"num_attention_heads": 8},
+    "olmo3": {"num_attention_heads": 8, "head_dim": 8},
+    "phi3": {},
     "nemotron_h-experts": {"n_groups": 2, "mamba_num_heads": 8, "num_attention_heads": 8},
     "granitemoehybrid-experts": {"num_attention_heads": 8, "num_key_value_heads": 2},
 }
 """Sizes of tiny models that four ranks can share."""
-ALIKE = frozenset(("mistral", "qwen2", "qwen3", "qwen3_moe"))
+ALIKE = frozenset(("granite", "mistral", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"))
 """Families of layers that other families have: what starts processes for each family leaves these out."""
 
 

@@ -113,6 +113,7 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("block_ffn_dim_multiplier", Number(0, 1024, above=True)),
     ("num_dense_layers", Integer(0, _MOST_LAYERS)),
     ("num_hidden_layers", Integer(1, _MOST_LAYERS)),
+    ("no_rope_layers", Several(Integer(0, 1), "a list of 0 and 1")),
     ("sliding_window", Integer(1, (1 << 31) - 1)),
     ("max_window_layers", Integer(0, (1 << 31) - 1)),
     ("use_sliding_window", flag),
@@ -161,9 +162,13 @@ _CHECKS = {name: check for names, check in _RULES for name in names.split()}
 """What a field may be, wherever a family has it; those of rotary embedding may stand in an object of their own."""
 
 
+_NESTED = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "linear_attn_config")
+"""Objects in a configuration whose fields are checked too; those of rotary embedding may hold one by kind of layer."""
+
+
 def check_fields(config: Mapping[str, Any]) -> None:
     """Refuse a field of a file that can't be what it should; those that are null or absent have defaults."""
-    for name in ("rope_parameters", "rope_scaling", "linear_attn_config"):
+    for name in _NESTED:
         nested = config.get(name)
         if nested is not None:
             if not isinstance(nested, dict):
@@ -346,31 +351,38 @@ class ConfigFields:
         before = {"linear": positions, "dynamic": positions, "longrope": original}
         return positions, int(before.get(kind, 0) * factor)
 
-    def rope(self, *, partial: bool) -> RopeSpec:
+    def rope(self, *, partial: bool, layer_type: str | None = None) -> RopeSpec:
         """Rotary embedding from `rope_parameters`, as transformers computes it.
 
         partial: whether the plain kind of this family heeds `partial_rotary_factor`; the scaled kinds always do.
+        layer_type: the kind of layers whose parameters these are, if each kind has its own.
         """
-        self._rope_parameters = parameters = self.raw("rope_parameters") or {}
+        parameters = self.raw("rope_parameters") or {}
+        if layer_type is not None:
+            parameters = parameters[layer_type]
+        if layer_type != "sliding_attention":
+            self._rope_parameters = parameters
         kind = parameters.get("rope_type", "default")
         if kind not in _ROPE_NEEDS:
             raise ValueError(f"rope_type is {kind!r}; supported are {', '.join(_ROPE_NEEDS)}")
         _CHECKS["rope_theta"]("rope_theta", parameters.get("rope_theta"))
         try:
-            return self._frequencies(kind, parameters, partial)
+            return self._frequencies(kind, parameters, partial, layer_type)
         except (ArithmeticError, TypeError, RuntimeError):  # each passed its check, but not all together
             refuse("rope_parameters", parameters, "numbers that make frequencies")
 
-    def _frequencies(self, kind: str, parameters: dict[str, Any], partial: bool) -> RopeSpec:
+    def _frequencies(
+        self, kind: str, parameters: dict[str, Any], partial: bool, layer_type: str | None
+    ) -> RopeSpec:
         if kind != "default":
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
             compute, cpu = ROPE_INIT_FUNCTIONS[kind], torch.device("cpu")
-            inv_freq, scaling = compute(self.config, cpu)
+            inv_freq, scaling = compute(self.config, cpu, layer_type=layer_type)
             beyond: LongRope | DynamicRope | None = None
             if kind == "longrope":
                 original = parameters["original_max_position_embeddings"]
-                longer, _ = compute(self.config, cpu, seq_len=original + 1)
+                longer, _ = compute(self.config, cpu, seq_len=original + 1, layer_type=layer_type)
                 beyond = LongRope(original, tuple(longer.tolist()))
             elif kind == "dynamic":
                 original = self["max_position_embeddings"]

@@ -132,7 +132,7 @@ MIXERS: Mapping[type[SingleLayer], Call] = {
 
 def weight_names(
     spec: ModelSpec,
-    mlp: Called,
+    mlp: Called | OwnNames,
     mixers: Mapping[type[SingleLayer], Call] = MIXERS,
     *,
     stem: str = "model",

@@ -3,24 +3,29 @@
 from bateleur.runner.checkpoint.families import (
     bamba,
     falcon_h1,
+    granite,
     granitemoehybrid,
     kimi_linear,
     lfm2,
     llama,
     mistral,
     nemotron_h,
+    olmo3,
     olmo_hybrid,
+    phi3,
     qwen2,
     qwen3,
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    smollm3,
 )
 from bateleur.runner.checkpoint.families.base import Family
 
 _ALL = (
     bamba.FAMILY,
     falcon_h1.FAMILY,
+    granite.FAMILY,
     granitemoehybrid.FAMILY,
     kimi_linear.FAMILY,
     lfm2.DENSE,
@@ -28,7 +33,9 @@ _ALL = (
     llama.FAMILY,
     mistral.FAMILY,
     nemotron_h.FAMILY,
+    olmo3.FAMILY,
     olmo_hybrid.FAMILY,
+    phi3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen3_5.DENSE,
@@ -37,6 +44,7 @@ _ALL = (
     qwen3_5.EXPERTS_INSIDE,
     qwen3_moe.FAMILY,
     qwen3_next.FAMILY,
+    smollm3.FAMILY,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
 """By `model_type` of config.json."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import Names
@@ -84,14 +85,25 @@ def read_layers(
             raise ValueError(f"{named.format(i=i, kind=kind)}; supported are {', '.join(readers)}")
         if kind not in made:
             made[kind] = readers[kind]()
-    return tuple(layer for kind in kinds for layer in (made[kind], *behind))
+    return followed([made[kind] for kind in kinds], *behind)
 
 
-def read_windows(fields: ConfigFields, attention: AttentionLayer, *behind: Layer) -> tuple[Layer, ...]:
-    """Layers of this attention, with a sliding window if `layer_types` says so, each followed by those `behind` it."""
+WINDOW_KINDS = ("full_attention", "sliding_attention")
 
-    def windowed() -> Layer:
-        return replace(attention, sliding_window=fields["sliding_window"])
 
-    readers = {"full_attention": lambda: attention, "sliding_attention": windowed}
-    return read_layers("layer_types[{i}] is {kind!r}", fields.raw("layer_types") or (), readers, *behind)
+def read_windows(
+    fields: ConfigFields, attention: AttentionLayer, **windowed: Any
+) -> tuple[AttentionLayer, ...]:
+    """A layer of this attention for each of `layer_types`. windowed: other fields of those with a sliding window."""
+    kinds, made = fields.raw("layer_types") or (), {"full_attention": attention}
+    if "sliding_attention" in kinds:
+        made["sliding_attention"] = replace(attention, sliding_window=fields["sliding_window"], **windowed)
+    for i, kind in enumerate(kinds):
+        if kind not in made:
+            raise ValueError(f"layer_types[{i}] is {kind!r}; supported are {', '.join(WINDOW_KINDS)}")
+    return tuple(made[kind] for kind in kinds)
+
+
+def followed(blocks: Sequence[Layer], *behind: Layer) -> tuple[Layer, ...]:
+    """Each of the blocks, and the same layers behind it."""
+    return tuple(layer for block in blocks for layer in (block, *behind))

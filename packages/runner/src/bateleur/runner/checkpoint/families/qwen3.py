@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from bateleur.runner.checkpoint.families.base import Family, read_windows
+from bateleur.runner.checkpoint.families.base import WINDOW_KINDS, Family, followed, read_windows
 from bateleur.runner.checkpoint.families.llama import gated_mlp, llama_names
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.models.spec import AttentionLayer, ModelSpec
-
-KINDS = ("full_attention", "sliding_attention")
 
 
 def qwen3_attention(fields: ConfigFields) -> AttentionLayer:
@@ -17,10 +15,10 @@ def qwen3_attention(fields: ConfigFields) -> AttentionLayer:
 
 
 def _read_spec(fields: ConfigFields) -> ModelSpec:
-    layers = read_windows(fields, qwen3_attention(fields), gated_mlp(fields))
+    layers = followed(read_windows(fields, qwen3_attention(fields)), gated_mlp(fields))
     return fields.model(FAMILY.architecture, layers, branches_per_layer=2)
 
 
 FAMILY = Family(
-    "qwen3", "Qwen3ForCausalLM", _read_spec, llama_names, kinds=KINDS, needs=("num_hidden_layers",)
+    "qwen3", "Qwen3ForCausalLM", _read_spec, llama_names, kinds=WINDOW_KINDS, needs=("num_hidden_layers",)
 )
