@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -11,18 +12,22 @@ import torch
 from bateleur.metadata.dispatch import load
 from bateleur.runner.models import latent_attention, mlp  # noqa: F401  define the operators
 from bateleur.runner.models.operators import FORMS
+from bateleur.runner.models.spec import Activation
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts the process that this is for")
-KINDS = [("silu", True), ("silu", False), ("relu2", True), ("relu2", False)]
+KINDS = [(name, gated) for name in get_args(Activation) for gated in (True, False)]
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "gated"), KINDS)
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in exp:RuntimeWarning"
+)  # x / inf is the 0 that is meant
 def test_the_kernel_says_what_the_torch_form_says(name: str, gated: bool, dtype: torch.dtype) -> None:
     """Over rows that are part of wider ones; a padded token stays zero, and a NaN one."""
     forms = FORMS["activation"]
@@ -36,7 +41,8 @@ def test_the_kernel_says_what_the_torch_form_says(name: str, gated: bool, dtype:
         assert found.dtype == dtype
         assert not found[1:2].any()
         places = 2**-6 if dtype == torch.bfloat16 else 2e-6
-        torch.testing.assert_close(found, wanted, rtol=places, atol=1e-6, equal_nan=True)
+        nearly_zero = 1e-5 if name == "gelu_tanh" else 1e-6  # torch rounds 1 + tanh, which is next to 0 there
+        torch.testing.assert_close(found, wanted, rtol=places, atol=nearly_zero, equal_nan=True)
 
 
 @interpreted

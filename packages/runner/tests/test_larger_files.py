@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.checkpoint.open import load_model, open_checkpoint
+from bateleur.runner.checkpoint.open import Checkpoint, load_model, open_checkpoint
 
+SEEN = {
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "image_size": 4,
+    "patch_size": 2,
+}
 VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -22,30 +31,54 @@ VISION = {
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def pair(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder, and transformers' model of it."""
+def made(tiny: Any, folder: Path, kind: str, text: str, **fields: Any) -> tuple[Path, Any]:
+    """A folder with a text model of the tiny sizes of `text`, and transformers' model of it."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    text = tiny.FAMILIES["qwen3_5_text"]
-    vision = VISION | {"out_hidden_size": text["hidden_size"]}
-    config = AutoConfig.for_model(
-        "qwen3_5", text_config=text, vision_config=vision, image_token_id=90, video_token_id=91
-    )
+    config = AutoConfig.for_model(kind, text_config=tiny.FAMILIES[text], **fields)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     tiny.randomise(model)
-    return tiny.save(model, tmp_path_factory.mktemp("larger")), model
+    return tiny.save(model, folder), model
+
+
+@pytest.fixture(scope="module")
+def pair(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    vision = VISION | {"out_hidden_size": tiny.FAMILIES["qwen3_5_text"]["hidden_size"]}
+    tokens = {"image_token_id": 90, "video_token_id": 91}
+    folder = tmp_path_factory.mktemp("larger")
+    return made(tiny, folder, "qwen3_5", "qwen3_5_text", vision_config=vision, **tokens)
 
 
 def test_logits_are_those_of_the_text_model(pair: tuple[Path, Any], driver: Any) -> None:
-    folder, theirs = pair
-    checkpoint = open_checkpoint(folder)
+    checkpoint = compared(*pair, driver)
     assert checkpoint.spec.architecture == "Qwen3_5ForConditionalGeneration"
     assert checkpoint.unused
     assert all(name.startswith("model.visual.") for name in checkpoint.unused)
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_logits_of_gemma_in_both_layouts(tiny: Any, tmp_path: Path, driver: Any, published: bool) -> None:
+    """transformers writes the names of published files; in its memory, and in files of others, they begin alike."""
+    tokens = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92, "mm_tokens_per_image": 4}
+    folder, theirs = made(tiny, tmp_path, "gemma3", "gemma3_text", vision_config=SEEN, **tokens)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    assert any(name.startswith("language_model.model.layers.") for name in tensors)
+    if not published:
+        rest = "model.language_model."
+        save_file({name.replace("language_model.model.", rest): t for name, t in tensors.items()}, file)
+    checkpoint = compared(folder, theirs, driver)
+    assert checkpoint.spec.architecture == "Gemma3ForConditionalGeneration"
+    assert {name.partition(".")[0] for name in checkpoint.unused} == {"vision_tower", "multi_modal_projector"}
+    assert checkpoint.spec.foreign_tokens == ((90, "image_token_index"),)
+
+
+def compared(folder: Path, theirs: Any, driver: Any) -> Checkpoint:
+    """Compare logits of a folder with those of transformers' model of it."""
+    checkpoint = open_checkpoint(folder)
     tokens = torch.randint(0, 90, (23,), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         wanted = theirs(tokens.unsqueeze(0)).logits[0]
@@ -53,6 +86,7 @@ def test_logits_are_those_of_the_text_model(pair: tuple[Path, Any], driver: Any)
     for chunks in ([23], [9, 1, 1, 12]):
         error = (ours.run(tokens.tolist(), chunks) - wanted).abs().max() / wanted.abs().max()
         assert error < 1e-4
+    return checkpoint
 
 
 def test_images_are_refused_by_name(pair: tuple[Path, Any]) -> None:

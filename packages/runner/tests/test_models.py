@@ -118,6 +118,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         "olmo3",
         {"attention_bias": True, "layer_types": None, "rope_parameters": None, "num_key_value_heads": 6},
     ),
+    ("gemma3_text", {"rope_parameters": None, "layer_types": None, "tie_word_embeddings": True}),
+    ("gemma3_text", {"attention_bias": True, "num_key_value_heads": 6, "query_pre_attn_scalar": 168}),
     ("phi3", {"sliding_window": None, "tie_word_embeddings": True, "rope_parameters": None}),
     (
         "phi3",

@@ -236,6 +236,16 @@ PHI3 = {name: value for name, value in LLAMA.items() if name != "head_dim"} | {
     "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
 }
+GEMMA3 = LLAMA | {
+    "sliding_window": 7,
+    "layer_types": WINDOWS,
+    "query_pre_attn_scalar": 20,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 QWEN3_NEXT = {**QWEN3_5, **QWEN_EXPERTS, "decoder_sparse_step": 2, "vocab_size": 107, "num_hidden_layers": 4}
 QWEN3_5_MOE = {name: value for name, value in QWEN3_5.items() if name != "intermediate_size"} | QWEN_EXPERTS
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -266,6 +276,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo3": OLMO3,
     "phi3": PHI3,
+    "gemma3_text": GEMMA3,
     "nemotron_h-experts": NEMOTRON_H_EXPERTS,
     "granitemoehybrid-experts": GRANITE_EXPERTS,
 }
@@ -296,6 +307,7 @@ EVEN: dict[str, dict[str, Any]] = {
     "granite": {"num_attention_heads": 8},
     "olmo3": {"num_attention_heads": 8, "head_dim": 8},
     "phi3": {},
+    "gemma3_text": {"num_attention_heads": 8, "head_dim": 8},
     "nemotron_h-experts": {"n_groups": 2, "mamba_num_heads": 8, "num_attention_heads": 8},
     "granitemoehybrid-experts": {"num_attention_heads": 8, "num_key_value_heads": 2},
 }

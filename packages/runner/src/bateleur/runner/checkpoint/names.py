@@ -207,7 +207,7 @@ def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
 
 def norms_less_one(names: Names) -> Names:
     """The same, where norms of the stream, of queries and of keys are stored less one."""
-    norms = ("input_norm", "final_norm", "q_norm", "k_norm")
+    norms = ("input_norm", "output_norm", "final_norm", "q_norm", "k_norm")
     stored = {name: part for name, part in names.items() if part.target.rpartition(".")[2] in norms}
     return names | {name: replace(part, form=Form.LESS_ONE) for name, part in stored.items()}
 

@@ -35,6 +35,8 @@ from bateleur.runner.utils.json_file import read_json
 
 _KINDS = frozenset(("linear_attention", "full_attention", "mlp", "moe", "conv"))
 """Names that transformers has for kinds of layers now."""
+_FOREIGN = ("image_token_id", "image_token_index", "video_token_id")
+"""Fields that name the token in whose place a model puts an image or a video."""
 _LONGEST_REASON = 240
 """Characters of what transformers says of a configuration."""
 
@@ -220,7 +222,7 @@ def _own_part(family: Family, config: Any) -> Any:
 
 def _foreign_tokens(config: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
     """Ids in whose place models of images would put something else than an embedding, and the fields that say so."""
-    named = ((config.get(name), name) for name in ("image_token_id", "video_token_id"))
+    named = ((config.get(name), name) for name in _FOREIGN)
     return tuple((token, name) for token, name in named if isinstance(token, int))
 
 

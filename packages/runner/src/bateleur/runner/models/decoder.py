@@ -83,6 +83,9 @@ class HybridDecoder:
         self._tokens = ranks.about(spec.vocab_size)
         self.shard = ranks.vocab_shard(spec.vocab_size)
         """Whose tokens `logits` are of; None for those of the whole vocabulary."""
+        self._multiplier = spec.embedding_multiplier
+        if spec.rounds_multiplier:
+            self._multiplier = torch.tensor(self._multiplier, dtype=dtype).item()
         rows = self._tokens[1] - self._tokens[0]
         self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
         self.output = Projection(self.embedding)
@@ -153,11 +156,10 @@ class HybridDecoder:
                 case ExpertsLayer():
                     return Experts(layer, like, exchange)
 
-        norms = (RMSNorm(spec.hidden_size, spec.norm_eps, like, exact=spec.exact_norms) for _ in spec.layers)
-        return tuple(
-            Residual.of(layer, build, norm, spec.residual_multiplier)
-            for layer, norm in zip(spec.layers, norms, strict=True)
-        )
+        def norm() -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.norm_eps, like, exact=spec.exact_norms)
+
+        return tuple(Residual.of(layer, build, norm, spec.residual_multiplier) for layer in spec.layers)
 
     def weights(self) -> dict[str, Tensor]:
         """Every tensor a checkpoint fills, by name: `embedding`, `layers.3.norm`, `layers.3.in_proj`, ..., `lm_head`.
@@ -252,8 +254,8 @@ class HybridDecoder:
         h_TM = self.embed(context.batch.input_ids)
         if spec.residual_in_fp32:
             h_TM = h_TM.float()
-        if spec.embedding_multiplier != 1.0:
-            h_TM = h_TM.mul_(spec.embedding_multiplier)
+        if self._multiplier != 1.0:
+            h_TM = h_TM.mul_(self._multiplier)
         stream = Stream(h_TM, self.dtype)
         tapped = dict.fromkeys(tap * spec.branches_per_layer for tap in taps)
         seen: dict[int, Tensor] = {}

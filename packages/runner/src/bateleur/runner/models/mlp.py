@@ -41,10 +41,16 @@ def activate(wide: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
 def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
     """`act(wide)` (T, size), with the gate in the left half of wide (T, 2 size) `act(gate) * up`.
 
-    name: "silu", or else relu squared.
+    name: one of `Activation`.
     """
     inner_TF = wide[:, :size] if gated else wide
-    inner_TF = F.silu(inner_TF) if name == "silu" else F.relu(inner_TF).square_()
+    match name:
+        case "silu":
+            inner_TF = F.silu(inner_TF)
+        case "gelu_tanh":
+            inner_TF = F.gelu(inner_TF, approximate="tanh")
+        case _:
+            inner_TF = F.relu(inner_TF).square_()
     if gated:
         inner_TF.mul_(wide[:, size:])
     return inner_TF

@@ -29,27 +29,35 @@ Mixer = Attention | LatentAttention | Mlp | Experts | Mamba | Delta | GatedConv
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """A layer of the spec: `h + sum(factor * mixer(norm(h)))`, or with its norm last `norm(mixer(h))`."""
+    """A layer of the spec: `h + sum(factor * mixer(norm(h)))`, or with its norm last `norm(mixer(h))`, or with both."""
 
     norm: RMSNorm
     parts: tuple[tuple[str, Mixer, float], ...]
     """Each mixer, what the names of its weights begin with, and the factor on what it returns."""
     norm_last: bool = False
+    output_norm: RMSNorm | None = None
+    """Of what the mixer returns, beside that in front of it."""
 
     @classmethod
     def of(
-        cls, layer: Layer, build: Callable[[SingleLayer], Mixer], norm: RMSNorm, multiplier: float
+        cls,
+        layer: Layer,
+        build: Callable[[SingleLayer], Mixer],
+        make_norm: Callable[[], RMSNorm],
+        multiplier: float,
     ) -> Residual:
         """`layer` with mixers that `build` makes. In a parallel layer the names of part 0 begin with `0.`."""
         if not isinstance(layer, ParallelLayer):
-            return cls(norm, (("", build(layer), multiplier),))
+            return cls(make_norm(), (("", build(layer), multiplier),))
         factors = enumerate(zip(layer.parts, layer.factors, strict=True))
         parts = tuple((f"{i}.", build(part), multiplier * factor) for i, (part, factor) in factors)
-        return cls(norm, parts, layer.norm_last)
+        return cls(make_norm(), parts, layer.norm_last, make_norm() if layer.output_norm else None)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors to be loaded, and their names."""
         yield "input_norm", self.norm.weight
+        if self.output_norm is not None:
+            yield "output_norm", self.output_norm.weight
         for prefix, mixer, _ in self.parts:
             yield from ((prefix + name, weight) for name, weight in mixer.weights().items())
 
@@ -75,10 +83,11 @@ class Residual:
         if not step.ranks.alone and len(self.parts) > 1 and not self.norm_last:
             stream.add(step.ranks.sum_(self._of_all(x_TM, step)), 1.0)
             return
+        norm = self.norm if self.norm_last else self.output_norm
         for _, mixer, factor in self.parts:
             y_TM = step.ranks.sum_(mixer.forward(x_TM, step))
-            if self.norm_last:
-                stream.add_normed(y_TM, self.norm, factor)
+            if norm is not None:
+                stream.add_normed(y_TM, norm, factor)
             else:
                 stream.add(y_TM, factor)
 

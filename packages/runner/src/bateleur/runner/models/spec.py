@@ -8,11 +8,11 @@ several mixers read one norm, as in Falcon-H1, they are the parts of a `Parallel
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, ShortConv
 
-Activation = Literal["relu2", "silu"]
+Activation = Literal["relu2", "silu", "gelu_tanh"]
 GatedNorm = Literal["gate first", "norm first", "gate only"]
 """What a recurrent layer does to its outputs before the projection back: whether their norm sees them gated."""
 Scores = Literal["softmax", "sigmoid"]
@@ -272,12 +272,16 @@ class ParallelLayer:
     factors: tuple[float, ...]
     norm_last: bool = False
     """Whether they read the stream itself, and what they return is normalised instead."""
+    output_norm: bool = False
+    """Whether what they return is normalised too, by a norm of its own."""
 
     def __post_init__(self) -> None:
-        if self.norm_last and len(self.parts) > 1:
+        if (self.norm_last or self.output_norm) and len(self.parts) > 1:
             raise ValueError(
-                f"norm_last is True; it goes with one part, and parts has {len(self.parts)} entries"
+                f"norm_last or output_norm is True; it goes with one part, and parts has {len(self.parts)} entries"
             )
+        if self.norm_last and self.output_norm:
+            raise ValueError("norm_last and output_norm are True; what a part returns has one norm")
         if not self.parts or len(self.parts) != len(self.factors):
             raise ValueError(
                 f"parts has {len(self.parts)} entries and factors {len(self.factors)}; each part needs a factor"
@@ -303,6 +307,8 @@ class ModelSpec:
     layers: tuple[Layer, ...]
     norm_eps: float
     embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False
+    """Whether that is rounded to the model's dtype before embeddings are multiplied by it, as in Gemma."""
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     tie_word_embeddings: bool = False
@@ -389,5 +395,5 @@ def _positive(spec: object, *names: str) -> None:
 
 
 def _known(activation: str) -> None:
-    if activation not in ("relu2", "silu"):
-        raise ValueError(f"activation is {activation!r}; supported are 'relu2' and 'silu'")
+    if activation not in (known := get_args(Activation)):
+        raise ValueError(f"activation is {activation!r}; supported are {', '.join(map(repr, known))}")

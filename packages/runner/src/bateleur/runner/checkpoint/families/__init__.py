@@ -3,6 +3,7 @@
 from bateleur.runner.checkpoint.families import (
     bamba,
     falcon_h1,
+    gemma3,
     granite,
     granitemoehybrid,
     kimi_linear,
@@ -25,6 +26,8 @@ from bateleur.runner.checkpoint.families.base import Family
 _ALL = (
     bamba.FAMILY,
     falcon_h1.FAMILY,
+    gemma3.INSIDE,
+    gemma3.TEXT,
     granite.FAMILY,
     granitemoehybrid.FAMILY,
     kimi_linear.FAMILY,

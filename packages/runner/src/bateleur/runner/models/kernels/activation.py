@@ -24,9 +24,9 @@ _TILE_LANES = 1024
 @triton.jit
 def activation_kernel(
     wide_ptr, out_ptr, wide_token,
-    SIZE: tl.constexpr, GATED: tl.constexpr, SILU: tl.constexpr, BLOCK_F: tl.constexpr,
+    SIZE: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of lanes); in float32, rounded once.
+    """Grid (tokens, tiles of lanes); in float32, rounded once. NAME: one of `Activation`.
 
     At least 16 blocks a multiprocessor.
     """
@@ -35,8 +35,10 @@ def activation_kernel(
     real = f < SIZE
     x_F = wide_ptr + token * wide_token + f
     x = tl.load(x_F, mask=real, other=0).to(tl.float32)
-    if SILU:
+    if NAME == "silu":
         y = x / (1.0 + tl.exp(-x))
+    elif NAME == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     else:
         y = tl.where(x < 0, 0.0, x)  # a NaN stays one
         y *= y
@@ -80,7 +82,7 @@ def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
     if num_tokens:
         options = tile_options(size)
         activation_kernel[(num_tokens, cdiv(size, options["BLOCK_F"]))](
-            wide, out, wide.stride(0), SIZE=size, GATED=gated, SILU=name == "silu", **options
+            wide, out, wide.stride(0), SIZE=size, GATED=gated, NAME=name, **options
         )
     return out
 

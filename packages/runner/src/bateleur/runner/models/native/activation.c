@@ -1,8 +1,9 @@
 /* y (tokens, size) = act(x), or with the gate in the left half of x (tokens, 2 size) act(gate) * up; rounded once.
-   act is silu, or the square of what is positive. Arrays are float where they are `wide`, and bfloat16 else. */
+   kind of act: 0 the square of what is positive, 1 silu, 2 gelu with tanh, where (1 + tanh(z)) / 2 is the sigmoid of
+   2 z. Arrays are float where they are `wide`, and bfloat16 else. */
 #include "vec.h"
 
-void activate(const char *x, int64_t stride, char *y, int64_t tokens, int64_t size, int gated, int is_silu, int wide,
+void activate(const char *x, int64_t stride, char *y, int64_t tokens, int64_t size, int gated, int kind, int wide,
               int threads) {
   int64_t bytes = wide ? 4 : 2;
   if (tokens * size < 1 << 15) threads = 1;
@@ -11,7 +12,8 @@ void activate(const char *x, int64_t stride, char *y, int64_t tokens, int64_t si
     for (int64_t j = 0; j < size; j += LANES) {
       const char *row = x + t * stride * bytes;
       vec v = load_some(row, j, wide, size - j);
-      if (is_silu) v = silu(v);
+      if (kind == 1) v = silu(v);
+      else if (kind == 2) v = v / (1.0f + exp_of(-1.59576912f * (v + 0.044715f * v * v * v)));
       else v = pick(v < 0, all(0), v), v *= v;
       if (gated) v *= load_some(row, size + j, wide, size - j);
       store_some(y + t * size * bytes, j, wide, size - j, v);

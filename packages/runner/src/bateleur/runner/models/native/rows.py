@@ -13,6 +13,8 @@ from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels
 
 _FLOATS = (torch.float32, torch.bfloat16)
+_KINDS = {"relu2": 0, "silu": 1, "gelu_tanh": 2}
+"""Of activations, as `activation.c` counts them."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | Unsupported:
@@ -52,7 +54,7 @@ def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor | Unsu
     tokens = wide.shape[0]
     y = wide.new_empty(tokens, size)
     _activate()(
-        wide.data_ptr(), wide.stride(0), y.data_ptr(), tokens, size, gated, name == "silu",
+        wide.data_ptr(), wide.stride(0), y.data_ptr(), tokens, size, gated, _KINDS[name],
         wide.dtype is torch.float32, torch.get_num_threads(),
     )  # fmt: skip
     return y
