@@ -192,7 +192,11 @@ def test_tied_embeddings(folder: Any, tiny: Any, family: str) -> None:
     model = load_model(open_checkpoint(path), torch.float32, "cpu")
     assert model.lm_head is model.embedding, "equal tensors are held once"
 
-    name = "backbone.embeddings.weight" if family.startswith("nemotron_h") else "model.embed_tokens.weight"
+    name = (
+        "backbone.embeddings.weight"
+        if family.startswith(("nemotron_h", "mamba2"))
+        else "model.embed_tokens.weight"
+    )
     rewrite(path, lambda t: {n: w for n, w in t.items() if n != name})
     model = load_model(open_checkpoint(path), torch.float32, "cpu")
     assert model.lm_head is model.embedding

@@ -120,6 +120,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("gemma3_text", {"rope_parameters": None, "layer_types": None, "tie_word_embeddings": True}),
     ("gemma3_text", {"attention_bias": True, "num_key_value_heads": 6, "query_pre_attn_scalar": 168}),
+    ("mamba2", {"use_bias": True, "use_conv_bias": False, "n_groups": 1, "tie_word_embeddings": True}),
+    ("mamba2", {"time_step_limit": (0.3, 0.9), "residual_in_fp32": False, "n_groups": 3, "conv_kernel": 2}),
     ("phi3", {"sliding_window": None, "tie_word_embeddings": True, "rope_parameters": None}),
     (
         "phi3",
@@ -291,7 +293,7 @@ def test_bfloat16_is_as_near_as_transformers(
 ) -> None:
     path, theirs = tiny_checkpoint(family, **overrides)
     ours = load_model(open_checkpoint(path), torch.bfloat16, "cpu")
-    assert ours.spec.residual_in_fp32 == bool(overrides)
+    assert ours.spec.residual_in_fp32 == (bool(overrides) or family == "mamba2")
     exact = {n: w.dtype for n, w in ours.weights().items() if n.rpartition(".")[2] in ("A", "D", "dt_bias")}
     assert set(exact.values()) <= {torch.float32}
     rounded, run = copy.deepcopy(theirs).to(torch.bfloat16), driver.Driver(ours)

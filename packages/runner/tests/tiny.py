@@ -215,6 +215,17 @@ QWEN3_MOE = LLAMA | {
     "mlp_only_layers": [1],
     "norm_topk_prob": True,
 }
+MAMBA2: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_heads": 6,
+    "head_dim": 16,
+    "state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "chunk_size": 8,
+}
 OLMO3 = LLAMA | {
     "sliding_window": 7,
     "layer_types": WINDOWS,
@@ -277,6 +288,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": OLMO3,
     "phi3": PHI3,
     "gemma3_text": GEMMA3,
+    "mamba2": MAMBA2,
     "nemotron_h-experts": NEMOTRON_H_EXPERTS,
     "granitemoehybrid-experts": GRANITE_EXPERTS,
 }
@@ -308,6 +320,7 @@ EVEN: dict[str, dict[str, Any]] = {
     "olmo3": {"num_attention_heads": 8, "head_dim": 8},
     "phi3": {},
     "gemma3_text": {"num_attention_heads": 8, "head_dim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 12, "vocab_size": 104},
     "nemotron_h-experts": {"n_groups": 2, "mamba_num_heads": 8, "num_attention_heads": 8},
     "granitemoehybrid-experts": {"num_attention_heads": 8, "num_key_value_heads": 2},
 }
@@ -329,6 +342,8 @@ def make_model(family: str, **overrides: Any) -> Any:
 
     if family.startswith(("bamba", "granitemoehybrid")) and transformers_before(5, 23):
         overrides["mamba_n_groups"] = 1  # in 5.17 gated norms of these are over all groups at once
+    if family == "mamba2" and transformers_before(5, 23):
+        overrides["n_groups"] = 1
     config = AutoConfig.for_model(family.partition("-")[0], **{**FAMILIES[family], **overrides})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()

@@ -92,7 +92,7 @@ _KIND = OneOf(
 _RULES: tuple[tuple[str, Check], ...] = (
     ("vocab_size hidden_size intermediate_size shared_intermediate_size", _SIZE),
     ("num_attention_heads num_key_value_heads head_dim", _SIZE),
-    ("mamba_num_heads mamba_head_dim ssm_state_size n_groups", _SIZE),
+    ("mamba_num_heads mamba_head_dim ssm_state_size state_size n_groups", _SIZE),
     ("mamba_n_heads mamba_d_ssm mamba_d_state mamba_n_groups", _SIZE),
     ("mamba_d_head", _head_size),
     ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", _SIZE),
@@ -133,7 +133,7 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("attention_in_multiplier lm_head_multiplier", _POSITIVE),  # something is divided by them
     ("layer_norm_epsilon rms_norm_eps norm_eps logits_scaling routed_scaling_factor", _POSITIVE),
     ("query_pre_attn_scalar", _POSITIVE),
-    ("mamba_expand", Number(0, 1024, above=True)),
+    ("mamba_expand expand", Number(0, 1024, above=True)),
     ("embedding_multiplier residual_multiplier attention_multiplier", Number()),
     ("key_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier", Number()),
     ("mlp_multipliers", _numbers(2)),
@@ -321,10 +321,17 @@ class ConfigFields:
         return MambaLayer(state, **read)
 
     def model(
-        self, architecture: str, layers: tuple[Layer, ...], norm_eps: str = "rms_norm_eps", **more: Any
+        self,
+        architecture: str,
+        layers: tuple[Layer, ...],
+        norm_eps: str = "rms_norm_eps",
+        lengths: tuple[int, int] | None = None,
+        **more: Any,
     ) -> ModelSpec:
-        """The model of these layers, with what all have under the same names. norm_eps: the field."""
-        longest, scaled = self._lengths()
+        """The model of these layers, with what all have under the same names. norm_eps: the field. lengths: the longest
+        request by default, and the longest that a user may choose, if no field says so.
+        """
+        longest, scaled = lengths or self._lengths()
         return ModelSpec(
             architecture=architecture,
             vocab_size=self["vocab_size"],

@@ -22,8 +22,8 @@ from bateleur.runner.models.spec import (
 from bateleur.runner.utils.arguments import refuse
 from bateleur.runner.utils.device import DTYPES
 
-_CALLED = ("mixer", "norm")
-_MAMBA_FIELDS = {
+CALLED = ("mixer", "norm")
+MAMBA_FIELDS = {
     "activation": "mamba_hidden_act",
     "num_heads": "mamba_num_heads",
     "head_dim": "mamba_head_dim",
@@ -59,7 +59,7 @@ _UNREAD = (
     "expand mamba_proj_bias moe_shared_expert_overlap n_shared_experts num_logits_to_keep rescale_prenorm_residual "
     "sliding_window time_step_floor time_step_limit time_step_max use_mamba_kernels"
 )
-_PLAIN = INERT.union(_READ.split(), _UNREAD.split(), _MAMBA_FIELDS.values())
+_PLAIN = INERT.union(_READ.split(), _UNREAD.split(), MAMBA_FIELDS.values())
 
 
 def _read_spec(fields: ConfigFields, listed: str = "layers_block_type") -> ModelSpec:
@@ -69,7 +69,7 @@ def _read_spec(fields: ConfigFields, listed: str = "layers_block_type") -> Model
         dtype = fields.choice("mamba_ssm_cache_dtype", ("float32", "float16", "bfloat16"))
         # transformers clamps dt to (time_step_min, inf) and leaves `time_step_limit` unread; logits agree with it.
         limits = fields["time_step_min"], math.inf
-        return fields.mamba(_MAMBA_FIELDS, limits, DTYPES[dtype])
+        return fields.mamba(MAMBA_FIELDS, limits, DTYPES[dtype])
 
     def mlp(size: str = "intermediate_size") -> MlpLayer:
         activation = cast(Activation, fields.choice("mlp_hidden_act", ("relu2", "silu")))
@@ -116,8 +116,8 @@ FAMILY = Family(
     _read_spec,
     partial(
         weight_names,
-        mlp=_CALLED,
-        mixers={AttentionLayer: _CALLED, MambaLayer: _CALLED, ExpertsLayer: _EXPERTS},
+        mlp=CALLED,
+        mixers={AttentionLayer: CALLED, MambaLayer: CALLED, ExpertsLayer: _EXPERTS},
         stem="backbone",
         embedding="embeddings",
         final_norm="norm_f",
