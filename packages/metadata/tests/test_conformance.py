@@ -311,7 +311,7 @@ def test_a_group_that_is_not_there_is_refused() -> None:
 )
 def test_T_A4_shipped_backends_conform(name: str, dtype: torch.dtype) -> None:
     report = check_backend(backend_on(name, "cpu"), dtype=dtype, block_sizes=(5,), head_dims=(24,))
-    assert report.num_cases == 16
+    assert report.num_cases == 32
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -352,11 +352,14 @@ class Wrong:
     def __getattr__(self, name: str) -> Any:
         return self.changes.get(name) or getattr(self.inner, name)
 
-    def attend(self, q: Any, k: Any, v: Any, kv: Any, meta: Any, scale: float, window: Any = None) -> Any:
+    def attend(
+        self, q: Any, k: Any, v: Any, kv: Any, meta: Any, scale: float, window: Any = None, **sinks: Any
+    ) -> Any:
         changed = {name: value(meta, q) for name, value in self.changes.items() if hasattr(meta, name)}
         scale *= self.changes.get("scale", 1)
         window = window and window + self.changes.get("window", 0)
-        out = self.inner.attend(q, k, v, kv, dataclasses.replace(meta, **changed), scale, window)
+        sinks = {name: sink + self.changes.get(name, 0) for name, sink in sinks.items()}
+        out = self.inner.attend(q, k, v, kv, dataclasses.replace(meta, **changed), scale, window, **sinks)
         out = out + self.changes.get("padding", 0) * torch.isnan(q[:, :, :1])
         real = int(meta.query_start_loc[-1])
         out[:real] += self.changes.get("leak", 0) * q[real:].nan_to_num(nan=0).mean()
@@ -373,6 +376,7 @@ def _all_visible(meta: Any, q: Any) -> Any:
     [
         ("N", {"scale": 1.01}),
         ("N", {"window": 1}),
+        ("N", {"sinks": 0.01}),
         ("N", {"seq_lens": _all_visible}),
         ("W", {"slot_mapping": lambda meta, q: meta.slot_mapping.clamp(min=0)}),
         ("W", {"slot_mapping": lambda meta, q: (meta.slot_mapping - 1).clamp(min=-1)}),

@@ -47,7 +47,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def attend(
-    shape: tuple[int, int, int], dtype: torch.dtype, query_len: int, window: int = 0, block_size: int = 16
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    query_len: int,
+    window: int = 0,
+    block_size: int = 16,
+    with_sinks: bool = False,
 ) -> None:
     """Attention of 3 rows; queries are a part of a projection, as in a model."""
     heads, kv_heads, lanes = shape
@@ -57,8 +62,9 @@ def attend(
     table = torch.zeros(rows, KEYS // block_size, dtype=torch.int32)
     lengths = torch.zeros(rows, dtype=torch.int32)
     starts = torch.zeros(rows + 1, dtype=torch.int32)
+    sinks = torch.zeros(heads) if with_sinks else None
     bounds = 0, query_len, KEYS, lanes**-0.5, window
-    cuda_ops.paged_attention(q, cache, cache, table, lengths, starts, *bounds)
+    cuda_ops.paged_attention(q, cache, cache, table, lengths, starts, *bounds, None, sinks)
 
 
 def checked(found: sm90.Compiled, record: Callable[[str, object], None], name: str) -> list[sm90.Kernel]:
@@ -106,6 +112,19 @@ def test_other_attention_fits_hopper(
         for query_len in QUERY_LENS:
             attend(SHAPES["Llama-3.1-8B"], dtype, query_len, window, block_size)
     checked(found, record_property, f"{dtype} window {window} block {block_size}")
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_attention_with_sinks_fits_hopper(
+    dtype: torch.dtype, window: int, record_property: Callable[[str, object], None]
+) -> None:
+    """Both kinds of layers of gpt-oss."""
+    with sm90.compiling() as found:
+        for query_len in QUERY_LENS:
+            attend((64, 8, 64), dtype, query_len, window, with_sinks=True)
+    kernels = checked(found, record_property, f"gpt-oss {dtype} window {window}")
+    assert {kernel.name for kernel in kernels} == {"work_kernel", "attention_kernel", "join_kernel"}
 
 
 def test_a_program_reaches_its_first_key_without_a_barrier() -> None:

@@ -408,9 +408,33 @@ def test_a_join_adds_parts_in_their_order(device: torch.device, block_m: int, he
     pieces = -(-block_m // options["BLOCK_L"])
     parts[:, :, lines[0] :], lse[:, :, lines[0] :] = NAN, NAN
     attention.join_kernel[(len(entries), pieces, kv_heads)](
-        parts.to(device), lse.to(device), work, out, 1, GROUP=group, HEAD_DIM=head_dim, **options
+        parts.to(device),
+        lse.to(device),
+        work,
+        out,
+        out,
+        1,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        SINKS=False,
+        **options,
     )
     torch.testing.assert_close(out.cpu(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("window", [0, 13])
+@pytest.mark.parametrize("name", BATCHES)
+def test_sinks_take_weight_from_the_keys_of_every_query(
+    kernels: Any, device: torch.device, few_keys: None, name: str, window: int
+) -> None:
+    """In one split or several; the last head's sink outweighs every key."""
+    world = make_world(*BATCHES[name], device=device, window=window, **HALF)
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 30.0])
+    tensors = [tensor.cpu() for tensor in world.args()[:6]]
+    expected = paged_attention_reference(*tensors, world.scale, window, sinks)
+    out = kernels.paged_attention(*world.args(), None, sinks.to(device)).cpu()
+    torch.testing.assert_close(out, expected, rtol=3e-3, atol=3e-3)
+    assert (out[:, 3].abs() < 1e-6).all()
 
 
 @pytest.mark.parametrize("name", BATCHES)

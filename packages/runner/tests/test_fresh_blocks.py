@@ -23,6 +23,7 @@ class ByWeight(TorchBackend):
     """Looks at whole blocks, and gives what a query must not see the weight 0: 0 * NaN is NaN."""
 
     needs_finite_cache = True
+    supports_sinks = False
 
     def attend(
         self,
@@ -36,8 +37,10 @@ class ByWeight(TorchBackend):
         rotary: tuple[Tensor, Tensor] | None = None,
         norm: tuple[Tensor, Tensor, float] | None = None,
         work: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         assert work is None
+        assert sinks is None
         assert rotary is None
         assert norm is None
         write_kv_reference(k, v, *kv, meta.slot_mapping)

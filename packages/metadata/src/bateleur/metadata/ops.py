@@ -65,9 +65,11 @@ and rounded before the rotation.
 
 paged_attention = _define(_torch_ops.paged_attention)
 """``(q (T, Hq, D), k_cache, v_cache, block_table (R, max_blocks) int32, seq_lens (R,) int32, query_start_loc
-(R + 1,) int32, num_decodes, max_query_len, max_seq_len, scale, sliding_window) -> (T, Hq, D)``.
+(R + 1,) int32, num_decodes, max_query_len, max_seq_len, scale, sliding_window, sinks (Hq,) float32 or None) ->
+(T, Hq, D)``.
 
-Row ``r < num_decodes`` has token ``r`` or none. ``sliding_window`` 0 means no window. Padded tokens give 0.
+Row ``r < num_decodes`` has token ``r`` or none. ``sliding_window`` 0 means no window. Padded tokens give 0. ``sinks``
+has a score for each query head, of a key without a value that every query sees; the scale does not apply to it.
 """
 
 attention_work = _define(

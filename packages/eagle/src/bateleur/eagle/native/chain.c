@@ -213,7 +213,7 @@ static float *logits_of(const head *h, const step *s, const pass *p, float *hidd
                        group, h->size, h->k_cache + g * h->size, h->v_cache + g * h->size, h->kv_heads * h->size,
                        s->table + p->row[j] * s->table_stride, h->block_size, p->position[t] + 1,
                        p->position[t] + 1 - (s->start_positions ? s->start_positions[p->row[j]] : 0),
-                       1.0f / sqrtf(h->size), &nothing);
+                       1.0f / sqrtf(h->size), 0, &nothing);
   }
   if (product(&h->o, seen, n, out, s->threads)) return NULL;
   add(residual, out, n * H);

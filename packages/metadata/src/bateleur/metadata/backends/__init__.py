@@ -44,9 +44,13 @@ def unsupported_reason(
     dtype: torch.dtype,
     head_dim: int,
     sliding_window: int | None = None,
+    sinks: bool = False,
 ) -> str | None:
     """Return why the backend ``name`` cannot serve the configuration, or None if it can."""
-    return _load(name).unsupported_reason(head_dim, dtype, device, sliding_window)
+    backend = _load(name)
+    if sinks and not backend.supports_sinks:
+        return "attention sinks are not supported"
+    return backend.unsupported_reason(head_dim, dtype, device, sliding_window)
 
 
 def get_backend(
@@ -56,6 +60,7 @@ def get_backend(
     dtype: torch.dtype,
     head_dim: int,
     sliding_window: int | None = None,
+    sinks: bool = False,
 ) -> AttentionBackend:
     """Return the backend ``name``; ``auto`` selects the first one that supports the configuration.
 
@@ -64,6 +69,7 @@ def get_backend(
         device, dtype: of queries and caches.
         head_dim: size of one head.
         sliding_window: in tokens; None for none.
+        sinks: whether layers have attention sinks.
 
     Raises:
         ValueError: the name is unknown, or the backend does not support the configuration; the message says why.
@@ -73,9 +79,16 @@ def get_backend(
     device = torch.device(device)
     reasons = []
     for candidate in preferred_backends(device) if name == "auto" else (name,):
-        backend = _load(candidate)
-        reason = backend.unsupported_reason(head_dim, dtype, device, sliding_window)
+        reason = unsupported_reason(
+            candidate,
+            device=device,
+            dtype=dtype,
+            head_dim=head_dim,
+            sliding_window=sliding_window,
+            sinks=sinks,
+        )
         if reason is None:
+            backend = _load(candidate)
             backend.device = device
             return backend
         reasons.append(f"{candidate}: {reason}")

@@ -58,14 +58,15 @@ def paged_attention(
     max_seq_len: int,
     scale: float,
     sliding_window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See :data:`bateleur.metadata.ops.paged_attention`. Each query is computed independently of the batch.
 
     Raises:
         IndexError: a block is outside of the cache.
     """
-    _torch_ops.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
-    rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window)
+    _torch_ops.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
+    rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window, sinks)
     integers = (each.dtype == torch.int32 for each in (block_table, seq_lens, query_start_loc))
     # Other dtypes and layouts go to torch. C would read past their end.
     fits = all(integers) and k_cache.dtype == v_cache.dtype == q.dtype and q.shape[2] == k_cache.shape[3]
@@ -77,7 +78,8 @@ def paged_attention(
     tokens, out = q.shape[0], q.new_empty(q.shape)
     wrong = _kernels()[f"attend_{_SUFFIX[q.dtype]}"](
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(),
-        query_start_loc.data_ptr(), out.data_ptr(), tokens, rows, q.shape[1], k_cache.shape[2], q.shape[2],
+        query_start_loc.data_ptr(), 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
+        tokens, rows, q.shape[1], k_cache.shape[2], q.shape[2],
         q.stride(0), block_table.stride(0), block_table.shape[1], k_cache.shape[0], k_cache.shape[1],
         sliding_window, scale, torch.get_num_threads(),
     )  # fmt: skip
@@ -108,5 +110,5 @@ def _kernels() -> dict[str, native.Kernel]:
     signatures: list[tuple[str, str]] = []
     for suffix in _SUFFIX.values():
         signatures += [(f"write_{suffix}", "=" + "p" * 8 + "l" * 10)]
-        signatures += [(f"attend_{suffix}", "=" + "p" * 7 + "l" * 11 + "fi")]
+        signatures += [(f"attend_{suffix}", "=" + "p" * 8 + "l" * 11 + "fi")]
     return dict(native.kernels(Path(native.__file__).parent / "attention.c", tuple(signatures)))

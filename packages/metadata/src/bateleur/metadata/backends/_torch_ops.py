@@ -97,12 +97,13 @@ def paged_attention(
     max_seq_len: int,
     scale: float,
     sliding_window: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See :data:`bateleur.metadata.ops.paged_attention`. Decodes and prefills are computed in separate tiles."""
-    check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
+    check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     num_rows, n = seq_lens.shape[0], num_decodes
     caches, rows = (k_cache, v_cache), (block_table, seq_lens, query_start_loc)
-    scores = max_seq_len, scale, sliding_window
+    scores = max_seq_len, scale, sliding_window, sinks
     if n == num_rows == q.shape[0] and max_seq_len:
         return _decode(q, caches, rows, *scores)
     out_THD = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row receives results of padded queries
@@ -133,10 +134,13 @@ def paged_attention_ignoring_work(
     scale: float,
     sliding_window: int,
     work: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Like :func:`paged_attention`; the work list is ignored."""
     rows = block_table, seq_lens, query_start_loc, num_decodes
-    return paged_attention(q, k_cache, v_cache, *rows, max_query_len, max_seq_len, scale, sliding_window)
+    return paged_attention(
+        q, k_cache, v_cache, *rows, max_query_len, max_seq_len, scale, sliding_window, sinks
+    )
 
 
 def check_slots(k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -148,9 +152,19 @@ def check_slots(k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
 
 
 def check_sizes(
-    q: Tensor, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor, num_decodes: int, max_seq_len: int
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_decodes: int,
+    max_seq_len: int,
+    sinks: Tensor | None,
 ) -> None:
     """Raise ValueError if arguments of :func:`paged_attention` do not fit each other."""
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32):
+        raise ValueError(
+            f"sinks: has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; must be ({q.shape[1]},) of float32"
+        )
     if q.shape[1] % k_cache.shape[2]:
         raise ValueError(f"q: {q.shape[1]} heads are no multiple of the cache's {k_cache.shape[2]}")
     num_rows, num_tokens = seq_lens.shape[0], q.shape[0]
@@ -167,10 +181,16 @@ def _part(rows: _Rows, first: int, last: int) -> _Rows:
 
 
 def _decode(
-    q_RHD: Tensor, caches: _Pair, rows: _Rows, max_seq_len: int, scale: float, sliding_window: int
+    q_RHD: Tensor,
+    caches: _Pair,
+    rows: _Rows,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of one query per row, in tiles of rows that bound the gathered keys."""
-    scores = max_seq_len, scale, sliding_window
+    scores = max_seq_len, scale, sliding_window, sinks
     keys = min(max_seq_len, sliding_window or max_seq_len)
     R, tile = q_RHD.shape[0], max(1, _MAX_TILE_KEYS // (keys * caches[0].shape[2] * caches[0].shape[3]))
     if tile >= R:
@@ -180,7 +200,13 @@ def _decode(
 
 
 def _decode_tile(
-    q_RHD: Tensor, caches: _Pair, rows: _Rows, max_seq_len: int, scale: float, sliding_window: int
+    q_RHD: Tensor,
+    caches: _Pair,
+    rows: _Rows,
+    max_seq_len: int,
+    scale: float,
+    sliding_window: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of one query per row, at the row's last position."""
     block_table, seq_lens, starts = rows
@@ -196,7 +222,9 @@ def _decode_tile(
         j_S = torch.arange(max_seq_len, device=q_RHD.device, dtype=torch.int32)
         hidden_RS = j_S >= seq_lens[:, None]
     k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(hidden_RS, 0), H)
-    if q_RHD.dtype in (torch.float32, torch.float64):
+    if sinks is not None:
+        out = _sink_attention(q_RHD[:, :, None], k_RHSD, v_RHSD, hidden_RS[:, None], scale, sinks)
+    elif q_RHD.dtype in (torch.float32, torch.float64):
         out = _matmul_attention(q_RHD.reshape(R * H, G, D) * scale, k_RHSD, v_RHSD, hidden_RS)
     else:  # SDPA keeps the scores in float32
         bias = q_RHD.new_zeros(hidden_RS.shape).masked_fill_(hidden_RS, torch.finfo(q_RHD.dtype).min)
@@ -215,6 +243,20 @@ def _matmul_attention(q: Tensor, k_RHSD: Tensor, v_RHSD: Tensor, hidden_RS: Tens
     return torch.bmm(scores.softmax(-1), v_RHSD.view(R * H, S, D))
 
 
+def _sink_attention(
+    q_RHMD: Tensor, k_RHSD: Tensor, v_RHSD: Tensor, hidden_RMS: Tensor, scale: float, sinks: Tensor
+) -> Tensor:
+    """Attention (R, H, M, D) where a key without a value has the score ``sinks[h]``; computed in float32 at least."""
+    exact = torch.promote_types(q_RHMD.dtype, torch.float32)
+    group = q_RHMD.shape[1] // k_RHSD.shape[1]
+    k, v = (x.to(exact).repeat_interleave(group, 1) for x in (k_RHSD, v_RHSD))
+    scores = (q_RHMD.to(exact) @ k.transpose(2, 3)).mul_(scale)
+    scores.masked_fill_(hidden_RMS[:, None], -torch.inf)
+    sink = sinks.to(exact).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return (weights @ v).to(q_RHMD.dtype)
+
+
 def _prefill_tile(
     out_THD: Tensor,
     q_THD: Tensor,
@@ -224,6 +266,7 @@ def _prefill_tile(
     max_seq_len: int,
     scale: float,
     sliding_window: int,
+    sinks: Tensor | None,
 ) -> None:
     """Attention of queries ``queries[0]:queries[1]`` of all ``rows``, written to ``out_THD``."""
     block_table, seq_lens, starts = rows
@@ -244,16 +287,19 @@ def _prefill_tile(
     # SDPA supports grouped heads with a mask on a CPU only.
     heads = caches[0].shape[2] if device.type == "cpu" else q_THD.shape[1]
     k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(unused_RS, 0), heads)
-    bias_RMS = q_THD.new_zeros(hidden_RMS.shape).masked_fill_(hidden_RMS, torch.finfo(q_THD.dtype).min)
-    q_RMHD = q_THD[token_RM.clamp(max=num_tokens - 1)]
-    tile_RHMD = F.scaled_dot_product_attention(
-        q_RMHD.transpose(1, 2),
-        k_RHSD,
-        v_RHSD,
-        attn_mask=bias_RMS[:, None],
-        scale=scale,
-        enable_gqa=heads != q_THD.shape[1],
-    )
+    q_RHMD = q_THD[token_RM.clamp(max=num_tokens - 1)].transpose(1, 2)
+    if sinks is not None:
+        tile_RHMD = _sink_attention(q_RHMD, k_RHSD, v_RHSD, hidden_RMS, scale, sinks)
+    else:
+        bias_RMS = q_THD.new_zeros(hidden_RMS.shape).masked_fill_(hidden_RMS, torch.finfo(q_THD.dtype).min)
+        tile_RHMD = F.scaled_dot_product_attention(
+            q_RHMD,
+            k_RHSD,
+            v_RHSD,
+            attn_mask=bias_RMS[:, None],
+            scale=scale,
+            enable_gqa=heads != q_THD.shape[1],
+        )
     target_RM = torch.where(real_RM, token_RM, num_tokens).long()
     out_THD.index_copy_(0, target_RM.view(-1), tile_RHMD.transpose(1, 2).flatten(0, 1))
 

@@ -115,6 +115,8 @@ class AttentionBackend:
     """Whether ``attend`` accepts ``rotary``. If not, the caller rotates queries and keys."""
     fuses_norm: ClassVar[bool] = False
     """Whether ``attend`` accepts ``norm`` together with ``rotary``."""
+    supports_sinks: ClassVar[bool] = True
+    """Whether ``attend`` accepts ``sinks``."""
     needs_finite_cache: ClassVar[bool] = False
     """Whether masked keys and values must be finite, because the kernel multiplies them by a weight of 0.
 
@@ -189,6 +191,7 @@ class AttentionBackend:
         rotary: tuple[Tensor, Tensor] | None = None,
         norm: tuple[Tensor, Tensor, float] | None = None,
         work: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Store this step's keys and values, then attend over the cache.
 
@@ -205,12 +208,14 @@ class AttentionBackend:
             norm: weights of queries and keys, and epsilon, of an RMS norm before the rotation. Weights (D,) mean a norm
                 over each head, (Hq * D,) and (Hkv * D,) one over all heads. Only if ``fuses_norm``.
             work: result of ``build_work_list`` in this pass for layers with these heads and this window.
+            sinks: (Hq,) float32 scores of a key that has no value and that every query sees. Only if
+                ``supports_sinks``.
 
         Returns:
             (T, Hq, D) in the dtype of ``q``; 0 for padded tokens.
 
         Raises:
-            ValueError: ``rotary`` or ``norm`` is given but not fused, or the arguments are not supported.
+            ValueError: the arguments are not supported, ``rotary``, ``norm`` and ``sinks`` included.
         """
         if rotary is not None and not self.fuses_rotary:
             raise ValueError(
@@ -220,12 +225,14 @@ class AttentionBackend:
             raise ValueError(
                 f"norm: the backend {self.name!r} does not fuse it; normalise q and k before the call"
             )
+        if sinks is not None and not self.supports_sinks:
+            raise ValueError(f"sinks: the backend {self.name!r} has none; use native, torch or triton")
         self.check(kv, meta)
         if self.fuses_rotary:
             self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)), *(norm or ()))
         else:
             self.write(k, v, *kv, meta.slot_mapping)
-        return self.attend_cache(q, kv, meta, scale, sliding_window, work)
+        return self.attend_cache(q, kv, meta, scale, sliding_window, work, sinks)
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Raise ValueError for unsupported arguments, before anything is stored."""
@@ -238,9 +245,10 @@ class AttentionBackend:
         scale: float,
         sliding_window: int | None,
         work: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return attention (T, Hq, D) over the cache; 0 for padded tokens."""
-        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0)
+        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0, sinks)
         return out
 
 

@@ -112,6 +112,7 @@ class FlashInferBackend(AttentionBackend):
 
     name = "flashinfer"
     graph_support = GraphSupport.UNIFORM
+    supports_sinks = False
     needs_finite_cache = True  # FlashInfer does not document NaN in entries after a row's last key
     dtypes = (torch.float16, torch.bfloat16)
     min_capability = (8, 0)
@@ -145,6 +146,7 @@ class FlashInferBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None,
         work: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.attend_cache`. The first layer of a step plans."""
         assert isinstance(meta, FlashInferMetadata)

@@ -30,12 +30,14 @@ def paged_attention_reference(
     query_start_loc: Tensor,
     scale: float,
     sliding_window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention (T, Hq, D) of queries (T, Hq, D) over the paged cache, in the dtype of ``q``.
 
     Row ``r`` owns tokens ``query_start_loc[r]:query_start_loc[r + 1]``, the last of its ``seq_lens[r]`` positions.
     Query position ``i`` sees key ``j`` if ``i - sliding_window < j <= i`` (0: no window). Query head ``h`` reads key
-    head ``h // (Hq // Hkv)``. Padded tokens, and rows without keys, give 0.
+    head ``h // (Hq // Hkv)``. Padded tokens, and rows without keys, give 0. ``sinks`` (Hq,) are scores of a further
+    key, which has no value.
     """
     out = torch.zeros_like(q)
     block_size = k_cache.shape[1]
@@ -51,7 +53,10 @@ def paged_attention_reference(
             blocks = block_table[row].long()[keys // block_size]
             k = k_cache[blocks, keys % block_size].double().repeat_interleave(group, dim=1)
             v = v_cache[blocks, keys % block_size].double().repeat_interleave(group, dim=1)
-            weights = (torch.einsum("hd,shd->hs", q[token].double(), k) * scale).softmax(-1)
+            scores = torch.einsum("hd,shd->hs", q[token].double(), k) * scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None]), 1)
+            weights = scores.softmax(-1)[:, : len(keys)]
             out[token] = torch.einsum("hs,shd->hd", weights, v).to(q.dtype)
     return out
 
@@ -71,7 +76,8 @@ class ReferenceBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None,
         work: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.attend_cache`."""
         rows = meta.block_table, meta.seq_lens, meta.query_start_loc
-        return paged_attention_reference(q, *kv, *rows, scale, sliding_window or 0)
+        return paged_attention_reference(q, *kv, *rows, scale, sliding_window or 0, sinks)

@@ -25,6 +25,7 @@ class TorchVarlenBackend(AttentionBackend):
     name = "torch_varlen"
     # Replays of mixed batches have not been verified yet.
     graph_support = GraphSupport.UNIFORM
+    supports_sinks = False
     needs_finite_cache = True  # torch does not document NaN in entries after a row's last key
     dtypes = (torch.float16, torch.bfloat16)
     min_capability = (0, 0)
@@ -63,6 +64,7 @@ class TorchVarlenBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None,
         work: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.attend_cache`. The kernel does not write padded tokens, so the output starts at
         0.

@@ -46,9 +46,10 @@ class TritonBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None,
         work: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.attend_cache`."""
-        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0, work)
+        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0, work, sinks)
         return out
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:

@@ -69,7 +69,8 @@ def check_backend(
     Args:
         device, dtype: of queries and caches.
         heads: (query heads, key heads).
-        head_dims, block_sizes, sliding_windows: all combinations are checked; None is no window.
+        head_dims, block_sizes, sliding_windows: all combinations are checked, without sinks and with them if the
+            backend supports these; None is no window.
         rtol: allowed error relative to the largest value; default by dtype.
 
     Raises:
@@ -81,13 +82,14 @@ def check_backend(
     violations: list[Violation] = []
     refused: list[str] = []
     num_cases = 0
+    with_sinks = (False, True) if backend.supports_sinks else (False,)
     for dim, window in product(head_dims, sliding_windows):
         reason = backend.unsupported_reason(dim, dtype, torch.device(device), window)
         if reason is not None:
             refused.append(f"head_dim {dim}, sliding_window {window}: {reason}")
             continue
-        for block_size, pair in product(block_sizes, heads):
-            case = _Case(backend, torch.device(device), dtype, pair, dim, block_size, window)
+        for block_size, pair, sinks in product(block_sizes, heads, with_sinks):
+            case = _Case(backend, torch.device(device), dtype, pair, dim, block_size, window, sinks)
             violations += case.check(tolerance)
             num_cases += len(_BATCHES)
     if violations:
@@ -108,6 +110,7 @@ class _Case:
     dim: int
     block_size: int
     window: int | None
+    sinks: bool
 
     def check(self, tolerance: float) -> Iterator[Violation]:
         group = KVCacheGroup(self.block_size, -(-_MAX_LEN // self.block_size))
@@ -115,6 +118,7 @@ class _Case:
         buffers = InputBuffers(BatchLimits(9, 40, _MAX_LEN), (group,), self.device, fill)
         for name, (query_lens, computed) in _BATCHES.items():
             where = f"{name} batch, {self.heads} heads of {self.dim}, blocks of {self.block_size}, window {self.window}"
+            where += ", with sinks" * self.sinks
             buffers.poison()
             batch = _stage(buffers, np.array(query_lens, np.int32), np.array(computed, np.int32))
             for letter, text in self.faults(batch, tolerance):
@@ -151,6 +155,8 @@ class _Case:
             fused["rotary"] = rotary
         else:
             q, k = _rotated(q, *rotary), _rotated(k, *rotary)
+        if self.sinks:
+            fused["sinks"] = torch.linspace(-2.0, 3.0, self.heads[0], device=self.device)
         meta, scale = backend.builder().build(batch, 0), self.dim**-0.5
         out = backend.attend(q, k, v, (k_cache, v_cache), meta, scale, self.window, **fused)
         return out, k_cache, v_cache

@@ -18,6 +18,8 @@ from torch import Tensor
 from bateleur.metadata.backends._launch_config import WorkShape
 from bateleur.metadata.kernels._attention_tile import LOG2_E, attend_range, finish
 
+_LOG2_E = tl.constexpr(LOG2_E)
+
 
 @triton.jit
 def _zero_tokens(
@@ -36,9 +38,10 @@ def _zero_tokens(
 
 @triton.jit(do_not_specialize=["first_item", "first_line", "num_tokens"])
 def attention_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, work_ptr, out_ptr, part_ptr, lse_ptr, scale, first_item, first_line, num_tokens,
+    q_ptr, k_ptr, v_ptr, table_ptr, work_ptr, sinks_ptr, out_ptr, part_ptr, lse_ptr, scale,
+    first_item, first_line, num_tokens,
     q_token, kv_block, kv_slot, kv_head, table_row,
-    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, key heads). At least 1 block a multiprocessor.
@@ -80,6 +83,9 @@ def attention_kernel(
     line_M = tile * BLOCK_M + m
     real_MD = (line_M < num_queries * GROUP)[:, None] & (d < HEAD_DIM)
     if part < 0:
+        if SINKS:
+            sink_M = tl.load(sinks_ptr + head * GROUP + line_M % GROUP) * _LOG2_E
+            result_MD = result_MD / (1.0 + tl.exp2(sink_M - lse_M))[:, None]
         out_M = (token.to(tl.int64) + line_M // GROUP) * num_heads + head * GROUP + line_M % GROUP
         out_MD = out_ptr + out_M[:, None] * HEAD_DIM + d
         tl.store(out_MD, result_MD.to(out_ptr.dtype.element_ty), mask=real_MD)
@@ -91,8 +97,9 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["first_join"])
 def join_kernel(
-    part_ptr, lse_ptr, work_ptr, out_ptr, first_join,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    part_ptr, lse_ptr, work_ptr, sinks_ptr, out_ptr, first_join,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Grid (joins, pieces of L lines of a tile, key heads). At least 3 blocks a multiprocessor.
 
@@ -110,6 +117,10 @@ def join_kernel(
     acc_LD = tl.zeros([BLOCK_L, BLOCK_D], tl.float32)
     peak_L = tl.full([BLOCK_L], float("-inf"), tl.float32)
     total_L = tl.zeros([BLOCK_L], tl.float32)
+    line_L = begin_m + begin + tl.arange(0, BLOCK_L)
+    if SINKS:
+        peak_L = tl.load(sinks_ptr + head * GROUP + line_L % GROUP) * _LOG2_E
+        total_L += 1.0
     for start in range(0, splits, BLOCK_S):
         slot_X = first_line + ((start + s_X) * num_kv_heads + head) * stride + m_X
         real_X = (start + s_X < splits) & (m_X < num_m)
@@ -129,20 +140,22 @@ def join_kernel(
         peak_L = highest_L
     acc_LD = acc_LD / tl.where(total_L > 0, total_L, 1.0)[:, None]
     m = begin + tl.arange(0, BLOCK_L)
-    line_L = begin_m + m
     out_L = (token.to(tl.int64) + line_L // GROUP) * num_kv_heads * GROUP + head * GROUP + line_L % GROUP
     out_LD = out_ptr + out_L[:, None] * HEAD_DIM + d[None, :]
     tl.store(out_LD, acc_LD.to(out_ptr.dtype.element_ty), mask=(m < num_m)[:, None] & (d < HEAD_DIM)[None, :])
 
 
 class Batch(NamedTuple):
-    """Tensors of an attention call: queries (T, Hq, D), caches, block table (R, max_blocks) and work list."""
+    """Tensors of an attention call: queries (T, Hq, D), caches, block table (R, max_blocks), work list, and sinks (Hq,)
+    float32 or None.
+    """
 
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
     block_table: Tensor
     work: Tensor
+    sinks: Tensor | None = None
 
     def strides(self) -> tuple[int, ...]:
         """Return strides of: token (queries); block, slot, head (caches); row (block table)."""
@@ -151,17 +164,21 @@ class Batch(NamedTuple):
 
 def attend(batch: Batch, shape: WorkShape, out: Tensor, max_seq_len: int, scale: float) -> None:
     """Write ``out`` (T, Hq, D), contiguous, with the launches of ``shape``. Padded tokens become 0."""
-    q, k_cache, _, _, work = batch
+    q, k_cache, v_cache, table, work, sinks = batch
     num_tokens, _, head_dim = q.shape
     may_split = max_seq_len > shape.unsplit_keys
     num_lines = shape.num_lines if may_split else 0
     part = torch.empty(num_lines, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(num_lines, dtype=torch.float32, device=q.device)
-    sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim}
+    sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "SINKS": sinks is not None}
+    sinks = q if sinks is None else sinks  # a placeholder that the kernels do not read
     for launch in shape.launches:
         attention_kernel[(launch.num_items, shape.num_kv_heads)](
-            *batch, out, part, lse, scale * LOG2_E, launch.first_item, launch.first_line, num_tokens, *batch.strides(),
+            q, k_cache, v_cache, table, work, sinks, out, part, lse, scale * LOG2_E,
+            launch.first_item, launch.first_line, num_tokens, *batch.strides(),
             BLOCK_SIZE=k_cache.shape[1], WINDOW=shape.window, **sizes, **launch.options,
         )  # fmt: skip
     if may_split:
-        join_kernel[shape.join_grid](part, lse, work, out, shape.num_items, **sizes, **shape.join_options)
+        join_kernel[shape.join_grid](
+            part, lse, work, sinks, out, shape.num_items, **sizes, **shape.join_options
+        )

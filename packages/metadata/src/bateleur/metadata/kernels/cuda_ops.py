@@ -61,10 +61,11 @@ def paged_attention(
     scale: float,
     sliding_window: int,
     work: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See :data:`bateleur.metadata.ops.triton_paged_attention`."""
     _check_layout(k_cache, v_cache, q=q)
-    check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len)
+    check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     if scale <= 0:
         raise ValueError(f"scale: {scale} is not positive")
     num_tokens, num_heads, _ = q.shape
@@ -78,7 +79,7 @@ def paged_attention(
             "of int32 for these rows, tokens and heads; make it by attention_work with the same arguments"
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    batch = attention.Batch(q, k_cache, v_cache, block_table, work)
+    batch = attention.Batch(q, k_cache, v_cache, block_table, work, sinks)
     attention.attend(batch, shape, out, max_seq_len, scale)
     return out
 

@@ -149,12 +149,13 @@ static void NAME(find)(const NAME(tile) *t, int64_t token_stride, int64_t block_
 }
 
 /* Attention of the last `tokens` of a row's `length` tokens, for one key head with `group` queries per token.
+   `sinks`, of these heads, are scores of keys without values, or NULL.
    Online softmax over tiles of TILE keys from position 0 on. All queries use a tile while it is in the CPU cache. With
    few queries, the next tile is prefetched; the last one prefetches `after`. */
 static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
                               int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
                               const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale,
-                              const NAME(tile) *after) {
+                              const float *sinks, const NAME(tile) *after) {
   const int64_t wide = (size + LANES - 1) / LANES * LANES, count = tokens * group, past = length - tokens;
   float sums[count * wide] __attribute__((aligned(64))), queries[count * wide] __attribute__((aligned(64)));
   float most[count], total[count];
@@ -167,7 +168,7 @@ static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_
   NAME(adds) *add = NAME(adding)(size);
   memset(sums, 0, sizeof sums);
   for (int64_t i = 0; i < count; i++) {
-    most[i] = -INFINITY, total[i] = 0;
+    most[i] = sinks ? sinks[i % group] : -INFINITY, total[i] = sinks != 0;
     for (int64_t d = 0; d < wide; d += LANES)
       store(queries + i * wide + d, NAME(some)(q + i / group * q_stride + i % group * size + d, size - d));
   }
@@ -214,12 +215,12 @@ static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_
 static void NAME(attend_row)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
                              int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
                              const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale,
-                             const NAME(tile) *after) {
+                             const float *sinks, const NAME(tile) *after) {
   int64_t most = AT_ONCE / (group * size) ? AT_ONCE / (group * size) : 1;
   for (int64_t n; tokens; tokens -= n, q += n * q_stride, y += n * y_stride) {
     n = tokens < most ? tokens : most;
     NAME(attend_some)(q, y, n, q_stride, y_stride, group, size, k_cache, v_cache, token_stride, blocks, block_size,
-                      length - tokens + n, window, scale, after);
+                      length - tokens + n, window, scale, sinks, after);
   }
 }
 
@@ -235,7 +236,7 @@ static int NAME(fits)(const int32_t *blocks, int64_t length, int64_t begin, int6
 
 /* Returns 0, or 1 + the first row that does not fit (nothing is computed then). */
 int64_t NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, const int32_t *tables,
-                     const int32_t *lengths, const int32_t *starts, TYPE *y, int64_t tokens, int64_t rows,
+                     const int32_t *lengths, const int32_t *starts, const float *sinks, TYPE *y, int64_t tokens, int64_t rows,
                      int64_t heads, int64_t kv_heads, int64_t size, int64_t q_stride, int64_t table_stride,
                      int64_t width, int64_t cached, int64_t block_size, int64_t window, float scale, int threads) {
   int64_t group = heads / kv_heads, work = 0, parts = 1;
@@ -258,7 +259,8 @@ int64_t NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, co
     if (r < rows) after.length = lengths[r], after.begin = first_seen(lengths[r] - starts[r + 1] + starts[r], window);
     NAME(attend_row)(q + begin * q_stride + h * group * size, y + (begin * heads + h * group) * size, n, q_stride,
                      heads * size, group, size, k_cache + h * size, v_cache + h * size, kv_heads * size,
-                     tables + row * table_stride, block_size, lengths[row] - (end - begin - n), window, scale, &after);
+                     tables + row * table_stride, block_size, lengths[row] - (end - begin - n), window, scale,
+                     sinks ? sinks + h * group : sinks, &after);
   }
   memset(y + starts[rows] * heads * size, 0, (tokens - starts[rows]) * heads * size * sizeof(TYPE));
   return 0;
