@@ -34,6 +34,7 @@ FAMILIES = (
     "lfm2_moe",
     "qwen3_next",
     "qwen3_5_moe_text",
+    "gpt_oss",
 )
 SIZES: dict[str, Any] = {
     "device": "cpu",

@@ -62,8 +62,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     )
     seen, stage = Launches(), manager.stage_batch
     for module, kernel, out in (
-        (attention, "attention_kernel", 5),
-        (attention, "join_kernel", 3),
+        (attention, "attention_kernel", 6),
+        (attention, "join_kernel", 4),
         (work, "work_kernel", 0),
     ):
         monkeypatch.setattr(module, kernel, seen.kernel(kernel, out))

@@ -207,10 +207,16 @@ def test_which_attention_backend_serves_is_told(
         monkeypatch.setattr(backend, "unsupported_reason", lambda *_, **__: None)
     # Installed as it may be, nothing chooses it.
     dtype, cuda, spec = torch.bfloat16, torch.device("cuda"), open_checkpoint(path).spec
-    assert choose_backend("auto", cuda, dtype, 128).name == "triton"
+    assert choose_backend("auto", cuda, dtype, spec).name == "triton"
     only = "flashinfer only if asked for: close tokens may change with the batch"
     assert attends("auto", spec, dtype, cuda) == f"triton; {only}"
     assert attends("flashinfer", spec, dtype, cuda) == "flashinfer, as asked for"
+    with_sinks = open_checkpoint(tiny_checkpoint("gpt_oss")[0]).spec
+    assert attends("auto", with_sinks, dtype, cuda) == "triton"
+    with pytest.raises(
+        ValueError, match=r"^attention_backend is 'flashinfer'; flashinfer: attention sinks are not"
+    ):
+        attends("flashinfer", with_sinks, dtype, cuda)
 
 
 def test_whose_kernels_run_on_a_cpu_is_told(tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ CASES: dict[str, Callable[[], object]] = {
     **routers(512, 22, 8, sigmoid=True),
     "silu of a gated MLP": operator("activation", some(TOKENS, 2 * 14336), 14336, "silu", True),
     "gelu of a gated MLP": operator("activation", some(TOKENS, 2 * 15360), 15360, "gelu_tanh", True),
+    "clamped swiglu of experts": operator("activation", some(TOKENS, 2 * 2880), 2880, "clamped_swiglu", True),
     "squared relu": operator("activation", some(TOKENS, 14336), 14336, "relu2", False),
     "gate by silu": operator("gate", some(TOKENS, 4096), some(TOKENS, 4096), "silu"),
     "gate by sigmoid": operator("gate", some(TOKENS, 4096), some(TOKENS, 4096), "sigmoid"),

@@ -122,6 +122,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"attention_bias": True, "num_key_value_heads": 6, "query_pre_attn_scalar": 168}),
     ("mamba2", {"use_bias": True, "use_conv_bias": False, "n_groups": 1, "tie_word_embeddings": True}),
     ("mamba2", {"time_step_limit": (0.3, 0.9), "residual_in_fp32": False, "n_groups": 3, "conv_kernel": 2}),
+    ("gpt_oss", {"attention_bias": False, "tie_word_embeddings": True, "layer_types": None}),
+    ("gpt_oss", {"num_experts_per_tok": 1, "num_key_value_heads": 6, "sliding_window": 3}),
     ("phi3", {"sliding_window": None, "tie_word_embeddings": True, "rope_parameters": None}),
     (
         "phi3",

@@ -226,6 +226,22 @@ MAMBA2: dict[str, Any] = {
     "conv_kernel": 4,
     "chunk_size": 8,
 }
+GPT_OSS = LLAMA | {
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 40,
+    "sliding_window": 7,
+    "layer_types": WINDOWS,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
 OLMO3 = LLAMA | {
     "sliding_window": 7,
     "layer_types": WINDOWS,
@@ -289,6 +305,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": PHI3,
     "gemma3_text": GEMMA3,
     "mamba2": MAMBA2,
+    "gpt_oss": GPT_OSS,
     "nemotron_h-experts": NEMOTRON_H_EXPERTS,
     "granitemoehybrid-experts": GRANITE_EXPERTS,
 }
@@ -321,6 +338,7 @@ EVEN: dict[str, dict[str, Any]] = {
     "phi3": {},
     "gemma3_text": {"num_attention_heads": 8, "head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 12, "vocab_size": 104},
+    "gpt_oss": {"num_attention_heads": 8, "head_dim": 8},
     "nemotron_h-experts": {"n_groups": 2, "mamba_num_heads": 8, "num_attention_heads": 8},
     "granitemoehybrid-experts": {"num_attention_heads": 8, "num_key_value_heads": 2},
 }

@@ -66,13 +66,13 @@ def paged_attention(
         IndexError: a block is outside of the cache.
     """
     _torch_ops.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
-    rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window, sinks)
+    rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window)
     integers = (each.dtype == torch.int32 for each in (block_table, seq_lens, query_start_loc))
     # Other dtypes and layouts go to torch. C would read past their end.
     fits = all(integers) and k_cache.dtype == v_cache.dtype == q.dtype and q.shape[2] == k_cache.shape[3]
     if not (fits and block_table.stride(1) == 1 and _dense(k_cache, v_cache, seq_lens, query_start_loc)):
         rest = block_table, seq_lens, query_start_loc, num_decodes
-        return _torch_ops.paged_attention(q, k_cache, v_cache, *rest, *sizes)
+        return _torch_ops.paged_attention(q, k_cache, v_cache, *rest, *sizes, sinks)
     if not _by_heads(q):
         q = q.contiguous()
     tokens, out = q.shape[0], q.new_empty(q.shape)

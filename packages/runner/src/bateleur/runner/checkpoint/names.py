@@ -59,6 +59,10 @@ class Part:
     """(rows, factor): so many rows are multiplied by that, then as many as the next says; None is all that remain."""
     stored: tuple[int, ...] | None = None
     """Its shape in the file, where that is another of as many entries."""
+    axis: int = 0
+    """Of the rows that `pieces` are of: 1 in a weight of one matrix or vector for each expert."""
+    transposed: bool = False
+    """Whether the file has rows and columns, the last two axes, the other way round."""
     expert: int | None = None
     """Of a weight that is one matrix for each expert, the matrix that is meant; None means all."""
     instead: Mapping[str, Part] = field(default_factory=dict)
@@ -236,6 +240,10 @@ def _expert_names(layer: ExpertsLayer, names: ExpertNames, fused_mlp: bool) -> N
         names.up: Part("up_proj", instead=_instead("up_proj", names.other_up, count, inner)),
         names.down: Part("down_proj", instead=_instead("down_proj", names.other_down, count)),
     }
+    if layer.router.bias:
+        found[names.router.removesuffix("weight") + "bias"] = Part("router_bias")
+    if layer.bias:
+        found |= {f"{names.up}_bias": Part("up_bias"), f"{names.down}_bias": Part("down_bias")}
     if layer.router.corrected:
         found[names.correction] = Part("correction")
     if layer.latent_size is not None:
@@ -293,6 +301,8 @@ def _attention_names(layer: AttentionLayer) -> Names:
     if layer.gated:  # stored head by head, query and gate; here the gates of all heads come first
         pieces = ((lanes, 2 * lanes), (0, lanes))
         names |= {name: replace(names[name], pieces=pieces) for name in names if name.startswith("q_proj")}
+    if layer.sinks:
+        names["sinks"] = Part("sinks")
     if layer.qk_norm_eps is not None:
         names |= {f"{norm}.weight": Part(norm) for norm in ("q_norm", "k_norm")}
     return names

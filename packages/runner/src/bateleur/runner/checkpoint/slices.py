@@ -27,14 +27,19 @@ def fill_share(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None
         shift, target = 1, weight[part.expert - first]
     unit = _BYTES[DTYPES[entry.dtype].itemsize]
     stored: NDArray[np.unsignedinteger] = np.memmap(entry.file, unit, "r", entry.start, entry.shape)
+    stored = stored.swapaxes(-1, -2) if part.transposed else stored
     columns = {axis - shift: ranges for axis, ranges in cut.items() if axis > shift}
     if not columns:
         stored = stored.reshape(-1, *target.shape[1:])
-    order, factors = part.row_order(len(stored)), part.row_factors(len(stored)) if part.factors else None
+    factors = part.row_factors(len(stored)) if part.factors else None
+    order = part.row_order(stored.shape[part.axis])
+    if order is not None and part.axis:
+        columns.setdefault(part.axis, ((0, stored.shape[part.axis]),))
     for (first, end), own in _own_rows(cut.get(shift), part, len(stored)):
-        lines = stored[first:end] if order is None else stored[order[first:end].numpy()]
+        lines = stored[first:end] if order is None or part.axis else stored[order[first:end].numpy()]
         for axis, ranges in columns.items():
-            lines = np.concatenate([_slice(lines, axis, each) for each in ranges], axis)
+            lines_of = order if axis == part.axis else None
+            lines = np.concatenate([_slice(lines, axis, each, lines_of) for each in ranges], axis)
         tensor = torch.from_numpy(np.array(lines)).view(DTYPES[entry.dtype])
         tensor = part.form.read(tensor)
         if factors is not None:
@@ -53,5 +58,8 @@ def _own_rows(ranges: Sequence[Range] | None, part: Part, count: int) -> Iterato
         local += last - first
 
 
-def _slice(lines: NDArray[np.unsignedinteger], axis: int, own: Range) -> NDArray[np.unsignedinteger]:
-    return lines[(slice(None),) * axis + (slice(*own),)]
+def _slice(
+    lines: NDArray[np.unsignedinteger], axis: int, own: Range, order: Tensor | None
+) -> NDArray[np.unsignedinteger]:
+    taken = slice(*own) if order is None else order[slice(*own)].numpy()
+    return lines[(slice(None),) * axis + (taken,)]

@@ -65,6 +65,8 @@ def check_weights(
     problems: list[str] = []
     for name, part in names.items():
         rows, *rest = _rows(weights, part).shape
+        if part.transposed:
+            rest[-2:] = rest[:-3:-1]
         shape = part.stored or ((rows, 1, *rest) if part.form is Form.CONV else (rows, *rest))
         entry = tensors.get(name)
         if entry is None:
@@ -111,8 +113,9 @@ def fill_weights(
 def _as_weight(tensor: Tensor, part: Part) -> Tensor:
     """What a file holds as the weight it stands for."""
     tensor = part.form.read(tensor)
-    if (order := part.row_order(len(tensor))) is not None:
-        tensor = tensor.index_select(0, order)
+    tensor = tensor.transpose(-1, -2) if part.transposed else tensor
+    if (order := part.row_order(tensor.shape[part.axis])) is not None:
+        tensor = tensor.index_select(part.axis, order)
     if part.factors:
         tensor = tensor.float() * part.row_factors(len(tensor)).view(-1, *[1] * (tensor.ndim - 1))
     return tensor

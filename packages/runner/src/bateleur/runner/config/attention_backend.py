@@ -13,15 +13,15 @@ _ASKED_FOR = "flashinfer"
 """As fast as it may be, nothing chooses it: its sums depend on what is beside a token."""
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """What a user chose, or the first that serves the widest heads of a model.
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, spec: ModelSpec) -> AttentionBackend:
+    """What a user chose, or the first that serves the widest heads of a model, and its sinks if it has any.
 
     Raises ValueError for a name that is none, and for a backend that can't serve, with the reason.
     """
     if name not in (known := ("auto", *backend_names())):
         refuse("attention_backend", name, f"one of {', '.join(known)}")
     try:
-        return get_backend(name, device=device, dtype=dtype, head_dim=head_dim)
+        return get_backend(name, device=device, dtype=dtype, head_dim=spec.widest_head, sinks=spec.has_sinks)
     except ValueError as error:
         reason = str(error).rpartition("; ")[2]
         raise ValueError(f"attention_backend is {name!r}; {reason}") from error
@@ -36,9 +36,11 @@ def told(name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -
         return None
 
     def refusal(candidate: str) -> str | None:
-        return unsupported_reason(candidate, device=device, dtype=dtype, head_dim=spec.widest_head)
+        return unsupported_reason(
+            candidate, device=device, dtype=dtype, head_dim=spec.widest_head, sinks=spec.has_sinks
+        )
 
-    notes = [choose_backend(name, device, dtype, spec.widest_head).name]
+    notes = [choose_backend(name, device, dtype, spec).name]
     if name != "auto":
         return f"{name}, as asked for"
     notes += [

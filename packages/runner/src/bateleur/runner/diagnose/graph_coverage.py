@@ -97,7 +97,7 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
         limits = EngineLimits.of(config, spec, torch.device("cuda"))
         notes.append(f"for a CUDA device: on {where} all steps run eagerly unless cudagraph_mode is given")
     drafts = limits.num_speculative_tokens
-    backend = choose_backend(config.model.attention_backend, where, dtype, spec.widest_head)
+    backend = choose_backend(config.model.attention_backend, where, dtype, spec)
     support = backend.builder().graph_support
     if spec.recurrent:
         support = min(support, MambaMetadataBuilder.supports(drafts))

@@ -107,8 +107,7 @@ class EngineSetup:
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         limits = EngineLimits.of(config, checkpoint.spec, device)
         checkpoint, tokenizer = _with_tokenizer(checkpoint, config.model)
-        widest = checkpoint.spec.widest_head
-        backend = choose_backend(config.model.attention_backend, device, dtype, widest)
+        backend = choose_backend(config.model.attention_backend, device, dtype, checkpoint.spec)
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
         network = load_model(checkpoint, dtype=dtype, device=device, ranks=layers, data_ranks=data)
         drafter: DraftHead | Drafter | None = config.speculative.drafter

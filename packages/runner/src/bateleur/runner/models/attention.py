@@ -5,6 +5,7 @@ Shapes: T tokens of all requests in one row, M hidden size, H heads (queries, ke
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from bateleur.runner.models.branch import Branch
@@ -21,6 +22,8 @@ class CachedAttention(Branch):
 
     norm: HeadNorm | WholeNorm | None = None
     """Of queries and keys, before they turn."""
+    sinks: Tensor | None = None
+    """(H,) float32; see `AttentionLayer.sinks`."""
 
     def __init__(self, spec: AttentionLayer, index: int) -> None:
         """`index` is the attention layer's cache."""
@@ -45,8 +48,8 @@ class CachedAttention(Branch):
         turn = (rotary[0], rotary[1]) if rotary else None
         rest = spec.scale, spec.sliding_window, turn
         if self.norm is None or not backend.fuses_norm or spec.of_heads is not None:
-            return backend.attend(q, k, v, cache, meta, *rest, work=work)
-        return backend.attend(q, k, v, cache, meta, *rest, self.norm.weights, work=work)
+            return backend.attend(q, k, v, cache, meta, *rest, work=work, sinks=self.sinks)
+        return backend.attend(q, k, v, cache, meta, *rest, self.norm.weights, work=work, sinks=self.sinks)
 
 
 class Attention(CachedAttention):
@@ -66,6 +69,8 @@ class Attention(CachedAttention):
         hidden, rows = like.shape[1], sum(heads) * spec.head_dim
         self.qkv_proj = empty_projection(rows, hidden, like, bias=spec.qkv_bias)
         self.o_proj = empty_projection(hidden, spec.num_heads * spec.head_dim, like, bias=spec.o_bias)
+        if spec.sinks:
+            self.sinks = like.new_empty(spec.num_heads, dtype=torch.float32)
         if spec.qk_norm_eps is not None and spec.qk_norm_whole:
             lanes = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
             self.norm = WholeNorm(lanes, spec.qk_norm_eps, like)
@@ -74,7 +79,7 @@ class Attention(CachedAttention):
 
     def weights(self) -> dict[str, Tensor]:
         """Tensors to be loaded, by name; in `qkv_proj` the rows of gates come first."""
-        found = super().weights()
+        found = super().weights() | ({} if self.sinks is None else {"sinks": self.sinks})
         return found if self.norm is None else found | {"q_norm": self.norm.q, "k_norm": self.norm.k}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:

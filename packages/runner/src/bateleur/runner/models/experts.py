@@ -32,10 +32,13 @@ class Experts(Branch):
         hidden, inner, count = like.shape[1], spec.intermediate_size, spec.num_experts
         width = spec.latent_size or hidden
         exact = like.new_empty(0, hidden, dtype=torch.float32)
-        self.router_proj = empty_projection(count, hidden, exact)
+        self.router_proj = empty_projection(count, hidden, exact, bias=spec.router.bias)
         self._correction_E = exact.new_empty(count) if spec.router.corrected else None
         self.up_proj = empty_grouped(spec.num_own, 2 * inner if spec.gated else inner, width, like)
         self.down_proj = empty_grouped(spec.num_own, width, inner, like)
+        if spec.bias:
+            self.up_proj.bias = like.new_empty(spec.num_own, 2 * inner if spec.gated else inner)
+            self.down_proj.bias = like.new_empty(spec.num_own, width)
         if spec.latent_size is not None:
             self.latent_in_proj = empty_projection(width, hidden, like, bias=spec.latent_bias)
             self.latent_out_proj = empty_projection(hidden, width, like, bias=spec.latent_bias)
@@ -92,8 +95,15 @@ class Experts(Branch):
 
     def _products(self, x_TL: Tensor, token_S: Tensor, ends_E: Tensor) -> Tensor:
         """(S, L) what the experts make of their tokens; behind the end of the last anything may stand."""
-        inner_SF = activate(self.up_proj(x_TL.index_select(0, token_S), ends_E), self.spec)
-        return self.down_proj(inner_SF, ends_E)
+        wide_SF, expert_S = self.up_proj(x_TL.index_select(0, token_S), ends_E), None
+        if self.up_proj.bias is not None and self.down_proj.bias is not None:
+            place_S = torch.arange(len(token_S), dtype=torch.int32, device=ends_E.device)
+            expert_S = torch.searchsorted(ends_E, place_S, right=True).clamp_(max=len(ends_E) - 1)
+            wide_SF = wide_SF.add_(self.up_proj.bias.index_select(0, expert_S))
+        y_SL = self.down_proj(activate(wide_SF, self.spec), ends_E)
+        if expert_S is None or self.down_proj.bias is None:
+            return y_SL
+        return y_SL.add_(self.down_proj.bias.index_select(0, expert_S))
 
     def _of_all_ranks(
         self, exchange: ExpertParallel, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor

@@ -12,6 +12,9 @@ from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.operators import operator
 from bateleur.runner.models.spec import ExpertsLayer, MlpLayer
 
+_ALPHA, _LIMIT = 1.702, 7.0
+"""Of `clamped_swiglu`."""
+
 
 class Mlp(Branch):
     """Feed-forward branch; gate and up come from one projection, the gate in the upper rows."""
@@ -44,6 +47,10 @@ def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
     name: one of `Activation`.
     """
     inner_TF = wide[:, :size] if gated else wide
+    if name == "clamped_swiglu":
+        exact = wide.to(torch.promote_types(wide.dtype, torch.float32))
+        gate_TF, up_TF = exact[:, :size].clamp(max=_LIMIT), exact[:, size:].clamp(-_LIMIT, _LIMIT)
+        return (gate_TF * (_ALPHA * gate_TF).sigmoid_()).mul_(up_TF.add_(1.0)).to(wide.dtype)
     match name:
         case "silu":
             inner_TF = F.silu(inner_TF)

@@ -83,7 +83,9 @@ def share_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
                 own = ranks.about(part.num_experts)
                 parts[j] = replace(part, own=own)
                 prefix = f"layers.{i}.{j}." if isinstance(layer, ParallelLayer) else f"layers.{i}."
-                cuts |= {prefix + name: {0: (own,)} for name in ("up_proj", "down_proj")}
+                cuts |= {
+                    prefix + name: {0: (own,)} for name in ("up_proj", "up_bias", "down_proj", "down_bias")
+                }
         layers.append(replace(layer, parts=tuple(parts)) if isinstance(layer, ParallelLayer) else parts[0])
     if not cuts:
         raise ValueError(
@@ -145,6 +147,8 @@ def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, Share]
         "qkv_bias": {0: rows},
         "o_proj": {1: (_lanes(own_q, lanes),)},
     }
+    if layer.sinks:
+        cuts["sinks"] = {0: (own_q,)}
     if layer.qk_norm_whole:
         cuts |= {"q_norm": {0: (_lanes(own_q, lanes),)}, "k_norm": {0: (_lanes(own_kv, lanes),)}}
     of_heads = (q, kv) if layer.qk_norm_whole and not ranks.alone else None
@@ -251,7 +255,10 @@ def _experts(layer: ExpertsLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
     inner = layer.intermediate_size
     own = ranks.even("the experts' intermediate_size", inner)
     rows = _one_below_another([(own, inner)] * (2 if layer.gated else 1))
-    share = Share({"up_proj": {1: rows}, "down_proj": {2: (own,)}}, frozenset(("latent_out_bias",)))
+    share = Share(
+        {"up_proj": {1: rows}, "up_bias": {1: rows}, "down_proj": {2: (own,)}},
+        frozenset(("latent_out_bias", "down_bias")),
+    )
     shared = layer.shared
     if shared is not None:
         shared, of_shared = _mlp(shared, ranks)

@@ -12,7 +12,8 @@ from typing import Literal, get_args
 
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, ShortConv
 
-Activation = Literal["relu2", "silu", "gelu_tanh"]
+Activation = Literal["relu2", "silu", "gelu_tanh", "clamped_swiglu"]
+"""`clamped_swiglu` is gpt-oss's: `g * sigmoid(1.702 g) * (u + 1)` of a gate g of at most 7 and u in [-7, 7]."""
 GatedNorm = Literal["gate first", "norm first", "gate only"]
 """What a recurrent layer does to its outputs before the projection back: whether their norm sees them gated."""
 Scores = Literal["softmax", "sigmoid"]
@@ -81,6 +82,8 @@ class AttentionLayer:
     """Whether these are norms over all queries of a token, and over all its keys."""
     gated: bool = False
     """Whether the projection makes a gate as wide as the queries, whose sigmoid multiplies what attention returns."""
+    sinks: bool = False
+    """Whether every query sees a key without a value too, whose score is a weight of the query's head."""
     of_heads: tuple[int, int] | None = None
     """Of a part of a layer, how many heads of queries and of keys the layer has, whose whole norms it takes part in."""
 
@@ -148,6 +151,8 @@ class RouterSpec:
     sum_eps: float = 0.0
     """What is added to that sum."""
     scale: float = 1.0
+    bias: bool = False
+    """Whether logits have a bias."""
     corrected: bool = False
     """Whether scores have a correction, a weight of the model."""
     num_groups: int = 1
@@ -177,6 +182,8 @@ class ExpertsLayer:
     activation: Activation = "silu"
     gated: bool = True
     router: RouterSpec
+    bias: bool = False
+    """Whether the projections of experts have biases."""
     shared: MlpLayer | None = None
     """What every token takes beside its experts."""
     shared_gate: bool = False
@@ -371,6 +378,11 @@ class ModelSpec:
     def widest_head(self) -> int:
         """The largest head size of an attention layer, 1 without any."""
         return max((layer.head_dim for layer in self.attention), default=1)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether an attention layer has sinks."""
+        return any(layer.sinks for layer in self.attention)
 
     @property
     def mixers(self) -> tuple[SingleLayer, ...]:

@@ -39,11 +39,17 @@ def activation_kernel(
         y = x / (1.0 + tl.exp(-x))
     elif NAME == "gelu_tanh":  # (1 + tanh(z)) / 2 is the sigmoid of 2 z
         y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif NAME == "clamped_swiglu":
+        x = tl.where(x > 7.0, 7.0, x)
+        y = x / (1.0 + tl.exp(-1.702 * x))
     else:
         y = tl.where(x < 0, 0.0, x)  # a NaN stays one
         y *= y
     if GATED:
-        y *= tl.load(x_F + SIZE, mask=real, other=0).to(tl.float32)
+        up = tl.load(x_F + SIZE, mask=real, other=0).to(tl.float32)
+        if NAME == "clamped_swiglu":
+            up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        y *= up
     tl.store(out_ptr + token * SIZE + f, y.to(out_ptr.dtype.element_ty), mask=real)
 
 

@@ -13,7 +13,7 @@ from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels
 
 _FLOATS = (torch.float32, torch.bfloat16)
-_KINDS = {"relu2": 0, "silu": 1, "gelu_tanh": 2}
+_KINDS = {"relu2": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 """Of activations, as `activation.c` counts them."""
 
 

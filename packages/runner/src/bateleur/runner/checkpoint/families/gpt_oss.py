@@ -1,0 +1,53 @@
+"""gpt-oss: attention with sinks and a sliding window in every other layer, then experts with biases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from bateleur.runner.checkpoint.experts import read_experts
+from bateleur.runner.checkpoint.families.base import WINDOW_KINDS, Family, followed, read_windows
+from bateleur.runner.checkpoint.fields import ConfigFields
+from bateleur.runner.checkpoint.names import MIXERS, ExpertNames, Names, Part, weight_names
+from bateleur.runner.models.spec import ExpertsLayer, ModelSpec, RouterSpec
+from bateleur.runner.utils.arguments import refuse
+
+_EXPERTS = ExpertNames(router="mlp.router.weight", other_up=(), other_down=())
+_FIELDS = {
+    "num_experts": "num_local_experts",
+    "top_k": "num_experts_per_tok",
+    "intermediate_size": "intermediate_size",
+}
+_ALTERNATE = partial(replace, axis=1, pieces=((0, 1), (1, 2)))
+_STORED = {
+    "up_proj": partial(_ALTERNATE, transposed=True),
+    "up_bias": _ALTERNATE,
+    "down_proj": partial(replace, transposed=True),
+}
+"""How files have weights of experts: columns first, and rows of the gate and the others by turns."""
+
+
+def _read_spec(fields: ConfigFields) -> ModelSpec:
+    for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if fields.raw(name) not in (None, value):
+            refuse(name, fields.raw(name), f"{value}: another activation is not supported")
+    bias = fields["attention_bias"]
+    attention = fields.attention(rope=fields.rope(partial=False), bias=bias, sinks=True)
+    experts = read_experts(fields, RouterSpec(bias=True), _FIELDS, bias=True, activation="clamped_swiglu")
+    layers = followed(read_windows(fields, attention), experts)
+    return fields.model(FAMILY.architecture, layers, branches_per_layer=2)
+
+
+def _names(spec: ModelSpec) -> Names:
+    names = weight_names(spec, ("mlp", "post_attention_layernorm"), {**MIXERS, ExpertsLayer: _EXPERTS})
+    return {name: _stored(part) for name, part in names.items()}
+
+
+def _stored(part: Part) -> Part:
+    form = _STORED.get(part.target.rpartition(".")[2])
+    return part if form is None else form(part)
+
+
+FAMILY = Family(
+    "gpt_oss", "GptOssForCausalLM", _read_spec, _names, kinds=WINDOW_KINDS, needs=("num_hidden_layers",)
+)
