@@ -240,7 +240,7 @@ HEADS: list[tuple[str, Any, str]] = [
     (
         "rope_scaling",
         {"type": "dynamic"},
-        "rope_type is 'dynamic'; supported is 'default', 'linear', 'llama3'",
+        "rope_type is 'dynamic'; supported is 'default', 'linear', 'llama3', 'yarn'",
     ),
 ]
 

@@ -192,6 +192,14 @@ def test_d1_ids_counted_as_outputs_are_one_less_than_boundaries(checkpoints: Any
         checkpoints.load(config, w, layer_ids="outputs")
 
 
+def test_d1_angelslim_always_counts_outputs(checkpoints: Any) -> None:
+    config, w = checkpoints.eagle3()
+    config |= {"eagle_config": None, "aux_hidden_states_layer_ids": [1, 4, 6]}
+    head, report = checkpoints.load(config, w)
+    assert head.spec.needs.taps == (2, 5, 7)
+    assert report.notes == ("taps the boundaries 2, 5, 7 of 10",)
+
+
 def test_d1_default_taps_and_targets_too_small_for_them(checkpoints: Any) -> None:
     config, w = checkpoints.eagle3()
     config["eagle_config"] = {}
@@ -433,8 +441,16 @@ EAGLE3_FIELDS: list[tuple[Config, str]] = [
     ({"rope_theta": "big"}, "rope_theta is 'big'; it must be a finite number above 0"),
     ({"rope_scaling": 4}, "rope_scaling is 4; it must be an object"),
     (
-        {"rope_scaling": {"rope_type": "yarn"}},
-        "rope_type is 'yarn'; supported is 'default', 'linear', 'llama3'",
+        {"rope_scaling": {"rope_type": "longrope"}},
+        "rope_type is 'longrope'; supported is 'default', 'linear', 'llama3', 'yarn'",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8}, "rope_theta": 1},
+        "rope_theta is 1; with YaRN it must be another number",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "yarn", "mscale": 1.0}},
+        "mscale is 1.0; YaRN is supported without it",
     ),
     ({"partial_rotary_factor": 0.5}, "3 of head_dim = 6 lanes rotate; it must be an even number of lanes"),
     (

@@ -18,6 +18,8 @@ from bateleur.eagle.heads.spec import HeadSpec, TargetInfo
 Layout = Literal["eagle", "eagle-wrapper", "speculators", "target"]
 LayerIds = Literal["inputs", "outputs"]
 _IDS = "eagle_aux_hidden_state_layer_ids"
+_OUTPUT_IDS = "aux_hidden_states_layer_ids"
+"""AngelSlim's field; it always counts outputs of layers."""
 _MISTRAL_WINDOW = 4096
 # speculators writes only what differs from the defaults of a Llama configuration.
 _LLAMA_DEFAULTS = {
@@ -196,6 +198,8 @@ def _taps(
     layers = target.num_layers
     shift = 0 if layer_ids == "inputs" else 1
     found = nested.boundaries(_IDS, layers, shift=shift) or head.boundaries(_IDS, layers, shift=shift)
+    if found is None and (found := head.boundaries(_OUTPUT_IDS, layers, shift=1)) is not None:
+        shift = 1
     notes = []
     if found is None:
         found = (2, layers // 2, layers - 3)

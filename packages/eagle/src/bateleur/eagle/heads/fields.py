@@ -118,7 +118,7 @@ class Fields:
             raise ValueError(
                 f"{lanes} of head_dim = {self.head_dim()} lanes rotate; it must be an even number of lanes"
             )
-        turns = [theta ** (-2.0 * i / lanes) for i in range(lanes // 2)]
+        turns, scaling = [theta ** (-2.0 * i / lanes) for i in range(lanes // 2)], 1.0
         match kind:
             case "default":
                 pass
@@ -127,13 +127,15 @@ class Fields:
                 turns = [turn / factor for turn in turns]
             case "llama3":
                 turns = [_llama3(turn, nested) for turn in turns]
+            case "yarn":
+                turns, scaling = _yarn(turns, theta, nested)
             case _:
-                raise ValueError(f"rope_type is {kind!r}; supported is 'default', 'linear', 'llama3'")
+                raise ValueError(f"rope_type is {kind!r}; supported is 'default', 'linear', 'llama3', 'yarn'")
         if not max(turns) <= _FLOAT32.max:
             raise ValueError(
                 f"rope_theta is {theta}; scaled, lanes turn by {max(turns)}, more than a float32 holds"
             )
-        return Rope(tuple(turns))
+        return Rope(tuple(turns), scaling)
 
 
 def _llama3(turn: float, fields: Fields) -> float:
@@ -145,3 +147,25 @@ def _llama3(turn: float, fields: Fields) -> float:
     periods = context * turn / (2.0 * math.pi)
     blend = min(1.0, max(0.0, (periods - low) / (high - low)))
     return turn * (blend + (1.0 - blend) / factor)
+
+
+def _yarn(turns: list[float], theta: float, fields: Fields) -> tuple[list[float], float]:
+    """Frequencies and the factor on cosine and sine (YaRN): as published for many turns within the original length,
+    divided by `factor` for few, and interpolated between.
+    """
+    for name in ("mscale", "mscale_all_dim"):
+        if fields.raw(name) is not None:
+            raise ValueError(f"{name} is {fields.raw(name)!r}; YaRN is supported without it")
+    if theta == 1.0:
+        raise ValueError("rope_theta is 1; with YaRN it must be another number")
+    factor, context = fields.number("factor", 1.0), fields.size("original_max_position_embeddings")
+    ends = fields.number("beta_fast", 32.0), fields.number("beta_slow", 1.0)
+    pairs = len(turns)
+    low, high = (pairs * math.log(context / (2.0 * math.pi * end)) / math.log(theta) for end in ends)
+    if fields.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    width = high - low if high != low else 0.001
+    slowed = [min(1.0, max(0.0, (i - low) / width)) for i in range(pairs)]
+    mixed = [turn * (1.0 - part + part / factor) for turn, part in zip(turns, slowed, strict=True)]
+    return mixed, fields.number("attention_factor", 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0)

@@ -41,6 +41,7 @@ class Rotary:
 
     def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
+        self._scaling = rope.attention_scaling
         self._inv_freq_P = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
         self._table: Rotation | None = None
 
@@ -64,7 +65,7 @@ class Rotary:
 
     def _turn(self, positions_T: Tensor) -> Rotation:
         angle_TP = positions_T.unsqueeze(1) * self._inv_freq_P
-        cos, sin = angle_TP.cos(), angle_TP.sin()
+        cos, sin = angle_TP.cos().mul_(self._scaling), angle_TP.sin().mul_(self._scaling)
         cos_TR, sin_TR = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return cos_TR.to(self._dtype).unsqueeze(1), sin_TR.to(self._dtype).unsqueeze(1)
 

@@ -106,6 +106,8 @@ class Rope:
 
     inv_freq: tuple[float, ...]
     """Radians per position of each pair of dimensions, scaling included."""
+    attention_scaling: float = 1.0
+    """Factor on cosine and sine (YaRN)."""
 
     def __post_init__(self) -> None:
         if not self.inv_freq:
