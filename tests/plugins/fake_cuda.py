@@ -62,6 +62,7 @@ from bateleur.runner.engine.output_processor import Emitted, OutputProcessor
 from bateleur.runner.engine.step_collector import StepCollector
 from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.rope import RopeSpec
 from bateleur.runner.models.spec import (
     AttentionLayer,
     DeltaLayer,
@@ -71,7 +72,6 @@ from bateleur.runner.models.spec import (
     MlpLayer,
     ModelSpec,
     ParallelLayer,
-    RopeSpec,
     RouterSpec,
 )
 from bateleur.runner.sampling.prompt_logprobs import Scored

@@ -9,217 +9,10 @@ from typing import Any
 import torch
 
 from bateleur.mamba import Mamba2
-from bateleur.runner.models.spec import (
-    AttentionLayer,
-    DynamicRope,
-    Layer,
-    LongRope,
-    MambaLayer,
-    ModelSpec,
-    RopeSpec,
-)
-from bateleur.runner.utils.arguments import (
-    Check,
-    Integer,
-    Number,
-    OneOf,
-    Several,
-    flag,
-    maybe,
-    refuse,
-    shown,
-    text,
-)
-
-_ROPE_NEEDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-    "dynamic": ("factor",),
-}
-"""Supported values of `rope_type`, and the fields that they can't do without."""
-
-_TOKEN_ID = Integer(0, rule="a token id or a list of them")
-_TOKEN_IDS = Several(_TOKEN_ID, "a token id or a list of them")
-_POSITIVE = Number(0, above=True)
-
-
-def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """A field that holds none, one or several."""
-    if value is None:
-        return ()
-    return _TOKEN_IDS(name, value) if isinstance(value, list | tuple) else (_TOKEN_ID(name, value),)
-
-
-def _limits(name: str, value: Any) -> tuple[float, float]:
-    """Bounds on dt; the upper one may be infinite."""
-    low, high = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
-    if not isinstance(low, int | float) or not isinstance(high, int | float) or not 0 <= low <= high:
-        refuse(name, value, "two numbers with 0 <= low <= high")
-    return float(low), float(high)
-
-
-def _numbers(count: int) -> Check:
-    def check(name: str, value: Any) -> tuple[float, ...]:
-        if not isinstance(value, list | tuple) or len(value) != count:
-            refuse(name, value, f"a list of {count} numbers")
-        return tuple(Number()(f"{name}[{i}]", each) for i, each in enumerate(value))
-
-    return check
-
-
-def _head_size(name: str, value: Any) -> Any:
-    return value if value == "auto" else _SIZE(name, value)
-
-
-def _pattern(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not set(value) <= set("M*-E"):
-        refuse(name, value, "letters of M*-E")
-    return value
-
-
-# More than any model has of each: what goes beyond is a damaged file, and would be a matter of all memory.
-_SIZE = Integer(1, 1 << 24)
-_MOST_LAYERS = 1024
-# Models without experts write zeros; who reads experts wants more.
-_EXPERTS = Integer(0, 4096)
-# Kinds of layers under their names of all times; a family says which of them it has.
-_KIND = OneOf(
-    ("attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe", "sliding_attention")
-)
-_RULES: tuple[tuple[str, Check], ...] = (
-    ("vocab_size hidden_size intermediate_size shared_intermediate_size", _SIZE),
-    ("num_attention_heads num_key_value_heads head_dim", _SIZE),
-    ("mamba_num_heads mamba_head_dim ssm_state_size state_size n_groups", _SIZE),
-    ("mamba_n_heads mamba_d_ssm mamba_d_state mamba_n_groups", _SIZE),
-    ("mamba_d_head", _head_size),
-    ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", _SIZE),
-    ("linear_num_heads linear_head_dim num_heads", _SIZE),
-    (
-        "conv_kernel mamba_d_conv linear_conv_kernel_dim short_conv_kernel_size conv_L_cache",
-        Integer(2, 1 << 16),
-    ),
-    ("kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim", _SIZE),
-    ("full_attn_layers kda_layers", Several(Integer(1), "a list of layers")),
-    ("mlp_layer_types", Several(OneOf(("dense", "sparse")), "a list of names")),
-    ("num_experts_per_token num_shared_experts num_expert_group", Integer(1, 4096)),
-    ("image_token_id image_token_index video_token_id", _TOKEN_ID),
-    ("mlp_only_layers", Several(Integer(0), "a list of layers")),
-    ("full_attention_interval decoder_sparse_step", Integer(1, _MOST_LAYERS)),
-    ("conv_bias block_auto_adjust_ff_dim tie_embedding", flag),
-    ("block_multiple_of block_ff_dim", _SIZE),
-    ("block_ffn_dim_multiplier", Number(0, 1024, above=True)),
-    ("num_dense_layers", Integer(0, _MOST_LAYERS)),
-    ("num_hidden_layers", Integer(1, _MOST_LAYERS)),
-    ("no_rope_layers", Several(Integer(0, 1), "a list of 0 and 1")),
-    ("sliding_window", Integer(1, (1 << 31) - 1)),
-    ("max_window_layers", Integer(0, (1 << 31) - 1)),
-    ("use_sliding_window", flag),
-    ("max_position_embeddings model_max_length original_max_position_embeddings", Integer(1, (1 << 31) - 1)),
-    ("chunk_size mamba_chunk_size", Integer(1, 1024)),
-    ("num_local_experts n_routed_experts num_experts num_experts_per_tok n_group topk_group", _EXPERTS),
-    ("moe_intermediate_size", Integer(0, 1 << 24)),
-    ("moe_shared_expert_intermediate_size moe_latent_size shared_expert_intermediate_size", _SIZE),
-    ("norm_topk_prob moe_renormalize use_expert_bias", flag),
-    ("scoring_func moe_router_activation_func", text),
-    # Nobody reads these, but transformers refuses what can't be, and makes as many names as there are labels.
-    ("num_labels", Integer(0, 1 << 16)),
-    ("bos_token_id", _TOKEN_ID),
-    ("pad_token_id", Integer(-1)),
-    ("use_cache", flag),
-    ("attention_dropout hidden_dropout initializer_range", Number(0)),
-    ("attention_in_multiplier lm_head_multiplier", _POSITIVE),  # something is divided by them
-    ("layer_norm_epsilon rms_norm_eps norm_eps logits_scaling routed_scaling_factor", _POSITIVE),
-    ("query_pre_attn_scalar", _POSITIVE),
-    ("mamba_expand expand", Number(0, 1024, above=True)),
-    ("embedding_multiplier residual_multiplier attention_multiplier", Number()),
-    ("key_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier", Number()),
-    ("mlp_multipliers", _numbers(2)),
-    ("ssm_multipliers", _numbers(5)),
-    ("time_step_min", Number(0)),
-    ("time_step_limit", _limits),
-    ("attention_bias mlp_bias use_bias use_conv_bias mamba_conv_bias mamba_proj_bias", flag),
-    ("attn_output_gate linear_allow_neg_eigval use_bidirectional_attention", flag),
-    ("projectors_bias mamba_rms_norm mamba_norm_before_gate", flag),
-    ("tie_word_embeddings residual_in_fp32", flag),
-    ("hidden_act mamba_hidden_act mlp_hidden_act mamba_ssm_cache_dtype", text),
-    ("mtp_use_dedicated_embeddings", flag),
-    ("mtp_num_hidden_layers num_nextn_predict_layers", Integer(0, _MOST_LAYERS)),
-    ("model_type position_embedding_type rope_type type", text),
-    ("architectures", Several(text, "a list of names")),
-    ("layers_block_type mtp_layers_block_type layer_types", Several(_KIND, "a list of names")),
-    ("hybrid_override_pattern", _pattern),
-    ("attn_layer_indices full_attn_idxs", Several(Integer(0), "a list of layers")),
-    ("eos_token_id", token_ids),
-    ("dtype torch_dtype", OneOf(("auto", "float64", "float32", "bfloat16", "float16"))),
-    ("rope_theta partial_rotary_factor attention_factor", _POSITIVE),
-    ("beta_fast beta_slow low_freq_factor high_freq_factor", _POSITIVE),
-    ("factor", Number(1)),
-    ("short_factor long_factor", Several(_POSITIVE, "a list of numbers > 0")),
-)
-_CHECKS = {name: check for names, check in _RULES for name in names.split()}
-"""What a field may be, wherever a family has it; those of rotary embedding may stand in an object of their own."""
-
-
-_NESTED = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "linear_attn_config")
-"""Objects in a configuration whose fields are checked too; those of rotary embedding may hold one by kind of layer."""
-
-
-def check_fields(config: Mapping[str, Any]) -> None:
-    """Refuse a field of a file that can't be what it should; those that are null or absent have defaults."""
-    for name in _NESTED:
-        nested = config.get(name)
-        if nested is not None:
-            if not isinstance(nested, dict):
-                refuse(name, nested, "an object")
-            check_fields(nested)
-            for need in _ROPE_NEEDS.get(str(nested.get("rope_type", nested.get("type"))), ()):
-                _CHECKS[need](need, nested.get(need))
-    for name, value in config.items():
-        if value is not None and name in _CHECKS:
-            _CHECKS[name](name, _plain(value))
-    _check_together(config)
-
-
-def _check_together(config: Mapping[str, Any]) -> None:
-    layers: Any = config.get("num_hidden_layers")
-    numbered: Any = config.get("linear_attn_config") or {}
-    names = [name for name in ("full_attn_layers", "kda_layers") if numbered.get(name)]
-    if layers is not None and names:
-        held = sorted(layer for name in names for layer in numbered[name])
-        if held != list(range(1, layers + 1)):
-            raise ValueError(
-                f"{' and '.join(names)} of linear_attn_config hold {shown(held)}; they must hold each layer from 1 to "
-                f"num_hidden_layers = {layers} once"
-            )
-    for name in ("layers_block_type", "layer_types", "mlp_layer_types", "hybrid_override_pattern"):
-        count = len(config.get(name) or ())
-        if count > _MOST_LAYERS:
-            raise ValueError(f"{name} has {count} entries; it must have at most {_MOST_LAYERS}")
-        if name.endswith("layer_types") and count and layers is not None and count != layers:
-            raise ValueError(f"{name} has {count} entries; it must have num_hidden_layers = {layers}")
-    inner = _product(config, "mamba_n_heads", "mamba_d_head")
-    named = "mamba_d_ssm" if config.get("mamba_d_ssm") is not None else "mamba_expand * hidden_size"
-    wanted = _product(config, *named.split(" * "))
-    if inner is not None and wanted is not None and inner != wanted:
-        raise ValueError(f"mamba_n_heads * mamba_d_head is {inner}; it must equal {named} = {wanted}")
-
-
-def _product(config: Mapping[str, Any], *names: str) -> int | None:
-    """Of fields that are numbers; None if one is not."""
-    sizes: list[Any] = [config.get(name) for name in names]
-    return int(math.prod(sizes)) if all(isinstance(size, int | float) for size in sizes) else None
-
-
-def _plain(value: Any) -> Any:
-    """A value of the file, with what JSON has no numbers for written as transformers writes it."""
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    written = value.get("__float__") if isinstance(value, dict) else None
-    return float(written) if written in ("Infinity", "-Infinity", "NaN") else value
-
+from bateleur.runner.checkpoint.field_rules import CHECKS, ROPE_NEEDS, limits_of_dt, token_ids
+from bateleur.runner.models.rope import DynamicRope, LongRope, RopeSpec
+from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, ModelSpec
+from bateleur.runner.utils.arguments import maybe, refuse
 
 MAMBA_FIELDS = {
     "activation": "hidden_act",
@@ -255,7 +48,7 @@ class ConfigFields:
 
     def __getitem__(self, name: str) -> Any:
         """The field, of the type that its check returns."""
-        return _CHECKS[name](self.called(name), self.raw(name))
+        return CHECKS[name](self.called(name), self.raw(name))
 
     def called(self, name: str) -> str:
         """The name that the file has for a field for which transformers knows two."""
@@ -312,7 +105,7 @@ class ConfigFields:
         self.choice(names["activation"], ("silu",))
         self.divides(names["num_groups"], names["num_heads"])
         low, high = (
-            limits or maybe(_limits)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)
+            limits or maybe(limits_of_dt)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)
         )
         read = {ours: self[name] for ours, name in names.items() if ours != "activation"}
         sizes = ("num_heads", "head_dim", "state_size", "num_groups", "conv_width")
@@ -371,9 +164,9 @@ class ConfigFields:
         if layer_type != "sliding_attention":
             self._rope_parameters = parameters
         kind = parameters.get("rope_type", "default")
-        if kind not in _ROPE_NEEDS:
-            raise ValueError(f"rope_type is {kind!r}; supported are {', '.join(_ROPE_NEEDS)}")
-        _CHECKS["rope_theta"]("rope_theta", parameters.get("rope_theta"))
+        if kind not in ROPE_NEEDS:
+            raise ValueError(f"rope_type is {kind!r}; supported are {', '.join(ROPE_NEEDS)}")
+        CHECKS["rope_theta"]("rope_theta", parameters.get("rope_theta"))
         try:
             return self._frequencies(kind, parameters, partial, layer_type)
         except (ArithmeticError, TypeError, RuntimeError):  # each passed its check, but not all together

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from bateleur.runner.checkpoint.families import FAMILIES, Family
-from bateleur.runner.checkpoint.fields import ConfigFields, check_fields, token_ids
+from bateleur.runner.checkpoint.field_rules import check_fields, token_ids
+from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.file_config import FileConfig, states_kinds
 from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout, with_prefix
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors

@@ -29,7 +29,7 @@ from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.residual import Mixer, Residual
-from bateleur.runner.models.rope import RopeTable
+from bateleur.runner.models.rope import RopeSpec, RopeTable
 from bateleur.runner.models.sharding import share_experts, share_model
 from bateleur.runner.models.short_conv import GatedConv
 from bateleur.runner.models.spec import (
@@ -40,7 +40,6 @@ from bateleur.runner.models.spec import (
     MambaLayer,
     MlpLayer,
     ModelSpec,
-    RopeSpec,
     ShortConvLayer,
     SingleLayer,
 )

@@ -1,16 +1,59 @@
-"""Rotary position embedding from a table of cosines and sines.
+"""Rotary position embedding: its frequencies, and a table of cosines and sines.
 
 Shapes: P table rows (positions), T tokens, R rotary lanes, H heads, D lanes of a head.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from bateleur.runner.models.spec import LongRope, RopeSpec
-
 _FIRST_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LongRope:
+    """Other frequencies for sequences beyond the original length (rope_type "longrope")."""
+
+    original_length: int
+    inv_freq: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicRope:
+    """A base that grows with the sequence beyond the original length (rope_type "dynamic", NTK)."""
+
+    original_length: int
+    theta: float
+    """The base up to the original length."""
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding over the first `rotary_dim` lanes of a head, halves layout.
+
+    With `beyond`, frequencies depend on the length of the sequence, as in transformers: all tokens of a prompt have
+    those of the prompt's length, and every later token has those of the length up to itself.
+    """
+
+    inv_freq: tuple[float, ...]
+    """Radians per position of each lane pair, any scaling already applied."""
+    attention_scaling: float = 1.0
+    """Factor on cosine and sine (YaRN)."""
+    beyond: LongRope | DynamicRope | None = None
+    """Frequencies of sequences that are longer than the original length; None if they are the same."""
+
+    def __post_init__(self) -> None:
+        if not self.inv_freq:
+            raise ValueError("inv_freq is empty; rotary embedding needs at least one pair of lanes")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Lanes of a head that rotate; the others pass through."""
+        return 2 * len(self.inv_freq)
 
 
 class RopeTable:

@@ -11,55 +11,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, ShortConv
+from bateleur.runner.models.rope import DynamicRope, RopeSpec
 
 Activation = Literal["relu2", "silu", "gelu_tanh", "clamped_swiglu"]
 """`clamped_swiglu` is gpt-oss's: `g * sigmoid(1.702 g) * (u + 1)` of a gate g of at most 7 and u in [-7, 7]."""
 GatedNorm = Literal["gate first", "norm first", "gate only"]
 """What a recurrent layer does to its outputs before the projection back: whether their norm sees them gated."""
 Scores = Literal["softmax", "sigmoid"]
-
-
-@dataclass(frozen=True, slots=True)
-class LongRope:
-    """Other frequencies for sequences beyond the original length (rope_type "longrope")."""
-
-    original_length: int
-    inv_freq: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DynamicRope:
-    """A base that grows with the sequence beyond the original length (rope_type "dynamic", NTK)."""
-
-    original_length: int
-    theta: float
-    """The base up to the original length."""
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary position embedding over the first `rotary_dim` lanes of a head, halves layout.
-
-    With `beyond`, frequencies depend on the length of the sequence, as in transformers: all tokens of a prompt have
-    those of the prompt's length, and every later token has those of the length up to itself.
-    """
-
-    inv_freq: tuple[float, ...]
-    """Radians per position of each lane pair, any scaling already applied."""
-    attention_scaling: float = 1.0
-    """Factor on cosine and sine (YaRN)."""
-    beyond: LongRope | DynamicRope | None = None
-    """Frequencies of sequences that are longer than the original length; None if they are the same."""
-
-    def __post_init__(self) -> None:
-        if not self.inv_freq:
-            raise ValueError("inv_freq is empty; rotary embedding needs at least one pair of lanes")
-
-    @property
-    def rotary_dim(self) -> int:
-        """Lanes of a head that rotate; the others pass through."""
-        return 2 * len(self.inv_freq)
 
 
 @dataclass(frozen=True, slots=True)

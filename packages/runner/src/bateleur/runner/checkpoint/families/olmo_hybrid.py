@@ -8,7 +8,8 @@ from bateleur.runner.checkpoint.delta import read_gated_delta, split_names
 from bateleur.runner.checkpoint.families.base import Family, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import MIXERS, Names, OwnNames, Part, weight_names
-from bateleur.runner.models.spec import DeltaLayer, Layer, MlpLayer, ModelSpec, ParallelLayer, RopeSpec
+from bateleur.runner.models.rope import RopeSpec
+from bateleur.runner.models.spec import DeltaLayer, Layer, MlpLayer, ModelSpec, ParallelLayer
 
 _MIXERS = {**MIXERS, DeltaLayer: OwnNames(("linear_attn", "input_layernorm"), split_names)}
 _OUTPUT_NORM_EPS = 1e-5  # of the norm of a delta net's outputs: no field says
