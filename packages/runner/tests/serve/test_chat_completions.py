@@ -352,3 +352,24 @@ def test_a_stop_string_cuts_a_call(scripted: Any, stop: str, arguments: str, rea
     parts = [each for chunk in chunks for each in chunk["delta"].get("tool_calls", ())]
     assert "".join(each["function"]["arguments"] for each in parts) == arguments
     assert chunks[-1]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {"messages": HELLO, "max_completion_tokens": 5.0, "priority": 0.0}),
+        (PATH, {"messages": HELLO, "logprobs": True, "top_logprobs": 1.0}),
+        (PATH, {"messages": HELLO, "logprobs": False, "top_logprobs": 0}),
+        (PATH, {"messages": HELLO, "thinking_token_budget": 4.0, "n": 1.0}),
+        (PATH, {"messages": HELLO, "stream": True, "stream_options": {"include_obfuscation": False}}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 5.0}),
+        ("/v1/responses", {"input": "default", "max_output_tokens": 5.0, "top_logprobs": 1.0}),
+    ],
+)
+def test_values_that_other_servers_accept(scripted: Any, path: str, body: dict[str, Any]) -> None:
+    assert scripted.ask(path, body).status_code == 200
+
+
+def test_too_many_log_probabilities_are_named_as_the_client_wrote_them(scripted: Any) -> None:
+    body = {"messages": HELLO, "logprobs": True, "top_logprobs": 21}
+    assert scripted.error(400, PATH, body)["param"] == "top_logprobs"

@@ -40,7 +40,7 @@ def test_a_response_has_items(scripted: Any) -> None:
     assert {reasoning["status"], call["status"]} == {"completed"}
     usage = response["usage"]
     assert usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"]
-    assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
+    assert usage["output_tokens_details"]["reasoning_tokens"] == 5  # <think>, two of text, newline, </think>
     assert response["metadata"] == {"a": "b"}
 
 

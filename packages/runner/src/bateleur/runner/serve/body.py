@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.errors import refusal, refusing
 from bateleur.runner.serve.json_text import loads
+from bateleur.runner.serve.openai.fields import whole
 from bateleur.runner.utils.arguments import shown
 
 Model = TypeVar("Model", bound=BaseModel)
+Whole: TypeAlias = Annotated[int, BeforeValidator(whole)]
+"""An integer, which may be written as 1.0."""
 _CLOSE = {"Connection": "close"}
 """What comes of such a body is not waited for."""
 _PATIENCE = 4

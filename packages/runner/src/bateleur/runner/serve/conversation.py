@@ -88,10 +88,11 @@ class Answer:
         self._thinks = self._thinks or any(isinstance(each, Reasoning) for each in events)
         if index in self._answering:
             return
-        count, end = len(ids), self._service.chat_format.reasoning_end_id
-        if any(isinstance(each, Content | ToolCall) for each in events):
+        ends = [i for i, token in enumerate(ids) if token == self._service.chat_format.reasoning_end_id]
+        count = len(ids)
+        if ends or any(isinstance(each, Content | ToolCall) for each in events):
             self._answering.add(index)
-            count = ids.index(end) + 1 if end in ids else 0
+            count = ends[0] + 1 if ends else 0
         self._thoughts[index] = self._thoughts.get(index, 0) + count
 
 

@@ -74,7 +74,7 @@ def _name(name: str, value: Any) -> str:
 
 def _stream_options(name: str, value: Any) -> dict[str, bool]:
     options = mapping(name, value)
-    known = ("include_usage", "continuous_usage_stats")
+    known = ("include_usage", "continuous_usage_stats", "include_obfuscation")  # nothing obfuscates here
     if unknown := options.keys() - {*known}:
         raise ValueError(f"{name} has {listed(unknown)}; the known ones are {', '.join(known)}")
     return {key: flag(f"{name}.{key}", each) for key, each in options.items()}
@@ -124,7 +124,11 @@ def split(
     sampling = {*sampling_names(), *SAMPLING} - known.keys()
     if unknown := given.keys() - known.keys() - sampling - IGNORED.keys():
         report_unknown(unknown, strict=strict)
-    own = {name: field.check(name, given[name]) for name, field in known.items() if name in given}
+    own = {
+        name: field.check(name, whole(given[name]) if field.kind == "integer" else given[name])
+        for name, field in known.items()
+        if name in given
+    }
     if own.get("stream_options") and not own.get("stream"):
         refuse("stream_options", given["stream_options"], "absent unless stream is true")
     values = {name: _plain_value(name, value) for name, value in given.items() if name in sampling}
@@ -146,10 +150,15 @@ def report_unknown(names: Iterable[str], *, strict: bool) -> None:
         )
 
 
+def whole(value: Any) -> Any:
+    """1.0 as an integer, because JSON has one kind of numbers; everything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _plain_value(name: str, value: Any) -> Any:
     """A sampling parameter as other servers read it: 1.0 is an integer, and an empty stop string is none."""
-    if name in _INTEGERS and isinstance(value, float) and value.is_integer():
-        return int(value)
+    if name in _INTEGERS:
+        return whole(value)
     if name == "stop" and not isinstance(value, str) and isinstance(value, Sequence):
         return [each for each in value if each != ""]
     return None if name == "stop" and value == "" else value

@@ -144,7 +144,7 @@ def chat_request(
     top = own.get("top_logprobs", 0)
     if own.get("logprobs"):
         sampling["logprobs"] = top
-    elif "top_logprobs" in own:
+    elif top:
         refuse("top_logprobs", top, "absent unless logprobs is true")
     chosen, known = allowed_tools(own.get("tool_choice"), tools(own.get("tools"), strict=strict))
     continued = own.get("continue_final_message", False)
@@ -172,7 +172,14 @@ def chat_request(
         include_reasoning=own.get("include_reasoning", True),
         add_generation_prompt=prompted,
         continue_final_message=continued,
-        **common | {"names": {**(names or {}), "structured_outputs": (names or {}).get(source, source)}},
+        **common
+        | {
+            "names": {
+                "logprobs": "top_logprobs",
+                **(names or {}),
+                "structured_outputs": (names or {}).get(source, source),
+            }
+        },
     )
 
 
