@@ -13,7 +13,7 @@ from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.parsers.chat_format import AnswerReader, ChatTurn, turn_of, with_options
 from bateleur.runner.serve.parsers.events import Content, End, Event, Reasoning, ToolCall
-from bateleur.runner.serve.service import Service
+from bateleur.runner.serve.service import Service, joined
 from bateleur.runner.serve.thinking_budget import ThinkingBudget
 from bateleur.runner.serve.usage import Usage
 from bateleur.runner.text.chat import ChatPrompt
@@ -66,7 +66,7 @@ class Answer:
 
     async def whole(self, request: Request) -> list[Report]:
         """One report for each continuation, if the request does not stream. ClientDisconnect if the client leaves."""
-        output = await self._service.unless_gone(_joined(self._outputs), request)
+        output = await self._service.unless_gone(joined(self._outputs), request)
         self.usage.count(output)
         return [self._read(output, completion) for completion in output.outputs]
 
@@ -118,16 +118,3 @@ async def answer(service: Service, asked: ChatRequest, reply_id: str) -> Answer:
     asked = replace(asked, params=turn.params)
     reader = await service.submit([prompt], asked, reply_id)
     return Answer(service, asked, turn, service.outputs(reader))
-
-
-async def _joined(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    """All reports of a request as one."""
-    joined: RequestOutput | None = None
-    async with aclosing(outputs):
-        async for output in outputs:
-            if joined is None:
-                joined = output
-            else:
-                joined.add(output)
-    assert joined is not None, "every request is reported"
-    return joined

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -163,6 +164,19 @@ class Service:
         finally:
             task.cancel()
             gone.cancel()
+
+
+async def joined(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    """All reports of a request as one."""
+    joined: RequestOutput | None = None
+    async with aclosing(outputs):
+        async for output in outputs:
+            if joined is None:
+                joined = output
+            else:
+                joined.add(output)
+    assert joined is not None, "every request is reported"
+    return joined
 
 
 def raise_failure(output: RequestOutput) -> None:

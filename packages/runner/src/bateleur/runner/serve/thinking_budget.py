@@ -18,7 +18,7 @@ from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.requests import ChatRequest
 from bateleur.runner.serve.parsers.chat_format import ChatTurn, turn_of
 from bateleur.runner.serve.parsers.think import Think
-from bateleur.runner.serve.service import Service
+from bateleur.runner.serve.service import Service, joined
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.utils.arguments import refuse
 
@@ -76,7 +76,7 @@ class ThinkingBudget:
         written: list[int] = []
         goes_on, first, bounded = False, None, True
         if not self.opened:
-            first = await anext(output async for output in self.service.outputs(reader) if output.finished)
+            first = await joined(self.service.outputs(reader))
             (completion,) = first.outputs
             if completion.finish_reason == "abort":
                 yield first
