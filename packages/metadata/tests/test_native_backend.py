@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
+    native._announce.cache_clear()
     native._folder.cache_clear()
     native.kernels.cache_clear()
     native.unavailable_reason.cache_clear()
@@ -56,6 +58,20 @@ def test_a_file_is_compiled_once(source: Path, folder: Path, monkeypatch: pytest
     native.kernels(source, SIGNATURE)["add"](ctypes.addressof(numbers), 3, 1.0, 0)
     assert list(numbers) == [3, 4, 4]
     assert list(folder.iterdir()) == [made]
+
+
+@compiles
+def test_compilation_is_announced_once(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, native.__name__)
+    for text in (ADD, ADD, ADD.replace("2 * x", "3 * x")):  # compiled, cached, compiled
+        source.write_text(text)
+        native.kernels.cache_clear()
+        native.kernels(source, SIGNATURE)
+    assert caplog.messages == ["compiling CPU kernels once, about 7 s"]
+    native._announce.cache_clear()
+    native.kernels.cache_clear()
+    native.kernels(source, SIGNATURE)
+    assert len(caplog.messages) == 1, "a cached file needs no announcement"
 
 
 @compiles

@@ -28,7 +28,7 @@ def test_generate_streams_the_prompt_and_its_continuation(capsys: pytest.Capture
     assert out[len(prompt) :].strip()
     progress = ["loading torch", "loading the shipped model"]
     assert err.splitlines()[:2] == [f"bateleur: {text}" for text in progress]
-    words = err.splitlines()[2].removeprefix("bateleur: ").split(", ")
+    words = err.splitlines()[-1].removeprefix("bateleur: ").split(", ")
     assert words[0] == "12 tokens"
     assert float(words[1].removesuffix(" tokens/s")) > 0
     assert words[2:] == ["1.00 tokens per step"]

@@ -1,7 +1,8 @@
 """Compiler of the C kernels: gcc compiles each file once, in about 0.5 s, and caches the result in `~/.cache/bateleur`.
 
-Without a compiler all operators use torch, and `unavailable_reason` returns why. The C code has no dependencies except
-its own headers and the compiler's. It receives addresses and sizes.
+A process that compiles logs so once, at level INFO. Without a compiler all operators use torch, and
+`unavailable_reason` returns why. The C code has no dependencies except its own headers and the compiler's. It receives
+addresses and sizes.
 
 Kernels use the OpenMP runtime that torch has loaded, because two runtimes would compete for the cores. OpenMP threads
 do not survive a fork, and waiting for them would hang. Once a kernel is loaded, forked processes therefore run with
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -34,6 +36,9 @@ _KINDS: Mapping[str, Any] = {
     "d": ctypes.c_double,
 }
 _DIGEST = hashlib.sha256().digest_size
+_ALL_SECONDS = 7
+"""Time to compile the kernels of an engine with a draft head: measured, two cores of an AMD EPYC."""
+_log = logging.getLogger(__name__)
 
 Kernel = Callable[..., Any]
 
@@ -85,6 +90,11 @@ def unavailable_reason() -> str | None:
 
 
 @cache
+def _announce() -> None:
+    _log.info("compiling CPU kernels once, about %d s", _ALL_SECONDS)
+
+
+@cache
 def _alone_in_forks() -> None:
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
@@ -110,6 +120,7 @@ def _compiled(source: Path) -> Path:
     target = folder / f"{source.stem}-{name}.so"
     if target.exists() and _is_whole(target):
         return target
+    _announce()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / target.name
         command = [str(compiler), *_FLAGS, f"-I{_HEADERS}", str(source), "-x", "none", runtime, "-lm"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -17,6 +18,25 @@ if TYPE_CHECKING:
 def print_status(text: str) -> None:
     """Print a line to stderr and flush it."""
     print(f"bateleur: {text}", file=sys.stderr, flush=True)
+
+
+class _StatusHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print_status(record.getMessage())
+
+
+@contextmanager
+def announcing_compilation() -> Iterator[None]:
+    """Print to stderr when C kernels are compiled, which happens once per machine and takes seconds."""
+    logger, handler = logging.getLogger("bateleur.metadata.native"), _StatusHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from bateleur.runner.cli import bench, generate, reports, serve
-from bateleur.runner.cli.console import discard_stdout, name_in_errors, print_status
+from bateleur.runner.cli.console import announcing_compilation, discard_stdout, name_in_errors, print_status
 from bateleur.runner.cli.options import build_parser
 
 _COMMANDS = {
@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         args = build_parser().parse_args(argv)
-        return _COMMANDS[args.command](args)
+        with announcing_compilation():
+            return _COMMANDS[args.command](args)
     finally:
         with name_in_errors("stdout"):
             sys.stdout.flush()
