@@ -1,11 +1,14 @@
 .DEFAULT_GOAL := help
-.PHONY: help install figures format lint typecheck test bench model draft all
+.PHONY: help install docs figures format lint typecheck test bench model draft all
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
 
 install: ## Install the workspace into .venv, exactly as locked
 	uv sync --locked
+
+docs: ## Build the docs site in site/; a broken link is an error
+	uv run --isolated --only-group docs mkdocs build --strict
 
 format: ## Format and apply safe lint fixes
 	uv run ruff format .
@@ -23,8 +26,9 @@ figures: ## Make docs/performance.md, docs/scaling.md and docs/pictures of bench
 typecheck: ## mypy --strict
 	uv run mypy
 
-test: ## All tests (GPU tests run where there is a GPU)
+test: ## All tests: the fast ones, then the slow ones (GPU tests run where there is a GPU)
 	uv run pytest
+	uv run pytest -m slow
 
 bench: ## Throughput beside transformers, and host time per step
 	uv run python benchmarks/throughput.py
