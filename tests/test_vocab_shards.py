@@ -98,25 +98,25 @@ def penalised(own: Tensor, shard: VocabShard) -> object:
 
 TABLE: dict[str, Callable[[Tensor, VocabShard], object]] = {
     "argmax": argmax,
-    "draw": drawn(0.7, 0, 0, 1),
+    "sample": drawn(0.7, 0, 0, 1),
     "min_p": drawn(0.7, 0.1, 0, 1),
     "top_k": drawn(0.7, 0, 9, 1),
     "top_p": drawn(0.7, 0, 0, 0.9),
     "min_p, top_k and top_p": drawn(0.7, 0.01, 9, 0.9),
-    "COUPLED, as a draw": verified(Rule.COUPLED, "coupled"),
-    "RATIO, drafts by a function of the tokens": verified(Rule.RATIO, "one-hot"),
-    "RATIO, drafts drawn from logits that every rank has": verified(Rule.RATIO, "whole"),
-    "RATIO, drafts drawn from logits of parts": verified(Rule.RATIO, "parts"),
-    "BLOCK of 3 drafts, drawn from logits that every rank has": verified(Rule.BLOCK, "whole"),
-    "log probabilities, of the token and 5 others": told,
-    "rules of tokens, biases, bad words, grammars": ruled,
+    "COUPLED": verified(Rule.COUPLED, "coupled"),
+    "RATIO, deterministic drafts": verified(Rule.RATIO, "one-hot"),
+    "RATIO, drafts sampled from whole logits": verified(Rule.RATIO, "whole"),
+    "RATIO, drafts sampled from sharded logits": verified(Rule.RATIO, "parts"),
+    "BLOCK with 3 drafts, sampled from whole logits": verified(Rule.BLOCK, "whole"),
+    "log probabilities of the token and 5 others": told,
+    "token rules, biases, bad words, grammars": ruled,
     "penalties": penalised,
 }
 
 
 def told_in_docs() -> dict[str, list[int]]:
     page = (Path(__file__).parents[1] / "docs/parallel.md").read_text()
-    table = page[page.index("| what | bytes of a row of logits") :].partition("\n\n")[0]
+    table = page[page.index("| what | bytes per row of logits") :].partition("\n\n")[0]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
     return {name: [int(each.replace(",", "")) for each in cells] for name, *cells in lines[3:]}
 

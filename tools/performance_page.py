@@ -12,16 +12,14 @@ from performance.measured import measured_section
 from performance.model import launch_section, step_section
 
 _HEAD = """\
-# What steps cost
+# Costs of a step
 
 Written by `python tools/performance_page.py > docs/performance.md` from `benchmarks/results/*.json` and from
-`bateleur.runner.diagnose.step_costs`; do not edit. The pictures are those of `python tools/pictures.py`.
+`bateleur.runner.diagnose.step_costs`; do not edit. `python tools/pictures.py` draws the pictures.
 
-**Measured** is what stands under "Measured" and "Claims": on CPUs, in runs whose command stands beside each table.
-**Counted** are the operators under "Launches"; under "Kernels" registers and shared memory were compiled.
-**Arithmetic** is all else there, and all that stands under "A decode step by arithmetic". Nothing here has been
-measured on a GPU: [gpu.md](gpu.md) says how to, and `bateleur bench latency` prints the same bound beside the time of
-any checkpoint on any device, with the bandwidth of a plain read.
+"Measured" and "Claims" were measured on CPUs, with the command next to each table. "Launches" counts operators.
+"Kernels" was compiled. Everything else is arithmetic. Nothing here was measured on a GPU: [gpu.md](gpu.md) explains how
+to do it. `bateleur bench latency` prints the same bound next to the measured time, for any checkpoint and device.
 
 """
 

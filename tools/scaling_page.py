@@ -11,12 +11,11 @@ from performance.handover import handover_section
 from performance.ranks import ranks_section
 
 _HEAD = """\
-# Beyond one device
+# Costs of several devices
 
-Written by `python tools/scaling_page.py > docs/scaling.md`; do not edit. **Arithmetic** is what stands under "by
-arithmetic", on the sizes that are published and on data sheets. **Simulated** is what stands under "simulated": the
-project's own scheduler and prefix caches, whose steps take as long as a table of measured steps says. Nothing here has
-been measured on a GPU or on more than one machine.
+Written by `python tools/scaling_page.py > docs/scaling.md`; do not edit. Sections marked "by arithmetic" are computed
+from published model sizes and data sheets. Sections marked "simulated" run the project's scheduler and prefix caches
+with step times from a table of measured steps. Nothing here was measured on a GPU or on several machines.
 
 """
 

@@ -21,7 +21,7 @@ def claims_section() -> str:
         for row in record["claims"]
     ]
     says = (
-        f"What has to hold on a CPU, judged in one run ({source('claims-cpu')}; {record['machine']}, torch "
-        f"{record['torch']}). Figures that are off their bound are marked."
+        f"Bounds that must hold on a CPU, checked in one run ({source('claims-cpu')}; {record['machine']}, torch "
+        f"{record['torch']}). Figures outside their bound are marked."
     )
     return f"## Claims\n\n{says}\n\n" + table(["what", "bound", "measured"], rows)

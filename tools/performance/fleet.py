@@ -6,17 +6,17 @@ from performance.pictures import PICTURES
 from performance.results import result, source, table
 
 HEAD = """\
-## Who gets a request, simulated
+## Routing of requests, simulated
 
 ![{title}](pictures/fleet.svg)
 
-{says} Conversations share system prompts of unequal popularity, and every turn's prompt begins with all that was said
-before; {sessions:g} begin for each replica in a second, whatever the number of replicas, for {seconds:g} seconds. A
-replica has {tokens:,} tokens of keys and values and {pages} pages of states. Seconds are those of {costs}: a GPU's are
-others, and so is the load at which queues begin. ({source})
+{says} Conversations share system prompts of unequal popularity, and each turn's prompt begins with the earlier turns.
+For {seconds:g} seconds, {sessions:g} conversations per replica begin each second. A replica has memory for {tokens:,}
+tokens of keys and values, and {pages} state pages. Step times are those of {costs}; on a GPU they differ, and so does
+the load at which queues form. ({source})
 
-"Hits" are cached tokens of all that were asked for, "first token" the time from a request's arrival to its first token,
-and "busiest" how long the busiest replica computed, in averages of all.
+"Hits" is the share of prompt tokens found in the cache. "First token" is the time from the arrival of a request to its
+first token. "Busiest" is the busy time of the busiest replica, divided by the mean of all.
 
 """
 

@@ -17,12 +17,12 @@ WAYS = {"host memory": 55e9, "network": 45e9, "disk": 6e9}
 
 _RATES = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in WAYS.items())
 HEAD = f"""\
-## A prefix from elsewhere, by arithmetic
+## Transfer of a prefix, by arithmetic
 
-A prefix that another replica, host memory or a disk has is its keys and values and one recurrent state. Beside the
-time that its bytes take ({_RATES}: assumptions) stands the least
-time that computing it takes: the operations of its products and of causal attention, at {H100.flops_per_s / 1e12:.0f}
-TFLOP/s, which no prompt reaches. On one device; of several ranks each moves and computes its part.
+A cached prefix is its keys and values, and one recurrent state. The table compares the time to transfer it from host
+memory, another replica or a disk with the time to compute it. The rates are assumptions: {_RATES}. The
+computation has the operations of matrix products and causal attention, at {H100.flops_per_s / 1e12:.0f} TFLOP/s, which
+no prefill reaches. Both are for one device; with several ranks each transfers and computes its shard.
 """
 
 

@@ -10,10 +10,10 @@ from performance.results import result, source, table
 KERNELS = """\
 ## Kernels
 
-Steps of six published models, each with a layer of every kind and real widths, compiled for sm_90 with the arguments of
-their launches ({source}). The tables show what was redesigned in November 2026, before and after. Registers are
-ptxas's. Blocks are those that a multiprocessor holds at once. Instructions are the length of the machine code, not
-those that run. The record has every kernel of every step. Nothing here is a time.
+Kernels of six published models, each with one layer of every kind and real widths, compiled for sm_90 with the
+arguments of their launches ({source}). The tables compare kernels before and after their redesign in November 2026.
+Registers are those of ptxas. "Blocks" is the occupancy of a multiprocessor. "Instructions" is the length of the machine code.
+The record has every kernel of every step. No value is a time.
 
 """
 TRUNCATION = ("cut_kernel", "stats_kernel", "bracket_kernel", "collect_kernel", "threshold_kernel")
@@ -42,7 +42,7 @@ SHOWN = {
 }
 """By what they are for: model, step and kernels."""
 BYTES = """
-Bytes that these steps must read or write at least, by arithmetic:
+Minimum bytes that these steps read or write, by arithmetic:
 
 """
 

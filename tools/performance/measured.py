@@ -24,4 +24,6 @@ def _start() -> str:
         for row in record["results"]
     ]
     heads = ["process", "CPU seconds", "wall seconds", "of `import torch`"]
-    return f"### Start-up\n\nMedians of processes in turn ({source('start-cpu')}).\n\n" + table(heads, rows)
+    return f"### Start-up\n\nMedians of processes that take turns ({source('start-cpu')}).\n\n" + table(
+        heads, rows
+    )

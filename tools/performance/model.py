@@ -19,19 +19,19 @@ LAUNCH_US = 5.0
 STEP = f"""\
 ## A decode step by arithmetic
 
-What a step of a batch has to move, in bfloat16 with float32 states, behind {CONTEXT:,} tokens of context each, by
-`bateleur.runner.diagnose.step_costs`; and how long an {H100.name} takes at least, at {H100.bytes_per_s / 1e12:.2f} TB/s
-and {H100.flops_per_s / 1e12:.0f} TFLOP/s, which are its data sheet's. No part of this was measured. Counted are
+The tables show the bytes that a decode step moves, in bfloat16 with float32 states and {CONTEXT:,} tokens of context
+per request (`bateleur.runner.diagnose.step_costs`). The bound is the minimum time on an {H100.name} with the
+{H100.bytes_per_s / 1e12:.2f} TB/s and {H100.flops_per_s / 1e12:.0f} TFLOP/s of its data sheet. No part of this was
+measured. The counted bytes are
 
-* weights, once for all rows; of experts those that a step meets, if each token takes any of them at random;
-* keys and values of all rows, read, and those of the new tokens, written;
-* recurrent states under the default policy: of delta rules `slots`, which reads and writes one state; of the others
-  `fold`, where one state and its ring are read, a ring entry is written, and every
-  {{steps}}th step the state written anew;
-* activations: what goes in and out of every product, the residual stream once for each branch, and float32 logits.
+* weights, once for all rows; of experts only those that a step uses, with random routing;
+* reads of the keys and values of all rows, and writes of those of the new tokens;
+* recurrent states under the default policy. Delta rules use `slots`: one state is read and written. Others use `fold`:
+  one state and its ring are read, a ring entry is written, and every {{steps}}th step the state is written;
+* activations: inputs and outputs of every product, the residual stream once per branch, and float32 logits.
 
-Bytes and operations overlap, so the bound is the larger of the two; here it is always the bytes. The last column is
-what weights, keys, values and states take, of {H100.memory_bytes / 1e9:.0f} GB.
+Transfers and operations overlap, so the bound is the larger of the two. Here it is always the bytes. The last column is
+the memory of weights, keys, values and states, of {H100.memory_bytes / 1e9:.0f} GB.
 """
 
 
@@ -57,9 +57,13 @@ def step_section() -> str:
         ]
         parts.append(
             f"\n### {name}\n\n"
-            f"{held / 1e9:.1f} billion parameters, of which a token takes {active / 1e9:.1f}; {layers}. "
+            f"{held / 1e9:.1f} billion parameters, {active / 1e9:.1f} billion per token; {layers}. "
             f"A token of context takes {caches.token_bytes / 1024:.0f} KiB"
-            + (f", states {caches.page_bytes / 2**20:.0f} MiB a row at any length" if spec.recurrent else "")
+            + (
+                f", states take {caches.page_bytes / 2**20:.0f} MiB per row at any length"
+                if spec.recurrent
+                else ""
+            )
             + f".{_met(spec.mixers)}\n\n"
         )
         parts.append(table(_HEADS, rows))
@@ -93,15 +97,15 @@ def _met(mixers: tuple[object, ...]) -> str:
         return ""
     layer = layers[0]
     met = ", ".join(f"{experts_met(layer, batch):.0f} at batch {batch}" for batch in BATCHES)
-    return f" Of {layer.num_experts} experts a layer a step meets {layer.top_k} for each token: {met}."
+    return f" Each token uses {layer.top_k} of {layer.num_experts} experts per layer; a step uses {met}."
 
 
 LAUNCHES = f"""\
 ## Launches
 
-A step that runs as one graph is one launch. Without graphs the host launches every kernel, and where a step is short it
-is what bounds it: the operators of the network that CUDA gets were counted on narrow models of the same layers
-({{source}}), and {LAUNCH_US:.0f} us each is an assumption.
+A step in one CUDA graph is one launch. Without graphs the host launches every kernel, which limits short steps. The
+operators of the network were counted on narrow models with the same layers ({{source}}). {LAUNCH_US:.0f} us per launch
+is an assumption.
 
 """
 
@@ -125,5 +129,5 @@ def launch_section() -> str:
                 f"{eager / bound:.1f}",
             ]
         )
-    heads = ["model", "operators a step (counted)", "launched one by one", "bound at batch 1", "ratio"]
+    heads = ["model", "operators per step (counted)", "launched one by one", "bound at batch 1", "ratio"]
     return LAUNCHES.format(source=source("launches")) + table(heads, rows)

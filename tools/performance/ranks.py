@@ -23,15 +23,15 @@ COLLECTIVE_US = 8.0
 HEAD = f"""\
 ## Ranks of a model, by arithmetic
 
-Every layer gets the whole of the residual stream and ends with one sum over the ranks
-(`bateleur.runner.models.sharding`); so does the embedding, and a norm over lanes of several ranks has a sum of squares
-more. A sum over N ranks moves 2 (N - 1) / N of its bytes into each and out of each, at {NVLINK / 1e9:.0f} GB/s each
-way, and takes {COLLECTIVE_US:.0f} us at least, which is an assumption. What a rank reads is counted as in
-[performance.md](performance.md), for its part of the model, in bfloat16 behind {CONTEXT:,} tokens of context each, at
-{H100.bytes_per_s / 1e12:.2f} TB/s. Sums and reads are not overlapped here. Nothing of this was measured.
+Each layer reads the whole residual stream and ends with one sum over the ranks (`bateleur.runner.models.sharding`). The
+embedding has a sum, too, and a norm over lanes of several ranks has one more, of squares. A sum over N ranks moves
+2 (N - 1) / N of its bytes into and out of each rank, at {NVLINK / 1e9:.0f} GB/s each way. It takes at least
+{COLLECTIVE_US:.0f} us, which is an assumption. The bytes that a rank reads are counted as in
+[performance.md](performance.md), for its shard of the model, in bfloat16 with {CONTEXT:,} tokens of context per
+request, at {H100.bytes_per_s / 1e12:.2f} TB/s. Sums and reads do not overlap here. Nothing of this was measured.
 
-Weights divide evenly but for norms and routers; keys and values as far as there are heads (fewer heads than ranks are
-held by several), and states of Mamba-2 but for B and C where groups are fewer than ranks.
+All weights except norms and routers divide evenly. Keys and values divide by heads; with fewer heads than ranks,
+several ranks hold the same head. States of Mamba-2 divide, except B and C if there are fewer groups than ranks.
 """
 
 
@@ -59,14 +59,20 @@ def ranks_section() -> str:
             rows.append(
                 [str(size), *(_cell(model.spec, size, *pair) for pair in zip(BATCHES, steps, strict=True))]
             )
-        parts.append(f"\n### {name}\n\nEach rank holds:\n\n")
+        parts.append(f"\n### {name}\n\nMemory of each rank:\n\n")
         parts.append(table(_HELD, held))
-        parts.append("\nA decode step takes at least, reading and summing:\n\n")
+        parts.append("\nMinimum time of a decode step, for reads and sums:\n\n")
         parts.append(table(["ranks", *(f"batch {batch}" for batch in BATCHES)], rows))
     return "".join(parts)
 
 
-_HELD = ["ranks", "GB of weights", "KiB of keys and values a token", "MiB of states a row", "sums a step"]
+_HELD = [
+    "ranks",
+    "GB of weights",
+    "KiB of keys and values per token",
+    "MiB of states per row",
+    "sums per step",
+]
 
 
 def _cell(spec: ModelSpec, size: int, batch: int, step: StepPart) -> str:
