@@ -222,8 +222,16 @@ def llm(make_llm: Callable[..., Any]) -> Any:
     return make_llm()
 
 
+SLOW_FIXTURES = {"in_interpreter", "forked_ranks", "server", "chat_server", "agent_server"}
+"""Triton's interpreter, ranks in processes, and live servers: every test that uses one of these fixtures is slow."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that in the end no worker waits long for another."""
+    """Mark the users of slow fixtures, and start the longest tests first, so that no worker waits for the last one."""
+    for item in items:
+        if SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: "in_interpreter" not in getattr(item, "fixturenames", ()))
 
 

@@ -42,6 +42,7 @@ def test_parts_of_a_step_are_measured_by_requests(drafts: int) -> None:
     assert {*host_step.prefixes(2, 600)} == {"hash_us", "lookup_us"}
 
 
+@pytest.mark.slow
 def test_speculation_is_compared_with_requests_in_a_queue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,7 @@ def test_states_are_counted_by_hand(drafts: int) -> None:
             assert (5 if model.kind.__name__ == "Mamba2" else 4.5) * fold <= slots
 
 
+@pytest.mark.slow
 def test_mamba_benchmark_runs_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +171,7 @@ def test_growth_is_measured_with_everything_found(tmp_path: Path, monkeypatch: p
     assert [row["waiting"] for row in written["waiting"]] == [0, 10]
 
 
+@pytest.mark.slow
 def test_what_a_step_launches_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     kernels, result = load("kernels"), tmp_path / "kernels.json"

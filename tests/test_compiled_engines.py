@@ -34,6 +34,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from performance.published import MODELS  # noqa: E402
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
     ),

@@ -114,6 +114,7 @@ def z_of(tokens: Tensor) -> float:
 # ---- laws
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", ["plain", "ragged", "reduced"])
 def test_the_joint_law_is_the_target_s(make: Callable[..., LLM], rule: str, case: str) -> None:
@@ -130,6 +131,7 @@ def test_the_joint_law_is_the_target_s(make: Callable[..., LLM], rule: str, case
     assert 0.1 < acceptance.kept[0] / acceptance.tried[0] < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_control_noise_shared_with_the_target_is_found(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +142,7 @@ def test_control_noise_shared_with_the_target_is_found(
     assert z_of(sample(make(rule))) > WRONG
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_control_drafts_from_another_law_than_declared_are_found(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
@@ -200,6 +203,7 @@ def undrafted(make: Callable[..., LLM]) -> tuple[Tensor, Tensor]:
     return histogram(make()), histogram(make(), frequency_penalty=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_penalties_and_truncation_are_part_of_the_law(
     make: Callable[..., LLM], undrafted: tuple[Tensor, Tensor], rule: str
@@ -210,6 +214,7 @@ def test_penalties_and_truncation_are_part_of_the_law(
     assert two_samples(drafted, other) > WRONG
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_what_may_not_be_drawn_is_part_of_the_law(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch
@@ -250,6 +255,7 @@ def two_samples(left: Tensor, right: Tensor) -> float:
 # ---- how much is accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_as_many_drafts_are_accepted_as_the_laws_say(
     make: Callable[..., LLM], rule: str, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ def begun(output: Path) -> Counter[str]:
     return Counter(line["step"] for line in lines_of(output) if line.get("event") == "begin")
 
 
+@pytest.mark.slow
 def test_a_run_ends_and_a_second_one_resumes(tmp_path: Path) -> None:
     done = command(tmp_path, *STEPS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -131,6 +132,7 @@ for _ in range(9000):
 """
 
 
+@pytest.mark.slow
 def test_a_bad_step_costs_only_itself(tmp_path: Path, run: ModuleType) -> None:
     """One step exits, one is killed, one hangs with a child in another process group, one floods the log."""
     from benchmarks.gpu.plan import Step, Wave
@@ -183,6 +185,7 @@ def ended(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_what_had_no_time_runs_when_the_run_is_resumed(tmp_path: Path, run: ModuleType) -> None:
     from benchmarks.gpu.plan import Step, Wave
     from benchmarks.gpu.report import failed_steps, summary
@@ -270,6 +273,7 @@ def test_some(i):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("seconds", "passed"), [(600, 1), (-1, 0)])
 def test_results_of_tests_reach_the_runner(tmp_path: Path, seconds: int, passed: int, workers: int) -> None:
@@ -310,6 +314,7 @@ sys.exit(pytest.main([*line.split(), "-o", "addopts=--import-mode=importlib --st
 """
 
 
+@pytest.mark.slow
 def test_gpu_tests_are_collected_without_the_packages_that_a_gpu_machine_lacks() -> None:
     """Every GPU test is also part of a step."""
     from benchmarks.gpu.plan import test_paths

@@ -90,6 +90,7 @@ def never(setup: EngineSetup) -> int:
     raise AssertionError("nothing is measured where somebody says how large caches are, or on a CPU")
 
 
+@pytest.mark.slow
 def test_steps_and_all_graphs_are_counted_and_caches_are_not(
     open_setup: Callable[..., EngineSetup], device: Device
 ) -> None:
@@ -110,6 +111,7 @@ def test_steps_and_all_graphs_are_counted_and_caches_are_not(
     assert not device.caches, "the trial is gone"
 
 
+@pytest.mark.slow
 def test_what_the_trial_leaves_behind_is_counted(
     open_setup: Callable[..., EngineSetup], device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +127,7 @@ def test_what_the_trial_leaves_behind_is_counted(
     assert needed_bytes(setup, device) == clean + 2 * 5000, "it takes as much again in the engine itself"
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_names_what_to_choose(
     open_setup: Callable[..., EngineSetup], device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +145,7 @@ def test_a_step_that_does_not_fit_names_what_to_choose(
     assert not device.caches
 
 
+@pytest.mark.slow
 def test_the_largest_steps_are_run(
     open_setup: Callable[..., EngineSetup], device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +177,7 @@ class Own:
     propose = admit
 
 
+@pytest.mark.slow
 def test_a_drafter_of_the_users_own_does_not_take_part(
     open_setup: Callable[..., EngineSetup], device: Device
 ) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from bateleur.metadata import native
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, os, sys
 from pathlib import Path

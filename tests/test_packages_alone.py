@@ -44,6 +44,7 @@ def readme_example(name: str) -> str:
     return text.split("```python\n", 1)[1].split("```", 1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
 def test_wheel_alone_runs_its_readme_example(
     name: str, wheels: dict[str, Path], fresh_without_workspace: Run, tmp_path: Path
@@ -78,6 +79,7 @@ def test_each_package_needs_only_what_it_declares(
         assert "No module named 'bateleur." in printed
 
 
+@pytest.mark.slow
 def test_wheels_give_the_command_in_a_clean_environment(wheels: dict[str, Path], tmp_path: Path) -> None:
     """All five packages, installed as a user would, with third-party packages only."""
     env = tmp_path / "env"

@@ -76,6 +76,7 @@ def test_a_third_of_the_cells_has_every_combination_of_three_choices() -> None:
         assert seen == {tuple(cell[i] for i in three) for cell in PRODUCT}
 
 
+@pytest.mark.slow
 def test_every_cell_says_what_a_plain_engine_says(
     recurrent: Callable[[str], tuple[Path, Texts]],
     turns: Callable[[str], list[Turn]],

@@ -78,6 +78,7 @@ def test_the_training_network_is_the_same_function(monkeypatch: pytest.MonkeyPat
     assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
+@pytest.mark.slow
 def test_held_out_text_is_compressed_as_the_record_says(
     record: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

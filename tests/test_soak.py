@@ -13,6 +13,8 @@ from bateleur.eagle import DraftContext
 from bateleur.runner import LLM, CompletionOutput, SamplingParams
 from eagle_doubles.drafters import ScriptedDrafter
 
+pytestmark = pytest.mark.slow
+
 
 def random_request(random: Random) -> tuple[list[int], SamplingParams]:
     """A prompt of 1 to 40 ids, often with the beginning of another, and parameters of every kind."""

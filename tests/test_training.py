@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 TOOLS = Path(__file__).parents[1] / "tools"
 
 

@@ -17,6 +17,7 @@ attention = pytest.importorskip("bateleur.metadata.kernels.attention", reason="t
 from bateleur.metadata.backends import _launch_config  # noqa: E402
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has"),
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning"),
 ]

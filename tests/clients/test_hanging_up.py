@@ -15,6 +15,8 @@ from urllib.request import urlopen
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 psutil = pytest.importorskip("psutil", reason="needs the package psutil")
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"

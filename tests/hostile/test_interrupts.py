@@ -255,6 +255,7 @@ def everywhere() -> Interrupter:
     return Interrupter()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_step_interrupted_at_every_place(
     make: Callable[[str], LLM], everywhere: Interrupter, name: str

@@ -12,8 +12,8 @@ KERNELS = """\
 
 Kernels of six published models, each with one layer of every kind and real widths, compiled for sm_90 with the
 arguments of their launches ({source}). The tables compare kernels before and after their redesign in November 2026.
-Registers are those of ptxas. "Blocks" is the occupancy of a multiprocessor. "Instructions" is the length of the machine code.
-The record has every kernel of every step. No value is a time.
+Registers are those of ptxas. "Blocks" is the occupancy of a multiprocessor. "Instructions" is the length of the
+machine code. The record has every kernel of every step. No value is a time.
 
 """
 TRUNCATION = ("cut_kernel", "stats_kernel", "bracket_kernel", "collect_kernel", "threshold_kernel")

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # The program of each process. All processes draw the same steps of all ranks, so each can compute the expected result.
 RANK = r"""
 import random, sys

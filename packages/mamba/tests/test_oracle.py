@@ -32,6 +32,7 @@ def found(planner: Planner, which: Case) -> dict[str, int]:
     return {kind: count for kind, count in sim.found.items() if count}
 
 
+@pytest.mark.slow
 def test_twenty_thousand_requests():
     report = run(20_000)
     assert report.runs >= 20_000

@@ -211,6 +211,7 @@ def test_the_file_is_read_as_the_engine_needs_it(files: Files) -> None:
     assert max(ahead) <= 2 * files.llm.limits.max_num_seqs
 
 
+@pytest.mark.slow
 def test_ids_cost_sixteen_bytes_a_line_and_passes_nothing(tmp_path: Path) -> None:
     path, count = tmp_path / "in.jsonl", 5000  # more than the tuples that Python keeps for others
     path.write_text("".join(f'{{"prompt": "x", "id": "number {i}"}}\n' for i in range(count)))

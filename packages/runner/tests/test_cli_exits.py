@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FAKE = str(Path(__file__).parent / "fake_llm.py")
 ENV = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 """So that stdout has a buffer, as it has for a user."""

@@ -171,6 +171,7 @@ def run(found: Explanation, name: str, temperature: float = 0.0) -> Run:
     return only
 
 
+@pytest.mark.slow
 def test_a_good_head_is_found_to_be_right(write: Writer) -> None:
     """It knows all answers, on graphs or without."""
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_backend": "recorded"}
@@ -187,6 +188,7 @@ def test_a_good_head_is_found_to_be_right(write: Writer) -> None:
     assert found.vocabulary_share == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tap", "declared", "remedy"),
     [(LAST, LAST - 1, "taps + 1"), (TAP, TAP + 1, "taps - 1")],
@@ -198,6 +200,7 @@ def test_d1_taps_that_are_off_by_one(write: Writer, tap: int, declared: int, rem
     assert run(found, ENGINE).acceptance[0] < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shipped_draft().is_dir(), reason="there is no shipped head")
 def test_d1_taps_of_a_trained_head_that_costs_little_when_they_are_off_by_one(tmp_path: Path) -> None:
     """Neighbouring boundaries hold nearly the same: as many first drafts are right, only their laws tell."""
@@ -210,6 +213,7 @@ def test_d1_taps_of_a_trained_head_that_costs_little_when_they_are_off_by_one(tm
     assert "taps + 1" in found.conclusions[0]
 
 
+@pytest.mark.slow
 def test_d2_the_wrong_side_of_the_last_norm_is_recycled(write: Writer) -> None:
     found = explain(None, write(lambda config, _: config["eagle_config"].update(norm_output=True)), **SHORT)
     assert found.causes == ("norm",)
@@ -217,6 +221,7 @@ def test_d2_the_wrong_side_of_the_last_norm_is_recycled(write: Writer) -> None:
     assert run(found, ENGINE).acceptance[0] == 1
 
 
+@pytest.mark.slow
 def test_the_first_residual_starts_from_the_wrong_state(write: Writer) -> None:
     found = explain(
         None, write(lambda config, _: config["eagle_config"].update(norm_before_residual=True)), **SHORT
@@ -225,6 +230,7 @@ def test_the_first_residual_starts_from_the_wrong_state(write: Writer) -> None:
     assert "first residual from the plain hidden state" in found.conclusions[0]
 
 
+@pytest.mark.slow
 def test_a_head_that_was_not_unrolled_collapses(write: Writer) -> None:
     """What it gives on is not the state that it was made for."""
     found = explain(None, write(tap=TAP), **SHORT)
@@ -232,6 +238,7 @@ def test_a_head_that_was_not_unrolled_collapses(write: Writer) -> None:
     assert "the acceptance rate of draft 2 is" in found.conclusions[0]
 
 
+@pytest.mark.slow
 def test_a_reduced_vocabulary_is_the_upper_bound(
     write: Writer, texts: tuple[list[RecordedText], Any]
 ) -> None:
@@ -244,6 +251,7 @@ def test_a_reduced_vocabulary_is_the_upper_bound(
     assert tokens_per_step(found)["as declared"] <= 1 + 3 * 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proof", ["too large", "t2d", "none"])
 def test_d4_a_table_of_ids_in_place_of_offsets(
     write: Writer, texts: tuple[list[RecordedText], Any], proof: str
@@ -269,6 +277,7 @@ def test_d4_a_table_of_ids_in_place_of_offsets(
     json.dumps(found.as_dict(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_an_accepted_draft_that_is_dropped_is_bookkeeping(
     write: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +294,7 @@ def test_an_accepted_draft_that_is_dropped_is_bookkeeping(
     assert re.search(r"always right gives \d\.\d\d tokens per step instead of 4", found.conclusions[0])
 
 
+@pytest.mark.slow
 def test_e1_a_chain_on_stale_metadata_is_bookkeeping(write: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone the head is as good as ever, and so is a drafter without a model: only both together tell."""
     build = PagedAttentionBuilder.build
@@ -300,6 +310,7 @@ def test_e1_a_chain_on_stale_metadata_is_bookkeeping(write: Writer, monkeypatch:
     assert "draft 3 is the first with a lower rate: the engine's later draft pass" in found.conclusions[0]
 
 
+@pytest.mark.slow
 def test_b3_a_wrong_token_in_the_first_pass_is_bookkeeping(
     write: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +325,7 @@ def test_b3_a_wrong_token_in_the_first_pass_is_bookkeeping(
     assert "draft 1 is the first with a lower rate: the engine's first draft pass" in found.conclusions[0]
 
 
+@pytest.mark.slow
 def test_random_weights_are_just_not_better(write: Writer) -> None:
     def scramble(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -551,6 +551,7 @@ def written(name: str, values: dict[str, Any], *, python: bool) -> str:
 # --- cost ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hostile",
     [

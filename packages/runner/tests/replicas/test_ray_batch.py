@@ -21,7 +21,10 @@ import pytest
 
 from bateleur.runner.cli import main
 
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="bateleur-runner[ray] is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("ray") is None, reason="bateleur-runner[ray] is not installed"),
+]
 
 REQUESTS = [
     *({"id": f"r{n}", "prompt": f"def function_{n}(", "max_tokens": 6, "temperature": 0} for n in range(6)),

@@ -11,6 +11,7 @@ from bateleur.runner.cli import main
 SHORT = ["--num-prompts", "4", "--random-input-len", "12", "--random-output-len", "4", "--num-iters", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "conversations"])
 def test_a_server_is_asked_as_requests_arrive(
     live_server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
