@@ -413,6 +413,7 @@ def test_greedy_rows_are_plain_decoding(
     assert found == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", ["few rows", "prefixes", "preempted", "graphs"])
 def test_a_request_has_the_tokens_that_it_has_alone(
@@ -431,6 +432,7 @@ def test_a_request_has_the_tokens_that_it_has_alone(
     assert (llm.get_metrics().num_preemptions > 10) == (case == "preempted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", ["prefixes", "preempted", "graphs"])
 def test_steps_that_are_prepared_ahead_test_the_same_drafts(
@@ -456,6 +458,7 @@ def test_policies_under_which_seeds_do_not_decide_are_named(make: Callable[..., 
     make("coupled", draft_policy=policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "policy"), [("ratio", True), ("block", False)])
 def test_graphs_give_the_tokens_of_eager_passes(make: Callable[..., LLM], rule: str, policy: bool) -> None:
     """Drafts of different lengths and of one length; those of a rule and of a policy have graphs of their own."""

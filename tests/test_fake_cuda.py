@@ -37,6 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning"),
 ]
 
+SLOW = pytest.mark.slow
 # The first prompt takes two steps, the second joins it, the third can share its pages.
 PROMPTS = [range(10, 43), [5], range(10, 43)]
 PLAIN = [
@@ -68,11 +69,11 @@ def finish(cuda: Any, llm: LLM, *, max_tokens: int = 4, **params: Any) -> None:
         pytest.param({"attention_backend": "torch"}, id="torch-attention"),
         pytest.param(SLOTS, id="slots"),
         pytest.param(DRAFTS | SLOTS, id="drafts-slots"),
-        pytest.param(DRAFTS | {"speculative_rule": "ratio"}, id="drafts-ratio"),
-        pytest.param(DRAFTS | {"speculative_rule": "block"}, id="drafts-block"),
-        pytest.param(DRAFTS | {"draft_policy": {1: 1, 2: 2}}, id="drafts-mapping"),
-        pytest.param(DRAFTS | {"draft_policy": "auto"}, id="drafts-auto"),
-        pytest.param(PREFIX | DRAFTS, id="prefix-drafts"),
+        pytest.param(DRAFTS | {"speculative_rule": "ratio"}, id="drafts-ratio", marks=SLOW),
+        pytest.param(DRAFTS | {"speculative_rule": "block"}, id="drafts-block", marks=SLOW),
+        pytest.param(DRAFTS | {"draft_policy": {1: 1, 2: 2}}, id="drafts-mapping", marks=SLOW),
+        pytest.param(DRAFTS | {"draft_policy": "auto"}, id="drafts-auto", marks=SLOW),
+        pytest.param(PREFIX | DRAFTS, id="prefix-drafts", marks=SLOW),
         pytest.param(PREFIX | DRAFTS | SLOTS | {"mamba_cache_mode": "align"}, id="prefix-drafts-slots-align"),
     ],
 )
@@ -102,7 +103,12 @@ def test_what_leaves_the_device_and_comes_back_is_not_waited_for(
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, DRAFTS | PREFIX, DRAFTS | GRAPHS], ids=["plain", "drafts", "graphs"]
+    "settings",
+    [
+        pytest.param({}, id="plain", marks=SLOW),
+        pytest.param(DRAFTS | PREFIX, id="drafts", marks=SLOW),
+        pytest.param(DRAFTS | GRAPHS, id="graphs"),
+    ],
 )
 def test_a_steady_step_sends_one_copy_of_counts_and_new_blocks(cuda: Any, settings: dict[str, Any]) -> None:
     """256 rows, some with a long context: the bytes depend on the number of rows, not on their length."""
@@ -310,9 +316,9 @@ def test_no_request_is_the_first_to_launch_a_form_of_a_draw(
     "settings",
     [
         pytest.param({}, id="plain"),
-        pytest.param(DRAFTS, id="drafts"),
-        pytest.param(DRAFTS | SLOTS | PREFIX, id="drafts-slots-prefix"),
-        pytest.param(DRAFTS | ALL_STEPS, id="drafts-graphs"),
+        pytest.param(DRAFTS, id="drafts", marks=SLOW),
+        pytest.param(DRAFTS | SLOTS | PREFIX, id="drafts-slots-prefix", marks=SLOW),
+        pytest.param(DRAFTS | ALL_STEPS, id="drafts-graphs", marks=SLOW),
     ],
 )
 def test_arguments_of_kernels_begin_at_16_bytes(cuda: Any, settings: dict[str, Any]) -> None:

@@ -96,7 +96,10 @@ class Either(NoDrafts):
         return self.inner.propose(context)
 
 
-@pytest.mark.parametrize(("policy", "graphs"), [("fold", "FULL_AND_PIECEWISE"), ("slots", "NONE")])
+@pytest.mark.parametrize(
+    ("policy", "graphs"),
+    [("fold", "FULL_AND_PIECEWISE"), pytest.param("slots", "NONE", marks=pytest.mark.slow)],
+)
 def test_prefixes_drafts_and_graphs_at_once(
     family: tuple[Path, list[list[int]]], policy: str, graphs: str
 ) -> None:

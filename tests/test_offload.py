@@ -68,7 +68,12 @@ def cold(engine: Callable[..., LLM]) -> Callable[[str], list[list[list[int]]]]:
 
 @pytest.mark.parametrize(
     ("kind", "graphs"),
-    [*((kind, {}) for kind in KINDS), *((kind, GRAPHS) for kind in ("attention", "fold", "head-slots"))],
+    [
+        ("attention", {}),
+        ("fold", GRAPHS),
+        *(pytest.param(kind, {}, marks=pytest.mark.slow) for kind in KINDS if kind != "attention"),
+        *(pytest.param(kind, GRAPHS, marks=pytest.mark.slow) for kind in ("attention", "head-slots")),
+    ],
 )
 def test_tokens_are_those_of_an_engine_that_shares_nothing(
     engine: Callable[..., LLM],

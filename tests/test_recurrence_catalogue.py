@@ -22,6 +22,8 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from scripted import RECURRENCES, Patterned, Texts, asked, ids
 
+pytestmark = pytest.mark.slow
+
 BLOCK, KV_BLOCK = 8, 4
 """Tokens between state boundaries, and of a KV block."""
 K = 3

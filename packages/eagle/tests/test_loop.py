@@ -108,6 +108,7 @@ def test_drafts_are_those_of_the_head_from_scratch(name: str) -> None:
         model_drafts = tokens[-3:].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Rule.RATIO, Rule.BLOCK])
 @pytest.mark.parametrize("declared", [1.0, 2.0])
 def test_the_other_rules_keep_the_law_that_is_declared(
