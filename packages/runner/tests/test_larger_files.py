@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_text_model(pair: tuple[Path, Any], driver: Any)
 
 @pytest.mark.parametrize("published", [True, False])
 def test_logits_of_gemma_in_both_layouts(tiny: Any, tmp_path: Path, driver: Any, published: bool) -> None:
-    """transformers writes the names of published files; in its memory, and in files of others, they begin alike."""
+    """transformers saves the published names; other tools save the names of its modules."""
     tokens = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92, "mm_tokens_per_image": 4}
     folder, theirs = made(tiny, tmp_path, "gemma3", "gemma3_text", vision_config=SEEN, **tokens)
     file = folder / "model.safetensors"

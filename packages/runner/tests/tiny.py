@@ -344,7 +344,7 @@ EVEN: dict[str, dict[str, Any]] = {
 }
 """Sizes of tiny models that four ranks can share."""
 ALIKE = frozenset(("granite", "mistral", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"))
-"""Families of layers that other families have: what starts processes for each family leaves these out."""
+"""Families whose layers other families have; tests that start processes per family skip these."""
 
 
 def transformers_before(*version: int) -> bool:

@@ -49,7 +49,7 @@ def read_experts(
 def sparse_layers(
     fields: ConfigFields, blocks: Sequence[Layer], mlp: MlpLayer, experts: ExpertsLayer
 ) -> tuple[Layer, ...]:
-    """Each of the `blocks`, then `experts`, or `mlp` where Qwen's `mlp_only_layers` or `decoder_sparse_step` say so."""
+    """Each block, followed by `experts`, or by `mlp` if `mlp_only_layers` or `decoder_sparse_step` say so."""
     dense, step = fields["mlp_only_layers"], fields["decoder_sparse_step"]
     if bad := [i for i in dense if i >= len(blocks)]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What each field of a Hugging Face configuration may be, whichever family has it."""
+"""Checks of configuration fields, common to all families."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ CHECKS = {name: check for names, check in _RULES for name in names.split()}
 
 
 _NESTED = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "linear_attn_config")
-"""Objects in a configuration whose fields are checked too; those of rotary embedding may hold one by kind of layer."""
+"""Nested objects whose fields are checked too. Rotary parameters may hold one object per layer type."""
 
 
 def check_fields(config: Mapping[str, Any]) -> None:

@@ -121,8 +121,8 @@ class ConfigFields:
         lengths: tuple[int, int] | None = None,
         **more: Any,
     ) -> ModelSpec:
-        """The model of these layers, with what all have under the same names. norm_eps: the field. lengths: the longest
-        request by default, and the longest that a user may choose, if no field says so.
+        """The model of these layers, with what all have under the same names. norm_eps: the field. lengths:
+        default and maximum request length, if no field has them.
         """
         longest, scaled = lengths or self._lengths()
         return ModelSpec(
@@ -156,7 +156,7 @@ class ConfigFields:
         """Rotary embedding from `rope_parameters`, as transformers computes it.
 
         partial: whether the plain kind of this family heeds `partial_rotary_factor`; the scaled kinds always do.
-        layer_type: the kind of layers whose parameters these are, if each kind has its own.
+        layer_type: entry of `rope_parameters` to read, if it has one per layer type.
         """
         parameters = self.raw("rope_parameters") or {}
         if layer_type is not None:

@@ -60,9 +60,9 @@ class Part:
     stored: tuple[int, ...] | None = None
     """Its shape in the file, where that is another of as many entries."""
     axis: int = 0
-    """Of the rows that `pieces` are of: 1 in a weight of one matrix or vector for each expert."""
+    """Axis of the rows that `pieces` reorders: 1 in a weight with one matrix or vector per expert."""
     transposed: bool = False
-    """Whether the file has rows and columns, the last two axes, the other way round."""
+    """Whether the checkpoint stores the last two axes swapped."""
     expert: int | None = None
     """Of a weight that is one matrix for each expert, the matrix that is meant; None means all."""
     instead: Mapping[str, Part] = field(default_factory=dict)

@@ -37,7 +37,7 @@ from bateleur.runner.utils.json_file import read_json
 _KINDS = frozenset(("linear_attention", "full_attention", "mlp", "moe", "conv"))
 """Names that transformers has for kinds of layers now."""
 _FOREIGN = ("image_token_id", "image_token_index", "video_token_id")
-"""Fields that name the token in whose place a model puts an image or a video."""
+"""Fields with the placeholder tokens of images and videos."""
 _LONGEST_REASON = 240
 """Characters of what transformers says of a configuration."""
 

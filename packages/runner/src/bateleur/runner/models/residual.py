@@ -36,7 +36,7 @@ class Residual:
     """Each mixer, what the names of its weights begin with, and the factor on what it returns."""
     norm_last: bool = False
     output_norm: RMSNorm | None = None
-    """Of what the mixer returns, beside that in front of it."""
+    """Norm of the mixer's output; None for none."""
 
     @classmethod
     def of(

@@ -41,7 +41,7 @@ class AttentionLayer:
     gated: bool = False
     """Whether the projection makes a gate as wide as the queries, whose sigmoid multiplies what attention returns."""
     sinks: bool = False
-    """Whether every query sees a key without a value too, whose score is a weight of the query's head."""
+    """Whether each head has an attention sink: a learned score of a key without a value."""
     of_heads: tuple[int, int] | None = None
     """Of a part of a layer, how many heads of queries and of keys the layer has, whose whole norms it takes part in."""
 
@@ -238,7 +238,7 @@ class ParallelLayer:
     norm_last: bool = False
     """Whether they read the stream itself, and what they return is normalised instead."""
     output_norm: bool = False
-    """Whether what they return is normalised too, by a norm of its own."""
+    """Whether a second norm is applied to what the part returns."""
 
     def __post_init__(self) -> None:
         if (self.norm_last or self.output_norm) and len(self.parts) > 1:
@@ -273,7 +273,7 @@ class ModelSpec:
     norm_eps: float
     embedding_multiplier: float = 1.0
     rounds_multiplier: bool = False
-    """Whether that is rounded to the model's dtype before embeddings are multiplied by it, as in Gemma."""
+    """Whether the multiplier is rounded to the model's dtype first, as in Gemma."""
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     tie_word_embeddings: bool = False

@@ -94,7 +94,7 @@ WINDOW_KINDS = ("full_attention", "sliding_attention")
 def read_windows(
     fields: ConfigFields, attention: AttentionLayer, **windowed: Any
 ) -> tuple[AttentionLayer, ...]:
-    """A layer of this attention for each of `layer_types`. windowed: other fields of those with a sliding window."""
+    """One attention layer per entry of `layer_types`. windowed: fields that sliding-window layers replace."""
     kinds, made = fields.raw("layer_types") or (), {"full_attention": attention}
     if "sliding_attention" in kinds:
         made["sliding_attention"] = replace(attention, sliding_window=fields["sliding_window"], **windowed)
@@ -105,5 +105,5 @@ def read_windows(
 
 
 def followed(blocks: Sequence[Layer], *behind: Layer) -> tuple[Layer, ...]:
-    """Each of the blocks, and the same layers behind it."""
+    """Each block, followed by the layers `behind`."""
     return tuple(layer for block in blocks for layer in (block, *behind))

@@ -1,4 +1,4 @@
-"""Gemma 3: attention with a sliding window in most layers, then a gated MLP, each between two norms."""
+"""Gemma 3: attention with a sliding window in most layers, then a gated MLP; norms before and after each."""
 
 from __future__ import annotations
 

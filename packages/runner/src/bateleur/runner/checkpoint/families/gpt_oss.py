@@ -24,7 +24,7 @@ _STORED = {
     "up_bias": _ALTERNATE,
     "down_proj": partial(replace, transposed=True),
 }
-"""How files have weights of experts: columns first, and rows of the gate and the others by turns."""
+"""How checkpoints store expert weights: transposed, with gate and up rows interleaved."""
 
 
 def _read_spec(fields: ConfigFields) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Mamba-2: a mixer in every layer, and nothing else; positions have no end."""
+"""Mamba-2: one mixer per layer, without attention, MLP or position limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIELDS = MAMBA_FIELDS | {
     "state_size": "state_size",
 }
 _LENGTHS = 2048, (1 << 31) - 1
-"""Tokens of a request by default, as in vLLM, and at most: no field says how long texts of the training were."""
+"""Default and maximum request length in tokens. The configuration has no limit; the default is vLLM's."""
 
 
 def _read_spec(fields: ConfigFields) -> ModelSpec:
