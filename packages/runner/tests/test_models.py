@@ -309,6 +309,14 @@ def test_bfloat16_is_as_near_as_transformers(
     assert 0.0 < torch.cat(our_errors).median() < 1.15 * torch.cat(their_errors).median()
 
 
+def test_only_gemma_rounds_its_multiplier_to_the_dtype(tiny_checkpoint: Any) -> None:
+    """As transformers does: sqrt(48) = 6.928 is 6.9375 in bfloat16."""
+    for family, wanted in (("gemma3_text", 6.9375), ("granite", 3.3)):
+        path, _ = tiny_checkpoint(family, **({"embedding_multiplier": 3.3} if family == "granite" else {}))
+        model = load_model(open_checkpoint(path), torch.bfloat16, "cpu")
+        assert model._multiplier == wanted
+
+
 def test_rotary_table_grows_and_keeps_its_rows(tiny_checkpoint: Any) -> None:
     path, _ = tiny_checkpoint("llama")
     model = load_model(open_checkpoint(path), torch.float32, "cpu")
