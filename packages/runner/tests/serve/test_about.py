@@ -85,6 +85,11 @@ def test_bodies_are_described(make_client: Callable[..., Any]) -> None:
     assert "prompt" in fields("/v1/completions")
     assert "previous_response_id" in fields("/v1/responses")
     assert fields("/v1/messages").keys() > fields("/v1/messages/count_tokens").keys()
+    bodies = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
+    assert {path for path, methods in paths.items() if "post" in methods} - bodies == {
+        "/ping",
+        "/v1/responses/{response_id}/cancel",
+    }
     assert {"/v1/models", "/health", "/tokenize", "/v1/responses/{response_id}/cancel"} <= paths.keys()
     silent = make_client(disable_fastapi_docs=True)
     assert [silent.ask(path).status_code for path in ("/docs", "/openapi.json")] == [404, 404]

@@ -15,10 +15,10 @@ _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string
 """JSON types by what the annotation of a sampling parameter begins with; others are of several types."""
 
 
-def described(fields: Mapping[str, Field], *required: str) -> dict[str, Any]:
-    """OpenAPI's part of a route whose body has these fields and sampling parameters."""
+def described(fields: Mapping[str, Field], *required: str, sampled: bool = True) -> dict[str, Any]:
+    """OpenAPI's part of a route whose body has these fields, and sampling parameters if `sampled`."""
     properties = {name: _property(field.about, field.kind) for name, field in fields.items()}
-    for option in options_of(SamplingParams):
+    for option in options_of(SamplingParams) if sampled else ():
         if option.name in sampling_names() and option.name not in fields:
             kind = next((json for name, json in _TYPES.items() if option.type.startswith(name)), None)
             properties[option.name] = _property(option.help, kind)

@@ -18,7 +18,7 @@ from bateleur.runner.serve.conversation import Answer, answer
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.openai.replies import chat_choice, chat_reply, of_prompt
-from bateleur.runner.serve.openai.requests import CHAT_FIELDS, chat_request
+from bateleur.runner.serve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS, chat_request
 from bateleur.runner.serve.parsers.message import chat_delta, chat_message
 from bateleur.runner.serve.service import Service, new_id
 from bateleur.runner.serve.sse import EventStream
@@ -33,7 +33,7 @@ def router(service: Service) -> APIRouter:
         """Answer a conversation."""
         return await chat_completion(service, request, await read_object(request, service.config))
 
-    @routes.post("/invocations")
+    @routes.post("/invocations", openapi_extra=described({**COMPLETION_FIELDS, **CHAT_FIELDS}))
     async def invoke(request: Request) -> Response:
         """Answer a conversation if the body has messages, or else continue prompts; the name is SageMaker's."""
         body = await read_object(request, service.config)

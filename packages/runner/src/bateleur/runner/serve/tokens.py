@@ -8,24 +8,23 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from bateleur.runner.serve.api_docs import described
 from bateleur.runner.serve.body import read_object
 from bateleur.runner.serve.errors import refusing
 from bateleur.runner.serve.json_text import JSONText
-from bateleur.runner.serve.openai.requests import chat_request
+from bateleur.runner.serve.openai.fields import COMMON, Field
+from bateleur.runner.serve.openai.requests import CHAT_FIELDS, chat_request
 from bateleur.runner.serve.parsers.chat_format import with_options
 from bateleur.runner.serve.service import Service
 from bateleur.runner.utils.arguments import (
-    Check,
     Integer,
     Several,
     flag,
     listed,
     refuse,
     require_unicode,
-    text,
 )
 
-_OF_CHATS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _TOLD = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
 
 
@@ -33,16 +32,18 @@ def router(service: Service) -> APIRouter:
     """The endpoints."""
     routes = APIRouter()
 
-    @routes.post("/tokenize")
+    @routes.post("/tokenize", openapi_extra=described(_TOKENIZE, sampled=False))
     async def tokenize(request: Request) -> Response:
+        """Tokens of a text, or of a conversation."""
         body = await read_object(request, service.config)
         with refusing():
-            asked = _checked(body, _TOKENIZE | dict.fromkeys(_OF_CHATS, _as_it_is))
+            asked = _checked(body, _TOKENIZE)
             service.check_model(asked.get("model"))
             return JSONText(await service.llm.aside(lambda: _tokens(service, asked), long=True))
 
-    @routes.post("/detokenize")
+    @routes.post("/detokenize", openapi_extra=described(_DETOKENIZE, "tokens", sampled=False))
     async def detokenize(request: Request) -> Response:
+        """The text of tokens."""
         body = await read_object(request, service.config)
         with refusing():
             return JSONText(await service.llm.aside(lambda: _text(service, body), long=True))
@@ -75,19 +76,21 @@ def _tokens(service: Service, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(service: Service, body: dict[str, Any]) -> dict[str, Any]:
-    ids = Several(Integer(0, service.llm.llm.spec.vocab_size - 1), "a list of token ids")
-    asked = _checked(body, {"model": text, "tokens": ids})
+    asked = _checked(body, _DETOKENIZE)
     service.check_model(asked.get("model"))
     if "tokens" not in asked:
         raise ValueError("tokens is absent; it must be a list of token ids")
+    size = service.llm.llm.spec.vocab_size
+    if foreign := [each for each in asked["tokens"] if each >= size]:
+        refuse("tokens", foreign, f"a list of token ids below {size}")
     return {"prompt": service.decode(list(asked["tokens"]))}
 
 
-def _checked(body: dict[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
+def _checked(body: dict[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None}
-    if unknown := given.keys() - checks.keys():
+    if unknown := given.keys() - fields.keys():
         raise ValueError(f"{listed(unknown)}: no such field is known here")
-    return {name: checks[name](name, value) for name, value in given.items()}
+    return {name: fields[name].check(name, value) for name, value in given.items()}
 
 
 def _any_text(name: str, value: Any) -> str:
@@ -97,13 +100,15 @@ def _any_text(name: str, value: Any) -> str:
     return value
 
 
-def _as_it_is(name: str, value: Any) -> Any:
-    return value
-
-
-_TOKENIZE: dict[str, Check] = {
-    "model": text,
-    "prompt": _any_text,
-    "add_special_tokens": flag,
-    "return_token_strs": flag,
+_OF_CHATS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_TOKENIZE = {
+    "model": COMMON["model"],
+    "prompt": Field(_any_text, "The text.", "string"),
+    "add_special_tokens": Field(flag, "Tokens that the tokenizer adds to a text. Default: true.", "boolean"),
+    "return_token_strs": Field(flag, "Add the text of each token.", "boolean"),
+    **{name: CHAT_FIELDS[name] for name in _OF_CHATS},
+}
+_DETOKENIZE = {
+    "model": COMMON["model"],
+    "tokens": Field(Several(Integer(0), "a list of token ids"), "Token ids.", "array"),
 }
