@@ -340,6 +340,7 @@ def test_kimi_names_its_calls() -> None:
         (True, "never ends\n", [{"never ends\n"}]),
         (True, "</think>\nhi</think>", ["hi"]),
         (True, "a</think>b</think>c", [{"a"}, "bc"]),
+        (True, "a</think>\n</think>\n\nc", [{"a"}, "c"]),
     ],
 )
 def test_reasoning(opened: bool, text: str, found: list[Any]) -> None:

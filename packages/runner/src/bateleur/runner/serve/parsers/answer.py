@@ -36,7 +36,7 @@ class AnswerParser:
         self._events: list[Event] = []
         self._space = ""
         """White space that is reported with the text behind it, or dropped if a tag follows."""
-        self._behind_call = False
+        self._behind_call = self._said = False
         tools, most, closers = ((), None, ()) if calls is None else (calls.tools, calls.most, calls.closers)
         self._calls = Calls(tools, most, self._table, self._report, make_id, closers)
         openers = () if calls is None else calls.openers
@@ -160,6 +160,9 @@ class AnswerParser:
                 yield
             elif tag == self._end:
                 source.take(len(tag))
+                if not self._said:
+                    self._space = ""
+                    source.take((yield from skip_space(source, 0)))
             elif tag == self._begin:
                 source.take(len(tag))
                 yield from self._reasoning()
@@ -173,7 +176,7 @@ class AnswerParser:
     def _say(self, text: str, *, whole: bool = False) -> None:
         """Report content. White space at its end waits for what follows, unless this is the end of it."""
         if text := self._without_space(text, whole=whole):
-            self._behind_call = False
+            self._behind_call, self._said = False, True
             self._events.append(Content(self._table.plain(text)))
 
     def _reason(self, text: str, *, whole: bool = False) -> None:
