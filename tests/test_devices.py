@@ -23,9 +23,9 @@ from bateleur.runner.distributed.process_group import Group
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.engine.messages import AddAdmittedRequests, RunStep
 from bateleur.runner.engine_thread import EngineThread
-from bateleur.runner.offload.host_memory import lasting
+from bateleur.runner.offload.host_memory import pinned_rows
 from bateleur.runner.requests.admitted_request import AdmittedRequest
-from bateleur.runner.utils.device import current, indexed
+from bateleur.runner.utils.device import indexed, use_device
 from bateleur.runner.workers.follower import Start, run
 from gpus import Gpus
 from quick_fakes import QuickFakes
@@ -179,8 +179,8 @@ def test_pinned_memory_is_given_up_on_the_device_it_was_pinned_for(monkeypatch: 
         cudaHostUnregister=lambda _: calls.append(gpus.current()),
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    with current(ONE):
-        memory = [lasting((2, 64), ONE)]
+    with use_device(ONE):
+        memory = [pinned_rows((2, 64), ONE)]
     in_thread(memory.clear)
     assert calls == [1, 1]
 
@@ -246,7 +246,7 @@ def test_devices_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [Ranks(r, 2, local=(r, 2)).device(cuda) for r in (0, 1)] == [torch.device("cuda:0"), ONE]
     assert Ranks(1, 2).device(cpu) == ALONE.device(cpu) == cpu
     assert ALONE.device(ONE) == indexed(ONE) == ONE
-    with current(ONE):
+    with use_device(ONE):
         assert ALONE.device(cuda) == indexed(cuda) == ONE
 
 

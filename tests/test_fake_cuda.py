@@ -248,7 +248,7 @@ def test_no_grammar_makes_a_step_wait(cuda: Any, settings: dict[str, Any]) -> No
     letters = Tokenizer(models.WordLevel({chr(40 + i): i for i in range(96)}, chr(40)))
     letters.decoder = decoders.Fuse()
     llm = cuda.make(**settings)
-    llm._admission.grammars = Grammars(PreTrainedTokenizerFast(tokenizer_object=letters), 96, (0,))
+    llm._input_processor.grammars = Grammars(PreTrainedTokenizerFast(tokenizer_object=letters), 96, (0,))
     finish(cuda, llm, structured_outputs={"regex": r"(.|\n)*"})
     assert not llm.engine.requests
 

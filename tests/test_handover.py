@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_refused(
     ours.export_prefix(TOKENS, tmp_path / "it")
     small.add_request({"prompt_token_ids": TOKENS[20:] * 2}, GREEDY)
     small.step()
-    with pytest.raises(ValueError, match="has 44 tokens, for which the caches have no room"):
+    with pytest.raises(ValueError, match="has 44 tokens, for which the caches have no free room"):
         small.import_prefix(tmp_path / "it")
     while small.has_unfinished_requests:
         small.step()
@@ -99,10 +99,10 @@ def test_requests_that_run_go_on(engine: Callable[..., LLM], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"dtype": "bfloat16"}, "its dtype is 'float32', and here it is 'bfloat16'"),
-        ({"block_size": 8}, "its block_size is '4', and here it is '8'"),
+        ({"dtype": "bfloat16"}, "its dtype is 'float32', and this engine's is 'bfloat16'"),
+        ({"block_size": 8}, "its block_size is '4', and this engine's is '8'"),
         ({"mamba_block_size": 16}, "its mamba_block_size is '8'"),
-        ({"mamba_state_policy": "fold"}, "its state_policy is 'slots', and here it is 'fold'"),
+        ({"mamba_state_policy": "fold"}, "its state_policy is 'slots', and this engine's is 'fold'"),
         ({"attention_backend": "torch"}, "its attention_backend is 'native'"),
         ({"mamba_ssm_cache_dtype": "bfloat16"}, "its tensors are not laid out"),
         ({"draft": "head", "num_speculative_tokens": 2}, "its draft is 'none'"),

@@ -146,7 +146,7 @@ def test_a_spoiled_file_is_computed_anew(
     assert stats is not None
     assert set(stats.refused) == {reason}
     assert stats.disk_hit_tokens == 0
-    told = [each for each in caplog.records if "passed over" in each.getMessage()]
+    told = [each for each in caplog.records if "is ignored" in each.getMessage()]
     assert len(told) == 1, "once, whatever their number"
     second.close()
     if spoil is not folder:  # a damaged file is replaced
@@ -330,10 +330,10 @@ def test_what_went_wrong_is_not_on_the_disk(engine: Callable[..., LLM], tmp_path
         ({"kv_offload_path": 7}, "kv_offload_path is 7; it must be the path of a folder"),
         (
             {"kv_offload_path": "/dev/null/cache"},
-            "kv_offload_path is '/dev/null/cache'; it must be a folder to write",
+            "kv_offload_path is '/dev/null/cache'; it must be a writable folder",
         ),
-        ({"kv_offload_path": "a\0b"}, "it must be a folder to write to"),
-        ({"kv_offload_path": "/proc"}, "kv_offload_path is '/proc'; it must be a folder to write to"),
+        ({"kv_offload_path": "a\0b"}, "it must be a writable folder"),
+        ({"kv_offload_path": "/proc"}, "kv_offload_path is '/proc'; it must be a writable folder"),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_start(

@@ -195,9 +195,9 @@ def test_a_prefix_goes_from_engine_to_engine(
         outputs = theirs.generate(PROMPTS, GREEDY)
         assert (ids(outputs), found(outputs)) == (wanted, [72, 0])
         with make(tensor_parallel_size=1) as one:
-            with pytest.raises(PrefixRefused, match="is of an engine of 2 ranks, and here are 1"):
+            with pytest.raises(PrefixRefused, match="is of an engine of 2 ranks, and this one has 1"):
                 one.import_prefix(path)
             one.generate(PROMPTS, GREEDY)
             one.export_prefix(TOKENS[:75], tmp_path / "file")
-        with pytest.raises(PrefixRefused, match="is of an engine of 1 ranks, and here are 2"):
+        with pytest.raises(PrefixRefused, match="is of an engine of 1 ranks, and this one has 2"):
             theirs.import_prefix(tmp_path / "file")

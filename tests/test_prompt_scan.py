@@ -122,7 +122,7 @@ def test_info_tells_what_scans_and_why_nothing_else(
     monkeypatch.setattr(fla, "version", lambda: "0.6.0")
     assert (
         describe_checkpoint(folder, device="cpu").prompt_scan
-        == "own kernels; fla-core 0.6.0 would serve: prompt_scan"
+        == "own kernels; fla-core 0.6.0 can be selected: prompt_scan"
     )
     monkeypatch.setattr(fla, "kernel", lambda per_channel: None)
     told = describe_checkpoint(folder, device="cpu", prompt_scan="fla").prompt_scan

@@ -187,5 +187,5 @@ def test_a_drafter_without_a_number_of_drafts(tiny: Any, refused: Any) -> None:
 
 
 def test_two_that_propose(tiny: Any) -> None:
-    with pytest.raises(ValueError, match="; it must be None beside draft = 'auto': one of them proposes"):
+    with pytest.raises(ValueError, match="; it must be None with draft = 'auto': give one of them"):
         LLM(tiny("llama"), device="cpu", draft="auto", drafter=Answering(), num_speculative_tokens=2)

@@ -98,8 +98,8 @@ MORE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"max_num_batched_tokens": 1},
-        "max_num_batched_tokens is 1; it must be at least max_num_seqs = 2 rows, or a step could not decode every "
-        "running request",
+        "max_num_batched_tokens is 1; it must be at least max_num_seqs = 2 rows, or a step could not decode all "
+        "running requests",
     ),
     ({"dtype": torch.int8}, "dtype is 'int8'; it must be one of auto, float32, bfloat16, float16"),
     ({"dtype": torch.float64}, "dtype is 'float64'; it must be one of auto, float32, bfloat16, float16"),
@@ -131,7 +131,10 @@ MORE: list[tuple[dict[str, Any], str]] = [
         "mamba_retention is 'every=7'; it must be a multiple of block_size = 16",
     ),
     ({"prompt_scan": "fla"}, "prompt_scan is 'fla'; fla-core scans delta rules, and the model has none"),
-    ({"mamba_retention": "last"}, "mamba_retention is 'last'; in cache mode 'none' nothing is kept"),
+    (
+        {"mamba_retention": "last"},
+        "mamba_retention is 'last'; it must be None in cache mode 'none', which keeps no states",
+    ),
     (
         CACHED | {"mamba_cache_mode": "none"},
         "mamba_cache_mode is 'none' and enable_prefix_caching True; prefixes are shared in the modes 'align' and "
@@ -145,8 +148,8 @@ MORE: list[tuple[dict[str, Any], str]] = [
     *(
         (
             CACHED | {"mamba_block_size": size},
-            f"mamba_block_size is {size}; it must be at most max_model_len - 2 = 62, or no request could begin "
-            "behind it and draw a token",
+            f"mamba_block_size is {size}; it must be at most max_model_len - 2 = 62, or no request could start "
+            "after a block and draw a token",
         )
         for size in (64, 10**12, 10**30)
     ),
@@ -208,7 +211,7 @@ MORE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         HEAD | {"speculative_config": {"method": "ngram"}},
-        "draft is 'auto'; it must be absent beside speculative_config, which says 'ngram'",
+        "draft is 'auto'; it must be absent with speculative_config, which sets it to 'ngram'",
     ),
     (HEAD | {"draft_policy": {}}, "draft_policy is {}; it must be a mapping that has a number for 1 request"),
     (
@@ -228,9 +231,12 @@ MORE: list[tuple[dict[str, Any], str]] = [
     ({"draft_policy": {1: 1}}, "draft_policy is {1: 1}; it must be at most num_speculative_tokens = 0"),
     (
         {"cudagraph_backend": "cuda"},
-        "cudagraph_backend is 'cuda'; it must be another where the device is cpu",
+        "cudagraph_backend is 'cuda'; it must be another one on device cpu",
     ),
-    ({"cudagraph_capture_sizes": []}, "cudagraph_capture_sizes is (); it must be None, or have a size"),
+    (
+        {"cudagraph_capture_sizes": []},
+        "cudagraph_capture_sizes is (); it must be None, or have at least one size",
+    ),
     ({"cudagraph_capture_sizes": [1, "2"]}, "cudagraph_capture_sizes[1] is '2'; it must be an integer >= 1"),
     ({"cudagraph_capture_sizes": [0]}, "cudagraph_capture_sizes[0] is 0; it must be an integer >= 1"),
     ({"cudagraph_capture_sizes": [4, -1]}, "cudagraph_capture_sizes[1] is -1; it must be an integer >= 1"),
@@ -242,10 +248,10 @@ MORE: list[tuple[dict[str, Any], str]] = [
     ({"options": {}}, "options is no argument of LLM"),
 ]
 
-RANKS = "say tensor_parallel_size"
+RANKS = "use tensor_parallel_size"
 KERNELS = "kernels are chosen by device, dtype and shape: see attention_backend and prompt_scan"
-PLUGINS = "classes of users are not loaded by name: see bateleur.eagle.Drafter and the registries of backends"
-NOT_READ = "a checkpoint is a folder, and nothing is downloaded: fetch it with hf download"
+PLUGINS = "classes are not loaded by name: see bateleur.eagle.Drafter and the registries of backends"
+NOT_READ = "a checkpoint is a local folder: fetch it with hf download"
 OWN = "the tokenizer is the one that its files describe, see tokenizer"
 FOREIGN: list[tuple[str, Any, str]] = [
     ("pipeline_parallel_size", 2, f"1: {RANKS}"),
@@ -267,15 +273,15 @@ FOREIGN: list[tuple[str, Any, str]] = [
     ("download_dir", "/tmp", f"None: {NOT_READ}"),
     ("load_format", "pt", "'auto' or 'safetensors': weights are read from safetensors"),
     ("config_format", "mistral", "'auto' or 'hf': the configuration is read from config.json"),
-    ("max_seq_len_to_capture", 8192, "None: say cudagraph_capture_sizes"),
-    ("compilation_config", 3, "None or {}: say cudagraph_mode and cudagraph_capture_sizes"),
-    ("speculative_config", 3, "None or a mapping: say draft, num_speculative_tokens and draft_policy"),
+    ("max_seq_len_to_capture", 8192, "None: use cudagraph_capture_sizes"),
+    ("compilation_config", 3, "None or {}: use cudagraph_mode and cudagraph_capture_sizes"),
+    ("speculative_config", 3, "None or a mapping: use draft, num_speculative_tokens and draft_policy"),
     ("enable_chunked_prefill", False, "None or True: long prompts always run in chunks"),
     ("swap_space", 4, "0: what has no room is computed again"),
     ("cpu_offload_gb", 1, "0: weights stay on the device; see kv_offload_bytes for the prefix cache"),
-    ("num_gpu_blocks_override", 9, "None: say kv_cache_memory_bytes"),
+    ("num_gpu_blocks_override", 9, "None: use kv_cache_memory_bytes"),
     ("enable_lora", True, "None or False: LoRA adapters are not loaded: merge them into the checkpoint"),
-    ("limit_mm_per_prompt", {"image": 1}, "None or {}: models of text alone are served"),
+    ("limit_mm_per_prompt", {"image": 1}, "None or {}: only text models are supported"),
     ("task", "embed", "'auto' or 'generate': models generate"),
     ("runner", "pooling", "'auto' or 'generate': models generate"),
     ("logits_processors", [1], f"None or []: {PLUGINS}"),
@@ -319,7 +325,7 @@ def test_names_of_vllm(refused: Any, name: str, value: Any, rule: str) -> None:
 def test_enforce_eager_captures_no_graphs(refused: Any) -> None:
     config = EngineConfig.of(enforce_eager=True, device="cpu")
     assert config.graphs.cudagraph_mode == "NONE"
-    with refused("cudagraph_mode is 'FULL'; it must be NONE beside enforce_eager"):
+    with refused("cudagraph_mode is 'FULL'; it must be NONE with enforce_eager"):
         EngineConfig.of(enforce_eager=True, cudagraph_mode="FULL")
 
 
@@ -387,7 +393,7 @@ def test_an_engine_that_does_not_fit_into_memory(
     ):
         monkeypatch.setattr("bateleur.runner.llm.Engine", _raising(error))
         with pytest.raises(
-            ValueError, match="max_num_seqs = 2, max_num_batched_tokens = 128; there is no memory for so"
+            ValueError, match="max_num_seqs = 2, max_num_batched_tokens = 128; there is not enough memory"
         ):
             make()
     monkeypatch.setattr("bateleur.runner.llm.Engine", _raising(RuntimeError("something else")))

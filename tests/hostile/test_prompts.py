@@ -377,7 +377,7 @@ def test_ids_that_are_here_and_that_are_not(busy: LLM, refused: Any) -> None:
         busy.add_request("x", GREEDY, request_id=running)
     twice = busy.prepare("x", GREEDY, request_id="twice")
     with refused("request_id is 'twice'; a request of that id is already waiting or running"):
-        busy.enter(twice, twice)
+        busy.add_prepared(twice, twice)
     assert list(busy.engine.requests) == [running]
     with refused("request_id is 'nobody'; no such request is waiting or running"):
         busy.abort("nobody")

@@ -92,7 +92,7 @@ RULES: dict[str, tuple[str, list[tuple[Any, str]]]] = {
         ],
     ),
     "structured_outputs": (
-        "StructuredOutputsParams, or a mapping of their names",
+        "StructuredOutputsParams, or a mapping of its fields",
         [("{}", "'{}'"), (3, "3"), ([], "[]"), (True, "True"), ({1: 2}, "{1: 2}")],
     ),
 }
@@ -145,11 +145,11 @@ INSIDE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"stop": "x", "detokenize": False},
-        "detokenize is False; it must be True beside stop, whose strings are found in text",
+        "detokenize is False; it must be True with stop, because stop strings are searched in text",
     ),
     (
         {"n": 2, "temperature": 0},
-        "n is 2; it must be 1 with temperature 0, where all continuations are the same",
+        "n is 2; it must be 1 with temperature 0, because all continuations would be the same",
     ),
     ({"min_tokens": 17}, "min_tokens is 17; it must be at most max_tokens = 16"),
     ({"min_tokens": 4, "max_tokens": 3}, "min_tokens is 4; it must be at most max_tokens = 3"),
@@ -193,9 +193,9 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"self": 1}, f"unknown sampling parameter self{KNOWN}"),
     ({"positional": 1}, f"unknown sampling parameter positional{KNOWN}"),
     ({"others": 1, "given": 2, "n": 1}, f"unknown sampling parameter given, others{KNOWN}"),
-    ({"best_of": 2}, "best_of is 2; it must be None or 1: every continuation is returned; say n"),
+    ({"best_of": 2}, "best_of is 2; it must be None or 1: every continuation is returned; use n"),
     ({"logits_processors": [1]}, "logits_processors is [1]; it must be None or []: there are none"),
-    ({"guided_decoding": {}}, "guided_decoding is {}; it must be None: say structured_outputs"),
+    ({"guided_decoding": {}}, "guided_decoding is {}; it must be None: use structured_outputs"),
     (
         {"spaces_between_special_tokens": False},
         "spaces_between_special_tokens is False; it must be True: text is what the tokenizer makes of all tokens "

@@ -241,13 +241,13 @@ def _launch(kernel: JITFunction[Any], watch: Watch, *args: Any, **named: Any) ->
 
 
 class _OneStream:
-    """Replaces `Lane`: work is ordered by its calls."""
+    """Replaces `CopyStream`: work runs in the order of its calls."""
 
     def __init__(self, gpus: Gpus, device: torch.device) -> None:
         assert device.type == "cuda"
         self._gpus = gpus
 
-    def behind(self, work: Any) -> Any:
+    def run(self, work: Any) -> Any:
         """Return an event; waiting for it opens a context on the current device of the waiting thread."""
         work()
         return SimpleNamespace(synchronize=lambda: self._gpus.use(self._gpus.current()))
@@ -471,8 +471,8 @@ class FakeCuda:
         patch.setattr(Fetch, "__init__", _queue_nothing)
         patch.setattr(Fetch, "wait", _drafts)
         pin = self._watch.pin
-        patch.setattr("bateleur.runner.offload.host_memory.lasting", self._watch.pin_for_ever)
-        patch.setattr("bateleur.runner.offload.copies.Lane", partial(_OneStream, self.gpus))
+        patch.setattr("bateleur.runner.offload.host_memory.pinned_rows", self._watch.pin_for_ever)
+        patch.setattr("bateleur.runner.offload.copies.CopyStream", partial(_OneStream, self.gpus))
         patch.setattr("bateleur.metadata._memory.pinned", pin)
         patch.setattr("bateleur.runner.sampling.grammar_masks.pinned", pin)
 

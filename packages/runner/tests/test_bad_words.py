@@ -1,9 +1,8 @@
-"""Words as the token ids that would write them."""
+"""Token ids of bad words."""
 
 import pytest
 
-from bateleur.runner.text.bad_words import bad_words_token_ids
-from bateleur.runner.text.tokenizer import NoTokenizer
+from bateleur.runner.text.tokenizer import NoTokenizer, bad_words_token_ids
 
 IDS = {
     "the": [5],
@@ -47,7 +46,7 @@ def test_what_is_too_long_to_come_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("the", "..."), r"bad_words\[1\] is '...'; the tokenizer makes no tokens of it"),
+        (("the", "..."), r"bad_words\[1\] is '...'; the tokenizer has no tokens for it"),
         (("foreign",), r"bad_words\[0\] is 'foreign', whose token is 100; the model has 100 tokens"),
     ],
 )
@@ -58,5 +57,5 @@ def test_words_without_tokens_of_the_model_are_refused(given: tuple[str, ...], m
 
 def test_without_a_tokenizer_there_are_no_words() -> None:
     assert bad_words_token_ids((), NoTokenizer(), 100, 5) == ()
-    with pytest.raises(ValueError, match=r"^bad_words is \('a',\); without a tokenizer no word has tokens$"):
+    with pytest.raises(ValueError, match=r"^bad_words is \('a',\); it must be empty without a tokenizer$"):
         bad_words_token_ids(("a",), NoTokenizer(), 100, 5)

@@ -1,4 +1,4 @@
-"""Blocks and the keys of what they contain."""
+"""The block pool: references, keys, eviction."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_key_covers_every_token_before_it() -> None:
 
 
 def test_f3_a_key_ahead_covers_the_next_token() -> None:
-    """A draft head's block depends on the token behind it (vLLM RFC #50438): only there do keys differ."""
+    """A draft head's block depends on the token after it (vLLM RFC #50438), so its key does too."""
     tokens = np.arange(40, dtype=np.int32)
     other = tokens.copy()
     other[16] += 1

@@ -1,4 +1,4 @@
-"""What fits into a budget, as numbers alone: published models at their sizes, and random ones."""
+"""Cache plans of published and random models, without tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def planned(
     chosen: bool = True,
     **states: object,
 ) -> tuple[CachePlan, list[str]]:
-    """A plan, and what was warned of."""
+    """Return a plan and its warnings."""
     limits = limits or EngineLimits(LONGEST, ROWS, 2048)
     mode = MambaCacheMode.ALL if share else MambaCacheMode.NONE
     how = StateOptions(mode, num_speculative_tokens=limits.num_speculative_tokens)
@@ -63,12 +63,12 @@ def planned(
 
 
 def longest_request(plan: CachePlan) -> int:
-    """Tokens of the longest request that fits the KV cache alone."""
+    """Return the tokens of the longest request that fits into the KV cache alone."""
     return min((plan.num_blocks - 1) * BLOCK, LONGEST)
 
 
 def kept(plan: CachePlan) -> int:
-    """Pages beside those that rows need themselves."""
+    """Return the number of pages beyond those of running rows."""
     return plan.num_state_slots - 1 - plan.max_num_seqs * plan.costs.pages_per_request
 
 
@@ -106,7 +106,7 @@ def test_sharing_never_refuses_what_ran_without_it(name: str, gigabytes: int, dr
     ],
 )
 def test_what_published_models_get(name: str, gigabytes: int, rows: int, tokens: int, pages: int) -> None:
-    """Where pages and keys and values had grown by the same tokens, Nano had keys and values of 36,512 in 10 GB."""
+    """When pages and keys and values grew by equal tokens, Nano had keys and values of 36,512 tokens in 10 GB."""
     plan, _ = planned(PUBLISHED[name], gigabytes * 10**9, share=True)
     assert (plan.max_num_seqs, (plan.num_blocks - 1) * BLOCK, kept(plan)) == (rows, tokens, pages)
 
@@ -131,7 +131,7 @@ def test_fewer_rows_are_announced_with_both_numbers() -> None:
     ],
 )
 def test_rows_that_nobody_chose_make_room(name: str, share: bool, gigabytes: float, rows: int) -> None:
-    """A default of 64 was refused for hybrids of 7B and more on machines of 24 GB."""
+    """The default of 64 rows was refused for hybrids of 7B and more on machines of 24 GB."""
     limits, budget = EngineLimits(LONGEST, 64, 2048), int(gigabytes * 10**9)
     plan, said = planned(PUBLISHED[name], budget, share=share, limits=limits, chosen=False)
     assert plan.max_num_seqs == rows
@@ -149,7 +149,7 @@ def test_rows_that_nobody_chose_make_room(name: str, share: bool, gigabytes: flo
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_pages_lie_as_far_apart_as_they_cost(name: str) -> None:
-    """Beginnings that prompts share are found from 64 tokens on; far behind, a page is no dearer than what it saves."""
+    """Shared prefixes are found from 64 tokens on; later, a page costs no more than what it saves."""
     costs = planned(PUBLISHED[name], 2 * 10**10, share=True)[0].costs
     rule, layout = costs.retention, costs.layout
     assert rule is not None

@@ -1,4 +1,4 @@
-"""Conversations become prompts by a template; what is malformed is named with its place."""
+"""Conversations are rendered by a template; errors name the place of what is malformed."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def test_a_final_message_goes_on(llm: LLM) -> None:
     prompt = render(llm.tokenizer, messages, add_generation_prompt=False, **how)
     assert prompt["prompt"].endswith("<assistant>y =")
     with pytest.raises(
-        ValueError, match="continue_final_message is True; it must be False beside add_generation_"
+        ValueError, match="continue_final_message is True; it must be False with add_generation_"
     ):
         render(llm.tokenizer, messages, **how)
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders: what loads, and what is refused with every fault named."""
+"""Checkpoint folders: which ones load, and how others are refused."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_other_nemotron_h_names(folder: Any, tiny: Any) -> None:
 
 
 def test_both_layouts_of_experts(folder: Any) -> None:
-    """transformers writes NemotronH's apart; in its memory, and in other files, all experts are one tensor."""
+    """transformers writes separate tensors of NemotronH's experts; in memory and other files, they are one tensor."""
     apart, fused = folder("nemotron_h-experts"), folder("nemotron_h-experts")
     for name in ("up_proj", "down_proj"):
         for layer in (1, 4):
@@ -386,7 +386,7 @@ def test_folders_that_are_no_checkpoints(folder: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "qwen3_next"])
 def test_a_folder_without_a_tokenizer(tiny_checkpoint: Any, family: str) -> None:
-    """For Qwen's models transformers makes an empty one."""
+    """transformers makes an empty tokenizer for Qwen's models."""
     checkpoint = open_checkpoint(tiny_checkpoint(family)[0])
     with pytest.raises(ValueError, match=r"holds no tokenizer\.json"):
         load_tokenizer(checkpoint)

@@ -1,4 +1,4 @@
-"""Text token by token: no broken characters, exact stops, and the same text as decoding at once."""
+"""Incremental detokenization: no broken characters, exact stops, and the same text as decoding at once."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ SPECIAL = "<|end|>"
 
 
 class Bytes:
-    """One token per byte, and one special token, 256."""
+    """One token per byte, and a special token, 256."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         special = b"" if skip_special_tokens else SPECIAL.encode()
@@ -20,7 +20,7 @@ class Bytes:
 
 
 class Counting(Bytes):
-    """Records how many tokens were decoded in all."""
+    """Counts decoded tokens."""
 
     def __init__(self) -> None:
         self.num_decoded = 0
@@ -201,7 +201,7 @@ TAG, SHOWN = "<think>", {300: "<think>"}
 
 
 class Tagged(Bytes):
-    """One token per byte, a special token, 256, and a tag that has text, 300."""
+    """One token per byte, a special token, 256, and a tag with text, 300."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         special = b"" if skip_special_tokens else SPECIAL.encode()
@@ -214,7 +214,7 @@ class Tagged(Bytes):
 @settings(max_examples=300, deadline=None)
 @given(st.lists(tricky | st.just(300), max_size=60), st.booleans(), st.booleans())
 def test_tags_are_where_their_tokens_are(ids: list[int], skip: bool, stops: bool) -> None:
-    """Whatever was handed out when, each tag that has text stands where the text says so."""
+    """Whatever pieces were returned, each tag with text is at its position."""
     tags = {256: SPECIAL, 300: TAG}
     detokenizer = IncrementalDetokenizer(
         Tagged(), skip_special_tokens=skip, tags=tags, stop=("b" * 9,) if stops else ()

@@ -1,4 +1,4 @@
-"""A folder that several write to, read and empty at once: what is read is what was written, or is refused."""
+"""A folder that several processes write, read and trim at once: a read returns what was written, or is refused."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ def name(number: int) -> str:
 
 
 def test_two_that_share_it_never_read_half_a_file(tmp_path: Path) -> None:
-    """Each with a limit of a few files, so that they remove each other's."""
+    """Both have a limit of a few files, so that they remove each other's."""
     folders = [DiskFolder(tmp_path, LAYOUT, 20_000) for _ in range(2)]
     failures: list[str] = []
     read = [0]
@@ -80,7 +80,7 @@ def test_what_a_killed_process_left_goes_after_a_while(tmp_path: Path) -> None:
 def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / LAYOUT.digest).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="in it is a link"):
+    with pytest.raises(ValueError, match="in it must not be a link"):
         DiskFolder(tmp_path, LAYOUT, None)
 
 
@@ -95,7 +95,7 @@ def test_another_key_is_refused(tmp_path: Path) -> None:
 def test_files_take_no_more_than_the_limit_while_one_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room was made behind a write, so there was a file too many meanwhile; larger ones were written at all."""
+    """Files were removed after a write, so the limit was exceeded meanwhile; larger files were written at all."""
     most = [0]
 
     def written(path: Path, layout: Layout, what: Prefix) -> int:
@@ -116,7 +116,7 @@ def test_files_take_no_more_than_the_limit_while_one_is_written(
 
 
 def test_who_looks_makes_room_for_what_others_wrote(tmp_path: Path) -> None:
-    """Each counted its own files, so that two who had room for half of all kept all of it between them."""
+    """Each process counted its own files only, so two with half of the limit each exceeded it together."""
     size = prefix_bytes(LAYOUT, prefix(0))
     folders = [DiskFolder(tmp_path, LAYOUT, 4 * size) for _ in range(2)]
     for number in range(8):
@@ -143,7 +143,7 @@ def test_files_of_other_layouts_count_too(tmp_path: Path) -> None:
 
 
 def test_who_writes_nothing_removes_nothing(tmp_path: Path) -> None:
-    """A limit of 0, or of less than a file, would empty the folder for all."""
+    """A limit of 0, or of less than a file, would empty the folder for all processes."""
     folder = DiskFolder(tmp_path, LAYOUT, None)
     reader = DiskFolder(tmp_path, LAYOUT, 0)
     folder.write(name(1), prefix(1))

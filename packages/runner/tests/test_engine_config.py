@@ -1,4 +1,4 @@
-"""Options are written once: signature, parts and texts follow from the fields."""
+"""Options are written once: signature, configurations and help texts follow from the fields."""
 
 import inspect
 from enum import Enum
@@ -59,7 +59,7 @@ def test_an_unknown_option_is_refused_by_name() -> None:
     ],
 )
 def test_names_are_those_of_the_enumerations(kind: type[Enum], part: type, name: str) -> None:
-    """The configuration spells them out, so that reading it loads no torch; here the two are held together."""
+    """The configuration repeats the names, so that it does not import torch."""
     for member in kind:
         spelled = member.value if isinstance(member.value, str) else member.name
         assert getattr(part(**{name: member}), name) is member

@@ -1,4 +1,4 @@
-"""One tree of exceptions: what is drawn is what there is."""
+"""The tree of exceptions in the documentation is that of the classes."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def drawn() -> dict[str, str]:
-    """Each name of the drawing, and the one that it hangs under."""
+    """Return each name of the drawn tree, and its parent."""
     parents, path = {}, []
     for line in (errors.__doc__ or "").splitlines():
         match = re.match(r"( *)([A-Z][A-Za-z]+)(  .*)?$", line)

@@ -1,4 +1,4 @@
-"""Routers and grouped products against loops over tokens in float64, and what runs without a look at values."""
+"""Routers and grouped products compared with loops in float64, and without reading values on the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROUTERS = {
 
 
 def by_hand(logits: list[float], spec: RouterSpec, top_k: int, correction: list[float]) -> dict[int, float]:
-    """Weights by expert of one token."""
+    """Return the weights by expert of one token."""
     count = len(logits)
     if spec.scores == "softmax":
         total = math.fsum(math.exp(each) for each in logits)
@@ -68,7 +68,7 @@ def test_a_router_is_what_it_is_by_hand(spec: RouterSpec, top_k: int) -> None:
 @pytest.mark.parametrize("spec", ROUTERS.values(), ids=ROUTERS)
 @pytest.mark.parametrize("count", [1, 2, 7, 12, 64])
 def test_a_token_has_its_experts_whoever_stands_beside_it(spec: RouterSpec, count: int) -> None:
-    """To the last bit, and of equal logits the same: on a CPU sigmoids at the end of a tensor had other bits."""
+    """To the last bit, also for equal logits: on a CPU, sigmoids at the end of a tensor had other bits."""
     if spec.num_groups > 1 and count % (2 * spec.num_groups):
         pytest.skip("groups have at least two experts each")
     logits = torch.randn(33, count, generator=torch.Generator().manual_seed(count))
@@ -92,7 +92,7 @@ def test_logits_that_are_far_apart_make_no_nan() -> None:
 
 @pytest.fixture(params=["by group", "masked", "torch", "packed"])
 def product(request: pytest.FixtureRequest) -> Any:
-    """The forms of a grouped product, as a function of rows, matrices and ends."""
+    """The implementations of a grouped product, as a function of rows, matrices and ends."""
     if request.param == "by group":
         return grouped_product
     if request.param == "masked":
@@ -216,7 +216,7 @@ def test_a_token_with_nan_harms_no_other(layer: Experts) -> None:
 
 
 class OnDevice(TorchDispatchMode):
-    """Refuses operators that would wait for a value of a device, were these its tensors."""
+    """Refuses operators that would wait for values if the tensors were on a device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -229,7 +229,7 @@ class OnDevice(TorchDispatchMode):
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The form of grouped products that CUDA has, seen through by modes; the operator itself would hide it."""
+    """CUDA's form of grouped products, visible to modes; the operator would hide it."""
     monkeypatch.setattr(grouped, "_grouped_product", masked_products)
     with OnDevice():
         yield
@@ -264,7 +264,7 @@ def test_a_wait_would_be_seen() -> None:
 def test_torch_is_asked_only_for_what_it_does_on_the_device(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, columns: int, capability: tuple[int, int], has: bool
 ) -> None:
-    """For other types and GPUs its grouped product reads the ends on the host, and refuses rows off 16 bytes."""
+    """For other dtypes and GPUs torch reads the ends on the host, and refuses rows that are not 16-byte aligned."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(grouped, "generation", grouped.generation.__wrapped__)  # which is not kept
     x, weight = torch.empty(3, columns, dtype=dtype), torch.empty(2, 8, columns, dtype=dtype)
@@ -276,7 +276,7 @@ def test_torch_is_asked_only_for_what_it_does_on_the_device(
 def test_on_cuda_torch_takes_what_it_is_given(
     monkeypatch: pytest.MonkeyPatch, inner: int, asked: int, gated: bool
 ) -> None:
-    """On tensors without values: its grouped product checks types, strides and alignment; 12 numbers are 24 bytes."""
+    """On tensors without values: torch checks dtypes, strides and alignment; 12 numbers are 24 bytes."""
     calls = []
     product = torch.nn.functional.grouped_mm
 

@@ -1,4 +1,4 @@
-"""Every family through the whole engine, beside transformers' own generation."""
+"""Every family through the whole engine, compared with transformers' own generation."""
 
 from __future__ import annotations
 

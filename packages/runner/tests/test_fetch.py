@@ -1,4 +1,4 @@
-"""Copies to the host that are waited for later."""
+"""Asynchronous copies to the host."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_what_was_given_comes_in_its_order() -> None:
 
 @pytest.mark.gpu
 def test_what_is_queued_later_is_not_waited_for() -> None:
-    """The copy holds what the tensor was when it was made, and comes while the device is still busy."""
+    """The copy has the contents at its creation, and arrives while the device is still busy."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     tensor = torch.ones(4, device="cuda")

@@ -1,4 +1,4 @@
-"""A configuration that says all that is read is read without transformers, and is what transformers makes of it."""
+"""A complete configuration is read without transformers, and equals that of transformers."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ PLAIN = ("nemotron_h", "llama")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Folders for which transformers is asked, from now on."""
+    """Folders for which transformers is called, from now on."""
     found: list[Path] = []
     ask = opening._ask_transformers
 
@@ -31,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def spec_of(folder: Path) -> Any:
-    """Its numbers, whatever weights lie beside."""
+    """Return the spec, whatever the weights."""
     return opening._read_spec(folder, *opening.read_config(folder))[0]
 
 

@@ -1,4 +1,4 @@
-"""Files of one model in the layouts that trainers and other tools leave: what transformers reads is read."""
+"""Layouts of files that trainers and other tools write: those that transformers reads are read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTER = {
 
 
 class Saved:
-    """A tiny text model: its configuration, its tensors, and the tokens that it writes."""
+    """A tiny text model: configuration, tensors, and generated tokens."""
 
     def __init__(self, home: Path, family: str) -> None:
         model = tiny.make_model(family)
@@ -152,7 +152,7 @@ def test_the_index_says_which_copy_counts(
 def test_what_the_index_does_not_name(
     shards: tuple[Saved, dict[str, Tensors], dict[str, str]], tmp_path: Path
 ) -> None:
-    """It is read if the model needs it, and left out if not."""
+    """Such a tensor is read if the model needs it."""
     model, files, index = shards
     files["model-2.safetensors"]["something.else"] = torch.ones(2)
     needed = next(iter(files["model-1.safetensors"]))

@@ -1,4 +1,4 @@
-"""Activations, gates and heads out of a latent in a kernel each: Triton against torch, and compiled for sm_90."""
+"""Activations, gates and heads of a latent: Triton compared with torch, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = [(name, True) for name in get_args(Activation)] + [("silu", False), ("re
     "ignore:overflow encountered in exp:RuntimeWarning"
 )  # x / inf is the 0 that is meant
 def test_the_kernel_says_what_the_torch_form_says(name: str, gated: bool, dtype: torch.dtype) -> None:
-    """Over rows that are part of wider ones; a padded token stays zero, and a NaN one."""
+    """Rows are parts of wider ones; a padded token stays zero, and NaN stays in its token."""
     forms = FORMS["activation"]
     for num_tokens, size in ((0, 8), (1, 40), (5, 1100), (33, 24)):
         generator = torch.Generator().manual_seed(0)
@@ -49,7 +49,7 @@ def test_the_kernel_says_what_the_torch_form_says(name: str, gated: bool, dtype:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["silu", "sigmoid"])
 def test_a_gate_says_what_its_torch_form_says(name: str, dtype: torch.dtype) -> None:
-    """Of what is no part of the lanes that it opens; NaN stays in its lane."""
+    """Gates do not depend on other lanes; NaN stays in its lane."""
     forms = FORMS["gate"]
     for num_tokens, size in ((0, 8), (3, 1100), (5, 24)):
         generator = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ def test_a_gate_says_what_its_torch_form_says(name: str, dtype: torch.dtype) -> 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_heads_of_a_latent_are_the_torch_forms_bit_for_bit(dtype: torch.dtype) -> None:
-    """With more lanes of a key than of a value, with fewer, and as many; of no tokens, too."""
+    """With more, fewer and as many lanes of a key as of a value; also for no tokens."""
     forms = FORMS["join_heads"]
     for num_tokens, heads, key, shared, value in (
         (0, 2, 8, 4, 8),

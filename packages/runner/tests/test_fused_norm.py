@@ -1,4 +1,4 @@
-"""Norms with the sum they read or are a term of: the Triton forms against the torch forms, and compiled for sm_90."""
+"""Norms fused with sums: Triton compared with torch, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = [  # of the stream, of the layers, of the weight
 
 
 def inputs(size: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Stream, what is added and weight; the rows of the first two are parts of wider ones."""
+    """Stream, terms and weight; rows of the first two are parts of wider ones."""
     generator = torch.Generator().manual_seed(0)
     stream, layer, weight = dtypes
     (num_tokens, width), made = size, []
@@ -41,7 +41,7 @@ def inputs(size: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> tuple[Tens
 
 
 def close(found: Tensor, wanted: Tensor, layers: torch.dtype | None = None) -> None:
-    """Up to a place of its dtype, of a term as of the sum: torch rounds `factor * y` to bfloat16 on a CPU."""
+    """Equal up to one place of the dtype, of a term and of the sum: torch rounds `factor * y` to bfloat16 on a CPU."""
     assert found.dtype == wanted.dtype
     places = 2**-7 if torch.bfloat16 in (found.dtype, layers) else 2e-6
     torch.testing.assert_close(found, wanted, rtol=2 * places, atol=places)
@@ -101,7 +101,7 @@ def test_no_tokens_and_lanes_that_are_apart() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="torch forms only")
 @pytest.mark.parametrize("narrow", [False, True])
 def test_a_stream_adds_when_somebody_reads(narrow: bool) -> None:
-    """Whoever reads, and in the stream's own dtype; the sums are those that are taken at once."""
+    """By any kind of read, in the stream's own dtype; sums equal those computed at once."""
     like = torch.empty(0, 24, dtype=torch.bfloat16 if narrow else torch.float32)
     norm = RMSNorm(24, 1e-5, like)
     norm.weight.uniform_(0.5, 1.5)

@@ -1,4 +1,4 @@
-"""What lies between the products of experts: the Triton forms against the torch forms, and compiled for sm_90."""
+"""Routing, sorting and summing of experts: Triton compared with torch, and compiled for sm_90."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def routed(
 @interpreted
 @pytest.mark.parametrize("spec", ROUTERS.values(), ids=ROUTERS)
 def test_a_router_says_what_its_torch_form_says(spec: RouterSpec) -> None:
-    """A NaN is its own token's: in the weights, and no expert comes twice."""
+    """NaN stays in its token's weights, and no expert is chosen twice."""
     generator = torch.Generator().manual_seed(0)
     for num_tokens, top_k, experts in ((0, 2, 6), (4, 1, 12), (7, 8, 12)):
         logits = torch.randn(num_tokens, experts + 3, generator=generator).mul_(3)[:, :experts]
@@ -70,7 +70,7 @@ def test_a_router_says_what_its_torch_form_says(spec: RouterSpec) -> None:
 
 @interpreted
 def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
-    """And the lower group; minus infinity is a logit like others."""
+    """The same for groups; minus infinity is a logit like others."""
     logits = torch.tensor([[0.0] * 6, [-torch.inf] * 5 + [1.0], [2.0, 2.0, -3.0, 2.0, 2.0, 40.0]])
     for spec in (RouterSpec(), RouterSpec(scores="sigmoid", num_groups=3, top_groups=2)):
         weights, experts = routed(spec, logits, 3, None, by_triton("route_tokens"))
@@ -80,7 +80,7 @@ def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
 
 @interpreted
 def test_places_are_sorted_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more places than a tile has, of none, and with experts that nobody takes."""
+    """For more places than a tile, for none, and with experts without tokens."""
     monkeypatch.setitem(kernels.SORT_OPTIONS, "BLOCK_S", 16)
     generator = torch.Generator().manual_seed(0)
     for num_tokens, top_k in ((0, 2), (1, 3), (15, 3)):
@@ -99,7 +99,7 @@ def test_places_are_sorted_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("beside", ["nothing", "shared", "gated"])
 def test_a_token_is_the_sum_of_its_experts(dtype: torch.dtype, beside: str) -> None:
-    """And of nobody else's: NaN stays where it is."""
+    """NaN of one token does not reach others."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

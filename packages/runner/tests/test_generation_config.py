@@ -1,4 +1,4 @@
-"""What a checkpoint recommends for sampling, and who heeds it."""
+"""Sampling parameters that a checkpoint recommends, and where they apply."""
 
 from __future__ import annotations
 

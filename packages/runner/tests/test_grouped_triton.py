@@ -1,4 +1,4 @@
-"""The Triton form of grouped products against float64, in Triton's interpreter: the last test starts that process."""
+"""Grouped products in Triton compared with float64, in Triton's interpreter: the last test starts that process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts t
 def product(
     counts: list[int], depth: int, columns: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows that are part of wider ones, matrices that are part of larger ones, ends, and what is wanted."""
+    """Rows and matrices that are parts of larger ones, ends, and the expected result."""
     generator, groups = torch.Generator().manual_seed(0), len(counts)
     x = torch.randn(sum(counts), depth + 3, generator=generator).to(dtype)[:, :depth]
     weight = torch.randn(groups, columns + 2, depth, generator=generator).to(dtype)[:, :columns]
@@ -56,7 +56,7 @@ def test_no_rows() -> None:
 
 
 def test_float64_has_the_form_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, which a tensor here only claims to be on."""
+    """On CUDA, which the tensor here only claims to be on."""
     asked: list[str] = []
     forms = grouped.Implementations(lambda *_: asked.append("torch"), triton="nowhere:nothing")
     monkeypatch.setattr(grouped, "FORMS", forms)

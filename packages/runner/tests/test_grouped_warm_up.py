@@ -1,4 +1,4 @@
-"""Grouped products of few rows and of many are other kernels: both are loaded before the first request."""
+"""Grouped products of few and of many rows are different kernels: both are loaded before the first request."""
 
 from __future__ import annotations
 

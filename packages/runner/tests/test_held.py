@@ -1,4 +1,4 @@
-"""What `bateleur info` says of one of several ranks, and of memory, beside tensors that are there."""
+"""Memory that `bateleur info` reports, compared with the tensors of a model, also of one of several ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bateleur.runner.models.memory_report import held_bytes
 
 
 def spans(thing: object) -> Iterator[tuple[int, int]]:
-    """Where the tensors begin and end that something has, from here on down; tables of positions are no weights."""
+    """Return where the tensors of an object begin and end, recursively, without tables of positions."""
     if isinstance(thing, Tensor) and thing.numel() > 1:  # a norm has its eps as well
         yield thing.data_ptr(), thing.data_ptr() + thing.nbytes
     elif isinstance(thing, dict | list | tuple):
@@ -31,7 +31,7 @@ def spans(thing: object) -> Iterator[tuple[int, int]]:
 
 
 def in_memory(thing: object) -> int:
-    """Bytes of them, each counted once."""
+    """Return their bytes, each counted once."""
     total = behind = 0
     for start, end in sorted(spans(thing)):
         total += max(0, end - max(start, behind))
@@ -46,7 +46,7 @@ def in_memory(thing: object) -> int:
 def test_memory_of_weights_is_that_of_their_tensors(
     tiny_checkpoint: Callable[..., tuple[Path, Any]], family: str | None, size: int
 ) -> None:
-    """The shipped model's are stored in bfloat16, and matrices of it stay so; the others' in float32."""
+    """The shipped model's matrices are stored in bfloat16 and stay so; those of the others are float32."""
     folder = shipped_model() if family is None else tiny_checkpoint(family, **EVEN[family])[0]
     checkpoint, device = open_checkpoint(folder), torch.device("cpu")
     facts = describe_checkpoint(folder, device="cpu", dtype="float32", tensor_parallel_size=size)
@@ -79,7 +79,7 @@ def test_info_tells_what_one_of_several_ranks_has() -> None:
 def test_info_tells_what_one_of_data_parallel_ranks_has(
     tiny_checkpoint: Callable[..., tuple[Path, Any]],
 ) -> None:
-    """Some of the experts, and all of the rest."""
+    """Some of the experts, and everything else."""
     folder, _ = tiny_checkpoint("nemotron_h-experts", **EVEN["nemotron_h-experts"])
     whole, half = (describe_checkpoint(folder, device="cpu", data_parallel_size=size) for size in (1, 2))
     assert (half.ranks, half.sums) == (2, 0)

@@ -1,4 +1,4 @@
-"""Counts by bucket."""
+"""Histograms: counts by bucket."""
 
 import numpy as np
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Host memory below the device's: whatever comes and goes, a key leads to what was published under it."""
+"""The host-memory tier: whatever is evicted and loaded, a key leads to the contents published under it."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.offload.copies import Copies
-from bateleur.runner.offload.device_cache import Paged
-from bateleur.runner.offload.host_memory import HostMemory
+from bateleur.runner.offload.device_cache import PagedCache
+from bateleur.runner.offload.host_memory import HostMemory, Level
 from bateleur.runner.offload.rows import PagedRows
-from bateleur.runner.offload.tier import HostTier, Level
+from bateleur.runner.offload.tier import HostTier
 from bateleur.runner.stats import OffloadStats
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ KEYS = [f"key {i}".encode() for i in range(12)]
 
 
 class Blocks:
-    """A pool of 5 blocks over two tensors, and 4 below it; every key has contents of its own."""
+    """A pool of 5 blocks over two tensors, and host memory for 4; every key has its own contents."""
 
     def __init__(self, num_device: int = 5, num_host: int = 4) -> None:
         shapes = {"a": (num_device + 1, 3), "b": (num_device + 1, 2, 2)}
@@ -28,7 +28,7 @@ class Blocks:
         self.pool, rows = BlockPool(num_device + 1), PagedRows(self.tensors)
         self.stats = OffloadStats()
         host = HostMemory(num_host, rows.num_bytes, CPU)
-        self.level = Level(Paged(self.pool, rows), host, Copies(CPU, rows.num_bytes), self.stats)
+        self.level = Level(PagedCache(self.pool, rows), host, Copies(CPU, rows.num_bytes), self.stats)
         self.tier = HostTier(self.level, None, self.stats)
         self.held: dict[bytes, int] = {}
 
@@ -41,12 +41,12 @@ class Blocks:
             assert (tensor[block] == KEYS.index(key)).all(), (name, key)
 
     def use(self, key: bytes) -> str:
-        """A request that wants a key: it finds it, brings it, or computes it; and holds it."""
+        """Find, load or compute a key, as a request would, and hold its block."""
         if not self.pool.num_free:
             return "full"
         how = "found" if self.pool.find(key) else "brought" if self.tier.has_block(key) else "computed"
         if how == "brought":
-            self.tier.bring([key], None, 1)
+            self.tier.load([key], None, 1)
         if how == "computed":
             (block,) = self.pool.allocate(1)
             self.write(key, block)
@@ -112,7 +112,7 @@ def test_what_leaves_the_device_comes_back() -> None:
 
 
 def test_of_a_chain_the_beginning_stays_longest() -> None:
-    """Five blocks leave at once, the last of the prefix first, and there is room for four."""
+    """Five blocks are evicted at once, the end of the prefix first, and there is room for four."""
     blocks = Blocks()
     chain = [blocks.pool.allocate(1)[0] for _ in range(5)]
     for key, block in zip(KEYS, chain, strict=False):
@@ -121,7 +121,7 @@ def test_of_a_chain_the_beginning_stays_longest() -> None:
     blocks.pool.free(chain[::-1])
     blocks.pool.free(blocks.pool.allocate(5))
     assert [key for key in KEYS if blocks.tier.has_block(key)] == KEYS[:4]
-    blocks.tier.bring(KEYS[:4], None, 8)
+    blocks.tier.load(KEYS[:4], None, 8)
     for key in KEYS[:4]:
         blocks.check(key, blocks.pool.find(key))
     assert blocks.stats.host_hit_tokens == 8
@@ -134,7 +134,7 @@ def test_a_device_without_room_brings_nothing() -> None:
         blocks.leave(key)
     held = blocks.pool.allocate(4)
     before = {name: tensor.clone() for name, tensor in blocks.tensors.items()}
-    blocks.tier.bring(KEYS[:2], None, 2)
+    blocks.tier.load(KEYS[:2], None, 2)
     assert blocks.stats.host_hit_tokens == blocks.stats.loaded_bytes == 0
     for name, tensor in blocks.tensors.items():
         assert torch.equal(tensor[held], before[name][held])
@@ -156,27 +156,27 @@ def test_rows_go_in_parts_where_a_buffer_is_small(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("bateleur.runner.offload.copies.STAGING_BYTES", 1)
     tensor, memory = torch.arange(24.0).view(6, 4), torch.zeros(8, 16, dtype=torch.uint8)
     rows, copies = PagedRows({"a": tensor}), Copies(CPU, largest)
-    copies.out(rows, [1, 2, 3, 4, 5], memory, [7, 0, 6, 1, 3])
+    copies.to_host(rows, [1, 2, 3, 4, 5], memory, [7, 0, 6, 1, 3])
     kept, found = tensor.clone(), memory.view(torch.float32)
     assert torch.equal(found[[7, 0, 6, 1, 3]], tensor[1:])
-    copies.back(memory, [6, 0, 3], rows, [4, 5, 0])
+    copies.to_device(memory, [6, 0, 3], rows, [4, 5, 0])
     assert torch.equal(tensor, kept[[5, 1, 2, 3, 3, 2]])
 
 
 def test_copies_are_launched_before_the_memory_changes_hands() -> None:
-    """Whoever gets a block may write to it at once."""
+    """The next request may write to an evicted block at once."""
     blocks = Blocks(1, 1)
     blocks.use(KEYS[0])
     blocks.leave(KEYS[0])
     seen: list[Any] = []
-    told = blocks.level.leave
+    told = blocks.level.save_evicted
 
     def note(left: Any) -> None:
         blocks.check(KEYS[0], left[0][0])
         told(left)
         seen.append(left)
 
-    blocks.pool.leaving = note
+    blocks.pool.on_evict = note
     blocks.pool.allocate(1)
     assert seen == [[(1, KEYS[0])]]
     assert blocks.tier.has_block(KEYS[0])

@@ -16,8 +16,7 @@ from bateleur.metadata.backends.native_paged import NativeBackend
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
-from bateleur.runner.config.attention_backend import choose_backend
-from bateleur.runner.config.attention_backend import told as attends
+from bateleur.runner.config.attention_backend import choose_backend, describe_backend
 from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint, format_bytes
 from bateleur.runner.models import native
 
@@ -199,7 +198,7 @@ def test_which_attention_backend_serves_is_told(
     monkeypatch.setattr(NativeBackend, "missing_requirement", lambda *_: None)
     assert "attention                  native" in describe_checkpoint(path, device="cpu").table().splitlines()
     assert (
-        describe_checkpoint(path, device="cpu", attention_backend="torch").attention == "torch, as asked for"
+        describe_checkpoint(path, device="cpu", attention_backend="torch").attention == "torch, as requested"
     )
     with pytest.raises(ValueError, match=r"^attention_backend is 'triton'; triton: device cpu is not CUDA"):
         describe_checkpoint(path, device="cpu", attention_backend="triton")
@@ -208,15 +207,15 @@ def test_which_attention_backend_serves_is_told(
     # Installed as it may be, nothing chooses it.
     dtype, cuda, spec = torch.bfloat16, torch.device("cuda"), open_checkpoint(path).spec
     assert choose_backend("auto", cuda, dtype, spec).name == "triton"
-    only = "flashinfer only if asked for: close tokens may change with the batch"
-    assert attends("auto", spec, dtype, cuda) == f"triton; {only}"
-    assert attends("flashinfer", spec, dtype, cuda) == "flashinfer, as asked for"
+    only = "flashinfer only if requested: close tokens may change with the batch"
+    assert describe_backend("auto", spec, dtype, cuda) == f"triton; {only}"
+    assert describe_backend("flashinfer", spec, dtype, cuda) == "flashinfer, as requested"
     with_sinks = open_checkpoint(tiny_checkpoint("gpt_oss")[0]).spec
-    assert attends("auto", with_sinks, dtype, cuda) == "triton"
+    assert describe_backend("auto", with_sinks, dtype, cuda) == "triton"
     with pytest.raises(
         ValueError, match=r"^attention_backend is 'flashinfer'; flashinfer: attention sinks are not"
     ):
-        attends("flashinfer", with_sinks, dtype, cuda)
+        describe_backend("flashinfer", with_sinks, dtype, cuda)
 
 
 def test_whose_kernels_run_on_a_cpu_is_told(tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:

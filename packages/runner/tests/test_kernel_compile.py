@@ -1,4 +1,4 @@
-"""The kernels of layers, launched at published sizes and compiled: what their docstrings say of occupancy holds."""
+"""Kernels of layers at published sizes, compiled: occupancy is at least what their docstrings say."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_kernels_of_adapters_fit_hopper(
     ids=str,
 )
 def test_a_grouped_product_fits(dtype: torch.dtype, rows: int, capability: int) -> None:
-    """At the sizes of a layer of 256 experts, and in the shared memory of every device since sm_80."""
+    """For a layer of 256 experts, and in the shared memory of all devices since sm_80."""
     x, weight, ends = (
         some(rows, 2048, dtype=dtype),
         some(256, 1024, 2048, dtype=dtype),

@@ -1,4 +1,4 @@
-"""The text model of a file that holds a vision model as well: it alone is read, and images are refused."""
+"""The text model of a file with a vision model: only the text model is read, and images are refused."""
 
 from __future__ import annotations
 

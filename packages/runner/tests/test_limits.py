@@ -36,7 +36,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def limits_of(device: torch.device, **options: object) -> tuple[int, int]:
-    """`max_num_seqs` and `max_num_batched_tokens`."""
+    """Return `max_num_seqs` and `max_num_batched_tokens`."""
     limits = EngineLimits.of(EngineConfig.of(**options), SPEC, device)
     return limits.max_num_seqs, limits.max_num_batched_tokens
 
@@ -51,7 +51,7 @@ def test_defaults_depend_on_the_device() -> None:
 
 
 class Elsewhere(HybridDecoder):
-    """A description of a model on a GPU that is not here."""
+    """Describes a model on a GPU that is not here."""
 
     device = property(lambda self: CUDA, lambda self, device: None)  # type: ignore[assignment]
 
@@ -59,7 +59,7 @@ class Elsewhere(HybridDecoder):
 def fitted(
     monkeypatch: pytest.MonkeyPatch, limits: EngineLimits, gibibytes: int, **options: Any
 ) -> tuple[EngineLimits, int]:
-    """The limits on a GPU of so much free memory, and what steps need with them."""
+    """Return the limits on a GPU of so much free memory, and the memory of steps with them."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gibibytes << 30, gibibytes << 30))
     config = EngineConfig.of(gpu_memory_utilization=1.0, **options)
     graphs = GraphOptions.of(config.graphs, CUDA)

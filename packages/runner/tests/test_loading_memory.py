@@ -1,4 +1,4 @@
-"""Files that are larger than memory, and weights that are."""
+"""Files and weights that are larger than memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folder(tiny_checkpoint: Any, tmp_path: Path) -> Path:
 
 
 def test_a_file_larger_than_memory_is_read_tensor_by_tensor(folder: Path) -> None:
-    """As torch maps a file, memory for all of it must be there, also for tensors that nobody reads."""
+    """torch's memory mapping would need memory for the whole file, unused tensors included."""
     file = folder / "model.safetensors"
     before = {
         name: tensor.clone() for name, tensor in load_file(file).items()

@@ -1,4 +1,4 @@
-"""Packed matrices: the same products, bit for bit whatever stands beside a token, compiled or by oneDNN."""
+"""Packed matrices: equal products, bit for bit in any batch, compiled or by oneDNN."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_packed_products_are_those_of_torch(tokens: int, bias: bool) -> None:
 
 
 def test_packed_products_come_in_few_sizes_that_waste_little() -> None:
-    """oneDNN keeps a kernel for each; 1, 2, 4, 8 or 16 rows with four drafts each are among them."""
+    """oneDNN keeps a kernel for each size; 1, 2, 4, 8 or 16 rows with four drafts each are among the sizes."""
     sizes = [_padded(tokens) for tokens in range(8193)]
     assert all(
         tokens <= size <= max(tokens * 5 // 4, _FEW_TOKENS) for tokens, size in enumerate(sizes) if tokens
@@ -55,7 +55,7 @@ def test_packed_products_come_in_few_sizes_that_waste_little() -> None:
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="seen with AVX-512 only")
 @pytest.mark.usefixtures("uncompiled")
 def test_a_token_is_rounded_alike_beside_any_others() -> None:
-    """The BLAS takes other sums for one token than for many, and drafts are verified many at a time."""
+    """The BLAS computes other sums for one token than for many, and drafts are verified many at a time."""
     projection, x = made(4096, 256), torch.randn(129, 256)
     projection.pack()
     together = projection(x)
@@ -101,7 +101,7 @@ def test_numbers_that_bfloat16_rounds_to_infinity_and_infinities_are_multiplied_
 @compiles
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_of_columns_and_groups_of_tokens_change_no_bit(dtype: torch.dtype) -> None:
-    """A panel of that many columns passes in parts, and so many tokens in groups."""
+    """Panels of so many columns are processed in parts, and so many tokens in groups."""
     projection, x = made(50, 2800, dtype), torch.randn(131, 2800, dtype=dtype)
     bias = projection.bias
     assert bias is not None
@@ -184,7 +184,7 @@ def test_others_stay_as_they_are(projection: Projection) -> None:
 @compiles
 @pytest.mark.parametrize("x", [torch.zeros(3, 60), torch.zeros(3, 64, dtype=torch.bfloat16)])
 def test_tokens_that_do_not_fit_a_packed_matrix_are_refused(x: Tensor) -> None:
-    """Nothing is read behind their end."""
+    """Nothing is read after their end."""
     projection = Projection(torch.randn(100, 64))
     projection.pack()
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Logits against transformers, which computes the whole prompt in one float32 forward pass."""
+"""Logits compared with transformers, which computes the whole prompt in one float32 forward pass."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_every_chunk_size(pair: tuple[HybridDecoder, Any], driver: Any, size: in
 
 
 def test_a_backend_that_rotates_by_itself(pair: tuple[HybridDecoder, Any], driver: Any) -> None:
-    """CUDA's default takes queries and keys before their rotation; on CPU its operators run as torch forms."""
+    """CUDA's default takes queries and keys before rotation; on a CPU its operators run as torch forms."""
     ours, theirs = pair
     tokens = prompt(theirs, 23)
     run = driver.Driver(ours)
@@ -269,7 +269,7 @@ def test_ragged_batch_of_decodes_and_prefills(pair: tuple[HybridDecoder, Any], d
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "olmo_hybrid"])
 def test_prompts_longer_than_a_chunk(tiny_checkpoint: Any, driver: Any, family: str) -> None:
-    """A scan of a delta rule takes 64 tokens at once."""
+    """A chunk of a delta-rule scan has 64 tokens."""
     path, theirs = tiny_checkpoint(family)
     ours = load_model(open_checkpoint(path), torch.float32, "cpu")
     tokens = prompt(theirs, 150)

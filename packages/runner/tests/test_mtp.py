@@ -1,4 +1,4 @@
-"""MTP heads in the files of their target: the function that they are, what they do in an engine, what is refused."""
+"""MTP heads in the files of their target: their formula, their behaviour in an engine, and what is refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Facts:
-    """The head as it is described: h = fc(cat(norm(embedding of the next token), norm(hidden state))), then layers."""
+    """The head by its formula: h = fc(cat(norm(embedding of the next token), norm(hidden state))), then layers."""
 
     def __init__(self, folder: Path, body: Any) -> None:
         tensors = load_file(folder / "model.safetensors")
@@ -111,7 +111,7 @@ class Facts:
         return torch.cat(normed, -1) @ self.fc.T
 
     def run(self, h: Tensor, first: int) -> Tensor:
-        """(T, M) behind the final norm, for positions from `first`."""
+        """(T, M) after the final norm, for positions from `first`."""
         positions = torch.arange(first, first + len(h))[None]
         with torch.no_grad():
             out = self.body.model(inputs_embeds=h[None], position_ids=positions, use_cache=False)
@@ -120,7 +120,7 @@ class Facts:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_is_its_formula(made: Callable[[str], Made], name: str) -> None:
-    """The first pass, and those of a chain, which are fed what lies behind the final norm."""
+    """The first pass, and those of a chain, whose input is the output of the final norm."""
     folder, body = made(name)
     head, target = opened(folder)
     facts = Facts(folder, body)
@@ -143,7 +143,7 @@ def test_a_head_is_its_formula(made: Callable[[str], Made], name: str) -> None:
 
 @pytest.mark.parametrize("name", ["experts, attention", "qwen3_5"])
 def test_a_pass_has_no_memory_and_reads_nothing_back(made: Callable[[str], Made], name: str) -> None:
-    """What stands behind a row leaves it as it is; some rows are those of all; tensors without contents suffice."""
+    """Later rows do not change a row; some rows equal those of all; tensors without contents suffice."""
     head, target = opened(made(name)[0])
     size = target.spec.hidden_size
     ids, hidden, positions = torch.arange(NUM) + 3, torch.randn(NUM, size), torch.arange(NUM)
@@ -189,8 +189,8 @@ def test_in_other_dtypes(made: Callable[[str], Made], dtype: torch.dtype) -> Non
 
 @pytest.fixture(scope="module")
 def good(made: Callable[[str], Made], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`good(name)`: the same with a target that says of each token which comes next, more or less, and a head that
-    looks at the token more than at anything else, so that many of its drafts are right, and many are not.
+    """`good(name)`: a target that roughly determines each next token, and a head that depends mostly on the token, so
+    that many drafts are right and many are not.
     """
     found: dict[str, Path] = {}
 
@@ -267,7 +267,7 @@ def plain(good: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
 def test_the_tokens_are_those_of_plain_decoding(
     good: Callable[[str], Path], plain: Callable[[str], list[list[int]]], name: str, policy: str, mode: str
 ) -> None:
-    """In every cache mode, prompts in chunks; the second time over published prefixes."""
+    """In every cache mode, prompts in chunks; the second time with a prefix hit."""
     shared = {"enable_prefix_caching": True, "mamba_cache_mode": mode, "mamba_block_size": 8}
     options = SETTINGS | DRAFTS | {"mamba_state_policy": policy, "max_num_batched_tokens": 13}
     llm = LLM(good(name), **options | (shared if mode != "none" else {}))
@@ -292,7 +292,7 @@ def test_on_graphs(good: Callable[[str], Path], plain: Callable[[str], list[list
 
 @pytest.mark.parametrize("rule", ["coupled", "ratio"])
 def test_through_preemption(good: Callable[[str], Path], rule: str) -> None:
-    """What the head knew of a request went with its blocks, and is made again with the target's."""
+    """The head's keys are lost with its blocks, and recomputed with the target's."""
     options = (
         SETTINGS | DRAFTS | {"enable_prefix_caching": True, "mamba_block_size": 8, "speculative_rule": rule}
     )
@@ -379,7 +379,7 @@ def test_what_it_costs(made: Callable[[str], Made]) -> None:
 def test_inside_a_larger_model(
     good: Callable[[str], Path], plain: Callable[[str], list[list[int]]], tmp_path: Path
 ) -> None:
-    """The text model has a place of its own there, and the head has not."""
+    """The text model has its own prefix in such files, and the head has none."""
     text = json.loads((good("qwen3_5") / "config.json").read_text())
     config = {
         "model_type": "qwen3_5",
@@ -401,7 +401,7 @@ def test_inside_a_larger_model(
 
 @pytest.fixture
 def broken(made: Callable[[str], Made], tmp_path: Path, tiny: ModuleType) -> Callable[..., Path]:
-    """`broken(name, change, **fields)`: a copy with changed tensors and fields of the configuration."""
+    """`broken(name, change, **fields)`: a copy with changed tensors and configuration fields."""
 
     def get(name: str, change: Callable[[dict[str, Tensor]], object] = lambda _: None, **fields: Any) -> Path:
         for file in made(name)[0].iterdir():

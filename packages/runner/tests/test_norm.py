@@ -1,4 +1,4 @@
-"""Norms, by torch's operators and compiled, and compiled activations."""
+"""Norms and activations, by torch's operators and compiled."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_activations_are_computed_in_float32_and_rounded_once(
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("gated", [False, True])
 def test_silu_of_what_is_far_below_zero_is_nothing(dtype: torch.dtype, gated: bool) -> None:
-    """Where e to the other sign is no float any more: it was x / e^88, which at the end of floats is -1.8."""
+    """exp(-x) overflows there: the result was x / e^88, which is -1.8 at the end of floats."""
     x = torch.tensor([[-88.0, -88.5, -1e5, -1e37, -3e38, -torch.inf, 3e38] * 5]).to(dtype)
     wide = torch.cat((x, torch.ones_like(x)), 1) if gated else x
     want = F.silu(x.float()).to(dtype)
@@ -127,7 +127,7 @@ def test_silu_of_what_is_far_below_zero_is_nothing(dtype: torch.dtype, gated: bo
 def test_what_is_kept_of_a_stream_stays(
     stream: torch.dtype, layers: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the begin, twice in a row, and behind what nobody keeps; and layers see the same as if nobody kept it."""
+    """At the start, twice in a row, and after what is not kept; layers read the same with and without `keep`."""
     if compiled and (reason := native.unavailable_reason()) is not None:
         pytest.skip(reason)
     monkeypatch.setattr(native, "unavailable_reason", lambda: None if compiled else "none is wanted")

@@ -124,7 +124,7 @@ def test_a_kind_is_a_member_or_its_name(llm: LLM) -> None:
 
 def test_threads_that_ask_at_once_get_names_and_seeds_of_their_own(llm: LLM) -> None:
     with ThreadPoolExecutor(8) as pool:
-        groups = list(pool.map(lambda _: llm._admission.request(PROMPT, SamplingParams()), range(200)))
+        groups = list(pool.map(lambda _: llm._input_processor.request(PROMPT, SamplingParams()), range(200)))
     assert len({group.request_id for group in groups}) == 200
     assert len({group.members[0].seed for group in groups}) == 200
 

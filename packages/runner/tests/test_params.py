@@ -1,4 +1,4 @@
-"""Sampling parameters: defaults, normal forms, and every refusal with argument, value and rule."""
+"""Sampling parameters: defaults, normal forms, and error messages with argument, value and rule."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Rules of tokens, penalties, draws and log probabilities over parts of a vocabulary: those of the whole."""
+"""Token rules, penalties, draws and log probabilities over vocabulary shards equal those of the whole."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Found = tuple[Tensor, Tensor, Tensor | None, Logprobs | None]
 def steps_of(
     shard: VocabShard | None, logits: list[Tensor], allowed: Tensor | None, top: int | None
 ) -> list[Found]:
-    """Two steps of all kinds at once, the first of three places a request as if it had drafts, the next of one."""
+    """Two mixed steps: the first with three positions per request as if it had drafts, the next with one."""
     state, rows = SamplingState(len(KINDS), V, "cpu", shard), np.arange(len(KINDS))
     for row, params in enumerate(KINDS.values()):
         words = WORDS if params.bad_words else ()

@@ -1,4 +1,4 @@
-"""Files of prefixes: what was written is read, and nothing else is."""
+"""Prefix files: what was written is read, and everything else is refused."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from bateleur.runner.offload.rows import PagedRows
 
 
 def paged(**shapes: tuple[torch.dtype, tuple[int, ...]]) -> PagedRows:
-    """Tensors of 5 numbers with these entries, full of numbers that are all different."""
+    """Tensors of 5 numbers with these entries, all different."""
     return PagedRows(
         {
             name: torch.arange(5 * int(np.prod(shape))).view(5, *shape).to(dtype) + 1000 * i
@@ -102,7 +102,7 @@ def test_any_missing_or_surplus_byte_is_seen(path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"fields": {"weights": "abd", "device": "cpu"}}, "its weights is 'abc', and here it is 'abd'"),
+        ({"fields": {"weights": "abd", "device": "cpu"}}, "its weights is 'abc', and this engine's is 'abd'"),
         ({"fields": {"weights": "abc", "device": "cpu", "rank": "0 of 2"}}, "its rank is None"),
         ({"fields": {"weights": "abc"}}, "not laid out"),
         ({"ahead": 0}, "not laid out"),
@@ -122,7 +122,7 @@ def test_another_engine_refuses_it(path: Path, changes: dict[str, Any], named: s
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """The file with another header, of which the rest is as it was."""
+    """The file with another header and the same data."""
     whole = path.read_bytes()
     size = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + size])
@@ -209,7 +209,7 @@ def test_a_system_may_write_and_read_a_little_at_a_time(
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [1, 3, 8])
 def test_rows_go_out_and_come_back(dtype: torch.dtype, width: int) -> None:
-    """Of a tensor that begins in the middle of another, too."""
+    """Also for a tensor that begins in the middle of another."""
     memory = torch.arange(7 * width).to(dtype)
     tensors = {"a": memory[width:].view(6, width), "b": torch.arange(12.0).view(6, 2)}
     rows = PagedRows(tensors)

@@ -1,4 +1,4 @@
-"""Scaled rotary embedding: the tokens are those of transformers, beyond the original length as well."""
+"""Scaled rotary embedding: tokens equal those of transformers, also beyond the original length."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 def saved(folder: Path, kind: str, **more: Any) -> tuple[Any, Path]:
-    """A tiny Llama that was made for ORIGINAL positions."""
+    """A tiny Llama trained for ORIGINAL positions."""
     rope = {"rope_type": kind, "rope_theta": 10_000.0, **KINDS[kind], **more}
     model = tiny.make_model("llama", rope_parameters=rope, max_position_embeddings=ORIGINAL)
     return model, tiny.save(model, folder)
 
 
 def generated(model: Any, prompt: list[int]) -> list[int]:
-    """What transformers writes, with tables that have seen no other prompt."""
+    """transformers' tokens, with tables that no other prompt has changed."""
     rotary = model.model.rotary_emb
     for name in ("inv_freq", "original_inv_freq"):
         if hasattr(rotary, name):
@@ -55,7 +55,7 @@ def prompt_of(length: int) -> list[int]:
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}, {"async_scheduling": True}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    """Prompts within the original length, some whose answers go beyond it, and longer ones, all at once."""
+    """Prompts within the original length, some with answers beyond it, and longer ones, all at once."""
     model, folder = saved(tmp_path, kind)
     llm = LLM(folder, device="cpu", skip_tokenizer_init=True, max_model_len=128, max_num_seqs=4, **options)
     prompts = [prompt_of(length) for length in (10, 40, 60, 12, 47, 48, 49, 75)]

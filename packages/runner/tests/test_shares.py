@@ -1,4 +1,4 @@
-"""What each of several ranks has of a model: the weights of the whole, cut, and the logits of the whole, summed."""
+"""The parts of a model on several ranks: weights of the whole, cut, and logits of the whole, summed."""
 
 from __future__ import annotations
 

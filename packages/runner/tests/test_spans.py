@@ -1,4 +1,4 @@
-"""Which files are read of a prefix: as far as memory and files go together, and nothing that is in memory."""
+"""Which files are read for a prefix: as far as memory and files together reach, and nothing that is in memory."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""State pages alone: what steps may read and write has a page, nobody holds more than planned, and nothing leaks."""
+"""State pages: steps have all pages they need, no row holds more than planned, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layout_of(policy: StatePolicy, mode: MambaCacheMode, drafts: int) -> CacheLa
 @pytest.mark.parametrize("mode", [MambaCacheMode.ALIGN, MambaCacheMode.ALL])
 @pytest.mark.parametrize("policy", list(StatePolicy))
 def test_m38_rows_hold_what_steps_need_and_never_more_than_planned(policy, mode, drafts, seed) -> None:
-    """The first pool has just what rows need, so a page too many fails at once; the others have some to spare."""
+    """The first pool has just what rows need, so a page too many fails at once; the others have spare pages."""
     random = Random(seed)
     layout = layout_of(policy, mode, drafts)
     most = layout.slots_per_request()
@@ -100,7 +100,7 @@ def numbers(*values: int) -> np.ndarray:
 @pytest.mark.parametrize("retention", ["all", "every=16", "last+prompt_end", "none"])
 @pytest.mark.parametrize("spare", range(0, 40, 3))
 def test_long_prompts_side_by_side_leave_each_other_a_page(spare: int, retention: str) -> None:
-    """Each of them takes what is to spare for boundaries inside of it, and not what the next one must have."""
+    """Each takes spare pages for boundaries within it, and not what the next one must have."""
     layout = layout_of(StatePolicy.FOLD, MambaCacheMode.ALL, 0)
     pool = BlockPool(1 + ROWS * layout.slots_per_request() + spare)
     pages = MambaStateManager(pool, ROWS, layout, PrefixRetention.parse(retention, BLOCK))
@@ -112,7 +112,7 @@ def test_long_prompts_side_by_side_leave_each_other_a_page(spare: int, retention
 
 
 def run(pages: MambaStateManager, row: int, before: int, after: int, text: str, prompt: int) -> None:
-    """A prompt's step of one row; `text` names its tokens."""
+    """Run one row's prompt; `text` determines its tokens."""
     at = (np.array([row]), numbers(before))
     pages.allocate_blocks(*at, numbers(after - before), 0, numbers(prompt))
     pages.commit(*at, numbers(after), numbers(prompt), lambda _, n: f"{text}.{n}".encode())
@@ -131,7 +131,7 @@ def test_boundaries_that_nobody_keeps_take_no_page_from_others(policy: StatePoli
 
 
 def test_a_row_drops_only_what_it_published() -> None:
-    """A conversation that goes on from the end of a prompt leaves it to those that ask the same once more."""
+    """A conversation that continues from the end of a prompt leaves it to requests that repeat the prompt."""
     layout = layout_of(StatePolicy.FOLD, MambaCacheMode.ALIGN, 0)
     pages = MambaStateManager(BlockPool(1 + ROWS * 2 + 8), ROWS, layout, PrefixRetention.of(layout))
     run(pages, 0, 0, 20, "a", 20)
@@ -177,7 +177,7 @@ def test_of_many_rows_the_pool_has_what_the_rule_keeps_of_each(rule: str) -> Non
 
 
 class OverBlockPool(Planner):
-    """Over the pool that an engine has."""
+    """A state manager over the engine's block pool."""
 
     pool = BlockPool
 
@@ -247,7 +247,7 @@ def test_defaults_are_the_best_for_the_device() -> None:
 def test_rules_that_do_not_fit_are_refused(rule: str, message: str) -> None:
     options = parsed("all", "fold", 8, rule)
     with pytest.raises(ValueError, match=message):
-        options.kept(options.layout(8, 96), page_bytes=1000, token_bytes=10)
+        options.retained(options.layout(8, 96), page_bytes=1000, token_bytes=10)
 
 
 def test_rings_hold_a_fold_and_a_step() -> None:
@@ -260,7 +260,10 @@ def test_rings_hold_a_fold_and_a_step() -> None:
     ("arguments", "message"),
     [
         ({"policy": "both"}, "mamba_state_policy is 'both'; it must be one of slots, fold"),
-        ({"retention": "all"}, "mamba_retention is 'all'; in cache mode 'none' nothing is kept"),
+        (
+            {"retention": "all"},
+            "mamba_retention is 'all'; it must be None in cache mode 'none', which keeps no states",
+        ),
         ({"dtype": "int8"}, "mamba_ssm_cache_dtype is 'int8'; it must be one of auto, float32"),
         ({"dtype": torch.int8}, "mamba_ssm_cache_dtype is 'int8'; it must be one of auto, float32"),
     ],

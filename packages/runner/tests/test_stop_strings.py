@@ -1,4 +1,4 @@
-"""The search for stop strings beside the obvious one, and what requests may ask of stops and of text."""
+"""The search for stop strings compared with the obvious one, and parameters of stops and text."""
 
 import random
 from typing import Any
@@ -13,7 +13,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True
 
 
 def first(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Where the first to be complete ends; of several, the longest."""
+    """Return where the first complete string ends; of several, the longest."""
     ends = [(text.index(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     return None if not ends else (min(ends)[0], min(ends)[2])
 
@@ -44,7 +44,7 @@ def test_it_finds_what_a_naive_search_finds(letters: str) -> None:
 
 
 def test_time_is_that_of_the_text_however_many_and_long_they_are() -> None:
-    """Counted, not timed: lookups for each character."""
+    """Counts lookups per character instead of time."""
     for stops in (["a" * 4095 + "b"], [f"{i:04}" for i in range(1000)], ["ab" * 2000]):
         search, lookups = StopStrings(stops), 0
 
@@ -89,7 +89,7 @@ def test_the_stop_is_part_of_the_text_if_asked_for(llm: LLM) -> None:
 
 
 def test_special_tokens_have_text_if_asked_for(llm: LLM) -> None:
-    """The end-of-sequence token, which is the only one allowed."""
+    """With the end-of-sequence token as the only allowed one."""
     eos = llm.spec.eos_token_ids[0]
     shown = llm.tokenizer.decode([eos])
     assert shown
@@ -110,7 +110,7 @@ def test_text_is_left_out_if_asked_for(llm: LLM) -> None:
         list(llm.stream(PROMPT, params))[-1].outputs[0],
     ):
         assert (output.token_ids, output.text) == (expected.token_ids, "")
-    with pytest.raises(ValueError, match="detokenize is False; it must be True beside stop"):
+    with pytest.raises(ValueError, match="detokenize is False; it must be True with stop"):
         SamplingParams(detokenize=False, stop="x")
 
 
@@ -126,7 +126,9 @@ def test_the_end_of_a_long_prompt_runs(llm: LLM) -> None:
         (10**6, long[-1:]),
         (None, long[1:]),
     ):
-        group = llm._admission.request(long, SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=-1))
+        group = llm._input_processor.request(
+            long, SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=-1)
+        )
         assert group.prompt_token_ids == kept[-(llm.limits.max_model_len - 1) :]
 
 

@@ -1,4 +1,4 @@
-"""Structural tags without an engine: which tokens may follow if tags are special tokens, added tokens or text."""
+"""Structural tags without an engine, with tags that are special tokens, added tokens or text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ llguidance = pytest.importorskip("llguidance")
 
 
 class Model(TagModel):
-    """What grammars allow its tokens to be."""
+    """The tokens that grammars allow."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -31,7 +31,7 @@ class Model(TagModel):
         return self.grammars.matcher(params, {self.end}, tried=True)
 
     def allows(self, params: StructuredOutputsParams, text: str) -> bool:
-        """Whether the whole text may be written, and ended."""
+        """Return whether the whole text may be written and ended."""
         tokens = [*self.encode(text), self.end]
         return self.matcher(params).allowed_prefix(tokens) == len(tokens)
 

@@ -1,4 +1,4 @@
-"""Grammars without an engine: what tokens say, which of them may come next, and what no grammar may cost."""
+"""Grammars without an engine: bytes of tokens, allowed next tokens, and limits."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def masks_of(matcher: Matcher, drafts: Sequence[int] = ()) -> Any:
 
 
 def walk(matcher: Matcher, rng: Random, most: int) -> Iterator[int]:
-    """Tokens that are drawn from what is allowed, an end at the end."""
+    """Draw allowed tokens up to an end."""
     for _ in range(most):
         allowed = np.flatnonzero(masks_of(matcher)[0])
         token = EOS if EOS in allowed and rng.random() < 0.3 else int(rng.choice(allowed.tolist()))
@@ -110,7 +110,7 @@ def walk(matcher: Matcher, rng: Random, most: int) -> Iterator[int]:
 
 
 def follows(params: dict[str, Any], text: str) -> bool:
-    """Whether a whole text is what was asked for, told by others than the library."""
+    """Return whether a whole text has the required form, by other libraries."""
     if "choice" in params:
         return text in params["choice"]
     if "regex" in params:
@@ -144,7 +144,7 @@ def follows(params: dict[str, Any], text: str) -> bool:
 def test_what_is_written_is_what_was_asked(
     grammars: Grammars, said: list[bytes], form: dict[str, Any], seed: int, data: st.DataObject
 ) -> None:
-    """Token by token; and masks behind drafts are those that stand there when the drafts have become tokens."""
+    """Token by token; masks after drafts equal those after the same tokens."""
     params = StructuredOutputsParams(**form)
     tokens = list(walk(grammars.matcher(params, {EOS}), Random(seed), 120))
     if tokens[-1] == EOS:
@@ -256,7 +256,7 @@ def test_a_model_may_have_more_tokens_than_its_tokenizer_and_no_end(size: int) -
 @pytest.mark.parametrize(
     ("tokenizer", "why"),
     [
-        (NoTokenizer(), "with skip_tokenizer_init there is no text that it could be of"),
+        (NoTokenizer(), "it needs a tokenizer: leave skip_tokenizer_init False"),
         (object(), "the tokenizer of this checkpoint is a object, and must be one of the tokenizers library"),
         (fast(pieces(["<unk>", "a"], decoders.WordPiece())), "decoded by WordPiece, and must be decoded by"),
         (
@@ -346,7 +346,7 @@ def test_what_no_grammar_may_be(grammars: Grammars, form: dict[str, Any], why: s
 
 
 def test_what_would_take_minutes_is_killed(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(trial, "MAX_SECONDS", 0.5)
     schema = {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(15)]}
     with pytest.raises(ValueError, match=r"it takes more than 0\.5 s to compile"):
         grammars.matcher(StructuredOutputsParams(json=schema), {EOS})
@@ -364,7 +364,7 @@ def test_what_would_take_minutes_is_killed(grammars: Grammars, monkeypatch: pyte
 def test_what_grows_as_it_is_written_ends_in_an_error(
     grammars: Grammars, said: list[bytes], form: dict[str, Any]
 ) -> None:
-    """And nothing is allowed any more, the end of a sequence neither."""
+    """Then no token is allowed, not even an end of sequence."""
     matcher = grammars.matcher(StructuredOutputsParams(**form), {EOS})
     other = grammars.matcher(StructuredOutputsParams(**form), {EOS})
     token = max(range(VOCAB), key=lambda i: len(said[i]) if set(said[i]) == {ord("a")} else 0)
@@ -380,7 +380,7 @@ def test_what_grows_as_it_is_written_ends_in_an_error(
 
 
 def test_what_another_broke_is_made_again(grammars: Grammars, said: list[bytes]) -> None:
-    """A parser whose masks fail, where one that shares nothing has them, with drafts and without."""
+    """A shared parser whose masks fail is replaced by one that shares nothing, with drafts and without."""
     params = StructuredOutputsParams(regex="abcdef")
     ids = [said.index(bytes([c])) for c in b"abc"]
     matcher, sound = grammars.matcher(params, {EOS}), grammars.matcher(params, {EOS})
@@ -403,14 +403,14 @@ def test_what_was_compiled_is_kept_as_long_as_it_is_used(
             super().__init__(*args)
 
     monkeypatch.setattr(grammar_module, "CompiledGrammar", Counted)
-    monkeypatch.setattr(grammar_module, "_MOST_KEPT", 2)
-    monkeypatch.setattr(grammars, "_kept", type(grammars._kept)())
+    monkeypatch.setattr(grammar_module, "_CACHE_SIZE", 2)
+    monkeypatch.setattr(grammars, "_cache", type(grammars._cache)())
     for letter in "aababcabc":
         grammars.matcher(StructuredOutputsParams(choice=[letter * 3]), {EOS})
     assert len(compiled) == 2 + 1 + 3, (
         "a, b; c for a; then each for the one that was not used for the longest"
     )
-    assert len(grammars._kept) == 2
+    assert len(grammars._cache) == 2
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -452,10 +452,10 @@ REFUSED: list[tuple[Any, str]] = [
         "structured_outputs has unknown 'regexp'; the known names are json, json_object, regex,",
     ),
     ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern is ' '; it must be None: whitespace is"),
-    ("a", "structured_outputs is 'a'; it must be StructuredOutputsParams, or a mapping of their names"),
+    ("a", "structured_outputs is 'a'; it must be StructuredOutputsParams, or a mapping of its fields"),
     (
         {1: "a"},
-        "structured_outputs is {1: 'a'}; it must be StructuredOutputsParams, or a mapping of their names",
+        "structured_outputs is {1: 'a'}; it must be StructuredOutputsParams, or a mapping of its fields",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Text in, text out: streaming, stop conditions, log probabilities."""
+"""Text through an engine: streaming, stop conditions, log probabilities."""
 
 import math
 

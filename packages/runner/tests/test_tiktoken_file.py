@@ -1,4 +1,4 @@
-"""`tiktoken.model` is read without running code: its tokens are those of the algorithm of tiktoken."""
+"""`tiktoken.model` is read without running code: tokens equal those of tiktoken's algorithm."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AUTO_MAP = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
 
 
 def trained(split: str, num_merges: int = 60) -> list[bytes]:
-    """Tokens of a byte pair encoding of the sample, in the order of their ranks."""
+    """Tokens of a byte pair encoding of the sample, by rank."""
     words = [[bytes([byte]) for byte in piece.encode()] for piece in pieces(split, SAMPLE * 3)]
     tokens = list(BYTES)
     for _ in range(num_merges):
@@ -66,7 +66,7 @@ def pieces(split: str, text: str) -> list[str]:
 
 
 def encoded(split: str, ranks: dict[bytes, int], text: str) -> list[int]:
-    """What tiktoken does: of each piece, the neighbours whose union has the lowest rank are joined first."""
+    """tiktoken's algorithm: within each piece, join the neighbours whose union has the lowest rank first."""
     ids: list[int] = []
     for piece in pieces(split, text):
         raw = piece.encode()
@@ -130,7 +130,7 @@ def test_the_default_is_that_of_transformers() -> None:
 
 @pytest.fixture
 def kimi(tmp_path: Path) -> Path:
-    """A tiny Kimi Linear as it is published: a class of its own for the tokenizer, and no tokenizer.json."""
+    """A tiny Kimi Linear as published: its own tokenizer class, and no tokenizer.json."""
     tokens = trained(KIMI_SPLIT)
     folder = tiny.save(tiny.make_model("kimi_linear", vocab_size=len(tokens) + 256), tmp_path / "kimi")
     written(folder, tokens, auto_map=AUTO_MAP)

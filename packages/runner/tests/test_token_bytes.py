@@ -1,4 +1,4 @@
-"""Bytes of single tokens, and what each adds to the text."""
+"""Bytes of single tokens, and the text that each adds."""
 
 from __future__ import annotations
 

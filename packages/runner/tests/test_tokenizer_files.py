@@ -1,4 +1,4 @@
-"""A tokenizer read from its files alone is the one that transformers makes of them, and so are its chats."""
+"""A tokenizer read from its files alone equals transformers', chats included."""
 
 import json
 import shutil
@@ -128,7 +128,7 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders by name: the shipped model's, and others as transformers writes them."""
+    """Folders by name: the shipped model's, and others written by transformers."""
     found = {"shipped": shipped_model()}
     for name, make in MADE.items():
         found[name] = folder = tmp_path_factory.mktemp(name)
@@ -205,7 +205,7 @@ def test_chats_are_the_same(
     try:
         expected = theirs.apply_chat_template(messages, tokenize=False, **how)
     except ValueError:  # the template leaves out the message that is to go on
-        with pytest.raises(ValueError, match="the last message does not stand in what the template wrote"):
+        with pytest.raises(ValueError, match="the chat template changes the last message"):
             ours.apply_chat_template(messages, **how)
         return
     assert ours.apply_chat_template(messages, tokenize=False, **how) == expected

@@ -1,4 +1,4 @@
-"""Every flag of `vllm serve` is an option, asks for what happens anyway, or is refused with a reason."""
+"""Every flag of `vllm serve` is an option, changes nothing, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_sampling_defaults_come_from_a_folder_or_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="override_generation_config: temperature is 'hot'"):
         recommended_sampling(tmp_path, overrides={"temperature": "hot"})
     with pytest.raises(
-        ValueError, match="generation_config='/nowhere': must be auto, vllm, or a folder with"
+        ValueError, match="generation_config is '/nowhere'; it must be auto, vllm, or a folder with"
     ):
         recommended_sampling(tmp_path, "/nowhere")
 

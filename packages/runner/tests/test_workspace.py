@@ -1,4 +1,4 @@
-"""What steps take beside weights and caches is left for them on a device."""
+"""The memory estimate of steps is left free on a device."""
 
 from __future__ import annotations
 

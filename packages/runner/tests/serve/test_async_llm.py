@@ -124,7 +124,7 @@ def test_the_queue_is_bounded(engine: AsyncLLM) -> None:
         reader = await engine.submit(["x"] * 16, LONG)
         with pytest.raises(QueueFull, match="12 requests are waiting already, which is max_queued_requests"):
             await last(engine, "y")
-        engine.leave(reader)
+        engine.abort_unfinished(reader)
         assert await idle(engine)
         assert (await last(engine, "y")).finished
         with pytest.raises(ValueError, match=r"17 sequences are asked for at once; .* leave room for 16"):
@@ -247,7 +247,9 @@ def test_a_text_of_any_length_holds_nobody_up(engine: AsyncLLM) -> None:
     released = threading.Event()
 
     async def ask() -> None:
-        slow = [asyncio.create_task(engine.aside(lambda: released.wait(60), long=True)) for _ in range(6)]
+        slow = [
+            asyncio.create_task(engine.run_in_thread(lambda: released.wait(60), long=True)) for _ in range(6)
+        ]
         await asyncio.sleep(0)
         await last(engine, "def f(")
         assert not any(each.done() for each in slow)
@@ -261,7 +263,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than threads for anything; requests without go past."""
-    grammars, released = engine.llm._admission.grammars, threading.Event()
+    grammars, released = engine.llm._input_processor.grammars, threading.Event()
     original = grammars.matcher
 
     def matcher(*args: Any, **options: Any) -> Any:

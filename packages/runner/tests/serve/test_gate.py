@@ -120,10 +120,10 @@ def test_a_body_is_counted_and_timed_as_it_comes(make_client: Callable[..., Any]
 
 
 def test_a_full_queue_says_when_to_come_again(client: Any, engine: AsyncLLM) -> None:
-    taken = engine._places.take([None] * 16, 1)
+    taken = engine._admission_limit.take([None] * 16, 1)
     reply = client.ask(PATH, {"prompt": "x"})
     for name in taken:
-        engine._places.release(name)
+        engine._admission_limit.release(name)
     assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
     assert reply.json()["error"]["code"] == "rate_limit_exceeded"
 

@@ -1,12 +1,12 @@
-"""The composition: scheduler, caches, models, sampling, `LLM` and the command line.
+"""The inference engine: scheduler, caches, models, sampling, `LLM` and the command line.
 
 from bateleur.runner import LLM, SamplingParams
 
-llm = LLM()  # the model that ships with the package
+llm = LLM()  # the model that is shipped with the package
 for output in llm.generate(["def f(x):"], SamplingParams(max_tokens=32)):
     print(output.outputs[0].text)
 
-A name is imported when it is first used, so that `bateleur --help` need not wait for torch.
+Names are imported on first use, so that `bateleur --help` does not import torch.
 """
 
 from importlib import import_module
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bateleur.runner.stats import EngineStats
     from bateleur.runner.structured_outputs import StructuredOutputsParams
 else:
-    _HOMES = {
+    _MODULES = {
         "LLM": "llm",
         "AsyncLLM": "async_llm",
         "CompletionOutput": "outputs",
@@ -33,9 +33,9 @@ else:
     }
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`python -m bateleur.runner` is the `bateleur` command."""
+"""Runs the `bateleur` command as `python -m bateleur.runner`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an `LLM` in a thread of its own, for many callers in event loops."""
+"""`AsyncLLM`: an `LLM` in its own thread, for many callers in event loops."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ from bateleur.runner.utils.arguments import Integer, maybe, text
 T = TypeVar("T")
 
 _ADMITTING_THREADS = 4
-"""Prompts that are tokenised at once."""
+"""Maximum number of prompts tokenised at once."""
 _COMPILING_THREADS = 2
-"""Requests whose grammars are compiled at once. That may take seconds, so no others wait behind them."""
+"""Maximum number of requests whose grammars are compiled at once. A grammar may take seconds, so other requests do not
+queue with these."""
 _LONG_THREADS = 2
-"""Texts of any length that are tokenised at once. That may take half a minute."""
+"""Maximum number of texts of unbounded length tokenised at once. One may take half a minute."""
 
 
 class AsyncLLM:
-    """A model ready to generate for many callers at once.
+    """Generates text for many concurrent callers.
 
-    It owns an `LLM` and a thread that alone calls it; prompts are tokenised in other threads. Callers may be in any
-    event loop, or in several, and leave one for the next. A step that raises costs its requests a recomputation and
-    nobody else anything. When three fail in a row the engine is dead: `error` says of what, and whoever waits, or comes
-    later, gets EngineDead.
+    Owns an `LLM` and the only thread that calls it; prompts are tokenised in other threads. Callers may be in any event
+    loop, and in several at once. If a step raises, its requests are recomputed and other requests are not affected.
+    After three failures in a row the engine is dead: `error` has the cause, and current and later requests raise
+    EngineDead.
 
     model, options: as for `LLM`.
-    max_queued_requests: how many may wait beside those that run; one more is refused by QueueFull.
+    max_queued_requests: maximum number of waiting requests; one more raises QueueFull.
 
     Raises ValueError as `LLM` does.
     """
@@ -54,27 +55,26 @@ class AsyncLLM:
         self._thread = EngineThread(partial(LLM, model, **options), waiting)
         self._thread.open()
         self.llm = self._thread.llm
-        """To be read: `config`, `spec`, `limits`, `tokenizer`. Calls of its methods are the thread's alone."""
+        """The engine; read `config`, `spec`, `limits`, `tokenizer` only. Its methods are called by the engine thread
+        alone."""
         if not isinstance(self.llm.tokenizer, NoTokenizer):
-            self.llm.tokenizer.encode(
-                "once"
-            )  # what a tokenizer sets up for itself, it does before threads come
+            self.llm.tokenizer.encode("once")  # initialises the tokenizer before several threads use it
         self._closing = False
-        self._places = self._thread.places
+        self._admission_limit = self._thread.admission_limit
         self._admitting = ThreadPoolExecutor(_ADMITTING_THREADS, "bateleur-admission")
         self._compiling = ThreadPoolExecutor(_COMPILING_THREADS, "bateleur-grammars")
-        self._reading = ThreadPoolExecutor(_LONG_THREADS, "bateleur-long-texts")
+        self._long = ThreadPoolExecutor(_LONG_THREADS, "bateleur-long-texts")
         self._end = weakref.finalize(self, self._thread.stop_and_join)
 
     @property
     def error(self) -> BaseException | None:
-        """What the engine died of; None while it lives."""
+        """The exception that ended the engine; None while it runs."""
         return self._thread.error
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that are here: those being tokenised, waiting or running."""
-        return len(self._places)
+        """Number of requests being tokenised, waiting or running."""
+        return len(self._admission_limit)
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -86,12 +86,12 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield what the request's `output_kind` says after each of its steps, until it has ended.
+        """Yield outputs after each step of the request, as `output_kind` says, until it ends.
 
-        Whoever reads slowly sees fewer reports, larger ones where they are deltas. Leaving the iterator aborts the
-        request: its row is free within a step, at the latest when the iterator is closed.
+        A slow reader gets fewer outputs; deltas are merged. Leaving the iterator aborts the request, at the latest when
+        the iterator is closed; its row is free within one step.
 
-        Raises ValueError for what could never run, QueueFull, EngineDead; RuntimeError in a forked process.
+        Raises ValueError if the request could never run, QueueFull, EngineDead; RuntimeError in a forked process.
         """
         reader = await self.submit([prompt], sampling_params, request_ids=[request_id], priority=priority)
         try:
@@ -99,7 +99,7 @@ class AsyncLLM:
                 for output in outputs:
                     yield output
         finally:
-            self.leave(reader)
+            self.abort_unfinished(reader)
 
     async def submit(
         self,
@@ -109,7 +109,7 @@ class AsyncLLM:
         request_ids: Sequence[str | None] | None = None,
         priority: int = 0,
     ) -> Reader:
-        """Queue requests together, all or none; the `Reader` of their reports, for `leave` in any case.
+        """Queue requests, all or none, and return the `Reader` of their outputs. End with `abort_unfinished`.
 
         Raises as `generate`.
         """
@@ -121,7 +121,7 @@ class AsyncLLM:
         check = maybe(text)
         ids = [check("request_id", each) for each in request_ids or [None] * len(prompts)]
         given = self.llm.get_default_sampling_params() if sampling_params is None else sampling_params
-        names = self._places.take(ids, given.n if isinstance(given, SamplingParams) else 1)
+        names = self._admission_limit.take(ids, given.n if isinstance(given, SamplingParams) else 1)
 
         def prepare() -> list[RequestGroup]:
             return [
@@ -132,9 +132,10 @@ class AsyncLLM:
         compiles = getattr(given, "structured_outputs", None) is not None
         long = getattr(given, "truncate_prompt_tokens", None) is not None
         try:
-            requests = await (
-                self._run_in(self._compiling, prepare) if compiles else self.aside(prepare, long=long)
-            )
+            if compiles:
+                requests = await self._run_in(self._compiling, prepare)
+            else:
+                requests = await self.run_in_thread(prepare, long=long)
         except BaseException:
             self._thread.release(names)
             raise
@@ -142,21 +143,21 @@ class AsyncLLM:
         self._thread.add(requests, reader)
         return reader
 
-    def leave(self, reader: Reader) -> None:
-        """End what has not ended of these requests; nobody reads them any more."""
+    def abort_unfinished(self, reader: Reader) -> None:
+        """Abort those requests of a reader that have not ended."""
         if reader.unfinished:
             self._thread.abort(reader.unfinished)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its reader gets what it has, with the `finish_reason` "abort". An unknown id is none."""
+        """End a request; its reader gets the output so far with `finish_reason` "abort". An unknown id is ignored."""
         self._thread.abort([text("request_id", request_id)])
 
-    async def aside(self, function: Callable[[], T], *, long: bool = False) -> T:
-        """Run what takes time and is no step, such as making a prompt, in a thread beside the event loop.
+    async def run_in_thread(self, function: Callable[[], T], *, long: bool = False) -> T:
+        """Run a function that takes long and is not a step, such as tokenisation, outside of the event loop.
 
-        long: it may take many times as long as a prompt that the model could read, so no prompts wait behind it.
+        long: it may take much longer than the longest prompt of the model, so no prompt waits for it.
         """
-        return await self._run_in(self._reading if long else self._admitting, function)
+        return await self._run_in(self._long if long else self._admitting, function)
 
     @staticmethod
     async def _run_in(threads: ThreadPoolExecutor, function: Callable[[], T]) -> T:
@@ -165,17 +166,17 @@ class AsyncLLM:
     # --- the engine ---------------------------------------------------------------------------------------
 
     async def inspect(self, look: Callable[[LLM], T]) -> T:
-        """What a function finds between two steps, or in an engine that has ended."""
+        """Return `look(llm)`, called between two steps, or after the engine has ended."""
         return await asyncio.wrap_future(self._thread.call(look))
 
     async def get_metrics(self) -> EngineStats:
-        """Counters since the start, as they were between two steps."""
+        """Return counters since the start, as of between two steps."""
         return await self.inspect(lambda llm: deepcopy(llm.get_metrics()))
 
     async def close(self, *, drain: bool = False) -> None:
-        """Refuse what comes, and end: when all requests have, with `drain`, or by aborting them before the next step.
+        """Refuse new requests and end. `drain`: finish all requests first; else abort them before the next step.
 
-        A second call may come while one drains.
+        A second call may come during a drain.
         """
         self._closing = True
         self._thread.stop(drain=drain)
@@ -185,7 +186,7 @@ class AsyncLLM:
         self._thread.join()
         self._admitting.shutdown()
         self._compiling.shutdown()
-        self._reading.shutdown()
+        self._long.shutdown()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -1,4 +1,4 @@
-"""The thread that alone calls an `LLM`, and those who read what it reports from their event loops."""
+"""The thread that calls an `LLM`, and readers that pass its outputs to event loops."""
 
 from __future__ import annotations
 
@@ -16,60 +16,60 @@ from bateleur.runner.errors import EngineDead
 from bateleur.runner.llm import LLM
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request_group import RequestGroup
-from bateleur.runner.utils.device import make_current, of_this_thread
+from bateleur.runner.utils.device import current_device, make_current
 
 T = TypeVar("T")
 
 MAX_FAILURES = 3
-"""Steps that may fail one after the other, with no token in between, before the engine counts as dead."""
-_LEAVING = 1.0
-"""Seconds in which this thread ends by itself when another rank has failed."""
+"""Number of consecutive failed steps, with no token in between, after which the engine is dead."""
+_EXIT_SECONDS = 1.0
+"""Time in which this thread may end by itself after another rank has failed."""
 _log = logging.getLogger(__name__)
 
 
 class Reader:
-    """What one caller has asked for, in one event loop: the reports of some requests, as they come.
+    """Outputs of one caller's requests, passed to its event loop.
 
-    Of a request that reports faster than it is read, reports are merged, so at most one of each waits here.
+    If a request produces outputs faster than they are read, they are merged, so that at most one per request is queued.
     """
 
     def __init__(self, requests: Iterable[RequestGroup]) -> None:
-        """To be made in the event loop that reads it."""
+        """Called in the event loop that reads it."""
         self.loop = asyncio.get_running_loop()
         self.unfinished = {request.request_id for request in requests}
-        """Ids whose last report has not been read."""
+        """Ids of requests whose last output was not read yet."""
         self._lock = Lock()
         self._arrived: dict[str, RequestOutput] = {}
         self._error: Exception | None = None
-        self._told = False  # whether it is on the way to be woken, or awake
+        self._woken = False  # whether `wake` is scheduled or done
         self._wake = asyncio.Event()
 
-    def take_in(self, output: RequestOutput) -> bool:
-        """In the engine's thread: a report has come. Whether the reader is to be woken."""
+    def deliver(self, output: RequestOutput) -> bool:
+        """Add an output, in the engine thread. Returns whether the caller has to schedule `wake`."""
         with self._lock:
             name = output.request_id
             if name in self._arrived:
                 self._arrived[name].add(output)
             else:
                 self._arrived[name] = output
-            return self._tell()
+            return self._needs_wake()
 
     def fail(self, error: Exception) -> bool:
-        """In the engine's thread: nothing more will come. Whether the reader is to be woken."""
+        """End with an error, in the engine thread. Returns whether the caller has to schedule `wake`."""
         with self._lock:
             self._error = error
-            return self._tell()
+            return self._needs_wake()
 
-    def _tell(self) -> bool:
-        asleep, self._told = not self._told, True
+    def _needs_wake(self) -> bool:
+        asleep, self._woken = not self._woken, True
         return asleep
 
     def wake(self) -> None:
-        """In the event loop: there is something to read."""
+        """Let `read` return, in the event loop."""
         self._wake.set()
 
     async def read(self) -> list[RequestOutput]:
-        """The reports that have come since the last call, at least one; [] when all requests have ended.
+        """Return the outputs since the last call, at least one; [] if all requests have ended.
 
         Raises EngineDead if no more will come.
         """
@@ -78,7 +78,7 @@ class Reader:
         await self._wake.wait()
         with self._lock:
             self._wake.clear()
-            self._told = False
+            self._woken = False
             arrived, self._arrived = list(self._arrived.values()), {}
             error = self._error
             if error is not None:
@@ -90,39 +90,39 @@ class Reader:
 
 
 class EngineThread(Thread):
-    """Makes an `LLM`, runs its steps while there are requests, and sleeps while there are none.
+    """Makes an `LLM` and runs its steps while there are requests.
 
-    OpenMP keeps a team of threads for each thread that computes, and more of them than cores wait for each other by way
-    of the kernel: a step took twice as long where the model was made in another thread than it ran in (2 cores).
+    The model is made in the thread that runs it: OpenMP has a team of threads for each thread that computes, and two
+    teams compete for cores (a step took twice as long on 2 cores).
 
-    What others want of the engine waits in an inbox, which is emptied between two steps. A step that raises costs its
-    requests a recomputation; after `MAX_FAILURES` of them the thread ends, and `error` says why.
+    Other threads post actions to an inbox, which is processed between two steps. If a step raises, its requests are
+    recomputed; after `MAX_FAILURES` of them the thread ends and `error` has the cause.
     """
 
     llm: LLM
-    places: AdmissionLimit
-    """Who is here, or will be when its prompt is tokenised."""
+    admission_limit: AdmissionLimit
+    """Ids of all requests, including those being tokenised."""
 
     def __init__(self, make: Callable[[], LLM], max_queued_requests: int) -> None:
-        """`open` starts it, and no other method is called before."""
+        """Call `open` before any other method."""
         super().__init__(name="bateleur-engine", daemon=True)
         self._make: Callable[[], LLM] | None = make
-        self._device = of_this_thread()  # so that "cuda" means the caller's current GPU
+        self._device = current_device()  # so that "cuda" means the caller's current GPU
         self._made: Future[None] = Future()
         self._max_queued_requests = max_queued_requests
         self.error: BaseException | None = None
-        """What the engine died of."""
+        """The exception that ended the engine."""
         self.ended: EngineDead | None = None
-        """What is told to whoever comes too late."""
+        """The error for requests after the end; None before."""
         self._readers: dict[str, Reader] = {}
         self._inbox: deque[tuple[Callable[[], None], Callable[[EngineDead], None]]] = deque()
-        self._lock = Lock()  # between the last look into the inbox, and what is put there
+        self._lock = Lock()  # makes checking `ended` and posting to the inbox one operation
         self._wake = Event()
         self._stopping = self._draining = False
         self._failures, self._tokens_before = 0, -1
 
     def open(self) -> None:
-        """Start, and wait until there is an LLM; raises what making it raised."""
+        """Start the thread and wait for the `LLM`. Raises what its constructor raises."""
         self.start()
         try:
             self._made.result()
@@ -135,35 +135,35 @@ class EngineThread(Thread):
     # --- from any thread ----------------------------------------------------------------------------------
 
     def add(self, requests: list[RequestGroup], reader: Reader) -> None:
-        """Run these requests, whose ids nobody else has, and report to this reader."""
+        """Run requests with unused ids and deliver their outputs to `reader`."""
         names = tuple(reader.unfinished)
         self._post(partial(self._add, requests, names, reader), partial(self._refuse, names, reader))
 
     def release(self, names: Iterable[str]) -> None:
-        """These requests will not come."""
+        """Free ids of requests that will not be added."""
         for name in names:
-            self.places.release(name)
+            self.admission_limit.release(name)
         self._wake.set()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End those of these requests that have not ended by themselves, before the next step."""
+        """End those of these requests that are unfinished, before the next step."""
         self._post(partial(self._abort, tuple(request_ids)), lambda dead: None)
 
     def call(self, function: Callable[[LLM], T]) -> Future[T]:
-        """What a function finds between two steps, or in an engine that has ended."""
+        """Return the result of `function`, called between two steps, or at once if the engine has ended."""
         future: Future[T] = Future()
         settle = partial(_settle, future, function, self.llm)
         self._post(settle, lambda dead: settle())
         return future
 
     def stop(self, *, drain: bool = False) -> None:
-        """End the thread before the next step; `drain`: when no request is left."""
+        """End the thread before the next step, or with `drain` when no request is left."""
         self._draining = True
         self._stopping = self._stopping or not drain
         self._wake.set()
 
     def stop_and_join(self) -> None:
-        """The same at once, waiting for the end of the step that runs."""
+        """End the thread before the next step and wait for its end."""
         self.stop()
         if self is not current_thread() and self.is_alive():
             self.join()
@@ -179,25 +179,25 @@ class EngineThread(Thread):
     # --- in the thread ------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until it is stopped, or the engine is dead."""
+        """Make the `LLM` and run steps until stopped or dead."""
         assert self._make is not None
         try:
             make_current(self._device)
             self.llm = self._make()
             running = self.llm.limits.max_num_seqs * self.llm.config.parallel.data_parallel_size
-            self.places = AdmissionLimit(running, self._max_queued_requests)
+            self.admission_limit = AdmissionLimit(running, self._max_queued_requests)
         except BaseException as error:
             self._made.set_exception(error)
             return
         finally:
             self._make = None
-        self.llm.on_fault(self._give_up)
+        self.llm.on_fault(self._on_rank_fault)
         self._made.set_result(None)
         self._serve()
 
     def _serve(self) -> None:
         try:
-            while not self._stopping and self._turn():
+            while not self._stopping and self._run_once():
                 pass
             self._abort(tuple(self._readers))
         except BaseException as error:
@@ -206,21 +206,21 @@ class EngineThread(Thread):
         self._end()
         self.llm.close()
 
-    def _give_up(self, fault: EngineDead) -> None:
-        """In the thread that watches other ranks: no step will end any more. Nobody waits for this one if it hangs."""
-        self.join(_LEAVING)
+    def _on_rank_fault(self, fault: EngineDead) -> None:
+        """End the engine from the thread that monitors other ranks; this thread may hang in a step."""
+        self.join(_EXIT_SECONDS)
         if self.is_alive():
             self.error = fault
             self._end()
 
-    def _turn(self) -> bool:
-        """One round: what was asked for, then a step. Whether to go on."""
+    def _run_once(self) -> bool:
+        """Process the inbox, then run one step or wait. Returns whether to continue."""
         while self._inbox:
             action, _ = self._inbox.popleft()
             action()
         if self.llm.has_unfinished_requests:
             self._deliver(self._step())
-        elif self._draining and not self.places:
+        elif self._draining and not self.admission_limit:
             return False
         else:
             self._wake.wait()
@@ -242,7 +242,7 @@ class EngineThread(Thread):
             return []
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """Give reports to their readers, and wake each event loop once."""
+        """Pass outputs to their readers, and wake each event loop once."""
         asleep: dict[asyncio.AbstractEventLoop, list[Reader]] = {}
         for output in outputs:
             reader = self._readers.get(output.request_id)
@@ -250,7 +250,7 @@ class EngineThread(Thread):
                 continue
             if output.finished:
                 self._forget(output.request_id)
-            if reader.take_in(output):
+            if reader.deliver(output):
                 asleep.setdefault(reader.loop, []).append(reader)
         for loop, readers in asleep.items():
             if not _wake_all(loop, readers):
@@ -258,14 +258,14 @@ class EngineThread(Thread):
 
     def _add(self, requests: list[RequestGroup], names: tuple[str, ...], reader: Reader) -> None:
         self._readers |= dict.fromkeys(names, reader)
-        self.llm.enter(*requests)
+        self.llm.add_prepared(*requests)
 
     def _abort(self, names: tuple[str, ...]) -> None:
         self._deliver([self.llm.abort(name) for name in names if name in self._readers])
 
     def _forget(self, name: str) -> None:
         del self._readers[name]
-        self.places.release(name)
+        self.admission_limit.release(name)
 
     def _refuse(self, names: tuple[str, ...], reader: Reader, dead: EngineDead) -> None:
         self.release(names)
@@ -273,7 +273,7 @@ class EngineThread(Thread):
             _wake_all(reader.loop, [reader])
 
     def _end(self) -> None:
-        """Tell everybody who waits, and whoever comes from here on; nobody hangs."""
+        """Fail all readers, posted actions and later calls, so that no caller waits forever."""
         dead = EngineDead(
             "it was closed" if self.error is None else f"the engine died of {_named(self.error)}"
         )
@@ -291,7 +291,7 @@ class EngineThread(Thread):
 
 
 def _wake_all(loop: asyncio.AbstractEventLoop, readers: list[Reader]) -> bool:
-    """Whether there was anybody to wake: an event loop may have been closed with requests under way."""
+    """Schedule `wake` in an event loop. Returns False if the loop was closed."""
     try:
         loop.call_soon_threadsafe(_wake, readers)
     except RuntimeError:

@@ -1,36 +1,36 @@
-"""Every exception of the house, in one tree.
+"""All exceptions of the five packages.
 
-ValueError                  an argument is wrong: the message names it, its value and the rule
+ValueError                  an argument is wrong: the message names the argument, its value and the rule
     BatchInvariant          a batch breaks a rule of its field table
-    InexactBound            a host bound was asked for more than it knows
-    BorrowError             a drafter was lent metadata that is not what it was captured with
+    InexactBound            an exact length was requested from a host bound
+    BorrowError             the target's attention metadata differs from what the drafter was captured with
     ContextLengthExceeded   a prompt leaves no room for an output token within max_model_len
-    MissingExtra            what is asked for needs an extra that is not installed; also an ImportError
-    PrefixRefused           a file is no prefix of this engine's; it says why
-RuntimeError                an LLM was called by a second caller at once, or in a forked process
-    QueueFull               an AsyncLLM has as many requests as may wait
-    Unmeasured              an engine or server that is measured did not do what it was asked for
-    EngineDead              the engine has died, or was closed; the cause is beside it
-        RankFailed          one of several ranks died, hung, raised or disagreed: it has the rank and the cause
-    CollectiveBroken        ranks did not come to the end of an exchange; a RankFailed says why
-    ReplicaLost             a replica can't answer a request any more; another one may
-    NoCompiler              kernels in C can't be compiled here; an engine then has torch's, and does not raise it
-    GraphError              something about a CUDA graph; the message names its key
+    MissingExtra            an optional dependency is not installed; also an ImportError
+    PrefixRefused           a file is not a usable prefix for this engine; `reason` says why
+RuntimeError                concurrent calls of an LLM, or a call in a forked process
+    QueueFull               an AsyncLLM has its maximum number of queued requests
+    Unmeasured              a benchmarked engine or server failed
+    EngineDead              the engine has failed or was closed
+        RankFailed          a rank died, hung, raised or disagreed; has `rank` and `cause`
+    CollectiveBroken        a collective between ranks did not complete; a RankFailed has the cause
+    ReplicaLost             the engine of a replica is dead; the request may be sent to another one
+    NoCompiler              C kernels can't be compiled; an engine catches it and uses torch
+    GraphError              a CUDA graph error; the message names the key
         CaptureError        a capture was refused or failed
-            HostSync        the body read a device value on the host
-            SharedState     warm-up and capture were given one state object
-        ReplayFailed        a graph raised while it ran
+            HostSync        the body reads a device value on the host
+            SharedState     warm-up and capture were given the same state object
+        ReplayFailed        a graph raised during replay
         DanglingExternal    memory that a graph reads was freed
-        AddressMoved        a buffer that a graph baked has moved
-        StaleState          buffers were staged again since
-        KeyMismatch         staged for one key, replayed with another
-        SignatureMismatch   a host scalar is not the one that was captured
-        NotCaptured         there is no graph for this key; also a KeyError
-AssertionError              an invariant of ours, or of a conformance kit, does not hold
-    ConformanceError        somebody's builder, backend, drafter or recurrence breaks its contract
+        AddressMoved        a captured buffer has a new address
+        StaleState          buffers were staged again after this state
+        KeyMismatch         state staged for one key was replayed with another
+        SignatureMismatch   a host scalar differs from the captured one
+        NotCaptured         no graph for this key; also a KeyError
+AssertionError              an internal invariant or a rule of a conformance kit is broken
+    ConformanceError        a builder, backend, drafter or recurrence breaks its contract
 
-What reads files also raises OSError. A request is never lost with another's error: `LLM` refuses it before it runs, or
-reports it with `finish_reason` "error".
+Functions that read files also raise OSError. An error of one request does not affect others: `LLM` refuses it before it
+runs, or reports it with `finish_reason` "error".
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from bateleur.metadata.validate import BatchInvariant
 else:
     _GRAPHS = "cudagraph.errors"
-    _HOMES = {
+    _MODULES = {
         "AddressMoved": _GRAPHS,
         "BatchInvariant": "metadata.validate",
         "BorrowError": "eagle.borrow",
@@ -79,10 +79,10 @@ else:
     }
 
     def __getattr__(name: str) -> object:
-        """Those of other packages, which import torch, when they are first used."""
-        if name not in _HOMES:
+        """Import an exception of another package on first use, because those packages import torch."""
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"bateleur.{_HOMES[name]}"), name)
+        return getattr(import_module(f"bateleur.{_MODULES[name]}"), name)
 
 
 __all__ = [
@@ -115,18 +115,18 @@ __all__ = [
 
 
 class QueueFull(RuntimeError):
-    """As many requests as may wait are waiting; one that comes later may find room."""
+    """The maximum number of requests is queued; a later request may succeed."""
 
 
 class ContextLengthExceeded(ValueError):
     """A prompt leaves no room for an output token within `max_model_len`.
 
-    The message has the phrases by which clients recognise this error ("maximum context length is N tokens", "reduce the
-    length of the messages").
+    The message has the phrases that clients search for: "maximum context length is N tokens", "reduce the length of the
+    messages".
     """
 
     def __init__(self, length: str, max_model_len: int) -> None:
-        """length: of the prompt, such as "3000 tokens"."""
+        """length: prompt length, such as "3000 tokens"."""
         super().__init__(
             f"prompt has {length}; this model's maximum context length is {max_model_len} tokens (max_model_len), the "
             "output included: reduce the length of the messages or of the prompt"
@@ -135,45 +135,45 @@ class ContextLengthExceeded(ValueError):
 
 
 class EngineDead(RuntimeError):
-    """No step will run any more: the engine has failed too often, or was closed."""
+    """The engine runs no more steps, because it failed too often or was closed."""
 
 
 class RankFailed(EngineDead):
-    """One of the ranks that run an engine together has failed, and so all of it."""
+    """One of the ranks of an engine failed, which ends the engine."""
 
     def __init__(self, rank: int, cause: str) -> None:
         super().__init__(f"rank {rank} {cause}")
         self.rank, self.cause = rank, cause
 
-    def again(self) -> RankFailed:
-        """The same, to be raised once more."""
-        copy = RankFailed(self.rank, self.cause)
+    def copy(self) -> RankFailed:
+        """Return a copy with the same notes, to be raised again."""
+        other = RankFailed(self.rank, self.cause)
         for note in getattr(self, "__notes__", ()):
-            copy.add_note(note)
-        return copy
+            other.add_note(note)
+        return other
 
 
 class CollectiveBroken(RuntimeError):
-    """An exchange between ranks did not come to its end; mostly another rank is why."""
+    """A collective between ranks did not complete, usually because another rank failed."""
 
 
 class ReplicaLost(RuntimeError):
-    """The engine of a replica is dead, so the request is for another one; the message is the replica's name."""
+    """The engine of a replica is dead; another replica may serve the request. The message is the replica's name."""
 
 
 class Unmeasured(RuntimeError):
-    """An engine or a server that is measured did not do what it was asked for; the message has its last words."""
+    """A benchmarked engine or server failed; the message has its last output."""
 
 
 class MissingExtra(ImportError, ValueError):
-    """What a request asks for takes a package that is not installed: it is refused like any other."""
+    """A request needs a package that is not installed; the message names the extra."""
 
 
 class PrefixRefused(ValueError):
-    """A file holds nothing that this engine may use: what it would say could be wrong."""
+    """A file is not a usable prefix for this engine."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
-        """"gone", "unreadable", "truncated", "corrupt" (bytes have changed), "foreign" (of another engine), "misnamed"
+        """"gone", "unreadable", "truncated", "corrupt" (wrong checksum), "foreign" (of another engine) or "misnamed"
         (of other tokens)."""

@@ -1,4 +1,4 @@
-"""`LLM`: the whole engine behind the names that vLLM's users type."""
+"""`LLM`: the synchronous engine, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from bateleur.runner.stats import EngineStats
 from bateleur.runner.text.chat import ChatOptions, render
 from bateleur.runner.text.messages import Message, is_conversation
 from bateleur.runner.utils.arguments import Check, Integer, Several, file, flag, refuse, text
-from bateleur.runner.utils.device import current, naming_memory
+from bateleur.runner.utils.device import explain_out_of_memory, use_device
 from bateleur.runner.workers.data_parallel import DataParallelCoordinator
 from bateleur.runner.workers.leader import Leader
 
@@ -40,22 +40,22 @@ _log = logging.getLogger(__name__)
 
 
 class LLM:
-    """A model ready to generate.
+    """Generates text with a model.
 
-    It serves one call at a time: a second thread that comes while one is inside, and a forked process, get a
-    RuntimeError that says so. Between calls it may go from thread to thread. A call that breaks off, by an error or
-    Ctrl-C, leaves the other requests with the tokens that they had, and the next call goes on from there. The calling
-    thread's current CUDA device is the engine's during a call, and after it what it was before.
+    One call runs at a time: a call from a second thread meanwhile, or from a forked process, raises RuntimeError.
+    Different threads may call one after the other. If a call breaks off, by an error or Ctrl-C, other requests keep
+    their tokens and the next call continues them. During a call, the calling thread's current CUDA device is the
+    engine's.
 
-    model: Hugging Face checkpoint folder; None is the model that ships with the package.
-    options: by name, the fields of the configurations in `bateleur.runner.config.engine_config`, where each is
-        described; `bateleur generate --help` lists them as well.
+    model: Hugging Face checkpoint folder; None is the model that is shipped with the package.
+    options: fields of the configurations in `bateleur.runner.config.engine_config`, by name; `bateleur generate --help`
+    lists them.
 
-    With `tensor_parallel_size` or `data_parallel_size` above 1 it starts the other ranks, processes that end with it:
-    by `close`, at the end of a `with`, or when nobody has it any more. One that dies, hangs or raises ends them all,
-    and this and every later call with a `RankFailed`, an `EngineDead` that names rank and cause.
+    With `tensor_parallel_size` or `data_parallel_size` above 1, it starts the other ranks as processes. They end on
+    `close`, at the end of a `with` block, or when the `LLM` is collected. If a rank dies, hangs or raises, all of them
+    end, and this call and later ones raise `RankFailed` (an `EngineDead`) with rank and cause.
 
-    Raises ValueError if an option is unknown or out of range, or the folder is no supported checkpoint.
+    Raises ValueError if an option is unknown or out of range, or the folder is not a supported checkpoint.
     """
 
     def __init__(self, /, model: str | Path | None = None, **options: Any) -> None:
@@ -64,7 +64,7 @@ class LLM:
         try:
             ranks = ALONE if self._leader is None else self._leader.ranks
             self.device = device_of(self.config, ranks)
-            with current(self.device):
+            with use_device(self.device):
                 self._open(ranks)
         except BaseException as error:
             if self._leader is not None:
@@ -76,46 +76,47 @@ class LLM:
         self.spec, self.dtype = setup.spec, setup.model.dtype
         self.limits, self.cache_plan, self.tokenizer = setup.limits, setup.cache_plan, setup.tokenizer
         sizes = {name: getattr(self.limits, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
-        with naming_memory(kv_cache_memory_bytes=self.cache_plan.total_bytes, **sizes):
+        with explain_out_of_memory(kv_cache_memory_bytes=self.cache_plan.total_bytes, **sizes):
             self.engine = Engine(setup)
         self.graph_costs = GraphCosts.of(self.engine.all_graphs.reports.values())
-        """Number, time and memory of the CUDA graphs that were captured at start."""
+        """Number, time and memory of the CUDA graphs captured at start."""
         if self.graph_costs.num_graphs:
             _log.info("%s", self.graph_costs)
         self._runner: Engine | DataParallelCoordinator = self.engine
-        self._ledger: RequestRegistry | DataParallelCoordinator = self.engine.ledger
-        self._admission = InputProcessor(self.tokenizer, self.spec, self.limits, self.config)
+        self._registry: RequestRegistry | DataParallelCoordinator = self.engine.ledger
+        self._input_processor = InputProcessor(self.tokenizer, self.spec, self.limits, self.config)
         model = self.config.model
         self.default_sampling = recommended_sampling(
             setup.folder, model.generation_config, model.override_generation_config
         )
-        """Sampling parameters where a request is silent, by name."""
+        """Sampling parameters that the checkpoint recommends, by name."""
         self._default_params = SamplingParams.from_dict(self.default_sampling)
         self._turn = ExclusiveAccess(self.device)
         if (leader := self._leader) is not None:
             leader.begin()
             if self.config.parallel.data_parallel_size > 1:
-                self._runner = self._ledger = DataParallelCoordinator(self.engine, leader)
+                self._runner = self._registry = DataParallelCoordinator(self.engine, leader)
             else:
                 self.engine.ledger.tell = leader.tell
             finalize(self, leader.close)
 
-    # --- from its beginning to its end --------------------------------------------------------------------
+    # --- start and end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Write what waits for the disk, and end the processes of other ranks, if there are any; no call is served any
-        more. A second one is none."""
+        """Write pending prefixes to disk and end the processes of other ranks. Later calls raise; a second `close` does
+        nothing.
+        """
         if self._turn.holder is None:
-            with suppress(EngineDead):  # then no rank writes any more
+            with suppress(EngineDead):  # no rank can write any more
                 self.engine.errands.drain()
         if self._leader is not None:
             self._leader.close()
         self._turn.close()
 
-    def on_fault(self, told: Callable[[EngineDead], None]) -> None:
-        """Call this in a thread of its own when another rank fails, or this one hangs; at most once."""
+    def on_fault(self, callback: Callable[[EngineDead], None]) -> None:
+        """Set a callback that runs in its own thread, at most once, when another rank fails or this one hangs."""
         if self._leader is not None:
-            self._leader.on_fault(told)
+            self._leader.on_fault(callback)
 
     def __enter__(self) -> Self:
         return self
@@ -125,7 +126,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    # --- whole batches ------------------------------------------------------------------------------------
+    # --- batches -------------------------------------------------------------------------------------------
 
     @exclusive
     def generate(
@@ -136,13 +137,13 @@ class LLM:
         use_tqdm: bool = False,
         priority: Sequence[int] | int | None = None,
     ) -> list[RequestOutput]:
-        """Run all prompts to their end; results in the order of the prompts.
+        """Run all prompts to their end and return outputs in the order of the prompts.
 
-        All prompts are validated before the first is queued: a ValueError means that nothing was started. Requests
-        queued by `add_request` run along; what they report meanwhile is kept for the next `step`. Whatever stops it
-        early aborts these requests.
+        All prompts are validated before the first is queued, so a ValueError means that none was started. Requests
+        queued by `add_request` run at the same time; the next `step` returns their outputs. An exception aborts the
+        requests of this call.
 
-        priority: of each prompt, or of all; lower goes first, where scheduling_policy is "priority".
+        priority: of each prompt, or of all; lower values run first with scheduling_policy "priority".
         """
         flag("use_tqdm", use_tqdm)
         kind = RequestOutputKind.FINAL_ONLY
@@ -164,10 +165,10 @@ class LLM:
         use_tqdm: bool = False,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several: `generate` behind the checkpoint's chat template.
+        """Apply the checkpoint's chat template to one or several conversations, and `generate`.
 
-        options: tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs, see
-        `bateleur.runner.text.chat.render`, which also says what is refused by a ValueError.
+        options: tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs; see
+        `bateleur.runner.text.chat.render`, which raises ValueError for malformed messages.
         """
         several = [messages] if is_conversation(messages) else messages
         prompts = [render(self.tokenizer, cast(Sequence[Message], each), **options) for each in several]
@@ -179,16 +180,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Like `generate`, but yields each request after each of its steps, with all of its text so far.
+        """Run all prompts and yield each request's output after each of its steps, with all text so far.
 
-        With `output_kind` DELTA each output holds what is new, with FINAL_ONLY there is one of each request. Text that
-        could still change (half a character, the start of a stop string) is held back. Closing the iterator aborts
-        what has not finished.
+        With `output_kind` DELTA an output has what is new; with FINAL_ONLY each request has one output. Text that may
+        still change (an incomplete character, the start of a stop string) is held back. Closing the iterator aborts
+        unfinished requests.
         """
-        return self._in_turns(self._run(self._requests(prompts, sampling_params)))
+        return self._one_at_a_time(self._run(self._requests(prompts, sampling_params)))
 
-    def _in_turns(self, outputs: Generator[RequestOutput]) -> Iterator[RequestOutput]:
-        """Between two of them others may call."""
+    def _one_at_a_time(self, outputs: Generator[RequestOutput]) -> Iterator[RequestOutput]:
+        """Yield outputs; other calls are allowed between two of them."""
         with closing(outputs):
             while (output := self._next(outputs)) is not None:
                 yield output
@@ -198,32 +199,32 @@ class LLM:
         return next(outputs, None)
 
     def _run(self, requests: list[RequestGroup]) -> Generator[RequestOutput]:
-        """Run these requests to their end; one that somebody else aborts ends without a word."""
-        ledger = self._ledger
+        """Run these requests to their end; a request that another caller aborts yields nothing more."""
+        registry = self._registry
         ids = {request.request_id for request in requests}
         pending = set(ids)
-        ledger.add(*requests)
-        ledger.claimed |= ids
+        registry.add(*requests)
+        registry.claimed |= ids
         try:
             while pending:
-                output = ledger.take(pending)
+                output = registry.take(pending)
                 if output is not None:
                     if output.finished:
                         pending.discard(output.request_id)
                     yield output
-                elif pending := pending & ledger.requests.keys():
+                elif pending := pending & registry.requests.keys():
                     self._runner.step()
         finally:
-            ledger.claimed -= ids - pending
-            ledger.forsaken = ledger.forsaken | pending
-            if self._turn.holder is None:  # else whoever is inside, or comes next, forgets them
+            registry.claimed -= ids - pending
+            registry.forsaken = registry.forsaken | pending
+            if self._turn.holder is None:  # else the current call or the next one drops them
                 self._restore()
 
     @exclusive
     def _restore(self) -> None:
-        self._ledger.restore()
+        self._registry.restore()
 
-    # --- one request at a time ----------------------------------------------------------------------------
+    # --- single requests -----------------------------------------------------------------------------------
 
     @exclusive
     def add_request(
@@ -235,82 +236,84 @@ class LLM:
         priority: int = 0,
         stream: bool = False,
     ) -> str:
-        """Queue a request beside those that run; returns its id. `step` reports it.
+        """Queue a request and return its id; `step` returns its outputs.
 
-        With `stream` it reports each of its steps, as `output_kind` says; else its end alone, and all of it. A lower
-        `priority` goes first, where scheduling_policy is "priority".
+        stream: return an output after each step, as `output_kind` says, instead of one complete output at the end.
+        priority: lower values run first with scheduling_policy "priority".
         """
-        steps = flag("stream", stream)
+        streams = flag("stream", stream)
         given = self._default_params if sampling_params is None else sampling_params
-        request = self._admission.request(
+        request = self._input_processor.request(
             prompt,
             given,
             request_id=request_id,
-            kind=None if steps else RequestOutputKind.FINAL_ONLY,
+            kind=None if streams else RequestOutputKind.FINAL_ONLY,
             priority=priority,
-            taken=self._ledger,
+            taken=self._registry,
         )
-        self._ledger.add(request)
+        self._registry.add(request)
         return request.request_id
 
     @exclusive
-    def enter(self, *requests: RequestGroup) -> None:
-        """Queue what `prepare` made, all or none. ValueError for an id that is here already."""
-        self._ledger.add(*requests)
+    def add_prepared(self, *requests: RequestGroup) -> None:
+        """Queue requests made by `prepare`, all or none. Raises ValueError for an id in use."""
+        self._registry.add(*requests)
 
     @exclusive
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request now and return what it has. Raises ValueError for an unknown id."""
-        return self._ledger.abort(text("request_id", request_id))
+        """End a request and return its output so far. Raises ValueError for an unknown id."""
+        return self._registry.abort(text("request_id", request_id))
 
     @exclusive
     def step(self) -> list[RequestOutput]:
-        """One engine step; the requests that finished since the last one, and those added with `stream`."""
+        """Run one engine step. Returns outputs of requests added with `stream` and of requests finished since the last
+        call.
+        """
         self._runner.step()
-        return self._ledger.take_unclaimed()
+        return self._registry.take_unclaimed()
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do."""
-        return self._ledger.has_unfinished
+        """Whether requests are waiting or running, or outputs were not returned yet."""
+        return self._registry.has_unfinished
 
     def check_process(self) -> None:
-        """Raises RuntimeError in a process that was forked off."""
+        """Raise RuntimeError in a forked process."""
         self._turn.check_process()
 
     def get_metrics(self) -> EngineStats:
-        """Counters since the start, and where the queues stand. It may be called from any thread at any time."""
+        """Return counters since the start and the current load. Any thread may call this at any time."""
         return self._runner.metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request without parameters gets: those that the model's `generation_config.json` recommends."""
+        """Return the parameters of requests that give none: those that the checkpoint recommends."""
         return self._default_params
 
     # --- prefixes -----------------------------------------------------------------------------------------
 
     @exclusive
     def export_prefix(self, token_ids: Sequence[int], path: str | Path) -> int:
-        """Write what is cached of a prompt's longest prefix to a safetensors file: keys, values and states, with the
-        prefix's name and a checksum. Its tokens are returned. Of several ranks `path` is a folder, made if it isn't
-        there, to which each writes the file of its part.
+        """Write the longest cached prefix of a prompt to a safetensors file and return its number of tokens.
 
-        Raises ValueError where prefixes are not shared, or nothing is cached of this one, with the reason, and OSError
-        where nothing can be written. The first export or import reads all weights, to say whose prefixes these are.
+        The file has keys, values, states, the prefix's key and a checksum. With several ranks, `path` is a folder
+        (created if missing) to which each rank writes its part. The first export or import reads all weights for their
+        digest.
+        Raises ValueError if prefixes are not cached, or none of this prompt is, and OSError if writing fails.
         """
         ids = np.array(_TOKEN_IDS("token_ids", token_ids), np.int32)
         return self.engine.errands.export(ids, file("path", path))
 
     @exclusive
     def import_prefix(self, path: str | Path) -> int:
-        """Let requests find a prefix that `export_prefix` wrote, here or in another process. Its tokens are returned.
+        """Add a prefix written by `export_prefix` to the prefix cache and return its number of tokens.
 
-        Raises PrefixRefused, a ValueError with the reason, unless the file is whole and of an engine of the same
-        weights, dtype, kind of device, kernels, number of ranks, layout of caches and versions; ValueError if the
-        caches have too little room. Of several ranks what one refuses is refused.
+        Raises PrefixRefused, a ValueError with the reason, unless the file is complete and of an engine with the same
+        weights, dtype, kind of device, kernels, number of ranks, cache layout and versions; ValueError if the caches
+        have too little room. With several ranks, a refusal by one rank applies to all.
         """
         return self.engine.errands.take_in(file("path", path))
 
-    # --- admission ----------------------------------------------------------------------------------------
+    # --- preparing requests --------------------------------------------------------------------------------
 
     def prepare(
         self,
@@ -320,20 +323,22 @@ class LLM:
         request_id: str,
         priority: int = 0,
     ) -> RequestGroup:
-        """A request for `enter`, which reports as its `output_kind` says; ValueError if it could never run.
+        """Return a request for `add_prepared`. Raises ValueError if it could never run.
 
-        Any thread may call this at any time. Ids are for the caller to keep apart.
+        Any thread may call this at any time. The caller keeps request ids unique.
         """
         params = self._default_params if sampling_params is None else sampling_params
-        return self._admission.request(prompt, params, request_id=request_id, priority=priority)
+        return self._input_processor.request(prompt, params, request_id=request_id, priority=priority)
 
     def prepare_structured_outputs(self) -> bool:
-        """Make ready what requests with `structured_outputs` need, which the first of them does otherwise: a second for
-        a vocabulary of 250,000 tokens, in which no other thread runs. Whether there is anything to make ready: where
-        the extra is missing, or the tokenizer is none that can be read, such requests are refused with the reason.
+        """Load what requests with `structured_outputs` need, which otherwise the first of them does.
+
+        Takes a second for a vocabulary of 250,000 tokens, during which no other thread runs. Returns False if the extra
+        is not installed or the tokenizer can't be read; requests with `structured_outputs` are then refused with the
+        reason.
         """
         try:
-            self._admission.grammars.prepare()
+            self._input_processor.grammars.prepare()
         except ValueError:
             return False
         return True
@@ -349,10 +354,12 @@ class LLM:
         given = self._default_params if sampling_params is None else sampling_params
         params = _for_each(listed, "sampling_params", given, SamplingParams, _PARAMS)
         priorities = _for_each(listed, "priority", 0 if priority is None else priority, Integral, _PRIORITIES)
-        requests, taken = [], self._ledger
+        requests, taken = [], self._registry
         for index, (prompt, p, first) in enumerate(zip(listed, params, priorities, strict=True)):
             try:
-                requests.append(self._admission.request(prompt, p, kind=kind, priority=first, taken=taken))
+                requests.append(
+                    self._input_processor.request(prompt, p, kind=kind, priority=first, taken=taken)
+                )
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
         return requests
@@ -368,14 +375,14 @@ _PRIORITIES = Several(Integer(), "an integer, or a list of them")
 
 
 def _for_each(prompts: Sequence[Prompt], name: str, given: Any, kind: type, several: Check) -> Sequence[Any]:
-    """One for all of them, or a list with one for each."""
+    """Return one value per prompt, from a single value for all or a list with one for each."""
     listed: Sequence[Any] = (given,) * len(prompts) if isinstance(given, kind) else several(name, given)
     if len(listed) != len(prompts):
         raise ValueError(f"{name} has {len(listed)} entries for {len(prompts)} prompts")
     return listed
 
 
-# What `help(LLM)` shows: every option, with its default.
+# The signature that `help(LLM)` shows: every option with its default.
 _KINDS = {"model": Parameter.POSITIONAL_OR_KEYWORD}
 LLM.__signature__ = Signature(  # type: ignore[attr-defined]
     [

@@ -1,4 +1,4 @@
-"""What a request gives back. Names and shape are those that vLLM's users know."""
+"""Outputs of requests, with vLLM's names and fields."""
 
 from __future__ import annotations
 
@@ -10,62 +10,61 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestOutputKind(IntEnum):
-    """What the reports of a request hold."""
+    """What each output of a request contains."""
 
     CUMULATIVE = 0
-    """Each all that there is so far."""
+    """Everything generated so far."""
     DELTA = 1
-    """Each what came since the last one."""
+    """What is new since the last output."""
     FINAL_ONLY = 2
-    """There is one report, at the end."""
+    """Everything, in a single output at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log probability of one token under the raw model distribution (before any processing)."""
+    """The log probability of one token under the model's raw distribution, before any processing."""
 
     logprob: float
     rank: int
     """1 for the most likely token."""
     decoded_token: str | None
-    """What the token adds to the text: a character that several tokens write is added by the last of them. None without
-    detokenization."""
+    """Text of the token; a character of several tokens belongs to the last of them. None without detokenization."""
     token_bytes: bytes = b""
-    """The token itself, which may be a part of a character."""
+    """Bytes of the token, which may be a part of a character."""
 
 
 class TextTag(NamedTuple):
-    """A tag in a text, such as <think>, that the model wrote as one token."""
+    """A tag in the text, such as <think>, that the model generated as one token."""
 
     start: int
-    """Characters of the text before it."""
+    """Index of the tag's first character in the text."""
     end: int
-    """Characters of the text before what follows it; `start` if the token is a special one and has no text."""
+    """Index of the first character after the tag; `start` if the token is a special token without text."""
     token_id: int
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation of a prompt: all of it, or with `RequestOutputKind.DELTA` what came since the last report."""
+    """One continuation of a prompt, or with `RequestOutputKind.DELTA` what is new in it."""
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    """Sum of the log probabilities of all tokens so far; None unless `logprobs` was asked for."""
+    """Sum of the log probabilities of all tokens so far; None unless `logprobs` was requested."""
     logprobs: list[dict[int, Logprob]] | None
     """Per token: the sampled token and the `logprobs` most likely ones."""
     finish_reason: FinishReason | None
-    """None while running; `length`: max_tokens or max_model_len; `error`: see `stop_reason`."""
+    """None while the request runs; "length": max_tokens or max_model_len is reached; "error": see `stop_reason`."""
     stop_reason: int | str | None
-    """The stop token id or stop string that ended it (None for end-of-sequence), or what went wrong."""
+    """The stop token id or stop string that ended the text (None for end-of-sequence), or the error message."""
     drafted: list[bool] = field(default_factory=list)
-    """Per token: it was a draft, which verification confirmed."""
+    """Per token: whether it was an accepted draft token."""
     tags: list[TextTag] = field(default_factory=list)
-    """Tags in `text`, in their order; empty unless `return_tags` was asked for."""
+    """Tags in `text`, in order; empty unless `return_tags` was requested."""
 
     def add(self, later: CompletionOutput) -> None:
-        """Append what came after this."""
+        """Append the next delta."""
         before = len(self.text)
         self.tags += (TextTag(tag.start + before, tag.end + before, tag.token_id) for tag in later.tags)
         self.text += later.text
@@ -79,18 +78,18 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When things happened to a request, in seconds of `time.perf_counter`; 0 for what has not."""
+    """Times of a request in seconds of `time.perf_counter`; 0 for what has not happened yet."""
 
     arrival_time: float = 0.0
     first_scheduled_time: float = 0.0
-    """The first step that had a part of it."""
+    """Start of the first step with tokens of the request."""
     first_token_time: float = 0.0
     last_token_time: float = 0.0
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request: final from `generate`, growing from `stream` and `step`."""
+    """The output of a request: final from `generate`, intermediate from `stream` and `step`."""
 
     request_id: str
     prompt: str | None
@@ -98,24 +97,21 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    """Prompt tokens that were not computed because their cache was shared."""
+    """Prompt tokens found in the prefix cache."""
     cache_miss: str
-    """Why there were none; empty if there were, or if prefixes are not cached."""
+    """Why `num_cached_tokens` is 0; empty if it is not, or without prefix caching."""
     num_preemptions: int
-    """How often the request lost its cache and was recomputed."""
+    """How often the request was preempted and recomputed."""
     metrics: RequestTimes = field(default_factory=RequestTimes, compare=False)
-    """When what happened; two outputs may be equal whenever they came."""
+    """Times of the request; equality ignores them."""
     kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, compare=False)
-    """Whether it holds all that there is, or what came since the last report."""
+    """Whether `outputs` hold everything so far, or what is new."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Per token of the prompt: that token and the `prompt_logprobs` most likely ones; None for the first token, and
-    for all of it unless they were asked for."""
+    """Per prompt token: that token and the `prompt_logprobs` most likely ones. The first entry is None. None unless
+    requested."""
 
     def add(self, later: RequestOutput) -> None:
-        """Take in the next report of the same request, for whoever missed this one.
-
-        Deltas are appended to each other, in time of the new one; else the later report takes the place of this.
-        """
+        """Merge the next output of the same request: append deltas, replace anything else."""
         mine = {each.index: each for each in self.outputs}
         for each in later.outputs:
             if self.kind is RequestOutputKind.DELTA and each.index in mine:

@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen and when it ends. The names are vLLM's."""
+"""Sampling parameters of a request, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from bateleur.runner.utils.arguments import (
     text,
 )
 from bateleur.runner.utils.options import Checked, option
-from bateleur.runner.utils.vllm_names import SAMPLING, without
+from bateleur.runner.utils.vllm_names import SAMPLING, drop_unsupported
 
 GREEDY_BELOW = 1e-5
 """A temperature below this counts as 0."""
 
 MAX_CONTINUATIONS = 256
-"""Of one prompt."""
+"""Maximum of `n`."""
 MAX_STOP_CHARACTERS = 4096
-"""In all stop strings of a request: a search takes no longer for more of them, but memory and time to prepare it."""
+"""Maximum number of characters in all stop strings of a request: it bounds the memory and time to prepare a search."""
 
 _INT64 = 1 << 63
 _SEED = Integer(-_INT64, _INT64 - 1, rule="an integer of 64 bits, or None")
@@ -71,7 +71,7 @@ def _is_token_id(value: object) -> bool:
 
 
 def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
-    """Keys of JSON are strings."""
+    """Check `logit_bias`. Keys may be text, as in JSON."""
     if not isinstance(value, Mapping):
         refuse(name, value, _BIAS_RULE)
     biases: dict[int, float] = {}
@@ -105,107 +105,108 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(Checked):
-    """Sampling parameters of one request; immutable, checked when made.
+    """Sampling parameters of one request, immutable and checked when made.
 
-    Any other name, and any value outside its rule, is a `ValueError` that names it.
+    Raises ValueError, naming the parameter, for an unknown name or an invalid value.
     """
 
     n: int = option(1, Integer(1, MAX_CONTINUATIONS))
-    """Continuations of the prompt, at most 256; with `seed`, number i has seed + i."""
+    """Number of continuations of the prompt, at most 256; with `seed`, continuation i has seed + i."""
     temperature: float = option(1.0, Number(0))
-    """0 (or below 1e-5) takes the most likely token; otherwise logits are divided by it."""
+    """Divides the logits; 0 (or below 1e-5) takes the most likely token."""
     top_k: int = option(0, Integer(-1, why=" (0 and -1 keep all tokens)"))
     """Keep the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = option(1.0, Number(0, 1, above=True))
-    """Keep the smallest set of most likely tokens with at least this probability, in (0, 1]."""
+    """Keep the smallest set of most likely tokens whose probabilities sum to at least this, in (0, 1]."""
     min_p: float = option(0.0, Number(0, 1))
     """Keep tokens at least this fraction as likely as the most likely one, in [0, 1]."""
     seed: int | None = option(None, maybe(_SEED))
-    """An int64; with it the tokens depend on prompt and seed alone, on none of what runs beside. Under speculative_rule
-    "ratio" and "block" they depend on how many drafts each step tests, too, so that needs draft_policy "fixed": `LLM`
-    warns of any other. None lets the engine choose one."""
+    """Seed of the noise, an int64; None lets the engine choose one. With a seed, tokens depend on prompt and seed only,
+    not on other requests. With speculative_rule "ratio" or "block" they also depend on the number of drafts of each
+    step: use draft_policy "fixed" (`LLM` warns of others)."""
     max_tokens: int | None = option(16, maybe(Integer(1, why=", or None")))
-    """Most tokens to generate; None means up to the model's length."""
+    """Maximum number of tokens to generate; None: up to the model's length."""
     min_tokens: int = option(0, Integer(0, _INT64 - 1, rule="an integer >= 0"))
-    """Neither a stop token nor a stop string ends the request before this many tokens."""
+    """Minimum number of tokens before a stop token or stop string may end the request."""
     stop: Sequence[str] = option((), _stop)
-    """Strings (or one string) that end the text, which is cut just before them; at most 4096 characters in all."""
+    """String or strings that end the text, which is cut before them; at most 4096 characters in all."""
     include_stop_str_in_output: bool = option(False, flag)
-    """The text ends behind the stop string, or the text of the stop token, that ended it."""
+    """Keep the stop string, or the text of the stop token, at the end of the text."""
     stop_token_ids: Sequence[int] = option((), _stop_ids)
     """Token ids that end the request like the end-of-sequence token."""
     ignore_eos: bool = option(False, flag)
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     logprobs: int | None = option(None, maybe(Integer(-1, why=" (-1 is all), or None")))
-    """Report this many most likely tokens per position, and the drawn one; -1 for all tokens, None for nothing."""
+    """Return log probabilities of the drawn token and this many most likely ones; -1 for all tokens, None for none."""
     prompt_logprobs: int | None = option(None, maybe(Integer(-1, why=" (-1 is all), or None")))
-    """The same for the tokens of the prompt but the first. Its prefix is computed then, and not found in a cache."""
+    """Return log probabilities of prompt tokens, all but the first, as for `logprobs`. The prompt is then computed
+    without the prefix cache."""
     repetition_penalty: float = option(1.0, Number(0, above=True))
-    """> 0; logits of tokens in prompt or output are divided by it if positive, else multiplied."""
+    """Divides positive logits of tokens in prompt or output and multiplies negative ones; > 0."""
     presence_penalty: float = option(0.0, Number(-2, 2))
-    """In [-2, 2]; subtracted once from the logits of tokens in the output."""
+    """Subtracted once from the logits of tokens in the output; in [-2, 2]."""
     frequency_penalty: float = option(0.0, Number(-2, 2))
-    """In [-2, 2]; subtracted for each time the token occurs in the output."""
+    """Subtracted from the logits of a token for each time it occurs in the output; in [-2, 2]."""
     logit_bias: Mapping[int, float] | None = option(None, maybe(_logit_bias), hashed=False)
-    """Numbers in [-100, 100] by token id, which are added to logits. Ids may be text, as keys of JSON are."""
+    """Numbers in [-100, 100] by token id, added to the logits. Ids may be text, as in JSON."""
     allowed_token_ids: Sequence[int] | None = option(None, maybe(_allowed_ids))
-    """Only these tokens are drawn, and no end-of-sequence token unless it is one of them; None means all."""
+    """Draw only these tokens, and no end-of-sequence token unless it is one of them; None: all tokens."""
     bad_words: Sequence[str] = option((), _bad_words)
-    """Words that are not written, neither at the beginning of a text nor behind a space: of each the last token is not
-    drawn where the output ends with those before it."""
+    """Words that are not generated, neither at the start of the text nor after a space: the last token of a word is not
+    drawn if the output ends with the other ones."""
     skip_special_tokens: bool = option(True, flag)
-    """Special tokens have no text."""
+    """Leave special tokens out of the text."""
     detokenize: bool = option(True, flag)
-    """Outputs have text; without it there are no stop strings either."""
+    """Return text; False excludes stop strings."""
     return_tags: bool = option(False, flag)
-    """List the tags in the text that the model wrote as one token, such as <think>, with their places."""
+    """List the tags in the text that the model generated as one token, such as <think>, with their positions."""
     truncate_prompt_tokens: int | None = option(None, _truncation)
-    """Of a longer prompt take only so many tokens; -1: as many as leave room for max_tokens."""
+    """Shorten a longer prompt to this many tokens; -1: to what leaves room for max_tokens."""
     truncation_side: str = option("left", OneOf(("left", "right")))
-    """The side of a prompt at which `truncate_prompt_tokens` takes tokens away."""
+    """Side of the prompt at which `truncate_prompt_tokens` removes tokens."""
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
-    """What each report of a request that streams holds: CUMULATIVE, all so far; DELTA, what is new; FINAL_ONLY: there
-    is one, at the end."""
+    """What each output of a streaming request contains: CUMULATIVE: everything so far; DELTA: what is new; FINAL_ONLY:
+    a single output at the end."""
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = option(
         None, maybe(structured_outputs)
     )
-    """What the text must be: `StructuredOutputsParams`, or a mapping of their names."""
+    """Required form of the text: `StructuredOutputsParams`, or a mapping of its fields."""
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
         if self.stop and not self.detokenize:
-            refuse("detokenize", False, "True beside stop, whose strings are found in text")
+            refuse("detokenize", False, "True with stop, because stop strings are searched in text")
         if self.n > 1 and self.greedy:
-            refuse("n", self.n, "1 with temperature 0, where all continuations are the same")
+            refuse("n", self.n, "1 with temperature 0, because all continuations would be the same")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the accepted names."""
+        """Return the names of all parameters."""
         return tuple(field.name for field in fields(cls))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> SamplingParams:
-        """Make parameters from a mapping such as a JSON object; `ValueError` as for the constructor."""
+        """Return parameters from a mapping such as a JSON object. Raises ValueError as the constructor does."""
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
             refuse("sampling parameters", values, "a mapping from names to values")
         return cls(**cast(dict[str, Any], dict(values)))
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken, without any draw."""
+        """Whether the most likely token is taken without sampling."""
         return self.temperature < GREEDY_BELOW
 
 
 def _by_name(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor, with a ValueError for what has no name, or one that is not known."""
+    """Wrap the constructor, so that positional and unknown arguments raise ValueError."""
 
     @wraps(init)
     def checked(self: SamplingParams, /, *positional: object, **given: Any) -> None:
         if positional:
             raise ValueError(f"{shown(positional[0])} has no name; sampling parameters are given by name")
-        given, known = without(SAMPLING, given), self.names()
+        given, known = drop_unsupported(SAMPLING, given), self.names()
         if unknown := sorted(given.keys() - set(known)):
             raise ValueError(
                 f"unknown sampling parameter {', '.join(unknown)}; the known ones are {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Counters of an engine: what it did and where the host's time went."""
+"""Counters of an engine: steps, tokens, requests, and host time by part of a step."""
 
 from __future__ import annotations
 
@@ -23,117 +23,120 @@ _TOKENS = partial(Histogram, [step * 10.0**power for power in range(6) for step 
 
 @dataclass(slots=True)
 class RequestHistograms:
-    """How requests are spread, by what vLLM calls it; seconds and tokens."""
+    """Histograms of request times (seconds) and sizes (tokens), with vLLM's names."""
 
     time_to_first_token_seconds: Histogram = field(default_factory=_SECONDS)
     """From arrival to the first token."""
     inter_token_latency_seconds: Histogram = field(default_factory=_SECONDS)
-    """Between two steps that gave a request tokens, divided by the tokens of the second: one observation a token."""
+    """Time between two steps that gave a request tokens, divided by the tokens of the second; one observation per
+    token."""
     e2e_request_latency_seconds: Histogram = field(default_factory=_SECONDS)
     """From arrival to the last token."""
     request_queue_time_seconds: Histogram = field(default_factory=_SECONDS)
-    """From arrival to the first step that has a part of it."""
+    """From arrival to the first step with tokens of the request."""
     request_prefill_time_seconds: Histogram = field(default_factory=_SECONDS)
-    """From there to the first token."""
+    """From that step to the first token."""
     request_decode_time_seconds: Histogram = field(default_factory=_SECONDS)
     """From the first token to the last."""
     request_prompt_tokens: Histogram = field(default_factory=_TOKENS)
     request_generation_tokens: Histogram = field(default_factory=_TOKENS)
     iteration_tokens: Histogram = field(default_factory=_TOKENS)
-    """Tokens that a step computes."""
+    """Tokens computed by a step."""
 
 
 @dataclass(slots=True)
 class OffloadStats:
-    """What went between the device's caches and what lies below them, since the engine started."""
+    """Totals of KV offload since the engine started."""
 
     host_bytes: int = 0
-    """Host memory that prefixes may take."""
+    """Size of the host memory tier."""
     host_hit_tokens: int = 0
-    """Tokens that requests found below the device and nowhere on it."""
+    """Tokens that requests found in host memory or on disk, and not on the device."""
     stored_bytes: int = 0
-    """Copied from the device."""
+    """Copied from the device to host memory."""
     loaded_bytes: int = 0
-    """Copied to it."""
+    """Copied from host memory to the device."""
     dropped_bytes: int = 0
-    """Not copied from the device, since there was no room."""
+    """Not copied from the device, because there was no room."""
     disk_bytes: int = 0
-    """That files may take; 0 without a disk."""
+    """Maximum size of the files; 0 without a disk tier."""
     disk_hit_tokens: int = 0
-    """Tokens that were read into host memory, where requests then found them."""
+    """Tokens read from disk into host memory for a request."""
     written_bytes: int = 0
     read_bytes: int = 0
     unwritten_files: int = 0
-    """Given up: the disk refused them, or there was no more room in host memory for what they hold."""
+    """Files given up because the disk refused them or host memory had no room for their contents."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Files that were passed over, by reason."""
+    """Number of unusable files by reason."""
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine started, and where it stands."""
+    """Totals since the engine started, and its current load."""
 
     async_scheduling: bool = False
-    """Whether steps are prepared while the device is at the one before."""
+    """Whether steps are prepared while the device runs the step before."""
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the caches instead, by requests that finished."""
+    """Prompt tokens found in the prefix cache, by finished requests."""
     num_emitted_tokens: int = 0
     num_dummy_steps: int = 0
-    """Steps of other data-parallel ranks in which one without work took part: none of `num_steps`."""
+    """Dummy steps for other data-parallel ranks while this one had no work; not in `num_steps`."""
     num_dummy_drafts: int = 0
-    """Passes of an MTP head behind these, where ranks share its experts."""
+    """Dummy passes of an MTP head after these, if ranks share its experts."""
     num_verify_rows: int = 0
-    """Decoding rows over all steps: without speculation, one emitted token each."""
+    """Decoding rows over all steps: without speculation, each emits one token."""
     num_verified_tokens: int = 0
-    """Tokens that these emitted; prompts emit their first one beside them."""
+    """Tokens emitted by decoding rows; the first token of a request is not one of them."""
     acceptance: AcceptStats | None = None
-    """What became of drafts; None without a drafter."""
+    """Acceptance of drafts; None without a drafter."""
     num_preemptions: int = 0
     num_finished: int = 0
     finished: Counter[str] = field(default_factory=Counter)
-    """The same by `finish_reason`."""
+    """`num_finished` by `finish_reason`."""
     num_prefix_queries: int = 0
-    """Tokens of the requests that got their first row while prefixes are cached."""
+    """Prompt tokens looked up in the prefix cache."""
     num_prefix_hits: int = 0
-    """Of these, those that were found."""
+    """Prompt tokens found in the prefix cache."""
     offload: OffloadStats | None = None
-    """What lies below the device's caches; None where nothing does."""
+    """Totals of KV offload; None without it."""
     num_running: int = 0
-    """Requests that have a row, now."""
+    """Current number of running requests."""
     num_waiting: int = 0
-    """Requests that wait for one, now."""
+    """Current number of waiting requests."""
     kv_cache_usage: float = 0.0
-    """Share of KV blocks that running requests hold, now; in [0, 1]."""
+    """Current share of KV blocks held by running requests, in [0, 1]."""
     histograms: RequestHistograms = field(default_factory=RequestHistograms)
     decisions: DispatchCounter = field(default_factory=DispatchCounter)
-    """Steps by the kind of graph that they ran on, or why on none."""
+    """Number of steps by kind of graph, or by the reason for an eager step."""
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
             ("schedule", "stage", "build", "forward", "sample", "commit", "draft", "emit"), 0.0
         )
     )
-    """Host seconds by part of a step; on CPU, forward and sample are the computation itself."""
+    """Host seconds by part of a step; on CPU, forward and sample include the computation."""
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a decoding row emits in a step; 1.0 without speculation, and before the first such step."""
+        """Mean tokens emitted by a decoding row in a step; 1.0 without speculation and before the first such step."""
         return self.num_verified_tokens / self.num_verify_rows if self.num_verify_rows else 1.0
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafts that were verified, those behind a rejected one as well."""
+        """Number of verified drafts, including those after a rejected one."""
         return 0 if self.acceptance is None else self.acceptance.num_drafts
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """How often draft i was accepted when all before it were; NaN where it was never reached, [] if none are."""
+        """Rate at which draft i was accepted if all before it were; NaN for positions never reached, [] without a
+        drafter.
+        """
         return [] if self.acceptance is None else self.acceptance.acceptance_per_position.tolist()
 
 
-def joined(stats: Sequence[EngineStats]) -> EngineStats:
-    """The counters of several engines as those of one: sums, but the mean of how full their caches are."""
+def combined(stats: Sequence[EngineStats]) -> EngineStats:
+    """Return the sums over several engines; `kv_cache_usage` is their mean."""
     whole = deepcopy(stats[0])
     for each in stats[1:]:
         _add(whole, each)
@@ -142,7 +145,7 @@ def joined(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def _add(into: Any, more: Any) -> None:
-    """Add what `more` has counted, field by field."""
+    """Add all counters of `more` to `into`, field by field."""
     names = [each.name for each in fields(into)] if is_dataclass(into) else [*vars(into)]
     for name in names:
         ours, theirs = getattr(into, name), getattr(more, name)
@@ -159,11 +162,11 @@ def _add(into: Any, more: Any) -> None:
 
 
 _NO_SUMS = frozenset(("bounds", "_bounds", "_pairs"))
-"""What histograms and counts of drafts know before they count."""
+"""Fields of histograms and acceptance counts that are no counters."""
 
 
 class StepClock:
-    """Adds the time between laps to `EngineStats.seconds`."""
+    """Adds the time between two laps to `EngineStats.seconds`."""
 
     def __init__(self, stats: EngineStats) -> None:
         self._seconds = stats.seconds
@@ -172,16 +175,16 @@ class StepClock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds up to the last lap."""
+        """Seconds from the start to the last lap."""
         return self._last - self._start
 
     @property
     def cpu(self) -> float:
-        """Seconds since the start in which this thread computed: other processes of the machine do not count."""
+        """Seconds of CPU time of this thread since the start; other processes do not count."""
         return time.thread_time() - self._cpu_start
 
     def lap(self, part: str) -> None:
-        """Book the time since the last lap under `part`."""
+        """Add the time since the last lap to `part`."""
         now = time.perf_counter()
         self._seconds[part] += now - self._last
         self._last = now

@@ -1,4 +1,4 @@
-"""What the text of a request must be, in one of six forms. The names are vLLM's."""
+"""Required form of a request's text, one of six, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from bateleur.runner.utils.arguments import Check, Several, flag, listed, maybe, refuse, shown, text
 from bateleur.runner.utils.options import Checked, option
-from bateleur.runner.utils.vllm_names import STRUCTURED, without
+from bateleur.runner.utils.vllm_names import STRUCTURED, drop_unsupported
 
 MAX_BYTES = 1 << 17
-"""Most that a schema, a pattern, a grammar or all choices together may take as UTF-8."""
+"""Maximum UTF-8 size of a schema, a pattern, a grammar, or all choices together."""
 MAX_CHOICES = 10_000
 FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-"""Of these exactly one is given."""
+"""Exactly one of these is given."""
 
 
 def _bounded(name: str, value: Any) -> str:
@@ -25,12 +25,12 @@ def _bounded(name: str, value: Any) -> str:
 
 
 def _schema(name: str, value: Any) -> str:
-    """A JSON schema as text, written in one way."""
+    """Return a JSON schema as canonical text."""
     return _json_object(name, value, "a JSON schema: an object, or JSON text of one")
 
 
 def _structural_tag(name: str, value: Any) -> str:
-    """A structural tag as text, written in one way."""
+    """Return a structural tag as canonical text."""
     return _json_object(name, value, "a structural tag: an object, or JSON text of one")
 
 
@@ -71,13 +71,13 @@ def _choice(name: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams(Checked):
-    """What the text of a request must be; immutable, checked when made. Exactly one of the six forms is given.
+    """Required form of a request's text, immutable and checked when made. Exactly one of the six forms is given.
 
-    Any other name, and any value outside its rule, is a `ValueError` that names it, after `structured_outputs.`.
+    Raises ValueError, naming `structured_outputs.` and the field, for an unknown name or an invalid value.
     """
 
     json: str | Mapping[str, Any] | None = option(None, maybe(_schema))
-    """A JSON schema, as text or as an object; kept as text."""
+    """A JSON schema, as text or as an object; stored as text."""
     json_object: bool = option(False, lambda name, value: flag(name, bool(value) if value is None else value))
     """Any JSON object."""
     regex: str | None = option(None, maybe(_bounded))
@@ -85,12 +85,12 @@ class StructuredOutputsParams(Checked):
     choice: Sequence[str] | None = option(None, maybe(_choice))
     """One of these texts."""
     grammar: str | None = option(None, maybe(_bounded))
-    """A context-free grammar: Lark's notation, whose first rule is `start`, or EBNF with `root ::=`."""
+    """A context-free grammar in Lark's notation (first rule `start`), or EBNF with `root ::=`."""
     structural_tag: str | Mapping[str, Any] | None = option(None, maybe(_structural_tag))
-    """Parts that follow grammars with free text between them, in xgrammar's notation, as JSON text or as an object;
-    kept as text."""
+    """Parts that follow grammars with free text between them, in xgrammar's notation, as text or as an object; stored
+    as text."""
     disable_any_whitespace: bool = option(False, flag)
-    """JSON comes without whitespace between its parts."""
+    """Generate JSON without whitespace between its parts."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -106,17 +106,20 @@ class StructuredOutputsParams(Checked):
 
     @property
     def form(self) -> str:
-        """Which of the six forms is given."""
+        """The form that is given, one of `FORMS`."""
         return self._given()[0]
 
 
 def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
-    """The check of an argument that takes these parameters, or a mapping of their names."""
+    """Check an argument that is `StructuredOutputsParams` or a mapping of its fields."""
     if isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        refuse(name, value, "StructuredOutputsParams, or a mapping of their names")
-    given, known = without(STRUCTURED, value), [each.name for each in fields(StructuredOutputsParams)]
+        refuse(name, value, "StructuredOutputsParams, or a mapping of its fields")
+    given, known = (
+        drop_unsupported(STRUCTURED, value),
+        [each.name for each in fields(StructuredOutputsParams)],
+    )
     if unknown := given.keys() - set(known):
         raise ValueError(f"{name} has unknown {listed(unknown)}; the known names are {', '.join(known)}")
     return StructuredOutputsParams(**given)

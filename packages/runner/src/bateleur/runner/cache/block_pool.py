@@ -20,7 +20,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.fresh: list[int] | None = None
         """If a list, `allocate` appends what it hands out; whoever prepares blocks for their holders empties it."""
-        self.leaving: Callable[[list[tuple[int, Hashable]]], None] | None = None
+        self.on_evict: Callable[[list[tuple[int, Hashable]]], None] | None = None
         """Is told of blocks and keys whose contents are about to be forgotten, before anybody may write to them."""
         self.clear()
 
@@ -60,8 +60,8 @@ class BlockPool:
             left.append((block, self._keys.pop(block)))
             del self._blocks[left[-1][1]]
             self._free.append(block)
-        if left and self.leaving is not None:
-            self.leaving(left)
+        if left and self.on_evict is not None:
+            self.on_evict(left)
         taken = self._free[-count:]
         del self._free[-count:]
         for block in taken:

@@ -82,7 +82,7 @@ class CacheCosts:
                 )
             layout = states.layout(options.block_size if token_bytes else 1, max_model_len)
             ring_bytes = sum(each.ring_bytes(layout.ring_capacity) for each in layers)
-            retention = states.kept(layout, page_bytes, token_bytes) if share else None
+            retention = states.retained(layout, page_bytes, token_bytes) if share else None
         return cls(
             options=options,
             token_bytes=token_bytes + options.draft.token_bytes,

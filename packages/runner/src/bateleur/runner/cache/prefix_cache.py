@@ -41,7 +41,7 @@ class Below(Protocol):
     def has_page(self, key: bytes) -> bool:
         """Whether it has the state behind a prefix."""
 
-    def bring(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
+    def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
         """Publish all of these on the device, each of which is there or below; nothing, if it has no room.
 
         num_tokens: how many more of a request's are found with them.
@@ -57,7 +57,7 @@ class Below(Protocol):
     def arrived(self) -> list[Request]:
         """Requests that wait no longer, since they were asked for last."""
 
-    def leave(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
+    def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
         """A request has ended of which so many tokens were published, the first of them its prompt."""
 
 
@@ -115,7 +115,7 @@ class PrefixCache:
         if self.below is not None and (longest := self._reach(keys, ids, most, self.below)) > hit.num_tokens:
             blocks = [] if self._blocks is None else self.names(keys, ids, 0, longest // self.block_size)
             page = None if self._states is None else keys.of(ids, longest)
-            self.below.bring(blocks, page, longest - hit.num_tokens)
+            self.below.load(blocks, page, longest - hit.num_tokens)
             hit = self.find(keys, ids, most)
         return hit
 
@@ -134,7 +134,7 @@ class PrefixCache:
         known, settled = int(self._table.num_known[request.row]), int(self._table.num_settled[request.row])
         ids = self._table.token_ids[request.row, :known].copy()
         prompt_len = int(self._table.prompt_len[request.row])
-        self.below.leave(self._keys(request), ids, min(settled, known - self.ahead), prompt_len)
+        self.below.save(self._keys(request), ids, min(settled, known - self.ahead), prompt_len)
 
     def _reach(self, keys: PrefixKeys, ids: NDArray[np.int32], most: int, below: Below) -> int:
         """The longest prefix of which everything is on the device or below."""

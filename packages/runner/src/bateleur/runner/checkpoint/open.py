@@ -31,7 +31,7 @@ from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.utils.arguments import folder, refuse, shown
-from bateleur.runner.utils.device import DTYPES, free_main_memory, naming_memory
+from bateleur.runner.utils.device import DTYPES, explain_out_of_memory, free_main_memory
 from bateleur.runner.utils.json_file import read_json
 
 _KINDS = frozenset(("linear_attention", "full_attention", "mlp", "moe", "conv"))
@@ -111,7 +111,7 @@ def load_model(
             f"{checkpoint.path}: its weights are {stored} bytes in files, and in {dtype} take {size}; "
             f"{free} bytes of memory are free"
         )
-    with naming_memory(model=checkpoint.path, dtype=dtype, weight_bytes=size):
+    with explain_out_of_memory(model=checkpoint.path, dtype=dtype, weight_bytes=size):
         model = HybridDecoder(spec, dtype=dtype, device=device, ranks=ranks, data_ranks=data_ranks)
     share = None if model.peers.alone else model.share
     fill_weights(model.weights(), checkpoint.names, checkpoint.tensors, share)

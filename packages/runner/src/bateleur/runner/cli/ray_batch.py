@@ -127,7 +127,7 @@ class _EngineActor:
         api_request = request.api_request
         assert api_request is not None
         tokenizer = self._llm.llm.tokenizer
-        inputs = await self._llm.aside(lambda: self._parser.format.engine_inputs(api_request, tokenizer))
+        inputs = await self._llm.run_in_thread(lambda: self._parser.format.engine_inputs(api_request, tokenizer))
         names = [f"{request.line}-{number}" for number in range(len(inputs))]
         prompts, params = (
             [prompt for prompt, _ in inputs],
@@ -140,5 +140,5 @@ class _EngineActor:
             while outputs := await reader.read():
                 ended |= {output.request_id: output for output in outputs if output.finished}
         finally:
-            self._llm.leave(reader)
+            self._llm.abort_unfinished(reader)
         return [ended[name] for name in names]

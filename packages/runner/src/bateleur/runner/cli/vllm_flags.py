@@ -7,7 +7,7 @@ from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from bateleur.runner.utils.vllm_names import ENGINE, table, without
+from bateleur.runner.utils.vllm_names import ENGINE, drop_unsupported, table
 
 _PLUGINS = "plug-ins are not supported: use a built-in parser of --tool-call-parser or --reasoning-parser"
 _HTTP = "use a reverse proxy, for example nginx"
@@ -91,7 +91,7 @@ def check_vllm_flags(args: Namespace) -> None:
         name: _single(value) for name, value in vars(args).items() if name in {*ENGINE, *SERVER}
     }
     try:
-        without({**ENGINE, **SERVER}, given)
+        drop_unsupported({**ENGINE, **SERVER}, given)
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         raise ValueError(f"--{name.replace('_', '-')} {rest}") from error

@@ -1,1 +1,1 @@
-"""What a user may choose, checked."""
+"""Options of an engine, and what they become for a device and a checkpoint."""

@@ -1,4 +1,4 @@
-"""Which attention backend serves a model, and why no other."""
+"""Selects the attention backend of a model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from bateleur.metadata.backends import backend_names, preferred_backends, unsupp
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.utils.arguments import refuse
 
-_ASKED_FOR = "flashinfer"
-"""As fast as it may be, nothing chooses it: its sums depend on what is beside a token."""
+_ON_REQUEST = "flashinfer"
+"""Never selected by "auto": its sums depend on other tokens of the batch."""
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype, spec: ModelSpec) -> AttentionBackend:
-    """What a user chose, or the first that serves the widest heads of a model, and its sinks if it has any.
+    """Return the backend with this name, or for "auto" the first one that supports the model's widest heads and sinks.
 
-    Raises ValueError for a name that is none, and for a backend that can't serve, with the reason.
+    Raises ValueError for an unknown name, or with the reason if the backend can't be used.
     """
     if name not in (known := ("auto", *backend_names())):
         refuse("attention_backend", name, f"one of {', '.join(known)}")
@@ -27,8 +27,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, spec: Mo
         raise ValueError(f"attention_backend is {name!r}; {reason}") from error
 
 
-def told(name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """The backend that serves, why none before it does, and what else would, if asked; None without attention layers.
+def describe_backend(name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return the selected backend and why others are not selected, for `bateleur info`; None without attention layers.
 
     Raises ValueError as `choose_backend`.
     """
@@ -42,12 +42,12 @@ def told(name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -
 
     notes = [choose_backend(name, device, dtype, spec).name]
     if name != "auto":
-        return f"{name}, as asked for"
+        return f"{name}, as requested"
     notes += [
         f"not {before}: {why}"
         for before in preferred_backends(device)
         if (why := refusal(before)) is not None
     ]
-    if refusal(_ASKED_FOR) is None:
-        notes.append(f"{_ASKED_FOR} only if asked for: close tokens may change with the batch")
+    if refusal(_ON_REQUEST) is None:
+        notes.append(f"{_ON_REQUEST} only if requested: close tokens may change with the batch")
     return "; ".join(notes)

@@ -1,7 +1,7 @@
-"""What a user may choose about an engine: keyword arguments of `LLM`, and the flags of the command line.
+"""Options of an engine: keyword arguments of `LLM` and flags of the command line.
 
-Nothing here imports torch, so that a command can show its options at once. What depends on the device or the checkpoint
-is decided later, by `EngineLimits`, `StateOptions` and `GraphOptions`.
+Nothing here imports torch, so that `--help` is fast. `EngineLimits`, `StateOptions` and `GraphOptions` complete options
+that depend on device or checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bateleur.runner.utils.arguments import (
     text,
 )
 from bateleur.runner.utils.options import Checked, Option, option, options_of
-from bateleur.runner.utils.vllm_names import ENGINE, in_our_names, without
+from bateleur.runner.utils.vllm_names import ENGINE, drop_unsupported, translate_vllm_names
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 _MODES = OneOf(("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"))
 NGRAM, MTP = "ngram", "mtp"
-"""Values of `draft` that are no folders: prompt lookup, and the head in the target's own files."""
+"""Values of `draft` that are not folders: prompt lookup, and the head in the target's own files."""
 _SIZES = Several(Integer(1), "a sequence of integers")
 
 
@@ -51,7 +51,7 @@ def _device(name: str, value: Any) -> str:
 
 
 def _drafter(name: str, value: Any) -> Any:
-    """A `DraftHead` has a speculator instead, which becomes a drafter where the caches are."""
+    """Check for a drafter, or a `DraftHead`, whose speculator becomes a drafter when the caches exist."""
     parts = ("admit", "needs", "num_speculative_tokens", "propose")
     whole = all(hasattr(value, part) for part in parts) and callable(value.admit) and callable(value.propose)
     if isinstance(value, type) or not (whole or hasattr(value, "speculator")):
@@ -71,152 +71,143 @@ def _policy(name: str, value: Any) -> Any:
         table = {size: Integer(0)(f"{name}[{size}]", value[key]) for size, key in sizes.items()}
         return table if 1 in table else refuse(name, value, "a mapping that has a number for 1 request")
     if isinstance(value, type) or not (value in ("fixed", "auto") or hasattr(value, "lengths")):
-        refuse(
-            name,
-            value,
-            "fixed, auto, a mapping of batch sizes to numbers, or a bateleur.eagle.DraftPolicy",
-        )
+        rule = "fixed, auto, a mapping of batch sizes to numbers, or a bateleur.eagle.DraftPolicy"
+        refuse(name, value, rule)
     return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(Checked):
-    """Which model, where, and in which dtype."""
+    """Model, device and dtype."""
 
     model: str | Path | None = option(None, maybe(folder))
-    """Hugging Face checkpoint folder; None is the model that ships with the package."""
+    """Hugging Face checkpoint folder; None is the model that is shipped with the package."""
     dtype: str | torch.dtype = option("auto", _dtype)
-    """Of weights and activations: "auto" (the checkpoint's own on CUDA; on a CPU float32, where matrices of a bfloat16
-    checkpoint stay that in memory if kernels can be compiled, or bfloat16, where in it a token of that checkpoint has
-    the same bits beside any, which `bateleur info` tells), "float32", "bfloat16" or "float16"."""
+    """Dtype of weights and activations: "auto" (the checkpoint's on CUDA, float32 on a CPU), "float32", "bfloat16" or
+    "float16"."""
     device: str | torch.device = option("auto", _device)
-    """Where it runs: "auto", "cpu", "cuda" or "cuda:N"."""
+    """Device: "auto", "cpu", "cuda" or "cuda:N"."""
     max_model_len: int | None = option(None, maybe(Integer(2, why=", or None")))
-    """Longest request in tokens, prompt and output; default: what the model was made for."""
+    """Maximum tokens of a request, prompt and output together; default: the model's maximum."""
     tokenizer: str | Path | None = option(None, maybe(folder))
-    """Folder with the tokenizer's files, tokenizer.json or tiktoken.model (default: the model's folder)."""
+    """Folder with tokenizer.json or tiktoken.model (default: the model's folder)."""
     hf_overrides: Mapping[str, Any] | None = option(None, maybe(_object), hashed=False)
-    """Fields in place of those of config.json; objects are merged field by field."""
+    """Fields that replace those of config.json; objects are merged field by field."""
     generation_config: str = option("auto", text)
-    """Where default sampling parameters come from: "auto", the model's folder; "vllm", none; or another folder."""
+    """Source of default sampling parameters: "auto" (the model's folder), "vllm" (none), or another folder."""
     override_generation_config: Mapping[str, Any] | None = option(None, maybe(_object), hashed=False)
-    """Default sampling parameters in place of those of `generation_config`, such as {"temperature": 0.6}."""
+    """Default sampling parameters that replace those of `generation_config`, such as {"temperature": 0.6}."""
     skip_tokenizer_init: bool = option(False, flag)
-    """Open a checkpoint without its tokenizer; prompts are token ids, and texts stay empty."""
+    """Do not load a tokenizer: prompts are token ids, and outputs have no text."""
     attention_backend: str = option("auto", text)
     """Name of a registered attention backend, or "auto"."""
     prompt_scan: PromptScan | str = option("own", OneOf(("own", "fla")))
-    """Kernels for prompts of delta rules: "own", or "fla": those of fla-core (extra bateleur-mamba[fla]), on CUDA in
-    bfloat16 or float16, in steps that keep no state inside a prompt. Tokens may then depend on where prompts are cut.
-    """
+    """Kernels for prompts of delta rules: "own", or "fla" for those of fla-core (extra bateleur-mamba[fla]), on CUDA in
+    bfloat16 or float16, in steps that keep no state inside a prompt. With "fla", tokens may depend on how prompts are
+    split into chunks."""
     seed: int = option(0, Integer())
-    """What the noise of requests without a seed of their own derives from."""
+    """Seed of the noise for requests without a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(Checked):
-    """How much runs in a step."""
+    """Size and order of steps."""
 
     max_num_seqs: int | None = option(None, maybe(Integer(1, why=", or None")))
-    """Requests that run at once. Default: 256 on CUDA, or fewer, down to 64, if a step of so many would take more than
-    a quarter of the memory; 64 on CPU. If memory for caches is short: as many as leave half of it, or what the longest
-    request takes, for keys and values, with a warning."""
+    """Maximum number of running requests. Default: 64 on CPU; 256 on CUDA, or fewer (at least 64) if a step would take
+    more than a quarter of the memory. If memory for caches is short: as many as leave half of it, or the longest
+    request's share, to keys and values, with a warning."""
     max_num_batched_tokens: int | None = option(None, maybe(Integer(1, why=", or None")))
-    """Tokens of one step; longer prompts run in chunks. Default: 8192 on CUDA, or fewer, down to 2048, if a step of so
-    many would take more than a quarter of the memory; 512 on CPU, where larger chunks do not fit its caches."""
+    """Maximum tokens of one step; longer prompts run in chunks. Default: 512 on CPU, whose caches do not fit larger
+    chunks; 8192 on CUDA, or fewer (at least 2048) if a step would take more than a quarter of the memory."""
     async_scheduling: bool | None = option(None, maybe(flag))
-    """Prepare a step while the device is at the one before, from bounds of what that may come to; reports come a step
-    later, and tokens are the same. Default: on CUDA, and not on CPU, where there is nothing to wait for."""
+    """Prepare a step while the device runs the step before. Tokens stay the same; outputs come one step later. Default:
+    on CUDA, not on CPU."""
     scheduling_policy: str = option("fcfs", OneOf(("fcfs", "priority")))
-    """Whose turn it is: "fcfs", first come, first served; "priority", the lowest `priority` first. Then a request may
-    wait for ever behind ever new ones of lower numbers; one that runs is only interrupted where KV blocks run out."""
+    """Order of waiting requests: "fcfs" (first come, first served) or "priority" (lowest `priority` first). With
+    "priority", a request may wait forever if requests of lower values keep coming. Running requests are preempted only
+    if KV blocks run out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig(Checked):
-    """KV cache, Mamba states, and what requests share of them."""
+    """KV cache, Mamba states, prefix cache and KV offload."""
 
     block_size: int = option(16, Integer(1))
     """Tokens of a KV-cache block."""
     kv_cache_memory_bytes: int | None = option(None, maybe(Integer(0, why=", or None")))
-    """Budget for KV cache, Mamba states and logits of drafts together; default: all that could be used, up to a
-    quarter of main memory on CPU, or what `gpu_memory_utilization` leaves beside the weights on CUDA."""
+    """Memory for KV cache, Mamba states and logits of drafts together. Default: on CPU what is needed, up to a quarter
+    of main memory; on CUDA what `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = option(0.9, Number(0, 1, above=True))
-    """Share of the GPU's memory for weights, caches and what steps need beside them."""
+    """Share of the GPU's memory for weights, caches and the memory of steps."""
     enable_prefix_caching: bool = option(False, flag)
-    """Let requests share what others computed of the same leading tokens."""
+    """Reuse what was computed for the same leading tokens of earlier requests."""
     mamba_cache_mode: MambaCacheMode | str | None = option(None, maybe(OneOf(("none", "align", "all"))))
-    """Which Mamba states are kept for that: "all" (boundaries all along a request; the default with prefix caching),
-    "align" (of each request the newest, and its prompt's last) or "none" (the default without)."""
+    """Mamba states in the prefix cache: "all" (at boundaries all along a request; the default with prefix caching),
+    "align" (a request's newest state and its prompt's last one) or "none" (the default without)."""
     mamba_block_size: int | None = option(None, maybe(Integer(1, why=", or None")))
-    """Tokens between two boundaries at which states may be kept, a multiple of `block_size`; default: the largest
-    `block_size` * 2**n up to 64 and to a quarter of `max_model_len`."""
+    """Distance in tokens of boundaries at which states may be kept, a multiple of `block_size`; default: the largest
+    `block_size` * 2**n up to 64 and up to a quarter of `max_model_len`."""
     mamba_state_policy: StatePolicy | str | None = option(None, maybe(OneOf(("slots", "fold"))))
-    """How a step keeps states it may have to return to: "fold" (one state and a ring of inputs per request) or "slots"
-    (a state for each draft token); default: "fold", but "slots" without drafts on CPU and for delta rules on CUDA, and
-    with drafts on CPU if prefixes are not shared."""
+    """How a step keeps the states that rejected drafts may need: "fold" (one state and a ring of inputs per request) or
+    "slots" (one state per draft token). Default: "fold", except "slots" without drafts on CPU and for delta rules on
+    CUDA, and with drafts on CPU if prefixes are not cached."""
     mamba_retention: str | None = option(None, maybe(text))
-    """Which of the states of `mamba_cache_mode` others may find: "all", "none", or some of "last", "prompt_end",
-    "doubling" (after 1, 2, 4, ... blocks) and "every=N" (tokens) joined by "+"; default: what the mode says, but where
-    a state costs more than the keys and values of a block, and `mamba_block_size` is not given, in mode "all" the
-    first three, and every N tokens whose keys and values cost as much as a state."""
+    """States of `mamba_cache_mode` that stay in the prefix cache: "all", "none", or a sum by "+" of "last",
+    "prompt_end", "doubling" (after 1, 2, 4, ... blocks) and "every=N" (tokens). Default: by mode. If a state costs more
+    than the keys and values of a block and `mamba_block_size` is not given, mode "all" keeps "last+prompt_end+doubling"
+    and every N tokens whose keys and values cost as much as a state."""
     mamba_ssm_cache_dtype: str | torch.dtype = option("auto", _dtype)
-    """Of the SSM states: "auto" (the checkpoint's own, else float32), "float32", "bfloat16" or "float16"."""
+    """Dtype of SSM states: "auto" (the checkpoint's, else float32), "float32", "bfloat16" or "float16"."""
     kv_offload_bytes: int = option(0, Integer(0))
-    """Host memory for what is shared of prefixes and has no more room on the device, from which it comes back when a
-    request asks for it; 0 for none. Of all ranks together."""
-
+    """Host memory of all ranks together for cached prefixes that have no room on the device; 0 for none."""
     kv_offload_path: str | Path | None = option(None, maybe(folder))
-    """Folder for prefixes, which requests find again after a restart and in other engines of the same model: what a
-    request leaves is written there, and read into host memory when one asks for it. What passes through takes
-    `kv_offload_bytes`. Who may write there decides what requests find. Default: none."""
+    """Folder for cached prefixes, for use after a restart and by other engines of the same model. They pass through
+    `kv_offload_bytes` of host memory. Anyone who can write there can change what requests compute. Default: none."""
     kv_offload_disk_bytes: int | None = option(None, maybe(Integer(0, why=", or None")))
-    """Of files in `kv_offload_path`, at most, those of other models included: what nobody asked for the longest goes
-    first. Default: half of what is free there at the start, and what they take then."""
+    """Maximum size of the files in `kv_offload_path`, those of other models included; least recently used ones are
+    removed. Default: half of the free space at start plus what the files take then."""
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
         if self.kv_offload_bytes and not self.enable_prefix_caching:
             refuse("kv_offload_bytes", self.kv_offload_bytes, "0 without enable_prefix_caching")
         if self.kv_offload_path is not None and not self.kv_offload_bytes:
-            refuse(
-                "kv_offload_path",
-                self.kv_offload_path,
-                "None without kv_offload_bytes, through which files go",
-            )
+            rule = "None without kv_offload_bytes, because files are read and written through host memory"
+            refuse("kv_offload_path", self.kv_offload_path, rule)
         if self.kv_offload_disk_bytes is not None and self.kv_offload_path is None:
             refuse("kv_offload_disk_bytes", self.kv_offload_disk_bytes, "None without kv_offload_path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig(Checked):
-    """What proposes tokens that a step then verifies together."""
+    """Source and number of draft tokens, and how they are verified."""
 
     draft: str | Path | None = option(None, maybe(folder))
-    """Folder of a draft head (EAGLE-1 or EAGLE-3, see `bateleur.eagle.heads`), "mtp" for the one in the model's own
-    files, "auto" for the one that is shipped with the shipped model, or "ngram" for prompt lookup, which needs none:
-    what followed the last tokens of a request when they came in it before. The tokens stay those of plain decoding."""
+    """Folder of a draft head (EAGLE-1 or EAGLE-3), "mtp" (the head in the model's own files), "auto" (the head shipped
+    with the shipped model), or "ngram" (prompt lookup: what followed the last tokens earlier in the request). Tokens
+    stay those of plain decoding."""
     num_speculative_tokens: int | None = option(None, maybe(Integer(0, why=", or None")))
-    """Drafts that a step verifies for each request, at most; default: 4 with `draft`, else 0."""
+    """Maximum number of drafts that a step verifies for each request; default: 4 with `draft`, else 0."""
     prompt_lookup_min: int | None = option(None, maybe(Integer(1, why=", or None")))
-    """With draft "ngram": last tokens that must have come before, at least; default: `prompt_lookup_max`, else 2."""
+    """With draft "ngram": minimum number of last tokens that must match; default: `prompt_lookup_max`, else 2."""
     prompt_lookup_max: int | None = option(None, maybe(Integer(1, why=", or None")))
-    """With draft "ngram": last tokens that are looked for, at most; default: `prompt_lookup_min`, else 4."""
+    """With draft "ngram": maximum number of last tokens that are looked up; default: `prompt_lookup_min`, else 4."""
     drafter: Drafter | None = option(None, maybe(_drafter))
-    """What proposes them in place of a head: anything that is a `bateleur.eagle.Drafter`."""
+    """A `bateleur.eagle.Drafter` instead of a draft head."""
     draft_policy: str | DraftPolicy | Mapping[int, int] = option("fixed", _policy)
-    """How many drafts each request's next step verifies: "fixed" (as many as there are), "auto" (as many as pay, by
-    the times of the steps so far; none where none do), a mapping of batch sizes to numbers such as
-    {1: 4, 8: 2, 32: 0}, or a `bateleur.eagle.DraftPolicy`."""
+    """Number of drafts that a request's next step verifies: "fixed" (all), "auto" (all or none, by measured step
+    times), a mapping of batch sizes to numbers such as {1: 4, 8: 2, 32: 0}, or a `bateleur.eagle.DraftPolicy`."""
     speculative_rule: str | Rule = option("coupled", OneOf(("coupled", "ratio", "block")))
-    """How drafts are tested: "coupled" (the tokens of plain decoding), or "ratio" or "block", which have the target's
-    law; a head then keeps the logits of its drafts, max_num_seqs * drafts * draft vocabulary * 4 bytes, and a `drafter`
-    that doesn't declare its law is shown greedy rows only. Greedy requests are the same under all."""
+    """Acceptance rule of drafts: "coupled" (the tokens of plain decoding), or "ratio" or "block" (the target's
+    distribution). With the latter, a head keeps its logits: max_num_seqs * drafts * draft vocabulary * 4 bytes; a
+    `drafter` that does not declare its distribution drafts for greedy rows only. Greedy requests get the same tokens
+    under all rules."""
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
         if self.draft is not None and self.drafter is not None:
-            refuse("drafter", self.drafter, f"None beside draft = {self.draft!r}: one of them proposes")
+            refuse("drafter", self.drafter, f"None with draft = {self.draft!r}: give one of them")
         if self.num_speculative_tokens and self.draft is None and self.drafter is None:
             refuse("num_speculative_tokens", self.num_speculative_tokens, "0 without a draft or a drafter")
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
@@ -229,13 +220,13 @@ class SpeculativeConfig(Checked):
 
     @property
     def prompt_lookup(self) -> tuple[int, int]:
-        """Tokens that prompt lookup looks for, at least and at most."""
+        """Minimum and maximum number of tokens that prompt lookup matches."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         return least or most or 2, most or least or 4
 
     @property
     def num_drafts(self) -> int:
-        """K: drafts of a step for each request, at most."""
+        """K: maximum drafts of a step for each request."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         return 4 if self.draft is not None else 0
@@ -243,38 +234,38 @@ class SpeculativeConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphConfig(Checked):
-    """Which steps run on CUDA graphs."""
+    """CUDA graphs."""
 
     cudagraph_mode: CudaGraphMode | str | None = option(None, maybe(_MODES))
-    """Which steps run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or "FULL_AND_PIECEWISE"; default:
-    FULL_AND_PIECEWISE on CUDA, NONE on CPU. A mode that the model's parts can't support is lowered with a warning."""
+    """Steps that run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or "FULL_AND_PIECEWISE"; default:
+    FULL_AND_PIECEWISE on CUDA, NONE on CPU. A mode that the model does not support is lowered with a warning."""
     cudagraph_backend: str = option("auto", OneOf(("auto", "recorded", "cuda", "eager")))
-    """What captures: "auto" (CUDA graphs on CUDA; on CPU the captured body runs eagerly), "recorded" (on CPU, with the
-    semantics of CUDA graphs: for tests), "cuda" or "eager"."""
+    """Capture backend: "auto" (CUDA graphs on CUDA, eager on CPU), "recorded" (emulates CUDA graphs on a CPU, for
+    tests), "cuda" or "eager"."""
     cudagraph_capture_sizes: Sequence[int] | None = option(None, maybe(_SIZES))
-    """Token counts to capture. Default: up to 512 tokens, and up to those of `max_num_seqs` requests with all their
+    """Token counts to capture. Default: up to 512 tokens, or up to those of `max_num_seqs` requests with all their
     drafts, dense for small batches."""
     cudagraph_checks: str | ReplayChecks = option("CHEAP", OneOf(("OFF", "CHEAP", "ADDRESSES", "PARANOID")))
-    """What each replay verifies: "OFF", "CHEAP", "ADDRESSES" or "PARANOID"."""
+    """Checks of each replay: "OFF", "CHEAP", "ADDRESSES" or "PARANOID"."""
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
         if self.cudagraph_capture_sizes == ():
-            refuse("cudagraph_capture_sizes", (), "None, or have a size")
+            refuse("cudagraph_capture_sizes", (), "None, or have at least one size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig(Checked):
-    """How many processes run a model together."""
+    """Tensor and data parallelism."""
 
     tensor_parallel_size: int = option(1, Integer(1))
-    """Ranks, processes that have a part of every layer each: on CUDA with a GPU each, on a CPU with their part of the
-    threads. Under torchrun as many as it has started."""
+    """Number of ranks (processes) that share every layer, each on its own GPU, or on a CPU with its part of the
+    threads. Under torchrun: the number it started."""
     data_parallel_size: int = option(1, Integer(1))
-    """Ranks of a model with experts, processes that have requests, caches and all layers of their own, but only some of
-    the experts each: in every step they compute with those of each other."""
+    """Number of ranks (processes) that share the experts of a model; each has its own requests, caches and other
+    layers, and all take part in every step."""
     rank_timeout: float = option(60.0, Number(0, above=True))
-    """Seconds that a step of several ranks may take, before one of them counts as hung and the engine ends."""
+    """Seconds after which a rank in a step counts as hung, and the engine ends."""
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
@@ -284,18 +275,18 @@ class ParallelConfig(Checked):
 
     @property
     def num_ranks(self) -> int:
-        """Processes that run a model."""
+        """Number of processes that run the model."""
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
     def size_name(self) -> str:
-        """The option that says so."""
+        """The option that sets the number of ranks."""
         return "data_parallel_size" if self.data_parallel_size > 1 else "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All of it, by what it is about."""
+    """All options of an engine, by topic."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -306,25 +297,39 @@ class EngineConfig:
 
     @classmethod
     def of(cls, /, **options: Any) -> EngineConfig:
-        """From options by name, whichever part they belong to. Raises ValueError for a name that none has.
+        """Return a configuration from options by name. Raises ValueError for an unknown name.
 
-        Names of vLLM's pass where they ask for what there is.
+        vLLM's other arguments are accepted with values that ask for what happens anyway.
         """
-        options, parts = without(ENGINE, in_our_names(options)), {}
+        options, parts = drop_unsupported(ENGINE, translate_vllm_names(options)), {}
         for part, config in PARTS.items():
             names = [each.name for each in options_of(config) if each.name in options]
             parts[part] = config(**{name: options.pop(name) for name in names})
         for name in options:
             close = get_close_matches(name, [each.name for each in all_options()], n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"{name} is no argument of LLM{meant}")
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{name} is no argument of LLM{hint}")
         return cls(**parts)
+
+    def runs_async(self, device: torch.device) -> bool:
+        """Return the user's choice of async scheduling, or the default of the device: only on CUDA.
+
+        Raises ValueError if it was chosen with drafts and the backend flashinfer.
+        """
+        wanted, backend = self.scheduler.async_scheduling, self.model.attention_backend
+        impossible = self.speculative.num_drafts > 0 and backend == "flashinfer"
+        if wanted and impossible:
+            rule = (
+                "None or False with drafts and attention_backend 'flashinfer', which plans from exact lengths"
+            )
+            refuse("async_scheduling", wanted, rule)
+        return wanted if wanted is not None else device.type == "cuda" and not impossible
 
 
 PARTS: dict[str, Any] = {part.name: part.default_factory for part in fields(EngineConfig)}
-"""Configurations by the name of their field in `EngineConfig`."""
+"""Configuration classes by their field in `EngineConfig`."""
 
 
 def all_options() -> tuple[Option, ...]:
-    """Every option of an engine, in the order of the parts."""
+    """Return all options of an engine, in the order of `PARTS`."""
     return tuple(each for config in PARTS.values() for each in options_of(config))

@@ -1,4 +1,4 @@
-"""What is captured, and how, as it follows from what a user chose."""
+"""What is captured as CUDA graphs, from the user's options and the device."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from bateleur.runner.utils.arguments import member_of, refuse
 
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
-    """What is captured, and how."""
+    """What is captured as CUDA graphs."""
 
     mode: CudaGraphMode = CudaGraphMode.NONE
-    """The policy asked for; the model's builders may allow less."""
+    """The requested mode; attention backends may support less."""
     backend: str = "auto"
     """One of "auto", "cuda", "recorded" or "eager", see `bateleur.cudagraph.backends`."""
     capture_sizes: Sequence[int] | None = None
-    """Token counts; None is `default_capture_sizes`."""
+    """Token counts; None selects `default_capture_sizes`."""
     checks: ReplayChecks = ReplayChecks.CHEAP
     """What each replay verifies."""
 
     @classmethod
     def of(cls, config: GraphConfig, device: torch.device) -> GraphOptions:
-        """What a user chose, completed: no mode chosen is FULL_AND_PIECEWISE on CUDA and NONE on CPU.
+        """Complete the user's options: the default mode is FULL_AND_PIECEWISE on CUDA and NONE on CPU.
 
-        Raises ValueError for a backend that is unknown, or that the device has not.
+        Raises ValueError for a backend that the device does not support.
         """
         cuda = device.type == "cuda"
         default = CudaGraphMode.FULL_AND_PIECEWISE if cuda else CudaGraphMode.NONE
         wrong = "recorded" if cuda else "cuda"
         if config.cudagraph_backend == wrong:
-            refuse("cudagraph_backend", wrong, f"another where the device is {device.type}")
+            refuse("cudagraph_backend", wrong, f"another one on device {device.type}")
         mode = member_of(CudaGraphMode, config.cudagraph_mode or default)
         checks = member_of(ReplayChecks, config.cudagraph_checks)
         return cls(mode, config.cudagraph_backend, config.cudagraph_capture_sizes, checks)

@@ -1,4 +1,4 @@
-"""How much one step and one request may take."""
+"""Limits of a step and of a request."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ On a CPU, larger chunks do not fit its caches. On CUDA, a step of a model with e
 step of 8,192 tokens reads them once and four steps of 2,048 tokens read them four times.
 """
 LEAST_ROWS, LEAST_TOKENS = 64, 2048
-"""What the defaults on CUDA are lowered to at most."""
+"""Lower bounds of the defaults on CUDA when memory is short."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """How much one step and one request may take."""
+    """Limits of a step and of a request."""
 
     max_model_len: int
-    """Tokens of a request, prompt and output together."""
+    """Maximum tokens of a request, prompt and output together."""
     max_num_seqs: int
-    """Requests that run at once."""
+    """Maximum number of running requests."""
     max_num_batched_tokens: int
-    """Tokens of one step."""
+    """Maximum tokens of one step."""
     num_speculative_tokens: int = 0
-    """K: drafts that a step may verify for each request."""
+    """K: maximum drafts that a step verifies for each request."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_speculative_tokens < max(self.max_model_len - 1, 1):
@@ -45,17 +45,17 @@ class EngineLimits:
             each = "" if self.max_query_len == 1 else f" of {self.max_query_len} tokens each"
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs = "
-                f"{self.max_num_seqs} rows{each}, or a step could not decode every running request"
+                f"{self.max_num_seqs} rows{each}, or a step could not decode all running requests"
             )
 
     @property
     def max_query_len(self) -> int:
-        """1 + K: tokens of a decoding request in one step, at most."""
+        """1 + K: maximum tokens of a decoding request in one step."""
         return 1 + self.num_speculative_tokens
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineLimits:
-        """What a user chose, completed. Raises ValueError for what the model or a step can't hold."""
+        """Complete the user's options. Raises ValueError for a length that the model does not support."""
         longest, wanted = spec.max_position_embeddings, config.model.max_model_len
         if wanted is not None:
             if not 2 <= wanted <= spec.longest:
@@ -68,12 +68,12 @@ class EngineLimits:
         num_tokens = config.scheduler.max_num_batched_tokens
         if num_tokens is None:
             num_tokens = max(DEFAULT_TOKENS[device.type], rows * (1 + max(0, drafts)))
-        return cls(longest, rows, min(num_tokens, rows * longest), drafts)  # more can't come together
+        return cls(longest, rows, min(num_tokens, rows * longest), drafts)  # a step can't have more tokens
 
     def smaller(self, *, rows: bool, tokens: bool) -> list[EngineLimits]:
-        """The limits with half of the rows, if `rows`, and with half of the tokens, if `tokens`.
+        """Return the limits with half of the rows, if `rows`, and with half of the tokens, if `tokens`.
 
-        Only limits that are not below `LEAST_ROWS` and `LEAST_TOKENS`, so the list may be empty.
+        Limits below `LEAST_ROWS` or `LEAST_TOKENS` are left out, so the list may be empty.
         """
         found, half_rows, half_tokens = [], self.max_num_seqs // 2, self.max_num_batched_tokens // 2
         if rows and half_rows >= LEAST_ROWS:
@@ -84,5 +84,5 @@ class EngineLimits:
 
     @property
     def buffers(self) -> BatchLimits:
-        """The same, as the buffers of a step take them."""
+        """The limits of the step's input buffers."""
         return BatchLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len)

@@ -1,4 +1,4 @@
-"""Which kernels take the prompts of delta rules, as a user asks for it, and why fla-core's do not where they do not."""
+"""Selects the kernels that scan prompts of delta rules."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from bateleur.runner.utils.arguments import member_of
 def choose_scan(
     wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> PromptScan:
-    """What a user chose. Raises ValueError where the kernels of fla-core were, and do not serve: with the reason."""
+    """Return the selected kernels. Raises ValueError, with the reason, if fla-core is requested and can't be used."""
     scan = member_of(PromptScan, wanted)
     if scan is PromptScan.FLA:
-        if reason := why_not_fla(spec, dtype, device):
+        if reason := reason_against_fla(spec, dtype, device):
             raise ValueError(f"prompt_scan is 'fla'; {reason}")
         for per_channel in {len(layer.state.decay_shape) > 1 for layer in _delta_layers(spec)}:
             try:
@@ -26,8 +26,8 @@ def choose_scan(
     return scan
 
 
-def why_not_fla(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why fla-core does not serve this model there; None if it does. Imports nothing of it."""
+def reason_against_fla(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why fla-core can't be used for this model and device, or None. Imports nothing of fla-core."""
     layers = _delta_layers(spec)
     if not layers:
         return "fla-core scans delta rules, and the model has none"
@@ -35,8 +35,10 @@ def why_not_fla(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> st
     return reason and f"fla-core does not serve: {reason}"
 
 
-def told(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """For people: what scans the prompts of delta rules, and why nothing else does; None without delta rules.
+def describe_scan(
+    wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return what scans prompts of delta rules and why, for `bateleur info`; None without delta rules.
 
     Raises ValueError as `choose_scan`.
     """
@@ -45,9 +47,8 @@ def told(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: 
         return None
     if scan is PromptScan.FLA:
         return f"fla-core {fla.version()}, own kernels in steps that keep a state inside a row"
-    return "own kernels; " + (
-        why_not_fla(spec, dtype, device) or f"fla-core {fla.version()} would serve: prompt_scan"
-    )
+    reason = reason_against_fla(spec, dtype, device)
+    return f"own kernels; {reason or f'fla-core {fla.version()} can be selected: prompt_scan'}"
 
 
 def _delta_layers(spec: ModelSpec) -> list[DeltaLayer]:

@@ -1,4 +1,4 @@
-"""How Mamba states are kept, as a user asks for it, and the layout that follows."""
+"""How Mamba states are cached: the user's options, completed, and the cache layout that follows."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from bateleur.mamba import CacheLayout, MambaCacheMode, PrefixRetention, Recurrence, StatePolicy
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.models.spec import DeltaLayer, ModelSpec
-from bateleur.runner.utils.arguments import member_of
+from bateleur.runner.utils.arguments import member_of, refuse
 from bateleur.runner.utils.device import DTYPES
 
 _STATE_BLOCK = 64
-"""Tokens between two boundaries at which Mamba states may be kept, unless the user says otherwise or requests are
-short: what two prompts share need not be long to be found."""
+"""Default distance in tokens between boundaries at which states are kept. Small, so that short shared prefixes are
+found."""
 _RING = 16
-"""Tokens in a ring: folding every dozen tokens costs little, and reading more of them costs more than it saves."""
+"""Default number of tokens in a ring. A longer ring costs more to read than it saves in folds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """How Mamba states are kept.
+    """How Mamba states are cached.
 
-    mode: which of them outlive the step that made them.
-    policy: how a step keeps those it may have to return to.
-    block_size: tokens between two that may be kept; None is _STATE_BLOCK, or a quarter of short requests.
-    retention: which boundaries others may find, see `PrefixRetention.parse`; None is what the mode says.
-    ssm_dtype: of the SSM matrices; None is the checkpoint's own.
+    mode: which states outlive the step that made them.
+    policy: how a step keeps the states that rejected drafts may need.
+    block_size: tokens between two kept states; None: _STATE_BLOCK, less for short requests.
+    retention: states that stay in the prefix cache, see `PrefixRetention.parse`; None: by mode.
+    ssm_dtype: dtype of SSM states; None: the checkpoint's.
     num_speculative_tokens: K, draft tokens of a step.
     steps_ahead: as in `CacheLayout`.
     """
@@ -44,21 +44,21 @@ class StateOptions:
     def of(
         cls, cache: CacheConfig, spec: ModelSpec, num_speculative_tokens: int, device: torch.device
     ) -> StateOptions:
-        """Complete what a user chose, for a model and a device.
+        """Complete the user's options for a model and a device.
 
         The default policy is FOLD, which moves fewer bytes, with these exceptions:
 
         * On CUDA, SLOTS for delta rules without drafts.
         * On CPU, SLOTS without drafts, because its step has fewer operators and is a fifth faster; with drafts, SLOTS
-          unless prefixes are shared.
+          unless prefixes are cached.
 
-        Raises ValueError for a retention where nothing is kept.
+        Raises ValueError for `mamba_retention` in mode NONE.
         """
         default = MambaCacheMode.ALL if cache.enable_prefix_caching else MambaCacheMode.NONE
         mode = member_of(MambaCacheMode, cache.mamba_cache_mode or default)
         if cache.mamba_retention is not None and mode is MambaCacheMode.NONE:
-            raise ValueError(
-                f"mamba_retention is {cache.mamba_retention!r}; in cache mode 'none' nothing is kept"
+            refuse(
+                "mamba_retention", cache.mamba_retention, "None in cache mode 'none', which keeps no states"
             )
         drafts = num_speculative_tokens > 0
         if device.type == "cpu":
@@ -78,24 +78,26 @@ class StateOptions:
         )
 
     def layout(self, kv_block_size: int, max_model_len: int) -> CacheLayout:
-        """Where the states of a request lie; KV blocks of `kv_block_size` tokens end at the same ones.
+        """Return the layout of a request's states; KV blocks of `kv_block_size` tokens end at the same tokens.
 
-        Raises ValueError for a block size that no KV block ends with, that a step with drafts could cross twice, or
-        that no request is long enough for.
+        Raises ValueError for a block size that is no multiple of `kv_block_size`, shorter than a step with drafts, or
+        longer than a request.
         """
         drafts = self.num_speculative_tokens
         ring = max(_RING, 2 + 2 * drafts)
         if self.mode is MambaCacheMode.NONE:
             return CacheLayout(self.mode, max_model_len, drafts, max_model_len, self.policy, ring)
         block_size, least = self.block_size, 1 + drafts
-        if block_size is None:  # short requests hit as well, a step fits, and scans have long chunks
+        if (
+            block_size is None
+        ):  # short requests have blocks too, a step fits into one, and scans have long chunks
             wanted, block_size = min(_STATE_BLOCK, max_model_len // 4), kv_block_size
             while block_size < least or 2 * block_size <= wanted:
                 block_size *= 2
         elif block_size > max_model_len - 2:
             raise ValueError(
                 f"mamba_block_size is {block_size}; it must be at most max_model_len - 2 = {max_model_len - 2}, or no "
-                "request could begin behind it and draw a token"
+                "request could start after a block and draw a token"
             )
         if block_size < least:
             raise ValueError(
@@ -111,14 +113,14 @@ class StateOptions:
             self.mode, block_size, drafts, max_model_len, self.policy, ring, steps_ahead=self.steps_ahead
         )
 
-    def kept(self, layout: CacheLayout, page_bytes: int, token_bytes: int) -> PrefixRetention:
-        """Which boundaries others may find, where a page costs `page_bytes`, and keys and values `token_bytes` a token.
+    def retained(self, layout: CacheLayout, page_bytes: int, token_bytes: int) -> PrefixRetention:
+        """Return which states stay in the prefix cache.
 
-        Unless the user chose block size or rules, mode ALL has no pages that cost more than the keys and values between
-        them, but for a few: the newest, the prompt's last, and those of beginnings that prompts may share, at 1, 2,
-        4, ... blocks.
-
-        Raises ValueError for a rule that is not known.
+        page_bytes: of a state. token_bytes: keys and values of one token.
+        In mode ALL without `mamba_block_size` and `mamba_retention`, states are kept at a distance whose keys and
+        values cost as much as a state, and at the newest boundary, the prompt's last one, and after 1, 2, 4, ...
+        blocks, which prompts may share.
+        Raises ValueError for an unknown rule.
         """
         if self.retention is not None:
             try:
@@ -135,7 +137,7 @@ class StateOptions:
         return PrefixRetention(size, every, last=True, prompt_end=True, doubling=True)
 
     def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[Recurrence]:
-        """The state of each recurrent layer; the conv window, which holds raw inputs, has the model's dtype."""
+        """Return the state of each recurrent layer. Conv windows hold raw inputs, so they have the model's dtype."""
         return [
             replace(
                 layer.state,

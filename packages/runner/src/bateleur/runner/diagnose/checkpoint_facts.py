@@ -21,11 +21,11 @@ from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.cache.plan import plan_caches
 from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint, resolve_dtype
-from bateleur.runner.config.attention_backend import told as attends
+from bateleur.runner.config.attention_backend import describe_backend
 from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.config.prompt_scan import told
+from bateleur.runner.config.prompt_scan import describe_scan
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.setup import unmeasured_budget
 from bateleur.runner.model_runner.step_graphs import largest_capture
@@ -259,8 +259,8 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
         kept_states=hits.pages_to_share,
         max_model_len=_fitting_length(config, spec, counted, limits, caches),
-        prompt_scan=told(config.model.prompt_scan, spec, counted, device),
-        attention=attends(config.model.attention_backend, spec, computed, device),
+        prompt_scan=describe_scan(config.model.prompt_scan, spec, counted, device),
+        attention=describe_backend(config.model.attention_backend, spec, computed, device),
         cpu_kernels=describe_kernels(device),
         unused_tensors=len(checkpoint.unused) - own,
     )

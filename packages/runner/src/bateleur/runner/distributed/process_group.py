@@ -10,7 +10,7 @@ import torch
 from torch._C import _distributed_c10d
 
 from bateleur.runner.distributed.ranks import Ranks
-from bateleur.runner.utils.device import current
+from bateleur.runner.utils.device import use_device
 
 LOCALHOST = "127.0.0.1"
 _numbers = count(1)
@@ -43,7 +43,7 @@ class Group:
         if device.type == "cuda":
             options = _c10d.ProcessGroupNCCL.Options()
             options._timeout = limit
-            with current(device):
+            with use_device(device):
                 backend = _c10d.ProcessGroupNCCL(_c10d.PrefixStore("nccl", store), rank, size, options)
             group._register_backend(device, group.BackendType.NCCL, backend)
             group._set_default_backend(group.BackendType.NCCL)
@@ -59,11 +59,11 @@ class Group:
 
     def abort(self) -> None:
         """End what waits in a collective of NCCL, from any thread. One of gloo ends with the other processes."""
-        with current(self._device):
+        with use_device(self._device):
             self._group.abort()
 
     def close(self) -> None:
         """Nobody is in a collective any more."""
         _c10d._unregister_process_group(self.ranks.group)
-        with current(self._device):
+        with use_device(self._device):
             self._group.shutdown()

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from bateleur.runner.errors import EngineDead
-from bateleur.runner.utils.device import current
+from bateleur.runner.utils.device import use_device
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +70,7 @@ def exclusive(method: Callable[P, R]) -> Callable[P, R]:
         turn: ExclusiveAccess = args[0]._turn  # type: ignore[attr-defined]
         turn.take()
         try:
-            with current(turn.device):
+            with use_device(turn.device):
                 return method(*args, **kwargs)
         finally:
             turn.holder = None

@@ -23,9 +23,14 @@ from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.structured.grammar import Grammars
 from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.structured_outputs import StructuredOutputsParams
-from bateleur.runner.text.bad_words import bad_words_token_ids
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
-from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer, special_token_ids, tag_tokens
+from bateleur.runner.text.tokenizer import (
+    NoTokenizer,
+    Tokenizer,
+    bad_words_token_ids,
+    special_token_ids,
+    tag_tokens,
+)
 from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, Integer, refuse, require_unicode, text
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

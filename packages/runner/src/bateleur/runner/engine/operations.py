@@ -20,7 +20,7 @@ from bateleur.runner.engine.messages import (
 from bateleur.runner.engine.prefix_offload import PrefixOffload
 from bateleur.runner.engine.request_registry import RequestRegistry
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.utils.device import current
+from bateleur.runner.utils.device import use_device
 
 
 class EngineOperations:
@@ -37,11 +37,11 @@ class EngineOperations:
         self._ledger, self._outside, self._verify_here, self._model = ledger, outside, verify, model
 
     def export(self, token_ids: NDArray[np.int32], path: Path) -> int:
-        """See `Handover.export`; ValueError where no prefixes are shared."""
+        """See `PrefixTransfer.export`; ValueError where no prefixes are shared."""
         return self._count(ExportPrefix(token_ids, path))
 
     def take_in(self, path: Path) -> int:
-        """See `Handover.take_in`; ValueError where no prefixes are shared."""
+        """See `PrefixTransfer.import_file`; ValueError where no prefixes are shared."""
         return self._count(ImportPrefix(path))
 
     def drain(self) -> None:
@@ -65,7 +65,7 @@ class EngineOperations:
         if self._model.exchange is not None:
             rule = "prefixes in files and comparisons of graphs are of engines whose ranks have the same requests"
             raise ValueError(f"{self._model.several}; {rule}")
-        with current(self._model.device):
+        with use_device(self._model.device):
             self._ledger.restore()
             with self._ledger.tell(errand):
                 came = self.follow(errand)
@@ -80,7 +80,7 @@ class EngineOperations:
                 case ExportPrefix(token_ids, path):
                     return self._outside.handover.export(token_ids, path)
                 case ImportPrefix(path):
-                    return self._outside.handover.take_in(path)
+                    return self._outside.handover.import_file(path)
                 case FlushDisk():
                     self._outside.drain()
                     return None

@@ -21,7 +21,6 @@ from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer, with_end_tokens
-from bateleur.runner.config.async_scheduling import choose_async
 from bateleur.runner.config.attention_backend import choose_backend
 from bateleur.runner.config.engine_config import (
     NGRAM,
@@ -98,7 +97,7 @@ class EngineSetup:
         device = device_of(config, ranks)
         layers, data = (ranks, ALONE) if config.parallel.data_parallel_size == 1 else (ALONE, ranks)
         graphs = GraphOptions.of(config.graphs, device)
-        folder, ahead = config.model.model, choose_async(config, device)
+        folder, ahead = config.model.model, config.runs_async(device)
         checkpoint = open_checkpoint(folder or shipped_model(), config.model.hf_overrides)
         config = without_prefix_caching(config) if checkpoint.spec.has_length_dependent_rope else config
         dtype = resolve_dtype(config.model.dtype, checkpoint, device)

@@ -1,1 +1,1 @@
-"""Prefixes outside of the device: in files that other engines read."""
+"""KV offload: cached prefixes in host memory, on disk, and in files for other engines."""

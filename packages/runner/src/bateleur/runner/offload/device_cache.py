@@ -1,4 +1,4 @@
-"""The device's cache as what lies beside it sees it: prefixes by name, and the bytes under each number."""
+"""The device's prefix cache for offload: prefixes by key, and blocks and states as rows of bytes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from bateleur.runner.offload.rows import PagedRows
 
 
 @dataclass(frozen=True, slots=True)
-class Paged:
-    """KV blocks, or state pages: which are free or known by a key, and the bytes of each."""
+class PagedCache:
+    """KV blocks or recurrent states of a device: the pool of their numbers and keys, and their bytes."""
 
     pool: BlockPool
     rows: PagedRows
 
     def add(self, keys: Sequence[Hashable], data: NDArray[np.uint8]) -> bool:
-        """Let requests find `keys` with these contents (n, num_bytes), where nothing has them yet.
+        """Add those of `keys` that are not cached, with contents (n, num_bytes), which are not written to any more.
 
-        Nobody writes to `data` from now on. False if there is not enough room; then nothing is done.
+        Returns False, and adds nothing, if there is not enough room.
         """
         filled = self.pool.fill(keys)
         if filled:
@@ -35,13 +35,13 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCache:
-    """What requests share, and where it lies."""
+    """The prefix cache of a device and the memory of its blocks and states."""
 
     prefixes: PrefixCache
-    blocks: Paged | None
-    """Keys and values of all layers, a draft head's included; None for a model without attention."""
-    pages: Paged | None
-    """States of all layers; None for a model without recurrent ones."""
+    blocks: PagedCache | None
+    """Keys and values of all layers and the draft head; None for a model without attention."""
+    pages: PagedCache | None
+    """States of all layers; None for a model without recurrent layers."""
 
     @classmethod
     def of(
@@ -57,7 +57,7 @@ class DeviceCache:
                 for name, pair in kv.items()
                 for kind, tensor in zip(("keys", "values"), pair, strict=True)
             }
-            blocks = Paged(caches.blocks, PagedRows(found))
+            blocks = PagedCache(caches.blocks, PagedRows(found))
         if caches.free_pages is not None:
             states = {
                 f"states.{i}.{kind}": tensor
@@ -65,5 +65,5 @@ class DeviceCache:
                 for kind, tensor in zip(("conv", "state"), pair, strict=True)
                 if tensor is not None and tensor.numel()
             }
-            pages = Paged(caches.free_pages, PagedRows(states))
+            pages = PagedCache(caches.free_pages, PagedRows(states))
         return cls(prefixes, blocks, pages)

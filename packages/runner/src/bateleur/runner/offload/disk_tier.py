@@ -1,11 +1,11 @@
-"""Prefixes on a disk: written when requests end, and read into host memory before one that asks for them gets a row.
+"""The disk tier of the prefix cache: files written when requests end, and read into host memory for waiting requests.
 
-Two threads read and write; the engine's never waits for them while it has something to compute. Host memory that they
-work on is held, so that nobody else writes there; what came of it is taken in between steps.
+One thread writes and one reads; the engine thread waits for them only if it has nothing else to do. Host memory that
+they use is held meanwhile, and their results are collected between steps.
 
-Of several ranks each has files of its own, and its own opinion of which there are and how far its threads have come.
-Whatever follows from these is agreed on first (`_common`, `_done`), so that all hold the same host memory and find the
-same: what one lacks, or cannot read, is a miss for all.
+With several ranks, each has its own files and threads. Whatever depends on these is agreed on first (`_on_all_ranks`,
+`_gather`), so that all ranks hold the same host memory and find the same prefixes: a file that one rank lacks or can't
+read is a miss on all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.device_cache import DeviceCache
 from bateleur.runner.offload.disk_folder import DiskFolder
-from bateleur.runner.offload.level import Level
+from bateleur.runner.offload.host_memory import Level
 from bateleur.runner.offload.prefix_file import Prefix
 from bateleur.runner.offload.spans import KINDS, Chain, Span, missing_spans
 from bateleur.runner.requests.prefix_keys import PrefixKeys
@@ -35,35 +35,35 @@ from bateleur.runner.utils.device import make_current
 
 _log = logging.getLogger(__name__)
 _BYTES_PER_STEP = 64 << 20
-"""Made ready to be written between two steps, while requests run."""
-_MOST_SPANS = 1 << 16
-"""That wait to be written; of more, the oldest are given up."""
+"""Bytes prepared for writing between two steps while requests run."""
+_MAX_SPANS = 1 << 16
+"""Maximum number of spans that wait to be written; the oldest ones are dropped."""
 _SCAN_SECONDS = 5.0
-"""Between looks at what other processes wrote."""
+"""Interval of scans for files of other processes."""
 _STEPS = 16
-"""Between two exchanges of ranks about what is written, while requests run."""
+"""Steps between two exchanges of ranks about finished writes, while requests run."""
 _PENDING = -1
 _REASONS = ("failed", "gone", "unreadable", "truncated", "corrupt", "foreign", "misnamed")
 
 Read = tuple[int, PrefixRefused | None]
-"""How many files were read, and what is wrong with the next one, if anything is."""
+"""Number of files read, and the error of the next one, if any."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Work:
-    """A span, and the host memory that a thread reads or writes for it."""
+class _Transfer:
+    """A span, and the rows of host memory that a thread reads or writes for it."""
 
     span: Span
     wanted: list[int]
-    """Of its blocks, those that are meant, by index."""
+    """Indices of the span's blocks to transfer."""
     blocks: list[int]
-    """Their rows."""
+    """Rows of these blocks."""
     pages: list[int]
-    """The row of its page, if that is meant."""
+    """Row of the span's state, if it is transferred."""
 
 
 class DiskTier:
-    """Files below host memory."""
+    """Prefix files on disk, below host memory."""
 
     def __init__(
         self,
@@ -74,40 +74,35 @@ class DiskTier:
         stats: OffloadStats,
         ranks: Ranks,
     ) -> None:
-        """blocks, pages: host memory, and the device above it; None where there are none. ranks: who must find the
-        same."""
+        """blocks, pages: None if the model has none. ranks: must find the same prefixes."""
         self._ranks, self._steps = ranks, 0
-        self._folder, self._cache, self._blocks, self._pages, self._stats = (
-            folder,
-            cache,
-            blocks,
-            pages,
-            stats,
-        )
+        self._folder, self._cache, self._stats = folder, cache, stats
+        self._blocks, self._pages = blocks, pages
         stats.disk_bytes = folder.limit_bytes
         device = self._level.copies.device
         self._reader = ThreadPoolExecutor(1, "bateleur-offload-read", make_current, (device,))
         self._writer = ThreadPoolExecutor(1, "bateleur-offload-write", make_current, (device,))
         self._names = folder.names()
-        """Files that there are, as far as is known."""
+        """Known files."""
         self._bad: set[str] = set()
-        """Of these, what must not be read again: it is written anew when it is next computed."""
+        """Unreadable files, which are not read again; the next request that computes their contents writes them anew.
+        """
         self._spans: deque[Span] = deque()
         self._queued: set[str] = set()
-        """Files that are being written, or wait for it."""
-        self._writes: list[tuple[_Work, Future[int]]] = []
-        self._fetches: list[tuple[Request, list[_Work], Future[Read]]] = []
+        """Files being written or waiting to be written."""
+        self._writes: list[tuple[_Transfer, Future[int]]] = []
+        self._fetches: list[tuple[Request, list[_Transfer], Future[Read]]] = []
         self._scan: Future[set[str]] | None = None
         self._next_scan = time.monotonic() + _SCAN_SECONDS
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def leave(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
-        """A request has ended of which so much was published: what has no file gets one, as far as memory allows.
+    def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
+        """Queue files for the `num_tokens` published tokens of an ended request, as far as memory allows.
 
-        Where there are no states, that has two ends: where the request came to, and where its prompt asked again
-        could begin. Nobody writes to `ids` from now on.
+        Without states there are two endings: the end of the request, and where the same prompt could start again.
+        `ids` are not written to any more.
         """
         chain = Chain(self._cache, keys, ids, num_tokens)
         spans = list(chain.segments())
@@ -115,96 +110,95 @@ class DiskTier:
             page = chain.page(end)
             if self._has_page(page) if page is not None else end in chain.two_ends(prompt_len):
                 spans.append(chain.ending(end))
-        known = self._common([span.name for span in spans])
+        known = self._on_all_ranks([span.name for span in spans])
         for span in spans:
             if span.name not in known and span.name not in self._queued:
                 self._queued.add(span.name)
                 self._spans.append(span)
-        while len(self._spans) > _MOST_SPANS:
+        while len(self._spans) > _MAX_SPANS:
             self._queued.discard(self._spans.popleft().name)
 
     def advance(self, *, idle: bool) -> None:
-        """Take in what is done, and make ready what waits: a bounded part of it while requests run."""
+        """Collect finished writes and start waiting ones; unless `idle`, only as many as `_BYTES_PER_STEP` allows."""
         self._steps += 1
         if idle or self._ranks.alone or self._steps % _STEPS == 0:
-            self._take_in_writes()
+            self._collect_writes()
         budget = float("inf") if idle else _BYTES_PER_STEP
         while self._spans and budget > 0:
             span = self._spans.popleft()
-            work = self._held(span)
-            if work is None:
+            transfer = self._hold(span)
+            if transfer is None:
                 self._queued.discard(span.name)
                 self._stats.unwritten_files += 1
                 continue
-            event = self._mark()
-            self._writes.append((work, self._writer.submit(self._write, work, event)))
-            budget -= self._size(work)
-        self._look()
+            event = self._level.copies.record()
+            self._writes.append((transfer, self._writer.submit(self._write, transfer, event)))
+            budget -= self._size(transfer)
+        self._rescan()
 
-    def _held(self, span: Span) -> _Work | None:
-        """Rows of all that a span has, which are copied from the device where they aren't here; None if there is
-        something of which nobody knows any more, or no room."""
-        blocks = [] if self._blocks is None else self._blocks.held(span.blocks)
-        pages = [] if self._pages is None or span.page is None else self._pages.held([span.page])
+    def _hold(self, span: Span) -> _Transfer | None:
+        """Hold host rows with a span's contents, copied from the device if needed. None if evicted, or without room."""
+        blocks = [] if self._blocks is None else self._blocks.hold(span.blocks)
+        pages = [] if self._pages is None or span.page is None else self._pages.hold([span.page])
         if blocks is not None and pages is not None:
-            return _Work(span, [*range(len(span.blocks))], blocks, pages)
+            return _Transfer(span, [*range(len(span.blocks))], blocks, pages)
         for level, rows in ((self._blocks, blocks), (self._pages, pages)):
             if level is not None and rows:
                 level.host.release(rows)
         return None
 
-    def _write(self, work: _Work, event: torch.cuda.Event | None) -> int:
-        """In the writing thread."""
+    def _write(self, transfer: _Transfer, event: torch.cuda.Event | None) -> int:
+        """Write a file, in the writing thread."""
         if event is not None:
             event.synchronize()
         blocks, page = np.empty((0, 0), np.uint8), None
         if self._blocks is not None:
-            blocks = self._blocks.host.rows.numpy()[work.blocks]
-        if self._pages is not None and work.pages:
-            page = self._pages.host.rows.numpy()[work.pages[0]]
-        span = work.span
+            blocks = self._blocks.host.rows.numpy()[transfer.blocks]
+        if self._pages is not None and transfer.pages:
+            page = self._pages.host.rows.numpy()[transfer.pages[0]]
+        span = transfer.span
         return self._folder.write(span.name, Prefix(span.start, span.key, span.token_ids, blocks, page))
 
-    def _take_in_writes(self) -> None:
+    def _collect_writes(self) -> None:
         writes, self._writes = self._writes, []
-        came = self._told_by_all([_of_write(future) for _, future in writes])
-        for (work, future), told in zip(writes, came, strict=True):
-            if _PENDING in told:
-                self._writes.append((work, future))
+        by_file = self._gather([_write_status(future) for _, future in writes])
+        for (transfer, future), by_rank in zip(writes, by_file, strict=True):
+            if _PENDING in by_rank:
+                self._writes.append((transfer, future))
                 continue
-            self._release(work)
-            name = work.span.name
+            self._release(transfer)
+            name = transfer.span.name
             self._queued.discard(name)
             if future.exception() is None:
                 self._names.add(name)
                 self._bad.discard(name)
                 self._stats.written_bytes += future.result()
-            if not all(told):
+            if not all(by_rank):
                 self._stats.unwritten_files += 1
-                error = future.exception() or f"rank {told.index(0)} says why"
-                self._tell("unwritable", f"a prefix could not be written: {error}")
+                error = future.exception() or f"see rank {by_rank.index(0)}"
+                self._warn_once("unwritable", f"a prefix could not be written: {error}")
 
     # --- reading ------------------------------------------------------------------------------------------
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> bool:
-        """Whether files are read for a request of these tokens, which then waits until it has `arrived`."""
+        """Start to read files for a request, which waits until `arrived` returns it. Returns whether there are any."""
         if self._ranks.alone and not self._names:
             return False
         chain = Chain(self._cache, keys, ids, most)
-        known = self._common([] if self._ranks.alone else chain.files())
+        known = self._on_all_ranks([] if self._ranks.alone else chain.files())
         spans = missing_spans(chain, self._has_block, self._has_page, known.__contains__)
-        works: list[_Work] = []
+        transfers: list[_Transfer] = []
         for span in spans:
-            if (work := self._taken(span)) is None:
+            if (transfer := self._reserve(span)) is None:
                 break
-            works.append(work)
-        if works:
-            future = self._reader.submit(self._read, works, self._mark())
-            self._fetches.append((request, works, future))
-        return bool(works)
+            transfers.append(transfer)
+        if transfers:
+            future = self._reader.submit(self._read, transfers, self._level.copies.record())
+            self._fetches.append((request, transfers, future))
+        return bool(transfers)
 
-    def _taken(self, span: Span) -> _Work | None:
-        """Rows for what memory lacks of a span; None if there is no room."""
+    def _reserve(self, span: Span) -> _Transfer | None:
+        """Reserve host rows for the part of a span that is not in memory; None without room."""
         wanted = [i for i, key in enumerate(span.blocks) if not self._has_block(key)]
         blocks = [] if self._blocks is None else self._blocks.host.take([span.blocks[i] for i in wanted])
         if len(blocks) < len(wanted):
@@ -213,86 +207,84 @@ class DiskTier:
         if self._pages is not None and span.page is not None and not self._has_page(span.page):
             pages = self._pages.host.take([span.page])
             if not pages:
-                self._release(_Work(span, wanted, blocks, []))
+                self._release(_Transfer(span, wanted, blocks, []))
                 return None
-        return _Work(span, wanted, blocks, pages)
+        return _Transfer(span, wanted, blocks, pages)
 
-    def _read(self, works: list[_Work], event: torch.cuda.Event | None) -> Read:
-        """In the reading thread."""
+    def _read(self, transfers: list[_Transfer], event: torch.cuda.Event | None) -> Read:
+        """Read files, in the reading thread."""
         if event is not None:
             event.synchronize()
-        for count, work in enumerate(works):
-            span = work.span
+        for count, transfer in enumerate(transfers):
+            span = transfer.span
             try:
                 prefix = self._folder.read(span.name, span.key)
-                whole = len(prefix.blocks) == len(span.blocks) and (prefix.page is None) == (
-                    span.page is None
-                )
                 if (
-                    not whole
+                    len(prefix.blocks) != len(span.blocks)
+                    or (prefix.page is None) != (span.page is None)
                     or prefix.start != span.start
                     or not np.array_equal(prefix.token_ids, span.token_ids)
                 ):
                     raise PrefixRefused("misnamed", f"{span.name}: is of other tokens")
             except PrefixRefused as error:
                 return count, error
-            if self._blocks is not None and work.wanted:
-                self._blocks.host.rows.numpy()[work.blocks] = prefix.blocks[work.wanted]
-            if self._pages is not None and work.pages:
-                self._pages.host.rows.numpy()[work.pages[0]] = prefix.page
-        return len(works), None
+            if self._blocks is not None and transfer.wanted:
+                self._blocks.host.rows.numpy()[transfer.blocks] = prefix.blocks[transfer.wanted]
+            if self._pages is not None and transfer.pages:
+                self._pages.host.rows.numpy()[transfer.pages[0]] = prefix.page
+        return len(transfers), None
 
     def arrived(self) -> list[Request]:
-        """Requests that need not wait any longer, whatever came of it."""
+        """Return requests whose files were read, or could not be read, since the last call."""
         fetches, self._fetches, done = self._fetches, [], []
-        came = self._told_by_all([_of_read(future) for _, _, future in fetches])
-        for (request, works, future), told in zip(fetches, came, strict=True):
-            least = min(told)
+        by_fetch = self._gather([_read_status(future) for _, _, future in fetches])
+        for (request, transfers, future), by_rank in zip(fetches, by_fetch, strict=True):
+            least = min(by_rank)
             if least == _PENDING:
-                self._fetches.append((request, works, future))
+                self._fetches.append((request, transfers, future))
                 continue
             count, reason = divmod(least, len(_REASONS))
-            if count < len(works):
-                first = told.index(least)
-                error = f"rank {first} says why" if first != self._ranks.rank else _error_of_read(future)
-                self._refuse(_REASONS[reason], works[count:], f"{error}")
-            for work in works[:count]:
-                self._publish(work)
-            for work in works:
-                self._release(work)
+            if count < len(transfers):
+                rank = by_rank.index(least)
+                error = f"see rank {rank}" if rank != self._ranks.rank else _read_error(future)
+                self._refuse(_REASONS[reason], transfers[count:], f"{error}")
+            for transfer in transfers[:count]:
+                self._publish(transfer)
+            for transfer in transfers:
+                self._release(transfer)
             done.append(request)
         return done
 
-    def _publish(self, work: _Work) -> None:
-        span = work.span
+    def _publish(self, transfer: _Transfer) -> None:
+        span = transfer.span
         if self._blocks is not None:
-            self._blocks.host.publish([span.blocks[i] for i in work.wanted], work.blocks)
-        if self._pages is not None and span.page is not None and work.pages:
-            self._pages.host.publish([span.page], work.pages)
+            self._blocks.host.publish([span.blocks[i] for i in transfer.wanted], transfer.blocks)
+        if self._pages is not None and span.page is not None and transfer.pages:
+            self._pages.host.publish([span.page], transfer.pages)
         self._stats.disk_hit_tokens += span.end - span.start
-        self._stats.read_bytes += self._size(work)
+        self._stats.read_bytes += self._size(transfer)
 
     def wait(self, seconds: float) -> None:
-        """Until files have come here for a request, or so long."""
+        """Wait until files of some request were read, or for `seconds`."""
         wait([future for _, _, future in self._fetches], seconds, FIRST_COMPLETED)
 
     # --- both ---------------------------------------------------------------------------------------------
 
-    def _common(self, names: list[str]) -> Container[str]:
-        """Of these files those that all ranks have, as far as they know."""
+    def _on_all_ranks(self, names: list[str]) -> Container[str]:
+        """Return those of these files that all ranks have."""
         if self._ranks.alone:
             return self._names
         has = self._ranks.all_have([name in self._names for name in names])
         return {name for name, everywhere in zip(names, has, strict=True) if everywhere}
 
-    def _told_by_all(self, numbers: list[int]) -> list[tuple[int, ...]]:
-        """By rank, each of these numbers."""
+    def _gather(self, numbers: list[int]) -> list[tuple[int, ...]]:
+        """Return the value of each number on all ranks, by rank."""
         if self._ranks.alone or not numbers:
             return [(each,) for each in numbers]
         return list(zip(*self._ranks.tell_all(numbers), strict=True))
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
-        """Nobody is to find what these are part of."""
+        """Remove the files that hold these blocks and pages."""
         names = {f"{key.hex()}.{kind}.safetensors" for key in (*blocks, *pages) for kind in KINDS}
         self._names -= names
         self._bad |= names & self._queued
@@ -300,28 +292,25 @@ class DiskTier:
         self._writer.submit(self._folder.remove, sorted(names))
 
     def drain(self) -> None:
-        """Write what waits for it, and wait until it is written."""
+        """Write everything that waits to be written, and wait for it."""
         self.advance(idle=True)
         wait([future for _, future in self._writes])
-        self._take_in_writes()
+        self._collect_writes()
 
-    def _look(self) -> None:
-        """Now and then, at what other processes wrote."""
+    def _rescan(self) -> None:
+        """Look for files of other processes from time to time."""
         if self._scan is not None and self._scan.done():
-            self._names = (self._scan.result() | {work.span.name for work, _ in self._writes}) - self._bad
+            self._names = (self._scan.result() | {each.span.name for each, _ in self._writes}) - self._bad
             self._scan, self._next_scan = None, time.monotonic() + _SCAN_SECONDS
         if self._scan is None and time.monotonic() > self._next_scan:
             self._scan = self._writer.submit(self._folder.names)
 
     @property
     def _level(self) -> Level:
-        """One of those that there are; both have the same `copies`."""
+        """Host memory of blocks or of pages; both have the same `copies`."""
         level = self._blocks or self._pages
         assert level is not None
         return level
-
-    def _mark(self) -> torch.cuda.Event | None:
-        return self._level.copies.mark()
 
     def _has(self, level: Level | None, key: bytes) -> bool:
         return level is not None and (key in level.host or bool(level.device.pool.find(key)))
@@ -332,37 +321,36 @@ class DiskTier:
     def _has_page(self, key: bytes) -> bool:
         return self._has(self._pages, key)
 
-    def _size(self, work: _Work) -> int:
-        levels = ((self._blocks, work.blocks), (self._pages, work.pages))
+    def _size(self, transfer: _Transfer) -> int:
+        levels = ((self._blocks, transfer.blocks), (self._pages, transfer.pages))
         return sum(len(rows) * level.device.rows.num_bytes for level, rows in levels if level is not None)
 
-    def _release(self, work: _Work) -> None:
-        for level, rows in ((self._blocks, work.blocks), (self._pages, work.pages)):
+    def _release(self, transfer: _Transfer) -> None:
+        for level, rows in ((self._blocks, transfer.blocks), (self._pages, transfer.pages)):
             if level is not None:
                 level.host.release(rows[::-1])
 
-    def _refuse(self, reason: str, works: list[_Work], message: str) -> None:
-        """The first of these can't be read; with it the request computes the others, too, which are written anew."""
-        names = {work.span.name for work in works}
+    def _refuse(self, reason: str, transfers: list[_Transfer], message: str) -> None:
+        """Mark files as bad after the first of them could not be read: the request computes all of them."""
+        names = {each.span.name for each in transfers}
         self._names -= names
         self._bad |= names
         self._stats.refused[reason] += 1
-        self._tell(reason, f"a prefix on the disk is passed over, and computed: {message}")
+        self._warn_once(reason, f"a prefix file is ignored, and its tokens are computed: {message}")
 
-    def _tell(self, reason: str, message: str) -> None:
-        """Once for each reason; the rest is counted."""
-        if reason not in self._told:
-            self._told.add(reason)
+    def _warn_once(self, reason: str, message: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
             _log.warning("%s", message)
 
 
-def _of_write(future: Future[int]) -> int:
-    """What ranks tell each other of it."""
+def _write_status(future: Future[int]) -> int:
+    """Return the state of a write for other ranks: pending, failed (0) or done (1)."""
     return int(future.exception() is None) if future.done() else _PENDING
 
 
-def _of_read(future: Future[Read]) -> int:
-    """The same: how many files were read here, and what is wrong with the next; less is worse."""
+def _read_status(future: Future[Read]) -> int:
+    """Return the state of a read for other ranks: pending, or number of files and error of the next; less is worse."""
     if not future.done():
         return _PENDING
     if future.exception() is not None:
@@ -371,5 +359,5 @@ def _of_read(future: Future[Read]) -> int:
     return count * len(_REASONS) + (0 if error is None else _REASONS.index(error.reason))
 
 
-def _error_of_read(future: Future[Read]) -> BaseException | None:
+def _read_error(future: Future[Read]) -> BaseException | None:
     return future.exception() or future.result()[1]

@@ -1,4 +1,4 @@
-"""Host memory for rows of one kind: the device's free list again, over memory of its own."""
+"""Host memory for offloaded rows of one kind (KV blocks or states), and the copies between it and the device."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from torch import Tensor
 
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.plan import CachePlan
-from bateleur.runner.utils.device import current
+from bateleur.runner.offload.copies import Copies
+from bateleur.runner.offload.device_cache import PagedCache
+from bateleur.runner.stats import OffloadStats
+from bateleur.runner.utils.device import use_device
 
 
 @dataclass(frozen=True, slots=True)
 class HostSizes:
-    """How many rows of each kind host memory is for."""
+    """Number of rows of each kind in host memory."""
 
     num_blocks: int
     num_pages: int
     num_bytes: int
-    """Of all of them."""
+    """Size of all rows."""
 
     @classmethod
     def of(cls, plan: CachePlan, num_bytes: int, num_ranks: int = 1) -> HostSizes:
-        """Of `num_bytes`, of which each rank has its part, blocks and pages have what they have of the device's memory
-        that requests share.
+        """Divide `num_bytes`, of all ranks together, in the ratio of cached blocks to cached states on the device.
 
-        Raises ValueError where not one of each fits.
+        Raises ValueError if not one of each fits.
         """
         costs = plan.costs
         own = plan.max_num_seqs * costs.pages_per_request
@@ -49,65 +51,125 @@ class HostSizes:
         return cls(num_blocks=counts[0], num_pages=counts[1], num_bytes=taken)
 
 
-def lasting(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Host memory for as long as the tensor lives: pinned where `device` can copy from it while the host goes on.
+def pinned_rows(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Allocate host memory (uint8), pinned if `device` is a GPU, for as long as the tensor lives.
 
-    torch's own allocator of pinned memory takes the next power of two, which is up to twice as much, so what it would
-    pin is registered as it is. Raises ValueError where that fails.
+    The memory is registered with CUDA instead of allocated by torch, whose allocator of pinned memory rounds up to a
+    power of two. Raises ValueError if that fails.
     """
     rows = torch.empty(shape, dtype=torch.uint8)
     if device.type == "cuda":
         runtime, address = torch.cuda.cudart(), rows.data_ptr()
         if error := int(runtime.cudaHostRegister(address, rows.nbytes, 0)):
-            raise ValueError(f"kv_offload_bytes: {rows.nbytes} bytes can't be pinned, CUDA says {error}")
+            raise ValueError(
+                f"kv_offload_bytes: can't pin {rows.nbytes} bytes of host memory (CUDA error {error})"
+            )
         finalize(rows, _unpin, device, address).atexit = False
     return rows
 
 
 def _unpin(device: torch.device, address: int) -> None:
-    """Give up what `lasting` pinned, in whatever thread drops the last reference to it."""
-    with current(device):
+    """Unregister memory of `pinned_rows`, in the thread that drops the last reference to it."""
+    with use_device(device):
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class HostMemory:
-    """Rows by key; where room is needed, the least recently used goes first. Rows that somebody holds stay."""
+    """Rows by key, with least-recently-used eviction. Held rows are not evicted."""
 
     def __init__(self, num_rows: int, num_bytes: int, device: torch.device) -> None:
-        """Pinned where `device` can copy from it while the host goes on."""
-        self.rows: Tensor = lasting((num_rows, num_bytes), device)
-        self._pool = BlockPool(1 + num_rows)  # whose number 0 nobody gets
+        """num_bytes: of a row. device: the rows are pinned if it is a GPU."""
+        self.rows: Tensor = pinned_rows((num_rows, num_bytes), device)
+        self._pool = BlockPool(1 + num_rows)  # number 0 is never allocated
 
     @property
     def used_bytes(self) -> int:
-        """Of rows with contents."""
+        """Size of the rows that have contents."""
         return self._pool.num_published * self.rows.shape[1]
 
     def __contains__(self, key: Hashable) -> bool:
         return bool(self._pool.find(key))
 
     def find(self, keys: Sequence[Hashable]) -> list[int]:
-        """The rows of these keys, all of which are here, held."""
+        """Hold and return the rows of these keys, all of which are here."""
         found = [self._pool.find(key) for key in keys]
         self._pool.hold(found)
         return [each - 1 for each in found]
 
     def take(self, keys: Sequence[Hashable]) -> list[int]:
-        """Rows for keys that are not here, held, and not found before `publish`; [] if there is no room for all."""
+        """Hold and return new rows, not found before `publish`; [] if there is no room for all."""
         if len(keys) > self._pool.num_free:
             return []
         return [each - 1 for each in self._pool.allocate(len(keys))]
 
     def publish(self, keys: Sequence[Hashable], rows: Sequence[int]) -> None:
-        """Held rows contain these keys from now on; one that is here already stays where it is."""
+        """Set the keys of held rows. A key that another row has stays there."""
         for key, row in zip(keys, rows, strict=True):
             self._pool.publish(row + 1, key)
 
     def release(self, rows: Iterable[int]) -> None:
-        """Give up one hold on each; the first of them is the first to go."""
+        """Remove one hold from each row; earlier ones are evicted first."""
         self._pool.free([each + 1 for each in rows])
 
     def forget(self, key: Hashable) -> None:
-        """Nobody will find it."""
+        """Remove a key, so that its row is not found."""
         if row := self._pool.find(key):
             self._pool.forget(row)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Rows of one kind on the device, the same kind in host memory, and the copies between them."""
+
+    device: PagedCache
+    host: HostMemory
+    copies: Copies
+    stats: OffloadStats
+
+    def save_evicted(self, evicted: Sequence[tuple[int, Hashable]]) -> None:
+        """Copy rows before the device evicts them, given by number and key. If they do not fit, copy the last ones."""
+        new = [(number, key) for number, key in evicted if key not in self.host]
+        self.save(new[-len(self.host.rows) :])
+
+    def save(self, new: Sequence[tuple[int, Hashable]]) -> bool:
+        """Copy rows that host memory lacks, given by number and key. Returns False if there is no room."""
+        if not new:
+            return True
+        keys = [key for _, key in new]
+        rows = self.host.take(keys)
+        size = len(new) * self.device.rows.num_bytes
+        if not rows:
+            self.stats.dropped_bytes += size
+            return False
+        self.copies.to_host(self.device.rows, [number for number, _ in new], self.host.rows, rows)
+        self.host.publish(keys, rows)
+        self.host.release(rows)
+        self.stats.stored_bytes += size
+        return True
+
+    def load(self, keys: Sequence[Hashable]) -> bool:
+        """Copy those of `keys` that the device lacks to the device. Returns False if it has no room for all."""
+        wanted = [key for key in keys if not self.device.pool.find(key)]
+        rows = self.host.find(wanted)
+        try:
+            filled = self.device.pool.fill(keys)
+            if filled is None:
+                return False
+            if filled:
+                self.copies.to_device(
+                    self.host.rows, rows, self.device.rows, [number for _, number in filled]
+                )
+                self.stats.loaded_bytes += len(filled) * self.device.rows.num_bytes
+        finally:
+            self.host.release(rows[::-1])  # evict the end of a prefix first
+        return True
+
+    def hold(self, keys: Sequence[Hashable]) -> list[int] | None:
+        """Hold and return host rows of `keys`, copied from the device if needed. None if a key is gone, or no room."""
+        new = [(self.device.pool.find(key), key) for key in keys if key not in self.host]
+        if not all(number for number, _ in new):
+            return None
+        here = self.host.find([key for key in keys if key in self.host])
+        rows = self.host.find(keys) if self.save(new) else None
+        self.host.release(here)
+        return rows

@@ -1,4 +1,4 @@
-"""What a prefix in a file is of: the numbers mean the same to engines of one layout, and to no other."""
+"""What identifies prefix files: block numbers and bytes mean the same to engines of equal layout only."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from bateleur.runner.offload.rows import Part
 
 @dataclass(frozen=True)
 class Layout:
-    """Whose keys, values and states they are, and how they lie in a file."""
+    """Everything that keys, values and states depend on besides tokens, and their order in a file."""
 
     fields: Mapping[str, str]
-    """Everything that they depend on beside the tokens, by name: weights, dtype, device, kernels, ranks, versions."""
+    """Weights, dtype, device, kernels, ranks and versions, by name."""
     block_size: int
-    """Tokens of a block; without attention, of what lies between two states."""
+    """Tokens of a block; without attention, distance of two states in tokens."""
     granularity: int
-    """Tokens between two places where a prefix may end."""
+    """Tokens between two possible ends of a prefix."""
     ahead: int
-    """Tokens behind a prefix that its last block depends on: 1 where a draft head stores keys, else 0."""
+    """Tokens after a prefix that its last block depends on: 1 if a draft head stores keys, else 0."""
     block_parts: tuple[Part, ...]
-    """Of a KV block; none without attention."""
+    """Parts of a KV block; empty without attention."""
     page_parts: tuple[Part, ...]
-    """Of a state after a prefix; none without recurrent layers."""
+    """Parts of a state; empty without recurrent layers."""
 
     @property
     def block_bytes(self) -> int:
-        """Of a KV block."""
+        """Size of a KV block."""
         return self.block_parts[-1].end if self.block_parts else 0
 
     @property
     def page_bytes(self) -> int:
-        """Of a state."""
+        """Size of a state."""
         return self.page_parts[-1].end if self.page_parts else 0
 
     @cached_property
     def digest(self) -> str:
-        """A name of all of it, 32 hexadecimal digits."""
+        """Hash of the whole layout, 32 hexadecimal digits."""
         parts = [[each.name, str(each.dtype), each.shape] for each in (*self.block_parts, *self.page_parts)]
         sizes = [self.block_size, self.granularity, self.ahead]
         text = json.dumps([dict(sorted(self.fields.items())), sizes, parts])

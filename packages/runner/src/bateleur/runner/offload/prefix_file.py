@@ -1,8 +1,8 @@
-"""A prefix in a safetensors file, believed only where every byte is as it must be.
+"""Prefixes in safetensors files, verified when read.
 
-What such a file begins with follows from its layout, from which tokens it is of, and from its checksum. So a reader
-makes that anew and compares: a file that was written for another engine is refused with the reason. The checksum is
-against damage, not against forgers: whoever may write files where an engine reads them decides what it says.
+The header of a file follows from its layout, its tokens and its checksum. A reader makes the header anew and compares,
+so a file of another engine is refused with the reason. The checksum detects damage, not forgery: anyone who can write
+files that an engine reads can change what it computes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bateleur.runner.utils.arguments import shown
 
 FORMAT, VERSION = "bateleur-prefix", "1"
 MAX_HEADER = 1 << 20
-"""Bytes: layouts of a thousand layers have less."""
+"""Maximum header size in bytes; a thousand layers need less."""
 _TOKENS = "token_ids"
 _NAMES = {
     torch.float64: "F64",
@@ -40,23 +40,23 @@ _FOREIGN_TENSORS = "its tensors are not laid out as this engine's"
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Blocks behind `start` tokens of a prefix, and the state at its end, on the host."""
+    """Blocks of a prefix after the first `start` tokens, and the state at its end, on the host."""
 
     start: int
-    """Tokens before its first block."""
+    """Tokens before the first block."""
     key: bytes
-    """Of all tokens up to its end, as caches call it."""
+    """Prefix-cache key of all tokens up to the end."""
     token_ids: NDArray[np.int32]
-    """Of its blocks, and the one behind them where they depend on that."""
+    """Tokens of the blocks, and the one after them if blocks depend on it."""
     blocks: NDArray[np.uint8]
-    """(n, block_bytes); n = 0 without attention, or where it holds a state alone."""
+    """(n, block_bytes); n = 0 without attention, or if there is only a state."""
     page: NDArray[np.uint8] | None
-    """(page_bytes,) the state after its last token; None where it isn't kept, or nothing is recurrent."""
+    """(page_bytes,) the state after the last token; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One of a file."""
+    """One tensor of a file."""
 
     name: str
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class _Tensor:
 
 
 def write_prefix(path: Path, layout: Layout, prefix: Prefix) -> int:
-    """Write a file; its bytes are returned. As `write_whole`, which see for what others see and what may be lost."""
+    """Write a file atomically with `write_whole` and return its size in bytes."""
     named = {_TOKENS: np.ascontiguousarray(prefix.token_ids, "<i4").view(np.uint8)}
     if len(prefix.blocks):
         names = (each.name for each in layout.block_parts)
@@ -83,16 +83,16 @@ def write_prefix(path: Path, layout: Layout, prefix: Prefix) -> int:
 
 
 def prefix_bytes(layout: Layout, prefix: Prefix) -> int:
-    """Of the file that `write_prefix` would write."""
+    """Return the size of the file that `write_prefix` would write."""
     tensors = _tensors(layout, prefix)
-    header = _header(layout, prefix, tensors, _checksum([]))  # as long as that of any bytes
+    header = _header(layout, prefix, tensors, _checksum([]))  # checksums have equal length
     return len(header) + sum(each.num_bytes for each in tensors)
 
 
 def read_prefix(path: Path, layout: Layout, *, follow: bool = False) -> Prefix:
-    """What `write_prefix` wrote for this layout.
+    """Read a file that `write_prefix` wrote for this layout.
 
-    follow: whether the path may be a link. Raises PrefixRefused with the reason for anything else.
+    follow: accept a symbolic link. Raises PrefixRefused with the reason for anything else.
     """
     with opened_file(path, follow=follow) as opened:
         return _read(opened, layout)
@@ -104,17 +104,17 @@ def _read(opened: Opened, layout: Layout) -> Prefix:
     if length > min(MAX_HEADER, opened.size - 8):
         raise PrefixRefused("truncated", f"{path}: is no complete safetensors file")
     header = opened.read(length).tobytes()
-    said = _metadata(path, header)
-    _compare(path, said, layout)
-    prefix = _place(opened, said, layout)
-    tensors, checksum = _tensors(layout, prefix), said.get("checksum", "")
+    stored = _metadata(path, header)
+    _compare(path, stored, layout)
+    prefix = _allocate(opened, stored, layout)
+    tensors, checksum = _tensors(layout, prefix), stored.get("checksum", "")
     if _header(layout, prefix, tensors, checksum)[8:] != header:
         raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}")
     if opened.size != 8 + length + sum(each.num_bytes for each in tensors):
-        raise PrefixRefused("truncated", f"{path}: has {opened.size} bytes, not as many as its header tells")
+        raise PrefixRefused("truncated", f"{path}: has {opened.size} bytes, not as many as its header says")
     data = {each.name: opened.read(each.num_bytes) for each in tensors}
     if _checksum(list(data.values())) != checksum:
-        raise PrefixRefused("corrupt", f"{path}: its bytes are not those that were written")
+        raise PrefixRefused("corrupt", f"{path}: its checksum is wrong")
     prefix.token_ids[:] = data[_TOKENS].view("<i4")
     if len(prefix.blocks):
         join([data[each.name] for each in layout.block_parts], layout.block_parts, prefix.blocks)
@@ -125,33 +125,32 @@ def _read(opened: Opened, layout: Layout) -> Prefix:
 
 def _metadata(path: Path, header: bytes) -> dict[str, str]:
     try:
-        said = json.loads(header)["__metadata__"]
+        stored = json.loads(header)["__metadata__"]
     except (ValueError, RecursionError, LookupError, TypeError) as error:
-        raise PrefixRefused("foreign", f"{path}: its header tells no format") from error
-    if not isinstance(said, dict) or (said.get("format"), said.get("version")) != (FORMAT, VERSION):
+        raise PrefixRefused("foreign", f"{path}: its header names no format") from error
+    if not isinstance(stored, dict) or (stored.get("format"), stored.get("version")) != (FORMAT, VERSION):
         raise PrefixRefused("foreign", f"{path}: is not of the format {FORMAT} {VERSION}")
-    return {name: value for name, value in said.items() if isinstance(value, str)}
+    return {name: value for name, value in stored.items() if isinstance(value, str)}
 
 
-def _compare(path: Path, said: dict[str, str], layout: Layout) -> None:
-    """Refuse another layout, with the first field that differs."""
+def _compare(path: Path, stored: dict[str, str], layout: Layout) -> None:
+    """Raise PrefixRefused for another layout, naming the first field that differs."""
     for name, ours in layout.fields.items():
-        if (theirs := said.get(f"layout.{name}")) != ours:
-            raise PrefixRefused(
-                "foreign", f"{path}: its {name} is {shown(theirs)}, and here it is {shown(ours)}"
-            )
-    if said.get("layout") != layout.digest:
+        if (theirs := stored.get(f"layout.{name}")) != ours:
+            differs = f"its {name} is {shown(theirs)}, and this engine's is {shown(ours)}"
+            raise PrefixRefused("foreign", f"{path}: {differs}")
+    if stored.get("layout") != layout.digest:
         raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}")
 
 
-def _place(opened: Opened, said: dict[str, str], layout: Layout) -> Prefix:
-    """A prefix of as many tokens as a file says, with nothing in it yet, which takes no more memory than the file."""
+def _allocate(opened: Opened, stored: dict[str, str], layout: Layout) -> Prefix:
+    """Return an uninitialised prefix of the size that the header says, at most that of the file."""
 
     def refuse() -> NoReturn:
-        raise PrefixRefused("foreign", f"{opened.path}: does not tell which tokens it is of")
+        raise PrefixRefused("foreign", f"{opened.path}: its header does not say which tokens it is of")
 
     try:
-        start, end, key = int(said["start"]), int(said["end"]), bytes.fromhex(said["key"])
+        start, end, key = int(stored["start"]), int(stored["end"]), bytes.fromhex(stored["key"])
     except (LookupError, ValueError):
         refuse()
     if not 0 <= start <= end < 1 << 31 or not end:
@@ -159,10 +158,10 @@ def _place(opened: Opened, said: dict[str, str], layout: Layout) -> Prefix:
     if start % layout.block_size or end % layout.block_size:
         refuse()
     blocks = (end - start) // layout.block_size if layout.block_parts else 0
-    has_page = said.get("state") == "1" and bool(layout.page_parts)
+    has_page = stored.get("state") == "1" and bool(layout.page_parts)
     if 4 * (end - start) + blocks * layout.block_bytes + has_page * layout.page_bytes > opened.size:
         raise PrefixRefused(
-            "truncated", f"{opened.path}: has {opened.size} bytes, fewer than its header tells"
+            "truncated", f"{opened.path}: has {opened.size} bytes, fewer than its header says"
         )
     return Prefix(
         start,
@@ -174,7 +173,7 @@ def _place(opened: Opened, said: dict[str, str], layout: Layout) -> Prefix:
 
 
 def _tensors(layout: Layout, prefix: Prefix) -> list[_Tensor]:
-    """Those of a file, wide entries first, so that each begins where its dtype may."""
+    """Return the tensors of a file, wide dtypes first, so that each is aligned."""
     found = [_Tensor(_TOKENS, torch.int32, prefix.token_ids.shape)]
     if count := len(prefix.blocks):
         found += [_Tensor(each.name, each.dtype, (count, *each.shape)) for each in layout.block_parts]
@@ -184,7 +183,7 @@ def _tensors(layout: Layout, prefix: Prefix) -> list[_Tensor]:
 
 
 def _header(layout: Layout, prefix: Prefix, tensors: list[_Tensor], checksum: str) -> bytes:
-    """All that a file has before its data."""
+    """Return everything before the data of a file."""
     end = prefix.start + len(prefix.token_ids) - layout.ahead
     metadata = {"format": FORMAT, "version": VERSION, "layout": layout.digest}
     metadata |= {f"layout.{name}": value for name, value in layout.fields.items()}
@@ -193,13 +192,9 @@ def _header(layout: Layout, prefix: Prefix, tensors: list[_Tensor], checksum: st
     entries: dict[str, Any] = {"__metadata__": metadata}
     start = 0
     for each in tensors:
-        behind = start + each.num_bytes
-        entries[each.name] = {
-            "dtype": _NAMES[each.dtype],
-            "shape": each.shape,
-            "data_offsets": (start, behind),
-        }
-        start = behind
+        stop = start + each.num_bytes
+        entries[each.name] = {"dtype": _NAMES[each.dtype], "shape": each.shape, "data_offsets": (start, stop)}
+        start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,8 +1,8 @@
-"""Which files a prefix is made of: whole segments of blocks, and ends, a state with the blocks in front of it.
+"""How a prefix is divided into files: full segments of blocks, and endings.
 
-A segment has `SEGMENT_BLOCKS` blocks and begins at a multiple of as many; its file is called after its last block, so
-after all tokens up to there. An end is where a request may go on: its file holds the state there, if the model has any,
-and the blocks since the last whole segment. So a prefix of t tokens is t // segment files, and one more.
+A segment has `SEGMENT_BLOCKS` blocks and starts at a multiple of that many; its file is named after its last block, so
+after all tokens up to there. An ending is where a request can continue: its file has the state there, if the model has
+states, and the blocks since the last full segment. A prefix of t tokens has t // segment files and one more.
 """
 
 from __future__ import annotations
@@ -18,36 +18,35 @@ from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 SEGMENT_BLOCKS = 16
 KINDS = ("kv", "end")
-"""Of files: segments, and ends."""
+"""Kinds of files: segments and endings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one file holds of a prefix."""
+    """The part of a prefix that one file holds."""
 
     start: int
     """Tokens before it."""
     end: int
-    """And with it."""
+    """Tokens up to its end."""
     name: str
-    """Of its file."""
+    """File name."""
     key: bytes
-    """What its file is of, and says."""
+    """Key stored in the file."""
     token_ids: NDArray[np.int32]
-    """Of its blocks, and behind them as far as they depend on it."""
+    """Tokens of its blocks, and those after them that blocks depend on."""
     blocks: tuple[bytes, ...]
-    """What its blocks are published as."""
+    """Prefix-cache keys of its blocks."""
     page: bytes | None
-    """What the state at its end is published as; None for a segment, or without states."""
+    """Prefix-cache key of the state at its end; None for a segment, or without states."""
 
 
 class Chain:
-    """The spans of one prefix.
+    """All spans of one prefix.
 
-    Args:
-        cache: whose prefixes.
-        keys: names of the prefixes of `ids`.
-        most: tokens that may be part of it; where blocks depend on the token behind them, it is among `ids`.
+    cache: the device's prefix cache.
+    keys: prefix keys of `ids`.
+    most: maximum tokens of the prefix; if blocks depend on the token after them, `ids` has it.
     """
 
     def __init__(self, cache: DeviceCache, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> None:
@@ -57,41 +56,41 @@ class Chain:
         self.block_size, self.granularity = prefixes.block_size, prefixes.granularity
         self.segment = SEGMENT_BLOCKS * self.block_size
         self.length = max(most, 0) // self.block_size * self.block_size
-        """Tokens of whole blocks."""
+        """Tokens of full blocks."""
         self.blocks: list[bytes] = []
-        """What its blocks are published as; none without attention."""
+        """Prefix-cache keys of the blocks; empty without attention."""
         if self._has_blocks and self.length:
             self.blocks = prefixes.names(keys, ids, 0, self.length // self.block_size)
 
     def segments(self) -> Iterator[Span]:
-        """All whole ones, in order."""
+        """Yield all full segments, in order."""
         for end in range(self.segment, self.length + 1, self.segment) if self._has_blocks else ():
             yield self._span(end - self.segment, end, "kv")
 
     def files(self) -> list[str]:
-        """Names of all that it may be made of."""
+        """Return the names of all files of which the prefix may consist."""
         return [each.name for each in (*self.segments(), *map(self.ending, self.ends()))]
 
     def page(self, end: int) -> bytes | None:
-        """What the state behind so many tokens is published as."""
+        """Return the prefix-cache key of the state after `end` tokens."""
         return self._keys.of(self._ids, end) if self._has_pages else None
 
     def base(self, end: int) -> int:
-        """Tokens of the whole segments before an end."""
+        """Return the tokens of the full segments before an ending."""
         return end // self.segment * self.segment if self._has_blocks else end
 
     def ends(self) -> Iterator[int]:
-        """Where a request may go on, the longest first."""
+        """Yield the token counts at which a request can continue, the largest first."""
         yield from range(self.length // self.granularity * self.granularity, 0, -self.granularity)
 
     def two_ends(self, prompt_len: int) -> set[int]:
-        """The last of all, and of those with a token of the prompt behind them, but where a segment ends."""
+        """Return the last ending, and the last one with a prompt token after it, unless a segment ends there."""
         size = self.granularity
         last = (self.length // size * size, min(prompt_len - 1, self.length) // size * size)
         return {end for end in last if self.base(end) < end}
 
     def ending(self, end: int) -> Span:
-        """The file of an end."""
+        """Return the span of an ending."""
         return self._span(self.base(end), end, "end")
 
     @property
@@ -113,7 +112,7 @@ def missing_spans(
     has_page: Callable[[bytes], bool],
     has_file: Callable[[str], bool],
 ) -> list[Span]:
-    """The files to read, in order, for the longest prefix of which everything is in memory or in files."""
+    """Return the files to read, in order, for the longest prefix that is completely in memory or in files."""
     wanted: list[Span] = []
     count = 0  # blocks
     for span in chain.segments():

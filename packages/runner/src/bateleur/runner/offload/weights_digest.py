@@ -1,4 +1,4 @@
-"""Which weights an engine runs: a digest of all bytes of their files."""
+"""Identifies the weights of an engine by a digest of their files."""
 
 from __future__ import annotations
 
@@ -13,40 +13,38 @@ from pathlib import Path
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.whole_file import opened_file, write_whole
 
-_MOST_REMEMBERED = 1 << 20
+_MAX_CACHED = 1 << 20
 _PIECE = 1 << 22
 _THREADS = 8
 
 Stat = tuple[int, int, int, int]
-"""Size, inode, and the times of the last change to contents and to anything, in ns: what changes with a file."""
+"""Size, inode, and times of the last change of contents and of metadata in ns."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files of a checkpoint's folder as they were when it was loaded."""
+    """The files of a checkpoint folder as they were when the model was loaded."""
 
     folder: Path
     stats: tuple[tuple[str, Stat], ...]
-    """By name, of `config.json` and every safetensors file."""
+    """Status of `config.json` and each safetensors file, by name."""
 
     @classmethod
     def of(cls, folder: Path) -> WeightFiles:
-        """To be asked as soon as they have been read."""
+        """Record the status of the files; called right after they were read."""
         return cls(folder, _stats(folder))
 
     def digest(self, known: Path | None = None) -> str:
-        """32 hexadecimal digits; reads all of them, about 1 GB/s for each of up to 8 files at once.
+        """Return the digest, 32 hexadecimal digits. Reads all files, at about 1 GB/s for each of up to 8 at once.
 
-        known: a file that remembers it, of files that have not changed since by what the system says of them; what it
-        can't tell is found out again.
-
-        Raises ValueError if they are no longer those that were loaded.
+        known: a file that caches the digest for files with unchanged status.
+        Raises ValueError if the files have changed since they were loaded.
         """
-        if known is not None and (said := _remembered(known, self.stats)):
-            return said
+        if known is not None and (cached := _cached_digest(known, self.stats)):
+            return cached
         digest = self._digest()
         if known is not None:
-            with suppress(OSError):  # then the next start reads them again
+            with suppress(OSError):  # the next start then reads all files again
                 write_whole(known, [memoryview(json.dumps([digest, self.stats]).encode())])
         return digest
 
@@ -60,8 +58,7 @@ class WeightFiles:
             unchanged = False
         if not unchanged:
             raise ValueError(
-                f"{self.folder}: its files have changed since the model was loaded, so nobody knows of which weights "
-                "its prefixes are"
+                f"{self.folder}: its files have changed since the model was loaded; restart the engine"
             )
         whole = blake2b(digest_size=16)
         for name, digest in zip(names, digests, strict=True):
@@ -69,13 +66,13 @@ class WeightFiles:
         return whole.hexdigest()
 
 
-def _remembered(known: Path, stats: tuple[tuple[str, Stat], ...]) -> str | None:
+def _cached_digest(known: Path, stats: tuple[tuple[str, Stat], ...]) -> str | None:
     try:
         with opened_file(known, follow=False) as opened:
-            digest, of = json.loads(opened.read(min(opened.size, _MOST_REMEMBERED)).tobytes())
+            digest, cached = json.loads(opened.read(min(opened.size, _MAX_CACHED)).tobytes())
     except (PrefixRefused, ValueError, TypeError, RecursionError):
         return None
-    same = of == json.loads(json.dumps(stats))
+    same = cached == json.loads(json.dumps(stats))
     return digest if same and isinstance(digest, str) and len(digest) == 32 else None
 
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and read without trust in what they are."""
+"""Files that are written atomically, and read with checks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from bateleur.runner.errors import PrefixRefused
 
 TEMPORARY = ".{process}-{number}.tmp"
-_MOST_BUFFERS = 1024
-"""That a system takes in one call."""
+_MAX_BUFFERS = 1024
+"""Maximum number of buffers in one system call."""
 _numbers = count()
 
 
 def write_whole(path: Path, buffers: list[memoryview]) -> int:
-    """Write a file for its owner alone; its bytes are returned. Others see all of it, or what was there before.
+    """Write a file for its owner only and return its size. Other processes see all of it, or its predecessor.
 
-    Nothing is forced to the disk: after a power cut it may be empty or torn. Four system calls and more only for
-    gigabytes. Raises OSError, and leaves nothing then.
+    Nothing is flushed to disk: after a power failure the file may be empty or incomplete. Raises OSError; a failed
+    write leaves no file.
     """
     size = sum(each.nbytes for each in buffers)
     written = path.parent / TEMPORARY.format(process=os.getpid(), number=next(_numbers))
@@ -43,7 +43,7 @@ def write_whole(path: Path, buffers: list[memoryview]) -> int:
 
 def _write(opened: int, buffers: list[memoryview]) -> None:
     while buffers:
-        done = os.writev(opened, buffers[:_MOST_BUFFERS])
+        done = os.writev(opened, buffers[:_MAX_BUFFERS])
         while buffers and done >= buffers[0].nbytes:
             done -= buffers.pop(0).nbytes
         if done:
@@ -51,14 +51,14 @@ def _write(opened: int, buffers: list[memoryview]) -> None:
 
 
 class Opened:
-    """A file that is read from its beginning on."""
+    """An open file that is read from start to end."""
 
     def __init__(self, path: Path, number: int, size: int) -> None:
         self.path, self.size = path, size
         self._number = number
 
     def read(self, size: int) -> NDArray[np.uint8]:
-        """The next bytes, as many as there must be. Raises PrefixRefused where there are fewer."""
+        """Return the next `size` bytes. Raises PrefixRefused if there are fewer."""
         found = np.empty(size, np.uint8)
         view, have = found.data, 0
         while have < size:
@@ -70,17 +70,17 @@ class Opened:
 
 @contextmanager
 def opened_file(path: Path, *, follow: bool) -> Iterator[Opened]:
-    """A plain file to read. follow: whether the path may be a link.
+    """Open a regular file for reading. follow: accept a symbolic link.
 
-    Raises PrefixRefused for what is none, and for all that goes wrong meanwhile.
+    Raises PrefixRefused for anything else, and for every error while the file is open.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # which opens a pipe without waiting
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a pipe does not wait
     try:
         number = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
         try:
             at = os.fstat(number)
             if not stat.S_ISREG(at.st_mode):
-                raise PrefixRefused("unreadable", f"{path}: is no file")
+                raise PrefixRefused("unreadable", f"{path}: is not a regular file")
             yield Opened(path, number, at.st_size)
         finally:
             os.close(number)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.runner.utils.device import Kept, upload
+from bateleur.runner.utils.device import DeviceCopies, upload
 
 _ANY, _NONE = -2, -1
 """In a prefix: whatever stands there. In what has been generated: nothing yet."""
@@ -56,7 +56,7 @@ class Biases:
 
     def __init__(self, max_rows: int, tokens: tuple[int, int], device: torch.device) -> None:
         self._upload = partial(upload, device=device)
-        self._kept = Kept(device)
+        self._kept = DeviceCopies(device)
         self._first, self._end = tokens
         self._entries: dict[int, list[_Entries]] = {}
         """By row."""

@@ -40,7 +40,7 @@ from bateleur.runner.sampling.step_index import StepIndex
 from bateleur.runner.sampling.verified import Verified
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
-from bateleur.runner.utils.device import Kept, upload
+from bateleur.runner.utils.device import DeviceCopies, upload
 
 _ZERO = np.array(0)
 
@@ -87,7 +87,7 @@ class RejectionSampler:
         self._spanned: tuple[NDArray[np.int64], Span | None] | None = None
         """That of rows, which plans with other drafts share."""
         self._ids_of = PerPlan(self._cells_of)
-        self._kept = Kept(device)
+        self._kept = DeviceCopies(device)
 
     @property
     def device(self) -> torch.device:

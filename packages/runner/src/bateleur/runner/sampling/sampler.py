@@ -24,7 +24,7 @@ from bateleur.eagle import Drawn, Keys, Lanes, Penalties, SamplingMetadata, Voca
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.sampling.token_rules import TokenRules
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.utils.device import Kept, upload
+from bateleur.runner.utils.device import DeviceCopies, upload
 
 _FLOAT32 = np.finfo(np.float32)
 _TEMPERATURE, _LOG_MIN_P, _TOP_K, _TOP_P, _REPETITION, _FREQUENCY, _PRESENCE = range(7)
@@ -71,7 +71,7 @@ class SamplingState:
     ) -> None:
         self._device = torch.device(device)
         self._upload = partial(upload, device=self._device)
-        self._kept = Kept(self._device)
+        self._kept = DeviceCopies(self._device)
         self.vocab_size = vocab_size
         self._part = shard
         self._tokens = (0, vocab_size) if shard is None else (shard.first, shard.end)

@@ -20,7 +20,7 @@ from bateleur.eagle import VocabShard
 from bateleur.runner.sampling.biases import Biases
 from bateleur.runner.sampling.masks import forbid_, mask_words, words_of
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.utils.device import Kept, upload
+from bateleur.runner.utils.device import DeviceCopies, upload
 
 
 class TokenRules:
@@ -36,7 +36,7 @@ class TokenRules:
     ) -> None:
         self._device = device
         self._upload = partial(upload, device=device)
-        self._kept = Kept(device)
+        self._kept = DeviceCopies(device)
         self._vocab_size = vocab_size
         self._never = torch.tensor(-torch.inf, device=device)
         self._min_tokens = np.zeros(max_rows, dtype=np.int64)

@@ -11,7 +11,7 @@ from bateleur.runner.assets import default_drafts
 from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.utils.arguments import Integer, Number, OneOf, Several, flag, folder, maybe, refuse, text
 from bateleur.runner.utils.options import option
-from bateleur.runner.utils.vllm_names import in_our_names
+from bateleur.runner.utils.vllm_names import translate_vllm_names
 
 _FILE = maybe(lambda name, value: Path(folder(name, value)))
 _NAMES = Several(text, "a sequence of names")
@@ -108,6 +108,6 @@ class ServeConfig(ParserOptions):
 def served_engine(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of an engine that is served: prefixes are shared, and the shipped model has its draft head, unless they
     say otherwise. "none" is no draft."""
-    options = in_our_names(options)
+    options = translate_vllm_names(options)
     engine = {"draft": None, "enable_prefix_caching": True, **default_drafts(options), **options}
     return engine | {"draft": None if engine["draft"] == "none" else engine["draft"]}

@@ -102,7 +102,9 @@ async def prompt_of(service: Service, asked: ChatRequest) -> tuple[ChatRequest, 
     asked = with_options(asked, service.config)
     with refusing(asked.names):
         long = service.is_long(len(repr((asked.messages, asked.tools))))
-        (prompt,) = await service.llm.aside(lambda: asked.prompts_for(service.llm.llm.tokenizer), long=long)
+        (prompt,) = await service.llm.run_in_thread(
+            lambda: asked.prompts_for(service.llm.llm.tokenizer), long=long
+        )
     return asked, prompt
 
 

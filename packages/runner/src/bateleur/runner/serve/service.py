@@ -140,14 +140,14 @@ class Service:
                     raise_failure(output)
                     yield output
         finally:
-            self.llm.leave(reader)
+            self.llm.abort_unfinished(reader)
 
     async def finish(self, reader: Reader, request: Request) -> list[RequestOutput]:
         """What became of the prompts, in their order, or ClientDisconnect if nobody waits for it any more."""
         try:
             ended = await self.unless_gone(_last_of(reader), request)
         finally:
-            self.llm.leave(reader)
+            self.llm.abort_unfinished(reader)
         for output in ended:
             raise_failure(output)
         return sorted(ended, key=lambda output: number_of(output.request_id))

@@ -39,14 +39,14 @@ def router(service: Service) -> APIRouter:
         with refusing():
             asked = _checked(body, _TOKENIZE)
             service.check_model(asked.get("model"))
-            return JSONText(await service.llm.aside(lambda: _tokens(service, asked), long=True))
+            return JSONText(await service.llm.run_in_thread(lambda: _tokens(service, asked), long=True))
 
     @routes.post("/detokenize", openapi_extra=described(_DETOKENIZE, "tokens", sampled=False))
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
         body = await read_object(request, service.config)
         with refusing():
-            return JSONText(await service.llm.aside(lambda: _text(service, body), long=True))
+            return JSONText(await service.llm.run_in_thread(lambda: _text(service, body), long=True))
 
     @routes.get("/tokenizer_info")
     async def info(request: Request) -> Response:

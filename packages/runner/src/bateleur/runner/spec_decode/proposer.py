@@ -35,7 +35,7 @@ from bateleur.runner.scheduling.scheduler import StepPlan
 from bateleur.runner.spec_decode.draft_sync import DraftSync
 from bateleur.runner.spec_decode.drafter_checks import checked_drafts, checked_lengths
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
-from bateleur.runner.utils.device import Kept, upload
+from bateleur.runner.utils.device import DeviceCopies, upload
 
 
 class Proposal(NamedTuple):
@@ -88,7 +88,7 @@ class Proposer:
         self._foreign = not isinstance(drafter, EagleSpeculator)
         # On another device the host would have to wait, and graphs need rows of equal length.
         self._sees_drafts = verifier.on_host and not graphed
-        self._kept = Kept(verifier.device)
+        self._kept = DeviceCopies(verifier.device)
         self._verifier, self._sampling, self._table = verifier, verifier.sampling, table
         skips = may_skip and sync is None and verifier.rule is Rule.COUPLED and self._sees_drafts
         self._skips = skips and isinstance(drafter, EagleSpeculator) and drafter.can_start_late

@@ -1,1 +1,1 @@
-"""Text that follows a grammar: which tokens may come next."""
+"""Structured outputs: grammars over token ids, and masks of the tokens that may come next."""

@@ -1,4 +1,4 @@
-"""Parts of structural tags. See `structural_tag` for what they mean."""
+"""Constructors of structural tags. See `structural_tag` for what they mean."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Format: TypeAlias = Mapping[str, Any]
 
 
 def const(text: str) -> Format:
-    """This text."""
+    """Exactly this text."""
     return {"type": "const_string", "value": text}
 
 
@@ -19,7 +19,7 @@ def pattern(regex: str) -> Format:
 
 
 def json_of(schema: Mapping[str, Any]) -> Format:
-    """JSON of this schema."""
+    """JSON that follows this schema."""
     return {"type": "json_schema", "json_schema": schema}
 
 
@@ -34,7 +34,7 @@ def either(*elements: Format) -> Format:
 
 
 def optional(content: Format) -> Format:
-    """This or nothing."""
+    """This, or nothing."""
     return {"type": "optional", "content": content}
 
 
@@ -44,21 +44,21 @@ def star(content: Format) -> Format:
 
 
 def tagged(begin: str, content: Format, end: str) -> Format:
-    """Content between a beginning and an end."""
+    """Content between `begin` and `end`."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def listed(tags: Sequence[Format], separator: str, *, once: bool) -> Format:
-    """At least one of these tags, several with a text between them, unless `once`."""
+    """At least one of these tags; several with `separator` between them, unless `once`."""
     kinds = {"at_least_one": True, "stop_after_first": once}
     return {"type": "tags_with_separator", "tags": tags, "separator": separator, **kinds}
 
 
 def triggered(tags: Sequence[Format], triggers: Sequence[str]) -> Format:
-    """Free text, in which each trigger begins one of these tags."""
+    """Free text in which each trigger starts one of these tags."""
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
 def up_to_tag(tags: Sequence[Format], triggers: Sequence[str], excludes: Sequence[str]) -> Format:
-    """The same without `excludes` in the text, which ends with one of the tags. xgrammar has no such format."""
+    """Free text without `excludes` that ends with one of the tags. xgrammar has no such format."""
     return {**triggered(tags, triggers), "excludes": excludes, "last": True}

@@ -1,4 +1,4 @@
-"""Grammars over the vocabulary of one model: compiled once, and shared by the requests that ask for the same."""
+"""Grammars over the vocabulary of a model, compiled once and shared by requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from bateleur.runner.errors import MissingExtra
-from bateleur.runner.structured.limits import parser_limits, said
+from bateleur.runner.structured.limits import error_line, parser_limits
 from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.structured.source import grammar_source
 from bateleur.runner.structured.structural_tag import TagTokens
@@ -22,12 +22,12 @@ from bateleur.runner.utils.arguments import shown
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MOST_KEPT = 64
-"""Grammars that are kept, the last used ones."""
+_CACHE_SIZE = 64
+"""Maximum number of cached grammars; the least recently used one is dropped."""
 
 
 class Vocabulary:
-    """The tokens of a model as the library wants them: made once for a model, a second for 250,000 tokens."""
+    """The tokens of a model in the form of llguidance. Making it takes a second for 250,000 tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -38,9 +38,9 @@ class Vocabulary:
 
         self.tokens = token_bytes(tokenizer, vocab_size)
         ends = sorted(set(eos_token_ids))
-        for token in ends:  # it need not be a special one of the tokenizer
+        for token in ends:  # not always a special token of the tokenizer
             self.tokens[token] = SPECIAL + b"%d" % token
-        if not ends:  # the library wants one: behind the last token, where nobody looks
+        if not ends:  # llguidance needs one: an id after the last token, which no mask includes
             ends = [vocab_size]
             self.tokens.append(SPECIAL)
         self.eos_token_id = ends[0]
@@ -50,15 +50,15 @@ class Vocabulary:
         self.tokens = []
 
     def __call__(self, text: str) -> list[int]:
-        """The library asks for this where a grammar forces bytes, and none does here."""
+        """Tokenise bytes that a grammar forces; never called, because forcing is off."""
         raise NotImplementedError
 
 
 class CompiledGrammar:
-    """A grammar over a vocabulary."""
+    """A compiled grammar over a vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary, eos_token_ids: frozenset[int], source: str) -> None:
-        """Raises ValueError for what can't be compiled within limits, or has no text that these tokens write."""
+        """Raises ValueError for a grammar over the limits, or that no text of these tokens follows."""
         self.eos_token_ids = eos_token_ids
         self.num_words = vocabulary.num_words
         self._vocabulary, self._source = vocabulary, source
@@ -68,7 +68,7 @@ class CompiledGrammar:
         _check(first)
 
     def compile(self) -> LLMatcher:
-        """A parser at the begin of a text that shares nothing. The interpreter is free meanwhile."""
+        """Compile a parser that shares nothing, at the start of a text. Other Python threads run meanwhile."""
         from llguidance import LLMatcher
 
         parser = LLMatcher(self._vocabulary.library, self._source, log_level=0, limits=parser_limits())
@@ -76,31 +76,32 @@ class CompiledGrammar:
         return parser
 
     def begin(self) -> LLMatcher:
-        """A parser at the begin of a text, which shares with others what they found out about tokens."""
+        """Return a parser at the start of a text, which shares caches about tokens with others."""
         return self._parser.deep_copy()
 
 
 class Grammars:
-    """Compiles what requests ask for, and keeps it. Any thread may ask, and several at once."""
+    """Compiles and caches the grammars of requests. Any thread may call it, several at once."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Nothing is made, and nothing of the extra `structured` imported, before it is asked for."""
+        """Makes nothing, and imports nothing of the extra `structured`, before the first use."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         tags = {text: token for token, text in tag_tokens(tokenizer).items() if token < vocab_size}
         special = frozenset(token for token in special_token_ids(tokenizer) if token < vocab_size)
         self._tag_tokens = TagTokens(tags, special, self._eos_token_ids)
         self._vocabulary: Vocabulary | None = None
-        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._lock = Lock()
         self._vocabulary_lock = Lock()
 
     def matcher(
         self, params: StructuredOutputsParams, stop_token_ids: Collection[int], *, tried: bool = False
     ) -> Matcher:
-        """For a new request that ends at `stop_token_ids`. tried: another process has compiled the same before.
+        """Return a matcher for a new request that ends at `stop_token_ids`.
 
-        Raises ValueError that names the form, and says what is wrong with it; MissingExtra without the extra.
+        tried: another process has compiled the grammar.
+        Raises ValueError that names the form and the error, and MissingExtra without the extra.
         """
         vocabulary = self.prepare()
         name = f"structured_outputs.{params.form}"
@@ -111,7 +112,7 @@ class Grammars:
             raise ValueError(f"{name} is {shown(getattr(params, params.form))}; {error}") from error
 
     def prepare(self) -> Vocabulary:
-        """Make ready what all grammars need. It holds the interpreter: a second for 250,000 tokens."""
+        """Make the vocabulary, if it is not made yet. Blocks other Python threads, for a second with 250,000 tokens."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 _require_library()
@@ -120,16 +121,16 @@ class Grammars:
 
     def _grammar(self, vocabulary: Vocabulary, source: str, *, tried: bool) -> CompiledGrammar:
         with self._lock:
-            if (found := self._kept.get(source)) is not None:
-                self._kept.move_to_end(source)
+            if (found := self._cache.get(source)) is not None:
+                self._cache.move_to_end(source)
                 return found
         if not tried and (error := _TRIALS.error(source, self._vocab_size)):
-            raise ValueError(said(error))
+            raise ValueError(error_line(error))
         made = CompiledGrammar(vocabulary, self._eos_token_ids, source)
         with self._lock:
-            self._kept[source] = made
-            while len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
+            self._cache[source] = made
+            while len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
         return made
 
 
@@ -139,7 +140,7 @@ atexit.register(_TRIALS.close)
 
 def _check(parser: LLMatcher) -> None:
     if error := parser.get_error():
-        raise ValueError(said(error))
+        raise ValueError(error_line(error))
 
 
 def _require_library() -> None:

@@ -1,4 +1,4 @@
-"""What a grammar may cost: the numbers that llguidance counts while it compiles one and while it makes masks."""
+"""Limits on what llguidance may spend on a grammar, and its errors in one line."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ if TYPE_CHECKING:
 
 
 def parser_limits() -> LLParserLimits:
-    """Limits under which no mask takes longer than about 50 ms on one core."""
+    """Return limits under which no mask takes longer than about 50 ms on one core."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
         initial_lexer_fuel=500_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
-        max_items_in_row=500,  # a step of an ambiguous grammar takes their square
-        max_lexer_states=20_000,  # of 2 kB
+        max_items_in_row=500,  # a step of an ambiguous grammar takes the square of them
+        max_lexer_states=20_000,  # 2 kB each
         max_grammar_size=100_000,
-        verbose_errors=False,  # they repeat the grammar, and what was written
+        verbose_errors=False,  # verbose ones repeat the grammar and the text
     )
 
 
-def said(error: str) -> str:
-    """What the library says is wrong, in a line."""
+def error_line(error: str) -> str:
+    """Return an error of llguidance in one line."""
     if "NoExtension" in error:
         return "no text that the model's tokens can write follows it"
     lines = [line.strip() for line in error.removesuffix("<non-verbose/>").splitlines() if line.strip()]

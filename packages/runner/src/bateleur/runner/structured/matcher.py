@@ -1,6 +1,6 @@
-"""Where a request stands in its grammar, on the host."""
+"""The state of a request's grammar, on the host."""
 
-# Shape letters: N rows of masks, W words of 32 bits that hold a bit for every token.
+# Shape letters: N rows of masks, W words of 32 bits with a bit for every token.
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.runner.structured.limits import said
+from bateleur.runner.structured.limits import error_line
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -23,30 +23,30 @@ class Grammar(Protocol):
     num_words: int
 
     def begin(self) -> LLMatcher:
-        """A parser at the begin of a text, which shares with others what they found out about tokens."""
+        """Return a parser at the start of a text, which shares caches about tokens with others."""
         ...
 
     def compile(self) -> LLMatcher:
-        """A parser at the begin of a text that shares nothing."""
+        """Return a parser at the start of a text that shares nothing."""
         ...
 
 
 class Matcher:
-    """The tokens of one request as its grammar sees them.
+    """Follows the tokens of one request through its grammar.
 
-    Only `accept` and `restart` change where it stands. What else is asked is one call of the library, which an
-    interrupt can't leave half done.
+    Only `accept` and `restart` change its state. Other methods are single calls of llguidance, which an interrupt can't
+    break off halfway.
     """
 
     def __init__(self, grammar: Grammar, stop_token_ids: Collection[int]) -> None:
-        """`stop_token_ids`: what ends the request. An end-of-sequence token that doesn't is never allowed."""
+        """stop_token_ids: tokens that end the request; other end-of-sequence tokens are never allowed."""
         self._grammar = grammar
         self._no_end = sorted(grammar.eos_token_ids.difference(stop_token_ids))
         self._ends = grammar.eos_token_ids.intersection(stop_token_ids)
         self.restart(())
 
     def restart(self, token_ids: Sequence[int]) -> None:
-        """Stand behind these tokens, wherever it stood, at a break in the middle of something as well."""
+        """Start again after these tokens, whatever the current state."""
         self._parser = self._grammar.begin()
         self._tokens: list[int] = []
         for token in token_ids:
@@ -54,22 +54,23 @@ class Matcher:
 
     @property
     def num_words(self) -> int:
-        """W, of its masks."""
+        """W: words of a mask."""
         return self._grammar.num_words
 
     def accept(self, token: int) -> None:
-        """One token more, which was allowed."""
+        """Accept the next token, which was allowed."""
         self._tokens.append(token)
         self._parser.consume_token(token)
 
     @property
     def error(self) -> str:
-        """Why it goes no further: the grammar costs more than it may. Empty while it does."""
-        return said(self._parser.get_error())
+        """Why the grammar can't continue (it exceeds its limits); empty if it can."""
+        return error_line(self._parser.get_error())
 
     def ended(self, *, without_end: bool = False) -> bool:
-        """Whether nothing may follow; `without_end`: that is, nothing but an end-of-sequence token, which can't be
-        drawn: it is to be ignored, there is none, or it would come too soon.
+        """Return whether nothing may follow.
+
+        without_end: ignore end-of-sequence tokens, because they are ignored, missing, or come too soon.
         """
         if self._parser.is_error() or not (without_end or not self._ends):
             return False
@@ -82,7 +83,7 @@ class Matcher:
         return not mask_1W.any()
 
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
-        """How many of these drafts may follow, one after the other; none behind an end, and -1 is none."""
+        """Return how many of these drafts may follow in a row; none after an end, and none from the first -1 on."""
         known = list(drafts)
         for stop, token in enumerate(known):
             if token < 0 or token in self._no_end:
@@ -98,27 +99,27 @@ class Matcher:
         return int(self._parser.validate_tokens(known))
 
     def check(self, masks_NW: NDArray[np.int32], drafts: Sequence[int]) -> None:
-        """Finish the rows that `fill` wrote for it: one for what may come next, and one behind each draft."""
+        """Complete the rows that `fill` wrote: one for the next token, and one after each draft."""
         if self._parser.is_error():
             self._fill_one_by_one(masks_NW, drafts)
         if self._no_end:
             _clear(masks_NW, self._no_end)
 
     def _fill_one_by_one(self, masks_NW: NDArray[np.int32], drafts: Sequence[int]) -> None:
-        """Something went wrong at one of the places, which perhaps is never reached: there nothing is allowed.
+        """Fill rows one by one after an error; from the row on at which it occurs, nothing is allowed.
 
-        It may have been what others of this grammar left behind, so this begins with a parser that shares nothing.
+        The error may come from caches shared with other requests, so this uses a parser that shares nothing.
         """
         masks_NW[:] = 0
         parser = self._grammar.compile()
-        self._parser = _behind(parser.deep_copy(), self._tokens)
-        parser = _behind(parser, self._tokens)
-        for place, mask_W in enumerate(masks_NW):
+        self._parser = _advance(parser.deep_copy(), self._tokens)
+        parser = _advance(parser, self._tokens)
+        for i, mask_W in enumerate(masks_NW):
             allowed_W = _mask(parser, len(mask_W))
             if parser.is_error():
                 break
             mask_W[:] = allowed_W
-            if place < len(drafts) and not parser.consume_token(drafts[place]):
+            if i < len(drafts) and not parser.consume_token(drafts[i]):
                 break
 
 
@@ -127,8 +128,9 @@ def fill(
     wanted: Sequence[tuple[Matcher, int, Sequence[int]]],
     masks_NW: NDArray[np.int32],
 ) -> None:
-    """For each matcher, with `first` and `drafts` that it allows, write what may come next into row `first` of the
-    masks, and what may come behind each draft into those that follow. The interpreter is free meanwhile.
+    """Write the mask of each matcher's next token to row `first`, and the masks after each of its drafts to later rows.
+
+    wanted: matcher, first, and drafts that it allows. Other Python threads run meanwhile.
     """
     at, size, count = masks_NW.ctypes.data, masks_NW.shape[1] * 4, len(masks_NW)
     alone = [(matcher._parser, first) for matcher, first, drafts in wanted if not drafts]
@@ -142,17 +144,17 @@ def fill(
 
 
 def _mask(parser: LLMatcher, num_words: int) -> NDArray[np.int32]:
-    """The library has a word more than there are tokens for."""
+    """Return the mask of the next token without the additional word that llguidance appends."""
     return np.frombuffer(parser.compute_bitmask(), np.int32)[:num_words]
 
 
-def _behind(parser: LLMatcher, token_ids: Sequence[int]) -> LLMatcher:
+def _advance(parser: LLMatcher, token_ids: Sequence[int]) -> LLMatcher:
     for token in token_ids:
         parser.consume_token(token)
     return parser
 
 
 def _clear(masks_NW: NDArray[np.int32], token_ids: Sequence[int]) -> None:
-    """These tokens are not allowed."""
+    """Exclude these tokens from all masks."""
     for token in token_ids:
         masks_NW.view(np.uint32)[:, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)

@@ -1,7 +1,7 @@
-"""What a request asks for, as one grammar in the notation of llguidance.
+"""Translates structured outputs into one grammar in the notation of llguidance.
 
-Nothing is forced: of bytes that can't be otherwise the library would take one tokenisation for the only one, and so
-refuse drafts that say the same in other tokens.
+Forcing is off: for bytes with no alternative, llguidance would accept only one tokenisation, and refuse drafts that
+write the same bytes in other tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _HEAD = '%llguidance {"no_forcing": true}\n'
 _SCHEMA = _HEAD + "start: @schema\n"
 _COMPACT = {"whitespace_flexible": False}
 _SPACE = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
-"""Between the parts of JSON. Without a bound a weak model may write nothing else."""
+"""Whitespace between the parts of JSON. Without a bound, a weak model may write nothing else."""
 
 
 def grammar_source(params: StructuredOutputsParams, tokens: TagTokens) -> str:
-    """The text that a grammar is compiled from, and is known by.
+    """Return the source of a grammar, which also identifies it.
 
-    Raises ValueError for EBNF that cannot be read, and for a wrong structural tag.
+    Raises ValueError for EBNF that can't be parsed, and for an invalid structural tag.
     """
     if params.structural_tag is not None:
         grammars = compile_structural_tag(
@@ -54,14 +54,14 @@ def _lark(rules: str) -> str:
 
 
 def _json_grammar(schema: Mapping[str, Any], *, compact: bool) -> dict[str, Any]:
-    """The grammar of a JSON schema."""
+    """Return the grammar of a JSON schema."""
     own = schema.get("x-guidance")
     space = {**(_COMPACT if compact else _SPACE), **(own if isinstance(own, dict) else {})}
     return {"json_schema": {**schema, "x-guidance": space}}
 
 
 def _pattern(regex: str) -> str:
-    """The whole text has to match, so anchors around a pattern say nothing, and the library knows none."""
+    """Return a pattern without anchors, which llguidance lacks, because the whole text has to match."""
     from llguidance import regex_to_lark
 
     body = regex.removeprefix("^")
@@ -72,12 +72,12 @@ def _pattern(regex: str) -> str:
 
 
 def _rules(grammar: str) -> str:
-    """Lark as it is; EBNF in the notation of Lark."""
+    """Return Lark rules; EBNF is translated."""
     if "::=" not in grammar:
         return grammar
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return str(any_to_lark(grammar))
-    except Exception as error:  # whatever a parser of somebody else's raises for a text
+    except Exception as error:  # the parser documents no exceptions
         raise ValueError(f"it can't be read as EBNF: {error}") from error

@@ -1,4 +1,4 @@
-"""Structural tags: the parts of a text that follow grammars, and free text between them. The notation is xgrammar's.
+"""Structural tags: parts of a text that follow grammars, with free text between them, in xgrammar's notation.
 
 Tags that are one token of the model are recognised by token id, so that free text may quote them. Other tags are
 recognised in the text.
@@ -15,8 +15,8 @@ from typing import Any
 from bateleur.runner.utils.arguments import refuse, shown
 
 _TEXT = "/(?s:.+)/"
-_DEEPEST = 64
-"""Levels of formats in formats."""
+_MAX_DEPTH = 64
+"""Maximum depth of nested formats."""
 _END_OF_PARAMETER = "\n</parameter>\n"
 _REPEATS = {"optional": "?", "star": "*", "plus": "+"}
 _TYPES = (
@@ -27,7 +27,7 @@ _TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class TagTokens:
-    """Tokens of a model that are no text."""
+    """Tokens of a model that are markup, not text."""
 
     tags: Mapping[str, int] = field(default_factory=dict)
     """Ids of tags by their text: special tokens, and added tokens in the form of a tag."""
@@ -46,10 +46,10 @@ def compile_structural_tag(
     pattern: Callable[[str], str],
     lark: Callable[[str], str],
 ) -> list[dict[str, Any]]:
-    """Grammars for llguidance, the first of which refers to the others. Raises ValueError that names a wrong field.
+    """Return grammars for llguidance; the first refers to the others. Raises ValueError that names a wrong field.
 
-    head: the beginning of the first grammar; json_grammar: makes the grammar of a JSON schema; pattern: makes a regular
-    expression one of llguidance's; lark: translates EBNF.
+    head: start of the first grammar. json_grammar: returns the grammar of a JSON schema. pattern: translates a regular
+    expression to llguidance's. lark: translates EBNF.
     """
     compiler = _Compiler(tokens, json_grammar, pattern, lark)
     start = compiler.format("format", _format_of(tag), 0)
@@ -58,7 +58,7 @@ def compile_structural_tag(
 
 
 def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The schema of one property as a schema of its own."""
+    """Return the schema of one property as a complete schema."""
     value = schema["properties"][key]
     value = {} if value is True else {"not": {}} if value is False else value
     if not isinstance(value, Mapping):
@@ -86,10 +86,10 @@ class _Compiler:
         self._tag = re.compile("|".join(map(re.escape, known)) or "(?!)")
 
     def format(self, place: str, given: object, depth: int) -> str:
-        """The expression of a format."""
+        """Return the expression of a format."""
         part = _mapping(place, given)
-        if depth > _DEEPEST:
-            raise ValueError(f"format is nested too deeply: it has more than {_DEEPEST} levels")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"format is nested too deeply: it has more than {_MAX_DEPTH} levels")
         match part.get("type"):
             case "sequence" | "or":
                 return self._elements(place, part, depth)
@@ -98,7 +98,7 @@ class _Compiler:
                 return f"({content}){_REPEATS[kind]}"
             case "tag":
                 begin = self._literal(_text(f"{place}.begin", part.get("begin")))
-                return f"({begin} {self._behind_begin(place, part, depth)})"
+                return f"({begin} {self._after_begin(place, part, depth)})"
             case "structural_tag":
                 return self.format(f"{place}.format", _format_of(part), depth + 1)
             case "triggered_tags":
@@ -108,7 +108,7 @@ class _Compiler:
         return self._leaf(place, part)
 
     def _leaf(self, place: str, part: Mapping[str, Any]) -> str:
-        """The expression of a format that holds no other."""
+        """Return the expression of a format without inner formats."""
 
         def text(name: str) -> str:
             return _text(f"{place}.{name}", part.get(name))
@@ -142,8 +142,8 @@ class _Compiler:
         elements = [self.format(f"{place}.elements[{i}]", each, depth + 1) for i, each in enumerate(given)]
         return f"({between.join(elements)})"
 
-    def _behind_begin(self, place: str, part: Mapping[str, Any], depth: int) -> str:
-        """Content and end of a tag."""
+    def _after_begin(self, place: str, part: Mapping[str, Any], depth: int) -> str:
+        """Return the expression of content and end of a tag."""
         given = part.get("end", "")
         ends = (given,) if isinstance(given, str) else _texts(f"{place}.end", given)
         stops = tuple(filter(None, ends))
@@ -155,7 +155,7 @@ class _Compiler:
         return f"{self.format(at, content, depth + 1)} ({' | '.join(map(self._literal, ends))})"
 
     def _triggered(self, place: str, part: Mapping[str, Any], ends: Sequence[str], depth: int) -> str:
-        """Free text in which tags follow their triggers, up to one of the ends if there are any."""
+        """Return free text with tags after their triggers, up to one of the ends if there are any."""
         triggers = _texts(f"{place}.triggers", part.get("triggers"))
         bodies: dict[str, list[str]] = {}
         for i, each in enumerate(_several(f"{place}.tags", part.get("tags"))):
@@ -164,7 +164,7 @@ class _Compiler:
             trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
             if trigger is None:
                 refuse(f"{at}.begin", begin, f"text that begins with one of the triggers {shown(triggers)}")
-            rest = f"{self._literal(begin.removeprefix(trigger))} {self._behind_begin(at, tag, depth + 1)}"
+            rest = f"{self._literal(begin.removeprefix(trigger))} {self._after_begin(at, tag, depth + 1)}"
             bodies.setdefault(trigger, []).append(rest)
         calls = {trigger: self._rule(" | ".join(each)) for trigger, each in bodies.items()}
         excludes = _texts(f"{place}.excludes", part.get("excludes", ()))
@@ -173,12 +173,12 @@ class _Compiler:
         once, first = bool(part.get("stop_after_first")), bool(part.get("at_least_one"))
         end = f"({' | '.join(map(self._literal, ends))})" if ends else ""
         if not first:
-            return self._segments(calls, ends, excludes, behind=end if once else None)
+            return self._segments(calls, ends, excludes, after=end if once else None)
         call = " | ".join(f"{self._literal(trigger)} {body}" for trigger, body in calls.items())
         return f"({call}) {end if once else self._segments(calls, ends, excludes)}"
 
     def _separated(self, place: str, part: Mapping[str, Any], depth: int) -> str:
-        """Tags with the same text between them."""
+        """Return tags with the same text between them."""
         given = _several(f"{place}.tags", part.get("tags"))
         tags = [self.format(f"{place}.tags[{i}]", each, depth + 1) for i, each in enumerate(given)]
         one = self._rule(" | ".join(tags))
@@ -187,7 +187,7 @@ class _Compiler:
         return f"({several})" if part.get("at_least_one") else f"({several})?"
 
     def _parameters(self, schema: Mapping[str, Any]) -> str:
-        """Parameters of a function as Qwen3-Coder writes them, in the order of the schema."""
+        """Return parameters of a function in the notation of Qwen3-Coder, in the order of the schema."""
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or not properties:
             if schema.get("additionalProperties") is False:
@@ -214,13 +214,13 @@ class _Compiler:
         ends: Sequence[str],
         excludes: Sequence[str],
         *,
-        behind: str | None = None,
+        after: str | None = None,
         last: bool = False,
     ) -> str:
-        """Free text with calls behind their triggers, up to and with one of the ends if there are any.
+        """Return free text with calls after their triggers, up to and including one of the ends if there are any.
 
-        calls: rules by trigger; excludes: tags that the text does not hold; behind: what follows a call, in place of
-        more text; last: the text ends with a call.
+        calls: rules by trigger. excludes: tags that the text does not have. after: follows a call, instead of more
+        text. last: the text ends with a call.
         """
         tags, known = (*calls, *ends, *excludes), self._tokens
         ids = known.ends | {known.tags[tag] for tag in tags if tag in known.tags}
@@ -231,28 +231,28 @@ class _Compiler:
             text, head = self._text(excludes, known.special - ids), self._text_up_to
         name = f"r{len(self._names)}"
         self._names[name] = name
-        behind = f"{name}?" if last else name if behind is None else behind
-        parts = [f"{head(trigger)} {body} {behind}" for trigger, body in calls.items()]
+        after = f"{name}?" if last else name if after is None else after
+        parts = [f"{head(trigger)} {body} {after}" for trigger, body in calls.items()]
         if parts := [*parts, *map(head, ends)]:
             self.rules.append(f"{name}: {text} ({' | '.join(parts)}){'' if ends or last else '?'}")
             return name
         return text
 
     def _text(self, excludes: Sequence[str], special: Collection[int]) -> str:
-        """Text that does not hold these tags, with any of these special tokens in it."""
+        """Return text without these tags, in which any of these special tokens may occur."""
         texts = "|".join(escaped(tag) for tag in excludes if not self._is_special(tag))
         text = self._rule(f"{_TEXT} & ~/(?s:.*)({texts})(?s:.*)/", terminal=True) if texts else _TEXT
         return f"({text} | <[{_listed(special)}]>)*" if special else f"{text}?"
 
     def _text_up_to(self, tag: str) -> str:
-        """Text that ends with a tag and does not hold it before; only the tag if it is a token."""
+        """Return text that ends with its first occurrence of a tag; only the tag if it is a token."""
         return self._literal(tag) if tag in self._tokens.tags else self._lazy(f"(?s:.*){escaped(tag)}")
 
     def _is_special(self, tag: str) -> bool:
         return self._tokens.tags.get(tag) in self._tokens.special
 
     def _literal(self, text: str) -> str:
-        """This text. Tags that are tokens are these tokens."""
+        """Return exactly this text, with tags that are tokens as token ids."""
         parts, at = [], 0
         for found in self._tag.finditer(text):
             parts += [_quoted(text[at : found.start()]), f"<[{self._tokens.tags[found[0]]}]>"]
@@ -265,7 +265,7 @@ class _Compiler:
         return self._grammar(self._json_grammar(_mapping(place, schema)))
 
     def _grammar(self, grammar: Mapping[str, Any]) -> str:
-        """A grammar of its own."""
+        """Add a grammar, unless it is there, and return a reference to it."""
         known = json.dumps(grammar)
         if known not in self._names:
             self._names[known] = name = f"g{len(self._names)}"
@@ -273,11 +273,11 @@ class _Compiler:
         return f"@{self._names[known]}"
 
     def _lazy(self, pattern: str) -> str:
-        """The shortest text of a pattern."""
+        """Return a rule for the shortest text that matches a pattern."""
         return self._rule(f"/{pattern}/", options="[lazy]")
 
     def _rule(self, body: str, *, options: str = "", terminal: bool = False) -> str:
-        """The name of a rule."""
+        """Add a rule, unless it is there, and return its name."""
         known = f"{options}: {body}"
         if known not in self._names:
             self._names[known] = name = f"{'T' if terminal else 'r'}{len(self._names)}"
@@ -286,7 +286,7 @@ class _Compiler:
 
 
 def escaped(text: str) -> str:
-    """A pattern of this text alone."""
+    """Return a pattern that matches exactly this text."""
     return "".join(c if c.isalnum() or not c.isascii() else f"\\x{ord(c):02X}" for c in text)
 
 
@@ -299,7 +299,7 @@ def _listed(tokens: Collection[int]) -> str:
 
 
 def _pattern_of_text(schema: Mapping[str, Any]) -> str | None:
-    """The pattern of the bare text of a string; None if the value is written as JSON."""
+    """Return the pattern of a string's bare text; None if the value is written as JSON."""
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         found: Any = schema
@@ -308,13 +308,8 @@ def _pattern_of_text(schema: Mapping[str, Any]) -> str | None:
         if isinstance(found, Mapping) and found.get("$ref") != reference:
             definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
             return _pattern_of_text({**definitions, **found})
-    values = (
-        schema["enum"]
-        if isinstance(schema.get("enum"), list)
-        else [schema["const"]]
-        if "const" in schema
-        else []
-    )
+    single = [schema["const"]] if "const" in schema else []
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else single
     if any(isinstance(each, str) for each in values):
         return "|".join(escaped(each if isinstance(each, str) else json.dumps(each)) for each in values)
     kind = schema.get("type")
@@ -333,11 +328,11 @@ def _pattern_of_text(schema: Mapping[str, Any]) -> str | None:
 
 
 _SILENT = {"description", "title", "default", "examples", "deprecated", "$defs", "definitions"}
-"""Fields of a schema that do not say which values are right."""
+"""Fields of a schema that do not restrict values."""
 
 
 def _format_of(tag: Mapping[str, Any]) -> object:
-    """The format of a structural tag. An older notation has structures with triggers in its place."""
+    """Return the format of a structural tag. An older notation has structures with triggers instead."""
     if "structures" not in tag:
         return tag.get("format")
     tags = [

@@ -1,7 +1,7 @@
-"""A grammar is tried in a process of its own before it is compiled among requests.
+"""Compiles grammars in a separate process first, which can be killed and may crash.
 
-What a grammar costs can't be told from its text: a schema that intersects a dozen patterns takes minutes, a chain of
-20,000 rules overflows the stack of its process. A process can be killed, and may crash.
+The cost of a grammar can't be seen from its text: a schema that intersects a dozen patterns takes minutes, and a chain
+of 20,000 rules overflows the stack.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from bateleur.runner.structured.vocabulary import SPECIAL
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-MOST_SECONDS = 5.0
-"""That compiling a grammar may take there."""
+MAX_SECONDS = 5.0
+"""Maximum time to compile a grammar."""
 _TOKEN_ID = "<["
-"""Begins a token id in the notation of llguidance."""
-_MOST_BYTES = 4 << 30
+"""Start of a token id in the notation of llguidance."""
+_MAX_BYTES = 4 << 30
 _STACK_BYTES = 2 << 20
-"""A quarter of what threads have elsewhere."""
+"""A quarter of the usual stack of a thread."""
 
 
 class Trials:
-    """Processes that try grammars, as many as are asked at once. They end with this one, whose pipes they read."""
+    """Processes that compile grammars, one per concurrent call. They end with this process."""
 
     def __init__(self) -> None:
         self._idle: list[Popen[str]] = []
 
     def error(self, source: str, num_tokens: int) -> str:
-        """What is wrong with the text of a grammar; empty if nothing is. Waits for up to `MOST_SECONDS`.
+        """Return the error of a grammar; empty if it compiles. Waits up to `MAX_SECONDS`.
 
-        num_tokens: size of the vocabulary, whose token ids the grammar may name.
+        num_tokens: size of the vocabulary, whose token ids the grammar may have.
         """
         child = self._take()
         pipe, answer = child.stdin, child.stdout
         assert pipe is not None
         assert answer is not None
-        told = ""
+        reply = ""
         try:
             pipe.write(json.dumps([source, num_tokens]) + "\n")
             pipe.flush()
-            if ready := bool(select([answer], [], [], MOST_SECONDS)[0]):
-                told = answer.readline()
+            if ready := bool(select([answer], [], [], MAX_SECONDS)[0]):
+                reply = answer.readline()
         except BrokenPipeError:
             ready = True
         finally:
-            if told:
+            if reply:
                 self._idle.append(child)
             else:
                 _end(child)
-        if told:
-            return str(json.loads(told))
-        return "it is too large or too deep" if ready else f"it takes more than {MOST_SECONDS:g} s to compile"
+        if reply:
+            return str(json.loads(reply))
+        return "it is too large or too deep" if ready else f"it takes more than {MAX_SECONDS:g} s to compile"
 
     def _take(self) -> Popen[str]:
         try:
@@ -81,7 +81,7 @@ def _end(child: Popen[str]) -> None:
 
 
 class _Bytes:
-    """A vocabulary of bytes, with as many tokens without text as a model has more."""
+    """A vocabulary of the 256 bytes, padded with tokens without text to the size of the model's."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -116,7 +116,7 @@ def _try(source: str, num_tokens: int) -> str:
 def _serve() -> None:
     import resource
 
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
         print(json.dumps(_try(*json.loads(line))), flush=True)

@@ -8,19 +8,17 @@ from bateleur.runner.text.token_bytes import decoder_steps, is_byte_piece, piece
 from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer
 
 SPECIAL = b"\xff"
-"""Before the name of a token that is no text: no grammar of text allows it, for the byte is never part of UTF-8."""
+"""Prefix of tokens without text. No grammar allows it, because the byte is never part of UTF-8."""
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """What each of `vocab_size` tokens of a model adds to a text; b"" where the tokenizer has none of that id, or where
-    another one says the same: a byte token beside the character it is.
+    """Return the bytes that each of `vocab_size` tokens adds to a text.
 
+    b"" for ids that the tokenizer lacks, and for a byte token if another token has the same bytes.
     Raises ValueError for a tokenizer whose tokens can't be read one by one.
     """
     if isinstance(tokenizer, NoTokenizer):
-        raise ValueError(
-            "structured_outputs is given; with skip_tokenizer_init there is no text that it could be of"
-        )
+        raise ValueError("structured_outputs is given; it needs a tokenizer: leave skip_tokenizer_init False")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     about = "structured_outputs is given; the tokenizer of this checkpoint is"
     if backend is None:
@@ -35,12 +33,12 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     for piece, token in backend.get_vocab(with_added_tokens=True).items():
         if token < vocab_size:
             pieces.append((token in special or is_byte_piece(piece), token, piece))
-    for _, token, piece in sorted(pieces):  # what says it in bytes comes last
+    for _, token, piece in sorted(pieces):  # byte tokens come last
         if token in special:
             found[token] = SPECIAL + piece.encode()
             continue
-        said = piece_bytes(piece, steps)
-        if said not in plain:
-            found[token] = said
-            plain.add(said)
+        data = piece_bytes(piece, steps)
+        if data not in plain:
+            found[token] = data
+            plain.add(data)
     return found

@@ -1,1 +1,1 @@
-"""Token ids and text."""
+"""Tokenizers, chat templates and detokenization."""

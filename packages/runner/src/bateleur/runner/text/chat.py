@@ -1,4 +1,4 @@
-"""A conversation as a prompt, by the template of the checkpoint."""
+"""Renders a conversation as a prompt, by the chat template of the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from bateleur.runner.utils.log_once import log_once
 
 
 class ChatPrompt(TypedDict):
-    """A prompt of both kinds: the ids are what runs, the text what they stand for."""
+    """A prompt as text and as token ids. The engine uses the ids."""
 
     prompt: str
     prompt_token_ids: list[int]
 
 
 class ChatOptions(TypedDict, total=False):
-    """What `render` takes beside the messages; the names are vLLM's."""
+    """Arguments of `render` besides the messages, with vLLM's names."""
 
     tools: Sequence[Mapping[str, Any]] | None
     chat_template: str | None
@@ -33,9 +33,9 @@ class ChatOptions(TypedDict, total=False):
 
 _log = logging.getLogger(__name__)
 _SYSTEM = ("system", "developer")
-"""Roles of instructions."""
+"""Roles of system messages."""
 _OWN = ("conversation", "messages", "tokenize", "return_dict", "return_tensors", *ChatOptions.__annotations__)
-"""Names that `chat_template_kwargs` cannot give, since the call itself says them."""
+"""Names that `chat_template_kwargs` can't set, because they are arguments."""
 
 
 def render(
@@ -48,32 +48,31 @@ def render(
     continue_final_message: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
-    """The prompt of one conversation. Any thread may call this.
+    """Return the prompt of one conversation. Any thread may call this.
 
-    chat_template: in place of the checkpoint's. It is a program (Jinja, in its sandbox), which may run for
-        as long as it likes: take none from people who are not trusted with the machine.
-    add_generation_prompt: end with what an answer begins with. continue_final_message: the last message goes on.
-    chat_template_kwargs: further names for the template, such as enable_thinking.
+    chat_template: replaces the checkpoint's. It is a program (Jinja, in a sandbox) that may run forever, so do not take
+    it from untrusted users.
+    add_generation_prompt: end with the start of an answer. continue_final_message: continue the last message.
+    chat_template_kwargs: further variables of the template, such as enable_thinking.
 
-    System messages that the template refuses or leaves out are merged into the first one, if the template accepts
-    them so. A template that does not know the role "developer" gets "system".
+    If the template refuses or omits system messages, they are merged into the first one, if it accepts that. A template
+    that does not know the role "developer" gets "system".
 
-    The ids are those of the text, without a token before it that the tokenizer puts before other texts: the template
-    writes it. Raises ValueError for what is malformed, naming its place, without a template, or where it raises.
+    Token ids have no additional special tokens, because the template writes them. Raises ValueError for malformed
+    messages, naming the place, without a template, and if the template raises.
     """
     conversation, functions = checked_messages(messages), checked_tools(tools)
     more = _names(chat_template_kwargs)
     if chat_template is not None:
         text("chat_template", chat_template)
-    goes_on = flag("continue_final_message", continue_final_message)
-    if flag("add_generation_prompt", add_generation_prompt) and goes_on:
+    continues = flag("continue_final_message", continue_final_message)
+    if flag("add_generation_prompt", add_generation_prompt) and continues:
         refuse(
-            "continue_final_message", True, "False beside add_generation_prompt, which begins another message"
+            "continue_final_message", True, "False with add_generation_prompt, which starts another message"
         )
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "the checkpoint has no chat template, which says how messages become a prompt; give chat_template, or a "
-            "prompt in place of messages"
+            "the checkpoint has no chat template: give chat_template, or a prompt instead of messages"
         )
     own = getattr(tokenizer, "chat_template", None) if chat_template is None else chat_template
     template = partial(
@@ -92,31 +91,31 @@ def render(
 
 
 def _with_known_roles(conversation: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """OpenAI's newer name of the system's role is for templates that read it."""
+    """Replace OpenAI's role "developer" by "system", unless the template knows it."""
     if "developer" in template:
         return conversation
     return [each | {"role": "system"} if each["role"] == "developer" else each for each in conversation]
 
 
 def _write(template: Callable[[list[dict[str, Any]]], str], conversation: list[dict[str, Any]]) -> str:
-    """What the template writes. Raises ValueError if it raises."""
+    """Return what the template writes. Raises ValueError if it raises."""
     places = [i for i, each in enumerate(conversation) if each["role"] in _SYSTEM]
     system = [text for i in places if (text := conversation[i]["content"].strip())]
     try:
         written: str | None = template(conversation)
         refusal = None
-    except Exception as error:  # the template is a program: it may raise whatever it likes
+    except Exception as error:  # the template is a program, which may raise anything
         written, refusal = None, error
     if places not in ([], [0]):
         if written is not None and all(each in written for each in system):
             return written
         with suppress(Exception):
-            again = template(_merged(conversation, system))
-            if all(each in again for each in system):
+            merged = template(_merged(conversation, system))
+            if all(each in merged for each in system):
                 log_once(
                     _log, "system messages were merged into the first one, because the template wants one"
                 )
-                return again
+                return merged
     if written is None:
         assert refusal is not None
         raise ValueError(f"the chat template refuses these messages: {_named(refusal)}") from refusal
@@ -124,7 +123,7 @@ def _write(template: Callable[[list[dict[str, Any]]], str], conversation: list[d
 
 
 def _merged(conversation: list[dict[str, Any]], system: list[str]) -> list[dict[str, Any]]:
-    """The conversation with one system message, the first, that has these texts."""
+    """Return the conversation with one system message, the first, that has these texts."""
     first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
     return [*first, *(each for each in conversation if each["role"] not in _SYSTEM)]
 
@@ -136,13 +135,13 @@ def _names(given: object) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         refuse(name, given, "a mapping from names to values, or None")
     if taken := sorted(given.keys() & set(_OWN)):
-        refuse(
-            f"{name}[{taken[0]!r}]", given[taken[0]], "absent: it is an argument, or none of the template's"
-        )
+        refuse(f"{name}[{taken[0]!r}]", given[taken[0]], "absent: it is an argument or reserved")
     return dict(given)
 
 
 def _named(error: Exception) -> str:
-    """What it says; a template's own `raise_exception` says it without more."""
-    kind, said = type(error).__name__, " ".join(str(error).split())
-    return said[:500] if kind == "TemplateError" and said else f"{kind}: {said[:500] or shown(error)}"
+    """Return the message of an error; the type is left out for a template's own `raise_exception`."""
+    kind, message = type(error).__name__, " ".join(str(error).split())
+    return (
+        message[:500] if kind == "TemplateError" and message else f"{kind}: {message[:500] or shown(error)}"
+    )

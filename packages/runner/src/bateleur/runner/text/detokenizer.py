@@ -1,7 +1,7 @@
-"""From token ids to text, a token at a time.
+"""Incremental detokenization of one request.
 
-Two things may not leave too early: a piece of a character (tokens end in the middle of UTF-8 sequences), and
-text that may yet turn out to be the beginning of a stop string. Everything else is handed out at once.
+Two kinds of text are held back: an incomplete character (a token may end inside of a UTF-8 sequence), and the possible
+start of a stop string. All other text is returned at once.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from bateleur.runner.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_PARTIAL = 3
-"""Bytes in an incomplete UTF-8 sequence, and so the most U+FFFD it can show as in any decoder."""
+"""Maximum bytes of an incomplete UTF-8 sequence, and so of U+FFFD that any decoder shows for it."""
 _CONTEXT = 6
 """Tokens kept as context, because decoders treat the first token specially (leading space)."""
 _WINDOW = 24
-"""Tokens after which the window is shortened: decoding costs O(_WINDOW) per token, whatever the length."""
+"""Tokens after which the window is shortened. Decoding costs O(_WINDOW) per token, whatever the length of the text."""
 
 
 class IncrementalDetokenizer:
-    """The text of one request's output, growing with its tokens.
+    """Text of one request's output, extended token by token.
 
     tokenizer: decodes windows of token ids.
-    stop: strings that end the text. The one that is complete first counts, whatever the tokens' borders.
-    prompt_token_ids: context to the left; its own text is not part of the output.
-    min_tokens: a stop string complete before this many tokens is ordinary text.
-    include_stop: the text ends behind the stop string, not before it.
+    stop: strings that end the text. The one that is complete first counts, whatever the borders of tokens.
+    prompt_token_ids: context; its text is not part of the output.
+    min_tokens: a stop string that is complete before this many tokens is ordinary text.
+    include_stop: end the text after the stop string instead of before it.
     skip_special_tokens: special tokens have no text.
-    tags: ids and texts of the tokens whose places `tags_from` reports, whether they have text or not.
+    tags: ids and texts of the tokens that `tags_from` reports, with or without text.
 
-    The pieces returned by `push` and `finish` join to `text`. Without a stop that is what decoding all tokens
-    at once gives, less an incomplete character at the very end (`decode_all`).
+    The pieces returned by `push` and `finish` join to `text`. Without stop strings that is the text of all tokens
+    decoded at once, without an incomplete character at the end (`decode_all`).
 
-    Limit: decoders that judge a whole run of byte tokens together (SentencePiece byte fallback) would blot out
-    a character already shown if an invalid byte follows it directly; here it stays.
+    Limit: decoders that judge a run of byte tokens as a whole (SentencePiece byte fallback) replace a complete
+    character by U+FFFD if an invalid byte follows; here a character that was returned stays.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class IncrementalDetokenizer:
         self.restart(prompt_token_ids)
 
     def restart(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> None:
-        """Begin again behind this prompt, and take these tokens."""
+        """Start again with this prompt, and take these tokens."""
         self.stopped: str | None = None
         """The stop string that ended the text."""
         self._num_tokens = 0
         self._window = list(prompt_token_ids[-_CONTEXT:])
         self._clean = len(self._window)  # window tokens up to which the text is known to end a character
         self._shown = self._decode(self._window)  # text of the window when it was last decoded
-        self._settled = len(self._shown)  # how much of it has been handed to the stop search
-        self._held, self._state = "", 0  # settled text that may still become a stop string
+        self._settled = len(self._shown)  # characters of it that were passed to the stop search
+        self._held, self._state = "", 0  # text that may still become a stop string
         self._pieces: list[str] = []
         self._num_characters = 0
         self._found: list[TextTag] = []
@@ -75,13 +75,13 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """Everything handed out so far."""
+        """All text returned so far."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def text_from(self, first: int) -> str:
-        """The same from this character on, in time of that."""
+        """Return the text from this character on, in time proportional to its length."""
         fresh: list[str] = []
         at = self._num_characters
         for piece in reversed(self._pieces):
@@ -92,7 +92,7 @@ class IncrementalDetokenizer:
         return "".join(reversed(fresh))[max(0, first - at) :]
 
     def tags_from(self, first: int) -> list[TextTag]:
-        """Tags in the text that was handed out so far, without the first ones of them."""
+        """Return the tags in the text so far, from index `first` on."""
         return [tag for tag in self._found[first:] if tag.end <= self._num_characters]
 
     def push(self, token_id: int) -> str:
@@ -103,32 +103,32 @@ class IncrementalDetokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         if text == self._shown and not self._decode([token_id, token_id]):
-            self._window.pop()  # shows nothing anywhere (a special token): keep it out of byte sequences
+            self._window.pop()  # a token without text (special) must not split byte sequences
             self._note_tag(token_id, "", "")
             return ""
         self._shown = text
         certain = len(text.rstrip(_REPLACEMENT))
         if certain < len(text) and len(self._window) >= _WINDOW:
-            return self._hand_out(self._shorten_partial())
+            return self._release(self._shorten_partial())
         fresh = text[self._settled : certain]
         self._note_tag(token_id, self._tags.get(token_id, ""), fresh)
         self._settled = max(self._settled, certain)
         if certain == len(text):
             self._shorten_clean()
-        return self._hand_out(fresh)
+        return self._release(fresh)
 
     def _note_tag(self, token_id: int, shown: str, fresh: str) -> None:
-        """Keep the place of a tag. It ends the text `fresh`, which is about to be handed out, by `shown`."""
+        """Record the position of a tag with text `shown`, at the end of `fresh`, which is returned next."""
         if token_id in self._tags and fresh.endswith(shown):
             end = self._num_characters + len(self._held) + len(fresh)
             self._found.append(TextTag(end - len(shown), end, token_id))
 
     def finish(self) -> str:
-        """Return what was withheld, less an incomplete character at the end, which is dropped."""
+        """Return the text held back, without an incomplete character at the end."""
         if self.stopped is not None or self._finished:
             return ""
         self._finished = True
-        rest = self._hand_out(_complete(self._shown)[self._settled :])
+        rest = self._release(_complete(self._shown)[self._settled :])
         if self.stopped is None:
             rest += self._keep(self._held)
         return rest
@@ -137,7 +137,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
 
     def _shorten_clean(self) -> None:
-        """The text ends a character: once the window is long, drop the tokens before the last such place."""
+        """Drop tokens before the previous character border if the window is long. The text ends with a character."""
         if len(self._window) < _WINDOW // 2:
             return
         if self._clean:
@@ -147,11 +147,10 @@ class IncrementalDetokenizer:
         self._clean = len(self._window)
 
     def _shorten_partial(self) -> str:
-        """The text has long ended in invalid bytes: cut where both halves decode to the text of the whole.
+        """Split a window that has long ended in invalid bytes, where both halves decode to the text of the whole.
 
-        Every token in the window has at least one byte and a sequence has at most four. So one of four
-        neighbouring borders splits no sequence, and what follows it is long enough to tell. Returns the fresh
-        text.
+        Every token in the window has at least one byte and a sequence at most four. So one of four neighbouring borders
+        splits no sequence, and the text after it is long enough to tell. Returns the new text.
         """
         for cut in range(len(self._window) - 5, len(self._window) - 9, -1):
             left, right = self._decode(self._window[:cut]), self._decode(self._window[cut:])
@@ -162,8 +161,8 @@ class IncrementalDetokenizer:
                 return fresh
         return ""
 
-    def _hand_out(self, fresh: str) -> str:
-        """Search for stop strings in what is held plus `fresh`; return what is safe to show."""
+    def _release(self, fresh: str) -> str:
+        """Search for stop strings in the text held back plus `fresh`, and return what is certain."""
         if not fresh or self._stop is None:
             return self._keep(fresh)
         text = self._held + fresh
@@ -193,7 +192,7 @@ def decode_all(
     *,
     skip_special_tokens: bool = True,
 ) -> str:
-    """Return the text of a whole output in one go: what an `IncrementalDetokenizer` without stops ends with."""
+    """Return the text of a complete output: what an `IncrementalDetokenizer` without stop strings ends with."""
     context = list(prompt_token_ids[-_CONTEXT:])
     before = len(tokenizer.decode(context, skip_special_tokens=skip_special_tokens))
     text = tokenizer.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)
@@ -201,6 +200,6 @@ def decode_all(
 
 
 def _complete(text: str) -> str:
-    """Cut what may be the beginning of a character from the end of `text`."""
+    """Return `text` without a possibly incomplete character at its end."""
     tail = text[-_MAX_PARTIAL:]
     return text[: len(text) - len(tail) + len(tail.rstrip(_REPLACEMENT))]

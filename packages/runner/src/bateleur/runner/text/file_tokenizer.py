@@ -1,4 +1,4 @@
-"""A tokenizer out of `tokenizer.json` alone, without importing transformers."""
+"""A tokenizer read from `tokenizer.json` without transformers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class FileTokenizer:
-    """What `tokenizer.json` says, behind the names that transformers has for it."""
+    """The tokenizer of a `tokenizer.json`, with the interface of transformers."""
 
     backend_tokenizer: Backend = field(repr=False)
     special_tokens_map: dict[str, str] = field(default_factory=dict)
-    """Special tokens by what they are for, such as `bos_token`."""
+    """Special tokens by name, such as `bos_token`."""
     extra_special_tokens: tuple[str, ...] = ()
-    """Others, which have no such name."""
+    """Special tokens without a name."""
     chat_template: str | None = None
-    """A Jinja program that writes conversations."""
+    """Jinja program that renders conversations."""
 
     @classmethod
     def read(cls, file: Path) -> FileTokenizer:
-        """Of this `tokenizer.json`; whatever the tokenizers library raises for one that it cannot read."""
+        """Read a `tokenizer.json`. Raises what the tokenizers library raises for a file that it can't read."""
         from tokenizers import Tokenizer as Backend
 
         return cls(Backend.from_file(str(file)))
@@ -34,16 +34,16 @@ class FileTokenizer:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
 
     def get_vocab(self) -> dict[str, int]:
-        """The id of every token."""
+        """Return the id of every token."""
         return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """Every special token that has a name or is listed, once."""
+        """All special tokens, without duplicates."""
         return list(dict.fromkeys((*self.special_tokens_map.values(), *self.extra_special_tokens)))
 
     def __getattr__(self, name: str) -> Any:
-        """Special tokens by name, and their ids: `eos_token`, `eos_token_id`. None for one that the tokenizer lacks."""
+        """Return special tokens and their ids by name (`eos_token`, `eos_token_id`); None if the tokenizer has none."""
         if name.endswith("_token"):
             return self.special_tokens_map.get(name)
         if name.endswith("_token_id"):
@@ -52,11 +52,11 @@ class FileTokenizer:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, with the special tokens that the tokenizer puts around a prompt, or without."""
+        """Return the ids of a text, with or without the special tokens around a prompt."""
         return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of the ids, invalid or incomplete UTF-8 as U+FFFD."""
+        """Return the text of the ids, with U+FFFD for invalid or incomplete UTF-8."""
         return str(self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(
@@ -69,9 +69,9 @@ class FileTokenizer:
         tokenize: Literal[False] = False,
         **names: Any,
     ) -> str:
-        """What the template writes of a conversation, see `write_chat`; `names` go before special tokens.
+        """Return a conversation as the template writes it, see `write_chat`. `names` override special tokens.
 
-        tokenize: of the method of transformers that this one stands in for.
+        tokenize: only for compatibility with transformers.
         """
         from bateleur.runner.text.template import write_chat
 

@@ -1,4 +1,4 @@
-"""Messages of a conversation, and tools, checked and as templates want them."""
+"""Checks messages and tools of a conversation, and converts them to the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from bateleur.runner.utils.log_once import log_once
 _log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
-"""`role`, `content` (text, or parts of text), and what else the template knows; OpenAI's names."""
+"""`role`, `content` (text, or parts of text) and further fields, with OpenAI's names."""
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-"""Types of parts with a text."""
+"""Types of content parts with text."""
 _REASONING_PARTS = ("thinking", "reasoning")
 _HALF = re.compile(r"(?i)(\\ud[89ab]..\\ud[c-f]..)|\\ud[89a-f]..")
-_DEEPEST = 200
-"""Levels of nested arguments that are completed."""
+_MAX_DEPTH = 200
+"""Maximum depth of truncated arguments that are completed."""
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """A conversation with every content as one text, and arguments of tool calls as objects.
+    """Return a conversation with every content as one text and tool-call arguments as objects.
 
-    Clients send the whole conversation with every turn, so what is malformed in past messages is read as well as
-    possible, and logged once. Raises ValueError that names the place, such as messages[2].content, of a message without
-    a role, and of the last turn of the user if it is no text.
+    Clients repeat the whole conversation in each request, so malformed past messages are read as well as possible and
+    logged once. Raises ValueError, naming the place such as messages[2].content, for a message without a role, and if
+    the user's last turn is not text.
     """
     listed = _sequence("messages", messages, "a list of messages")
     if not listed:
@@ -42,7 +42,7 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def checked_tools(tools: object) -> list[dict[str, Any]] | None:
-    """Functions that the model may call; none where there are none. Raises ValueError that names the place."""
+    """Return the functions that the model may call, or None. Raises ValueError that names the place of an error."""
     if tools is None:
         return None
     checked = []
@@ -60,7 +60,7 @@ def checked_tools(tools: object) -> list[dict[str, Any]] | None:
 
 
 def is_conversation(messages: object) -> bool:
-    """Whether it is one conversation, and not a list of them."""
+    """Return whether the argument is one conversation, not a list of them."""
     return not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
 
 
@@ -71,7 +71,7 @@ def _with_role(name: str, given: object) -> dict[str, Any]:
 
 
 def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
-    """Change the fields of a message to what templates know. asked: it belongs to the turn that is to be answered."""
+    """Convert the fields of a message for templates. asked: it is part of the turn to be answered."""
     content = message.get("content")
     if asked and content is None:
         refuse(f"{name}.content", content, "text, or a list of parts")
@@ -93,7 +93,7 @@ def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
 
 
 def _content(name: str, content: object, message: dict[str, Any], *, asked: bool) -> str:
-    """Parts are joined by newlines, as vLLM does; nothing is an empty text, because some templates know no None."""
+    """Join parts with newlines, as vLLM does. None becomes "", because some templates do not know None."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -111,9 +111,9 @@ def _content(name: str, content: object, message: dict[str, Any], *, asked: bool
 
 
 def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> str | None:
-    """The text of a part of a content; None if it is reasoning, which becomes a field of the message."""
+    """Return the text of a content part; None for reasoning, which becomes a field of the message."""
     if not asked and not isinstance(given, Mapping):
-        _log_fault("a part that is no object is written as JSON")
+        _log_fault("a part that is not an object is written as JSON")
         return None if given is None else json.dumps(given, ensure_ascii=False, default=shown)
     part = _mapping(name, given)
     kind = part.get("type")
@@ -132,7 +132,7 @@ def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> 
 
 
 def _unicode(name: str, written: str, *, asked: bool) -> str:
-    """Text that a tokenizer can read: half of a surrogate pair is refused in a new text, and replaced in a past one."""
+    """Return text that can be encoded: half a surrogate pair is refused in a new message, replaced in a past one."""
     if asked or written.isascii():
         require_unicode(name, written)
         return written
@@ -140,7 +140,7 @@ def _unicode(name: str, written: str, *, asked: bool) -> str:
 
 
 def _call(name: str, given: object) -> dict[str, Any]:
-    """A call of a tool with its arguments as an object; OpenAI has JSON text, and templates write it again."""
+    """Return a tool call with its arguments as an object, because templates serialise them again."""
     call = _mapping(name, given)
     if call.get("type") == "custom" and isinstance(custom := call.pop("custom", None), Mapping):
         call |= {"type": "function", "function": {**custom, "arguments": {"input": custom.get("input")}}}
@@ -151,7 +151,7 @@ def _call(name: str, given: object) -> dict[str, Any]:
 
 
 def _arguments(given: object) -> dict[str, Any]:
-    """The best reading of arguments: an object, its complete part if it was cut, or the text under "arguments"."""
+    """Return arguments as an object: parsed, or the complete part if truncated, or the text under "arguments"."""
     if isinstance(given, str) and "\\ud" in given.lower():
         given = _HALF.sub(lambda found: found[1] or "\\ufffd", given)
     value = given
@@ -170,7 +170,7 @@ def _arguments(given: object) -> dict[str, Any]:
 
 
 def _json_value(written: str) -> Any:
-    """The value of JSON text; the text itself if it is none."""
+    """Parse JSON text; return the text itself if it is not JSON."""
     try:
         return json.loads(written)
     except (ValueError, RecursionError):
@@ -178,7 +178,7 @@ def _json_value(written: str) -> Any:
 
 
 def _completions(written: str) -> Iterator[str]:
-    """JSON text that was cut, with what is open closed: all of it, then without its last member."""
+    """Yield truncated JSON text with everything closed: first complete, then without its last member."""
     open_ones, quoted, escaped, comma = "", False, False, 0
     for i, char in enumerate(written):
         if quoted:
@@ -191,7 +191,7 @@ def _completions(written: str) -> Iterator[str]:
             open_ones = open_ones[1:]
         elif char == "," and open_ones == "}":
             comma = i
-        if len(open_ones) > _DEEPEST:
+        if len(open_ones) > _MAX_DEPTH:
             return
     yield written[: len(written) - escaped] + '"' * quoted + open_ones
     yield written[:comma] + "}"

@@ -1,4 +1,4 @@
-"""Strings that end a text, found while it grows."""
+"""Search for stop strings in growing text."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 _BITS = 21
-"""Of a character's number."""
+"""Bits of a character's code point."""
 
 
 class StopStrings:
-    """Finds the first of some strings that is complete (Aho and Corasick, 1975).
+    """Finds the first complete one of several strings (Aho and Corasick, 1975).
 
-    The time that a character takes depends neither on how many they are nor on how long; memory is about 120 bytes for
-    each of their characters. A state is a number, 0 before any text: the longest beginning of a string that the text
-    so far ends in. Immutable once made.
+    The time per character does not depend on number and length of the strings; memory is about 120 bytes per character
+    of them. A state is a number, 0 before any text, for the longest prefix of a string that the text ends with.
+    Immutable.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: none of them empty."""
-        self._next: dict[int, int] = {}  # (state, character) -> state, where that lengthens a beginning
-        self._shorter = array("l", [0])  # by state: the longest beginning that this one ends in
+        """stops: strings that are not empty."""
+        self._next: dict[int, int] = {}  # (state, character) -> state that extends the prefix
+        self._shorter = array("l", [0])  # by state: the longest shorter prefix that its prefix ends with
         self._length = array("l", [0])
-        self._goes_on = bytearray(1)
-        self._found: dict[int, str] = {}  # by state: the longest string that it ends in
+        self._extends = bytearray(1)
+        self._found: dict[int, str] = {}  # by state: the longest string that its prefix ends with
         for stop in stops:
             self._found[self._grow(stop)] = stop
         self._link()
@@ -35,15 +35,15 @@ class StopStrings:
             key = state << _BITS | ord(char)
             if key not in self._next:
                 self._next[key] = len(self._length)
-                self._goes_on[state] = 1
+                self._extends[state] = 1
                 self._length.append(self._length[state] + 1)
                 self._shorter.append(0)
-                self._goes_on.append(0)
+                self._extends.append(0)
             state = self._next[key]
         return state
 
     def _link(self) -> None:
-        """Short beginnings first, since those of a length lean on shorter ones."""
+        """Set `_shorter` of all states; by length, because longer prefixes need those of shorter ones."""
         by_length = sorted(self._next.items(), key=lambda edge: self._length[edge[1]])
         for key, state in by_length:
             before, char = key >> _BITS, chr(key & (1 << _BITS) - 1)
@@ -59,9 +59,9 @@ class StopStrings:
         return found or 0
 
     def read(self, state: int, text: str) -> tuple[int, int, str | None]:
-        """The state behind a text, or behind the first string in it; how many characters were read; that string.
+        """Return the state after a text or its first stop string, the number of characters read, and that string.
 
-        Of several that end at once it is the longest.
+        Of several strings that end at the same character, the longest is returned.
         """
         step, found = self._step, self._found
         for count, char in enumerate(text, 1):
@@ -71,19 +71,19 @@ class StopStrings:
         return state, len(text), None
 
     def pass_by(self, state: int, text: str) -> int:
-        """The state behind a text whose strings count for nothing."""
+        """Return the state after a text in which stop strings are ignored."""
         for char in text:
             state = self._step(state, char)
         return state
 
     def num_open(self, state: int) -> int:
-        """How many of the last characters may be the beginning of a string that is not complete."""
-        while state and not self._goes_on[state]:
+        """Return how many of the last characters may be the start of an incomplete string."""
+        while state and not self._extends[state]:
             state = self._shorter[state]
         return self._length[state]
 
 
 @lru_cache(maxsize=16)
 def stop_strings(stops: tuple[str, ...]) -> StopStrings:
-    """The same for requests that ask for the same."""
+    """Return the search for these strings, shared by requests with the same ones."""
     return StopStrings(stops)

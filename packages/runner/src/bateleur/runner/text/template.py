@@ -1,8 +1,8 @@
-"""A chat template, which is a Jinja program, run as the makers of checkpoints expect.
+"""Runs chat templates (Jinja programs) with the environment that transformers gives them.
 
-What they expect is what transformers does: blocks that leave no line behind, a `tojson` that escapes nothing for
-HTML, `raise_exception`, `strftime_now`, `break` and `continue`, `{% generation %}` around answers, and special tokens
-as names. A template comes from whoever made the checkpoint, so it runs in Jinja's sandbox and sees plain data alone.
+That is: blocks that leave no empty lines, a `tojson` without HTML escapes, `raise_exception`, `strftime_now`, `break`
+and `continue`, `{% generation %}`, and special tokens as variables. Templates are untrusted: they run in Jinja's
+sandbox and get plain data only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message's reasoning is passed; templates read the first, or the second."""
+"""Names of a message's reasoning; templates read the first or the second."""
 _MARK = "bateleur-text-goes-on-here "
-"""Stands where a final message ends, to be found in what was written; the space tells whether that was trimmed."""
+"""Appended to the final message to find its end in the output; the space shows whether the template strips it."""
 
 
 def write_chat(
@@ -33,21 +33,21 @@ def write_chat(
     continue_final_message: bool = False,
     names: Mapping[str, Any],
 ) -> str:
-    """What a template makes of these messages.
+    """Return a conversation as the template writes it.
 
-    names: everything else that it sees, such as `tools`, `add_generation_prompt` and special tokens.
-    continue_final_message: end behind the text of the last message.
+    names: all other variables, such as `tools`, `add_generation_prompt` and special tokens.
+    continue_final_message: end after the text of the last message.
 
-    Raises whatever the template raises; ValueError for a last message that does not stand in what was written.
+    Raises what the template raises; ValueError if the last message is not in the output.
     """
-    told = [_with_reasoning(_plain({k: v for k, v in each.items() if v is not None})) for each in messages]
-    last = _mark_end(told[-1]) if continue_final_message else ""
-    written = _compiled(template).render(messages=told, **_plain(names))
+    plain = [_with_reasoning(_plain({k: v for k, v in each.items() if v is not None})) for each in messages]
+    last = _mark_end(plain[-1]) if continue_final_message else ""
+    written = _compiled(template).render(messages=plain, **_plain(names))
     return _cut(written, last) if continue_final_message else written
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Put the mark behind the text of a message; returns the text."""
+    """Append the mark to the text of a message and return the text."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + _MARK
@@ -57,25 +57,27 @@ def _mark_end(message: dict[str, Any]) -> str:
             text = str(part["text"])
             part["text"] = text + _MARK
             return text
-    raise ValueError("the last message has no text that could go on")
+    raise ValueError("the last message has no text to continue")
 
 
 def _cut(written: str, last: str) -> str:
     place = written.rfind(_MARK.strip())
     if place < 0 or last.strip() not in written:
-        raise ValueError("the last message does not stand in what the template wrote, so it cannot go on")
+        raise ValueError("the chat template changes the last message, so it can't be continued")
     kept = written[:place]
     return kept if written.startswith(_MARK, place) else kept.rstrip()
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning, if it has any, under the names that templates read."""
-    said = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    return message if said is None else {"thinking": said, **message, "reasoning_content": said}
+    """Return the message with its reasoning, if any, under the names that templates read."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return (
+        message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )
 
 
 def _plain(value: Any) -> Any:
-    """JSON's types alone: methods of other objects would be open to a template."""
+    """Return the value with JSON's types only, because templates could call methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -105,12 +107,12 @@ def _tojson(
 
 
 class _Generation(Extension):
-    """`{% generation %}` says which text is an answer's, for training: here what is inside is written."""
+    """`{% generation %}`, which marks answers for training; the text inside is written unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """A call of `_inside` with what stands inside."""
+        """Return a call of `_inside` with the body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
@@ -120,9 +122,9 @@ class _Generation(Extension):
 
 
 class _Names(Namespace):
-    """Jinja's namespace, but for attributes that lead out of the sandbox."""
+    """Jinja's namespace without attributes that lead out of the sandbox."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # so that an attribute may be called `self`
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`, so that it can be an attribute
         self, *given = args
         attributes = dict(*given, **kwargs)
         for name in attributes:
@@ -136,17 +138,17 @@ class _Names(Namespace):
 
 def _refuse_private(name: object) -> None:
     if str(name).startswith("_"):
-        raise SecurityError(f"a namespace of a chat template holds no attribute {name!r}")
+        raise SecurityError(f"a namespace of a chat template can't have the attribute {name!r}")
 
 
 class _Dict:
-    """`dict` as templates call it, without the attributes of a type."""
+    """`dict` for templates, without the attributes of a type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
     def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        """The same value for every key."""
+        """Return a dict with the same value for every key."""
         return dict.fromkeys(keys, value)
 
 

@@ -1,4 +1,4 @@
-"""The bytes that single tokens add to a text."""
+"""Text and bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from bateleur.runner.text.tokenizer import Tokenizer
 
 _Step = Callable[[str | bytes], str | bytes]
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_MOST_PARTIAL = 3
-"""Bytes of an incomplete character."""
+_MAX_PARTIAL = 3
+"""Maximum bytes of an incomplete character."""
 
 
 class TokenText:
-    """Decodes token ids, and says what single tokens are: many are only a part of a character."""
+    """Decodes token ids, and returns text and bytes of single tokens, which may be parts of characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Nothing is read of the tokenizer before it is needed: that takes a second for 250,000 tokens."""
+        """The vocabulary is read on first use, which takes a second for 250,000 tokens."""
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
 
     @cached_property
     def _described(self) -> tuple[list[_Step] | None, frozenset[int]]:
-        """Steps of the decoder, None if tokens cannot be read one by one; and ids of the special tokens."""
+        """Decoder steps (None if tokens can't be read one by one), and ids of special tokens."""
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None, frozenset()
@@ -39,17 +39,17 @@ class TokenText:
             return None, special
 
     def __call__(self, token_ids: list[int]) -> str:
-        """The text of some tokens, special ones included."""
+        """Return the text of some tokens, special ones included."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def text_of(self, token: int) -> str:
-        """The text of one token, special or not."""
+        """Return the text of one token, special or not."""
         if token not in self._texts:
             self._texts[token] = self([token])
         return self._texts[token]
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of one token; those of its text if the tokenizer does not tell them."""
+        """Return the bytes of one token; those of its text if the tokenizer does not tell its bytes."""
         if token not in self._bytes:
             steps, special = self._described
             backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -59,29 +59,29 @@ class TokenText:
         return self._bytes[token]
 
     def name_of(self, token: int) -> str:
-        """The text of one token, or its bytes as OpenAI writes them if it is a part of a character."""
+        """Return the text of one token, or its bytes in OpenAI's notation if it is a part of a character."""
         text, known = self.text_of(token), self.bytes_of(token)
         if "\ufffd" not in text or known == text.encode():
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in known)
 
     def added_text(self, previous: Sequence[int], token: int) -> str:
-        """What a token adds to the text of the tokens before it, so that these texts join to the text of all.
+        """Return what a token adds to the text of earlier tokens, so that these texts join to the text of all.
 
-        The last token of a character adds it. `previous`: the last tokens before it, 3 at least if there are so many.
+        The last token of a character adds it. previous: the last tokens before it, at least 3 if there are as many.
         """
-        begun = partial_character(b"".join(map(self.bytes_of, previous[-_MOST_PARTIAL:])))
+        begun = partial_character(b"".join(map(self.bytes_of, previous[-_MAX_PARTIAL:])))
         return _whole(begun + self.bytes_of(token))
 
 
 def _whole(data: bytes) -> str:
-    """The whole characters of UTF-8."""
+    """Decode the complete characters of UTF-8."""
     return data[: len(data) - len(partial_character(data))].decode("utf-8", "replace")
 
 
 def partial_character(data: bytes) -> bytes:
-    """The incomplete character at the end of UTF-8; empty if there is none."""
-    for size in range(1, min(_MOST_PARTIAL, len(data)) + 1):
+    """Return the incomplete character at the end of UTF-8; empty if there is none."""
+    for size in range(1, min(_MAX_PARTIAL, len(data)) + 1):
         first = data[-size]
         if first >= 0xC0:
             length = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
@@ -92,22 +92,22 @@ def partial_character(data: bytes) -> bytes:
 
 
 def piece_bytes(piece: str, steps: Sequence[_Step]) -> bytes:
-    """The bytes of a token, by the steps of its tokenizer's decoder."""
-    said: str | bytes = piece
+    """Return the bytes of a token, by the steps of its tokenizer's decoder."""
+    data: str | bytes = piece
     for step in steps:
-        said = step(said)
-    return said.encode() if isinstance(said, str) else said
+        data = step(data)
+    return data.encode() if isinstance(data, str) else data
 
 
 def is_byte_piece(piece: str) -> bool:
-    """Whether a token stands for one byte by its name, such as <0x41>."""
+    """Return whether a token is named after a byte, such as <0x41>."""
     return _BYTE.fullmatch(piece) is not None
 
 
 def decoder_steps(decoder: Any) -> list[_Step]:
-    """What a decoder does to each token before they are joined.
+    """Return what a decoder does to each token before it joins them.
 
-    Raises ValueError for a decoder that is not known: what it is, and what it must be.
+    Raises ValueError, with the supported ones, for an unknown decoder.
     """
     if decoder is None:
         raise ValueError(
@@ -131,25 +131,23 @@ def decoder_steps(decoder: Any) -> list[_Step]:
 
 
 def _before_joining(decoders: list[Any]) -> list[Any]:
-    """What stands behind Fuse is done to a whole text: it takes a space from its begin."""
+    """Return the decoders before Fuse; those after it change a whole text (they strip its first space)."""
     kinds = [each["type"] for each in decoders]
     return decoders[: kinds.index("Fuse")] if "Fuse" in kinds else decoders
 
 
 def _replacing(old: str, new: str) -> _Step:
-    return lambda said: said.replace(old, new) if isinstance(said, str) else said
+    return lambda data: data.replace(old, new) if isinstance(data, str) else data
 
 
-def _byte_fallback(said: str | bytes) -> str | bytes:
-    if isinstance(said, str) and (match := _BYTE.fullmatch(said)):
+def _byte_fallback(data: str | bytes) -> str | bytes:
+    if isinstance(data, str) and (match := _BYTE.fullmatch(data)):
         return bytes([int(match[1], 16)])
-    return said
+    return data
 
 
 def _byte_table() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies: printable ones of Latin-1 for themselves, the
-    others from U+0100 on (GPT-2).
-    """
+    """Return the bytes of the characters in byte-level vocabularies (GPT-2): printable Latin-1, others from U+0100."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -158,8 +156,8 @@ def _byte_table() -> dict[str, int]:
 _BYTES = _byte_table()
 
 
-def _byte_level(said: str | bytes) -> str | bytes:
-    """A token with any other character is one that was added, and stands for itself."""
-    if isinstance(said, bytes) or any(each not in _BYTES for each in said):
-        return said
-    return bytes(_BYTES[each] for each in said)
+def _byte_level(data: str | bytes) -> str | bytes:
+    """Map characters to bytes; a token with any other character was added later and is plain text."""
+    if isinstance(data, bytes) or any(each not in _BYTES for each in data):
+        return data
+    return bytes(_BYTES[each] for each in data)

@@ -1,59 +1,82 @@
-"""What the engine needs of a tokenizer."""
+"""The interface of tokenizers, and token ids of tags and bad words."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Protocol
 
 _TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
-"""Form of a tag that a tokenizer may have as an ordinary added token, such as <think>."""
+"""Form of a tag that may be an ordinary added token, such as <think>."""
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer; Hugging Face's satisfy it."""
+    """What the engine needs of a tokenizer; Hugging Face's have it."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of the ids, invalid or incomplete UTF-8 as U+FFFD."""
+        """Return the text of the ids, with U+FFFD for invalid or incomplete UTF-8."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, with the special tokens that the tokenizer puts around a prompt, or without."""
+        """Return the ids of a text, with or without the special tokens around a prompt."""
         ...
 
 
 class NoTokenizer:
-    """For a model that is used with token ids alone: it refuses text, and every text that it gives is empty."""
+    """Tokenizer of a model that is used with token ids only: refuses text, and decodes to empty text."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Always a ValueError."""
-        raise ValueError(
-            f"prompt is the text {text[:40]!r}; with skip_tokenizer_init only token ids are taken"
-        )
+        """Raise ValueError."""
+        raise ValueError(f"prompt is the text {text[:40]!r}; with skip_tokenizer_init it must be token ids")
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """The empty text."""
+        """Return ""."""
         return ""
 
 
 def tag_tokens(tokenizer: Tokenizer) -> dict[int, str]:
-    """Ids and texts of the tokens that are markup and not text: special tokens, and added tokens in the form of a tag.
+    """Return ids and texts of tokens that are markup: special tokens, and added tokens in the form of a tag.
 
     Empty for a tokenizer without the tokenizers library.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {}
-    added = backend.get_added_tokens_decoder()
-    return {
-        token: each.content
-        for token, each in sorted(added.items())
-        if each.special or _TAG.fullmatch(each.content)
-    }
+    known = sorted(backend.get_added_tokens_decoder().items())
+    return {token: each.content for token, each in known if each.special or _TAG.fullmatch(each.content)}
 
 
 def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of the special tokens. Empty for a tokenizer without the tokenizers library."""
+    """Return the ids of special tokens. Empty for a tokenizer without the tokenizers library."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return frozenset()
     return frozenset(token for token, each in backend.get_added_tokens_decoder().items() if each.special)
+
+
+def bad_words_token_ids(
+    words: Sequence[str], tokenizer: Tokenizer, vocab_size: int, most: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each word at the start of a text and after a space.
+
+    Leading white space of a word is ignored; a word of white space only is taken unchanged. Sequences longer than
+    `most`, the tokens that the request can generate, are left out.
+
+    Raises ValueError, naming the word, if it has no tokens, or one that the model does not have.
+    """
+    if words and isinstance(tokenizer, NoTokenizer):
+        raise ValueError(f"bad_words is {tuple(words)}; it must be empty without a tokenizer")
+    found: dict[tuple[int, ...], None] = {}  # a set that keeps its order
+    for index, word in enumerate(words):
+        bare = word.lstrip()
+        for form in (bare, f" {bare}") if bare else (word,):
+            ids = tuple(tokenizer.encode(form, add_special_tokens=False))
+            if not ids:
+                raise ValueError(f"bad_words[{index}] is {word!r}; the tokenizer has no tokens for it")
+            if unknown := [each for each in ids if not 0 <= each < vocab_size]:
+                raise ValueError(
+                    f"bad_words[{index}] is {word!r}, whose token is {unknown[0]}; the model has {vocab_size} tokens"
+                )
+            if len(ids) <= most:
+                found[ids] = None
+    return tuple(found)

@@ -1,1 +1,1 @@
-"""Helpers without state that all rooms use."""
+"""Helpers that all rooms use."""

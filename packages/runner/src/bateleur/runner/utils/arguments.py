@@ -1,6 +1,6 @@
-"""What users pass, checked: a ValueError that names argument, value and rule, and else the value in its own type.
+"""Checks of user arguments, which return the value in its own type or raise ValueError.
 
-A check takes the name of an argument and its value.
+A check is called with the name of the argument and its value. The message names argument, value and rule.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxarray = _REPR.maxset = _REPR.maxdict = 8
 TEXTS_AND_BYTES = (str, bytes, bytearray, memoryview)
-"""Sequences that nobody means as a list."""
+"""Sequences that do not count as lists."""
 
 
 def shown(value: object) -> str:
-    """The value on one line of moderate length, whatever it is."""
+    """Return a short representation of any value, on one line."""
     try:
         return " ".join(_REPR.repr(value).splitlines())
     except Exception:  # the value's own code, or a number of too many digits
@@ -35,29 +35,29 @@ def shown(value: object) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names that somebody else has chosen, on one line of moderate length, however many they are."""
+    """Return a short list of names given by a user, on one line."""
     ordered = sorted(names)
     return ", ".join([*map(shown, ordered[:8]), *["..."] * (len(ordered) > 8)])
 
 
 def refuse(name: str, value: object, rule: str) -> NoReturn:
-    """Raise the ValueError of every check."""
+    """Raise ValueError: `name` is `value`; it must be `rule`."""
     raise ValueError(f"{name} is {shown(value)}; it must be {rule}")
 
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """An integer of at least `low` and at most `high`; a bool is none."""
+    """Checks for an integer in [low, high]; a bool is not one."""
 
     low: float = -math.inf
     high: float = math.inf
     why: str = ""
-    """Ends the rule."""
+    """Appended to the rule in the message."""
     rule: str = ""
-    """In place of what follows from the bounds."""
+    """Replaces the rule made from the bounds."""
 
     def __call__(self, name: str, value: object) -> int:
-        """Returns an int. Raises ValueError for anything else."""
+        """Return an int. Raises ValueError for anything else."""
         if isinstance(value, Integral) and not isinstance(value, bool):
             number = int(value)
             if self.low <= number <= self.high:
@@ -70,14 +70,14 @@ class Integer:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A finite number of at least `low` and at most `high`; with `above` greater than `low`."""
+    """Checks for a finite number in [low, high], or in (low, high] if `above`."""
 
     low: float = -math.inf
     high: float = math.inf
     above: bool = False
 
     def __call__(self, name: str, value: object) -> float:
-        """Returns a float. Raises ValueError for anything else."""
+        """Return a float. Raises ValueError for anything else."""
         if isinstance(value, Real) and not isinstance(value, bool):
             number = _as_float(value)
             least = self.low < number if self.above else self.low <= number
@@ -90,14 +90,14 @@ class Number:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False; not the text "false", which counts as true."""
+    """Check for True or False; text such as "false" is refused."""
     if not isinstance(value, bool):
         refuse(name, value, "True or False")
     return value
 
 
 def text(name: str, value: object) -> str:
-    """Text that is not empty, and that a file can hold."""
+    """Check for non-empty text that can be encoded in UTF-8."""
     if not isinstance(value, str) or not value:
         refuse(name, value, "text that is not empty")
     require_unicode(name, value)
@@ -105,7 +105,7 @@ def text(name: str, value: object) -> str:
 
 
 def folder(name: str, value: object) -> str:
-    """The path of a folder, which need not exist."""
+    """Check for the path of a folder, which need not exist."""
     path = fspath(value) if isinstance(value, PathLike) else value
     if not isinstance(path, str) or not path:
         refuse(name, value, "the path of a folder")
@@ -113,7 +113,7 @@ def folder(name: str, value: object) -> str:
 
 
 def file(name: str, value: object) -> Path:
-    """The path of a file, which need not exist."""
+    """Check for the path of a file, which need not exist."""
     path = fspath(value) if isinstance(value, PathLike) else value
     if not isinstance(path, str) or not path or "\0" in path:
         refuse(name, value, "the path of a file")
@@ -122,12 +122,12 @@ def file(name: str, value: object) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of some names, or a member of an enumeration that is called so; what is passed is returned as it is."""
+    """Checks for one of some names, or an enumeration member with that name or value; returns it unchanged."""
 
     names: tuple[str, ...]
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Raises ValueError for anything else."""
+        """Return `value`. Raises ValueError for anything else."""
         spelled = (value.name, value.value) if isinstance(value, Enum) else (value,)
         if not any(isinstance(each, str) and each in self.names for each in spelled):
             refuse(name, value, f"one of {', '.join(self.names)}")
@@ -136,25 +136,25 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """A sequence whose entries pass a check, as a tuple. `rule`: what it is in words."""
+    """Checks each entry of a sequence and returns a tuple. rule: description of the sequence for messages."""
 
     each: Check
     rule: str
 
     def __call__(self, name: str, value: object) -> tuple[Any, ...]:
-        """Raises ValueError that names the entry, or the whole where it is no sequence."""
+        """Return a tuple. Raises ValueError naming the entry, or the argument if it is not a sequence."""
         if not isinstance(value, Sequence) or isinstance(value, TEXTS_AND_BYTES):
             refuse(name, value, self.rule)
         return tuple(self.each(f"{name}[{i}]", entry) for i, entry in enumerate(value))
 
 
 def maybe(check: Check) -> Check:
-    """None passes as well."""
+    """Return a check that also accepts None."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 def require_unicode(name: str, value: str) -> None:
-    """Refuse text that no file can hold: with half of a surrogate pair, as JSON and shells can write it."""
+    """Raise ValueError for text that can't be encoded in UTF-8, because it has half of a surrogate pair."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -163,7 +163,7 @@ def require_unicode(name: str, value: str) -> None:
 
 
 def member_of(kind: type[E], spelled: E | str) -> E:
-    """The member of an enumeration that a user spelled by its name or value, which `OneOf` has checked."""
+    """Return the enumeration member with this name or value, which `OneOf` has checked."""
     if isinstance(spelled, kind):
         return spelled
     return next(each for each in kind if spelled in (each.name, each.value))
@@ -172,5 +172,5 @@ def member_of(kind: type[E], spelled: E | str) -> E:
 def _as_float(value: Real) -> float:
     try:
         return float(value)
-    except OverflowError:  # an int beyond float's range: as good as infinite
+    except OverflowError:  # an int beyond the range of float counts as infinite
         return math.inf

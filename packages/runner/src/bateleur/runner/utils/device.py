@@ -1,4 +1,4 @@
-"""Where a model runs, in which dtype, sending it what the host decided, and fetching what came of it."""
+"""Devices and dtypes by name, the current GPU of a thread, and copies between host and device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from bateleur.metadata import pinned as pinned
 from bateleur.metadata import upload as upload
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Of weights, activations and states, by the names that a user may say."""
+"""Dtypes of weights, activations and states, by the names that users give."""
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """`auto` is CUDA where there is one. Raises ValueError for a device that is unknown or absent."""
+    """Return the device with this name; "auto" is CUDA if available. Raises ValueError for an unknown or missing
+    device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -35,13 +37,13 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """`device`, with the index of the calling thread's current GPU if it is a GPU without an index."""
+    """Return `device`, with the index of the calling thread's current GPU if it is a GPU without an index."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
+def use_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the calling thread's current device inside the `with` block; do nothing for a CPU.
 
     Triton launches on the current device, whatever device its arguments are on, and pinned memory opens a CUDA context
@@ -50,8 +52,8 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def of_this_thread() -> torch.device:
-    """The calling thread's current GPU, or the CPU if CUDA is not initialised. New threads begin with GPU 0."""
+def current_device() -> torch.device:
+    """Return the calling thread's current GPU, or the CPU if CUDA is not initialised. New threads begin with GPU 0."""
     return indexed(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
 
 
@@ -62,19 +64,19 @@ def make_current(device: torch.device) -> None:
 
 
 @contextmanager
-def naming_memory(**arguments: object) -> Iterator[None]:
-    """Names what was asked for where an allocation fails: a ValueError in place of what numpy or torch raise."""
+def explain_out_of_memory(**arguments: object) -> Iterator[None]:
+    """Turn a failed allocation in the `with` block into a ValueError that names these arguments."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
         asked = ", ".join(f"{name} = {value}" for name, value in arguments.items())
-        raise ValueError(f"{asked}; there is no memory for so much") from error
+        raise ValueError(f"{asked}; there is not enough memory: choose smaller values") from error
 
 
 def free_main_memory() -> int:
-    """Bytes that could be had: with what the system would give back, and swap. All there is, where it doesn't say."""
+    """Return the bytes of available memory (droppable system caches included) and free swap; all memory if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -83,15 +85,15 @@ def free_main_memory() -> int:
     return 1024 * (kilobytes["MemAvailable"] + kilobytes["SwapFree"])
 
 
-class Kept:
-    """Arrays on a device, which are sent again only where they differ from what was sent last under their name."""
+class DeviceCopies:
+    """Copies of host arrays on a device by name, sent again only if their contents have changed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sent: dict[str, tuple[bytes, Tensor]] = {}
 
     def __call__(self, name: str, array: NDArray[Any]) -> Tensor:
-        """`array` on the device, for whoever does not write to it; on a CPU it is the array itself."""
+        """Return `array` on the device, read-only. On a CPU the array itself is returned."""
         if self._device.type == "cpu":
             return upload(array, self._device)
         contents = array.tobytes()
@@ -103,14 +105,14 @@ class Kept:
 
 
 class Fetch:
-    """Tensors on their way to the host.
+    """Asynchronous copies of tensors to the host.
 
-    The copies stand behind what the device was given so far, and `wait` is for these alone: what is queued after the
-    making of a `Fetch` goes on while the host works on what it got. The tensors must not change before that.
+    `wait` waits for work queued before the `Fetch` was made; work queued later continues meanwhile. The tensors must
+    not change before `wait` returns.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """All on one device. On CPU nothing is copied."""
+        """tensors: all on one device. On a CPU nothing is copied."""
         self._done: torch.cuda.Event | None = None
         if not tensors[0].is_cuda:
             self._on_host = list(tensors)
@@ -122,7 +124,7 @@ class Fetch:
         self._done.record(torch.cuda.current_stream(tensors[0].device))
 
     def wait(self) -> list[NDArray[Any]]:
-        """The contents, in the order given."""
+        """Return the contents in the order given."""
         if self._done is not None:
             self._done.synchronize()
         return [tensor.numpy() for tensor in self._on_host]

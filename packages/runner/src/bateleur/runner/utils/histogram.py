@@ -1,4 +1,4 @@
-"""How values are spread: counts by upper bound, as Prometheus wants them."""
+"""Histograms in the form of Prometheus: counts by upper bound."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from numpy.typing import ArrayLike
 class Histogram:
     """Counts of observations by bucket.
 
-    bounds: upper bounds of the buckets, ascending; an observation equal to a bound belongs to its bucket, and behind
-        the last bound is one bucket more.
-    counts: (len(bounds) + 1,) int64. total: the sum of all observations.
+    bounds: ascending upper bounds of the buckets, inclusive; the last bucket, after them, has none.
+    counts: (len(bounds) + 1,) int64. total: sum of all observations.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -26,12 +25,12 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Add a value so many times."""
+        """Add a value `times` times."""
         self.counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 
     def observe_all(self, values: ArrayLike, times: ArrayLike) -> None:
-        """Add values (N,), each as often as `times` (N,) says."""
+        """Add each of the values (N,) as often as its entry of `times` (N,)."""
         values_N, times_N = np.asarray(values, dtype=np.float64), np.asarray(times, dtype=np.int64)
         buckets_N = self.bounds.searchsorted(values_N)
         found = np.bincount(buckets_N, times_N, minlength=len(self.counts))

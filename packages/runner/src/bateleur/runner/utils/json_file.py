@@ -1,4 +1,4 @@
-"""Reading the JSON files of a checkpoint folder."""
+"""Reads JSON files of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming the file when it holds anything else."""
+    """Return the object in a JSON file. Raises ValueError, naming the file, for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

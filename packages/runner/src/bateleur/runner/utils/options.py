@@ -1,4 +1,4 @@
-"""Options as fields of dataclasses: each is written once, with its check beside it and its docstring under it."""
+"""Options as dataclass fields: default, check and help text (the docstring under the field) in one place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bateleur.runner.utils.arguments import Check
 
 
 def option(default: Any, check: Check, *, hashed: bool = True) -> Any:
-    """A field of `Checked`. hashed: whether it counts for the hash, which a mapping can't."""
+    """Return a field of `Checked`. hashed: whether it is part of the hash, which a mapping can't be."""
     return field(default=default, hash=None if hashed else False, metadata={"check": check})
 
 
 class Checked:
-    """A frozen dataclass of `option`s: they are checked when it is made, and kept in their own types."""
+    """Base of frozen dataclasses of `option`s, which checks and converts them when an object is made."""
 
     __slots__ = ()
 
@@ -30,11 +30,11 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of a configuration, as a signature or a command line shows it."""
+    """One field of a configuration, for signatures and command lines."""
 
     name: str
     type: str
-    """Its annotation, as written."""
+    """The annotation as written."""
     default: Any
     help: str
     """The docstring under the field, on one line."""
@@ -42,7 +42,7 @@ class Option:
 
 @cache
 def options_of(config: type) -> tuple[Option, ...]:
-    """The fields of a configuration class in their order, inherited ones too, with the docstrings under them."""
+    """Return the fields of a configuration class in order, inherited ones included, with their docstrings."""
     helps: dict[str, str] = {}
     for kind in filter(is_dataclass, config.__mro__[::-1]):
         helps |= _docstrings(kind)
@@ -54,7 +54,7 @@ def options_of(config: type) -> tuple[Option, ...]:
 
 
 def _docstrings(config: type) -> dict[str, str]:
-    """Texts under the fields of a class, by field; Python keeps none of them, so they are read from the source."""
+    """Return the docstrings under the fields of a class, by field; Python keeps only the source of them."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
     assert isinstance(definition, ast.ClassDef)
     found, last = {}, ""

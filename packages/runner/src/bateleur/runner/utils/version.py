@@ -9,8 +9,8 @@ from pathlib import Path
 
 @cache
 def package_version() -> str:
-    """Return the version of `bateleur-runner`: that of the installed package, or, in a source tree that is on the
-    module search path without being installed, that of its `pyproject.toml`.
+    """Return the version of `bateleur-runner`: the installed package's, else that of the source tree's
+    `pyproject.toml`.
     """
     try:
         return version("bateleur-runner")

@@ -18,7 +18,7 @@ from bateleur.runner.engine.messages import (
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.admitted_request import AdmittedRequest
 from bateleur.runner.requests.request_group import RequestGroup
-from bateleur.runner.stats import EngineStats, joined
+from bateleur.runner.stats import EngineStats, combined
 from bateleur.runner.utils.arguments import shown
 from bateleur.runner.workers.leader import Leader
 
@@ -167,4 +167,4 @@ class DataParallelCoordinator:
 
     def metrics(self) -> EngineStats:
         """The sums of all ranks; those of the others a moment ago, or when the last request had ended."""
-        return joined([self._engine.metrics(), *self._stats])
+        return combined([self._engine.metrics(), *self._stats])

@@ -41,7 +41,7 @@ from bateleur.runner.engine.setup import EngineSetup, device_of
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.admitted_request import AdmittedRequest
 from bateleur.runner.requests.request_group import RequestGroup
-from bateleur.runner.utils.device import current, make_current
+from bateleur.runner.utils.device import make_current, use_device
 
 LOADING = 3600.0
 """Seconds that loading and capturing may take, and what is as long."""
@@ -168,7 +168,7 @@ def run_met(config: EngineConfig, meeting: Meeting) -> NoReturn:
     with _telling(minder):
         minder.here()
         device = device_of(config, meeting.ranks)
-        with current(device):
+        with use_device(device):
             group = Group(meeting.store, meeting.ranks, device, LOADING)
             follow(link, minder, config, group, config.parallel.rank_timeout)
             group.close()

@@ -169,7 +169,7 @@ class Leader:
     def _again(self) -> EngineDead:
         """What is told to whoever comes later."""
         fault = self._watch.fault
-        return EngineDead("it was closed") if fault is None else fault.again()
+        return EngineDead("it was closed") if fault is None else fault.copy()
 
     def _fail(self, error: BaseException) -> NoReturn:
         """End all, and raise why."""

@@ -11,7 +11,7 @@ from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.utils.arguments import Check, Integer, flag, listed, refuse, shown, text
 from bateleur.runner.utils.log_once import log_once
 from bateleur.runner.utils.options import options_of
-from bateleur.runner.utils.vllm_names import SAMPLING, table, without
+from bateleur.runner.utils.vllm_names import SAMPLING, drop_unsupported, table
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def split(
     ValueError that names the field for a wrong value.
     """
     given = {name: value for name, value in mapping("the body", body).items() if value is not None}
-    given = without(REFUSED, given, keep=known)
+    given = drop_unsupported(REFUSED, given, keep=known)
     sampling = {*sampling_names(), *SAMPLING} - known.keys()
     if unknown := given.keys() - known.keys() - sampling - IGNORED.keys():
         report_unknown(unknown, strict=strict)

@@ -1,4 +1,4 @@
-"""Prefixes from one engine to another, by files: one of an engine that is alone, of several ranks a folder of parts."""
+"""Prefixes in files for other engines: one file, or with several ranks a folder with a file for each."""
 
 from __future__ import annotations
 
@@ -22,39 +22,38 @@ _PART = "{rank}-of-{size}.safetensors"
 _PARTS = re.compile(r"\d+-of-(\d+)\.safetensors")
 
 
-class Handover:
-    """Of one engine, between two of its steps. All of its ranks are asked the same at once."""
+class PrefixTransfer:
+    """Exports and imports prefixes of one engine, between two steps, on all ranks at once."""
 
     def __init__(self, cache: DeviceCache, layout: Callable[[], Layout], ranks: Ranks) -> None:
-        """`layout`: asked for when it is needed, since it takes a while to know; a ValueError of it is passed on."""
+        """layout: called when first needed, because it takes long; its ValueError is passed on."""
         self._cache, self._get_layout, self._ranks = cache, layout, ranks
 
     @property
     def layout(self) -> Layout:
-        """What its files are of."""
+        """Layout of the files."""
         return self._get_layout()
 
     def export(self, ids: NDArray[np.int32], path: Path) -> int:
-        """Write the longest prefix of tokens `ids` that the caches have to a file, or of several ranks to a folder;
-        its tokens are returned.
+        """Write the longest cached prefix of `ids` to a file (of several ranks, a folder); return its number of tokens.
 
-        It waits for the device. Raises ValueError if there is none, with the reason, and OSError for what can't be
-        written: on all ranks, if it is so on one.
+        Waits for the device. Raises ValueError, with the reason, if nothing is cached, and OSError if writing fails; on
+        all ranks if one of them fails.
         """
         layout = self.layout
         return together(self._ranks, lambda: self._export(ids, path, layout))
 
-    def take_in(self, path: Path) -> int:
-        """Let requests find the prefix in a file, as if one had computed it here; its tokens are returned.
+    def import_file(self, path: Path) -> int:
+        """Add the prefix in a file to the prefix cache and return its number of tokens.
 
-        What is here already stays, and what is added may be forgotten like anything that nobody holds. Raises
-        PrefixRefused for a file that isn't an export of an engine like this one, and ValueError if so much can't be had
-        of the caches: on all ranks, if it is so on one.
+        Blocks that are cached already stay. Added ones can be evicted like any others. Raises PrefixRefused if the file
+        is not an export of an engine like this one, and ValueError if the caches lack room; on all ranks if one of them
+        fails.
         """
         layout = self.layout
         prefix = together(self._ranks, lambda: self._read(path, layout))
-        told = self._ranks.tell_all([int.from_bytes(prefix.key[:7], "big"), len(prefix.token_ids)])
-        if any(each != told[0] for each in told):
+        by_rank = self._ranks.tell_all([int.from_bytes(prefix.key[:7], "big"), len(prefix.token_ids)])
+        if any(each != by_rank[0] for each in by_rank):
             raise PrefixRefused("misnamed", f"{path}: its parts are of different prefixes")
         return together(self._ranks, lambda: self._add(prefix, path, layout))
 
@@ -78,12 +77,16 @@ class Handover:
         return hit.num_tokens
 
     def _part(self, path: Path) -> Path:
-        """This rank's of what was exported. Raises PrefixRefused where so many ranks have not."""
+        """Return the path of this rank's file. Raises PrefixRefused if another number of ranks exported it."""
         size = self._ranks.size
-        of = {1} if path.is_file() else {int(each[1]) for each in map(_PARTS.fullmatch, _names(path)) if each}
-        if of and size not in of:
-            whose = ", ".join(map(str, sorted(of)))
-            raise PrefixRefused("foreign", f"{path}: is of an engine of {whose} ranks, and here are {size}")
+        sizes = (
+            {1} if path.is_file() else {int(each[1]) for each in map(_PARTS.fullmatch, _names(path)) if each}
+        )
+        if sizes and size not in sizes:
+            exported = ", ".join(map(str, sorted(sizes)))
+            raise PrefixRefused(
+                "foreign", f"{path}: is of an engine of {exported} ranks, and this one has {size}"
+            )
         return path if self._ranks.alone else path / _PART.format(rank=self._ranks.rank, size=size)
 
     def _read(self, path: Path, layout: Layout) -> Prefix:
@@ -91,11 +94,11 @@ class Handover:
         prefix = read_prefix(self._part(path), layout, follow=True)
         num_tokens, keys = len(prefix.token_ids) - layout.ahead, PrefixKeys(cache.prefixes.block_size)
         if num_tokens % layout.granularity:
-            raise PrefixRefused("foreign", f"{path}: ends where no request may go on")
+            raise PrefixRefused("foreign", f"{path}: ends where no request can continue")
         if prefix.start or prefix.key != keys.of(prefix.token_ids, num_tokens):
             raise PrefixRefused("misnamed", f"{path}: its key is not that of its tokens")
         if cache.pages is not None and prefix.page is None:
-            raise PrefixRefused("foreign", f"{path}: holds no state behind its tokens")
+            raise PrefixRefused("foreign", f"{path}: has no state after its tokens")
         return prefix
 
     @torch.inference_mode()
@@ -108,12 +111,10 @@ class Handover:
             names = cache.prefixes.names(keys, prefix.token_ids, 0, len(prefix.blocks))
             fits = fits and cache.blocks.add(names, prefix.blocks)
         if not fits:
-            raise ValueError(
-                f"{path}: has {num_tokens} tokens, for which the caches have no room beside what runs"
-            )
+            raise ValueError(f"{path}: has {num_tokens} tokens, for which the caches have no free room")
         return num_tokens
 
 
 def _names(folder: Path) -> list[str]:
-    """Of what is in it; [] of what is no folder."""
+    """Return the names of the files in a folder; [] if it is not a folder."""
     return [each.name for each in folder.iterdir()] if folder.is_dir() else []
