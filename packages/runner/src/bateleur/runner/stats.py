@@ -35,7 +35,7 @@ class RequestHistograms:
     request_queue_time_seconds: Histogram = field(default_factory=_SECONDS)
     """From arrival to the first step with tokens of the request."""
     request_prefill_time_seconds: Histogram = field(default_factory=_SECONDS)
-    """From that step to the first token."""
+    """From the first step with tokens of the request to its first output token."""
     request_decode_time_seconds: Histogram = field(default_factory=_SECONDS)
     """From the first token to the last."""
     request_prompt_tokens: Histogram = field(default_factory=_TOKENS)
@@ -84,7 +84,7 @@ class EngineStats:
     num_dummy_steps: int = 0
     """Dummy steps for other data-parallel ranks while this one had no work; not in `num_steps`."""
     num_dummy_drafts: int = 0
-    """Dummy passes of an MTP head after these, if ranks share its experts."""
+    """Dummy passes of an MTP head after dummy steps, if ranks share its experts."""
     num_verify_rows: int = 0
     """Decoding rows over all steps: without speculation, each emits one token."""
     num_verified_tokens: int = 0

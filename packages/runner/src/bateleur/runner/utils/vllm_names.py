@@ -116,7 +116,7 @@ ENGINE = table(
     ("model_class_overrides", (None, {}), _PLUGINS),
     ("numa_bind_cpus numa_bind_nodes", (None,), "start the process under numactl"),
     ("enable_return_routed_experts return_sampling_mask", (False,), "outputs have tokens, texts and log probabilities"),
-    ("per_request_spec_decode_metrics", ("none",), "drafts that were accepted are told with return_token_ids"),
+    ("per_request_spec_decode_metrics", ("none",), "accepted drafts are in the reply with return_token_ids"),
     ("custom_histogram_buckets", (None, {}), "the buckets of histograms are fixed"),
     ("logging_config log_config_file", (None, {}), _LOGS),
     ("use_tqdm_on_load disable_cascade_attn language_model_only skip_mm_profiling disable_log_stats "
