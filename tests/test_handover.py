@@ -157,7 +157,7 @@ def test_a_file_of_other_tokens_is_refused(engine: Callable[..., LLM], tmp_path:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda llm, path: llm.export_prefix([], path), "0 tokens; a hit takes at least 5"),
+        (lambda llm, path: llm.export_prefix([], path), "0 tokens; a hit needs at least 5"),
         (lambda llm, path: llm.export_prefix(TOKENS, path), "no request computed this prefix"),
         (
             lambda llm, path: llm.export_prefix([1, -1], path),

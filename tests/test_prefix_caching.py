@@ -101,7 +101,7 @@ def test_m13_at_least_one_token_is_left_to_compute(make: Callable[..., LLM]) -> 
 def test_a_prompt_that_could_not_hit_says_why(make: Callable[..., LLM]) -> None:
     llm = make()
     (output,) = llm.generate(prompts(4), GREEDY)
-    assert output.cache_miss == f"4 tokens; a hit takes at least {1 + granularity(llm)}"
+    assert output.cache_miss == f"4 tokens; a hit needs at least {1 + granularity(llm)}"
 
 
 @pytest.mark.parametrize("drafts", [{}, {"draft": "auto", "num_speculative_tokens": 20}])

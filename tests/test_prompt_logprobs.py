@@ -177,7 +177,7 @@ def test_a_prefix_is_computed_and_published(
         check(outputs, laws)
         for output, asked in zip(outputs, ASKED, strict=True):
             assert asked is None or output.num_cached_tokens == 0
-    assert outputs[0].cache_miss == "prompt_logprobs take every token of the prompt"
+    assert outputs[0].cache_miss == "prompt_logprobs compute every token of the prompt"
     (output,) = llm.generate([prompts[0]], PARAMS[4])
     assert output.num_cached_tokens == 16, "of what the others computed"
     assert output.prompt_logprobs is None

@@ -137,13 +137,13 @@ MORE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         CACHED | {"mamba_cache_mode": "none"},
-        "mamba_cache_mode is 'none' and enable_prefix_caching True; prefixes are shared in the modes 'align' and "
-        "'all', and in these alone",
+        "mamba_cache_mode is 'none' and enable_prefix_caching True; prefix caching needs the mode "
+        "'align' or 'all', and only these",
     ),
     (
         {"mamba_cache_mode": "all"},
-        "mamba_cache_mode is 'all' and enable_prefix_caching False; prefixes are shared in the modes 'align' and "
-        "'all', and in these alone",
+        "mamba_cache_mode is 'all' and enable_prefix_caching False; prefix caching needs the mode "
+        "'align' or 'all', and only these",
     ),
     *(
         (
@@ -344,8 +344,8 @@ def test_names_of_vllm_that_ask_for_what_there_is(make: Callable[..., LLM]) -> N
 
 
 HUB = (
-    "a checkpoint is a folder with config.json and safetensors weights. Nothing is downloaded: fetch a model of the "
-    "Hub before, as `hf download NAME --local-dir DIR` does"
+    "it must be a folder with config.json and safetensors weights. Fetch a model of the Hub with "
+    "`hf download NAME --local-dir DIR`"
 )
 
 

@@ -129,7 +129,7 @@ def test_no_tokenizer(folder: Path, refused: Any, gone: list[str], folder_in_pla
         (folder / name).unlink()
     if folder_in_place:
         (folder / "tokenizer.json").mkdir()
-    with refused(f"{folder}: holds no tokenizer.json and no tiktoken.model. {INSTEAD}"):
+    with refused(f"{folder}: has no tokenizer.json and no tiktoken.model. {INSTEAD}"):
         LLM(folder, device="cpu")
     LLM(folder, device="cpu", max_num_seqs=1, skip_tokenizer_init=True)
 
@@ -178,7 +178,7 @@ def test_weights(folder: Path, refused: Any, contents: bytes) -> None:
 def test_weights_of_another_kind(folder: Path, refused: Any, name: str) -> None:
     (folder / "model.safetensors").rename(folder / name)
     with refused(
-        f"{folder}: holds neither model.safetensors nor model.safetensors.index.json; only safetensors weights can be "
+        f"{folder}: has neither model.safetensors nor model.safetensors.index.json; only safetensors weights can be "
         "read"
     ):
         open_checkpoint(folder)

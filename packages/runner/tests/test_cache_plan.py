@@ -114,7 +114,7 @@ def test_what_published_models_get(name: str, gigabytes: int, rows: int, tokens:
 def test_fewer_rows_are_announced_with_both_numbers() -> None:
     plan, said = planned(PUBLISHED["Granite-4.0-H-Small"], 10**10, share=True)
     assert said == [
-        "kv_cache_memory_bytes is 10000000000; with prefix caching, and beside the keys and values of the longest "
+        "kv_cache_memory_bytes is 10000000000; with prefix caching, and with the keys and values of the longest "
         f"request, it holds the states of {plan.max_num_seqs} of max_num_seqs = 32 requests at once"
     ]
 
@@ -137,8 +137,8 @@ def test_rows_that_nobody_chose_make_room(name: str, share: bool, gigabytes: flo
     assert plan.max_num_seqs == rows
     assert plan.total_bytes <= budget
     lacks = (
-        f"kv_cache_memory_bytes is {budget}; beside keys and values it holds the states of {rows} of 64 requests at "
-        f"once, so max_num_seqs is {rows}; where it is given, it is kept or refused"
+        f"kv_cache_memory_bytes is {budget}; with keys and values it holds the states of {rows} of 64 requests at "
+        f"once, so max_num_seqs is {rows}; a value that you give is used or refused"
     )
     assert said == [lacks] * (rows < 64)
     if rows > 1:
@@ -199,7 +199,7 @@ def test_one_request_without_room_for_a_second_page_shares_nothing() -> None:
     for budget, shares in ((plain.costs.fixed_bytes(1) + 100 * 2**20, False), (tight, True)):
         plan, said = planned(spec, budget, share=True, limits=limits)
         assert (plan.share_prefixes, plan.max_num_seqs) == (shares, 1)
-        assert [text.endswith("no state that others could find: prefix caching is off") for text in said] == (
+        assert [text.endswith("no cached state: prefix caching is off") for text in said] == (
             [] if shares else [True]
         )
 

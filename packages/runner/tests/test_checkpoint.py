@@ -370,7 +370,7 @@ def test_folders_that_are_no_checkpoints(folder: Any, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "nowhere")
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ValueError, match=r"empty: holds no config\.json"):
+    with pytest.raises(ValueError, match=r"empty: has no config\.json"):
         open_checkpoint(empty)
     for text in ("{", "[]", "\x00", '"text"'):
         (empty / "config.json").write_text(text)
@@ -388,7 +388,7 @@ def test_folders_that_are_no_checkpoints(folder: Any, tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer(tiny_checkpoint: Any, family: str) -> None:
     """transformers makes an empty tokenizer for Qwen's models."""
     checkpoint = open_checkpoint(tiny_checkpoint(family)[0])
-    with pytest.raises(ValueError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         load_tokenizer(checkpoint)
 
 

@@ -268,7 +268,7 @@ def test_torch_is_asked_only_for_what_it_does_on_the_device(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(grouped, "generation", grouped.generation.__wrapped__)  # which is not kept
     x, weight = torch.empty(3, columns, dtype=dtype), torch.empty(2, 8, columns, dtype=dtype)
-    assert grouped.torch_has(x, weight) == has
+    assert grouped.torch_supports(x, weight) == has
 
 
 @pytest.mark.parametrize(("inner", "asked"), [(16, 2), (12, 1), (20, 1)])
@@ -342,7 +342,7 @@ def test_layers_that_can_not_be(fields: dict[str, Any], message: str) -> None:
     [
         ({"scores": "tanh"}, "scores is 'tanh'; supported are 'softmax' and 'sigmoid'"),
         ({"num_groups": 2, "top_groups": 3}, "top_groups is 3; it must be at most num_groups = 2"),
-        ({"corrected": True}, "scores is 'softmax'; a correction and groups go with 'sigmoid' alone"),
+        ({"corrected": True}, "scores is 'softmax'; a correction and groups need 'sigmoid'"),
     ],
 )
 def test_routers_that_can_not_be(fields: dict[str, Any], message: str) -> None:

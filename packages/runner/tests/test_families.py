@@ -42,7 +42,7 @@ def test_greedy_tokens_equal_transformers(
 
 def test_without_a_tokenizer_text_is_refused(tiny_checkpoint: Callable[..., tuple[Path, Any]]) -> None:
     folder, _ = tiny_checkpoint("llama")
-    with pytest.raises(ValueError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         LLM(folder, device="cpu", max_model_len=32)
     llm = LLM(folder, device="cpu", max_model_len=32, max_num_seqs=2, skip_tokenizer_init=True)
     with pytest.raises(ValueError, match="only token ids are taken"):

@@ -60,7 +60,7 @@ def test_float64_has_the_form_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     forms = grouped.Implementations(lambda *_: asked.append("torch"), triton="nowhere:nothing")
     monkeypatch.setattr(grouped, "FORMS", forms)
-    monkeypatch.setattr(grouped, "torch_has", lambda *_: False)
+    monkeypatch.setattr(grouped, "torch_supports", lambda *_: False)
 
     class OnCuda:
         is_cpu, is_cuda, dtype = False, True, torch.float64

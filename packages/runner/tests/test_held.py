@@ -15,7 +15,7 @@ from bateleur.runner.assets import shipped_model
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
 from bateleur.runner.distributed.ranks import Ranks
-from bateleur.runner.models.memory_report import held_bytes
+from bateleur.runner.models.memory_report import packed_weight_bytes
 
 
 def spans(thing: object) -> Iterator[tuple[int, int]]:
@@ -54,7 +54,7 @@ def test_memory_of_weights_is_that_of_their_tensors(
         ranks = Ranks(rank, size, "none" if size > 1 else "")
         model = load_model(checkpoint, torch.float32, device, ranks)
         weights = sum(weight.nbytes for weight in model.weights().values())
-        predicted = held_bytes(model, device, checkpoint.dtype)
+        predicted = packed_weight_bytes(model, device, checkpoint.dtype)
         model.pack()
         measured = in_memory(model)
         assert measured == predicted

@@ -130,7 +130,7 @@ def test_table_and_json(tiny_checkpoint: Any) -> None:
 def test_unknown_dtype_and_folder(tiny_checkpoint: Any, tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="dtype is 'int4'"):
         describe_checkpoint(tiny_checkpoint("llama")[0], dtype="int4")
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
         describe_checkpoint(tmp_path)
 
 

@@ -151,12 +151,12 @@ def test_a_folder_of_its_own_holds_the_tokenizer(kimi: Path, tmp_path: Path) -> 
     for name in ("tiktoken.model", "tokenizer_config.json"):
         shutil.move(kimi / name, tokens / name)
     with pytest.raises(
-        ValueError, match=r"holds no tokenizer\.json and no tiktoken\.model\. Name a folder with"
+        ValueError, match=r"has no tokenizer\.json and no tiktoken\.model\. Name a folder with"
     ):
         LLM(kimi, device="cpu", max_model_len=64)
     llm = LLM(kimi, device="cpu", max_model_len=64, tokenizer=tokens)
     assert llm.tokenizer.encode("hello") == load_tokenizer(open_checkpoint(kimi), tokens).encode("hello")
-    with pytest.raises(ValueError, match=r"tokenizer='.*nowhere': is no folder"):
+    with pytest.raises(ValueError, match=r"tokenizer is '.*nowhere'; it must be a folder"):
         LLM(kimi, device="cpu", max_model_len=64, tokenizer=tmp_path / "nowhere")
 
 

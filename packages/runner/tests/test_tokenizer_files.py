@@ -24,7 +24,7 @@ from tokenizers import (
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.checkpoint.tokenizer_files import read_alone
+from bateleur.runner.checkpoint.tokenizer_files import read_without_transformers
 from bateleur.runner.text.file_tokenizer import FileTokenizer
 
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
@@ -142,7 +142,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @cache
 def both(folder: Path) -> tuple[FileTokenizer, Any]:
-    alone = read_alone(folder)
+    alone = read_without_transformers(folder)
     assert alone is not None, "the files say all of it"
     return alone, AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
@@ -287,7 +287,7 @@ ASKED: list[dict[str, Any]] = [
 def test_files_that_say_more_are_left_to_transformers(
     folders: dict[str, Path], tmp_path: Path, files: dict[str, Any]
 ) -> None:
-    assert read_alone(with_files(folders["byte_level"], tmp_path, files)) is None
+    assert read_without_transformers(with_files(folders["byte_level"], tmp_path, files)) is None
 
 
 SAME: list[dict[str, Any]] = [

@@ -1,1 +1,1 @@
-"""Memory of sequences: KV blocks, Mamba state pages, and the prefixes that requests share."""
+"""Memory of requests: KV blocks, recurrent states, and the prefix cache."""

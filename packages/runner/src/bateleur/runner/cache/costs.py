@@ -1,4 +1,4 @@
-"""What keys, values and states take, by what they grow with: the one answer for plans, tensors and `bateleur info`."""
+"""Bytes of keys, values and states, for cache plans, cache tensors and `bateleur info`."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from bateleur.runner.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCosts:
-    """Bytes that a drafter keeps beside its target's caches."""
+    """Bytes of a drafter in addition to the target's caches."""
 
     token_bytes: int = 0
-    """Keys and values of a token, which lie in the blocks of the target's."""
+    """Keys and values of one token, stored in the target's blocks."""
     logits_bytes: int = 0
-    """Logits of a draft, kept until its test; 0 under a rule that doesn't look at them."""
+    """Logits of one draft, stored until it is verified; 0 if the acceptance rule does not need them."""
     row_bytes: int = 0
-    """What it keeps of a running request, however long it is: its tokens, for prompt lookup."""
+    """Per running request, whatever its length: its tokens, for prompt lookup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """How keys, values and states are kept, as it follows from what a user chose."""
+    """How keys, values and states are cached: the user's options, completed."""
 
     block_size: int
     """Tokens in a KV block."""
     share_prefixes: bool
-    """Whether requests share what they computed of equal prefixes."""
+    """Whether prefix caching is on."""
     states: StateOptions
     draft: DraftCosts = DraftCosts()
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> CacheOptions:
-        """Complete what a user chose; errors as of `StateOptions.of`."""
+        """Complete the user's options. Raises as `StateOptions.of`."""
         return cls(
             block_size=config.cache.block_size,
             share_prefixes=config.cache.enable_prefix_caching,
@@ -47,27 +47,27 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCosts:
-    """Bytes over all layers, for a model and the way its caches are kept."""
+    """Bytes over all layers of a model under given cache options."""
 
     options: CacheOptions
     token_bytes: int
-    """Keys and values of a token, those of a draft head included."""
+    """Keys and values of one token, including a draft head's."""
     page_bytes: int
-    """A state of all recurrent layers, and the window of inputs in front of it."""
+    """One state of all recurrent layers, and its convolution windows."""
     state_bytes: int
-    """Of a page, the state alone."""
+    """The states in a page, without windows."""
     ring_bytes: int
-    """Of a running request, under FOLD."""
+    """Rings of a running request, under FOLD."""
     window_bytes: int
-    """The live window of a running request, under FOLD."""
+    """Live windows of a running request, under FOLD."""
     layout: CacheLayout | None
-    """Where the states of a request lie; None without recurrent layers."""
+    """Layout of a request's states; None without recurrent layers."""
     retention: PrefixRetention | None
-    """Which of them others may find; None where they are not shared."""
+    """States that stay in the prefix cache; None without prefix caching."""
 
     @classmethod
     def of(cls, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, options: CacheOptions) -> CacheCosts:
-        """Raises ValueError for a cache mode that does not go with `share_prefixes`, and as `StateOptions.layout`."""
+        """Raises ValueError if cache mode and `share_prefixes` contradict each other, and as `StateOptions.layout`."""
         states, share = options.states, options.share_prefixes
         heads = sum(each.num_kv_heads * each.head_dim for each in spec.attention)
         token_bytes = 2 * heads * dtype.itemsize
@@ -77,8 +77,8 @@ class CacheCosts:
         if layers:
             if share == (states.mode is MambaCacheMode.NONE):
                 raise ValueError(
-                    f"mamba_cache_mode is {states.mode.value!r} and enable_prefix_caching {share}; prefixes are "
-                    "shared in the modes 'align' and 'all', and in these alone"
+                    f"mamba_cache_mode is {states.mode.value!r} and enable_prefix_caching {share}; prefix "
+                    "caching needs the mode 'align' or 'all', and only these"
                 )
             layout = states.layout(options.block_size if token_bytes else 1, max_model_len)
             ring_bytes = sum(each.ring_bytes(layout.ring_capacity) for each in layers)
@@ -96,39 +96,39 @@ class CacheCosts:
 
     @property
     def block_bytes(self) -> int:
-        """A KV block; 0 for a model without attention."""
+        """Size of a KV block; 0 for a model without attention."""
         return self.options.block_size * self.token_bytes
 
     @property
     def row_bytes(self) -> int:
-        """What a running request holds beside its pages."""
+        """Bytes of a running request in addition to its pages."""
         return self.ring_bytes + self.window_bytes
 
     @property
     def pages_per_request(self) -> int:
-        """Pages that a running request holds at most and shares with nobody."""
+        """Maximum number of pages that a running request holds alone."""
         return 0 if self.layout is None else self.layout.slots_per_request()
 
     @property
     def state_bytes_per_request(self) -> int:
-        """Those, and what it holds beside them."""
+        """Bytes of the pages, rings and windows that a running request holds alone."""
         return self.pages_per_request * self.page_bytes + self.row_bytes
 
     @property
     def logits_bytes_per_request(self) -> int:
-        """Logits of the drafts that wait for their test."""
+        """Bytes of the logits of all unverified drafts."""
         return self.options.states.num_speculative_tokens * self.options.draft.logits_bytes
 
     @property
     def pages_to_share(self) -> int:
-        """Pages that others may find of the longest request."""
+        """Pages of the longest request that stay in the prefix cache."""
         if self.retention is None or self.layout is None:
             return 0
         longest = self.layout.max_model_len
         return len(self.retention.columns_to_publish(0, longest, longest))
 
     def fixed_bytes(self, num_rows: int) -> int:
-        """Everything but keys, values and pages to share: of `num_rows` requests, and of a null row, page and draft."""
+        """Return the bytes of `num_rows` requests and a null row, without keys, values and cached pages."""
         null = self.page_bytes + self.row_bytes + self.options.draft.logits_bytes
         own = self.logits_bytes_per_request + self.options.draft.row_bytes
         return null + num_rows * (self.state_bytes_per_request + own)

@@ -1,15 +1,15 @@
-"""How much of everything the caches hold, decided once from a budget: numbers alone, no tensors.
+"""Plans the sizes of all caches within a memory budget.
 
-Mamba states come in pages, one state after some tokens in all layers. A running request holds a few of its own; with
-prefix caching others are kept for whoever begins with the same tokens. A page costs as much as the keys and values of
-thousands of tokens, so what comes first decides what an engine can serve:
+Mamba states come in pages, each with the states of all layers after some tokens. A running request holds a few pages;
+with prefix caching, more are kept for requests with the same prefix. A page costs as much as keys and values of
+thousands of tokens, so memory is assigned in this order:
 
-1. states, rings, and what a drafter keeps, for the requests that run at once;
-2. keys and values of the longest request, or as many as there would be without prefix caching: sharing never refuses
-   what ran without it. If need be fewer requests run at once, and if that isn't enough nothing is shared. Where nobody
-   says how many requests run at once, states leave half of the memory to keys and values;
-3. keys and values of a working set, WORKING_TOKENS for each other request that runs, unless pages are cheap;
-4. keys and values, and pages to keep: as many bytes of each, or where pages are cheap, as many tokens.
+1. states, rings and draft memory of all running requests;
+2. keys and values of the longest request, or as many as without prefix caching, so that prefix caching never refuses
+what runs without it. If needed, fewer requests run at once; if that is not enough, prefix caching is off. If the user
+did not choose the number of requests, states leave half of the memory to keys and values;
+3. keys and values of a working set, WORKING_TOKENS for each other running request, unless pages are cheap;
+4. keys and values, and cached pages: equal bytes of each, or if pages are cheap, equal tokens.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models.spec import ModelSpec
 
 WORKING_TOKENS = 2048
-"""Tokens of a request of the working set: more of them are worth less than a state that is found again."""
+"""Tokens per request in the working set: further tokens are worth less than one more cached state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """The sizes of both caches."""
+    """Sizes of the KV cache and of the Mamba cache."""
 
     costs: CacheCosts
     max_num_seqs: int
-    """Requests that run at once: as many as were asked for, or as there is memory for."""
+    """Maximum running requests: as requested, or as memory allows."""
     num_blocks: int
-    """KV blocks, the null block included; 0 for a model without attention."""
+    """KV blocks, including the null block; 0 for a model without attention."""
     max_blocks: int
     """KV blocks of the longest request."""
     num_state_slots: int
-    """Mamba state slots, the null slot included; 0 for a model without Mamba layers."""
+    """Mamba state slots, including the null slot; 0 for a model without Mamba layers."""
     max_model_len: int
-    """Tokens of the longest request: as many as were asked for, or as the KV blocks hold."""
+    """Tokens of the longest request: as requested, or as the KV blocks hold."""
 
     @property
     def block_size(self) -> int:
@@ -52,7 +52,7 @@ class CachePlan:
 
     @property
     def share_prefixes(self) -> bool:
-        """Whether requests share what they computed of equal prefixes."""
+        """Whether prefix caching is on."""
         return self.costs.options.share_prefixes
 
     @property
@@ -61,7 +61,7 @@ class CachePlan:
         return self.costs.layout
 
     def common(self, ranks: Ranks) -> CachePlan:
-        """What all ranks have room for; each brings its own plan."""
+        """Return the smallest sizes over all ranks, each of which passes its own plan."""
         sizes = [
             self.max_num_seqs,
             self.num_blocks,
@@ -81,34 +81,34 @@ class CachePlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the KV blocks hold; the null block holds none."""
+        """Tokens that the KV blocks hold, without the null block."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
     def num_missing_blocks(self) -> int:
-        """KV blocks without which the longest request does not fit; 0 if it fits."""
+        """KV blocks that the longest request lacks; 0 if it fits."""
         return max(1 + self.max_blocks - self.num_blocks, 0) if self.max_blocks else 0
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values, a draft head's included."""
+        """Keys and values, including a draft head's."""
         return self.num_blocks * self.costs.block_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Pages and rings, the null page and the null row included."""
+        """Pages and rings, including the null page and the null row."""
         return self.num_state_slots * self.costs.page_bytes + (1 + self.max_num_seqs) * self.costs.row_bytes
 
     @property
     def draft_bytes(self) -> int:
-        """Logits of drafts that wait for their test, and a null one; tokens for prompt lookup."""
+        """Logits of unverified drafts and a null one, and tokens for prompt lookup."""
         draft = self.costs.options.draft
         each = self.costs.logits_bytes_per_request + draft.row_bytes
         return draft.logits_bytes + self.max_num_seqs * each
 
     @property
     def total_bytes(self) -> int:
-        """What all of it occupies."""
+        """Bytes of all caches."""
         return self.kv_bytes + self.state_bytes + self.draft_bytes
 
 
@@ -122,18 +122,17 @@ def plan_caches(
     rows_chosen: bool = True,
     length_chosen: bool | None = None,
 ) -> CachePlan:
-    """Fit all that a `CachePlan` counts into `budget_bytes`, in the order that stands on top of this file.
+    """Fit all caches into `budget_bytes`, in the order described at the top of this file.
 
-    With prefix caching, or if nobody chose the rows, the plan may have fewer of them than `limits.max_num_seqs`, or
-    share nothing: a RuntimeWarning says so, with the numbers.
+    With prefix caching, or if the user did not choose the number of rows, the plan may have fewer rows than
+    `limits.max_num_seqs`, or no prefix caching; a RuntimeWarning has the numbers.
 
-    length_chosen: whether the user chose `limits.max_model_len`. If not, and the KV blocks hold fewer tokens of one
-        request, the plan's `max_model_len` is lowered to that with a RuntimeWarning. Prefix caching then gets up to
-        half of the memory. If so, a ValueError names the length that fits. None does not compare the length with the
-        KV blocks.
+    length_chosen: whether the user chose `limits.max_model_len`. If True, and the KV blocks hold fewer tokens of one
+    request, a ValueError names the length that fits. If False, the plan's `max_model_len` is lowered to it with a
+    RuntimeWarning, and prefix caching gets up to half of the memory. None skips the comparison.
 
-    Raises ValueError with both numbers when the states of `max_num_seqs` requests, or of one if nobody chose, and two
-    KV blocks do not fit without sharing, and as `CacheCosts.of`.
+    Raises ValueError with both numbers if the states of `max_num_seqs` requests (of one, if the user did not choose)
+    and two KV blocks do not fit without prefix caching, and as `CacheCosts.of`.
     """
     costs = alone = CacheCosts.of(spec, dtype, limits.max_model_len, options)
     if costs.retention is not None:
@@ -168,7 +167,7 @@ def plan_caches(
 
 
 def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: bool) -> CachePlan:
-    """The plan with the `max_model_len` that its KV blocks hold. See `plan_caches` for the warning and the error."""
+    """Return the plan with the `max_model_len` that its KV blocks hold, with a warning or error; see `plan_caches`."""
     fits, wanted, least = plan.num_tokens, limits.max_model_len, limits.max_query_len + 1
     if chosen or fits < least:
         fix = f"set max_model_len to at most {fits}, or " if fits >= least else ""
@@ -186,24 +185,26 @@ def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: b
 
 
 def _losses(plan: CachePlan, most: int, share: bool, rows_chosen: bool) -> list[str]:
-    """What a plan lacks of `most` rows, and of sharing states if that was asked for."""
+    """Return what a plan lacks compared with `most` rows and prefix caching, if requested."""
     lost, rows = [], plan.max_num_seqs
-    beside = "with prefix caching, and beside the keys and values of the longest request, it holds"
+    beside = "with prefix caching, and with the keys and values of the longest request, it holds"
     if share and plan.costs.retention is None:
-        lost.append(f"{beside} no state that others could find: prefix caching is off")
+        lost.append(f"{beside} no cached state: prefix caching is off")
     if rows < most and rows_chosen:
         lost.append(f"{beside} the states of {rows} of max_num_seqs = {most} requests at once")
     elif rows < most:
         lost.append(
-            f"beside keys and values it holds the states of {rows} of {most} requests at once, so max_num_seqs is "
-            f"{rows}; where it is given, it is kept or refused"
+            f"with keys and values it holds the states of {rows} of {most} requests at once, so max_num_seqs is "
+            f"{rows}; a value that you give is used or refused"
         )
     return lost
 
 
 def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, length_chosen: bool) -> int:
-    """`max_num_seqs`, halved until keys and values of the longest request fit as well. Unless the user chose its
-    length, half of the memory for keys and values is enough."""
+    """Return `max_num_seqs`, halved until keys and values of the longest request fit too.
+
+    If the user did not choose the length, half of the memory is enough for these.
+    """
     longest = (1 + -(-limits.max_model_len // costs.options.block_size)) * costs.block_bytes
     keys = longest if length_chosen else min(longest, budget_bytes // 2)
     room, rows = budget_bytes - keys, limits.max_num_seqs
@@ -213,7 +214,7 @@ def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int
 
 
 def _plan_alone(costs: CacheCosts, limits: EngineLimits, budget_bytes: int) -> CachePlan:
-    """States of all rows, and as many KV blocks as fit and could ever be used."""
+    """Plan states of all rows, and as many KV blocks as fit and can be used, without prefix caching."""
     rows = limits.max_num_seqs
     needed = costs.fixed_bytes(rows) + 2 * costs.block_bytes
     if needed > budget_bytes:
@@ -227,10 +228,10 @@ def _plan_alone(costs: CacheCosts, limits: EngineLimits, budget_bytes: int) -> C
 def _plan_shared(
     costs: CacheCosts, limits: EngineLimits, budget_bytes: int, plain: CachePlan, shortens: bool
 ) -> CachePlan | None:
-    """Beside every request that `plain` could serve; None if not even one would run with states to share.
+    """Plan with prefix caching for the requests that `plain` could serve; None if not even one fits with cached states.
 
     shortens: if `plain` does not hold the longest request, its keys and values get half of the memory, and
-    `max_model_len` is lowered to that, so that prefixes are shared.
+    `max_model_len` is lowered to that.
     """
     longest = min(plain.num_blocks, 1 + plain.max_blocks)
     if shortens and plain.num_missing_blocks:
@@ -243,7 +244,7 @@ def _plan_shared(
     working = longest + (rows - 1) * min(plain.max_blocks, -(-WORKING_TOKENS // plain.block_size))
     assert costs.layout is not None
     between = costs.layout.block_size * costs.token_bytes
-    if costs.page_bytes < between:  # keys and values of a working set are found with their pages, or never
+    if costs.page_bytes < between:  # a working set is only useful with its pages
         working = longest
     spare = budget_bytes - costs.fixed_bytes(rows) - working * costs.block_bytes
     beside = max(costs.page_bytes, between)
@@ -252,7 +253,7 @@ def _plan_shared(
 
 
 def _fill(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, pages: int) -> CachePlan:
-    """KV blocks beside about so many `pages` to share; of neither more than could ever be used."""
+    """Plan KV blocks in addition to about `pages` cached pages, and no more of both than can be used."""
     rows = limits.max_num_seqs
     spare = budget_bytes - costs.fixed_bytes(rows)
     useful = rows * costs.pages_to_share
@@ -260,7 +261,7 @@ def _fill(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, pages: int
     if costs.block_bytes:
         max_blocks = -(-limits.max_model_len // costs.options.block_size)
         num_blocks = min((spare - pages * costs.page_bytes) // costs.block_bytes, 1 + rows * max_blocks)
-    if useful:  # pages get what keys and values have no use for
+    if useful:  # pages get what keys and values cannot use
         pages = min((spare - num_blocks * costs.block_bytes) // costs.page_bytes, useful)
     return CachePlan(
         costs=costs,

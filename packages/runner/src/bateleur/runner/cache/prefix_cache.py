@@ -1,4 +1,4 @@
-"""Finding prefixes that were computed before, and keeping those of running requests, for all caches by one chain."""
+"""The prefix cache of KV blocks and states: finds prefixes of requests, and publishes those of running ones."""
 
 # Shape letters: R rows of a step.
 
@@ -20,10 +20,10 @@ from bateleur.runner.requests.row_keys import RowKeys
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest prefix of a request that every cache of the model has.
+    """The longest prefix of a request that all caches of the model have.
 
-    num_tokens: 0 for none. blocks: its KV blocks. page: the state after it, 0 without Mamba layers. why: if there is no
-    hit, what stood in its way.
+    num_tokens: 0 for a miss. blocks: its KV blocks. page: the state after it, 0 without Mamba layers. why: reason of a
+    miss.
     """
 
     num_tokens: int
@@ -33,43 +33,41 @@ class Hit:
 
 
 class Below(Protocol):
-    """Where blocks and pages lie for which the device has no room, by what they are published as."""
+    """The offload tiers below the device, by prefix-cache keys."""
 
     def has_block(self, name: bytes) -> bool:
-        """Whether it has a KV block."""
+        """Return whether the tiers have a KV block."""
 
     def has_page(self, key: bytes) -> bool:
-        """Whether it has the state behind a prefix."""
+        """Return whether the tiers have the state after a prefix."""
 
     def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
-        """Publish all of these on the device, each of which is there or below; nothing, if it has no room.
+        """Copy these to the device and publish them there; nothing if it has no room.
 
-        num_tokens: how many more of a request's are found with them.
+        num_tokens: number of additional prefix tokens that the request then finds.
         """
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
-        """Nobody is to find these."""
+        """Remove these keys."""
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> bool:
-        """Whether it is being made ready to find more of the first `most` tokens, so that the request had better wait
-        until it has `arrived`."""
+        """Start to load more of the first `most` tokens; if True, the request waits until `arrived` returns it."""
 
     def arrived(self) -> list[Request]:
-        """Requests that wait no longer, since they were asked for last."""
+        """Return requests that became ready since the last call."""
 
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
-        """A request has ended of which so many tokens were published, the first of them its prompt."""
+        """Store the `num_tokens` published tokens of an ended request; `prompt_len` of them are its prompt."""
 
 
 class PrefixCache:
-    """Matches requests against published blocks and pages, and publishes what running ones have filled.
+    """Matches requests against published blocks and pages, and publishes those that running requests have filled.
 
-    Args:
-        table: the running requests.
-        blocks: the pool of KV blocks, None for a model without attention.
-        block_size: tokens of a KV block.
-        states: the state pages, None for a model without Mamba layers; their block size is a multiple of `block_size`.
-        lookahead: whether what KV blocks hold depends on the token behind them, as a draft head's does.
+    table: the running requests.
+    blocks: the pool of KV blocks; None for a model without attention.
+    block_size: tokens of a KV block.
+    states: the state pages; None for a model without Mamba layers. Their block size is a multiple of `block_size`.
+    lookahead: the contents of KV blocks depend on the token after them, as a draft head's do.
     """
 
     def __init__(
@@ -89,11 +87,11 @@ class PrefixCache:
         self._blocks = blocks
         self._states = states
         self.ahead = int(lookahead)
-        """Tokens behind a prefix that its last block depends on."""
+        """Tokens after a prefix that its last block depends on."""
         self._block_keys = PrefixKeys.blocks_ahead if lookahead else PrefixKeys.blocks
         self.block_size = block_size
         self.below: Below | None = None
-        """Where else prefixes may be found."""
+        """Offload tiers, if there are any."""
         self._row_keys = RowKeys(
             table.token_ids, None if blocks is None else table.block_table, block_size, ahead=lookahead
         )
@@ -101,14 +99,17 @@ class PrefixCache:
         """Hits are multiples of this many tokens."""
 
     def match(self, request: Request) -> Hit:
-        """The longest prefix of a request that just got its row, with a token left to compute; nothing is held yet."""
+        """Return the longest cached prefix of a request that just got its row, leaving at least one token to compute.
+
+        Adds no references.
+        """
         hit = self._match(request)
         self._row_keys.begin(request.row, self._keys(request), hit.num_tokens)
         return hit
 
     def _match(self, request: Request) -> Hit:
         if request.lacks_prompt_logprobs:
-            return Hit(0, [], 0, "prompt_logprobs take every token of the prompt")
+            return Hit(0, [], 0, "prompt_logprobs compute every token of the prompt")
         ids = self._table.token_ids[request.row, : self._table.prefill_len[request.row]].copy()
         keys, most = self._keys(request), len(ids) - 1
         hit = self.find(keys, ids, most)
@@ -120,7 +121,7 @@ class PrefixCache:
         return hit
 
     def fetch(self, request: Request) -> bool:
-        """Whether a request without a row had better wait until it is among `arrived`; it is asked for once."""
+        """Return whether a request without a row should wait until `arrived` returns it; called once per request."""
         if self.below is None or request.fetched or request.lacks_prompt_logprobs:
             return False
         request.fetched = True
@@ -128,7 +129,7 @@ class PrefixCache:
         return self.below.fetch(request, self._keys(request), ids, len(ids) - 1)
 
     def left(self, request: Request) -> None:
-        """A request ends that still has its row."""
+        """Offer the prefix of an ended request, which still has its row, to the offload tiers."""
         if self.below is None or request.finish_reason == "error":
             return
         known, settled = int(self._table.num_known[request.row]), int(self._table.num_settled[request.row])
@@ -137,7 +138,7 @@ class PrefixCache:
         self.below.save(self._keys(request), ids, min(settled, known - self.ahead), prompt_len)
 
     def _reach(self, keys: PrefixKeys, ids: NDArray[np.int32], most: int, below: Below) -> int:
-        """The longest prefix of which everything is on the device or below."""
+        """Return the length of the longest prefix that is completely on the device or in the tiers."""
         longest = most // self.granularity * self.granularity
         if self._blocks is not None and longest:
             names = self.names(keys, ids, 0, longest // self.block_size)
@@ -152,10 +153,10 @@ class PrefixCache:
         return longest
 
     def find(self, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> Hit:
-        """The longest prefix of tokens `ids` that is no longer than `most`; nothing is held yet."""
+        """Return the longest cached prefix of `ids` of at most `most` tokens. Adds no references."""
         longest = most // self.granularity * self.granularity
         if not longest:
-            return Hit(0, [], 0, f"{len(ids)} tokens; a hit takes at least {self.granularity + 1}")
+            return Hit(0, [], 0, f"{len(ids)} tokens; a hit needs at least {self.granularity + 1}")
         blocks: list[int] = []
         if self._blocks is not None:
             blocks = self._blocks.find_all(self.names(keys, ids, 0, longest // self.block_size))
@@ -175,8 +176,7 @@ class PrefixCache:
         return Hit(longest, blocks[: longest // self.block_size], page)
 
     def names(self, keys: PrefixKeys, ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
-        """What the blocks `first` to `end - 1` of tokens `ids` are published as; the token behind them must be there
-        where they depend on it."""
+        """Return the keys of blocks `first` to `end - 1` of `ids`, which has the token after them if keys need it."""
         return self._block_keys(keys, ids, first, end)
 
     def publish(
@@ -185,7 +185,7 @@ class PrefixCache:
         before_R: NDArray[np.int32],
         after_R: NDArray[np.int32],
     ) -> None:
-        """Make findable what a step filled: KV blocks here, states as their pages are committed."""
+        """Publish the KV blocks that a step filled, and commit its states."""
         blocks, names = self._row_keys.advance(rows, after_R)
         if names and self._blocks is not None:
             self._blocks.publish_all(blocks, names)
@@ -194,9 +194,9 @@ class PrefixCache:
             self._states.commit(rows, before_R, after_R, prefill_len_R, self._row_keys.of)
 
     def forget(self, request: Request) -> None:
-        """Drop every key that leads to what a running request found or computed: its numbers are no numbers.
+        """Remove all keys that a running request found or computed, because its values became invalid (NaN).
 
-        All of it, since nobody knows which step spoiled them, nor whether they came with a hit.
+        All of them, because the step that spoiled them is not known.
         """
         row, keys = request.row, self._keys(request)
         settled, ids = int(self._table.num_settled[row]), self._table.token_ids[row]

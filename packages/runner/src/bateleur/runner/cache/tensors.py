@@ -1,4 +1,4 @@
-"""The tensors of both caches, as a plan says, the free lists over them, and blocks zeroed where backends ask for it."""
+"""The cache tensors of a plan, their block pools, and zeroing of new blocks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from bateleur.runner.models.spec import ModelSpec
 
 
 class Caches:
-    """A pair of paged tensors for each attention layer, a state pool for all recurrent layers."""
+    """Keys and values of each attention layer, and a state pool of all recurrent layers."""
 
     def __init__(self, spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
         heads = [(each.num_kv_heads, each.head_dim) for each in spec.attention]
         self.kv = kv_caches(plan, heads, dtype, device)
         self.blocks = BlockPool(plan.num_blocks) if self.kv else None
-        """The free list over KV blocks; None for a model without attention."""
+        """Pool of KV blocks; None for a model without attention."""
         self.pages: MambaStateManager | None = None
-        """The page tables of all rows; None where each row has its own slots for ever."""
+        """State blocks of all rows; None if each row has fixed slots."""
         self.free_pages: BlockPool | None = None
-        """The free list over state pages; None where they are not shared."""
+        """Pool of state pages; None without prefix caching."""
         self.pool: StatePool | None = None
         self.states: list[tuple[Tensor, Tensor | None]] = []
         self.rings: list[Rings | None] = []
@@ -49,7 +49,7 @@ class Caches:
                 self.pages = MambaStateManager(free, plan.max_num_seqs, plan.layout, plan.costs.retention)
 
     def named(self) -> dict[str, Tensor]:
-        """Every tensor: `kv.0.1` has the values of attention layer 0, `rings.2.request_conv` windows of layer 2."""
+        """Return all tensors by name, such as `kv.0.1` (values of attention layer 0) and `rings.2.request_conv`."""
         found: dict[str, Tensor | None] = {}
         for kind, layers in (("kv", self.kv), ("states", self.states)):
             found |= {f"{kind}.{i}.{j}": each for i, pair in enumerate(layers) for j, each in enumerate(pair)}
@@ -64,17 +64,17 @@ class Caches:
 def kv_caches(
     plan: CachePlan, heads: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of layers of so many heads and lanes: zeros (num_blocks, block_size, num_kv_heads, head_dim)."""
+    """Return zeroed keys and values (num_blocks, block_size, num_kv_heads, head_dim) for each pair in `heads`."""
     shapes = [(plan.num_blocks, plan.block_size, *each) for each in heads]
     empty = partial(lazy_zeros, dtype=dtype, device=device)
     return [(empty(shape), empty(shape)) for shape in shapes]
 
 
 def zero_fresh_blocks(pool: BlockPool, caches: Sequence[Tensor]) -> None:
-    """Zero what a pool handed out since it was last looked at, in all caches (num_blocks, ...) that share its blocks.
+    """Zero the blocks allocated since the last call, in all caches (num_blocks, ...) of the pool.
 
-    For attention backends that need finite caches, before a step. A request that went wrong leaves NaN in its blocks,
-    and a kernel that gives what a row must not see the weight 0 makes NaN of it for the next holder.
+    For attention backends that need finite caches, before a step: a failed request leaves NaN in its blocks, and a
+    kernel that gives masked keys weight 0 turns it into NaN of the next request.
     """
     blocks, pool.fresh = pool.fresh, []
     if blocks:

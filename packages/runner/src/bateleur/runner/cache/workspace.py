@@ -11,24 +11,25 @@ from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ExpertsLayer
 
 LIBRARIES = 128 << 20
-"""Bytes that products and kernels keep for themselves."""
+"""Bytes that libraries and kernels keep for themselves."""
 _STREAM = 4
-"""Copies of a token's hidden state: the stream in float32, its norm, what a branch returns."""
+"""Copies of a token's hidden state: the residual stream in float32, its norm, the output of a branch."""
 _WIDE = 3
-"""Copies of the widest inner state: a projection's result, what becomes of it, and the next one's."""
+"""Copies of the widest inner state: the output of a projection, its activation, and the next projection's input."""
 _LOGITS = 3
-"""Copies of logits in float32: as they come, as rules change them, and one more for logprobs."""
+"""Copies of logits in float32: raw, processed, and one for logprobs."""
 
 
 def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int, graph_tokens: int) -> int:
-    """Approximate upper bound in bytes: activations of the largest step, logits, penalties, tables of blocks and pages,
-    and `graph_bytes`.
+    """Return an approximate upper bound of the memory in bytes.
+
+    Includes activations of the largest step, logits, penalties, block tables and `graph_bytes`.
 
     graph_tokens: number of tokens of the largest graph; 0 without graphs.
     """
     spec = model.spec
     rows, vocab_size = limits.max_num_seqs, spec.vocab_size
-    penalties = rows * vocab_size * (4 + 1)  # counts and the prompt's mask, once somebody asks
+    penalties = rows * vocab_size * (4 + 1)  # counts and the prompt's mask, if a request has penalties
     tables = (
         2 * 2 * rows * -(-limits.max_model_len // block_size) * 4
     )  # two groups; of the batch and of all rows
@@ -37,9 +38,9 @@ def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int,
 
 
 def graph_bytes(model: HybridDecoder, limits: EngineLimits, graph_tokens: int) -> int:
-    """Approximate bytes that all graphs share: activations of the largest graph, `graph_tokens` tokens, and logits.
+    """Return the approximate bytes that all graphs share: activations of `graph_tokens` tokens, and logits.
 
-    The memory that the driver keeps for each graph is not included.
+    The driver's memory for each graph is not included.
     """
     return graph_tokens * _token_bytes(model) + (_logits_bytes(model, limits) if graph_tokens else 0)
 
@@ -50,10 +51,10 @@ def _logits_bytes(model: HybridDecoder, limits: EngineLimits) -> int:
 
 
 def _token_bytes(model: HybridDecoder) -> int:
-    """Approximate bytes of the activations of one token."""
+    """Return the approximate bytes of the activations of one token."""
     spec, size = model.spec, model.dtype.itemsize
     top_k = max((each.top_k for each in spec.mixers if isinstance(each, ExpertsLayer)), default=1)
-    if model.exchange is not None:  # experts here see the tokens of all ranks
+    if model.exchange is not None:  # experts here take the tokens of all ranks
         top_k *= model.exchange.ranks.size
     widest = max(
         weight.shape[-2] * (top_k if weight.ndim == 3 else 1)

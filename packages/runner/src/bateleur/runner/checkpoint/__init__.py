@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: families, weights, tokenizer."""
+"""Hugging Face checkpoints: configuration, weights and tokenizer of each model family."""

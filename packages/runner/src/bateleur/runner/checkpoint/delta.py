@@ -1,4 +1,4 @@
-"""Layers of the delta rules: their fields, and the names of their weights in the layouts that files have."""
+"""Delta-rule layers: configuration fields, and weight names in the layouts of published checkpoints."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bateleur.runner.checkpoint.names import Form, Names, Part
 from bateleur.runner.models.spec import DeltaLayer
 
 CHUNK = 64
-"""Tokens that a scan takes at once; no configuration says."""
+"""Tokens of a chunk in a scan; configurations have no such field."""
 
 
 def read_gated_delta(fields: ConfigFields, norm_eps: float, *, allow_neg_eigval: bool = False) -> DeltaLayer:
-    """The gated delta net of the fields `linear_*`. norm_eps: of the norm of its outputs."""
+    """Read a gated delta net from the fields `linear_*`. norm_eps: of the output norm."""
     fields.choice("hidden_act", ("silu",))
     fields.divides("linear_num_key_heads", "linear_num_value_heads")
     state = GatedDelta(
@@ -29,7 +29,7 @@ def read_gated_delta(fields: ConfigFields, norm_eps: float, *, allow_neg_eigval:
 
 
 def joined_names(layer: DeltaLayer) -> Names:
-    """Queries, keys and values in one matrix, and what else the projection makes in one each: Qwen3.5."""
+    """Names of Qwen3.5: queries, keys and values in one matrix, one matrix for each other part of the projection."""
     sizes = _sizes(layer)
     rows = {
         "in_proj_qkv": sum(sizes[:3]),
@@ -41,7 +41,7 @@ def joined_names(layer: DeltaLayer) -> Names:
 
 
 def packed_names(layer: DeltaLayer) -> Names:
-    """Key head by key head, with the value heads that it serves: Qwen3-Next."""
+    """Names of Qwen3-Next: key head by key head, with the value heads that it serves."""
     sizes, state = _sizes(layer), layer.state
     assert isinstance(state, GatedDelta)
     first, second = sum(sizes[:4]), sum(sizes[4:])
@@ -53,14 +53,14 @@ def packed_names(layer: DeltaLayer) -> Names:
 
 
 def split_names(layer: DeltaLayer) -> Names:
-    """A matrix for each thing that the projection makes, and a convolution each, or one of all: OLMo-hybrid."""
+    """Names of OLMo-hybrid: one matrix for each part of the projection, and separate or joined convolutions."""
     named = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
     names = _stacked("in_proj", dict(zip(named, _sizes(layer), strict=True)))
     return names | _rest("o_norm", "o_proj") | split_convolutions(layer)
 
 
 def factored_names(layer: DeltaLayer) -> Names:
-    """A matrix for each thing, two one behind the other for gate and decay: Kimi Linear."""
+    """Names of Kimi Linear: one matrix for each part; gate and decay are products of two matrices."""
     state, rank = layer.state, layer.rank
     assert isinstance(state, KimiDelta)
     assert rank is not None
@@ -78,7 +78,7 @@ def factored_names(layer: DeltaLayer) -> Names:
 
 
 def split_convolutions(layer: DeltaLayer) -> Names:
-    """A convolution each of queries, keys and values, or one of all."""
+    """Names of separate convolutions for queries, keys and values, or of one for all."""
     rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _channels(layer), strict=True))
     apart = {name: replace(part, form=Form.CONV) for name, part in _stacked("conv", rows).items()}
     name, joined = next(iter(_CONV.items()))
@@ -98,19 +98,19 @@ def _rest(norm: str, out: str) -> Names:
 
 
 def _channels(layer: DeltaLayer) -> tuple[int, int, int]:
-    """Rows of queries, keys and values."""
+    """Return the rows of queries, keys and values."""
     (key_heads, value_heads), (key_dim, value_dim) = layer.state.heads, layer.state.lanes
     return key_heads * key_dim, key_heads * key_dim, value_heads * value_dim
 
 
 def _sizes(layer: DeltaLayer) -> tuple[int, ...]:
-    """Rows of queries, keys, values, gate, b and a."""
+    """Return the rows of queries, keys, values, gate, b and a."""
     channels, heads = _channels(layer), layer.state.heads[1]
     return *channels, channels[2], heads, heads
 
 
 def _stacked(target: str, rows: dict[str, int]) -> Names:
-    """Parts of one weight, one below the other."""
+    """Return parts of one weight, stacked by rows."""
     names, start = {}, 0
     for name, count in rows.items():
         names[f"{name}.weight"] = Part(target, start, count)

@@ -1,4 +1,4 @@
-"""Fields of a configuration that say what experts a layer has and how tokens are routed to them."""
+"""Configuration fields of experts and routers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ EXPERT_FIELDS = {
     "top_k": "num_experts_per_tok",
     "intermediate_size": "moe_intermediate_size",
 }
-"""What the sizes of a layer of experts are called, where nothing else is said."""
+"""Default field names of the sizes of a layer of experts."""
 _AT_LEAST_1 = Integer(1)
 _SCORES = ("scoring_func", "moe_router_activation_func")
-"""Fields that some files have; no model of transformers reads them."""
+"""Fields of some files that transformers does not read."""
 
 
 def at_least_1(fields: ConfigFields, name: str) -> int:
-    """A number of what a model without experts has 0 of. Raises ValueError for that."""
+    """Return a field that is 0 in models without experts. Raises ValueError for 0."""
     return _AT_LEAST_1(fields.called(name), fields[name])
 
 
 def read_experts(
     fields: ConfigFields, router: RouterSpec, names: Mapping[str, str] = EXPERT_FIELDS, **more: Any
 ) -> ExpertsLayer:
-    """The layer of experts of the fields `names`, and what else it has: arguments of `ExpertsLayer`.
+    """Read a layer of experts from the fields `names`. more: further arguments of `ExpertsLayer`.
 
-    Raises ValueError for another router than the family's, and for more experts of a token than there are.
+    Raises ValueError for a router that the family does not have, and for more experts per token than exist.
     """
     for name in _SCORES:
         if fields.raw(name) is not None:
@@ -60,7 +60,7 @@ def sparse_layers(
 
 
 def sigmoid_router(fields: ConfigFields, num_experts: str) -> RouterSpec:
-    """The router of NemotronH and Kimi: corrected scores, in groups of experts. num_experts: the field."""
+    """Read the router of NemotronH and Kimi: corrected sigmoid scores with groups. num_experts: field name."""
     count, groups, top = (at_least_1(fields, name) for name in (num_experts, "n_group", "topk_group"))
     fields.divides("n_group", num_experts)
     if top > groups:

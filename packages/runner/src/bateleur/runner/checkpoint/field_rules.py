@@ -16,7 +16,7 @@ ROPE_NEEDS = {
     "longrope": ("short_factor", "long_factor"),
     "dynamic": ("factor",),
 }
-"""Supported values of `rope_type`, and the fields that they can't do without."""
+"""Supported values of `rope_type`, and their required fields."""
 
 _TOKEN_ID = Integer(0, rule="a token id or a list of them")
 _TOKEN_IDS = Several(_TOKEN_ID, "a token id or a list of them")
@@ -24,14 +24,14 @@ _POSITIVE = Number(0, above=True)
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """A field that holds none, one or several."""
+    """Check a field with no, one or several token ids."""
     if value is None:
         return ()
     return _TOKEN_IDS(name, value) if isinstance(value, list | tuple) else (_TOKEN_ID(name, value),)
 
 
 def limits_of_dt(name: str, value: Any) -> tuple[float, float]:
-    """Bounds on dt; the upper one may be infinite."""
+    """Check bounds of dt; the upper one may be infinite."""
     low, high = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
     if not isinstance(low, int | float) or not isinstance(high, int | float) or not 0 <= low <= high:
         refuse(name, value, "two numbers with 0 <= low <= high")
@@ -137,7 +137,7 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("short_factor long_factor", Several(_POSITIVE, "a list of numbers > 0")),
 )
 CHECKS = {name: check for names, check in _RULES for name in names.split()}
-"""What a field may be, wherever a family has it; those of rotary embedding may stand in an object of their own."""
+"""Checks of fields by name, for all families; fields of rotary embedding may be in their own object."""
 
 
 _NESTED = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "linear_attn_config")
@@ -145,7 +145,7 @@ _NESTED = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attenti
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Refuse a field of a file that can't be what it should; those that are null or absent have defaults."""
+    """Raise ValueError for an invalid field of a file; null and absent fields have defaults."""
     for name in _NESTED:
         nested = config.get(name)
         if nested is not None:
@@ -185,13 +185,13 @@ def _check_together(config: Mapping[str, Any]) -> None:
 
 
 def _product(config: Mapping[str, Any], *names: str) -> int | None:
-    """Of fields that are numbers; None if one is not."""
+    """Return the product of these fields; None if one is not a number."""
     sizes: list[Any] = [config.get(name) for name in names]
     return int(math.prod(sizes)) if all(isinstance(size, int | float) for size in sizes) else None
 
 
 def _plain(value: Any) -> Any:
-    """A value of the file, with what JSON has no numbers for written as transformers writes it."""
+    """Return a value of the file, with transformers' notation of infinity and NaN converted."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     written = value.get("__float__") if isinstance(value, dict) else None

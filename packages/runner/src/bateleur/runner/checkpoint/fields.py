@@ -1,4 +1,4 @@
-"""Reading a Hugging Face configuration, with errors that name the field, its value and the rule."""
+"""Reads a Hugging Face configuration, with errors that name field, value and rule."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ MAMBA_FIELDS = {
     "proj_bias": "mamba_proj_bias",
     "norm_eps": "rms_norm_eps",
 }
-"""What the fields of a Mamba layer are called, where nothing else is said."""
+"""Default field names of a Mamba layer."""
 
 
 class ConfigFields:
     """A configuration object of transformers, read field by field.
 
-    Every reader raises ValueError naming the field, its value and the rule it breaks.
+    Every method raises ValueError naming the field, its value and the rule.
     """
 
     def __init__(self, config: Any, written: Mapping[str, Any] | None = None) -> None:
-        """written: what the file has; errors name fields as it does."""
+        """written: fields of the file, whose names are used in errors."""
         self.config = config
         self._written = written or {}
         self._rope_parameters: dict[str, Any] = {}
-        """Those that `rope` has read."""
+        """Set by `rope`."""
 
     def raw(self, name: str) -> Any:
-        """The field as it is; None where there is none."""
+        """Return the unchecked field; None if it is missing."""
         return getattr(self.config, name, None)
 
     def __getitem__(self, name: str) -> Any:
-        """The field, of the type that its check returns."""
+        """Return the checked field."""
         return CHECKS[name](self.called(name), self.raw(name))
 
     def called(self, name: str) -> str:
-        """The name that the file has for a field for which transformers knows two."""
+        """Return the name that the file has for a field with two names in transformers."""
         if name not in self._written:
             for pair in getattr(self.config, "attribute_map", {}).items():
                 if name in pair:
@@ -59,7 +59,7 @@ class ConfigFields:
         return name
 
     def choice(self, name: str, options: tuple[str, ...]) -> str:
-        """One of the supported names."""
+        """Return a field that must be one of the supported names."""
         value = self.raw(name)
         if value not in options:
             supported = ", ".join(repr(option) for option in options)
@@ -67,13 +67,13 @@ class ConfigFields:
         return str(value)
 
     def divides(self, part: str, whole: str) -> None:
-        """Require that field `part` divides field `whole`."""
+        """Raise ValueError unless field `part` divides field `whole`."""
         if self[whole] % self[part]:
             named, of = self.called(part), self.called(whole)
             raise ValueError(f"{named} is {self[part]}; it must divide {of} = {self[whole]}")
 
     def head_dim(self) -> int:
-        """Lanes of an attention head: `head_dim`, or an even share of the hidden size."""
+        """Return the head size: `head_dim`, or the hidden size divided by the number of heads."""
         if self.raw("head_dim") is not None:
             return int(self["head_dim"])
         self.divides("num_attention_heads", "hidden_size")
@@ -82,7 +82,7 @@ class ConfigFields:
     def attention(
         self, *, rope: RopeSpec | None, bias: bool, scale: float | None = None, **more: Any
     ) -> AttentionLayer:
-        """The attention layer of the common field names, and what else it has; `scale` None is head_dim**-0.5."""
+        """Return the attention layer of the common fields. scale: None is head_dim**-0.5. more: further arguments."""
         self.divides("num_key_value_heads", "num_attention_heads")
         return AttentionLayer(
             num_heads=self["num_attention_heads"],
@@ -101,7 +101,7 @@ class ConfigFields:
         limits: tuple[float, float] | None = None,
         ssm_dtype: torch.dtype = torch.float32,
     ) -> MambaLayer:
-        """The Mamba layer of the fields `names`. limits: of dt after softplus; None is `time_step_limit`, or none."""
+        """Return the Mamba layer of the fields `names`. limits: of dt after softplus; None: `time_step_limit`."""
         self.choice(names["activation"], ("silu",))
         self.divides(names["num_groups"], names["num_heads"])
         low, high = (
@@ -121,8 +121,9 @@ class ConfigFields:
         lengths: tuple[int, int] | None = None,
         **more: Any,
     ) -> ModelSpec:
-        """The model of these layers, with what all have under the same names. norm_eps: the field. lengths:
-        default and maximum request length, if no field has them.
+        """Return the model of these layers, with fields that all families share.
+
+        norm_eps: field name. lengths: default and largest maximum length of a request, if no field has them.
         """
         longest, scaled = lengths or self._lengths()
         return ModelSpec(
@@ -139,10 +140,10 @@ class ConfigFields:
         )
 
     def _lengths(self) -> tuple[int, int]:
-        """Positions that the model was made for, and those that a user may choose with scaled rotary embedding.
+        """Return the model's own maximum length, and the maximum that a user may choose with scaled rotary embedding.
 
-        Files with YaRN often keep the `max_position_embeddings` of before. Of other kinds it is often the scaled length
-        already, so that only a user can say more.
+        Files with YaRN often keep the original `max_position_embeddings`. With other kinds it is often the scaled
+        length already, so only a user can choose more.
         """
         positions, parameters = self["max_position_embeddings"], self._rope_parameters
         kind, factor = str(parameters.get("rope_type")), parameters.get("factor") or 1.0
@@ -153,10 +154,10 @@ class ConfigFields:
         return positions, int(before.get(kind, 0) * factor)
 
     def rope(self, *, partial: bool, layer_type: str | None = None) -> RopeSpec:
-        """Rotary embedding from `rope_parameters`, as transformers computes it.
+        """Return rotary embedding from `rope_parameters`, as transformers computes it.
 
-        partial: whether the plain kind of this family heeds `partial_rotary_factor`; the scaled kinds always do.
-        layer_type: entry of `rope_parameters` to read, if it has one per layer type.
+        partial: whether the default kind of this family uses `partial_rotary_factor`; scaled kinds always do.
+        layer_type: kind of layers whose parameters are read, if each kind has its own.
         """
         parameters = self.raw("rope_parameters") or {}
         if layer_type is not None:

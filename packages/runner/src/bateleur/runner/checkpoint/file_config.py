@@ -1,4 +1,4 @@
-"""A configuration as its file states it, without importing transformers where that would change nothing."""
+"""A configuration read from its file, without transformers if that would not change anything."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 class FileConfig:
-    """Fields of a configuration, as attributes: those of the file; transformers is asked for what it does not say.
+    """Fields of a configuration as attributes: those of the file, else those of transformers.
 
-    Importing transformers takes longer than all else that opens a small checkpoint.
+    Importing transformers takes longer than everything else in opening a small checkpoint.
 
-    written: fields of a file in which each of them means what it says, see `Family.plain`.
-    ask: makes the object that transformers has for the file; called when first needed.
+    written: fields of the file, all in `Family.plain`.
+    ask: returns the configuration object of transformers; called when first needed.
     """
 
     def __init__(self, written: Mapping[str, Any], ask: Callable[[], Any]) -> None:
@@ -21,7 +21,7 @@ class FileConfig:
 
     def __getattr__(self, name: str) -> Any:
         value = self._written.get(name)
-        if value is None or (name == "rope_parameters" and not _says_all(value)):
+        if value is None or (name == "rope_parameters" and not _is_complete(value)):
             return getattr(self._asked, name)
         return value
 
@@ -30,13 +30,13 @@ class FileConfig:
         return self._ask()
 
 
-def _says_all(rope: Mapping[str, Any]) -> bool:
-    """Whether nothing would be added to these parameters of rotary embedding."""
+def _is_complete(rope: Mapping[str, Any]) -> bool:
+    """Return whether transformers would add nothing to these parameters of rotary embedding."""
     return rope.get("rope_type") == "default" and rope.get("rope_theta") is not None
 
 
-def states_kinds(written: Mapping[str, Any], kinds: frozenset[str]) -> bool:
-    """Whether every list of layers has names of these kinds only; older files have other names for some."""
+def has_current_kinds(written: Mapping[str, Any], kinds: frozenset[str]) -> bool:
+    """Return whether all lists of layers have these kinds only; older files have other names for some."""
     listed = (
         written.get(name) or () for name in ("layers_block_type", "layer_types", "mtp_layers_block_type")
     )

@@ -1,7 +1,7 @@
-"""Heads for multi-token prediction (MTP) in the files of their target: which layers they have, and their tensors.
+"""Multi-token prediction (MTP) heads in the files of their target: layers and tensors.
 
-Such a head joins the embedding of a token and the target's final hidden state, and runs layers of the target's own
-kinds on them. So its layers have the names of the target's, behind `mtp.` in place of the model's own prefix.
+A head joins the embedding of a token and the target's final hidden state, and runs layers of the target's kinds on
+them. Its layers have the target's tensor names with `mtp.` instead of the model's prefix.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ _PREFIX = "mtp."
 
 @dataclass(frozen=True, slots=True)
 class MtpModule:
-    """The head in a checkpoint's files; nothing is loaded yet."""
+    """The MTP head in a checkpoint's files; nothing is loaded yet."""
 
     spec: ModelSpec
-    """That of the target, with the layers of the head."""
+    """The target's spec with the layers of the head."""
     names: Names
-    """Tensors of the files, and the parts that they fill: of `token_norm`, `hidden_norm`, `fc_proj`, layers and
-    `final_norm`."""
+    """Tensor names, and the parts that they fill: `token_norm`, `hidden_norm`, `fc_proj`, layers and `final_norm`."""
     tensors: dict[str, TensorEntry]
-    """By the names that `names` uses."""
+    """Tensors by the names that `names` uses."""
 
 
 def read_mtp(checkpoint: Checkpoint) -> MtpModule:
-    """The MTP head of a checkpoint. Raises ValueError for none, and for one of a kind that is not supported."""
+    """Return the MTP head of a checkpoint. Raises ValueError if there is no supported one."""
     path = checkpoint.path
     file = path / "config.json"
     family, fields, _ = read_config(path, checkpoint.overrides)
@@ -64,7 +63,7 @@ def read_mtp(checkpoint: Checkpoint) -> MtpModule:
 
 
 def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:
-    """The names of a decoder of the head's layers, as those of a head."""
+    """Return the names of a decoder with the head's layers as names of the head."""
     (embedding,) = (name for name, part in theirs.items() if part.target == "embedding")
     stem = embedding.rsplit(".", 2)[0] + "."
     names: Names = {f"{_PREFIX}{mtp.fc}.weight": Part("fc_proj")}
@@ -81,7 +80,7 @@ def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:
 
 
 def _moved(names: Names, stem: str) -> Names:
-    """Names that begin with `stem`, in all their layouts, behind `mtp.`"""
+    """Replace the prefix `stem` by `mtp.` in names of all layouts."""
     return {
         _PREFIX + name.removeprefix(stem): replace(part, instead=_moved(dict(part.instead), stem))
         for name, part in names.items()

@@ -1,4 +1,4 @@
-"""Which checkpoint tensor fills which part of which weight."""
+"""Maps checkpoint tensors to parts of weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bateleur.runner.models.spec import (
 
 
 class Form(Enum):
-    """How a tensor is written in a checkpoint, where it differs from the weight."""
+    """How a checkpoint stores a weight."""
 
     PLAIN = "plain"
     CONV = "conv"
@@ -35,7 +35,7 @@ class Form(Enum):
     """w - 1, for a weight w of a norm."""
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The weight that is written so: in float32 if it is computed, so that it is rounded once."""
+        """Return the weight; in float32 if it is computed, so that it is rounded once."""
         match self:
             case Form.A_LOG:
                 return -torch.exp(tensor.float())
@@ -46,37 +46,37 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows [start, start + rows) of weight `target`; `rows` None means all of it."""
+    """Rows [start, start + rows) of weight `target`; `rows` None means all."""
 
     target: str
     start: int = 0
     rows: int | None = None
     form: Form = Form.PLAIN
     pieces: tuple[tuple[int, int], ...] = ()
-    """Where rows are stored group by group, the rows [first, end) of a group in the order of the weight: of every group
-    those of the first piece, then of every group those of the second."""
+    """If rows are stored group by group: the rows [first, end) of a group, in the order of the weight, which has the
+    first piece of every group, then the second one of every group."""
     factors: tuple[tuple[int | None, float], ...] = ()
-    """(rows, factor): so many rows are multiplied by that, then as many as the next says; None is all that remain."""
+    """(rows, factor): factors of consecutive rows; None means all remaining rows."""
     stored: tuple[int, ...] | None = None
-    """Its shape in the file, where that is another of as many entries."""
+    """Shape in the file, if it differs but has as many entries."""
     axis: int = 0
-    """Axis of the rows that `pieces` reorders: 1 in a weight with one matrix or vector per expert."""
+    """Axis of the rows in `pieces`: 1 in a weight with one matrix or vector for each expert."""
     transposed: bool = False
-    """Whether the checkpoint stores the last two axes swapped."""
+    """Whether the last two axes are swapped in the file."""
     expert: int | None = None
-    """Of a weight that is one matrix for each expert, the matrix that is meant; None means all."""
+    """Index of the expert whose matrix this is; None means all experts."""
     instead: Mapping[str, Part] = field(default_factory=dict)
-    """What fills the same weight in files of another layout, where this name is not in them."""
+    """What fills the same weight in files of another layout, which lack this name."""
 
     def row_order(self, count: int) -> Tensor | None:
-        """(count,) int64: which row of the file each row of the weight is; None where they are the same."""
+        """Return (count,) int64, the row of the file for each row of the weight; None if they are equal."""
         if not self.pieces:
             return None
         rows = torch.arange(count).view(-1, max(end for _, end in self.pieces))
         return torch.cat([rows[:, first:end].flatten() for first, end in self.pieces])
 
     def row_factors(self, count: int) -> Tensor:
-        """(count,) float32: what each row is multiplied by."""
+        """Return (count,) float32, the factor of each row."""
         column, first = torch.ones(count), 0
         for rows, factor in self.factors:
             column[first : None if rows is None else first + rows] = factor
@@ -84,22 +84,22 @@ class Part:
         return column
 
     def placed(self, source: str, target: str) -> Part:
-        """The same behind these prefixes of names: those in files, and those of weights."""
+        """Return the part with prefixes added to names in files (`source`) and of weights (`target`)."""
         instead = {source + name: part.placed(source, target) for name, part in self.instead.items()}
         return replace(self, target=target + self.target, instead=instead)
 
 
 Names = dict[str, Part]
-"""Checkpoint tensor name to the part it fills."""
+"""Checkpoint tensor names and the parts that they fill."""
 Called = tuple[str, str]
-"""Names of a branch and of the norm in front of it."""
+"""Names of a branch and of the norm before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Names of a layer's experts, behind that of the layer.
+    """Names of a layer's experts, after that of the layer.
 
-    Those of another layout stand in `other_`: one tensor for each expert with `{}`, two where gate and up are apart.
+    `other_*` are those of another layout: one tensor for each expert with `{}`, two if gate and up are separate.
     """
 
     norm: str = "post_attention_layernorm"
@@ -107,23 +107,23 @@ class ExpertNames:
     other_router: tuple[str, ...] = ()
     correction: str = "mlp.gate.e_score_correction_bias"
     up: str = "mlp.experts.gate_up_proj"
-    """Of all experts, (E, rows, columns); the gate in the upper rows."""
+    """All experts, (E, rows, columns); the gate in the upper rows."""
     other_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")
     down: str = "mlp.experts.down_proj"
     other_down: tuple[str, ...] = ("mlp.experts.{}.down_proj.weight",)
     latent: tuple[str, str] = ("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")
-    """Projections into the experts' width and out of it."""
+    """Projections to the experts' width and back."""
     shared: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True, slots=True)
 class OwnNames:
-    """A kind of layer whose weights no two families name alike."""
+    """Names of a kind of layer that differ in every family."""
 
     called: Called
     names: Callable[[Any], Names]
-    """Of the layer, behind the name of the branch."""
+    """Returns the names of a layer, after the name of the branch."""
 
 
 Call = Called | ExpertNames | OwnNames
@@ -144,7 +144,7 @@ def weight_names(
     final_norm: str = "norm",
     fused_mlp: bool = False,
 ) -> Names:
-    """Names of a decoder, which begin with `stem`. `fused_mlp`: gate and up are one tensor, as they are here."""
+    """Return the names of a decoder, which begin with `stem`. fused_mlp: gate and up are one tensor in the file."""
     names: Names = {
         f"{stem}.{embedding}.weight": Part("embedding"),
         f"{stem}.{final_norm}.weight": Part("final_norm"),
@@ -162,7 +162,7 @@ def weight_names(
 
 
 def resolve_layout(names: Names, tensors: Container[str]) -> Names:
-    """Names as one file has them: of a weight in several layouts, those of the one that the file has anything of."""
+    """Return the names of the layout that a file has."""
     resolved: Names = {}
     for name, part in names.items():
         other = name not in tensors and any(each in tensors for each in part.instead)
@@ -171,9 +171,9 @@ def resolve_layout(names: Names, tensors: Container[str]) -> Names:
 
 
 def with_prefix(tensors: Mapping[str, TensorEntry], names: Names) -> Mapping[str, TensorEntry]:
-    """The tensors of a file under the names of a model with a head.
+    """Return a file's tensors under the names of a model with a head.
 
-    A base model is saved without the first part of its names, such as `model.`; its head, if any, keeps its name.
+    A base model is saved without the first part of its names, such as `model.`; the name of a head is unchanged.
     """
     (embedding,) = (name for name, part in names.items() if part.target == "embedding")
     prefix, _, rest = embedding.partition(".")
@@ -187,10 +187,7 @@ def with_prefix(tensors: Mapping[str, TensorEntry], names: Names) -> Mapping[str
 
 
 def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
-    """The same, where a file cuts a convolution of several things into equal parts instead of one for each.
-
-    That is how transformers saves queries, keys and values that it has joined, whatever their sizes are.
-    """
+    """Return the names, adapted to files that split a joined convolution into equal parts, as transformers saves it."""
     stacks: dict[str, dict[str, Part]] = {}
     for name, part in names.items():
         if part.form is Form.CONV and part.rows is not None:
@@ -210,14 +207,14 @@ def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
 
 
 def norms_less_one(names: Names) -> Names:
-    """The same, where norms of the stream, of queries and of keys are stored less one."""
+    """Return the names with norms of the stream, of queries and of keys stored as w - 1."""
     norms = ("input_norm", "output_norm", "final_norm", "q_norm", "k_norm")
     stored = {name: part for name, part in names.items() if part.target.rpartition(".")[2] in norms}
     return names | {name: replace(part, form=Form.LESS_ONE) for name, part in stored.items()}
 
 
 def _layer_names(layer: SingleLayer, called: Call, fused_mlp: bool) -> tuple[str, Names]:
-    """The norm in front of it, and all else, behind the name of the layer."""
+    """Return the name of the norm before a layer, and all other names, after that of the layer."""
     if isinstance(called, ExpertNames):
         assert isinstance(layer, ExpertsLayer)
         return called.norm, _expert_names(layer, called, fused_mlp)
@@ -259,7 +256,7 @@ def _expert_names(layer: ExpertsLayer, names: ExpertNames, fused_mlp: bool) -> N
 
 
 def _instead(target: str, others: tuple[str, ...], count: int = 0, rows: int = 0) -> Names:
-    """Another name for a weight; with `{}` for each of `count` experts, with several one above the other."""
+    """Return the names of another layout: with `{}` one for each of `count` experts; several are stacked by rows."""
     if not others or "{}" not in others[0]:
         return {other: Part(target) for other in others}
     several = len(others) > 1
@@ -309,7 +306,7 @@ def _attention_names(layer: AttentionLayer) -> Names:
 
 
 def _projection(target: str, sources: Mapping[str, int | None], bias: bool) -> Names:
-    """One matrix of the tensors `sources`, one below the other, each with so many rows, and their biases."""
+    """Return the names of one matrix stacked from `sources` by rows, and of their biases."""
     names, start = {}, 0
     for source, rows in sources.items():
         names[f"{source}.weight"] = Part(f"{target}_proj", start, rows)

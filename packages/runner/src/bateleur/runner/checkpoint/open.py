@@ -1,4 +1,4 @@
-"""Opening a Hugging Face checkpoint folder: what it is, and its model."""
+"""Opens a Hugging Face checkpoint folder and loads its model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.field_rules import check_fields, token_ids
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.file_config import FileConfig, states_kinds
+from bateleur.runner.checkpoint.file_config import FileConfig, has_current_kinds
 from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout, with_prefix
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import (
@@ -35,43 +35,43 @@ from bateleur.runner.utils.device import DTYPES, explain_out_of_memory, free_mai
 from bateleur.runner.utils.json_file import read_json
 
 _KINDS = frozenset(("linear_attention", "full_attention", "mlp", "moe", "conv"))
-"""Names that transformers has for kinds of layers now."""
+"""Kinds of layers in current versions of transformers."""
 _FOREIGN = ("image_token_id", "image_token_index", "video_token_id")
-"""Fields with the placeholder tokens of images and videos."""
+"""Fields that name placeholder tokens of images and videos."""
 _LONGEST_REASON = 240
-"""Characters of what transformers says of a configuration."""
+"""Maximum characters of an error of transformers in ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder whose configuration is supported and whose weights are complete; nothing is loaded yet."""
+    """A folder with a supported configuration and complete weights; nothing is loaded yet."""
 
     path: Path
     spec: ModelSpec
     tied: bool
-    """Whether the configuration says that embedding and output projection are one, whatever the files hold."""
+    """Whether the configuration ties embedding and output projection, whatever the files have."""
     dtype: torch.dtype
-    """What most weights are stored in."""
+    """Dtype of most weights in the files."""
     names: Names
     tensors: Mapping[str, TensorEntry]
-    """By the names that `names` uses."""
+    """Tensors by the names that `names` uses."""
     unused: Mapping[str, TensorEntry]
-    """Known tensors that the model does not need, such as those of an MTP head, `mtp.*`."""
+    """Known tensors that the model does not need, such as those of an MTP head (`mtp.*`)."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Fields in place of those of `config.json`."""
+    """Fields that replace those of `config.json`."""
 
 
 def open_checkpoint(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Read a folder's `config.json` and the headers of its weights. overrides: fields in place of those of the file.
+    """Read a folder's `config.json` and the headers of its weights. overrides: fields that replace those of the file.
 
-    Raises ValueError if it is no checkpoint, its architecture is not supported (the supported ones are named), a size
-    in its configuration is impossible, a file is damaged, or weights are missing, surplus or misshapen (all listed).
+    Raises ValueError if the folder is not a checkpoint, its architecture is not supported (with the supported ones), a
+    size is invalid, a file is damaged, or weights are missing, surplus or misshapen (all are listed).
     """
     path = Path(folder("model", path))
-    if not os.path.isdir(path):  # which knows of names that are too long
+    if not os.path.isdir(path):  # isdir accepts names that are too long
         raise ValueError(
-            f"{path}: is no folder; a checkpoint is a folder with config.json and safetensors weights. Nothing is "
-            "downloaded: fetch a model of the Hub before, as `hf download NAME --local-dir DIR` does"
+            f"{path}: is no folder; it must be a folder with config.json and safetensors weights. Fetch a model of the "
+            "Hub with `hf download NAME --local-dir DIR`"
         )
     family, fields, written = read_config(path, overrides)
     declared, named = _read_spec(path, family, fields, written)
@@ -97,10 +97,10 @@ def load_model(
     ranks: Ranks = ALONE,
     data_ranks: Ranks = ALONE,
 ) -> HybridDecoder:
-    """The decoder with its weights, or what this rank has of it, converted to `dtype`, on `device`.
+    """Load the decoder, or this rank's part of it, in `dtype` on `device`.
 
-    Parameters of recurrences and routers are float32 whatever `dtype` is. Raises ValueError, before anything is read,
-    if there is no memory for all of them.
+    Parameters of recurrences and routers are float32 in any case. Raises ValueError before reading if there is not
+    enough memory.
     """
     spec = checkpoint.spec
     described = HybridDecoder(spec, dtype=dtype, device="meta", ranks=ranks, data_ranks=data_ranks)
@@ -122,7 +122,7 @@ def load_model(
 
 
 def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """The dtype to compute in: `dtype` names one, or is "auto": float32 on a CPU, else the checkpoint's own."""
+    """Return the dtype to compute in: the one named, or for "auto" float32 on a CPU and the checkpoint's on CUDA."""
     if dtype != "auto":
         return DTYPES[str(dtype)]
     if device.type == "cpu" or checkpoint.dtype not in DTYPES.values():
@@ -131,8 +131,8 @@ def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """Only errors of transformers are logged meanwhile: what matters of its remarks is an error or warning of ours."""
+def quiet_transformers() -> Iterator[None]:
+    """Log only errors of transformers inside the `with` block; its important warnings are errors or warnings here."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -146,15 +146,15 @@ def quietly() -> Iterator[None]:
 def read_config(
     path: Path, overrides: Mapping[str, Any] | None = None
 ) -> tuple[Family, ConfigFields, dict[str, Any]]:
-    """The family of a checkpoint, and its configuration, as transformers and as the file has it.
+    """Return the family of a checkpoint, and its configuration as transformers and as the file has it.
 
-    overrides: fields in place of those of the file; objects are merged field by field.
+    overrides: fields that replace those of the file; objects are merged field by field.
 
     Raises ValueError as `open_checkpoint`.
     """
     file = path / "config.json"
     if not file.is_file():
-        raise ValueError(f"{path}: holds no config.json; it is no Hugging Face checkpoint")
+        raise ValueError(f"{path}: has no config.json; it must be a Hugging Face checkpoint")
     fields = _overridden(read_json(file), overrides or {})
     try:
         check_fields(fields)
@@ -176,7 +176,7 @@ def _overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
 def _read_spec(
     path: Path, family: Family, fields: ConfigFields, written: dict[str, Any]
 ) -> tuple[ModelSpec, Names]:
-    """The numbers of a checkpoint, and the names of its weights."""
+    """Return the spec of a checkpoint, and the names of its weights."""
     try:
         spec = replace(family.read_spec(fields), foreign_tokens=_foreign_tokens(written))
         return spec, family.fold(fields, family.names(spec))
@@ -213,7 +213,7 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _own_part(family: Family, config: Any) -> Any:
-    """The configuration of the model itself."""
+    """Return the configuration of the text model itself."""
     if family.inside is None:
         return config
     own = getattr(config, family.inside)
@@ -222,13 +222,13 @@ def _own_part(family: Family, config: Any) -> Any:
 
 
 def _foreign_tokens(config: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
-    """Ids in whose place models of images would put something else than an embedding, and the fields that say so."""
+    """Return the ids of image and video placeholders, and the fields that name them."""
     named = ((config.get(name), name) for name in _FOREIGN)
     return tuple((token, name) for token, name in named if isinstance(token, int))
 
 
 def _config(path: Path, family: Family, written: Mapping[str, Any], overridden: bool) -> Any:
-    """The fields of the model itself: the file's own where transformers would not change them, else what it says."""
+    """Return the model's fields: the file's if transformers would not change them, else those of transformers."""
 
     def ask() -> Any:
         if not overridden:
@@ -237,7 +237,7 @@ def _config(path: Path, family: Family, written: Mapping[str, Any], overridden: 
             (Path(folder) / "config.json").write_text(json.dumps(written))
             return _own_part(family, _ask_transformers(Path(folder), written))
 
-    plain = family.plain.issuperset(written) and states_kinds(written, _KINDS)
+    plain = family.plain.issuperset(written) and has_current_kinds(written, _KINDS)
     return FileConfig(written, ask) if plain else ask()
 
 
@@ -245,11 +245,11 @@ def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     try:
-        with quietly():
+        with quiet_transformers():
             return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (
         Exception
-    ) as error:  # its validators raise what they like, also about fields that nobody here reads
+    ) as error:  # its validators raise various exceptions, also about fields that are not read here
         named = re.search(r"field '(\w+)'", str(error))
         about = f"{named[1]} is {shown(fields.get(named[1]))}; " if named else ""
         last = str(error).strip().rpartition("\n")[2].strip()
@@ -258,7 +258,7 @@ def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:
 
 
 def _eos_token_ids(path: Path, spec: ModelSpec) -> tuple[int, ...]:
-    """The ids that end a text, with those that only generation_config.json knows."""
+    """Return the end-of-sequence ids of config.json and generation_config.json."""
     said = {path / "config.json": spec.eos_token_ids}
     file = path / "generation_config.json"
     if file.is_file():

@@ -1,4 +1,4 @@
-"""Of a checkpoint's tensors the slices that one of several ranks has: what it does not have is not read."""
+"""Reads the slices of a checkpoint's tensors that one of several ranks needs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bateleur.runner.models.sharding import Cut
 _BYTES: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def fill_share(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None:
-    """Copy to a rank's `weight` what it has of one tensor, which is a `part` of the whole weight that `cut` is of."""
+def fill_shard(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None:
+    """Copy this rank's slice of one tensor into its `weight`. `cut` is the rank's part of the whole weight."""
     shift, target = 0, weight
     if part.expert is not None:
         (first, end), *_ = cut.get(0, ((0, len(weight)),))
@@ -48,7 +48,7 @@ def fill_share(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None
 
 
 def _own_rows(ranges: Sequence[Range] | None, part: Part, count: int) -> Iterator[tuple[Range, Range]]:
-    """Rows of the part, and where the rank has them, for those of the `count` rows that it has."""
+    """Yield this rank's rows within the part's `count` rows, and their rows in the rank's weight."""
     begin, end = part.start, part.start + count
     local = 0
     for first, last in ranges or ((0, end),):

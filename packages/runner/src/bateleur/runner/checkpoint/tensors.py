@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint lies: safetensors files, single or sharded, read by their headers alone."""
+"""Lists the tensors of a checkpoint from the headers of its safetensors files, single or sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bateleur.runner.utils.json_file import read_json
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What weights may be stored in, as safetensors writes it."""
+"""Supported dtypes of weights, by their names in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +26,20 @@ class TensorEntry:
 
     file: Path
     name: str
-    """As the file has it, whatever prefix the family prefers."""
+    """Name in the file, whatever prefix the family has."""
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors writes it: `F32`, `BF16`, ..."""
+    """Name in safetensors: `F32`, `BF16`, ..."""
     start: int
-    """Byte of the file."""
+    """Offset in the file in bytes."""
     num_bytes: int
     named: bool = True
-    """False for a tensor of a shard that the index does not name. It is read if the model needs it."""
+    """False for a tensor of a shard that the index does not list; it is read if the model needs it."""
 
     def read(self, opened: BufferedReader) -> Tensor:
-        """The tensor, of a dtype in `DTYPES`, out of its file: a copy, while torch would ask for memory for the whole
-        file. Raises ValueError for a file that has become shorter.
+        """Read the tensor, of a dtype in `DTYPES`, as a copy. Raises ValueError if the file became shorter.
+
+        Memory-mapping by torch would reserve memory for the whole file.
         """
         raw = torch.empty(self.num_bytes, dtype=torch.uint8)
         opened.seek(self.start)
@@ -48,14 +49,12 @@ class TensorEntry:
 
 
 def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -> dict[str, TensorEntry]:
-    """All tensors of `model.safetensors`, or of the shards in `model.safetensors.index.json`, by name.
+    """Return all tensors of `model.safetensors`, or of the shards in `model.safetensors.index.json`, by name.
 
     other_prefixes: (other, ours); names that begin with the other prefix are listed under ours.
 
-    Copies of a tensor in other shards than the one that the index names are left out.
-
-    Raises ValueError for no weights, a shard that is missing, truncated or lacks a tensor of the index, or a tensor
-    that occurs twice.
+    Copies of a tensor in shards other than the one in the index are left out. Raises ValueError if there are no
+    weights, a shard is missing, truncated or lacks a listed tensor, or a tensor occurs twice.
     """
     entries: dict[str, TensorEntry] = {}
     single = folder / SINGLE
@@ -80,7 +79,7 @@ def _indexed(folder: Path) -> list[TensorEntry]:
         rule = "only safetensors weights can be read"
         if shards:
             rule = f"{len(shards)} other safetensors files are here ({shards[0]}, ...), which need this index"
-        raise ValueError(f"{folder}: holds neither {SINGLE} nor {INDEX}; {rule}")
+        raise ValueError(f"{folder}: has neither {SINGLE} nor {INDEX}; {rule}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{index}: weight_map must map tensor names to file names")
@@ -100,7 +99,7 @@ def _indexed(folder: Path) -> list[TensorEntry]:
 
 def _headers(file: Path) -> list[TensorEntry]:
     try:
-        with safe_open(file, framework="np"):  # which holds the file to its header
+        with safe_open(file, framework="np"):  # checks the file against its header
             pass
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file}: is no complete safetensors file") from error

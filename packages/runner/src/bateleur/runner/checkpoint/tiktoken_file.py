@@ -1,7 +1,7 @@
-"""A tokenizer out of `tiktoken.model`, as Kimi's checkpoints have it, without running code of the checkpoint.
+"""A tokenizer from `tiktoken.model`, the format of Kimi's checkpoints, without running code of the checkpoint.
 
-The file has one token a line: its bytes in base64, and its rank. The conversion is that of transformers'
-`TikTokenConverter`. It does not say how text is split before the merges, which Kimi's own class does: see `KIMI_SPLIT`.
+Each line has a token: its bytes in base64, and its rank. The conversion is that of transformers' `TikTokConverter`. The
+file does not say how text is split before merging; Kimi's class does, see `KIMI_SPLIT`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 
 from bateleur.runner.checkpoint.tokenizer_files import special_tokens_of, template_of
 from bateleur.runner.text.file_tokenizer import FileTokenizer
+from bateleur.runner.text.token_bytes import BYTES
 from bateleur.runner.utils.json_file import read_json
 
 NAME = "tiktoken.model"
 KIMI_CLASS = "TikTokenTokenizer"
 """Name of the class in `tokenization_kimi.py`."""
 _NUM_RESERVED = 256
-"""Special tokens behind the ranks in Kimi's class; those without a name are <|reserved_token_ID|>."""
+"""Number of special tokens after the ranks in Kimi's class; unnamed ones are <|reserved_token_ID|>."""
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _LARGE, _SMALL = (rf"[\p{{{first}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for first in (r"Lu}\p{Lt", "Ll"))
 _REST = (r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
@@ -31,15 +32,15 @@ KIMI_SPLIT = "|".join(
         *_REST,
     )
 )
-"""Split of text in `tokenization_kimi.py` of Kimi K2 and Kimi Linear."""
+"""Pattern that splits text in `tokenization_kimi.py` of Kimi K2 and Kimi Linear."""
 DEFAULT_SPLIT = "|".join(("(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+", *_REST))
-"""Split of text that transformers uses for other files."""
+"""Pattern that splits text in transformers for other files."""
 
 
 def read_tiktoken(folder: Path) -> FileTokenizer:
-    """The tokenizer of a folder with `tiktoken.model`. Special tokens are those of `tokenizer_config.json`.
+    """Return the tokenizer of a folder with `tiktoken.model`. Special tokens come from `tokenizer_config.json`.
 
-    Raises ValueError, naming the file, for one that is damaged, and for a tokenizer class with another split.
+    Raises ValueError, naming the file, if it is damaged, and for a tokenizer class with another split.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -61,7 +62,7 @@ def read_tiktoken(folder: Path) -> FileTokenizer:
 
 
 def is_kimi(auto_map: Any) -> bool:
-    """Whether an `auto_map` names Kimi's class as the tokenizer."""
+    """Return whether an `auto_map` names Kimi's tokenizer class."""
     return f".{KIMI_CLASS}" in str(auto_map)
 
 
@@ -91,7 +92,7 @@ def _vocabulary(ranks: dict[bytes, int]) -> dict[str, int]:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, in the order of ranks."""
+    """Return all ways to make a token of two others, in the order of ranks."""
     merges: list[tuple[str, str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
@@ -102,7 +103,7 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
 
 
 def _added_tokens(config: dict[str, Any], first: int) -> list[tuple[str, bool]]:
-    """Names of the tokens behind the ranks, from the id `first` on, and whether each is a special one."""
+    """Return names of the tokens after the ranks, from id `first` on, and whether each is special."""
     described: dict[str, Any] = config.get("added_tokens_decoder") or {}
     known = {int(token): each for token, each in described.items() if isinstance(each, dict)}
     count = _NUM_RESERVED if is_kimi(config.get("auto_map")) else 0
@@ -117,14 +118,8 @@ def _added_tokens(config: dict[str, Any], first: int) -> list[tuple[str, bool]]:
 
 
 def _as_characters(token: bytes) -> str:
-    """Bytes in the characters of byte-level vocabularies (GPT-2)."""
+    """Return bytes in the characters of byte-level vocabularies (GPT-2)."""
     return "".join(_CHARACTERS[byte] for byte in token)
 
 
-def _characters() -> list[str]:
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
-
-
-_CHARACTERS = _characters()
+_CHARACTERS = {byte: character for character, byte in BYTES.items()}

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint folder."""
+"""Loads the tokenizer of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 from typing import Any, cast
 
 from bateleur.runner.checkpoint import tiktoken_file
-from bateleur.runner.checkpoint.open import Checkpoint, quietly
-from bateleur.runner.checkpoint.tokenizer_files import read_alone
+from bateleur.runner.checkpoint.open import Checkpoint, quiet_transformers
+from bateleur.runner.checkpoint.tokenizer_files import read_without_transformers
 from bateleur.runner.text.tokenizer import Tokenizer
 from bateleur.runner.utils.json_file import read_json
 
 _ANY_LENGTH = 1 << 62
-"""Prompts are measured here, so that the tokenizer's own limit has nothing to warn about."""
+"""Disables the tokenizer's own length warning, because the engine checks lengths."""
 _END_TOKENS = ("eos_token", "eot_token")
 """Names of special tokens that end a text."""
 _INSTEAD = "Name a folder with a tokenizer.json (tokenizer), or pass token ids (skip_tokenizer_init)"
 
 
 def load_tokenizer(checkpoint: Checkpoint, folder: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of a folder, or the checkpoint's own; warns of one with tokens that the model does not have.
+    """Load the tokenizer of a folder, or the checkpoint's own; warn if it has tokens that the model lacks.
 
-    Raises ValueError if the folder holds none that can be read, or one that is code of its own, which is never run.
+    Raises ValueError if the folder has no readable tokenizer, or one with its own code, which is never run.
     """
     folder, known = checkpoint.path if folder is None else Path(folder), checkpoint.spec.vocab_size
     if not folder.is_dir():
         raise ValueError(
-            f"tokenizer={str(folder)!r}: is no folder; name one with a tokenizer.json or tiktoken.model"
+            f"tokenizer is {str(folder)!r}; it must be a folder with tokenizer.json or tiktoken.model"
         )
     tokenizer: Any
     if (folder / tiktoken_file.NAME).is_file() and not (folder / "tokenizer.json").is_file():
@@ -37,10 +37,8 @@ def load_tokenizer(checkpoint: Checkpoint, folder: str | Path | None = None) -> 
         tokenizer = tiktoken_file.read_tiktoken(folder)
     else:
         _refuse_code(folder)
-        tokenizer = read_alone(folder) or _ask_transformers(folder)
-    if len(tokenizer) <= len(
-        tokenizer.all_special_tokens
-    ):  # for some models transformers makes one of no files
+        tokenizer = read_without_transformers(folder) or _ask_transformers(folder)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes an empty one for some models
         _find_fault(folder)
         raise ValueError(f"{folder}: its tokenizer has no tokens but special ones. {_INSTEAD}")
     if len(tokenizer) > known:
@@ -53,9 +51,9 @@ def load_tokenizer(checkpoint: Checkpoint, folder: str | Path | None = None) -> 
 
 
 def with_end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Checkpoint:
-    """The checkpoint with the end tokens of its tokenizer beside those of its configuration files.
+    """Return the checkpoint with the end tokens of its tokenizer added to those of its configuration.
 
-    A fine-tuned model often ends its turns by a token that only the tokenizer names, as `eos_token` or `eot_token`.
+    A fine-tuned model often ends its turns with a token that only the tokenizer names, as `eos_token` or `eot_token`.
     """
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     named = (vocabulary.get(_named_token(tokenizer, name)) for name in _END_TOKENS)
@@ -65,7 +63,7 @@ def with_end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Checkpoint:
 
 
 def _named_token(tokenizer: Tokenizer, name: str) -> str:
-    """The text of a special token; "" if there is none of this name. transformers leaves some as in the file."""
+    """Return the text of a special token, "" if there is none; transformers leaves some unparsed."""
     given = getattr(tokenizer, name, None) or getattr(tokenizer, "init_kwargs", {}).get(name)
     return str(given.get("content", "")) if isinstance(given, dict) else str(given or "")
 
@@ -74,19 +72,19 @@ def _ask_transformers(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        with quietly():
+        with quiet_transformers():
             return AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False, model_max_length=_ANY_LENGTH
             )
-    except Exception as error:  # whatever transformers or tokenizers raise for files they cannot read
+    except Exception as error:  # transformers and tokenizers raise various exceptions
         _find_fault(folder)
         raise ValueError(f"{folder}: its tokenizer cannot be read. {_INSTEAD}") from error
 
 
 def _refuse_code(folder: Path, known: Callable[[Any], bool] = lambda named: False) -> None:
-    """Refuse a tokenizer that is a class in a file beside it: transformers' own in its place would split otherwise.
+    """Raise ValueError for a tokenizer class in the checkpoint, because transformers' own splits text differently.
 
-    known: whether a class is one whose split is known here.
+    known: whether a class has a split that is implemented here.
     """
     for file in (folder / "tokenizer_config.json", folder / "config.json"):
         named = read_json(file).get("auto_map") if file.is_file() else None
@@ -98,9 +96,9 @@ def _refuse_code(folder: Path, known: Callable[[Any], bool] = lambda named: Fals
 
 
 def _find_fault(folder: Path) -> None:
-    """Raise ValueError that says what is wrong with the files of a tokenizer, where that can be told."""
+    """Raise ValueError that says what is wrong with a tokenizer's files, if that is known."""
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder}: holds no tokenizer.json and no {tiktoken_file.NAME}. {_INSTEAD}")
+        raise ValueError(f"{folder}: has no tokenizer.json and no {tiktoken_file.NAME}. {_INSTEAD}")
     for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / name).is_file():
             read_json(folder / name)

@@ -1,7 +1,7 @@
-"""Whether the files of a tokenizer say all that it is, so that it is read without importing transformers.
+"""Reads a tokenizer without transformers if its files describe it completely.
 
-transformers adds to `tokenizer.json` what `tokenizer_config.json` says besides: tokens, a class of its own that builds
-it anew, clean-up of texts. Where these files say no such thing, what remains is what the tokenizers library reads.
+transformers adds what `tokenizer_config.json` says to `tokenizer.json`: tokens, a class that rebuilds it, clean-up of
+text. Without such fields, the tokenizers library reads the same tokenizer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 _CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Those that take `tokenizer.json` as it is."""
+"""Classes that use `tokenizer.json` unchanged."""
 _REBUILT = "qwen"
-"""What types of models begin with for which transformers builds a tokenizer of its own, whatever class is named."""
+"""Prefix of model types whose tokenizer transformers rebuilds, whatever class is named."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 _SIDES = ("padding_side", "truncation_side")
@@ -42,16 +42,16 @@ _IDLE = (
     ),
     *("use_default_system_prompt", "use_fast"),
 )
-"""What transformers does not heed, where there is a `tokenizer.json`, for what we ask of a tokenizer."""
+"""Fields that do not change what is used of a tokenizer with a `tokenizer.json`."""
 _BESIDE = ("special_tokens_map.json", "added_tokens.json")
-"""Files of older times, which count where `added_tokens_decoder` is not given."""
+"""Older files, which count if `added_tokens_decoder` is missing."""
 _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
-def read_alone(folder: Path) -> FileTokenizer | None:
-    """The tokenizer of a checkpoint folder, if its files say all of it; else None, and transformers has to be asked.
+def read_without_transformers(folder: Path) -> FileTokenizer | None:
+    """Return the tokenizer of a folder if its files describe it completely, else None: use transformers.
 
-    It has the ids, texts, special tokens and templates of the one that transformers makes.
+    Ids, texts, special tokens and templates are those of transformers' tokenizer.
     """
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not (file.is_file() and config.is_file()) or (folder / "additional_chat_templates").exists():
@@ -61,7 +61,7 @@ def read_alone(folder: Path) -> FileTokenizer | None:
         return None
     try:
         tokenizer = FileTokenizer.read(file)
-    except Exception:  # whatever the library raises: transformers is asked, and what it says is told
+    except Exception:  # transformers is tried next, and its error is reported
         return None
     if not _adds_nothing(said, tokenizer):
         return None
@@ -71,19 +71,19 @@ def read_alone(folder: Path) -> FileTokenizer | None:
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Special tokens of a `tokenizer_config.json`: by what they are for, and others."""
+    """Return the special tokens of a `tokenizer_config.json`: by name, and unnamed ones."""
     named = {name: _content(config[name]) for name in _NAMED if config.get(name)}
     return named, tuple(_content(each) for name in _LISTED for each in config.get(name) or ())
 
 
 def template_of(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of a folder: a file of its own, or a field of `tokenizer_config.json`."""
+    """Return the chat template of a folder: its own file, or a field of `tokenizer_config.json`."""
     file = folder / "chat_template.jinja"
     return file.read_text("utf-8") if file.is_file() else config.get("chat_template")
 
 
 def _is_plain(folder: Path, said: Mapping[str, Any]) -> bool:
-    """Whether every field is one whose meaning is known here, and no other file counts."""
+    """Return whether all fields are known, and no other file counts."""
     known = {"tokenizer_class", "chat_template", "clean_up_tokenization_spaces", "added_tokens_decoder"}
     if not (known | {*_NAMED, *_LISTED, *_SIDES, *_IDLE}).issuperset(said):
         return False
@@ -101,7 +101,7 @@ def _is_plain(folder: Path, said: Mapping[str, Any]) -> bool:
 
 
 def _adds_nothing(said: Mapping[str, Any], tokenizer: FileTokenizer) -> bool:
-    """Whether `tokenizer.json` has all that is said of tokens, as it is said, and needs nothing else."""
+    """Return whether `tokenizer.json` has all tokens of the configuration with the same flags."""
     backend = tokenizer.backend_tokenizer
     if backend.truncation or backend.padding or backend.post_processor is None:
         return False
@@ -118,13 +118,13 @@ def _adds_nothing(said: Mapping[str, Any], tokenizer: FileTokenizer) -> bool:
 
 
 def _content(token: Any) -> str:
-    """Of a special token, which is text or an object with flags; "" of what is neither."""
+    """Return the text of a special token, which is text or an object with flags; else ""."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 
 
 def _is_bare(token: AddedToken) -> bool:
-    """Special, and none of the other flags: what a token without flags becomes."""
+    """Return whether the only flag of a token is `special`, as for one without flags."""
     return [name for name in _FLAGS[1:] if getattr(token, name)] == ["special"]
 
 

@@ -1,4 +1,4 @@
-"""From checkpoint tensors to a decoder's weights: every mismatch found first, then every part copied."""
+"""Fills a decoder's weights from checkpoint tensors, after all mismatches were reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Form, Names, Part
-from bateleur.runner.checkpoint.slices import fill_share
+from bateleur.runner.checkpoint.slices import fill_shard
 from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
 from bateleur.runner.models.sharding import Share
 from bateleur.runner.models.spec import ModelSpec
@@ -21,19 +21,19 @@ from bateleur.runner.models.spec import ModelSpec
 _LM_HEAD = "lm_head.weight"
 _OTHER_PARTS = "visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector"
 UNUSED = re.compile(rf"mtp\..*|.*\brotary_emb\.inv_freq|(model\.)?({_OTHER_PARTS})\..*")
-"""Draft heads; frequencies that old Llama checkpoints carry although the configuration implies them; parts of models
-for images and audio, which trainers leave in the files of text models."""
+"""Tensors that are not needed: MTP heads, frequencies in old Llama checkpoints, and image and audio parts that trainers
+leave in files of text models."""
 _LISTED = 40
-"""Weights that an error names."""
+"""Maximum number of weights in an error message."""
 
 
 def resolve_tied(
     spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]
 ) -> tuple[ModelSpec, Names]:
-    """Let the file decide about tied embeddings.
+    """Decide by the file whether embeddings are tied.
 
-    A configuration may say "tied" although the file holds both tensors (NemotronH in transformers never ties): then
-    both are read. If it holds one of them, under either name, that one is both.
+    If the configuration says so, but the file has both tensors (as NemotronH's), both are read. If it has one of them,
+    under either name, it is used for both.
     """
     if not spec.tie_word_embeddings:
         return spec, names
@@ -48,7 +48,7 @@ def resolve_tied(
 
 
 def checkpoint_dtype(tensors: Mapping[str, TensorEntry]) -> torch.dtype:
-    """The floating-point type that most weights are stored in."""
+    """Return the floating-point type of most weights."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in tensors.values():
         sizes[DTYPES.get(entry.dtype, torch.float32)] += math.prod(entry.shape)
@@ -58,9 +58,9 @@ def checkpoint_dtype(tensors: Mapping[str, TensorEntry]) -> torch.dtype:
 def check_weights(
     folder: Path, what: str, weights: Mapping[str, Tensor], names: Names, tensors: Mapping[str, TensorEntry]
 ) -> None:
-    """Raises ValueError that lists every tensor that is missing, surplus, misshapen, or no plain float.
+    """Raise ValueError that lists all tensors that are missing, surplus, misshapen, or of an unsupported dtype.
 
-    weights: those of `what`, which the tensors are to fill; on any device.
+    weights: those of `what`, on any device, which the tensors will fill.
     """
     problems: list[str] = []
     for name, part in names.items():
@@ -90,9 +90,9 @@ def fill_weights(
     tensors: Mapping[str, TensorEntry],
     share: Share | None = None,
 ) -> None:
-    """Copy every tensor, which `check_weights` has seen, to its place, dtype and device; one is in memory at a time.
+    """Copy all tensors, checked by `check_weights`, to their place, dtype and device, one at a time.
 
-    share: what `weights` are of those that the names mean; of tensors that are cut only that is read.
+    share: this rank's part of the weights; only that part of a tensor is read.
     """
     by_file: dict[Path, list[str]] = {}
     for name in names:
@@ -104,14 +104,14 @@ def fill_weights(
                 if share is not None and part.target in share.once:
                     weights[part.target].zero_()
                 elif share is not None and (cut := share.cuts.get(part.target)):
-                    fill_share(weights[part.target], part, tensors[name], cut)
+                    fill_shard(weights[part.target], part, tensors[name], cut)
                 else:
                     target = _rows(weights, part)
                     target.copy_(_as_weight(tensors[name].read(opened), part).reshape(target.shape))
 
 
 def _as_weight(tensor: Tensor, part: Part) -> Tensor:
-    """What a file holds as the weight it stands for."""
+    """Return the weight that a stored tensor stands for."""
     tensor = part.form.read(tensor)
     tensor = tensor.transpose(-1, -2) if part.transposed else tensor
     if (order := part.row_order(tensor.shape[part.axis])) is not None:

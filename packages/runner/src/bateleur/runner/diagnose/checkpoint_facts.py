@@ -31,7 +31,7 @@ from bateleur.runner.engine.setup import unmeasured_budget
 from bateleur.runner.model_runner.step_graphs import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
-from bateleur.runner.models.memory_report import held_bytes
+from bateleur.runner.models.memory_report import packed_weight_bytes
 from bateleur.runner.models.native import describe_kernels
 from bateleur.runner.models.sharding import num_sums, sum_bytes
 from bateleur.runner.models.spec import (
@@ -312,7 +312,7 @@ def _head(draft: str | Path, target: HybridDecoder, checkpoint: Checkpoint) -> D
 def _held(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> int:
     recorded = GraphOptions.of(config.graphs, device).mode is not CudaGraphMode.NONE
     model = empty_model(config, checkpoint, dtype)
-    return held_bytes(model, device, checkpoint.dtype, recorded=recorded)
+    return packed_weight_bytes(model, device, checkpoint.dtype, recorded=recorded)
 
 
 def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache.
 
-Shapes: T tokens of all requests in one row, M hidden size, H heads (queries, keys, values), D head size.
+Shapes: T tokens of all requests, M hidden size, H heads (queries, keys, values), D head size.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class CachedAttention(Branch):
     """A branch with keys and values in a paged cache."""
 
     norm: HeadNorm | WholeNorm | None = None
-    """Of queries and keys, before they turn."""
+    """Norm of queries and keys before rotation."""
     sinks: Tensor | None = None
     """(H,) float32; see `AttentionLayer.sinks`."""
 
     def __init__(self, spec: AttentionLayer, index: int) -> None:
-        """`index` is the attention layer's cache."""
+        """index: of the layer's KV cache."""
         self.spec = spec
         self._index = index
 
@@ -39,7 +39,7 @@ class CachedAttention(Branch):
         *rotary: Tensor,
         work: Tensor | None = None,
     ) -> Tensor:
-        """Write keys and values (T, kv heads, D), and what queries (T, H, D) get of all of the cache: (T, H, D).
+        """Write keys and values (T, kv heads, D), and return the attention of queries (T, H, D): (T, H, D).
 
         work: see `AttentionBackend.build_work_list`.
         """
@@ -53,14 +53,14 @@ class CachedAttention(Branch):
 
 
 class Attention(CachedAttention):
-    """Grouped-query attention over the paged KV cache; gates, queries, keys and values come from one projection.
+    """Grouped-query attention; gates, queries, keys and values come from one projection.
 
-    On CUDA norms of heads are part of the kernel that turns and stores; elsewhere one operator over queries and keys,
-    and a product each with their weights.
+    On CUDA, norms of heads are part of the kernel that rotates and stores. Elsewhere they are one operator over queries
+    and keys, and a product with the weights of each.
     """
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
-        """`index` is the attention layer's cache, `rope` its entry in `LayerStep.rotary` (ignored without one)."""
+        """index: of the layer's KV cache. rope: index of its rotary embedding in `LayerStep.rotary`, if it has one."""
         super().__init__(spec, index)
         self._rope = rope
         self._gates = spec.num_heads if spec.gated else 0
@@ -78,12 +78,12 @@ class Attention(CachedAttention):
             self.norm = HeadNorm(spec.head_dim, spec.qk_norm_eps, like)
 
     def weights(self) -> dict[str, Tensor]:
-        """Tensors to be loaded, by name; in `qkv_proj` the rows of gates come first."""
+        """Return the tensors to load, by name; in `qkv_proj` the rows of gates come first."""
         found = super().weights() | ({} if self.sinks is None else {"sinks": self.sinks})
         return found if self.norm is None else found | {"q_norm": self.norm.q, "k_norm": self.norm.k}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Write this step's keys and values, attend, project back: (T, M)."""
+        """Write keys and values of this step, attend, and project back: (T, M)."""
         spec = self.spec
         heads_THD = self.qkv_proj(x_TM, step.adapters).view(-1, sum(self._heads), spec.head_dim)
         gate_THD, qk_THD, v = heads_THD.split_with_sizes(self._heads, 1)

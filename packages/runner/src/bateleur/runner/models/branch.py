@@ -1,7 +1,7 @@
-"""What every residual branch has: projections, and the names of its weights.
+"""Base of all residual branches: projections, and names of weights.
 
-Plain classes rather than `nn.Module`: a module looks parameters up in a second dictionary and wraps every call, and
-nothing here trains.
+Plain classes instead of `nn.Module`, which looks parameters up in a second dictionary and wraps every call; nothing is
+trained.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from bateleur.runner.models.matrix import Projection
 
 
 class Branch:
-    """What a residual branch does after its norm, between projections into it and out of it.
+    """The part of a residual branch after its norm, between input and output projections.
 
-    Each is made `like` a tensor (any, M): of its width, its dtype and on its device.
+    Constructors take a tensor `like` (any, M), whose width, dtype and device the branch gets.
     """
 
     @property
     def projections(self) -> dict[str, Projection | GroupedProjection]:
-        """By the names of their weights."""
+        """Projections by the names of their weights."""
         kinds = Projection, GroupedProjection
         return {name: value for name, value in vars(self).items() if isinstance(value, kinds)}
 
     def weights(self) -> dict[str, Tensor]:
-        """Tensors to be loaded, by name."""
+        """Return the tensors to load, by name."""
         found = {name: projection.weight for name, projection in self.projections.items()}
         biases = {name.replace("proj", "bias"): each.bias for name, each in self.projections.items()}
         return found | {name: bias for name, bias in biases.items() if bias is not None}

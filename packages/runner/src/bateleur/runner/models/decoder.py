@@ -1,6 +1,6 @@
 """The decoder: embedding, a stack of residual branches, final norm, logits.
 
-Shapes: T tokens of all requests in one row, M hidden size, S rows that need logits, V vocabulary.
+Shapes: T tokens of all requests, M hidden size, S rows that need logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bateleur.runner.models.mlp import Mlp
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.residual import Mixer, Residual
 from bateleur.runner.models.rope import RopeSpec, RopeTable
-from bateleur.runner.models.sharding import share_experts, share_model
+from bateleur.runner.models.sharding import shard_experts, shard_model
 from bateleur.runner.models.short_conv import GatedConv
 from bateleur.runner.models.spec import (
     AttentionLayer,
@@ -47,18 +47,17 @@ from bateleur.runner.models.stream import Stream
 
 
 class HybridDecoder:
-    """A model of any mixture of attention, MLP, experts and recurrent branches, with its weights.
+    """A model of attention, MLP, experts and recurrent branches, with its weights.
 
-    A new decoder's weights are uninitialised memory; a checkpoint's loader fills them (`weights`). On the `meta`
-    device it is a description of its weights that costs nothing.
+    Weights of a new decoder are uninitialised; the checkpoint loader fills them (`weights`). On the `meta` device it
+    only describes its weights.
 
-    Args:
-        spec: what to build.
-        dtype: of weights, activations and logits before their conversion to float32. The parameters of recurrences
-            and routers are float32 in any case.
-        device: where the weights live.
-        ranks: which part of it this is, see `share_model`; `spec` is then that of the part.
-        data_ranks: those that have tokens of their own and share experts, see `share_experts`; these, or `ranks`.
+    spec: what to build.
+    dtype: of weights, activations and logits (before conversion to float32). Parameters of recurrences and routers are
+    float32 in any case.
+    device: of the weights.
+    ranks: tensor-parallel ranks, see `shard_model`; `self.spec` is this rank's part.
+    data_ranks: data-parallel ranks that share experts, see `shard_experts`; not together with `ranks`.
     """
 
     def __init__(
@@ -73,15 +72,15 @@ class HybridDecoder:
         assert ranks.alone or data_ranks.alone
         device = torch.device(device)
         self.exchange = None if data_ranks.alone else ExpertParallel(data_ranks)
-        """What layers of experts tell other ranks; None where no tokens are elsewhere."""
-        spec, self.share = share_model(spec, ranks) if data_ranks.alone else share_experts(spec, data_ranks)
+        """Exchanges tokens of experts with other ranks; None if all experts are here."""
+        spec, self.share = shard_model(spec, ranks) if data_ranks.alone else shard_experts(spec, data_ranks)
         self.spec = spec
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
         self._tokens = ranks.about(spec.vocab_size)
         self.shard = ranks.vocab_shard(spec.vocab_size)
-        """Whose tokens `logits` are of; None for those of the whole vocabulary."""
+        """The tokens that `logits` are of; None for the whole vocabulary."""
         self._multiplier = spec.embedding_multiplier
         if spec.rounds_multiplier:
             self._multiplier = torch.tensor(self._multiplier, dtype=dtype).item()
@@ -104,7 +103,7 @@ class HybridDecoder:
             tuple(torch.empty(n, *each.shape, dtype=each.dtype, device=device) for each in state.parameters)
             for state, n in kinds.items()
         ]
-        """(layers, *shape) each, for each recurrence: one tensor of all layers, for they are folded at once."""
+        """(layers, *shape) for each parameter of each recurrence: stacked, because all layers are folded at once."""
         by_layer = [
             iter([tuple(stack[at] for stack in stacks) for at in range(n)])
             for stacks, n in zip(self.recurrence_parameters, kinds.values(), strict=True)
@@ -114,12 +113,12 @@ class HybridDecoder:
 
     @property
     def peers(self) -> Ranks:
-        """All that take part in its passes."""
+        """All ranks that take part in a forward pass."""
         return self.ranks if self.exchange is None else self.exchange.ranks
 
     @property
     def several(self) -> str:
-        """How many these are, in the words of the option that says so."""
+        """The option that sets the number of these ranks, and its value, for messages."""
         kind = "tensor" if self.exchange is None else "data"
         return f"{kind}_parallel_size is {self.peers.size}"
 
@@ -131,9 +130,10 @@ class HybridDecoder:
         params: Mapping[Recurrence, Iterator[tuple[Tensor, ...]]],
         exchange: ExpertParallel | None = None,
     ) -> tuple[Residual, ...]:
-        """The layers of `spec`, made like a tensor, with `params` for those of each recurrence in their order.
+        """Build the layers of `spec`, with uninitialised weights.
 
-        ropes: those of `LayerStep.rotary`. exchange: see `Experts`.
+        like: tensor (any, M) whose width, dtype and device they get. ropes: rotary embeddings of `LayerStep.rotary`.
+        params: parameters of each recurrence, in the order of its layers. exchange: see `Experts`.
         """
         num_attention, num_recurrent = count(), count()
 
@@ -161,10 +161,10 @@ class HybridDecoder:
         return tuple(Residual.of(layer, build, norm, spec.residual_multiplier) for layer in spec.layers)
 
     def weights(self) -> dict[str, Tensor]:
-        """Every tensor a checkpoint fills, by name: `embedding`, `layers.3.norm`, `layers.3.in_proj`, ..., `lm_head`.
+        """Return all tensors that a checkpoint fills, by name: `embedding`, `layers.3.norm`, `layers.3.in_proj`, ...
 
-        Layers count residual branches, in the order of `spec.layers`, and the parts of parallel ones:
-        `layers.3.1.in_proj`. Without `lm_head` if it is the embedding.
+        Layers count residual branches, in the order of `spec.layers`; parts of parallel ones are numbered
+        (`layers.3.1.in_proj`). `lm_head` is missing if it is the embedding.
         """
         named = {"embedding": self.embedding}
         for i, residual in enumerate(self._residuals):
@@ -176,16 +176,16 @@ class HybridDecoder:
 
     @property
     def lm_head(self) -> Tensor:
-        """(V, M) output projection; the embedding itself if they are tied, and a copy once it is packed."""
+        """(V, M) output projection; the embedding itself if tied, and a copy once packed."""
         return self.output.weight
 
     def tie_lm_head(self) -> None:
-        """Let the embedding serve as output projection, and drop the separate one."""
+        """Use the embedding as output projection, and drop the separate one."""
         self.output = Projection(self.embedding)
 
     @property
     def projections(self) -> list[Projection | GroupedProjection]:
-        """Of all layers, and the output."""
+        """The projections of all layers, and the output projection."""
         return [*(each for residual in self._residuals for each in residual.projections), self.output]
 
     @property
@@ -202,40 +202,36 @@ class HybridDecoder:
         }
 
     def pack(self, *, recorded: bool = False) -> None:
-        """Pack the matrices, whose weights are complete: see `Projection.pack`."""
+        """Pack the matrices after loading, see `Projection.pack`."""
         for projection in self.projections:
             projection.pack(recorded=recorded)
 
     def warm_up(self, num_tokens: int) -> None:
-        """Load kernels that steps of up to `num_tokens` launch beside those of captures: see `Experts.warm_up`."""
+        """Load kernels for steps of up to `num_tokens` that captures do not launch, see `Experts.warm_up`."""
         for residual in self._residuals:
             residual.warm_up(num_tokens)
 
     def rotary_table(self, rope: RopeSpec) -> RopeTable:
-        """The table of a rotary embedding; one of its own if no layer here has it."""
+        """Return the table of a rotary embedding; a new one if no layer has it."""
         table = self._tables.get(rope)
         return RopeTable(rope, self.dtype, self.device) if table is None else table
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Compute the rotary tables up to `num_positions` now, so that no later step allocates."""
+        """Compute rotary tables up to `num_positions`, so that no later step allocates."""
         for table in self._tables.values():
             table.reserve(num_positions)
 
     def set_prompt_length(self, prompt_len: int) -> None:
-        """Rotary tables of the next steps are those of prompts of this length; see `ModelSpec.rope_length`."""
+        """Set the prompt length of the rotary tables, see `ModelSpec.rope_length`."""
         for table in self._tables.values():
             table.set_prompt_length(prompt_len)
 
     def run(self, execution: Execution[StepContext], taps: Sequence[int] = ()) -> tuple[Tensor, ...]:
-        """Hidden states of a step after the final norm, then the residual stream at some boundaries between layers.
+        """Run a step. Returns final hidden states and the residual stream at `taps`, (T, hidden_size) each.
 
-        Args:
-            execution: the step; its caches are written.
-            taps: boundaries, as `bateleur.eagle.TargetNeeds` counts them: a layer is one of the checkpoint's, of one or
-                two branches.
-
-        Returns:
-            (T, hidden_size) each, in the model's dtype.
+        execution: the step; its caches are written.
+        taps: boundaries between layers of the checkpoint, as `bateleur.eagle.TargetNeeds` counts them; a layer has
+        `branches_per_layer` branches. The model's dtype is that of all results.
         """
         spec = self.spec
         context = execution.state
@@ -284,7 +280,7 @@ class HybridDecoder:
         return tuple(made[first] for first in self._first_of_kind)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """(T, hidden_size) of token ids (T,); of several ranks the one that has a token has its row."""
+        """Return the embeddings (T, hidden_size) of token ids (T,), summed over ranks, one of which has each token."""
         if self.ranks.alone:
             return F.embedding(input_ids, self.embedding)
         first, end = self._tokens
@@ -293,7 +289,7 @@ class HybridDecoder:
         return self.ranks.sum_(rows_TM.masked_fill_(absent_T.unsqueeze(1), 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits (S, V) float32 of hidden states (S, hidden_size) that `run` returned, of the V tokens of `part`."""
+        """Return logits (S, V) float32 of hidden states (S, hidden_size), for the tokens of `shard`."""
         logits_SV = self.output(hidden).float()
         divisor = self.spec.logits_divisor
         return logits_SV if divisor == 1.0 else logits_SV.div_(divisor)

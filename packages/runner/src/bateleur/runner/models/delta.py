@@ -1,7 +1,7 @@
-"""The branch of the delta rules: gated delta nets, and Kimi delta attention.
+"""The branch of delta rules: gated delta nets and Kimi delta attention.
 
-Shapes: T tokens of all requests in one row, M hidden size, C channels of the convolution (queries, keys and values), H
-value heads, P their size, I = H * P, R rank of projections that are two matrices.
+Shapes: T tokens of all requests, M hidden size, C convolution channels (queries, keys and values), H value heads, P
+head size, I = H * P, R rank of low-rank projections.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bateleur.runner.models.spec import DeltaLayer
 class Delta(Recurrent):
     """Projection to q k v | gate | b | a, the mixer, the norm of every head and the gate, projection back.
 
-    With a rank, gate and a are projections of R lanes each that come in their places.
+    With a rank, gate and a are low-rank: R lanes each, projected again.
     """
 
     def __init__(self, spec: DeltaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
-        """`index` is the layer's entry in the state pool; params is where A and dt_bias are to be."""
+        """index: of the layer's states in the state pool. params: tensors for A and dt_bias."""
         state, hidden, rank = spec.state, like.shape[1], spec.rank
         super().__init__(state, like, index, params)
         self.spec = spec
@@ -39,11 +39,11 @@ class Delta(Recurrent):
         self.out_proj = empty_projection(hidden, inner, like)
 
     def weights(self) -> dict[str, Tensor]:
-        """Tensors to be loaded, by name; A is -exp(A_log)."""
+        """Return the tensors to load, by name; A is -exp(A_log)."""
         return super().weights() | {"norm": self.norm}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
+        """Advance all rows' states by their tokens: (T, M). Decode rows come before prompts."""
         spec, state = self.spec, self.spec.state
         qkv_TC, gate_TI, b_TH, a = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
         if spec.rank is not None:

@@ -1,8 +1,7 @@
-"""The branch of many feed-forward networks, of which each token takes a few.
+"""Mixture of experts: each token takes a few of many feed-forward networks.
 
-Shapes: T tokens of all requests in one row, M hidden size, L width of the experts (M, or a latent one), E experts, K of
-them for a token, S places (a token with one of its experts; T * K), F intermediate size. Of several ranks that have
-some of the experts each, A tokens of all of them.
+Shapes: T tokens of all requests, M hidden size, L width of the experts (M or a latent size), E experts, K experts of a
+token, S places (pairs of token and expert; T * K), F intermediate size. A tokens of all ranks that share experts.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from bateleur.runner.models.router import combine, logistic, route, sort_places
 from bateleur.runner.models.spec import ExpertsLayer
 
 ROUTED = ("up_proj", "down_proj")
-"""The weights that are one matrix for each expert."""
+"""Weights with one matrix for each expert."""
 
 
 class Experts(Branch):
-    """Routed experts, and what all tokens take beside them. The router is float32 in any dtype."""
+    """Routed experts, and shared ones that all tokens take. The router is float32 in any case."""
 
     def __init__(self, spec: ExpertsLayer, like: Tensor, exchange: ExpertParallel | None = None) -> None:
-        """exchange: of the ranks that have the experts which are not `spec.own`; None where all are here."""
+        """exchange: with the ranks that have the experts outside of `spec.own`; None if all are here."""
         self.spec, self._exchange = spec, exchange
         hidden, inner, count = like.shape[1], spec.intermediate_size, spec.num_experts
         width = spec.latent_size or hidden
@@ -48,17 +47,17 @@ class Experts(Branch):
 
     @property
     def projections(self) -> dict[str, Projection | GroupedProjection]:
-        """By the names of their weights; those of the shared expert begin with `shared_`."""
+        """Projections by the names of their weights; those of the shared expert begin with `shared_`."""
         shared = {} if self._shared is None else self._shared.projections
         return super().projections | {f"shared_{name}": each for name, each in shared.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Tensors to be loaded, by name."""
+        """Return the tensors to load, by name."""
         found = super().weights()
         return found if self._correction_E is None else found | {"correction": self._correction_E}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """The weighted sum of the experts of each token, and of what all take: (T, M)."""
+        """Return the weighted sum of each token's experts, plus the shared expert: (T, M)."""
         spec = self.spec
         weights_TK, experts_TK = route(
             self.router_proj(x_TM.float()), spec.router, spec.top_k, self._correction_E
@@ -73,7 +72,7 @@ class Experts(Branch):
         return y_TM.add_(shared_TM if gate_T1 is None else shared_TM.mul_(logistic(gate_T1)))
 
     def warm_up(self, num_tokens: int) -> None:
-        """Load the kernels of steps of up to `num_tokens`, so that no prompt waits for the first of its length."""
+        """Load the kernels for steps of up to `num_tokens`, so that the first long prompt does not wait for them."""
         for projection in (self.up_proj, self.down_proj):
             projection.warm_up(num_tokens * self.spec.top_k)
 
@@ -94,7 +93,7 @@ class Experts(Branch):
         return combine(self._products(x_TL, token_S, ends_E), place_S, weights_TK, shared_TL, gate_T1)
 
     def _products(self, x_TL: Tensor, token_S: Tensor, ends_E: Tensor) -> Tensor:
-        """(S, L) what the experts make of their tokens; behind the end of the last anything may stand."""
+        """Return the outputs (S, L) of the experts; rows after the last expert's are undefined."""
         wide_SF, expert_S = self.up_proj(x_TL.index_select(0, token_S), ends_E), None
         if self.up_proj.bias is not None and self.down_proj.bias is not None:
             place_S = torch.arange(len(token_S), dtype=torch.int32, device=ends_E.device)
@@ -108,12 +107,12 @@ class Experts(Branch):
     def _of_all_ranks(
         self, exchange: ExpertParallel, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor
     ) -> Tensor:
-        """The weighted sum (T, L) of the experts of each token, wherever they are; those here see all tokens."""
+        """Return the weighted sum (T, L) of each token's experts on all ranks; those here take tokens of all ranks."""
         assert self.spec.own is not None
         x_AL, weights_AK, experts_AK = exchange.gather(x_TL, weights_TK, experts_TK)
         (first, end), count = self.spec.own, self.spec.num_own
         elsewhere_AK = (experts_AK < first) | (experts_AK >= end)
-        own_AK = (experts_AK - first).masked_fill_(elsewhere_AK, count)  # these stand behind all others
+        own_AK = (experts_AK - first).masked_fill_(elsewhere_AK, count)  # sorted after all others
         token_S, place_S, ends_E = sort_places(own_AK, count + 1)
         y_SL = self._products(x_AL, token_S, ends_E[:count])
         missing_S = torch.arange(len(token_S), device=y_SL.device) >= ends_E[count - 1]

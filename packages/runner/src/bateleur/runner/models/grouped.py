@@ -1,4 +1,4 @@
-"""Products of rows that are sorted by group with a matrix for each group.
+"""Grouped matrix products: rows sorted by group, with one matrix for each group.
 
 Shapes: S rows, N columns of a product, K columns of a factor, E groups.
 """
@@ -24,44 +24,44 @@ _GENERATIONS = (9, 10)
 
 
 def masked_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Every row with every matrix, of which one is kept: on any device and in any dtype, at E times the work."""
+    """Multiply every row with every matrix and keep one product: on any device and dtype, at E times the work."""
     rows_S1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     y_SN = x.new_zeros(x.shape[0], weight.shape[1])
-    for e in reversed(range(weight.shape[0])):  # the first group that ends behind a row is its own
+    for e in reversed(range(weight.shape[0])):  # a row belongs to the first group that ends after it
         y_SN = torch.where(rows_S1 < ends[e], F.linear(x, weight[e]), y_SN)
     return y_SN
 
 
 FORMS = Implementations(masked_products, triton="bateleur.runner.models.kernels.grouped:grouped_products")
-"""On CUDA, where torch has no grouped product that does not wait for the host; Triton's has no float64."""
+"""Used on CUDA if torch has no grouped product without a host sync; Triton's does not support float64."""
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """``(x (S, K), weight (E, N, K), ends (E,) int32) -> (S, N)``: row s times the transpose of its group's matrix.
 
-    The rows of group e end before ``ends[e]`` and begin where those of the group before end, from 0 on. What stands
-    in other rows, NaN included, does not matter to a row; behind the last group's anything may be returned.
+    The rows of group e end before ``ends[e]``; group 0 begins at row 0. A row does not depend on other rows, not even
+    on NaN. Rows after the last group are undefined.
     """
     if x.is_cpu:
         return _by_group(x, weight, ends)
-    if torch_has(x, weight):
+    if torch_supports(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return (FORMS.torch if x.dtype == torch.float64 else FORMS.on(x))(x, weight, ends)
 
 
-def torch_has(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product runs on the device alone: for others than these it reads `ends` on the host."""
+def torch_supports(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch's grouped product supports these tensors without reading `ends` on the host."""
     if x.dtype != torch.bfloat16 or weight.shape[0] > _MOST_GROUPS:
         return False
     if generation(x.device) not in _GENERATIONS:
         return False
-    largest = math.gcd(x.stride(0), weight.stride(0), weight.stride(1))  # that divides every stride
+    largest = math.gcd(x.stride(0), weight.stride(0), weight.stride(1))  # common divisor of all strides
     return largest * x.itemsize % _ALIGNED_BYTES == 0
 
 
 @cache
 def generation(device: torch.device) -> int:
-    """The first number of a GPU's compute capability."""
+    """Return the major version of a GPU's compute capability."""
     return torch.cuda.get_device_capability(device)[0]
 
 
@@ -73,7 +73,7 @@ def _by_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _filled(ends: Tensor) -> list[tuple[int, int, int]]:
-    """(group, its first row, the row behind its last) of groups with rows, on a CPU, where reading takes no wait."""
+    """Return (group, first row, end) of groups with rows; on a CPU, where reading `ends` does not wait."""
     every: list[int] = ends.tolist()
     return [(e, a, b) for e, (a, b) in enumerate(zip([0, *every], every, strict=False)) if a < b]
 
@@ -99,7 +99,7 @@ class GroupedProjection:
         self.bias: Tensor | None = None
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        """(S, rows) of x (S, columns); ends (E,) int32 as `grouped_product` has them."""
+        """Return (S, rows) of x (S, columns); ends (E,) int32 as in `grouped_product`."""
         if self._weight is not None:
             return _grouped_product(x, self._weight, ends)
         filled = _filled(ends)
@@ -110,7 +110,7 @@ class GroupedProjection:
         return torch.cat([*found, x.new_zeros(rest, found[0].shape[1])] if rest else found)
 
     def warm_up(self, most: int) -> None:
-        """Load what products of up to `most` rows launch, which may differ for few rows and for many."""
+        """Load the kernels for up to `most` rows, which may differ between few and many rows."""
         if self._weight is not None and not self._weight.is_cpu:
             groups, _, columns = self._weight.shape
             for rows in {1, most}:
@@ -119,20 +119,20 @@ class GroupedProjection:
 
     @property
     def weight(self) -> Tensor:
-        """W: the tensor that was given, or a copy of it once it is packed."""
+        """W: the given tensor, or a copy once packed."""
         return (
             self._weight if self._weight is not None else torch.stack([each.weight for each in self._packed])
         )
 
     @property
     def is_packed(self) -> bool:
-        """Whether W has no address any more."""
+        """Whether W is stored in the packed layout only."""
         return self._weight is None
 
     def pack(self, *, recorded: bool = False) -> None:
-        """Pack the matrix of each group, where products get faster by that (see `Projection.pack`).
+        """Pack the matrix of each group if that makes products faster, see `Projection.pack`.
 
-        recorded: graphs will be recorded, which read the ends of groups on the device; then nothing is packed.
+        recorded: graphs will be recorded, which read `ends` on the device; then nothing is packed.
         """
         if self._weight is None or recorded:
             return
@@ -144,5 +144,5 @@ class GroupedProjection:
 
 
 def empty_grouped(groups: int, rows: int, columns: int, like: Tensor) -> GroupedProjection:
-    """A grouped projection of uninitialised memory, with the dtype and the device of `like`; stored by rows."""
+    """Return a grouped projection of uninitialised memory, with dtype and device of `like`; stored by rows."""
     return GroupedProjection(like.new_empty(groups, rows, columns))

@@ -1,7 +1,7 @@
-"""Attention whose keys and values are made of a latent, over a cache of plain heads.
+"""Attention with keys and values projected from a latent (MLA), over a cache of plain heads.
 
-Shapes: T tokens of all requests in one row, M hidden size, H heads, N lanes of a key that are the head's own, S those
-that all heads share, V lanes of a value, R rank of the latent, D lanes of the cache: the larger of N + S and V.
+Shapes: T tokens of all requests, M hidden size, H heads, N key lanes of one head, S key lanes shared by all heads, V
+value lanes, R rank of the latent, D lanes in the cache: max(N + S, V).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from bateleur.runner.models.spec import LatentLayer
 
 
 class LatentAttention(CachedAttention):
-    """Projection to q | latent | shared key, the latent's norm, its projection to keys and values, attention, and back.
+    """Projection to q | latent | shared key, norm and projection of the latent, attention, projection back.
 
-    The cache holds keys and values of every head, padded with zeros to D lanes, and not the latent.
+    The cache holds keys and values of every head, padded with zeros to D lanes, not the latent.
     """
 
     def __init__(self, spec: LatentLayer, like: Tensor, index: int) -> None:
-        """`index` is the attention layer's cache."""
+        """index: of the layer's KV cache."""
         super().__init__(spec, index)
         self._layer = spec
         heads, hidden = spec.num_heads, like.shape[1]
@@ -36,11 +36,11 @@ class LatentAttention(CachedAttention):
         self.o_proj = empty_projection(hidden, heads * spec.value_dim, like)
 
     def weights(self) -> dict[str, Tensor]:
-        """Tensors to be loaded, by name."""
+        """Return the tensors to load, by name."""
         return super().weights() | {"latent_norm": self._norm.weight}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Write this step's keys and values, attend, project back: (T, M)."""
+        """Write keys and values of this step, attend, and project back: (T, M)."""
         spec = self._layer
         q, latent_TR, shared_TS = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
         made = self.latent_proj(self._norm(latent_TR), step.adapters)
@@ -51,25 +51,25 @@ class LatentAttention(CachedAttention):
 
 
 def _padded(heads_TH: Tensor, head_dim: int) -> Tensor:
-    """(T, H, D), with zeros in the lanes that heads do not have."""
+    """Pad heads with zeros to (T, H, D)."""
     missing = head_dim - heads_TH.shape[-1]
     return F.pad(heads_TH, (0, missing)) if missing else heads_TH
 
 
-def _like_heads(
+def _fake_heads(
     made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int
 ) -> tuple[Tensor, Tensor]:
     k, v = (made.new_empty(made.shape[0], heads, head_dim) for _ in range(2))
     return k, v
 
 
-@operator("latent", _like_heads, direct=True)
+@operator("latent", _fake_heads, direct=True)
 def join_heads(
     made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values (T, H, D) of what the latent's projection made, (T, H * (N + V)), and shared lanes (T, S).
+    """Return keys and values (T, H, D) from the latent's projection (T, H * (N + V)) and shared key lanes (T, S).
 
-    A head has N lanes of a key, then V of a value. The shared ones come behind the N, and zeros behind all.
+    A head of the projection has N key lanes, then V value lanes. A key is N own lanes, S shared ones, and zeros.
     """
     made_TH = made.view(len(made), heads, made.shape[1] // heads)
     shared_TH = shared.unsqueeze(1).expand(-1, heads, -1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from bateleur.runner.models.operators import operator
 
 _GATHERED_ENTRIES = 1 << 23
-"""Most entries of matrices that the torch form copies at once."""
+"""Maximum entries of matrices that the torch form copies at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The Mamba-2 branch.
 
-Shapes: T tokens of all requests in one row, M hidden size, I inner size, C conv channels (I + 2GN), H heads, P their
-size, G groups, N state size.
+Shapes: T tokens of all requests, M hidden size, I inner size, C convolution channels (I + 2GN), H heads, P head size, G
+groups, N state size.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from bateleur.mamba import gated_rms_norm
 from bateleur.runner.models.context import LayerStep
 from bateleur.runner.models.matrix import empty_projection
 from bateleur.runner.models.mlp import gate
-from bateleur.runner.models.part_norm import gated_part_norm
+from bateleur.runner.models.part_norm import gated_norm_over_ranks
 from bateleur.runner.models.recurrent import Recurrent
 from bateleur.runner.models.spec import MambaLayer
 
 
 class Mamba(Recurrent):
-    """Mamba-2 layer: projection to z | x B C | dt, the mixer over x B C and dt, gated norm, projection back."""
+    """Mamba-2: projection to z | x B C | dt, the mixer over x B C and dt, gated norm, projection back."""
 
     def __init__(self, spec: MambaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
-        """`index` is the layer's entry in the state pool; params is where A, D and dt_bias are to be."""
+        """index: of the layer's states in the state pool. params: tensors for A, D and dt_bias."""
         state, hidden = spec.state, like.shape[1]
         super().__init__(state, like, index, params, conv_bias=spec.conv_bias)
         self.spec = spec
@@ -32,11 +32,11 @@ class Mamba(Recurrent):
         self.out_proj = empty_projection(hidden, state.inner_size, like, bias=spec.proj_bias)
 
     def weights(self) -> dict[str, Tensor]:
-        """Tensors to be loaded, by name; A is -exp(A_log)."""
+        """Return the tensors to load, by name; A is -exp(A_log)."""
         return super().weights() | ({} if self.norm is None else {"norm": self.norm})
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Advance every row's state by its tokens: (T, M). Decode rows come first, prompts follow."""
+        """Advance all rows' states by their tokens: (T, M). Decode rows come before prompts."""
         gate_TI, xbc_TC, dt_TH = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
         y_THP = self.mix(step, xbc_TC, dt_TH)
         y_TI = y_THP.flatten(1)
@@ -44,7 +44,7 @@ class Mamba(Recurrent):
             return self.out_proj(gate(y_TI, gate_TI, "silu"), step.adapters)
         groups, eps = self.spec.state.num_groups, self.spec.norm_eps
         if self.spec.of_groups is not None:
-            y_TI = gated_part_norm(
+            y_TI = gated_norm_over_ranks(
                 y_TI, gate_TI, self.norm, self.spec.of_groups, eps, self._norm_first, step.ranks
             )
         else:

@@ -1,4 +1,4 @@
-"""Matrices that tokens are multiplied with, laid out for the processor that does it."""
+"""Weight matrices, in the layout that suits the processor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bateleur.runner.models import native
 from bateleur.runner.models.lora import LoraWeights, add_lora
 
 _FEW_ENTRIES = 1 << 17
-"""Below that, calling oneDNN takes longer than it saves: 13 us a product, and 3 us through the BLAS."""
+"""Below this size, calling oneDNN takes longer than it saves: 13 us per product, and 3 us with the BLAS."""
 
 _FEW_TOKENS = 16 if torch.__version__.startswith("2.11.") else 1
-"""The oneDNN of torch 2.11 takes other sums for fewer."""
+"""For fewer tokens, the oneDNN of torch 2.11 computes other sums."""
 
 
 class Projection:
@@ -32,7 +32,7 @@ class Projection:
         """Low-rank matrices of adapters, if any may be used."""
 
     def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """(T, rows) of x (T, columns). adapters: (T,) int32 adapter slot of each token; None for none."""
+        """Return (T, rows) of x (T, columns). adapters: (T,) int32 adapter slot of each token; None for none."""
         y = self._product(x)
         if self.lora is not None and adapters is not None:
             add_lora(y, x, self.lora.a_ARK, self.lora.b_ANR, adapters)
@@ -52,7 +52,7 @@ class Projection:
 
     @property
     def weight(self) -> Tensor:
-        """W: the tensor that was given, or a copy of it once it is packed."""
+        """W: the given tensor, or a copy once packed."""
         if self._weight is not None:
             return self._weight
         if self._native is not None:
@@ -62,7 +62,7 @@ class Projection:
 
     @property
     def in_c(self) -> CProduct | None:
-        """How a kernel in C calls it; None where it is not float32 in our layout."""
+        """Arguments for C kernels that call this product; None unless it is float32 in our layout."""
         if self._native is None or self._dtype != torch.float32:
             return None
         packed = self._native
@@ -71,17 +71,17 @@ class Projection:
 
     @property
     def is_packed(self) -> bool:
-        """Whether W is kept in another layout than it was given in."""
+        """Whether W is stored in another layout than it was given in."""
         return self._weight is None
 
     def pack(self, *, recorded: bool = False) -> None:
-        """Lay W out as products on a CPU read it, in place of the tensor that was given, where that makes them faster.
+        """Store W in the layout of faster CPU products, instead of the given tensor, if there is one.
 
-        That is for our kernels in float32 and bfloat16, where there is a compiler (`native`), and else for oneDNN in
-        float32, where torch's BLAS takes up to three times as long for more than one token (`benchmarks/layout.py`).
-        Both give a token the same bits whatever is beside it, oneDNN where there is AVX-512; the BLAS rounds by the
-        number of tokens. oneDNN's matrix has no address. Our layout keeps float32 numbers that bfloat16 holds, which
-        are those of most checkpoints, in half of the memory, and products are as exact.
+        With a compiler, our C kernels take float32 and bfloat16 (`native`). Else oneDNN takes float32, whose BLAS
+        products need up to three times as long for more than one token (`benchmarks/layout.py`). With both, a token has
+        the same bits whatever the batch (oneDNN: with AVX-512); the BLAS rounds by the number of tokens. oneDNN's
+        matrix has no address. Our layout stores float32 numbers that bfloat16 can represent, as in most checkpoints, in
+        half of the memory, with equal products.
 
         recorded: graphs will be recorded over it.
         """
@@ -101,21 +101,20 @@ def _suits_onednn(weight: Tensor) -> bool:
 
 
 def _padded(tokens: int) -> int:
-    """Tokens of a packed product: as many, or up to a quarter more, so that four sizes do for each power of two.
+    """Return the padded number of tokens of a oneDNN product: up to a quarter more, in four sizes per power of two.
 
-    oneDNN makes a kernel for each number of tokens and shape of matrix, which takes some milliseconds and half a
-    megabyte.
+    oneDNN makes a kernel for each number of tokens and shape of a matrix, which takes milliseconds and half a megabyte.
     """
     step = 1 << max(0, (tokens - 1).bit_length() - 3) if tokens else 1
     return max(-(-tokens // step) * step, _FEW_TOKENS if tokens else 0)
 
 
 def empty_projection(rows: int, columns: int, like: Tensor, *, bias: bool = False) -> Projection:
-    """A projection of uninitialised memory, with the dtype and the device of `like`.
+    """Return a projection of uninitialised memory, with dtype and device of `like`.
 
-    In float32 on CPU the matrix is stored by columns: the BLAS then reads it as the plain right-hand side of a product,
-    which for one to a few tokens takes less time (`benchmarks/layout.py`): those matrices stay so that are too small to
-    be packed. Elsewhere it is stored by rows.
+    In float32 on a CPU the matrix is stored by columns: for few tokens the BLAS is then faster
+    (`benchmarks/layout.py`), which matters for matrices that are too small to be packed. Elsewhere it is stored by
+    rows.
     """
     by_columns = like.device.type == "cpu" and like.dtype == torch.float32
     weight = like.new_empty(columns, rows).t() if by_columns else like.new_empty(rows, columns)

@@ -1,4 +1,4 @@
-"""What weights take in memory, laid out as products read them: of a model that need not be loaded."""
+"""Memory of packed weights, computed for a model that need not be loaded."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from bateleur.runner.models.decoder import HybridDecoder
 from bateleur.runner.models.matrix import Projection
 
 
-def held_bytes(
+def packed_weight_bytes(
     model: HybridDecoder, device: torch.device, stored: torch.dtype, *, recorded: bool = False
 ) -> int:
-    """Bytes of all weights of `model`, once `HybridDecoder.pack` has laid them out for `device`.
+    """Return the bytes of all weights of `model` after `HybridDecoder.pack` for `device`.
 
-    stored: what its checkpoint is in. A matrix whose numbers bfloat16 holds is kept in that on a CPU with our kernels,
-    also where it is computed in float32, and an output that is tied to the embedding is kept beside it.
-    recorded: graphs are recorded over it.
+    stored: dtype of the checkpoint. On a CPU with our kernels, a matrix whose numbers bfloat16 can represent is stored
+    in it even if computed in float32, and a tied output projection is a packed copy of the embedding.
+    recorded: graphs are recorded over the model.
     """
     held = sum(weight.nbytes for weight in model.weights().values())
     if device.type != "cpu" or unavailable_reason() is not None:

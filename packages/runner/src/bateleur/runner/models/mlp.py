@@ -26,12 +26,12 @@ class Mlp(Branch):
         self.down_proj = empty_projection(hidden, inner, like, bias=spec.bias)
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """`down(act(up(x)))`, gated or not: (T, M)."""
+        """Return `down(act(up(x)))`, optionally gated: (T, M)."""
         return self.down_proj(activate(self.up_proj(x_TM, step.adapters), self.spec), step.adapters)
 
 
 def activate(wide: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
-    """(T, F) of wide: that itself, or (T, 2F) with the gate in the left half."""
+    """Return the activation (T, F) of (T, F), or of (T, 2F) with the gate in the left half."""
     return activation(wide, spec.intermediate_size, spec.activation, spec.gated)
 
 
@@ -42,7 +42,7 @@ def activate(wide: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
     native="rows",
 )
 def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
-    """`act(wide)` (T, size), with the gate in the left half of wide (T, 2 size) `act(gate) * up`.
+    """Return `act(wide)` (T, size), or `act(gate) * up` with the gate in the left half of wide (T, 2 size).
 
     name: one of `Activation`.
     """
@@ -67,5 +67,5 @@ def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
     "activation", lambda x, by, name: torch.empty_like(x, memory_format=torch.contiguous_format), direct=True
 )
 def gate(x: Tensor, by: Tensor, name: str) -> Tensor:
-    """`x * act(by)` (T, F) of x and by (T, F), for whatever layer. name: "silu", or else "sigmoid"."""
+    """Return `x * act(by)` (T, F) of x and by (T, F). name: "silu", or else "sigmoid"."""
     return (F.silu(by) if name == "silu" else by.sigmoid()).mul_(x)

@@ -1,4 +1,4 @@
-"""Root mean square norms: in front of every branch, and over the heads of queries and keys."""
+"""Root mean square norms: before every branch, and over heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models.operators import operator
-from bateleur.runner.models.part_norm import whole_part_norm
+from bateleur.runner.models.part_norm import qk_norm_over_ranks
 
 Term = tuple[Tensor, float]
-"""What is added to a stream, (T, size), and the factor on it."""
+"""A tensor (T, size) to add to the stream, and its factor."""
 
 
-def _like_sum(
+def _fake_sum(
     h: Tensor,
     terms: Sequence[Tensor],
     factors: Sequence[float],
@@ -34,14 +34,14 @@ def _like_sum(
     native="rows",
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean taken in float32.
+    """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, with the mean in float32.
 
     x (T, size); weight (size,) of x's dtype, or float32.
     """
     return _normed(x, weight, eps)
 
 
-@operator("norm", _like_sum, mutates=("h",), direct=True, native="rows")
+@operator("norm", _fake_sum, mutates=("h",), direct=True, native="rows")
 def add_rms_norm(
     h: Tensor,
     terms: Sequence[Tensor],
@@ -50,9 +50,9 @@ def add_rms_norm(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`h += factor * term` for one term or two, in place and in h's dtype, and the norm of that in `dtype`.
+    """Add `factor * term` to h for one or two terms, in place and in h's dtype, and return the norm in `dtype`.
 
-    h and terms (T, size); weight (size,) of `dtype`, or float32. Every sum is rounded, as one after the other is.
+    h and terms (T, size); weight (size,) of `dtype`, or float32. Every sum is rounded, as if added one by one.
     """
     for term, factor in zip(terms, factors, strict=True):
         h.add_(term, alpha=factor)
@@ -61,15 +61,15 @@ def add_rms_norm(
 
 @operator("norm", lambda *_: None, mutates=("h",))
 def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) -> None:
-    """`h += factor * rms_norm(y, weight, eps)`, in place and in h's dtype; h and y (T, size)."""
+    """Add `factor * rms_norm(y, weight, eps)` to h, in place and in h's dtype; h and y (T, size)."""
     h.add_(_normed(y, weight, eps), alpha=factor)
 
 
 class RMSNorm:
-    """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean taken in float32."""
+    """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, with the mean in float32."""
 
     def __init__(self, size: int, eps: float, like: Tensor, *, exact: bool = False) -> None:
-        """exact: with a float32 weight in any dtype."""
+        """exact: float32 weight in any dtype."""
         self.weight = like.new_empty(size, dtype=torch.float32 if exact else like.dtype)
         self._eps = eps
 
@@ -78,17 +78,17 @@ class RMSNorm:
         return rms_norm(x, self.weight, self._eps)
 
     def of_sum(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> Tensor:
-        """Add one or two terms to h (T, size), and normalise that in the layer's dtype."""
+        """Add one or two terms to h (T, size), and return the norm in the layer's dtype."""
         added, factors = zip(*terms, strict=True)
         return add_rms_norm(h, added, factors, self.weight, self._eps, dtype)
 
     def add_to(self, h: Tensor, y: Tensor, factor: float) -> None:
-        """Add to h `factor` times the norm of y, both (T, size)."""
+        """Add `factor` times the norm of y to h, both (T, size)."""
         add_normed(h, y, factor, self.weight, self._eps)
 
 
 class HeadNorm:
-    """The same over each head of queries and keys together, but for their weights `q` and `k` (size,) float32."""
+    """Norms over each head of queries and keys, with weights `q` and `k` (size,) float32."""
 
     def __init__(self, size: int, eps: float, like: Tensor) -> None:
         self.q = like.new_empty(size, dtype=torch.float32)
@@ -97,11 +97,11 @@ class HeadNorm:
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, float]:
-        """Of queries, of keys, and epsilon, as `AttentionBackend.attend` takes them."""
+        """Weights of queries and keys, and epsilon, as `AttentionBackend.attend` takes them."""
         return self.q, self.k, self._eps
 
     def __call__(self, x: Tensor, queries: int) -> Tensor:
-        """Normalise x (T, heads, size), of which so many heads are queries, and the others keys."""
+        """Normalise x (T, heads, size), of which the first `queries` heads are queries and the others keys."""
         y = F.rms_norm(x, x.shape[-1:], None, self._eps)
         y[:, :queries].mul_(self.q)
         y[:, queries:].mul_(self.k)
@@ -109,7 +109,7 @@ class HeadNorm:
 
 
 class WholeNorm:
-    """The same over all queries of a token and over all its keys, with a weight for each lane of each head."""
+    """Norms over all queries of a token and over all its keys, with a weight for each lane of each head."""
 
     def __init__(self, sizes: tuple[int, int], eps: float, like: Tensor) -> None:
         """sizes: lanes of all queries, and of all keys."""
@@ -119,17 +119,19 @@ class WholeNorm:
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, float]:
-        """Of queries, of keys, and epsilon, as `AttentionBackend.attend` takes them."""
+        """Weights of queries and keys, and epsilon, as `AttentionBackend.attend` takes them."""
         return self.q, self.k, self._eps
 
     def over_ranks(self, x: Tensor, queries: int, heads: tuple[int, int], ranks: Ranks) -> Tensor:
-        """The same where x has some of the layer's heads."""
+        """Normalise x, which has this rank's heads of the layer's `heads`."""
         parts, lanes = (x[:, :queries].flatten(1), x[:, queries:].flatten(1)), x.shape[2]
         sizes = heads[0] * lanes, heads[1] * lanes
-        return torch.cat(whole_part_norm(parts, (self.q, self.k), sizes, self._eps, ranks), 1).view(x.shape)
+        return torch.cat(qk_norm_over_ranks(parts, (self.q, self.k), sizes, self._eps, ranks), 1).view(
+            x.shape
+        )
 
     def __call__(self, x: Tensor, queries: int) -> Tensor:
-        """Normalise x (T, heads, size), of which so many heads are queries, and the others keys."""
+        """Normalise x (T, heads, size), of which the first `queries` heads are queries and the others keys."""
         parts = zip(self._norms, (x[:, :queries], x[:, queries:]), strict=True)
         return torch.cat([norm(part.flatten(1)) for norm, part in parts], 1).view(x.shape)
 

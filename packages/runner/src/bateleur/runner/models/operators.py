@@ -1,6 +1,6 @@
-"""How layers declare an operator under `torch.ops.bateleur`: its torch form, a Triton kernel, perhaps a kernel in C.
+"""Defines operators under `torch.ops.bateleur`: a torch form, a Triton kernel, and optionally a C kernel.
 
-The torch form is the specification. CUDA has the Triton kernel; a CPU has the C kernel for what it takes.
+The torch form is the specification. CUDA uses the Triton kernel; a CPU the C kernel if that supports the arguments.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from bateleur.metadata import dispatch
 F = TypeVar("F", bound=Callable[..., Any])
 
 FORMS: dict[str, dispatch.Implementations[Any]] = {}
-"""The forms of every operator, by its name."""
+"""The implementations of every operator, by name."""
 _library = Library("bateleur", "FRAGMENT")
-"""Owns the definitions; dropping it would drop the operators."""
+"""Owns the definitions; deleting it would delete the operators."""
 
 
 def operator(
@@ -30,11 +30,11 @@ def operator(
     direct: bool = False,
     native: str | None = None,
 ) -> Callable[[F], F]:
-    """Of its torch form, whose signature and documentation are the operator's.
+    """Define an operator from its torch form, which has its signature and documentation.
 
-    home: the module of `kernels` where its namesake launches the kernel. fake: its result without computing it.
-    mutates: the arguments that it writes to. direct: call its form on a CPU without the dispatcher, which takes 1.4 us.
-    native: the module of `native` whose namesake is the form in C, if there is one.
+    home: module of `kernels` with a function of the same name. fake: shape function. mutates: arguments that are
+    written to. direct: call the form on a CPU without torch's dispatcher, which takes 1.4 us. native: module of
+    `native` with a function of the same name, if there is a C form.
     """
 
     def declare(form: F) -> F:

@@ -1,6 +1,6 @@
-"""Norms over lanes of which each of several ranks has some: what they exchange are sums of squares.
+"""Norms over lanes that are spread over several ranks, which exchange sums of squares.
 
-Shapes: T tokens of all requests in one row, I lanes of this rank.
+Shapes: T tokens of all requests, I lanes of this rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from bateleur.runner.distributed.ranks import Ranks
 
 
-def gated_part_norm(
+def gated_norm_over_ranks(
     x_TI: Tensor,
     gate_TI: Tensor,
     weight: Tensor,
@@ -21,9 +21,9 @@ def gated_part_norm(
     norm_first: bool,
     ranks: Ranks,
 ) -> Tensor:
-    """`gated_rms_norm` with SiLU where one group of lanes is on several ranks, I of it on each.
+    """`gated_rms_norm` with SiLU if one group of lanes is spread over several ranks, with I lanes on each.
 
-    of_groups: which of how many groups it is. weight (I,).
+    of_groups: index of the group, and number of groups. weight (I,).
     """
     gate, x = F.silu(gate_TI.float()), x_TI.float()
     y = x if norm_first else gate.mul_(x)
@@ -37,14 +37,14 @@ def gated_part_norm(
     return y.to(x_TI.dtype).mul_(weight)
 
 
-def whole_part_norm(
+def qk_norm_over_ranks(
     parts: tuple[Tensor, Tensor],
     weights: tuple[Tensor, Tensor],
     lanes: tuple[int, int],
     eps: float,
     ranks: Ranks,
 ) -> tuple[Tensor, Tensor]:
-    """Root mean square norms over all queries of a token and over all its keys, of which a rank has some lanes.
+    """Root mean square norms over all queries and over all keys of a token, of which this rank has some lanes.
 
     parts: (T, lanes of this rank) each; ranks may have keys in common. weights: of these lanes. lanes: of the layer.
     """

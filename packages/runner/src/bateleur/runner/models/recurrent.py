@@ -1,4 +1,4 @@
-"""What branches around a recurrence have in common: its mixer, and the weights that are its own."""
+"""Base of recurrent branches: the mixer and its weights."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class Recurrent(Branch):
         *,
         conv_bias: bool = False,
     ) -> None:
-        """`index` is the layer's entry in the state pool; params is where the recurrence's parameters are to be."""
+        """index: of the layer's states in the state pool. params: tensors for the recurrence's parameters."""
         self._index = index
         conv = like.new_empty(state.conv_dim, state.conv_width)
         self.mixer = Mixer(state, conv, like.new_empty(state.conv_dim) if conv_bias else None, params)
 
     def weights(self) -> dict[str, Tensor]:
-        """Tensors to be loaded, by name; a parameter has the name that the recurrence gives it."""
+        """Return the tensors to load, by name; parameters have the recurrence's names."""
         mixer = self.mixer
         names = [each.name for each in mixer.spec.parameters]
         found = super().weights() | {"conv": mixer.conv_weight, **dict(zip(names, mixer.params, strict=True))}
         return found if mixer.conv_bias is None else found | {"conv_bias": mixer.conv_bias}
 
     def mix(self, step: LayerStep, channels_TC: Tensor, *gates: Tensor) -> Tensor:
-        """Everything that reads or writes states: (T, *output_shape).
+        """Run convolution and recurrence, which read and write states: (T, *output_shape).
 
-        In a piecewise graph the pieces hold the decode rows, and what runs between them the prompts.
+        In a piecewise graph, decode rows are part of a piece, and prompts run between pieces.
         """
         execution, context = step.execution, step.execution.state
         assert context.mamba is not None
@@ -55,5 +55,5 @@ class Recurrent(Branch):
         return self.mixer.prefill_into(y, channels_TC, gates, context.mamba_batch, *self._kept(context))
 
     def _kept(self, context: StepContext) -> tuple[tuple[Tensor, Tensor | None], Rings | None]:
-        """The layer's states and rings."""
+        """Return the layer's states and rings."""
         return context.states[self._index], context.rings[self._index]

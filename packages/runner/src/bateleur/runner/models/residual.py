@@ -1,6 +1,6 @@
-"""What stands between two looks at the residual stream: a norm, and the mixers that read it, one or several.
+"""A layer of the residual stream: a norm, and one or several mixers that read it.
 
-Shapes: T tokens of all requests in one row, M hidden size.
+Shapes: T tokens of all requests, M hidden size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Residual:
 
     norm: RMSNorm
     parts: tuple[tuple[str, Mixer, float], ...]
-    """Each mixer, what the names of its weights begin with, and the factor on what it returns."""
+    """Each mixer with the prefix of its weights' names and the factor on its output."""
     norm_last: bool = False
     output_norm: RMSNorm | None = None
     """Norm of the mixer's output; None for none."""
@@ -46,7 +46,7 @@ class Residual:
         make_norm: Callable[[], RMSNorm],
         multiplier: float,
     ) -> Residual:
-        """`layer` with mixers that `build` makes. In a parallel layer the names of part 0 begin with `0.`."""
+        """Return `layer` with mixers made by `build`. Names of part i of a parallel layer begin with `i.`."""
         if not isinstance(layer, ParallelLayer):
             return cls(make_norm(), (("", build(layer), multiplier),))
         factors = enumerate(zip(layer.parts, layer.factors, strict=True))
@@ -54,7 +54,7 @@ class Residual:
         return cls(make_norm(), parts, layer.norm_last, make_norm() if layer.output_norm else None)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors to be loaded, and their names."""
+        """Yield the names and tensors to load."""
         yield "input_norm", self.norm.weight
         if self.output_norm is not None:
             yield "output_norm", self.output_norm.weight
@@ -63,7 +63,7 @@ class Residual:
 
     @property
     def projections(self) -> list[Projection | GroupedProjection]:
-        """Of all mixers."""
+        """Projections of all mixers."""
         return [each for _, mixer, _ in self.parts for each in mixer.projections.values()]
 
     def pack(self, *, recorded: bool = False) -> None:
@@ -78,7 +78,7 @@ class Residual:
                 mixer.warm_up(num_tokens)
 
     def add_to(self, stream: Stream, step: LayerStep) -> None:
-        """Add what the mixers make of the stream."""
+        """Add the outputs of the mixers to the stream."""
         x_TM = stream.read() if self.norm_last else stream.normed(self.norm)
         if not step.ranks.alone and len(self.parts) > 1 and not self.norm_last:
             stream.add(step.ranks.sum_(self._of_all(x_TM, step)), 1.0)
@@ -92,7 +92,7 @@ class Residual:
                 stream.add(y_TM, factor)
 
     def _of_all(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """What all mixers add, of this rank: one sum over the ranks for them together."""
+        """Return this rank's sum over all mixers, so that there is one sum over the ranks."""
         (_, first, factor), *others = self.parts
         y_TM = first.forward(x_TM, step).mul(factor)
         for _, mixer, factor in others:

@@ -23,7 +23,7 @@ class LongRope:
 
 @dataclass(frozen=True, slots=True)
 class DynamicRope:
-    """A base that grows with the sequence beyond the original length (rope_type "dynamic", NTK)."""
+    """A base that grows with sequences beyond the original length (rope_type "dynamic", NTK)."""
 
     original_length: int
     theta: float
@@ -33,18 +33,18 @@ class DynamicRope:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding over the first `rotary_dim` lanes of a head, halves layout.
+    """Rotary position embedding of the first `rotary_dim` lanes of a head, in halves layout.
 
-    With `beyond`, frequencies depend on the length of the sequence, as in transformers: all tokens of a prompt have
-    those of the prompt's length, and every later token has those of the length up to itself.
+    With `beyond`, frequencies depend on the length of the sequence, as in transformers: tokens of a prompt use the
+    prompt's length, later tokens the length up to themselves.
     """
 
     inv_freq: tuple[float, ...]
-    """Radians per position of each lane pair, any scaling already applied."""
+    """Radians per position of each lane pair, with scaling applied."""
     attention_scaling: float = 1.0
     """Factor on cosine and sine (YaRN)."""
     beyond: LongRope | DynamicRope | None = None
-    """Frequencies of sequences that are longer than the original length; None if they are the same."""
+    """Frequencies of sequences longer than the original length; None if they are the same."""
 
     def __post_init__(self) -> None:
         if not self.inv_freq:
@@ -52,41 +52,40 @@ class RopeSpec:
 
     @property
     def rotary_dim(self) -> int:
-        """Lanes of a head that rotate; the others pass through."""
+        """Number of rotated lanes of a head."""
         return 2 * len(self.inv_freq)
 
 
 class RopeTable:
-    """Cosines and signed sines by position; it grows to the longest sequence any step has promised.
+    """Cosines and signed sines by position; grows to the longest sequence of any step.
 
-    Growing allocates, so a table must be long enough before a CUDA graph is captured over it: `reserve`.
-
-    With frequencies that depend on the sequence's length, the table is that of one prompt length: `set_prompt_length`.
+    Growing allocates, so call `reserve` before a CUDA graph is captured over the table. If frequencies depend on the
+    length of the sequence, the table is for one prompt length: `set_prompt_length`.
     """
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self._dtype = dtype
-        # Uploaded once: a table may grow in the middle of a step.
+        # Uploaded once, because a table may grow within a step.
         self._inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=device)
         self._table_P2R = torch.empty(0, 2 * spec.rotary_dim, dtype=dtype, device=device)
         self._prompt_len = 0
 
     def reserve(self, num_positions: int) -> None:
-        """Make positions 0 .. num_positions - 1 available."""
+        """Compute positions 0 .. num_positions - 1."""
         rows = self._table_P2R.shape[0]
         if num_positions <= rows:
             return
         self._table_P2R = self._rows(max(num_positions, 2 * rows, _FIRST_ROWS))
 
     def set_prompt_length(self, prompt_len: int) -> None:
-        """Make this the table of requests with prompts of this length, in place; see `ModelSpec.rope_length`."""
+        """Recompute the table in place for prompts of this length, see `ModelSpec.rope_length`."""
         if self.spec.beyond is not None and prompt_len != self._prompt_len:
             self._prompt_len = prompt_len
             self._table_P2R.copy_(self._rows(len(self._table_P2R)))
 
     def _rows(self, count: int) -> Tensor:
-        """The first rows of the table. Angles are float32 and rounded once at the end, as checkpoints were trained."""
+        """Return the first rows of the table. Angles are float32 and rounded once at the end, as in training."""
         positions_P = torch.arange(count, dtype=torch.float32, device=self._inv_freq.device)
         angle_PR = positions_P[:, None] * self._frequencies(positions_P + 1)
         cos, sin = angle_PR.cos(), angle_PR.sin()
@@ -94,7 +93,7 @@ class RopeTable:
         return table.to(self._dtype)
 
     def _frequencies(self, length_P: Tensor) -> Tensor:
-        """(P, R/2) or (R/2,) radians per position. length_P: of the sequence up to each position."""
+        """Return radians per position, (P, R/2) or (R/2,). length_P: length of the sequence up to each position."""
         beyond = self.spec.beyond
         if beyond is None:
             return self._inv_freq
@@ -109,14 +108,14 @@ class RopeTable:
         return torch.where(length_P1 > beyond.original_length, longer, self._inv_freq)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine, each (T, 1, R), of positions that have been reserved."""
+        """Return cosines and signed sines, (T, 1, R) each, of reserved positions."""
         rows_T12R = self._table_P2R.index_select(0, positions_T).unsqueeze(1)
         half = self.spec.rotary_dim
         return rows_T12R[..., :half], rows_T12R[..., half:]
 
 
 def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotate the first R lanes of every head; may overwrite x. Lane i turns with lane i + R/2."""
+    """Rotate the first R lanes of every head, possibly in place. Lane i is paired with lane i + R/2."""
     rotary_dim = cos_T1R.shape[-1]
     if rotary_dim == x_THD.shape[-1]:
         return torch.addcmul(x_THD * cos_T1R, x_THD.roll(rotary_dim // 2, -1), sin_T1R)

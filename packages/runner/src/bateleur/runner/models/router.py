@@ -1,14 +1,14 @@
-"""Which experts a token goes to, and what lies between the products with their matrices; on CUDA a launch each.
+"""Routing of tokens to experts, sorting by expert, and the weighted sum; one launch each on CUDA.
 
-Shapes: T tokens, E experts, K of them for a token, G groups, S places (a token with one of its experts; T * K), L width
-of the experts.
+Shapes: T tokens, E experts, K experts of a token, G groups, S places (pairs of token and expert; T * K), L width of the
+experts.
 
-The four kinds that checkpoints have are two, each with or without a division by the sum:
+Routers of checkpoints, each optionally divided by the sum of the chosen weights:
 
-softmax, normalised: of the logits of the chosen (Granite); of all logits, divided by the sum of the chosen (Qwen),
-    which is the same.
-softmax: of all logits, as it is (Qwen without `norm_topk_prob`).
-sigmoid: of each logit; a correction and groups have a say in the choice, not in the weights (Nemotron-H, Kimi, LFM2).
+softmax, normalised: of the chosen logits (Granite), which equals that of all logits divided by the sum of the chosen
+(Qwen).
+softmax: of all logits (Qwen without `norm_topk_prob`).
+sigmoid: of each logit; a correction and groups change the choice, not the weights (Nemotron-H, Kimi, LFM2).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bateleur.runner.models.spec import RouterSpec
 def route(
     logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weights (T, K) float32 and experts (T, K) int64 of logits (T, E) float32, the best first."""
+    """Return weights (T, K) float32 and experts (T, K) int64 of logits (T, E) float32, the best first."""
     sum_eps = spec.sum_eps if spec.normalised else None
     groups = [spec.num_groups, spec.top_groups]
     sigmoid = spec.scores == "sigmoid"
@@ -33,18 +33,20 @@ def route(
 
 
 def logistic(x: Tensor) -> Tensor:
-    """Of each number by itself. On a CPU torch's own has other bits in the last lanes of a tensor, so those of a token,
-    and which of equal experts it goes to, would follow from how many stand beside it.
+    """Return the sigmoid of each number, with bits that do not depend on its position.
+
+    On a CPU, torch's sigmoid has other bits in the last lanes of a tensor, so the choice of equal experts would depend
+    on the number of tokens.
     """
     return x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype) if x.is_cpu else x.sigmoid()
 
 
-def _like_route(logits: Tensor, correction: Tensor | None, top_k: int, *_: object) -> tuple[Tensor, Tensor]:
+def _fake_route(logits: Tensor, correction: Tensor | None, top_k: int, *_: object) -> tuple[Tensor, Tensor]:
     shape = logits.shape[0], top_k
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
-@operator("router", _like_route, direct=True)
+@operator("router", _fake_route, direct=True)
 def route_tokens(
     logits: Tensor,
     correction: Tensor | None,
@@ -54,9 +56,9 @@ def route_tokens(
     scale: float,
     groups: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """See `route`, whose spec this has in parts. Of equal scores the kernel takes the lower expert, and NaN first.
+    """Route tokens, see `route`. Of equal scores, the kernel takes the lower expert, and NaN first.
 
-    sum_eps: None where weights are not divided by their sum. groups: how many there are, and of how many to choose.
+    sum_eps: None: do not divide weights by their sum. groups: number of groups, and of groups to choose.
     """
     if sigmoid:
         scores_TE = logistic(logits)
@@ -85,17 +87,17 @@ def _best(scores_TE: Tensor, correction_E: Tensor | None, top_k: int, groups: Se
     return choice_TE.topk(top_k).indices
 
 
-def _like_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     size = experts.numel()
     return experts.new_empty(size), experts.new_empty(size), experts.new_empty(num_experts, dtype=torch.int32)
 
 
-@operator("router", _like_places, direct=True)
+@operator("router", _fake_places, direct=True)
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Places sorted by expert, on the device: how many an expert has nobody on the host knows.
+    """Sort places by expert, on the device, because the host does not know how many an expert has.
 
-    experts (T, K) int64, in range(num_experts). Returns the token of every sorted place, (S,) int64; where place
-    t * K + k has come to, (S,) int64; and where the places of each expert end, (E,) int32.
+    experts (T, K) int64, in range(num_experts). Returns the token of every sorted place, (S,) int64; the sorted
+    position of place t * K + k, (S,) int64; and where each expert's places end, (E,) int32.
     """
     sorted_S, order_S = experts.flatten().sort(stable=True)
     sorted_places_S = torch.arange(len(order_S), device=order_S.device)
@@ -105,16 +107,16 @@ def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     return order_S // experts.shape[1], place_S, ends_E
 
 
-def _like_combined(y: Tensor, places: Tensor, weights: Tensor, *_: object) -> Tensor:
+def _fake_combined(y: Tensor, places: Tensor, weights: Tensor, *_: object) -> Tensor:
     return y.new_empty(weights.shape[0], y.shape[1])
 
 
-@operator("router", _like_combined, direct=True)
+@operator("router", _fake_combined, direct=True)
 def combine(y: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-    """`sum_k weights[t, k] * y[places[t * K + k]] (+ shared[t] (* sigmoid(gate[t])))` (T, L) in y's dtype.
+    """Return `sum_k weights[t, k] * y[places[t * K + k]] (+ shared[t] (* sigmoid(gate[t])))` (T, L) in y's dtype.
 
-    y (S, L) by sorted place; places (S,) int64; weights (T, K) float32; shared (T, L) and gate (T, 1) of y's dtype.
-    The best expert comes first in the sum, whoever stands beside the token. The kernel rounds once.
+    y (S, L) by sorted place; places (S,) int64; weights (T, K) float32; shared (T, L) and gate (T, 1) of y's dtype. The
+    best expert is added first, so a token's sum does not depend on other tokens. The kernel rounds once.
     """
     y_TKL = y.index_select(0, places).view(*weights.shape, y.shape[1])
     out_TL = (y_TKL * weights.unsqueeze(-1)).sum(1).to(y.dtype)

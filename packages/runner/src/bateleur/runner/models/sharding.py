@@ -1,11 +1,11 @@
-"""What one of several ranks has of a model: layers with fewer heads, lanes and experts' lanes, and parts of weights.
+"""Divides a model among ranks: layers with fewer heads and lanes, and parts of weights.
 
-Every branch gets the whole of the stream and returns a part of its sum, so each ends with one sum over the ranks. Split
-are heads of attention (a head of keys and values is in common where there are fewer than ranks), lanes of MLPs and of
-every expert, heads of Mamba-2 with their groups (B and C in common where groups are fewer), value heads of delta rules
-with their key heads, channels of short convolutions, and the vocabulary.
+Every branch gets the whole stream and returns a part of its sum, so each ends with one sum over the ranks. Divided are
+attention heads (KV heads are replicated if there are fewer than ranks), lanes of MLPs and of every expert, heads of
+Mamba-2 with their groups (B and C are replicated if there are fewer groups), value heads of delta rules with their key
+heads, channels of short convolutions, and the vocabulary.
 
-Data-parallel ranks have all of a model but experts, of which each has some (`share_experts`).
+Data-parallel ranks have the whole model except for experts, which they share (`shard_experts`).
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from bateleur.runner.models.spec import (
 )
 
 Cut = Mapping[int, tuple[Range, ...]]
-"""By axis of a weight the ranges that a rank has, in its order; of other axes it has all."""
+"""Ranges of a weight that a rank has, by axis, in order; of other axes it has everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of a layer or a model: what it is to this rank, and what it has of which weights."""
+    """This rank's part of the weights of a layer or model."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)
     once: frozenset[str] = frozenset()
-    """Weights that one rank adds and the others take for zeros: biases behind the sum."""
+    """Weights that one rank adds and that are 0 on others: biases added after the sum."""
 
 
-def share_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
-    """`spec` with this rank's layers, and its share. The vocabulary stays that of the whole.
+def shard_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
+    """Return `spec` with this rank's layers, and its share. The vocabulary size is unchanged.
 
-    Raises ValueError, which names the size and those that are possible, for what cannot be split.
+    Raises ValueError, with the possible sizes, if a layer can't be divided.
     """
     vocabulary: Cut = {0: (ranks.about(spec.vocab_size),)}
     cuts: dict[str, Cut] = {"embedding": vocabulary, "lm_head": vocabulary}
@@ -54,7 +54,7 @@ def share_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
     layers: list[Layer] = []
     for i, layer in enumerate(spec.layers):
         parts = layer.parts if isinstance(layer, ParallelLayer) else (layer,)
-        own, shares = zip(*(share_layer(part, ranks) for part in parts), strict=True)
+        own, shares = zip(*(shard_layer(part, ranks) for part in parts), strict=True)
         parallel = isinstance(layer, ParallelLayer)
         layers.append(replace(layer, parts=own) if isinstance(layer, ParallelLayer) else own[0])
         for j, share in enumerate(shares):
@@ -64,11 +64,10 @@ def share_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
     return replace(spec, layers=tuple(layers)), Share(cuts, frozenset(once) if ranks.rank else frozenset())
 
 
-def share_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
-    """`spec` where this rank has whole experts of every layer that has any, as many as the others or one more, and all
-    of everything else; and its share.
+def shard_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
+    """Return `spec` with this rank's whole experts, as evenly as possible, and all other weights; and its share.
 
-    Raises ValueError for a model without experts, and for fewer of them than ranks.
+    Raises ValueError for a model without experts, or with fewer experts than ranks.
     """
     size, cuts = ranks.size, dict[str, Cut]()
     layers: list[Layer] = []
@@ -96,19 +95,20 @@ def share_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
 
 
 def num_sums(spec: ModelSpec) -> int:
-    """Sums over the ranks in a forward pass of a rank's `spec`: of the embedding, of every layer, and of squares where
-    a norm is over lanes of several ranks.
+    """Return the number of sums over ranks in a forward pass of a rank's `spec`.
+
+    One for the embedding, one per layer, and one per norm over lanes of several ranks.
     """
     return 1 + len(spec.layers) + len(_squares(spec))
 
 
 def sum_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Bytes of a token in all of them, each number of its hidden state with so many."""
+    """Return the bytes of a token in all these sums, with hidden states of `itemsize` bytes per number."""
     return (1 + len(spec.layers)) * spec.hidden_size * itemsize + sum(4 * each for each in _squares(spec))
 
 
 def _squares(spec: ModelSpec) -> list[int]:
-    """Of each norm over lanes of several ranks, how many sums of squares a token has."""
+    """Return the number of sums of squares per token, for each norm over lanes of several ranks."""
     counts = []
     for part in (part for layer in spec.layers for part in parts_of(layer)):
         if isinstance(part, AttentionLayer) and part.of_heads is not None:
@@ -118,8 +118,8 @@ def _squares(spec: ModelSpec) -> list[int]:
     return counts
 
 
-def share_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
-    """A layer as this rank has it; names of weights are those of its branch."""
+def shard_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
+    """Return this rank's part of a layer; names of weights are those of its branch."""
     match layer:
         case LatentLayer():
             return _latent(layer, ranks)
@@ -141,7 +141,7 @@ def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, Share]
     lanes, q, kv = layer.head_dim, layer.num_heads, layer.num_kv_heads
     own_q, own_kv = ranks.even("num_attention_heads", q), ranks.shared("num_key_value_heads", kv)
     stacked = [*([(own_q, q)] if layer.gated else []), (own_q, q), (own_kv, kv), (own_kv, kv)]
-    rows = _one_below_another([(_lanes(own, lanes), count * lanes) for own, count in stacked])
+    rows = _stacked_rows([(_lanes(own, lanes), count * lanes) for own, count in stacked])
     cuts: dict[str, Cut] = {
         "qkv_proj": {0: rows},
         "qkv_bias": {0: rows},
@@ -175,8 +175,8 @@ def _mamba(layer: MambaLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
     heads, groups = ranks.even("Mamba heads", state.num_heads), ranks.shared("n_groups", state.num_groups)
     inner, lanes = _lanes(heads, state.head_dim), _lanes(groups, state.state_size)
     x, bc = (inner, state.inner_size), (lanes, state.num_groups * state.state_size)
-    conv = _one_below_another([x, bc, bc])
-    rows = _one_below_another([x, x, bc, bc, (heads, state.num_heads)])  # the gate is as wide as x
+    conv = _stacked_rows([x, bc, bc])
+    rows = _stacked_rows([x, x, bc, bc, (heads, state.num_heads)])  # the gate is as wide as x
     share = Share(
         {
             "in_proj": {0: rows},
@@ -209,10 +209,10 @@ def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
     )
     low = layer.rank
     whole = None if low is None else ((0, low), low)
-    rows = _one_below_another([*qkv, whole or gate, (own_v, values), whole or decays])
+    rows = _stacked_rows([*qkv, whole or gate, (own_v, values), whole or decays])
     cuts: dict[str, Cut] = {
         "in_proj": {0: rows},
-        "conv": {0: _one_below_another(qkv)},
+        "conv": {0: _stacked_rows(qkv)},
         "A": {0: (own_v,)},
         "dt_bias": {0: (own_v,)},
         "out_proj": {1: (gate[0],)},
@@ -229,7 +229,7 @@ def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
 def _short_conv(layer: ShortConvLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
     width = layer.state.channels
     own = ranks.even("hidden_size", width)
-    rows, conv = _one_below_another([(own, width)] * 3), (own,)
+    rows, conv = _stacked_rows([(own, width)] * 3), (own,)
     share = Share(
         {
             "in_proj": {0: rows},
@@ -246,7 +246,7 @@ def _short_conv(layer: ShortConvLayer, ranks: Ranks) -> tuple[SingleLayer, Share
 def _mlp(layer: MlpLayer, ranks: Ranks) -> tuple[MlpLayer, Share]:
     inner = layer.intermediate_size
     own = ranks.even("intermediate_size", inner)
-    rows = _one_below_another([(own, inner)] * (2 if layer.gated else 1))
+    rows = _stacked_rows([(own, inner)] * (2 if layer.gated else 1))
     cuts: dict[str, Cut] = {"up_proj": {0: rows}, "up_bias": {0: rows}, "down_proj": {1: (own,)}}
     return replace(layer, intermediate_size=_size(own)), Share(cuts, frozenset(("down_bias",)))
 
@@ -254,7 +254,7 @@ def _mlp(layer: MlpLayer, ranks: Ranks) -> tuple[MlpLayer, Share]:
 def _experts(layer: ExpertsLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
     inner = layer.intermediate_size
     own = ranks.even("the experts' intermediate_size", inner)
-    rows = _one_below_another([(own, inner)] * (2 if layer.gated else 1))
+    rows = _stacked_rows([(own, inner)] * (2 if layer.gated else 1))
     share = Share(
         {"up_proj": {1: rows}, "up_bias": {1: rows}, "down_proj": {2: (own,)}},
         frozenset(("latent_out_bias", "down_bias")),
@@ -272,7 +272,7 @@ def _size(own: Range) -> int:
 
 
 def _lanes(own: Range, size: int) -> Range:
-    """The lanes of these heads, each of so many."""
+    """Return the lanes of these heads of `size` lanes."""
     return own[0] * size, own[1] * size
 
 
@@ -280,8 +280,8 @@ def _moved(own: Range, start: int) -> Range:
     return own[0] + start, own[1] + start
 
 
-def _one_below_another(parts: list[tuple[Range, int]]) -> tuple[Range, ...]:
-    """(own, all) lines each of several matrices that are one."""
+def _stacked_rows(parts: list[tuple[Range, int]]) -> tuple[Range, ...]:
+    """Return the ranges of several stacked matrices, given (own, all) rows of each."""
     ranges, start = [], 0
     for own, count in parts:
         ranges.append(_moved(own, start))

@@ -1,8 +1,8 @@
-"""What a model is, as plain numbers: the meeting point of checkpoint readers, layers and caches.
+"""A model as plain numbers, read from checkpoints and used by layers and caches.
 
 A model is a stack of residual branches: `h = h + residual_multiplier * mixer(norm(h))`. NemotronH has one branch per
-layer; Bamba, GraniteMoeHybrid and Llama have two (a mixer, then an MLP), so their `layers` is twice as long. Where
-several mixers read one norm, as in Falcon-H1, they are the parts of a `ParallelLayer`.
+layer; Bamba, GraniteMoeHybrid and Llama have two (a mixer, then an MLP), so their `layers` is twice as long. Mixers
+that read the same norm, as in Falcon-H1, are the parts of a `ParallelLayer`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bateleur.runner.models.rope import DynamicRope, RopeSpec
 Activation = Literal["relu2", "silu", "gelu_tanh", "clamped_swiglu"]
 """`clamped_swiglu` is gpt-oss's: `g * sigmoid(1.702 g) * (u + 1)` of a gate g of at most 7 and u in [-7, 7]."""
 GatedNorm = Literal["gate first", "norm first", "gate only"]
-"""What a recurrent layer does to its outputs before the projection back: whether their norm sees them gated."""
+"""Order of norm and gate on the outputs of a recurrent layer."""
 Scores = Literal["softmax", "sigmoid"]
 
 
@@ -35,15 +35,15 @@ class AttentionLayer:
     sliding_window: int | None = None
     """Query i sees keys j with i - sliding_window < j <= i; None sees all."""
     qk_norm_eps: float | None = None
-    """Epsilon of root mean square norms over each head of queries and of keys, before rotation; None has none."""
+    """Epsilon of norms over each head of queries and keys, before rotation; None: no norms."""
     qk_norm_whole: bool = False
-    """Whether these are norms over all queries of a token, and over all its keys."""
+    """Whether norms of queries and keys are over all heads of a token."""
     gated: bool = False
-    """Whether the projection makes a gate as wide as the queries, whose sigmoid multiplies what attention returns."""
+    """Whether attention outputs are multiplied by the sigmoid of a gate from the same projection."""
     sinks: bool = False
     """Whether each head has an attention sink: a learned score of a key without a value."""
     of_heads: tuple[int, int] | None = None
-    """Of a part of a layer, how many heads of queries and of keys the layer has, whose whole norms it takes part in."""
+    """In a rank's part with whole norms: heads of queries and of keys in the whole layer."""
 
     def __post_init__(self) -> None:
         _positive(self, "num_heads", "num_kv_heads", "head_dim")
@@ -61,20 +61,20 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentLayer(AttentionLayer):
-    """Attention without positions whose keys and values are projections of a latent.
+    """Attention without positions, with keys and values projected from a latent (MLA).
 
-    As cached, every head has `head_dim` lanes for its key and as many for its value: the larger of both.
+    In the cache, keys and values of every head have `head_dim` lanes: the larger of both sizes.
     """
 
     rank: int
     """Lanes of the latent."""
     key_dim: int
-    """Lanes of a key that are made of the latent."""
+    """Lanes of a key that are projected from the latent."""
     shared_dim: int
     """Lanes of a key that all heads share."""
     value_dim: int
     norm_eps: float
-    """Of the latent's norm."""
+    """Epsilon of the latent's norm."""
 
     def __post_init__(self) -> None:
         AttentionLayer.__post_init__(self)
@@ -83,7 +83,7 @@ class LatentLayer(AttentionLayer):
 
 @dataclass(frozen=True, slots=True)
 class MlpLayer:
-    """Feed-forward branch: `down(act(up(x)))`, or `down(act(gate(x)) * up(x))` when gated."""
+    """Feed-forward branch: `down(act(up(x)))`, or `down(act(gate(x)) * up(x))` if gated."""
 
     intermediate_size: int
     activation: Activation = "silu"
@@ -97,17 +97,17 @@ class MlpLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """Which experts a token goes to, and with which weights, of one logit for each expert.
+    """Chooses a token's experts and their weights, from one logit per expert.
 
-    `softmax`: the experts of the largest logits; `sigmoid`: those of the largest scores, to which a correction may be
-    added for the choice only, out of the best groups where experts stand in groups.
+    softmax: the experts of the largest logits. sigmoid: those of the largest scores, optionally with a correction of
+    the choice, and only out of the best groups.
     """
 
     scores: Scores = "softmax"
     normalised: bool = True
-    """Whether the weights are divided by their sum, before they are scaled."""
+    """Whether weights are divided by their sum before they are scaled."""
     sum_eps: float = 0.0
-    """What is added to that sum."""
+    """Added to the sum of weights before the division."""
     scale: float = 1.0
     bias: bool = False
     """Whether logits have a bias."""
@@ -115,7 +115,7 @@ class RouterSpec:
     """Whether scores have a correction, a weight of the model."""
     num_groups: int = 1
     top_groups: int = 1
-    """Groups whose two best experts score most; those of the others are not chosen."""
+    """Number of groups to choose from, ranked by the sum of their two best scores."""
 
     def __post_init__(self) -> None:
         _positive(self, "num_groups", "top_groups")
@@ -126,35 +126,35 @@ class RouterSpec:
                 f"top_groups is {self.top_groups}; it must be at most num_groups = {self.num_groups}"
             )
         if self.scores == "softmax" and (self.corrected or self.num_groups > 1):
-            raise ValueError("scores is 'softmax'; a correction and groups go with 'sigmoid' alone")
+            raise ValueError("scores is 'softmax'; a correction and groups need 'sigmoid'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsLayer:
-    """Feed-forward branch of many MLPs, of which a token takes `top_k`, weighted by a router, and one that all take."""
+    """Feed-forward branch of many MLPs: a token takes `top_k`, weighted by a router, and optionally a shared one."""
 
     num_experts: int
     top_k: int
     intermediate_size: int
-    """Of each expert."""
+    """Intermediate size of each expert."""
     activation: Activation = "silu"
     gated: bool = True
     router: RouterSpec
     bias: bool = False
     """Whether the projections of experts have biases."""
     shared: MlpLayer | None = None
-    """What every token takes beside its experts."""
+    """MLP that every token takes."""
     shared_gate: bool = False
-    """Whether that is multiplied by the sigmoid of a projection of the token to one number."""
+    """Whether the shared MLP's output is multiplied by the sigmoid of a projection of the token to one number."""
     latent_size: int | None = None
-    """The experts' width where tokens are projected to another one and back; None is the hidden size."""
+    """Width of the experts if tokens are projected to it and back; None: the hidden size."""
     latent_bias: bool = False
     own: tuple[int, int] | None = None
-    """Of a part of a layer, the first of the experts that it has, and the one behind the last; None has all."""
+    """In a rank's part: range of its experts; None: all."""
 
     @property
     def num_own(self) -> int:
-        """Experts that are here."""
+        """Number of experts on this rank."""
         return self.num_experts if self.own is None else self.own[1] - self.own[0]
 
     def __post_init__(self) -> None:
@@ -173,16 +173,16 @@ class ExpertsLayer:
                 f"{self.router.top_groups} of {groups} groups"
             )
         if self.shared_gate and self.shared is None:
-            raise ValueError("shared_gate is True and shared None; there is nothing to be gated")
+            raise ValueError("shared_gate is True and shared None; it must be False without shared experts")
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
-    """What caches and steps know of a recurrent mixer of any kind: what its states are, and how prompts are cut."""
+    """A recurrent mixer of any kind: its states, and the chunks of its scans."""
 
     state: Recurrence
     chunk_size: int
-    """Tokens that a scan takes at once, at most."""
+    """Maximum tokens of a chunk in a scan."""
 
     def __post_init__(self) -> None:
         _positive(self, "chunk_size")
@@ -198,7 +198,7 @@ class MambaLayer(RecurrentLayer):
     norm_eps: float
     norm: GatedNorm = "gate first"
     of_groups: tuple[int, int] | None = None
-    """Of a part of a layer with fewer groups than parts: which of how many groups its heads are in, and their norm."""
+    """In a rank's part, if there are fewer groups than ranks: index of its group, and number of groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class DeltaLayer(RecurrentLayer):
     norm_eps: float
     gate_activation: Literal["silu", "sigmoid"] = "silu"
     rank: int | None = None
-    """Of the projections to gates and to decays, which are two matrices each; None where they are one."""
+    """Rank of low-rank projections to gates and decays; None if they are single matrices."""
 
     def __post_init__(self) -> None:
         _positive(self, "chunk_size")
@@ -219,11 +219,11 @@ class DeltaLayer(RecurrentLayer):
 
 @dataclass(frozen=True, slots=True)
 class ShortConvLayer(RecurrentLayer):
-    """A short convolution between two gates: `out(C * conv(B * x))` of B, C and x, each as wide as the stream."""
+    """A short convolution between two gates: `out(C * conv(B * x))`, with B, C and x as wide as the stream."""
 
     state: ShortConv
     bias: bool = False
-    """Of the projections and of the convolution."""
+    """Whether projections and convolution have biases."""
 
 
 SingleLayer = AttentionLayer | MlpLayer | ExpertsLayer | MambaLayer | DeltaLayer | ShortConvLayer
@@ -231,12 +231,12 @@ SingleLayer = AttentionLayer | MlpLayer | ExpertsLayer | MambaLayer | DeltaLayer
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayer:
-    """Mixers that read one normalised input; what each returns is multiplied by its factor and added to the stream."""
+    """Mixers that read the same norm; their outputs are multiplied by factors and added to the stream."""
 
     parts: tuple[SingleLayer, ...]
     factors: tuple[float, ...]
     norm_last: bool = False
-    """Whether they read the stream itself, and what they return is normalised instead."""
+    """Whether the mixers read the stream, and their output is normalised instead."""
     output_norm: bool = False
     """Whether a second norm is applied to what the part returns."""
 
@@ -257,7 +257,7 @@ Layer = SingleLayer | ParallelLayer
 
 
 def parts_of(layer: Layer) -> tuple[SingleLayer, ...]:
-    """The mixers of a layer: itself, or those that a parallel one is made of."""
+    """Return the mixers of a layer: itself, or the parts of a parallel one."""
     return layer.parts if isinstance(layer, ParallelLayer) else (layer,)
 
 
@@ -278,17 +278,17 @@ class ModelSpec:
     logits_divisor: float = 1.0
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
-    """Tokens of the longest request, unless the user chooses another length."""
+    """Default maximum tokens of a request."""
     max_scaled_positions: int = 0
-    """With scaled rotary embedding, the greatest length that a user may choose; 0 is `max_position_embeddings`."""
+    """With scaled rotary embedding, the largest length that a user may choose; 0: `max_position_embeddings`."""
     eos_token_ids: tuple[int, ...] = ()
     foreign_tokens: tuple[tuple[int, str], ...] = ()
-    """Ids that stand for what is no text, and the fields of the checkpoint that say so."""
+    """Placeholder ids of images and videos, and the checkpoint fields that name them."""
     residual_in_fp32: bool = False
     exact_norms: bool = False
-    """Whether norms have float32 weights in any dtype: of a w stored as w - 1 other dtypes would lose bits."""
+    """Whether norms have float32 weights in any dtype, because weights stored as w - 1 lose bits in other dtypes."""
     branches_per_layer: int = 1
-    """Entries of `layers` that make a layer of the checkpoint: 2 where each has a mixer and an MLP."""
+    """Entries of `layers` per layer of the checkpoint: 2 for a mixer and an MLP."""
 
     def __post_init__(self) -> None:
         _positive(self, "vocab_size", "hidden_size", "max_position_embeddings")
@@ -304,17 +304,18 @@ class ModelSpec:
 
     @property
     def longest(self) -> int:
-        """The greatest `max_model_len` that a user may choose."""
+        """The largest `max_model_len` that a user may choose."""
         return max(self.max_position_embeddings, self.max_scaled_positions)
 
     @property
     def has_length_dependent_rope(self) -> bool:
-        """Whether keys depend on the length of the prompt, not on their position alone."""
+        """Whether keys depend on the length of the prompt, not only on their position."""
         return any(layer.rope is not None and layer.rope.beyond is not None for layer in self.attention)
 
     def rope_length(self, prompt_len: int) -> int:
-        """The prompt length that rotary frequencies are computed from: equal for prompts with equal frequencies, and 0
-        for prompts within the original length.
+        """Return the prompt length from which rotary frequencies are computed, 0 within the original length.
+
+        Prompts of equal frequencies have the same value.
         """
         lengths = [0]
         for layer in self.attention:
@@ -329,12 +330,12 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """Layers as the checkpoint counts them."""
+        """Number of layers as the checkpoint counts them."""
         return len(self.layers) // self.branches_per_layer
 
     @property
     def widest_head(self) -> int:
-        """The largest head size of an attention layer, 1 without any."""
+        """The largest head size of an attention layer; 1 without attention."""
         return max((layer.head_dim for layer in self.attention), default=1)
 
     @property
@@ -344,17 +345,17 @@ class ModelSpec:
 
     @property
     def mixers(self) -> tuple[SingleLayer, ...]:
-        """What all layers are made of, in order, the parts of parallel ones one after the other."""
+        """The mixers of all layers in order, with the parts of parallel ones."""
         return tuple(part for layer in self.layers for part in parts_of(layer))
 
     @property
     def attention(self) -> tuple[AttentionLayer, ...]:
-        """Those with keys and values, in the order of their caches."""
+        """Layers with keys and values, in the order of their caches."""
         return tuple(each for each in self.mixers if isinstance(each, AttentionLayer))
 
     @property
     def recurrent(self) -> tuple[RecurrentLayer, ...]:
-        """Those with a recurrent state, in the order of the state pool."""
+        """Layers with a recurrent state, in the order of the state pool."""
         return tuple(each for each in self.mixers if isinstance(each, RecurrentLayer))
 
 

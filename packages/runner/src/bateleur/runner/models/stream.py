@@ -1,4 +1,4 @@
-"""The residual stream of one pass. Shapes: T tokens of all requests in one row, M hidden size."""
+"""The residual stream of one pass. Shapes: T tokens of all requests, M hidden size."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from torch import Tensor
 from bateleur.runner.models.norm import RMSNorm, Term
 
 _MOST_TERMS = 2
-"""That one kernel adds before a norm."""
+"""Maximum number of terms that one kernel adds before a norm."""
 
 
 class Stream:
-    """A residual stream, and what one branch has returned, or two beside each other, and nobody has added yet.
+    """The residual stream, and up to two branch outputs that are not added yet.
 
-    Sums wait for the norm that reads them, so that on CUDA they are one kernel with it. They are taken in place, one by
-    one, in the stream's dtype; layers read it in their own, the model's.
+    Sums wait for the norm that reads them, so that on CUDA one kernel does both. They are computed in place, one by
+    one, in the stream's dtype; layers read the stream in the model's dtype.
     """
 
     __slots__ = ("_dtype", "_h_TM", "_keeps", "_kept_TM", "_lent", "_owed")
 
     def __init__(self, h_TM: Tensor, dtype: torch.dtype) -> None:
-        """h_TM: where it begins, which is written to. dtype: of the layers."""
+        """h_TM: start of the stream, written in place. dtype: of the layers."""
         self._h_TM, self._dtype = h_TM, dtype
         self._owed: list[Term] = []
         self._lent = False
-        """Whether somebody keeps what `_h_TM` is now, so that the next sum is another tensor."""
+        """Whether `kept` is `_h_TM` itself, so that the next sum must be a new tensor."""
         self._keeps, self._kept_TM = False, h_TM
 
     def add(self, y_TM: Tensor, factor: float) -> None:
-        """Add `factor * y`; y is not to be written to before somebody reads."""
+        """Add `factor * y`; y must not be written to before the next read."""
         if len(self._owed) == _MOST_TERMS:
             self.sum()
         self._owed.append((y_TM, factor))
@@ -42,7 +42,7 @@ class Stream:
         norm.add_to(self._h_TM, y_TM, factor)
 
     def sum(self) -> Tensor:
-        """(T, M) in the stream's dtype: the stream itself, to which the next layers add."""
+        """Return the stream (T, M) in its own dtype, which later sums change."""
         for y_TM, factor in self._owed:
             if self._lent:
                 self._h_TM, self._lent = self._h_TM.add(y_TM, alpha=factor), False
@@ -52,21 +52,21 @@ class Stream:
         return self._h_TM
 
     def keep(self) -> None:
-        """Let `kept` be what the next layer sees: it is summed when that looks."""
+        """Set `kept` to what the next layer reads."""
         self._keeps = True
 
     @property
     def kept(self) -> Tensor:
-        """(T, M) as layers saw it when it was to be kept, and as it stays."""
+        """(T, M) as read by the layer after `keep`, unchanged by later sums."""
         return self._kept_TM
 
     def read(self) -> Tensor:
-        """(T, M) as layers see it; it may be the stream itself."""
+        """Return the stream (T, M) in the layers' dtype; it may be the stream itself."""
         self.sum()
         return self._seen()
 
     def normed(self, norm: RMSNorm) -> Tensor:
-        """(T, M): the norm of what layers see."""
+        """Return the norm of the stream, (T, M)."""
         if not self._owed or self._lent:
             return norm(self.read())
         terms, self._owed = self._owed, []
@@ -82,5 +82,5 @@ class Stream:
         return seen_TM
 
     def select(self, tokens: Tensor) -> Stream:
-        """The stream of some tokens (N,) int64 alone."""
+        """Return the stream of some tokens (N,) int64."""
         return Stream(self.sum().index_select(0, tokens), self._dtype)

@@ -27,7 +27,7 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.step_graphs import default_capture_sizes
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.matrix import Projection
-from bateleur.runner.models.sharding import share_experts
+from bateleur.runner.models.sharding import shard_experts
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec, parts_of
 from bateleur.runner.spec_decode.draft_sync import DraftSync
 from bateleur.runner.spec_decode.mtp_head import MtpHead
@@ -100,7 +100,7 @@ class DraftHead:
         module = read_mtp(checkpoint)
         spec, share, exchange = module.spec, None, target.exchange
         if exchange is not None and _ends_with_experts(spec):
-            spec, share = share_experts(spec, exchange.ranks)
+            spec, share = shard_experts(spec, exchange.ranks)
         head = MtpHead(spec, target, None if share is None else exchange)
         weights = whole = head.weights()
         if share is not None:

@@ -153,11 +153,12 @@ def _byte_table() -> dict[str, int]:
     return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTES = _byte_table()
+BYTES = _byte_table()
+"""Bytes of the characters in byte-level vocabularies."""
 
 
 def _byte_level(data: str | bytes) -> str | bytes:
     """Map characters to bytes; a token with any other character was added later and is plain text."""
-    if isinstance(data, bytes) or any(each not in _BYTES for each in data):
+    if isinstance(data, bytes) or any(each not in BYTES for each in data):
         return data
-    return bytes(_BYTES[each] for each in data)
+    return bytes(BYTES[each] for each in data)

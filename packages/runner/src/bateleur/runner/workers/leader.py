@@ -27,7 +27,7 @@ from bateleur.runner.distributed.torchrun import Meeting
 from bateleur.runner.engine.messages import AddAdmittedRequests, AddRequests, Message, Reply, WireMessage
 from bateleur.runner.engine.setup import device_of
 from bateleur.runner.errors import CollectiveBroken, EngineDead, RankFailed
-from bateleur.runner.models.sharding import share_experts, share_model
+from bateleur.runner.models.sharding import shard_experts, shard_model
 from bateleur.runner.requests.admitted_request import AdmittedRequest
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.utils.arguments import refuse, shown
@@ -87,7 +87,7 @@ class Leader:
         if size == 1:
             return None
         folder = config.model.model
-        share = share_model if config.parallel.data_parallel_size == 1 else share_experts
+        share = shard_model if config.parallel.data_parallel_size == 1 else shard_experts
         checkpoint = open_checkpoint(folder or shipped_model(), config.model.hf_overrides)
         share(checkpoint.spec, Ranks(0, size, "none"))
         device = resolve_device(config.model.device)

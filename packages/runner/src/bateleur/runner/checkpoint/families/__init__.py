@@ -54,6 +54,6 @@ _ALL = (
     smollm3.FAMILY,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
-"""By `model_type` of config.json."""
+"""Families by `model_type` of config.json."""
 
 __all__ = ["FAMILIES", "Family"]

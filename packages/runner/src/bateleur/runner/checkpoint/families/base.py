@@ -1,4 +1,4 @@
-"""What a model family tells the checkpoint reader, and how most of them are read."""
+"""What a model family declares, and how most of them read their layers."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from bateleur.runner.models.spec import AttentionLayer, Layer, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpNames:
-    """What files call the parts of an MTP head, behind `mtp.`; its layers are called as those of the target."""
+    """Tensor names of an MTP head, after `mtp.`; its layers have the names of the target's."""
 
     layers: Callable[[ConfigFields, ModelSpec], tuple[tuple[Layer, ...], int]]
-    """Branches of the head of this target, and how many make a layer. Raises ValueError for no head, or one of a kind
-    that is not supported."""
+    """Returns the branches of the head of a target, and the number of branches per layer. Raises ValueError if there is
+    no supported head."""
     token_norm: str
     hidden_norm: str
     fc: str
-    """The product with both, side by side, the embedding first."""
+    """Projection of the embedding and the hidden state, concatenated in this order."""
     final_norm: str
-    """With `{last}`, the number of the last layer, if need be."""
+    """May have `{last}`, the index of the last layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One Hugging Face model type: how its configuration and its weight names are read."""
+    """A Hugging Face model type: how its configuration and weight names are read."""
 
     model_type: str
     architecture: str
-    """The causal-language-model class, as `architectures` in config.json names it."""
+    """The causal-language-model class in `architectures` of config.json."""
     read_spec: Callable[[ConfigFields], ModelSpec]
-    """Raises ValueError for impossible or unsupported settings."""
+    """Raises ValueError for invalid or unsupported settings."""
     names: Callable[[ModelSpec], Names]
     other_prefixes: tuple[tuple[str, str], ...] = ()
-    """(other, ours): prefixes of tensor names that some files have in place of those in `names`."""
+    """(other, ours): prefixes of tensor names in some files, and the ones of `names` that they stand for."""
     fold: Callable[[ConfigFields, Names], Names] = lambda _, names: names
-    """The names, with numbers of the configuration that are multiplied into weights."""
+    """Returns the names with multipliers of the configuration folded into weights."""
     inside: str | None = None
-    """The field of a larger configuration that holds the model's own; the other parts of such files are not read."""
+    """Field of a larger configuration that holds the model's own; other parts are not read."""
     kinds: tuple[str, ...] = ()
-    """What `layer_types` may hold, where transformers would refuse others in its own words."""
+    """Supported values of `layer_types`; checked before transformers sees them."""
     mtp: MtpNames | None = None
-    """Where files of this family may hold an MTP head, what its parts are called."""
+    """Tensor names of an MTP head, if files of this family may have one."""
     plain: frozenset[str] = frozenset()
-    """Fields that transformers takes as a file has them. A file that holds no others is read without asking it, but for
-    what the file leaves out."""
+    """Fields that transformers passes through unchanged. A file with no others is read without transformers, except for
+    missing fields."""
     needs: tuple[str, ...] = ()
-    """Fields of which a configuration must have one, as a library's layers would stand in for them."""
+    """Fields of which a configuration must have at least one, because transformers has a default for them."""
 
     @property
     def architectures(self) -> frozenset[str]:
-        """Values of `architectures` that name this text model: with a head, in a larger model, or without a head."""
+        """Values of `architectures` of this text model: with a head, in a larger model, or without a head."""
         stem = self.architecture
         for ending in ("ForCausalLM", "ForConditionalGeneration"):
             stem = stem.removesuffix(ending)
@@ -69,15 +69,15 @@ _INERT = (
     "num_labels output_router_logits pad_token_id pretraining_tp torch_dtype transformers_version use_cache"
 )
 INERT = frozenset(_INERT.split())
-"""Fields that many files have and nobody reads, or that mean the same everywhere."""
+"""Common fields that are not read, or mean the same in all families."""
 
 
 def read_layers(
     named: str, kinds: Sequence[str], readers: Mapping[str, Callable[[], Layer]], *behind: Layer
 ) -> tuple[Layer, ...]:
-    """The branches of layers of these kinds: what the reader of a kind makes, and those `behind` it.
+    """Return the branches of layers of these kinds: each kind's, followed by `behind`.
 
-    Raises ValueError for a kind that nobody reads. named: what it says of entry i, as a format.
+    named: format of the error message for entry i. Raises ValueError for an unsupported kind.
     """
     made: dict[str, Layer] = {}
     for i, kind in enumerate(kinds):

@@ -1,6 +1,6 @@
-"""Falcon-H1: in every layer attention and a Mamba-2 mixer side by side, then a gated MLP, with multipliers everywhere.
+"""Falcon-H1: parallel attention and Mamba-2 in every layer, then a gated MLP, with multipliers.
 
-None of them costs a step anything: they go into factors that there are in any case, into `scale`, or into weights.
+No multiplier costs a step anything: they are folded into existing factors, into `scale`, or into weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
 
 
 def _fold(fields: ConfigFields, names: Names) -> Names:
-    """Multipliers in front of something that is not linear: the gate of the MLP, and all that a Mamba mixer reads."""
+    """Fold multipliers before nonlinear functions into weights: the gate of the MLP, and the inputs of Mamba."""
     groups, heads = fields["mamba_n_groups"] * fields["mamba_d_state"], fields["mamba_n_heads"]
     inner, inward = heads * fields["mamba_d_head"], fields["ssm_in_multiplier"]
     rows = (inner, inner, groups, groups, heads)

@@ -1,4 +1,4 @@
-"""GraniteMoeHybrid: a Mamba-2 mixer or attention, then a gated MLP, beside experts or not, with four multipliers."""
+"""GraniteMoeHybrid: Mamba-2 or attention, then a gated MLP, optionally with experts, and four multipliers."""
 
 from __future__ import annotations
 

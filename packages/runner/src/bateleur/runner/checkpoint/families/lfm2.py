@@ -1,4 +1,4 @@
-"""LFM2: a short convolution between gates or attention, then a gated MLP, or experts behind some dense layers."""
+"""LFM2: a gated short convolution or attention, then a gated MLP, or experts after some dense layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bateleur.runner.models.spec import (
 )
 
 _CHUNK = 128
-"""Tokens between two windows that may be kept inside of a prompt; a convolution has no chunks of its own."""
+"""Tokens between two windows that may be kept within a prompt; a convolution has no chunks."""
 _KINDS = ("conv", "full_attention")
 _MOE = "feed_forward"
 _EXPERTS = ExpertNames(
@@ -43,7 +43,7 @@ _RENAMED = {
 
 
 def _read_blocks(fields: ConfigFields) -> list[Layer]:
-    """The convolution or the attention of each layer."""
+    """Return the convolution or attention of each layer."""
 
     def conv() -> Layer:
         state = ShortConv(fields["hidden_size"], conv_width=fields["conv_L_cache"])
@@ -57,7 +57,7 @@ def _read_blocks(fields: ConfigFields) -> list[Layer]:
 
 
 def _mlp_size(fields: ConfigFields) -> int:
-    """Two thirds of `intermediate_size`, scaled and rounded up, unless the configuration says that it is meant."""
+    """Return two thirds of `intermediate_size`, scaled and rounded up, unless the configuration turns that off."""
     size = int(fields["intermediate_size"])
     if not fields["block_auto_adjust_ff_dim"]:
         return size

@@ -63,7 +63,7 @@ _PLAIN = INERT.union(_READ.split(), _UNREAD.split(), MAMBA_FIELDS.values())
 
 
 def _read_spec(fields: ConfigFields, listed: str = "layers_block_type") -> ModelSpec:
-    """The model of the layers whose kinds are in the field `listed`."""
+    """Read the model whose kinds of layers are in the field `listed`."""
 
     def mamba() -> Layer:
         dtype = fields.choice("mamba_ssm_cache_dtype", ("float32", "float16", "bfloat16"))

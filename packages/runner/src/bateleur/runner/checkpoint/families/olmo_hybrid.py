@@ -1,4 +1,4 @@
-"""OLMo-hybrid: gated delta nets with norms before them, or attention with norms behind it, then a gated MLP."""
+"""OLMo-hybrid: gated delta nets with norms before them, or attention with norms after it, then a gated MLP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OUTPUT_NORM_EPS = 1e-5  # of the norm of a delta net's outputs: no field says
 
 
 def _rope(fields: ConfigFields) -> RopeSpec | None:
-    """None for what is published: the delta nets carry the order."""
+    """Read rotary embedding; None in published models, whose delta nets carry the order."""
     parameters = fields.raw("rope_parameters")
     return None if not parameters or parameters.get("rope_theta") is None else fields.rope(partial=False)
 
@@ -54,7 +54,7 @@ def _names(spec: ModelSpec) -> Names:
 
 
 def _with_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, Part]]:
-    """The names that files have for norms, and those that transformers gives them (to some layers' only in files)."""
+    """Yield the names of norms in files and in transformers (some layers only in files)."""
     before = {
         "input_layernorm": ("attention_layer_norm", "input_layernorm"),
         "post_attention_layernorm": ("feedforward_layer_norm", "post_attention_layernorm"),

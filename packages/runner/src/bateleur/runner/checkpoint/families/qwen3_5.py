@@ -1,4 +1,4 @@
-"""Qwen3.5: gated delta nets or gated attention, then a gated MLP or experts; also as the text model of larger files."""
+"""Qwen3.5: gated delta nets or gated attention, then a gated MLP or experts; also the text model of larger files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEEDS = ("layer_types", "full_attention_interval")
 
 
 def gated_attention(fields: ConfigFields) -> Layer:
-    """Attention with an output gate, norms of queries and keys, and a rotary embedding of some lanes."""
+    """Read attention with an output gate, norms of queries and keys, and partial rotary embedding."""
     if fields.raw("attn_output_gate") is False:
         raise ValueError("attn_output_gate is False; supported is True")
     return fields.attention(
@@ -38,7 +38,7 @@ def gated_attention(fields: ConfigFields) -> Layer:
 
 
 def read_blocks(fields: ConfigFields, *behind: Layer) -> tuple[Layer, ...]:
-    """A gated delta net or gated attention, as `layer_types` says, each with what is `behind` it."""
+    """Read a gated delta net or gated attention for each of `layer_types`, each followed by `behind`."""
     fields.choice("hidden_act", ("silu",))
     readers = {
         "linear_attention": lambda: read_gated_delta(fields, fields["rms_norm_eps"]),
@@ -48,19 +48,19 @@ def read_blocks(fields: ConfigFields, *behind: Layer) -> tuple[Layer, ...]:
 
 
 def read_qwen_experts(fields: ConfigFields, *, normalised: bool = True) -> ExpertsLayer:
-    """Experts by a softmax, and one behind a gate that all tokens take."""
+    """Read experts with a softmax router, and a shared expert with a gate."""
     shared = MlpLayer(fields["shared_expert_intermediate_size"])
     return read_experts(fields, RouterSpec(normalised=normalised), shared=shared, shared_gate=True)
 
 
 def qwen_names(delta: Callable[[DeltaLayer], Names], spec: ModelSpec) -> Names:
-    """Names of a decoder whose delta layers have the names `delta`."""
+    """Return the names of a decoder whose delta layers have the names `delta`."""
     mixers = {**MIXERS, DeltaLayer: OwnNames(("linear_attn", "input_layernorm"), delta)}
     return norms_less_one(weight_names(spec, ("mlp", "post_attention_layernorm"), mixers))
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
-    """A layer like the target's last one with attention. Files of Qwen3-Next do not say how many there are."""
+    """Return a layer like the target's last one with attention. Files of Qwen3-Next have no number of layers."""
     count, dedicated = fields.raw("mtp_num_hidden_layers"), fields.raw("mtp_use_dedicated_embeddings")
     if count not in (None, 1):
         refuse("mtp_num_hidden_layers", count, "1: a head of one layer, which is fed its own output")

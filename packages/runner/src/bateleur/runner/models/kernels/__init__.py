@@ -1,10 +1,10 @@
-"""Triton kernels of layers. Importing a module of it imports Triton; importing this package does not."""
+"""Triton kernels of layers. Importing one of the modules imports Triton; importing this package does not."""
 
 from torch import Tensor
 
 
 def require_adjacent(**tensors: Tensor) -> None:
-    """Raise ValueError unless the last dimension of each tensor lies in one piece."""
+    """Raise ValueError unless the last dimension of each tensor is contiguous."""
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(f"{name}: strides {tensor.stride()} must end in 1")

@@ -1,7 +1,4 @@
-"""The activation between the projections of a feed-forward layer, with its gate, and gates of other layers.
-
-Legend: F lanes of a tile.
-"""
+"""Activations with and without gates, one launch each. Legend: F lanes of a tile."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -75,7 +72,7 @@ def gate_kernel(
 
 @cache
 def tile_options(size: int) -> dict[str, Any]:
-    """Tile sizes and launch options of both kernels for tokens of `size` lanes."""
+    """Return tile sizes and launch options of both kernels for tokens of `size` lanes."""
     block = min(_TILE_LANES, triton.next_power_of_2(size))
     return {"BLOCK_F": block, "num_warps": max(1, min(4, block // 256)), "enable_fp_fusion": True}
 

@@ -1,7 +1,7 @@
-"""Grouped products as a Triton kernel, for types and devices where torch's would wait for the host, or refuse.
+"""Grouped products in Triton, for dtypes and devices where torch's waits for the host or is not supported.
 
-How many rows a group has is known on the device alone, so the grid is as large as it may have to be: every group begins
-a tile of rows of its own, and programs that find no tile left end at once.
+The number of rows of a group is known on the device only, so the grid has its maximum size: every group starts a new
+tile of rows, and programs without a tile end at once.
 Legend: S rows of a tile, N columns of a product, K columns of a factor, E groups.
 """
 
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from bateleur.metadata.dispatch import cdiv
 
-_FEW_ROWS = 32  # of a group, on average: below, tiles are as low as tensor cores take
+_FEW_ROWS = 32  # mean rows per group; below, tiles have the minimum height of tensor cores
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -60,7 +60,7 @@ def grouped_kernel(
 
 
 def tile_options(num_rows: int, num_groups: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Tile sizes and launch options of `grouped_kernel`: two for a layer, so that prompts of any length share one."""
+    """Return tile sizes and launch options of `grouped_kernel`: two per layer, shared by prompts of all lengths."""
     full, many = dtype == torch.float32, num_rows >= _FEW_ROWS * num_groups
     return {
         "BLOCK_S": 64 if many else 16,

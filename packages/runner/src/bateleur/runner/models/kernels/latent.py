@@ -1,4 +1,4 @@
-"""Keys and values of all heads out of a latent's projection and what keys share: one program for some heads of a token.
+"""Keys and values of all heads from a latent's projection and shared key lanes; one program for some heads of a token.
 
 Legend: H heads of a tile, D lanes of a head in the cache.
 """
@@ -27,7 +27,7 @@ def join_kernel(
     HEADS: tl.constexpr, KEY: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of heads). Lanes that nothing is for are zeros.
+    """Grid (tokens, tiles of heads). Unused lanes are zeros.
 
     At least 16 blocks a multiprocessor.
     """
@@ -45,7 +45,7 @@ def join_kernel(
 
 @cache
 def tile_options(heads: int, head_dim: int) -> dict[str, Any]:
-    """Tile sizes and launch options of the kernel."""
+    """Return tile sizes and launch options of the kernel."""
     block_d = triton.next_power_of_2(head_dim)
     block_h = max(1, min(triton.next_power_of_2(heads), _TILE_LANES // block_d))
     return {"BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": 4, "enable_fp_fusion": True}

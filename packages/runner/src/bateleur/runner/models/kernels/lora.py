@@ -16,7 +16,7 @@ from bateleur.metadata.dispatch import cdiv
 from bateleur.runner.models.kernels import require_adjacent
 
 _TILE_ENTRIES = 2048
-"""Of a matrix that a program holds at once."""
+"""Entries of a matrix that a program holds at once."""
 
 
 @triton.jit

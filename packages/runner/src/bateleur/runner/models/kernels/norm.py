@@ -1,6 +1,6 @@
-"""Root mean square norms, and with them the sum that a norm reads or is a term of: one program a token.
+"""Root mean square norms, fused with the sum before or after them; one program for each token.
 
-Legend: M lanes of a token, all of them in one tile.
+Legend: M lanes of a token, in one tile.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -26,7 +26,7 @@ def norm_kernel(
     x_ptr, y_ptr, z_ptr, weight_ptr, out_ptr, x_token, y_token, z_token, factor, z_factor, eps,
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). Of as many terms as there are, x += factor * y, then x += z_factor * z is stored, and normed.
+    """Grid (tokens,). Adds factor * y, then z_factor * z to x (as many as TERMS), stores x, and normalises it.
 
     At least 3 blocks a multiprocessor.
     """
@@ -42,7 +42,7 @@ def norm_kernel(
             x = (x.to(tl.float32) + z_factor * z).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + token * x_token + m, x, mask=real)
     element = out_ptr.dtype.element_ty
-    seen = x.to(element).to(tl.float32)  # what a layer reads of a wider stream
+    seen = x.to(element).to(tl.float32)  # what a layer reads from a wider stream
     scale = tl.rsqrt(tl.sum(seen * seen, 0) / SIZE + eps)
     tl.store(out_ptr + token * SIZE + m, (seen * scale * weight).to(element), mask=real)
 
@@ -68,7 +68,7 @@ def add_normed_kernel(
 
 @cache
 def tile_options(size: int) -> dict[str, Any]:
-    """Tile sizes and launch options of both kernels for tokens of `size` lanes."""
+    """Return tile sizes and launch options of both kernels for tokens of `size` lanes."""
     block = triton.next_power_of_2(size)
     return {"BLOCK_M": block, "num_warps": max(1, min(16, block // _LANES_A_WARP)), "enable_fp_fusion": True}
 
@@ -86,7 +86,7 @@ def add_rms_norm(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """See `bateleur.runner.models.norm.add_rms_norm`; no term is the norm of h alone."""
+    """See `bateleur.runner.models.norm.add_rms_norm`; without terms, the norm of h."""
     y, z = (*terms, h, h)[:2]
     factor, z_factor = (*factors, 1.0, 1.0)[:2]
     require_adjacent(x=h, y=y, z=z, weight=weight)

@@ -1,6 +1,6 @@
-"""Between the projections of a branch with experts: which a token goes to, places by expert, and the sum of a token.
+"""Kernels of a mixture of experts: choice of experts, sorting by expert, and the weighted sum.
 
-Legend: G groups, P experts of a group, K experts of a token, S places (a token with one of its experts), L lanes.
+Legend: G groups, P experts of a group, K experts of a token, S places (pairs of token and expert), L lanes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -27,7 +27,7 @@ _NONE = tl.constexpr(-(2**63))  # below every key
 
 @triton.jit
 def _keys(x, number, COUNT: tl.constexpr):
-    """An int64 each, all different: larger for a larger x, NaN above all, and of equal ones for the lower number."""
+    """Return distinct int64 sort keys: larger for larger x, NaN above all, and of equal ones for the lower number."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(x == x, bits, 0x7FFFFFFF)
@@ -41,7 +41,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _of_best_groups(key_GP, choice_GP, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """The keys, without those of groups whose two best are not among the largest sums."""
+    """Return the keys of the groups with the largest sums of their two best scores; the others are _NONE."""
     best_G1 = tl.max(key_GP, 1)[:, None]
     rest_GP = tl.where(key_GP == best_G1, _NONE, key_GP)
     two_GP = (key_GP == best_G1) | (rest_GP == tl.max(rest_GP, 1)[:, None])
@@ -61,7 +61,7 @@ def route_kernel(
     SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). The best of all keys is taken K times, then the logits of these are read again.
+    """Grid (tokens,). Takes the best key K times, then reads the logits of these experts.
 
     At least 28 blocks a multiprocessor.
     """
@@ -105,7 +105,7 @@ def sort_kernel(
     experts_ptr, token_ptr, place_ptr, ends_ptr, num_places,
     TOP_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (experts,). A program counts those before its expert, then puts its own where they belong, in order.
+    """Grid (experts,). A program counts places of lower experts, then writes its own in order.
 
     At least 5 blocks a multiprocessor.
     """
@@ -133,7 +133,7 @@ def combine_kernel(
     y_ptr, place_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, y_place, shared_token, gate_token,
     TOP_K: tl.constexpr, SIZE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of lanes); in float32, the best expert first, rounded once.
+    """Grid (tokens, tiles of lanes). Sums in float32, the best expert first, rounded once.
 
     At least 11 blocks a multiprocessor.
     """
@@ -153,7 +153,7 @@ def combine_kernel(
 
 @cache
 def route_options(experts: int, groups: int, top_k: int) -> dict[str, Any]:
-    """Tile sizes and launch options of `route_kernel`."""
+    """Return tile sizes and launch options of `route_kernel`."""
     block_g, block_p = triton.next_power_of_2(groups), triton.next_power_of_2(experts // groups)
     warps = max(1, min(4, block_g * block_p // _LANES_A_WARP))
     sizes = {"BLOCK_G": block_g, "BLOCK_P": block_p, "BLOCK_K": triton.next_power_of_2(top_k)}

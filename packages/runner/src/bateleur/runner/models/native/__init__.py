@@ -1,4 +1,4 @@
-"""Products with packed matrices on a CPU, by kernels in C where there is a compiler.
+"""Products with packed matrices on a CPU, by C kernels if there is a compiler.
 
 Shapes: T tokens, N rows of a matrix, K columns; P panels of WIDTH rows.
 """
@@ -21,27 +21,27 @@ _NAMES = {
     (torch.float32, torch.bfloat16): "linear_wide",
     (torch.bfloat16, torch.bfloat16): "linear_bf16",
 }
-"""By dtype of tokens and of the packed matrix."""
+"""Kernels by dtype of tokens and of the packed matrix."""
 _LINEAR = "=plllpppli"
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether there is a kernel for products with W (N, K): float32, or bfloat16 with an even number of columns."""
+    """Return whether there is a kernel for W (N, K): float32, or bfloat16 with an even number of columns."""
     if weight.device.type != "cpu" or (weight.dtype, weight.dtype) not in _NAMES or not weight.numel():
         return False
     return weight.shape[1] % _columns(weight) == 0 and unavailable_reason() is None
 
 
 def narrowed(weight: Tensor) -> Tensor:
-    """W (N, K) in bfloat16 if that holds each of its float32 numbers, as those of a bfloat16 checkpoint; else W."""
+    """Return W (N, K) in bfloat16 if that represents all its float32 numbers, as in bfloat16 checkpoints; else W."""
     if weight.dtype != torch.float32 or weight.shape[1] % 2:
         return weight
-    parts = weight.view(torch.int32).split(1024)  # the first says it of most
+    parts = weight.view(torch.int32).split(1024)  # the first part decides for most
     return weight if any((each & 0xFFFF).any() for each in parts) else weight.bfloat16()
 
 
 def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtype) -> int | None:
-    """Of W (rows, columns) in `dtype` once it is packed, whose numbers come from `stored`; None where it is not."""
+    """Return the size of packed W (rows, columns) in `dtype`, with numbers of dtype `stored`; None if not packed."""
     if (dtype, dtype) not in _NAMES or not rows * columns or unavailable_reason() is not None:
         return None
     if dtype == torch.bfloat16 and columns % 2:
@@ -53,7 +53,7 @@ def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtyp
 
 
 def describe_kernels(device: torch.device) -> str | None:
-    """Which kernels compute products, norms and attention on a CPU, and why; None for another device."""
+    """Return which kernels compute on a CPU, and why, for `bateleur info`; None for other devices."""
     if device.type != "cpu":
         return None
     return (
@@ -64,7 +64,7 @@ def describe_kernels(device: torch.device) -> str | None:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """W (N, K) as the kernels read it: (P, K, WIDTH), in bfloat16 (P, K / 2, WIDTH, 2); rows behind the last are 0."""
+    """Return W (N, K) in the kernels' layout: (P, K, WIDTH), bfloat16 (P, K / 2, WIDTH, 2); padded rows are 0."""
     (rows, columns), width, together = weight.shape, _panel_width(), _columns(weight)
     panels = -(-rows // width)
     packed = torch.empty(panels, columns // together, width, together, dtype=weight.dtype)
@@ -79,16 +79,16 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, rows: int) -> Tensor:
-    """W (N, K) again."""
+    """Return W (N, K) of a packed matrix."""
     panels, pairs, width, together = packed.shape
     return packed.transpose(1, 2).reshape(panels * width, pairs * together)[:rows].contiguous()
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """``(x (T, K), packed, bias (N,) or None, N) -> (T, N)``: x W^T + b, rounded once, sums in float32.
+    """``(x (T, K), packed, bias (N,) or None, N) -> (T, N)``: x W^T + b, summed in float32, rounded once.
 
-    x and b float32, or all bfloat16; a matrix in bfloat16 gives x in float32 the bits that it gives if it is widened
-    before. The bits of a token do not depend on the others.
+    x and b float32, or all bfloat16. Float32 x gets the same bits from a bfloat16 matrix as from its float32 copy. A
+    token's bits do not depend on other tokens.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -110,7 +110,7 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
 
 
 def address(packed: Tensor, dtype: torch.dtype) -> int:
-    """Of the function that multiplies tokens of that dtype with it."""
+    """Return the address of the C function that multiplies tokens of `dtype` with this matrix."""
     return entry(_linear(dtype, packed.dtype))
 
 
@@ -126,11 +126,11 @@ product = skip_dispatcher(
     ),
     packed_linear,
 )
-"""`packed_linear` as an operator, which graphs record."""
+"""`packed_linear` as an operator that graphs record."""
 
 
 def _columns(weight: Tensor) -> int:
-    """How many columns lie beside each other."""
+    """Return how many columns are interleaved."""
     return 2 if weight.dtype == torch.bfloat16 else 1
 
 

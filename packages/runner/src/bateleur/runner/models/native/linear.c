@@ -1,31 +1,31 @@
 /* Products of tokens with a packed matrix: y = x W^T + b, with W (rows, columns), x (tokens, columns).
 
-   W lies in panels of WIDTH rows, each panel by columns, so that a product reads memory from one end to the other. A
-   bfloat16 panel lies by pairs of columns, also if x is float32: W is then widened while it is read, to the same bits.
-   Every sum is one chain from the first column to the last, whatever the number of tokens, so the bits of a token do not
-   depend on the other tokens. A part of a panel stays in the cache while GROUP tokens pass, TOKENS at once: as many as
-   have room for their sums in registers. Each of these passes fetches a share of the memory that comes next. */
+   W is stored in panels of WIDTH rows, each panel by columns, so that a product reads memory sequentially. A bfloat16
+   panel is stored by pairs of columns, also if x is float32: W is then widened while it is read, to the same bits. Every
+   sum runs from the first column to the last, whatever the number of tokens, so the bits of a token do not depend on
+   other tokens. A part of a panel stays in the cache for GROUP tokens, TOKENS at a time: as many sums as fit into
+   registers. Each of these passes prefetches a share of the memory that follows. */
 #include "vec.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
-/* Sums of TOKENS times VECS vectors fill the registers, but for a row of W and a token. */
+/* TOKENS * VECS vectors of sums fill the registers, except for a row of W and a token. */
 #if defined(__AVX512F__) || defined(__aarch64__)
 enum { VECS = 3, TOKENS = 8 };
 #else
 enum { VECS = 2, TOKENS = 6 };
 #endif
-enum { PAIRED = 2 /* tokens: their sums with one panel are too few to hide how long each takes */ };
+enum { PAIRED = 2 /* tokens: their sums with one panel are too few to hide latency */ };
 enum { WIDTH = LANES * VECS, GROUP = 64, PART = 1 << 17 /* bytes */, AHEAD = 1 << 12 };
 
 typedef float sums[WIDTH] __attribute__((aligned(4 * LANES)));
 
 void panel_width(int64_t *width) { *width = WIDTH; }
 
-/* Sums of some columns with one panel, or with two that lie `apart` entries; `first` of them are what they begin with. Of
-   each panel `step` bytes are fetched per vector, of the first one from `ahead` on. Of the second, sums go behind those
-   of all tokens. */
+/* Add the products of some columns with one panel, or with two that are `apart` entries apart, to the sums in `out`;
+   `first`: start from 0. Prefetches `step` bytes per vector and panel, for the first one from `ahead` on. Sums of the
+   second panel follow those of all tokens. */
 #define EACH_VEC for (int p = 0; p < panels; p++) for (int v = 0; v < VECS; v++)
 #define EACH_SUM for (int t = 0; t < tokens; t++) EACH_VEC
 #define BEGIN_SUMS                                                                                  \
@@ -78,7 +78,7 @@ INLINE void few_bf16(const int tokens, const int panels, const bf16 *x, int64_t 
   END_SUMS
 }
 
-/* As few_f32, with the same bits, of a W that bfloat16 holds. */
+/* few_f32, with the same bits, for a W stored in bfloat16. */
 INLINE void few_wide(const int tokens, const int panels, const float *x, int64_t stride, const bf16 *w, int64_t apart,
                      int64_t columns, int first, const char *ahead, int64_t step, sums *out) {
   BEGIN_SUMS
@@ -116,8 +116,8 @@ INLINE int64_t at_once(int64_t left) {
 PUT(float, widen_float, narrow_float)
 PUT(bf16, widen, narrow)
 
-/* Of y (tokens, rows), the rows of `count` panels from `row` on: of one for up to GROUP tokens, of two for up to PAIRED.
-   And all of it, by `linear_##name`, which returns 0. */
+/* panel_##name computes the rows of `count` panels of y (tokens, rows) from `row` on: one panel for up to GROUP tokens,
+   two for up to PAIRED. linear_##name computes all of y and returns 0. */
 #define PANEL(name, type, entry, few)                                                                                 \
   static void panel_##name(const type *x, int64_t tokens, int64_t stride, int64_t columns, const entry *w, int count, \
                            const type *bias, type *y, int64_t rows, int64_t row) {                                    \

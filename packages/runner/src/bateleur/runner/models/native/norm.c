@@ -1,20 +1,20 @@
-/* Norms over rows of a residual stream h (tokens, size), to which one term or two are added before, or none:
-   y = x / sqrt(mean(x^2) + eps) * weight, rounded once, of x = h in the dtype of y. Sums are rounded one by one, to the
-   dtype of h. Arrays are float where they are `wide`, and bfloat16 else; rows of h and of terms lie a stride apart. */
+/* Norms over rows of a residual stream h (tokens, size), after adding up to two terms to it:
+   y = x / sqrt(mean(x^2) + eps) * weight, rounded once, with x = h in the dtype of y. Each sum is rounded to the dtype
+   of h. Arrays are float if `wide`, else bfloat16; rows of h and of terms are a stride apart. */
 #include "vec.h"
 #include <math.h>
 
 typedef struct {
-  char *at; /* NULL: there is none */
+  char *at; /* NULL: no term */
   int64_t stride;
   int wide;
   float factor;
 } term;
 
-/* Row t of it. */
+/* Row t of a term. */
 INLINE void *row(term m, int64_t t) { return m.at + t * m.stride * (m.wide ? 4 : 2); }
 
-/* What a norm reads from lane j on, with the terms added. */
+/* Lanes of x from j on, with the terms added. */
 INLINE vec take(void *x, int wide, const term *terms, int64_t t, int64_t j, int64_t n) {
   vec v = load_some(x, j, wide, n);
   for (int i = 0; i < 2 && terms[i].at; i++)

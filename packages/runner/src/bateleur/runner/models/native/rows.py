@@ -1,4 +1,4 @@
-"""Norms and activations of rows in C, computed in float32 and rounded once: `norm.c`, `activation.c`."""
+"""C kernels for norms and activations (`norm.c`, `activation.c`), computed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = {"relu2": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | Unsupported:
-    """The operator in C, for x (T, size) with dense rows, both float32 or bfloat16."""
+    """`models.norm.rms_norm` in C, for x (T, size) with dense rows, float32 or bfloat16."""
     return add_rms_norm(x, (), (), weight, eps, x.dtype)
 
 
@@ -30,7 +30,7 @@ def add_rms_norm(
     eps: float,
     dtype: torch.dtype,
 ) -> Tensor | Unsupported:
-    """The operator in C, for up to two terms of one dtype with dense rows, all float32 or bfloat16."""
+    """`models.norm.add_rms_norm` in C, for up to two terms of one dtype with dense rows, float32 or bfloat16."""
     if dtype not in _FLOATS or not all(_takes(each) and each.dtype == terms[0].dtype for each in terms):
         return UNSUPPORTED
     if not (_takes(h) and _takes(weight) and h.dim() == 2 and len(terms) <= 2):
@@ -48,7 +48,7 @@ def add_rms_norm(
 
 
 def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor | Unsupported:
-    """The operator in C, for float32 or bfloat16 with dense rows."""
+    """`models.mlp.activation` in C, for float32 or bfloat16 with dense rows."""
     if not _takes(wide):
         return UNSUPPORTED
     tokens = wide.shape[0]
