@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,7 +196,7 @@ def layer(request: pytest.FixtureRequest) -> Experts:
     return made(LAYERS[request.param])
 
 
-STEP: Any = None  # experts look at nothing of a step
+STEP: Any = SimpleNamespace(adapters=None)  # all that experts read of a step
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 40])
