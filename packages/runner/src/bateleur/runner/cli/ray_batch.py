@@ -127,7 +127,9 @@ class _EngineActor:
         api_request = request.api_request
         assert api_request is not None
         tokenizer = self._llm.llm.tokenizer
-        inputs = await self._llm.run_in_thread(lambda: self._parser.format.engine_inputs(api_request, tokenizer))
+        inputs = await self._llm.run_in_thread(
+            lambda: self._parser.format.engine_inputs(api_request, tokenizer)
+        )
         names = [f"{request.line}-{number}" for number in range(len(inputs))]
         prompts, params = (
             [prompt for prompt, _ in inputs],
