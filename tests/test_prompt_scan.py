@@ -116,7 +116,7 @@ def test_info_tells_what_scans_and_why_nothing_else(
     folder, _ = recurrent("gated_delta")
     facts = describe_checkpoint(folder, device="cpu")
     assert facts.prompt_scan == "own kernels; fla-core does not serve: it runs on CUDA, and the device is cpu"
-    assert f"prompts of delta rules     {facts.prompt_scan}" in facts.table()
+    assert f"delta-rule prompt scan     {facts.prompt_scan}" in facts.table()
     assert describe_checkpoint(recurrent("mamba2")[0], device="cpu").prompt_scan is None
     monkeypatch.setattr(fla, "why_not", lambda *_: None)
     monkeypatch.setattr(fla, "version", lambda: "0.6.0")

@@ -45,7 +45,7 @@ def test_without_a_tokenizer_text_is_refused(tiny_checkpoint: Callable[..., tupl
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         LLM(folder, device="cpu", max_model_len=32)
     llm = LLM(folder, device="cpu", max_model_len=32, max_num_seqs=2, skip_tokenizer_init=True)
-    with pytest.raises(ValueError, match="only token ids are taken"):
+    with pytest.raises(ValueError, match="it must be token ids"):
         llm.generate("text", GREEDY)
     with pytest.raises(ValueError, match="no text to find it in"):
         llm.generate([[1, 2]], SamplingParams(stop="x"))

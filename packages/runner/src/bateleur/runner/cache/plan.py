@@ -187,11 +187,11 @@ def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: b
 def _losses(plan: CachePlan, most: int, share: bool, rows_chosen: bool) -> list[str]:
     """Return what a plan lacks compared with `most` rows and prefix caching, if requested."""
     lost, rows = [], plan.max_num_seqs
-    beside = "with prefix caching, and with the keys and values of the longest request, it holds"
+    holds = "with prefix caching, and with the keys and values of the longest request, it holds"
     if share and plan.costs.retention is None:
-        lost.append(f"{beside} no cached state: prefix caching is off")
+        lost.append(f"{holds} no cached state: prefix caching is off")
     if rows < most and rows_chosen:
-        lost.append(f"{beside} the states of {rows} of max_num_seqs = {most} requests at once")
+        lost.append(f"{holds} the states of {rows} of max_num_seqs = {most} requests at once")
     elif rows < most:
         lost.append(
             f"with keys and values it holds the states of {rows} of {most} requests at once, so max_num_seqs is "
@@ -247,8 +247,8 @@ def _plan_shared(
     if costs.page_bytes < between:  # a working set is only useful with its pages
         working = longest
     spare = budget_bytes - costs.fixed_bytes(rows) - working * costs.block_bytes
-    beside = max(costs.page_bytes, between)
-    pages = max(spare, 0) // (costs.page_bytes + beside)
+    kv_bytes = max(costs.page_bytes, between)
+    pages = max(spare, 0) // (costs.page_bytes + kv_bytes)
     return _fill(costs, replace(limits, max_num_seqs=rows), budget_bytes, pages)
 
 

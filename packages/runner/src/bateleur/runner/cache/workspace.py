@@ -32,7 +32,7 @@ def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int,
     penalties = rows * vocab_size * (4 + 1)  # counts and the prompt's mask, if a request has penalties
     tables = (
         2 * 2 * rows * -(-limits.max_model_len // block_size) * 4
-    )  # two groups; of the batch and of all rows
+    )  # two KV cache groups, for the batch and for all rows
     steps = limits.max_num_batched_tokens * _token_bytes(model) + _logits_bytes(model, limits)
     return LIBRARIES + steps + penalties + tables + graph_bytes(model, limits, graph_tokens)
 

@@ -39,8 +39,7 @@ def read_mtp(checkpoint: Checkpoint) -> MtpModule:
     if family.mtp is None:
         known = ", ".join(sorted(name for name, each in FAMILIES.items() if each.mtp is not None))
         raise ValueError(
-            f"{file}: model_type is {family.model_type!r}; draft 'mtp' is supported for {known}, whose files may hold "
-            "an MTP head"
+            f"{file}: model_type is {family.model_type!r}; draft 'mtp' needs an MTP head, as files of {known} have"
         )
     tensors = {name: entry for name, entry in checkpoint.unused.items() if name.startswith(_PREFIX)}
     try:
@@ -48,15 +47,13 @@ def read_mtp(checkpoint: Checkpoint) -> MtpModule:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     if not tensors:
-        refuse(
-            "draft", "mtp", f"a folder, or None: {path} holds no tensor whose name begins with {_PREFIX!r}"
-        )
+        refuse("draft", "mtp", f"a folder, or None: {path} has no tensors with the prefix {_PREFIX!r}")
     spec = replace(checkpoint.spec, layers=layers, branches_per_layer=branches)
     if not spec.attention or spec.recurrent:
         kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in spec.mixers))
         raise ValueError(
-            f"{file}: the layers of the MTP head are {kinds}; supported are heads with attention, and without a "
-            "running state, from which rejected tokens could not be taken back"
+            f"{file}: the layers of the MTP head are {kinds}; supported are heads with attention and without "
+            "recurrent states, which could not drop rejected tokens"
         )
     names = _names(family.names(spec), family.mtp, spec)
     return MtpModule(spec, resolve_layout(names, tensors), tensors)

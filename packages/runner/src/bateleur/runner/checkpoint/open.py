@@ -259,17 +259,17 @@ def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:
 
 def _eos_token_ids(path: Path, spec: ModelSpec) -> tuple[int, ...]:
     """Return the end-of-sequence ids of config.json and generation_config.json."""
-    said = {path / "config.json": spec.eos_token_ids}
+    by_file = {path / "config.json": spec.eos_token_ids}
     file = path / "generation_config.json"
     if file.is_file():
         value = read_json(file).get("eos_token_id")
         try:
-            said[file] = token_ids("eos_token_id", value)
+            by_file[file] = token_ids("eos_token_id", value)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-    for where, ids in said.items():
+    for where, ids in by_file.items():
         if unknown := [i for i in ids if i >= spec.vocab_size]:
             raise ValueError(
                 f"{where}: eos_token_id holds {unknown[0]}; the vocabulary has {spec.vocab_size} tokens"
             )
-    return tuple(dict.fromkeys(i for ids in said.values() for i in ids))
+    return tuple(dict.fromkeys(i for ids in by_file.values() for i in ids))

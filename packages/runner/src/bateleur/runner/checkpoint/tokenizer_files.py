@@ -56,17 +56,17 @@ def read_without_transformers(folder: Path) -> FileTokenizer | None:
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not (file.is_file() and config.is_file()) or (folder / "additional_chat_templates").exists():
         return None
-    said = read_json(config)
-    if not _is_plain(folder, said):
+    fields = read_json(config)
+    if not _is_plain(folder, fields):
         return None
     try:
         tokenizer = FileTokenizer.read(file)
     except Exception:  # transformers is tried next, and its error is reported
         return None
-    if not _adds_nothing(said, tokenizer):
+    if not _adds_nothing(fields, tokenizer):
         return None
-    tokenizer.special_tokens_map, tokenizer.extra_special_tokens = special_tokens_of(said)
-    tokenizer.chat_template = template_of(folder, said)
+    tokenizer.special_tokens_map, tokenizer.extra_special_tokens = special_tokens_of(fields)
+    tokenizer.chat_template = template_of(folder, fields)
     return tokenizer
 
 
@@ -82,38 +82,38 @@ def template_of(folder: Path, config: Mapping[str, Any]) -> str | None:
     return file.read_text("utf-8") if file.is_file() else config.get("chat_template")
 
 
-def _is_plain(folder: Path, said: Mapping[str, Any]) -> bool:
+def _is_plain(folder: Path, fields: Mapping[str, Any]) -> bool:
     """Return whether all fields are known, and no other file counts."""
     known = {"tokenizer_class", "chat_template", "clean_up_tokenization_spaces", "added_tokens_decoder"}
-    if not (known | {*_NAMED, *_LISTED, *_SIDES, *_IDLE}).issuperset(said):
+    if not (known | {*_NAMED, *_LISTED, *_SIDES, *_IDLE}).issuperset(fields):
         return False
     model = folder / "config.json"
     kind = str(read_json(model).get("model_type")) if model.is_file() else ""
     return (
-        said.get("tokenizer_class") in _CLASSES
+        fields.get("tokenizer_class") in _CLASSES
         and not kind.startswith(_REBUILT)
-        and isinstance(said.get("chat_template", ""), str)
-        and all(said.get(side, "left") in ("left", "right") for side in _SIDES)
-        and all(isinstance(said.get(name) or [], list) for name in _LISTED)
-        and not any(said.get(name) for name in _LISTED[:1] if said.get(_LISTED[1]))
-        and ("added_tokens_decoder" in said or not any((folder / name).exists() for name in _BESIDE))
+        and isinstance(fields.get("chat_template", ""), str)
+        and all(fields.get(side, "left") in ("left", "right") for side in _SIDES)
+        and all(isinstance(fields.get(name) or [], list) for name in _LISTED)
+        and not any(fields.get(name) for name in _LISTED[:1] if fields.get(_LISTED[1]))
+        and ("added_tokens_decoder" in fields or not any((folder / name).exists() for name in _BESIDE))
     )
 
 
-def _adds_nothing(said: Mapping[str, Any], tokenizer: FileTokenizer) -> bool:
+def _adds_nothing(fields: Mapping[str, Any], tokenizer: FileTokenizer) -> bool:
     """Return whether `tokenizer.json` has all tokens of the configuration with the same flags."""
     backend = tokenizer.backend_tokenizer
     if backend.truncation or backend.padding or backend.post_processor is None:
         return False
-    if said.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE":
+    if fields.get("clean_up_tokenization_spaces") and type(backend.model).__name__ != "BPE":
         return False
     has = {str(each.content): each for each in backend.get_added_tokens_decoder().values()}
-    named = [_content(said[name]) for name in _NAMED if said.get(name) is not None]
-    listed = [each for name in _LISTED for each in said.get(name) or ()]
+    named = [_content(fields[name]) for name in _NAMED if fields.get(name) is not None]
+    listed = [each for name in _LISTED for each in fields.get(name) or ()]
     return (
         all(each in has and has[each].special for each in named)
         and all(isinstance(each, str) and each in has and _is_bare(has[each]) for each in listed)
-        and _has_all(said.get("added_tokens_decoder"), backend.get_added_tokens_decoder())
+        and _has_all(fields.get("added_tokens_decoder"), backend.get_added_tokens_decoder())
     )
 
 
@@ -128,10 +128,10 @@ def _is_bare(token: AddedToken) -> bool:
     return [name for name in _FLAGS[1:] if getattr(token, name)] == ["special"]
 
 
-def _has_all(said: Any, tokens: Mapping[int, AddedToken]) -> bool:
-    if said is None:
+def _has_all(fields: Any, tokens: Mapping[int, AddedToken]) -> bool:
+    if fields is None:
         return True
-    if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.values()):
+    if not isinstance(fields, dict) or not all(isinstance(each, dict) for each in fields.values()):
         return False
-    told = {index: {name: getattr(token, name) for name in _FLAGS} for index, token in tokens.items()}
-    return {str(index): token for index, token in told.items()}.items() >= said.items()
+    added = {index: {name: getattr(token, name) for name in _FLAGS} for index, token in tokens.items()}
+    return {str(index): token for index, token in added.items()}.items() >= fields.items()

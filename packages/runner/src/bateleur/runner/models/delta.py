@@ -48,7 +48,7 @@ class Delta(Recurrent):
         qkv_TC, gate_TI, b_TH, a = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
         if spec.rank is not None:
             gate_TI, a = self.gate_proj(gate_TI, step.adapters), self.decay_proj(a, step.adapters)
-        # Decays by head stay as they are split: torch gives a view of one token a stride of its own.
+        # Not for decays per head: torch would give a view of one token its own stride.
         if len(state.gates[0].shape) > 1:
             a = a.unflatten(1, state.gates[0].shape)
         y_THP = self.mix(step, qkv_TC, a, b_TH)

@@ -88,8 +88,7 @@ def shard_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
         layers.append(replace(layer, parts=tuple(parts)) if isinstance(layer, ParallelLayer) else parts[0])
     if not cuts:
         raise ValueError(
-            f"data_parallel_size is {size}; it must be 1 for a model without experts, of which ranks would share "
-            "nothing: bateleur serve --replicas runs several engines"
+            f"data_parallel_size is {size}; it must be 1 for a model without experts: use bateleur serve --replicas"
         )
     return replace(spec, layers=tuple(layers)), Share(cuts)
 

@@ -23,7 +23,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
         )
     norm: GatedNorm = "norm first" if fields["mamba_norm_before_gate"] else "gate first"
     mamba = replace(fields.mamba(), norm=norm if fields["mamba_rms_norm"] else "gate only")
-    # Queries, keys and values are linear in the input, so what multiplies it multiplies scores twice, and outputs once.
+    # Queries, keys and values are linear in the input: its multiplier applies twice to scores and once to outputs.
     inward = fields["attention_in_multiplier"]
     scale = fields.head_dim() ** -0.5 * fields["key_multiplier"] * inward**2
     attention = fields.attention(rope=fields.rope(partial=False), bias=fields["attention_bias"], scale=scale)
@@ -52,7 +52,7 @@ def _fold(fields: ConfigFields, names: Names) -> Names:
         "feed_forward.gate_proj.weight": ((None, fields["mlp_multipliers"][0]),),
         "feed_forward.gate_proj.bias": ((None, fields["mlp_multipliers"][0]),),
     }
-    # What multiplies the input of attention stands behind the biases here, and in the file before them.
+    # Input multipliers of attention apply to biases here, but not in the file.
     factors |= {
         f"self_attn.{name}_proj.bias": ((None, 1.0 / fields["attention_in_multiplier"]),) for name in "qkvo"
     }

@@ -20,7 +20,7 @@ from bateleur.runner.models.spec import (
     ModelSpec,
 )
 
-_LATENT_NORM_EPS = 1e-6  # no field says
+_LATENT_NORM_EPS = 1e-6  # not in the configuration
 _EXPERT_FIELDS = {**EXPERT_FIELDS, "top_k": "num_experts_per_token"}
 _MOE = "block_sparse_moe"
 _EXPERTS = ExpertNames(

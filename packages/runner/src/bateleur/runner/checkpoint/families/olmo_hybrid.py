@@ -12,7 +12,7 @@ from bateleur.runner.models.rope import RopeSpec
 from bateleur.runner.models.spec import DeltaLayer, Layer, MlpLayer, ModelSpec, ParallelLayer
 
 _MIXERS = {**MIXERS, DeltaLayer: OwnNames(("linear_attn", "input_layernorm"), split_names)}
-_OUTPUT_NORM_EPS = 1e-5  # of the norm of a delta net's outputs: no field says
+_OUTPUT_NORM_EPS = 1e-5  # output norm of a delta net; not in the configuration
 
 
 def _rope(fields: ConfigFields) -> RopeSpec | None:
