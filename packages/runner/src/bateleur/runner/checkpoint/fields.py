@@ -170,7 +170,7 @@ class ConfigFields:
         CHECKS["rope_theta"]("rope_theta", parameters.get("rope_theta"))
         try:
             return self._frequencies(kind, parameters, partial, layer_type)
-        except (ArithmeticError, TypeError, RuntimeError):  # each passed its check, but not all together
+        except (ArithmeticError, TypeError, RuntimeError):  # valid one by one, but not together
             refuse("rope_parameters", parameters, "numbers that make frequencies")
 
     def _frequencies(
