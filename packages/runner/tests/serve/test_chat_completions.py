@@ -314,6 +314,10 @@ def test_a_budget_that_no_token_can_end_is_refused(scripted: Any, make_client: C
     client = make_client(chat_template="{{ messages[0].content ~ '<think>' }}", reasoning_parser="think")
     error = client.error(400, PATH, {"messages": HELLO, "thinking_token_budget": 3})
     assert "</think> is no single token of this model" in error["message"]
+    plain = make_client(chat_template="{{ messages[0].content }}", reasoning_parser="think")
+    asked = {"messages": HELLO, "max_tokens": 8, "seed": 1}
+    bounded, free = (plain.ask(PATH, asked | more) for more in ({"thinking_token_budget": 3}, {}))
+    assert bounded.json()["choices"] == free.json()["choices"], "agents send a budget to every model"
 
 
 def test_a_schema_that_cannot_be_compiled_is_named_as_the_client_wrote_it(scripted: Any) -> None:

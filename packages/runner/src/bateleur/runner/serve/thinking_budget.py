@@ -7,6 +7,7 @@ that is not used up changes no token of a request with a seed.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -21,6 +22,9 @@ from bateleur.runner.serve.parsers.think import Think
 from bateleur.runner.serve.service import Service, joined
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.utils.arguments import refuse
+from bateleur.runner.utils.log_once import log_once
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,9 @@ class ThinkingBudget:
         if budget is None or turn.phase == "none":
             return None
         end = service.chat_format.reasoning_end_id
+        if end is None and not opened:
+            log_once(_log, f"thinking_token_budget is ignored: {Think.END} is no single token of this model")
+            return None
         if end is None:
             rule = f"absent: {Think.END} is no single token of this model"
             refuse("thinking_token_budget", budget, rule)
