@@ -328,7 +328,7 @@ def test_a_branch_is_captured_on_cuda(layer: Experts, dtype: torch.dtype) -> Non
         ({"num_experts": 0}, "num_experts is 0; it must be at least 1"),
         ({"top_k": 10}, "top_k is 10; it must be at most 9 of num_experts = 9, in 1 of 1 groups"),
         ({"activation": "gelu"}, "activation is 'gelu'; supported are 'relu2', 'silu', "),
-        ({"shared": None}, "shared_gate is True and shared None; there is nothing to be gated"),
+        ({"shared": None}, "shared_gate is True and shared None; it must be False without shared experts"),
         ({"latent_size": 0}, "latent_size is 0; it must be at least 1"),
     ],
 )
