@@ -20,8 +20,9 @@ from bateleur.metadata import (
     Role,
     Signature,
     get_backend,
+    ops,
 )
-from bateleur.metadata.backends import _load, backend_names
+from bateleur.metadata.backends import _load, backend_names, unsupported_reason
 from bateleur.metadata.conformance import ConformanceError, check_backend, check_builder
 
 LIMITS = BatchLimits(max_num_reqs=7, max_num_tokens=31, max_model_len=19)
@@ -312,6 +313,48 @@ def test_a_group_that_is_not_there_is_refused() -> None:
 def test_T_A4_shipped_backends_conform(name: str, dtype: torch.dtype) -> None:
     report = check_backend(backend_on(name, "cpu"), dtype=dtype, block_sizes=(5,), head_dims=(24,))
     assert report.num_cases == 32
+
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [(name, kv_dtype) for name in ("reference", "torch", "native") for kv_dtype in (FP8, torch.bfloat16)]
+    + [("reference", torch.float16), ("torch", torch.float16)],
+)
+def test_shipped_backends_conform_with_caches_of_another_dtype(
+    name: str, kv_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    report = check_backend(
+        backend_on(name, "cpu"), dtype=dtype, kv_dtype=kv_dtype, block_sizes=(5,), head_dims=(24,)
+    )
+    assert report.num_cases == 32
+
+
+@pytest.mark.parametrize("change", ["saturates", "scales"])
+def test_a_wrong_write_to_an_fp8_cache_is_found(change: str) -> None:
+    def write(k: Any, v: Any, *cache: Any, kv_scales: Any) -> None:
+        factors = {"saturates": (1e3, 1.0), "scales": (1.0, 1.3)}[change]
+        ops.write_kv(k * factors[0], v, *cache, kv_scales * factors[1])
+
+    backend = backend_on("torch", "cpu")
+    backend.write = write
+    with pytest.raises(ConformanceError) as caught:
+        check_backend(backend, kv_dtype=FP8, heads=((6, 2),), head_dims=(16,), block_sizes=(5,))
+    assert "W" in caught.value.letters
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("flashinfer", "float8"), ("torch_varlen", "float8"), ("native", "float16")]
+)
+def test_a_backend_refuses_caches_that_it_has_no_kernel_for(name: str, reason: str) -> None:
+    kv_dtype = getattr(torch, "float8_e4m3fn" if reason == "float8" else reason)
+    refused = unsupported_reason(
+        name, device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=64, kv_dtype=kv_dtype
+    )
+    assert refused == f"it has no KV cache in {kv_dtype} for queries in torch.bfloat16"
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

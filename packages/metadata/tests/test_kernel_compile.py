@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 Compile = Callable[[], Any]
 KEYS = 8192
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 SHAPES = {  # query heads, key heads, lanes of a head
     "Llama-3.1-8B": (32, 8, 128),
     "Nemotron-3-Nano-30B-A3B": (32, 2, 128),
@@ -53,18 +53,20 @@ def attend(
     window: int = 0,
     block_size: int = 16,
     with_sinks: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
-    """Attention of 3 rows; queries are a part of a projection, as in a model."""
+    """Attention of 3 rows; queries are a part of a projection, as in a model. Caches of ``kv_dtype`` have scales."""
     heads, kv_heads, lanes = shape
     rows = 3
     q = torch.empty(rows * query_len, heads + 2 * kv_heads, lanes, dtype=dtype)[:, :heads]
-    cache = torch.empty(2, block_size, kv_heads, lanes, dtype=dtype)
+    cache = torch.empty(2, block_size, kv_heads, lanes, dtype=kv_dtype or dtype)
     table = torch.zeros(rows, KEYS // block_size, dtype=torch.int32)
     lengths = torch.zeros(rows, dtype=torch.int32)
     starts = torch.zeros(rows + 1, dtype=torch.int32)
     sinks = torch.zeros(heads) if with_sinks else None
     bounds = 0, query_len, KEYS, lanes**-0.5, window
-    cuda_ops.paged_attention(q, cache, cache, table, lengths, starts, *bounds, None, sinks)
+    scales = None if kv_dtype is None else torch.empty(2, kv_heads)
+    cuda_ops.paged_attention(q, cache, cache, table, lengths, starts, *bounds, None, sinks, scales)
 
 
 def checked(found: sm90.Compiled, record: Callable[[str, object], None], name: str) -> list[sm90.Kernel]:
@@ -127,6 +129,29 @@ def test_attention_with_sinks_fits_hopper(
     assert {kernel.name for kernel in kernels} == {"work_kernel", "attention_kernel", "join_kernel"}
 
 
+@pytest.mark.parametrize(
+    ("model", "dtype", "kv_dtype"),
+    [(model, BF16, FP8) for model in SHAPES]
+    + [(model, FP32, FP8) for model in ("Llama-3.1-8B", "Qwen3.5-9B", "shipped")]
+    + [("Llama-3.1-8B", FP16, FP8), ("Qwen3.5-9B", BF16, FP32), ("Qwen3.5-9B", FP32, BF16)],
+    ids=str,
+)
+def test_attention_over_caches_of_another_dtype_fits_hopper(
+    model: str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    record_property: Callable[[str, object], None],
+) -> None:
+    with sm90.compiling() as found:
+        for query_len in QUERY_LENS:
+            attend(SHAPES[model], dtype, query_len, kv_dtype=kv_dtype)
+    for kernel in checked(found, record_property, f"{model} {dtype} over {kv_dtype}"):
+        if kernel.name == "attention_kernel" and dtype != FP32:
+            assert kernel.instructions["fetches ahead"], f"{kernel}: keys and values are not fetched ahead"
+            products = "wgmma" if kernel.options["BLOCK_M"] >= 64 else "mma"
+            assert kernel.instructions[products], f"{kernel}: tensor cores are not used"
+
+
 def test_a_program_reaches_its_first_key_without_a_barrier() -> None:
     """A program reads one entry of the work list, so there is no search with barriers before the first key."""
     with sm90.compiling() as found:
@@ -157,7 +182,9 @@ def test_one_specialisation_makes_the_work_lists_of_all_models() -> None:
         (30, 30, 128, 0, "whole"),
     ],
 )
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [(BF16, None), (FP16, None), (FP32, None), (BF16, FP8), (FP32, FP8)], ids=str
+)
 def test_write_fits_hopper(
     heads: int,
     kv_heads: int,
@@ -165,21 +192,21 @@ def test_write_fits_hopper(
     rotary: int,
     norm: str,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
     record_property: Callable[[str, object], None],
 ) -> None:
     tokens = 3
     sizes = [heads, kv_heads, kv_heads]
     q, k, v = torch.empty(tokens, sum(sizes), lanes, dtype=dtype).split(sizes, 1)
-    caches = [torch.empty(2, 16, kv_heads, lanes, dtype=dtype) for _ in range(2)]
+    caches = [torch.empty(2, 16, kv_heads, lanes, dtype=kv_dtype or dtype) for _ in range(2)]
     slots = torch.zeros(tokens, dtype=torch.int64)
     turns = [torch.empty(tokens, 1, rotary, dtype=dtype) if rotary else None for _ in range(2)]
-    scales: list[Any] = []
+    weights: list[Any] = [None, None]
     if norm:
-        scales = [torch.empty(lanes * (count if norm == "whole" else 1)) for count in (heads, kv_heads)] + [
-            1e-6
-        ]
+        weights = [torch.empty(lanes * (count if norm == "whole" else 1)) for count in (heads, kv_heads)]
+    kv_scales = None if kv_dtype is None else torch.empty(2, kv_heads)
     with sm90.compiling() as found:
-        cuda_ops.rotate_and_write_kv(q, k, v, *caches, slots, *turns, *scales)
+        cuda_ops.rotate_and_write_kv(q, k, v, *caches, slots, *turns, *weights, 1e-6, kv_scales)
     checked(found, record_property, f"{heads}, {kv_heads} of {lanes}, {rotary} turn, {norm} {dtype}")
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.metadata.backends import _launch_config, _work_list
+from bateleur.metadata.backends._torch_ops import quantize
 from bateleur.metadata.backends.reference import paged_attention_reference, write_kv_reference
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -24,6 +25,7 @@ import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NAN = float("nan")
+FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 # Triton's interpreter multiplies the bits of bfloat16 matrices as integers.
 LOW = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
@@ -524,6 +526,56 @@ def test_random_batches(kernels: Any, device: torch.device, few_keys: None, seed
         seed=seed,
     )
     check(kernels, replace(world, max_query_len=world.max_query_len + int(rng.integers(0, 5))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+@pytest.mark.parametrize("window", [0, 23])
+@pytest.mark.parametrize("name", ["drafts", "mixed"])
+def test_kernels_read_fp8_caches_with_a_scale_for_each_head(
+    kernels: Any, device: torch.device, few_keys: None, name: str, window: int, dtype: torch.dtype
+) -> None:
+    """Unowned entries hold the code of NaN. A scaled cache also has splits, which are joined."""
+    options: dict[str, Any] = {"head_dim": 64, "window": window, "dtype": dtype, "bound": 512}
+    world = make_world(*BATCHES[name], device=device, **options)
+    kv_scales = torch.tensor([[0.03, 1.7], [0.6, 0.25]], device=device)
+    caches = [quantize(cache, FP8, scale) for cache, scale in zip(world.args()[1:3], kv_scales, strict=True)]
+    for scales in (kv_scales, None):
+        stored = replace(world, k_cache=caches[0], v_cache=caches[1])
+        out = kernels.paged_attention(*stored.args(), None, None, scales)
+        tensors = [tensor.cpu() for tensor in stored.args()[:6]]
+        given = None if scales is None else scales.cpu()
+        expected = paged_attention_reference(*tensors, world.scale, window, None, given)
+        tolerance = TOLERANCE[dtype] * float(expected.abs().max().clamp(min=1))
+        torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kv_dtype", [FP8, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_write_rounds_to_the_dtype_of_the_cache_as_the_reference(
+    kernels: Any, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """All codes, halves between them, subnormals, saturation and NaN; scales that are no powers of two."""
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    special = torch.tensor(
+        [448.0, 464, 465, 1e9, torch.inf, -torch.inf, NAN, 0.0, -0.0, 2**-10, 3 * 2**-10, 0.0155]
+    )
+    x = torch.cat(
+        (codes, (codes[:-1] + codes[1:]) / 2, special, torch.randn(245, generator=torch.Generator()))
+    )
+    k = x.to(dtype).view(-1, 3, 16)
+    v, slots = k.flip(0), torch.arange(len(k)) + 5
+    for scales in (None, torch.tensor([[0.03, 1.7, 1.0], [2.0, 0.5, 0.3]])):
+        caches = torch.zeros(2, 5, 5, 3, 16, dtype=kv_dtype)
+        expected = caches.clone()
+        write_kv_reference(k, v, *expected, slots, scales)
+        mine = [side.to(device) for side in caches]
+        given = None if scales is None else scales.to(device)
+        q = torch.zeros(len(k), 3, 16, dtype=dtype, device=device)
+        kernels.rotate_and_write_kv(
+            q, k.to(device), v.to(device), *mine, slots.to(device), None, None, None, None, 0.0, given
+        )
+        for side, other in zip(mine, expected, strict=True):
+            assert torch.equal(side.cpu().float().nan_to_num(1e5), other.float().nan_to_num(1e5))
 
 
 @pytest.mark.parametrize("rotary_dim", [None, 2, 24, 80])

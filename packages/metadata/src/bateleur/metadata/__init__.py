@@ -1,6 +1,6 @@
 """Attention metadata for paged KV caches: batch staging, metadata builders, attention backends and kernels."""
 
-from bateleur.metadata._memory import DeviceQueue, pinned, upload
+from bateleur.metadata._memory import DeviceQueue, movable, pinned, upload
 from bateleur.metadata.attention_metadata_builder import (
     AttentionMetadataBuilder,
     BuildPhase,
@@ -56,6 +56,7 @@ __all__ = [
     "expand_ranges",
     "field_values",
     "get_backend",
+    "movable",
     "pinned",
     "split_decodes_and_prefills",
     "uniform_query_len",

@@ -44,6 +44,11 @@ class CurrentStream:
         work()
 
 
+def movable(x: Tensor) -> Tensor:
+    """Return a view that torch can copy, gather and fill with zeros by index: float8 tensors as uint8."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
 @dataclass(slots=True)
 class Buffer:
     """One array of a batch.

@@ -109,8 +109,8 @@ def skip_dispatcher(operator: F, form: F) -> F:
     """
 
     @wraps(form)
-    def call(*args: Any) -> Any:
-        return (operator if is_recording() else form)(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (operator if is_recording() else form)(*args, **kwargs)
 
     return cast(F, call)
 

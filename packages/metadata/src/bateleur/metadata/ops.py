@@ -42,10 +42,12 @@ def _define(
 
 
 write_kv = _define(_torch_ops.write_kv, fake=_nothing, mutates=("k_cache", "v_cache"))
-"""``(k (T, Hkv, D), v, k_cache (blocks, block_size, Hkv, D), v_cache, slot_mapping (T,) int64) -> None``.
+"""``(k (T, Hkv, D), v, k_cache (blocks, block_size, Hkv, D), v_cache, slot_mapping (T,) int64, kv_scales (2, Hkv)
+float32 or None) -> None``.
 
 Stores keys and values by slot. A token with slot -1 is not stored; it may write zeros to slot 0 of the null block,
-which must be zero anyway.
+which must be zero anyway. Caches may have another dtype than keys. With ``kv_scales``, of keys and of values,
+``x / scale`` is stored, computed in float32. float8_e4m3fn caches saturate at 448 and keep NaN.
 """
 
 rotate_and_write_kv = _define(
@@ -55,7 +57,7 @@ rotate_and_write_kv = _define(
     triton="rotate_and_write_kv",
 )
 """``(q (T, Hq, D), k (T, Hkv, D), v, k_cache, v_cache, slot_mapping, cos (T, 1, R) or None, sin, q_norm (D,), (Hq * D,)
-or None, k_norm (D,), (Hkv * D,) or None, eps) -> None``.
+or None, k_norm (D,), (Hkv * D,) or None, eps, kv_scales (2, Hkv) float32 or None) -> None``.
 
 Applies RMS norm and rotary embedding to ``q`` in place. Applies both to ``k`` and stores the result and ``v`` like
 ``write_kv``; ``k`` itself does not change. Without ``cos`` and ``sin`` there is no rotation, without weights no norm.
@@ -65,22 +67,24 @@ and rounded before the rotation.
 
 paged_attention = _define(_torch_ops.paged_attention)
 """``(q (T, Hq, D), k_cache, v_cache, block_table (R, max_blocks) int32, seq_lens (R,) int32, query_start_loc
-(R + 1,) int32, num_decodes, max_query_len, max_seq_len, scale, sliding_window, sinks (Hq,) float32 or None) ->
-(T, Hq, D)``.
+(R + 1,) int32, num_decodes, max_query_len, max_seq_len, scale, sliding_window, sinks (Hq,) float32 or None, kv_scales
+(2, Hkv) float32 or None) -> (T, Hq, D)``.
 
 Row ``r < num_decodes`` has token ``r`` or none. ``sliding_window`` 0 means no window. Padded tokens give 0. ``sinks``
-has a score for each query head, of a key without a value that every query sees; the scale does not apply to it.
+has a score for each query head, of a key without a value that every query sees; the scale does not apply to it. Keys and
+values are what the caches hold, times the scale of their head.
 """
 
 attention_work = _define(
     _work_list.attention_work, fake=_work_list.empty_work_list, triton="attention_work", home="work_list"
 )
 """``(k_cache, seq_lens (R,) int32, query_start_loc (R + 1,) int32, num_heads, num_tokens, max_query_len,
-sliding_window) -> (n, 8) int32``: the work list of ``triton_paged_attention``.
+sliding_window, dtype or None) -> (n, 8) int32``: the work list of ``triton_paged_attention``.
 
-One list serves all layers of a forward pass whose caches have the shape and dtype of ``k_cache``; the number of blocks
-may differ. ``num_tokens``, ``max_query_len`` and ``sliding_window`` must equal those of the attention call. n depends
-only on shapes and host numbers. :mod:`bateleur.metadata.backends._work_list` describes the entries.
+One list serves all layers of a forward pass whose queries are in ``dtype`` (None: that of ``k_cache``) and whose caches
+have the shape of ``k_cache``; the number of blocks may differ. ``num_tokens``, ``max_query_len`` and
+``sliding_window`` must equal those of the attention call. n depends only on shapes, dtypes and host numbers.
+:mod:`bateleur.metadata.backends._work_list` describes the entries.
 """
 
 triton_paged_attention = _define(

@@ -45,12 +45,13 @@ def unsupported_reason(
     head_dim: int,
     sliding_window: int | None = None,
     sinks: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> str | None:
-    """Return why the backend ``name`` cannot serve the configuration, or None if it can."""
+    """Return why the backend ``name`` cannot serve the configuration, or None if it can. See :func:`get_backend`."""
     backend = _load(name)
     if sinks and not backend.supports_sinks:
         return "attention sinks are not supported"
-    return backend.unsupported_reason(head_dim, dtype, device, sliding_window)
+    return backend.unsupported_reason(head_dim, dtype, device, sliding_window, kv_dtype)
 
 
 def get_backend(
@@ -61,12 +62,14 @@ def get_backend(
     head_dim: int,
     sliding_window: int | None = None,
     sinks: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """Return the backend ``name``; ``auto`` selects the first one that supports the configuration.
 
     Args:
         name: ``auto`` or one of :func:`backend_names`.
         device, dtype: of queries and caches.
+        kv_dtype: of caches, if it is another than ``dtype``.
         head_dim: size of one head.
         sliding_window: in tokens; None for none.
         sinks: whether layers have attention sinks.
@@ -86,6 +89,7 @@ def get_backend(
             head_dim=head_dim,
             sliding_window=sliding_window,
             sinks=sinks,
+            kv_dtype=kv_dtype,
         )
         if reason is None:
             backend = _load(candidate)

@@ -109,11 +109,14 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def tile_options(tile_rows: int, head_dim: int, dtype: torch.dtype, shared_bytes: int) -> dict[str, Any]:
+def tile_options(
+    tile_rows: int, head_dim: int, dtype: torch.dtype, shared_bytes: int, converts: bool = False
+) -> dict[str, Any]:
     """Tile sizes and launch options for tiles of about ``tile_rows`` lines. A tile has at most 128: two warp groups.
 
-    float32 has no tensor cores of its precision, so its steps are small. The queries of 128 rows of 256 lanes take
-    64 KiB, which is too much for a device with ``shared_bytes`` below 112 KiB.
+    float32 has no tensor cores of its precision, so its steps are small. If it ``converts`` keys of another dtype, no
+    registers are left to fetch them ahead. The queries of 128 rows of 256 lanes take 64 KiB, which is too much for a
+    device with ``shared_bytes`` below 112 KiB.
     """
     block_d = max(16, power_of_two(head_dim))
     full = dtype == torch.float32
@@ -125,7 +128,7 @@ def tile_options(tile_rows: int, head_dim: int, dtype: torch.dtype, shared_bytes
         "BLOCK_D": block_d,
         "PRECISION": "ieee" if full else "tf32",
         "num_warps": 8 if full or block_m * block_d > 8192 or block_m > 64 else 4,
-        "num_stages": 2 if full else 3,
+        "num_stages": 3 if not full else 1 if converts else 2,
         "enable_fp_fusion": True,
     }
 
@@ -154,15 +157,21 @@ def launches_of(max_query_len: int, group: int) -> list[tuple[int, int, int]]:
 
 
 def work_shape(
-    q_heads: int, k_cache: Tensor, num_rows: int, num_tokens: int, max_query_len: int, window: int
+    q_heads: int,
+    k_cache: Tensor,
+    num_rows: int,
+    num_tokens: int,
+    max_query_len: int,
+    window: int,
+    dtype: torch.dtype | None = None,
 ) -> WorkShape:
     """Return how attention with ``q_heads`` over this cache divides ``num_rows`` rows, padded ones included.
 
     num_tokens: tokens of the batch, padded ones included. max_query_len: upper bound of the tokens of a row.
-    window: sliding window in keys, 0 for none.
+    window: sliding window in keys, 0 for none. dtype: of the queries; None: that of the cache.
     """
     _, _, num_kv_heads, head_dim = k_cache.shape
-    sizes = num_kv_heads, head_dim, k_cache.dtype, k_cache.device
+    sizes = num_kv_heads, head_dim, dtype or k_cache.dtype, k_cache.dtype, k_cache.device
     return _work_shape(q_heads, *sizes, num_rows, num_tokens, max(max_query_len, 1), window)
 
 
@@ -172,6 +181,7 @@ def _work_shape(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
     num_rows: int,
     num_tokens: int,
@@ -183,7 +193,7 @@ def _work_shape(
     launches: list[Launch] = []
     first_item = first_line = tile_lines = 0
     for least, most, tile_rows in launches_of(max_query_len, group):
-        options = tile_options(tile_rows, head_dim, dtype, shared_bytes)
+        options = tile_options(tile_rows, head_dim, dtype, shared_bytes, dtype != kv_dtype)
         block_m = options["BLOCK_M"]
         rows = min(num_rows, num_tokens // least)
         lines = (most or max_query_len) * group  # of a row, at most

@@ -10,6 +10,9 @@ from bateleur.metadata import native
 from bateleur.metadata.backends import _torch_ops
 
 _SUFFIX = {torch.float32: "float", torch.bfloat16: "bf16"}
+_CACHES = {**_SUFFIX, torch.float8_e4m3fn: "fp8"}
+_KINDS = {dtype: kind for kind, dtype in enumerate(_CACHES)}
+"""Numbers of the dtypes of caches, as in attention.c."""
 
 
 def write_kv(
@@ -21,6 +24,7 @@ def write_kv(
     slot_mapping: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Rotate ``q`` in place, and store rotated keys and values by slot. Slot -1 stores nothing.
 
@@ -29,17 +33,18 @@ def write_kv(
     """
     heads, size = q.shape[1:]
     _torch_ops.check_slots(k, v, slot_mapping)
-    fits = all(_by_heads(each) for each in (q, k, v)) and k_cache.dtype == v_cache.dtype == q.dtype == k.dtype
+    fits = all(_by_heads(each) for each in (q, k, v)) and q.dtype == k.dtype and _stored(q, k_cache, v_cache)
     turns = cos is None or (cos.dtype == q.dtype and cos.stride(2) == 1 and cos.stride() == _of(sin).stride())
     fits = fits and slot_mapping.dtype == torch.int64 and k.shape[1:] == k_cache.shape[2:]
-    if not (fits and turns and _dense(k_cache, v_cache, slot_mapping)):
-        _torch_ops.rotate_and_write_kv(q, k, v, k_cache, v_cache, slot_mapping, cos, sin)
+    if not (fits and turns and _dense(k_cache, v_cache, slot_mapping) and _scales_fit(kv_scales, k_cache)):
+        _torch_ops.rotate_and_write_kv(q, k, v, k_cache, v_cache, slot_mapping, cos, sin, kv_scales=kv_scales)
         return
     slots = k_cache.shape[0] * k_cache.shape[1]
     wrong = _kernels()[f"write_{_SUFFIX[q.dtype]}"](
         q.data_ptr(), k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slot_mapping.data_ptr(),
         0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(),
-        k.shape[0], slots, heads, k.shape[1], size, q.stride(0), k.stride(0), v.stride(0),
+        0 if kv_scales is None else kv_scales.data_ptr(), _KINDS[k_cache.dtype], k.shape[0], slots, heads, k.shape[1],
+        size, q.stride(0), k.stride(0), v.stride(0),
         0 if cos is None else cos.stride(0), 0 if cos is None else cos.shape[2],
     )  # fmt: skip
     if wrong:
@@ -59,6 +64,7 @@ def paged_attention(
     scale: float,
     sliding_window: int,
     sinks: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See :data:`bateleur.metadata.ops.paged_attention`. Each query is computed independently of the batch.
 
@@ -69,18 +75,20 @@ def paged_attention(
     rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window)
     integers = (each.dtype == torch.int32 for each in (block_table, seq_lens, query_start_loc))
     # Other dtypes and layouts go to torch. C would read past their end.
-    fits = all(integers) and k_cache.dtype == v_cache.dtype == q.dtype and q.shape[2] == k_cache.shape[3]
+    fits = all(integers) and _stored(q, k_cache, v_cache) and q.shape[2] == k_cache.shape[3]
+    fits = fits and _scales_fit(kv_scales, k_cache)
     if not (fits and block_table.stride(1) == 1 and _dense(k_cache, v_cache, seq_lens, query_start_loc)):
         rest = block_table, seq_lens, query_start_loc, num_decodes
-        return _torch_ops.paged_attention(q, k_cache, v_cache, *rest, *sizes, sinks)
+        return _torch_ops.paged_attention(q, k_cache, v_cache, *rest, *sizes, sinks, kv_scales)
     if not _by_heads(q):
         q = q.contiguous()
     tokens, out = q.shape[0], q.new_empty(q.shape)
-    wrong = _kernels()[f"attend_{_SUFFIX[q.dtype]}"](
+    wrong = _kernels()[f"attend_{_CACHES[k_cache.dtype]}"](
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(),
-        query_start_loc.data_ptr(), 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
-        tokens, rows, q.shape[1], k_cache.shape[2], q.shape[2],
-        q.stride(0), block_table.stride(0), block_table.shape[1], k_cache.shape[0], k_cache.shape[1],
+        query_start_loc.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+        0 if kv_scales is None else kv_scales.data_ptr(), out.data_ptr(),
+        q.dtype == torch.float32, tokens, rows, q.shape[1], k_cache.shape[2], q.shape[2], q.stride(0),
+        block_table.stride(0), block_table.shape[1], k_cache.shape[0], k_cache.shape[1],
         sliding_window, scale, torch.get_num_threads(),
     )  # fmt: skip
     if wrong:
@@ -96,6 +104,17 @@ def _by_heads(x: Tensor) -> bool:
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
+def _stored(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Return whether the C functions support the dtypes of queries and caches."""
+    return q.dtype in _SUFFIX and k_cache.dtype == v_cache.dtype and k_cache.dtype in _CACHES
+
+
+def _scales_fit(kv_scales: Tensor | None, k_cache: Tensor) -> bool:
+    if kv_scales is None:
+        return True
+    return kv_scales.dtype == torch.float32 and kv_scales.shape == (2, k_cache.shape[2]) and _dense(kv_scales)
+
+
 def _dense(*tensors: Tensor) -> bool:
     return all(each.is_contiguous() for each in tensors)
 
@@ -108,7 +127,6 @@ def _of(sin: Tensor | None) -> Tensor:
 @cache
 def _kernels() -> dict[str, native.Kernel]:
     signatures: list[tuple[str, str]] = []
-    for suffix in _SUFFIX.values():
-        signatures += [(f"write_{suffix}", "=" + "p" * 8 + "l" * 10)]
-        signatures += [(f"attend_{suffix}", "=" + "p" * 8 + "l" * 11 + "fi")]
+    signatures += [(f"write_{suffix}", "=" + "p" * 9 + "l" * 11) for suffix in _SUFFIX.values()]
+    signatures += [(f"attend_{suffix}", "=" + "p" * 9 + "l" * 12 + "fi") for suffix in _CACHES.values()]
     return dict(native.kernels(Path(native.__file__).parent / "attention.c", tuple(signatures)))

@@ -11,23 +11,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_Pair: TypeAlias = tuple[Tensor, Tensor]
-"""Keys and values."""
+from bateleur.metadata._memory import movable
+
+_Caches: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""Caches of keys and values, and their scales (2, Hkv) or None."""
 _Rows: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Block table (R, max_blocks), lengths (R,) and starts (R + 1,) of some rows."""
 
+FP8_MAX = 448.0
+"""Largest value of float8_e4m3fn."""
 _MAX_TILE_SCORES = 1 << 20  # scores of one prefill tile: bounds the mask at 4 MiB in float32
 _MAX_TILE_KEYS = 1 << 20  # gathered entries of one decode tile: keys and values take 4 MiB each in float32
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scales: Tensor | None = None,
+) -> None:
     """See :data:`bateleur.metadata.ops.write_kv`. Tokens with slot -1 write zeros to slot 0 of the null block."""
     check_slots(k, v, slot_mapping)
     skipped = (slot_mapping < 0)[:, None, None]
     slots = slot_mapping.clamp(min=0)
-    for new, cache in ((k, k_cache), (v, v_cache)):
+    for i, (new, cache) in enumerate(((k, k_cache), (v, v_cache))):
         flat = cache.view(-1, *cache.shape[2:])
-        flat.index_copy_(0, slots, new.masked_fill(skipped, 0).to(cache.dtype))
+        scale = None if kv_scales is None else kv_scales[i]
+        stored = quantize(new.masked_fill(skipped, 0), cache.dtype, scale)
+        movable(flat).index_copy_(0, slots, movable(stored))
+
+
+def quantize(x_THD: Tensor, dtype: torch.dtype, scale_H: Tensor | None) -> Tensor:
+    """Return ``x / scale`` in the dtype of a cache. float8_e4m3fn saturates at 448; NaN stays NaN."""
+    if scale_H is not None:
+        x_THD = x_THD.float() / scale_H[:, None]
+    if dtype == torch.float8_e4m3fn:
+        x_THD = x_THD.float().clamp(-FP8_MAX, FP8_MAX)
+    return x_THD.to(dtype)
 
 
 def rotate_and_write_kv(
@@ -42,6 +64,7 @@ def rotate_and_write_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """See :data:`bateleur.metadata.ops.rotate_and_write_kv`."""
     if q_norm is not None and k_norm is not None:
@@ -51,7 +74,7 @@ def rotate_and_write_kv(
     if cos is not None and sin is not None:
         q[..., : cos.shape[-1]] = apply_rotary(q, cos, sin)
         k = torch.cat((apply_rotary(k, cos, sin), k[..., cos.shape[-1] :]), -1)
-    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    write_kv(k, v, k_cache, v_cache, slot_mapping, kv_scales)
 
 
 def norm_spans_all_heads(q: Tensor, k: Tensor, q_norm: Tensor, k_norm: Tensor) -> bool:
@@ -98,11 +121,12 @@ def paged_attention(
     scale: float,
     sliding_window: int,
     sinks: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See :data:`bateleur.metadata.ops.paged_attention`. Decodes and prefills are computed in separate tiles."""
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     num_rows, n = seq_lens.shape[0], num_decodes
-    caches, rows = (k_cache, v_cache), (block_table, seq_lens, query_start_loc)
+    caches, rows = (k_cache, v_cache, kv_scales), (block_table, seq_lens, query_start_loc)
     scores = max_seq_len, scale, sliding_window, sinks
     if n == num_rows == q.shape[0] and max_seq_len:
         return _decode(q, caches, rows, *scores)
@@ -135,11 +159,12 @@ def paged_attention_ignoring_work(
     sliding_window: int,
     work: Tensor | None = None,
     sinks: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Like :func:`paged_attention`; the work list is ignored."""
     rows = block_table, seq_lens, query_start_loc, num_decodes
     return paged_attention(
-        q, k_cache, v_cache, *rows, max_query_len, max_seq_len, scale, sliding_window, sinks
+        q, k_cache, v_cache, *rows, max_query_len, max_seq_len, scale, sliding_window, sinks, kv_scales
     )
 
 
@@ -182,7 +207,7 @@ def _part(rows: _Rows, first: int, last: int) -> _Rows:
 
 def _decode(
     q_RHD: Tensor,
-    caches: _Pair,
+    caches: _Caches,
     rows: _Rows,
     max_seq_len: int,
     scale: float,
@@ -201,7 +226,7 @@ def _decode(
 
 def _decode_tile(
     q_RHD: Tensor,
-    caches: _Pair,
+    caches: _Caches,
     rows: _Rows,
     max_seq_len: int,
     scale: float,
@@ -221,7 +246,7 @@ def _decode_tile(
         slots_RS = _leading_slots(block_table, max_seq_len, block_size)
         j_S = torch.arange(max_seq_len, device=q_RHD.device, dtype=torch.int32)
         hidden_RS = j_S >= seq_lens[:, None]
-    k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(hidden_RS, 0), H)
+    k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(hidden_RS, 0), H, q_RHD.dtype)
     if sinks is not None:
         out = _sink_attention(q_RHD[:, :, None], k_RHSD, v_RHSD, hidden_RS[:, None], scale, sinks)
     elif q_RHD.dtype in (torch.float32, torch.float64):
@@ -260,7 +285,7 @@ def _sink_attention(
 def _prefill_tile(
     out_THD: Tensor,
     q_THD: Tensor,
-    caches: _Pair,
+    caches: _Caches,
     rows: _Rows,
     queries: tuple[int, int],
     max_seq_len: int,
@@ -286,7 +311,7 @@ def _prefill_tile(
     slots_RS = _leading_slots(block_table, max_seq_len, caches[0].shape[1])
     # SDPA supports grouped heads with a mask on a CPU only.
     heads = caches[0].shape[2] if device.type == "cpu" else q_THD.shape[1]
-    k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(unused_RS, 0), heads)
+    k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(unused_RS, 0), heads, q_THD.dtype)
     q_RHMD = q_THD[token_RM.clamp(max=num_tokens - 1)].transpose(1, 2)
     if sinks is not None:
         tile_RHMD = _sink_attention(q_RHMD, k_RHSD, v_RHSD, hidden_RMS, scale, sinks)
@@ -318,8 +343,10 @@ def _slots_of(block_table: Tensor, j_RS: Tensor, block_size: int) -> Tensor:
     return block_table.gather(1, column.long()) * block_size + j_RS.remainder(block_size)
 
 
-def _gather(caches: _Pair, slots_RS: Tensor, num_heads: int) -> _Pair:
-    """Return keys and values (R, num_heads, S, D), contiguous; key heads are repeated up to ``num_heads``."""
+def _gather(caches: _Caches, slots_RS: Tensor, num_heads: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return keys and values (R, num_heads, S, D) in ``dtype``, contiguous; key heads are repeated up to
+    ``num_heads``. The product with a scale is computed in float32 and rounded once.
+    """
     num_kv_heads, head_dim = caches[0].shape[2:]
     head = torch.arange(num_heads, device=slots_RS.device, dtype=torch.int64)
     if num_heads != num_kv_heads:
@@ -327,5 +354,11 @@ def _gather(caches: _Pair, slots_RS: Tensor, num_heads: int) -> _Pair:
     # Adding to int64 heads computes in int64, so that int32 slots cannot overflow.
     index = torch.add(head[:, None], slots_RS[:, None], alpha=num_kv_heads).view(-1)
     shape = (slots_RS.shape[0], num_heads, slots_RS.shape[1], head_dim)
-    k, v = (cache.view(-1, head_dim).index_select(0, index).view(shape) for cache in caches)
-    return k, v
+    found = [
+        movable(cache).view(-1, head_dim).index_select(0, index).view(cache.dtype).view(shape)
+        for cache in caches[:2]
+    ]
+    if (scales := caches[2]) is not None:
+        factors = scales[:, head, None, None]
+        found = [stored.float() * factor for stored, factor in zip(found, factors, strict=True)]
+    return [stored.to(dtype) for stored in found]

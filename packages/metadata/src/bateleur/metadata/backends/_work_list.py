@@ -38,10 +38,11 @@ def attention_work(
     num_tokens: int,
     max_query_len: int,
     sliding_window: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Make the work list (num_entries, 8) int32 of a batch, for layers with ``num_heads`` over caches like this one."""
     num_rows = seq_lens.shape[0]
-    shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window)
+    shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)
     lists = [_list_of(shape, launch, seq_lens, query_start_loc, num_tokens) for launch in shape.launches]
     items, joins = zip(*lists, strict=True)
     return torch.cat((*items, *joins))
@@ -55,9 +56,12 @@ def empty_work_list(
     num_tokens: int,
     max_query_len: int,
     sliding_window: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return an empty list of the same size, for fake tensors."""
-    shape = work_shape(num_heads, k_cache, seq_lens.shape[0], num_tokens, max_query_len, sliding_window)
+    shape = work_shape(
+        num_heads, k_cache, seq_lens.shape[0], num_tokens, max_query_len, sliding_window, dtype
+    )
     return seq_lens.new_empty(shape.num_entries, ENTRY_SIZE, dtype=torch.int32)
 
 

@@ -14,6 +14,8 @@ from bateleur.metadata.signature import Role, Signature
 
 KVCache: TypeAlias = tuple[Tensor, Tensor]
 """Keys and values of a layer, each (num_blocks, block_size, Hkv, D)."""
+KV_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes that caches may have, whatever the dtype of queries is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,11 @@ class AttentionBackend:
     ``max_query_len`` are far above the true lengths. Graphs of mixed batches may then contain the attention.
     """
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    """Supported dtypes of queries and caches."""
+    """Supported dtypes of queries, keys and values. A cache may always have the dtype of the queries."""
+    kv_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
+    """Other supported dtypes of caches. Keys and values are rounded when they are stored. Queries attend to the rounded
+    ones, also to those of their own step.
+    """
     min_capability: ClassVar[tuple[int, int] | None] = None
     """Lowest supported CUDA compute capability; None if no CUDA device is needed."""
     device = torch.device("cpu")
@@ -144,18 +150,28 @@ class AttentionBackend:
         return PagedAttentionBuilder(self.graph_support)
 
     def unsupported_reason(
-        self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
+        self,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sliding_window: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> str | None:
-        """Return why the backend cannot serve a configuration, or None if it can."""
+        """Return why the backend cannot serve a configuration, or None if it can.
+
+        kv_dtype: of caches; None: ``dtype``.
+        """
         if head_dim < 1:
             return f"head_dim {head_dim} is not positive"
         if dtype not in self.dtypes:
             return f"dtype {dtype} is not one of {', '.join(map(str, self.dtypes))}"
+        if kv_dtype not in (None, dtype, *self.kv_dtypes):
+            return f"it has no KV cache in {kv_dtype} for queries in {dtype}"
         if sliding_window is not None and sliding_window < 1:
             return f"sliding_window {sliding_window} is not positive"
         reason = self.missing_requirement(head_dim, device)
         if reason is None and self.min_capability is not None:
-            reason = _device_refusal(device, self.min_capability)
+            reason = device_refusal(device, self.min_capability)
         return reason
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
@@ -163,7 +179,12 @@ class AttentionBackend:
         return None
 
     def build_work_list(
-        self, meta: PagedAttentionMetadata, kv: KVCache, num_heads: int, sliding_window: int | None = None
+        self,
+        meta: PagedAttentionMetadata,
+        kv: KVCache,
+        num_heads: int,
+        sliding_window: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor | None:
         """Compute the work list of a forward pass for all layers with equal heads and windows, or return None.
 
@@ -176,6 +197,7 @@ class AttentionBackend:
             kv: caches of one of the layers.
             num_heads: query heads of the layers.
             sliding_window: of the layers, in tokens; None for none.
+            dtype: of the queries; None: that of the caches.
         """
         return None
 
@@ -192,6 +214,7 @@ class AttentionBackend:
         norm: tuple[Tensor, Tensor, float] | None = None,
         work: Tensor | None = None,
         sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Store this step's keys and values, then attend over the cache.
 
@@ -210,12 +233,13 @@ class AttentionBackend:
             work: result of ``build_work_list`` in this pass for layers with these heads and this window.
             sinks: (Hq,) float32 scores of a key that has no value and that every query sees. Only if
                 ``supports_sinks``.
+            kv_scales: (2, Hkv) float32, of keys and of values. The caches hold ``x / scale``. None: 1.
 
         Returns:
             (T, Hq, D) in the dtype of ``q``; 0 for padded tokens.
 
         Raises:
-            ValueError: the arguments are not supported, ``rotary``, ``norm`` and ``sinks`` included.
+            ValueError: the arguments are not supported, ``rotary``, ``norm``, ``sinks`` and the dtype of the caches included.
         """
         if rotary is not None and not self.fuses_rotary:
             raise ValueError(
@@ -227,12 +251,15 @@ class AttentionBackend:
             )
         if sinks is not None and not self.supports_sinks:
             raise ValueError(f"sinks: the backend {self.name!r} has none; use native, torch or triton")
+        if kv[0].dtype != q.dtype and kv[0].dtype not in self.kv_dtypes:
+            raise ValueError(f"kv: the backend {self.name!r} has none in {kv[0].dtype} for q in {q.dtype}")
         self.check(kv, meta)
+        scales = {} if kv_scales is None else {"kv_scales": kv_scales}
         if self.fuses_rotary:
-            self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)), *(norm or ()))
+            self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)), *(norm or ()), **scales)
         else:
-            self.write(k, v, *kv, meta.slot_mapping)
-        return self.attend_cache(q, kv, meta, scale, sliding_window, work, sinks)
+            self.write(k, v, *kv, meta.slot_mapping, **scales)
+        return self.attend_cache(q, kv, meta, scale, sliding_window, work, sinks, **scales)
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Raise ValueError for unsupported arguments, before anything is stored."""
@@ -246,9 +273,12 @@ class AttentionBackend:
         sliding_window: int | None,
         work: Tensor | None = None,
         sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
-        """Return attention (T, Hq, D) over the cache; 0 for padded tokens."""
-        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0, sinks)
+        """Return attention (T, Hq, D) over the cache; 0 for padded tokens. kv_scales: see :meth:`attend`."""
+        out: Tensor = self.kernel(
+            q, *kv, *kernel_row_args(meta), scale, sliding_window or 0, sinks, kv_scales
+        )
         return out
 
 
@@ -258,7 +288,8 @@ kernel_row_args = attrgetter(
 """Row arguments of attention kernels, in their order."""
 
 
-def _device_refusal(device: torch.device, least: tuple[int, int]) -> str | None:
+def device_refusal(device: torch.device, least: tuple[int, int]) -> str | None:
+    """Return why a device is no CUDA device of compute capability ``least``, or None."""
     if device.type != "cuda":
         return f"device {device} is not CUDA"
     if not torch.cuda.is_available():

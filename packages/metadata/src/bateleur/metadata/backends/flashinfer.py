@@ -147,6 +147,7 @@ class FlashInferBackend(AttentionBackend):
         sliding_window: int | None,
         work: Tensor | None = None,
         sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.attend_cache`. The first layer of a step plans."""
         assert isinstance(meta, FlashInferMetadata)

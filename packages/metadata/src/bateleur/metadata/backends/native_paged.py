@@ -16,6 +16,7 @@ class NativeBackend(AttentionBackend):
     name = "native"
     fuses_rotary = True
     dtypes = (torch.float32, torch.bfloat16)
+    kv_dtypes = (torch.float8_e4m3fn, torch.bfloat16)
     write = staticmethod(ops.native_write_kv)
     kernel = staticmethod(ops.native_paged_attention)
 

@@ -6,19 +6,32 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata.attention_metadata_builder import GraphSupport
-from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionMetadata
+from bateleur.metadata.backends.base import KV_DTYPES, AttentionBackend, KVCache, PagedAttentionMetadata
 
 
-def write_kv_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv_reference(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_scales: Tensor | None = None,
+) -> None:
     """Store keys and values (T, Hkv, D) in slots (T,) of caches (blocks, block_size, Hkv, D); -1 stores nothing.
 
-    If a token is skipped, slot 0 of the null block becomes zero.
+    If a token is skipped, slot 0 of the null block becomes zero. With ``kv_scales`` (2, Hkv) float32, of keys and of
+    values, ``x / scale`` is stored, computed in float32. float8_e4m3fn caches saturate at 448 and keep NaN.
     """
     block_size = k_cache.shape[1]
-    for token, slot in enumerate(slot_mapping.tolist()):
-        block, offset = divmod(max(slot, 0), block_size)
-        k_cache[block, offset] = k[token] if slot >= 0 else 0
-        v_cache[block, offset] = v[token] if slot >= 0 else 0
+    for new, cache, scale_H in zip(
+        (k, v), (k_cache, v_cache), (None, None) if kv_scales is None else kv_scales, strict=True
+    ):
+        stored = new if scale_H is None else new.float() / scale_H[:, None]
+        if cache.dtype == torch.float8_e4m3fn:
+            stored = stored.float().clamp(-448, 448)
+        for token, slot in enumerate(slot_mapping.tolist()):
+            block, offset = divmod(max(slot, 0), block_size)
+            cache[block, offset] = stored[token].to(cache.dtype) if slot >= 0 else 0
 
 
 def paged_attention_reference(
@@ -31,13 +44,14 @@ def paged_attention_reference(
     scale: float,
     sliding_window: int = 0,
     sinks: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Return attention (T, Hq, D) of queries (T, Hq, D) over the paged cache, in the dtype of ``q``.
 
     Row ``r`` owns tokens ``query_start_loc[r]:query_start_loc[r + 1]``, the last of its ``seq_lens[r]`` positions.
     Query position ``i`` sees key ``j`` if ``i - sliding_window < j <= i`` (0: no window). Query head ``h`` reads key
     head ``h // (Hq // Hkv)``. Padded tokens, and rows without keys, give 0. ``sinks`` (Hq,) are scores of a further
-    key, which has no value.
+    key, which has no value. With ``kv_scales`` (2, Hkv), what is stored is multiplied by the scale of its head.
     """
     out = torch.zeros_like(q)
     block_size = k_cache.shape[1]
@@ -51,8 +65,10 @@ def paged_attention_reference(
             if not len(keys):
                 continue
             blocks = block_table[row].long()[keys // block_size]
-            k = k_cache[blocks, keys % block_size].double().repeat_interleave(group, dim=1)
-            v = v_cache[blocks, keys % block_size].double().repeat_interleave(group, dim=1)
+            k, v = (cache[blocks, keys % block_size].double() for cache in (k_cache, v_cache))
+            if kv_scales is not None:
+                k, v = k * kv_scales[0, :, None], v * kv_scales[1, :, None]
+            k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
             scores = torch.einsum("hd,shd->hs", q[token].double(), k) * scale
             if sinks is not None:
                 scores = torch.cat((scores, sinks.double()[:, None]), 1)
@@ -66,6 +82,7 @@ class ReferenceBackend(AttentionBackend):
 
     name = "reference"
     graph_support = GraphSupport.NEVER  # loops read lengths on the host
+    kv_dtypes = KV_DTYPES
     write = staticmethod(write_kv_reference)
 
     def attend_cache(
@@ -77,7 +94,8 @@ class ReferenceBackend(AttentionBackend):
         sliding_window: int | None,
         work: Tensor | None = None,
         sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.attend_cache`."""
         rows = meta.block_table, meta.seq_lens, meta.query_start_loc
-        return paged_attention_reference(q, *kv, *rows, scale, sliding_window or 0, sinks)
+        return paged_attention_reference(q, *kv, *rows, scale, sliding_window or 0, sinks, kv_scales)

@@ -3,13 +3,14 @@
 import torch
 
 from bateleur.metadata import ops
-from bateleur.metadata.backends.base import AttentionBackend
+from bateleur.metadata.backends.base import KV_DTYPES, AttentionBackend
 
 
 class TorchBackend(AttentionBackend):
     """Paged attention through the operators of :mod:`bateleur.metadata.ops`."""
 
     name = "torch"
+    kv_dtypes = KV_DTYPES
     write = staticmethod(ops.write_kv)
     kernel = staticmethod(ops.paged_attention)
 

@@ -38,10 +38,15 @@ class TorchVarlenBackend(AttentionBackend):
         return None
 
     def unsupported_reason(
-        self, head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None = None
+        self,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sliding_window: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> str | None:
         """See :meth:`AttentionBackend.unsupported_reason`. On CUDA this runs the kernel once, on five tokens."""
-        reason = super().unsupported_reason(head_dim, dtype, device, sliding_window)
+        reason = super().unsupported_reason(head_dim, dtype, device, sliding_window, kv_dtype)
         if reason is not None:
             return reason
         if _kernel() is None:
@@ -65,6 +70,7 @@ class TorchVarlenBackend(AttentionBackend):
         sliding_window: int | None,
         work: Tensor | None = None,
         sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.attend_cache`. The kernel does not write padded tokens, so the output starts at
         0.

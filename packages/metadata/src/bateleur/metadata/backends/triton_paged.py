@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata import ops
-from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionMetadata, kernel_row_args
+from bateleur.metadata.backends.base import (
+    KV_DTYPES,
+    AttentionBackend,
+    KVCache,
+    PagedAttentionMetadata,
+    device_refusal,
+    kernel_row_args,
+)
 
 _MAX_HEAD_DIM = 256
+_FP8_CAPABILITY = (8, 9)
 
 
 class TritonBackend(AttentionBackend):
@@ -27,16 +35,22 @@ class TritonBackend(AttentionBackend):
     fuses_norm = True
     tolerates_loose_bounds = True
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    kv_dtypes = KV_DTYPES
     min_capability = (8, 0)  # bfloat16 and asynchronous copies
     write = staticmethod(ops.rotate_and_write_kv)
     kernel: ClassVar[Callable[..., Any]] = staticmethod(ops.triton_paged_attention)
 
     def build_work_list(
-        self, meta: PagedAttentionMetadata, kv: KVCache, num_heads: int, sliding_window: int | None = None
+        self,
+        meta: PagedAttentionMetadata,
+        kv: KVCache,
+        num_heads: int,
+        sliding_window: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Compute the work list of the pass, (n, 8) int32, in one launch."""
         bounds = num_heads, meta.slot_mapping.shape[0], meta.max_query_len, sliding_window or 0
-        return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds)
+        return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds, dtype)
 
     def attend_cache(
         self,
@@ -47,10 +61,26 @@ class TritonBackend(AttentionBackend):
         sliding_window: int | None,
         work: Tensor | None = None,
         sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`AttentionBackend.attend_cache`."""
-        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0, work, sinks)
+        rows = kernel_row_args(meta)
+        out: Tensor = self.kernel(q, *kv, *rows, scale, sliding_window or 0, work, sinks, kv_scales)
         return out
+
+    def unsupported_reason(
+        self,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sliding_window: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> str | None:
+        """See :meth:`AttentionBackend.unsupported_reason`. FP8 caches need an instruction of capability 8.9."""
+        reason = super().unsupported_reason(head_dim, dtype, device, sliding_window, kv_dtype)
+        if reason is None and kv_dtype == torch.float8_e4m3fn:
+            reason = device_refusal(device, _FP8_CAPABILITY)
+        return reason
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
         """See :meth:`AttentionBackend.missing_requirement`."""

@@ -71,7 +71,8 @@ def attend_keys(
 
     The tile starts ``begin_m`` lines after its row's first query, whose position is ``origin``. ``cache`` has pointers
     to keys and values of one key head and to the row's block table. ``strides`` are those of block and slot. ``scale``
-    includes log2(e). Keys outside the row are not loaded, because a weight of zero does not remove NaN.
+    includes log2(e). Keys outside the row are not loaded, because a weight of zero does not remove NaN. What is loaded
+    becomes the dtype of the queries, which is exact for FP8.
     """
     k_ptr, v_ptr, table_ptr = cache
     acc_MD, peak_M, total_M = state
@@ -85,7 +86,7 @@ def attend_keys(
             table_ptr, start, first, last, strides, BLOCK_SIZE, BLOCK_N, AT_ONCE, not _PAGES_AT_ONCE
         )
         stored_ND = stored_N[:, None] & (d < HEAD_DIM)
-        k_ND = tl.load(k_ptr + offset_N[:, None] + d, mask=stored_ND, other=0)
+        k_ND = tl.load(k_ptr + offset_N[:, None] + d, mask=stored_ND, other=0.0).to(q_MD.dtype)
         score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
         if MASKED:
             position_M = origin + (begin_m + tl.arange(0, q_MD.shape[0])) // GROUP
@@ -98,7 +99,7 @@ def attend_keys(
         base_M = tl.where(highest_M == float("-inf"), 0.0, highest_M) * scale
         weight_MN = tl.exp2(score_MN * scale - base_M[:, None])
         fade_M = tl.exp2(peak_M * scale - base_M)
-        v_ND = tl.load(v_ptr + offset_N[:, None] + d, mask=stored_ND, other=0)
+        v_ND = tl.load(v_ptr + offset_N[:, None] + d, mask=stored_ND, other=0.0).to(q_MD.dtype)
         acc_MD = acc_MD * fade_M[:, None]
         acc_MD = tl.dot(weight_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision=PRECISION)
         total_M = total_M * fade_M + tl.sum(weight_MN, 1)

@@ -40,14 +40,16 @@ def _zero_tokens(
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, work_ptr, sinks_ptr, out_ptr, part_ptr, lse_ptr, scale,
     first_item, first_line, num_tokens,
-    q_token, kv_block, kv_slot, kv_head, table_row,
+    q_token, kv_block, kv_slot, kv_head, table_row, kv_scales_ptr,
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (items, key heads). At least 1 block a multiprocessor.
 
     If its tile has one split, a program writes the output (T, Hq, D). Otherwise it writes a normalised partial output
     (M, D) and the base-2 logarithm of the sum of weights (M,), both in float32. Padding items zero the padded tokens.
+    SCALED: the cache's scales (2, key heads) multiply the scores and the output.
     """
     head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
     num_heads = num_kv_heads * GROUP
@@ -68,6 +70,8 @@ def attention_kernel(
     real_MD = (line_M < num_queries * GROUP)[:, None] & (d < HEAD_DIM)
     q_M = (token.to(tl.int64) + line_M // GROUP) * q_token + (head * GROUP + line_M % GROUP) * HEAD_DIM
     q_MD = tl.load(q_ptr + q_M[:, None] + d, mask=real_MD, other=0)
+    if SCALED:
+        scale *= tl.load(kv_scales_ptr + head)
     at_head = head.to(tl.int64) * kv_head
     cache = (k_ptr + at_head, v_ptr + at_head, table_ptr + row.to(tl.int64) * table_row)
     state = attend_range(
@@ -75,6 +79,8 @@ def attention_kernel(
         GROUP, BLOCK_SIZE, HEAD_DIM, WINDOW, BLOCK_N, PRECISION,
     )  # fmt: skip
     result_MD, lse_M = finish(state, scale)
+    if SCALED:
+        result_MD *= tl.load(kv_scales_ptr + num_kv_heads + head)
     # Loaded again, because keeping them during the loop over keys takes 40 to 80 registers per thread.
     token, num_queries, tile, part = (
         tl.load(item_ptr + 1, cache_modifier=".ca"), tl.load(item_ptr + 2, cache_modifier=".ca"),
@@ -162,7 +168,9 @@ class Batch(NamedTuple):
         return (self.q.stride(0), *self.k_cache.stride()[:3], self.block_table.stride(0))
 
 
-def attend(batch: Batch, shape: WorkShape, out: Tensor, max_seq_len: int, scale: float) -> None:
+def attend(
+    batch: Batch, shape: WorkShape, out: Tensor, max_seq_len: int, scale: float, kv_scales: Tensor | None
+) -> None:
     """Write ``out`` (T, Hq, D), contiguous, with the launches of ``shape``. Padded tokens become 0."""
     q, k_cache, v_cache, table, work, sinks = batch
     num_tokens, _, head_dim = q.shape
@@ -176,6 +184,7 @@ def attend(batch: Batch, shape: WorkShape, out: Tensor, max_seq_len: int, scale:
         attention_kernel[(launch.num_items, shape.num_kv_heads)](
             q, k_cache, v_cache, table, work, sinks, out, part, lse, scale * LOG2_E,
             launch.first_item, launch.first_line, num_tokens, *batch.strides(),
+            q if kv_scales is None else kv_scales, SCALED=kv_scales is not None,
             BLOCK_SIZE=k_cache.shape[1], WINDOW=shape.window, **sizes, **launch.options,
         )  # fmt: skip
     if may_split:

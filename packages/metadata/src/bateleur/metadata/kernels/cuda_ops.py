@@ -21,6 +21,7 @@ def rotate_and_write_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """See :data:`bateleur.metadata.ops.rotate_and_write_kv`."""
     _check_layout(k_cache, v_cache, q=q, k=k, v=v)
@@ -42,9 +43,10 @@ def rotate_and_write_kv(
     options = write_kv.tile_options(num_heads, num_kv_heads, head_dim, rotary_dim, norm)
     write_kv.write_kernel[(num_tokens, options["Q_TILES"] + options["K_TILES"])](
         q, k, v, k_cache, v_cache, slot_mapping, cos, sin, q_norm if norm else q, k_norm if norm else k,
+        q if kv_scales is None else kv_scales,
         q.stride(0), k.stride(0), v.stride(0), cos.stride(0), *k_cache.stride()[:3], eps,
         HEADS=num_heads, KV_HEADS=num_kv_heads, BLOCK_SIZE=k_cache.shape[1],
-        HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, NORM=norm, **options,
+        HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, NORM=norm, SCALED=kv_scales is not None, **options,
     )  # fmt: skip
 
 
@@ -62,6 +64,7 @@ def paged_attention(
     sliding_window: int,
     work: Tensor | None = None,
     sinks: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See :data:`bateleur.metadata.ops.triton_paged_attention`."""
     _check_layout(k_cache, v_cache, q=q)
@@ -70,17 +73,17 @@ def paged_attention(
         raise ValueError(f"scale: {scale} is not positive")
     num_tokens, num_heads, _ = q.shape
     bounds = num_tokens, max_query_len, sliding_window
-    shape = work_shape(num_heads, k_cache, seq_lens.shape[0], *bounds)
+    shape = work_shape(num_heads, k_cache, seq_lens.shape[0], *bounds, q.dtype)
     if work is None:
-        work = attention_work(k_cache, seq_lens, query_start_loc, num_heads, *bounds)
+        work = attention_work(k_cache, seq_lens, query_start_loc, num_heads, *bounds, q.dtype)
     elif work.dtype != torch.int32 or work.shape != (shape.num_entries, ENTRY_SIZE):
         raise ValueError(
             f"work: has shape {tuple(work.shape)} and dtype {work.dtype}; must be ({shape.num_entries}, {ENTRY_SIZE}) "
-            "of int32 for these rows, tokens and heads; make it by attention_work with the same arguments"
+            "of int32 for these rows, tokens, heads and dtype of q; make it by attention_work with the same arguments"
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     batch = attention.Batch(q, k_cache, v_cache, block_table, work, sinks)
-    attention.attend(batch, shape, out, max_seq_len, scale)
+    attention.attend(batch, shape, out, max_seq_len, scale, kv_scales)
     return out
 
 

@@ -178,10 +178,11 @@ def attention_work(
     num_tokens: int,
     max_query_len: int,
     sliding_window: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See :data:`bateleur.metadata.ops.attention_work`."""
     num_rows = seq_lens.shape[0]
-    shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window)
+    shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)
     work = torch.empty(shape.num_entries, ENTRY_SIZE, dtype=torch.int32, device=seq_lens.device)
     ends = torch.empty(len(shape.launches), num_rows, dtype=torch.int32, device=seq_lens.device)
     work_kernel[(len(shape.launches),)](

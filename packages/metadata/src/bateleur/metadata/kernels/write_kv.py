@@ -22,17 +22,46 @@ def _normed(x_HL, scale_H, weight_HL, real_HL):
 
 
 @triton.jit
-def _copy(source_HL, target_HL, real_HL, scale_H, weight_HL, NORM: tl.constexpr):
+def _fp8_of(x_HL):
+    """Round float32 to e4m3: to nearest, ties to even; saturates at 448 and keeps NaN. Made of integers, because the
+    conversion of Triton's interpreter rounds in another way.
+    """
+    bits_HL = x_HL.to(tl.int32, bitcast=True)
+    size_HL = tl.minimum(tl.abs(x_HL), 448.0)
+    size_bits_HL = size_HL.to(tl.int32, bitcast=True)
+    normal_HL = ((size_bits_HL + 0x7FFFF + ((size_bits_HL >> 20) & 1)) >> 20) - 120 * 8
+    small_HL = (size_HL + 16384.0).to(tl.int32, bitcast=True) & 0xF  # multiples of 2^-9, the last bit of 2^14
+    code_HL = tl.where(size_HL < 0.015625, small_HL, normal_HL)
+    code_HL = tl.where(x_HL == x_HL, code_HL, 0x7F) | ((bits_HL >> 24) & 0x80)
+    return code_HL.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _store(target_HL, x_HL, real_HL, kv_scale_H, SCALED: tl.constexpr):
+    """Store values, divided by ``kv_scale_H`` if ``SCALED``. FP8 saturates and keeps NaN."""
+    element = target_HL.dtype.element_ty
+    if SCALED:
+        x_HL = tl.div_rn(x_HL.to(tl.float32), kv_scale_H + tl.zeros_like(x_HL).to(tl.float32))
+    if element.is_fp8():
+        tl.store(target_HL, _fp8_of(x_HL.to(tl.float32)), mask=real_HL)
+    else:
+        tl.store(target_HL, x_HL.to(element), mask=real_HL)
+
+
+@triton.jit
+def _copy(
+    source_HL, target_HL, real_HL, scale_H, weight_HL, kv_scale_H, NORM: tl.constexpr, SCALED: tl.constexpr
+):
     x_HL = tl.load(source_HL, mask=real_HL)
     if NORM > 0:
         x_HL = _normed(x_HL, scale_H, weight_HL, real_HL)
-    tl.store(target_HL, x_HL.to(target_HL.dtype.element_ty), mask=real_HL)
+    _store(target_HL, x_HL, real_HL, kv_scale_H, SCALED)
 
 
 @triton.jit
 def _rotate(
-    source_HL, target_HL, real_HL, cos_L, sin_L, turning_L, scale_H, weight_HL,
-    HALF: tl.constexpr, NORM: tl.constexpr,
+    source_HL, target_HL, real_HL, cos_L, sin_L, turning_L, scale_H, weight_HL, kv_scale_H,
+    HALF: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Rotate lanes i and i + HALF in float32. Source and target may be the same memory."""
     low_HL, high_HL = tl.load(source_HL, mask=real_HL), tl.load(source_HL + HALF, mask=real_HL)
@@ -45,9 +74,8 @@ def _rotate(
     sin_L += HALF
     turned_high_HL = high_HL * tl.load(cos_L, mask=turning_L) + low_HL * tl.load(sin_L, mask=turning_L)
     tl.debug_barrier()  # in place: all of the tile is read before any of it is written
-    element = target_HL.dtype.element_ty
-    tl.store(target_HL, turned_low_HL.to(element), mask=real_HL)
-    tl.store(target_HL + HALF, turned_high_HL.to(element), mask=real_HL)
+    _store(target_HL, turned_low_HL, real_HL, kv_scale_H, SCALED)
+    _store(target_HL + HALF, turned_high_HL, real_HL, kv_scale_H, SCALED)
 
 
 @triton.jit
@@ -59,9 +87,9 @@ def _squares(x_HL, real_HL):
 
 @triton.jit
 def _side(
-    source_ptr, target_ptr, target_head, weight_ptr, cos_L, sin_L, eps, tile, real_heads,
+    source_ptr, target_ptr, target_head, weight_ptr, kv_scales_ptr, cos_L, sin_L, eps, tile, real_heads,
     HEADS: tl.constexpr, TILES: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    NORM: tl.constexpr, REST: tl.constexpr,
+    NORM: tl.constexpr, REST: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Normalise and rotate the heads of one tile, from source to target. REST: also copy the lanes that are not
@@ -85,6 +113,9 @@ def _side(
             target_ptr + head_H * target_head,
             weight_ptr,
         )
+        kv_scale_H = scale_H
+        if SCALED:
+            kv_scale_H = tl.load(kv_scales_ptr + head_H, mask=real_H, other=1)
         if NORM == 1:
             squares_H = _squares(source_H + lane_L, real_H & (lane_L < HEAD_DIM))
             scale_H = tl.rsqrt(squares_H / HEAD_DIM + eps)
@@ -93,26 +124,29 @@ def _side(
         if ROTARY_DIM > 0:
             _rotate(
                 source_H + half_L, target_H + half_L, real_H & (half_L < HALF), cos_L, sin_L, half_L < HALF,
-                scale_H, weight_H + half_L, HALF, NORM,
+                scale_H, weight_H + half_L, kv_scale_H, HALF, NORM, SCALED,
             )  # fmt: skip
         if REST:
             resting_HL = real_H & (lane_L >= ROTARY_DIM) & (lane_L < HEAD_DIM)
-            _copy(source_H + lane_L, target_H + lane_L, resting_HL, scale_H, weight_H + lane_L, NORM)
+            source_HL, weight_HL = source_H + lane_L, weight_H + lane_L
+            _copy(source_HL, target_H + lane_L, resting_HL, scale_H, weight_HL, kv_scale_H, NORM, SCALED)
 
 
 @triton.jit
 def write_kernel(
-    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,
+    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, kv_scales_ptr,
     q_token, k_token, v_token, rotary_token, kv_block, kv_slot, kv_head, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, Q_TILES: tl.constexpr, K_TILES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
+    Q_TILES: tl.constexpr, K_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, Q_TILES + K_TILES): tiles of query heads (0 if they do not change), then of key heads.
 
     At least 10 blocks a multiprocessor.
 
-    NORM: 0 none, 1 over each head, 2 over all heads of a token (then one program handles all tiles).
+    NORM: 0 none, 1 over each head, 2 over all heads of a token (then one program handles all tiles). SCALED: keys and
+    values are divided by the scales (2, KV_HEADS).
     """
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     REST: tl.constexpr = ROTARY_DIM < HEAD_DIM
@@ -121,8 +155,8 @@ def write_kernel(
     if tile < Q_TILES:
         q = q_ptr + token * q_token
         _side(
-            q, q, HEAD_DIM, q_norm_ptr, cos_L, sin_L, eps, tile, HEADS,
-            HEADS, Q_TILES, HEAD_DIM, ROTARY_DIM, NORM, REST and NORM > 0, BLOCK_H, BLOCK_HALF, BLOCK_D,
+            q, q, HEAD_DIM, q_norm_ptr, kv_scales_ptr, cos_L, sin_L, eps, tile, HEADS,
+            HEADS, Q_TILES, HEAD_DIM, ROTARY_DIM, NORM, REST and NORM > 0, False, BLOCK_H, BLOCK_HALF, BLOCK_D,
         )  # fmt: skip
         return
     tile -= Q_TILES
@@ -133,10 +167,13 @@ def write_kernel(
         head_H, lane_L = first + tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
         v_HL = v_ptr + token * v_token + head_H * HEAD_DIM + lane_L
         v_cache_HL = v_cache_ptr + in_cache + head_H * kv_head + lane_L
-        _copy(v_HL, v_cache_HL, (head_H < real_heads) & (lane_L < HEAD_DIM), 0, v_HL, 0)
+        kv_scale_H = head_H.to(tl.float32)
+        if SCALED:
+            kv_scale_H = tl.load(kv_scales_ptr + KV_HEADS + head_H, mask=head_H < real_heads, other=1)
+        _copy(v_HL, v_cache_HL, (head_H < real_heads) & (lane_L < HEAD_DIM), 0, v_HL, kv_scale_H, 0, SCALED)
     _side(
-        k_ptr + token * k_token, k_cache_ptr + in_cache, kv_head, k_norm_ptr, cos_L, sin_L, eps, tile, real_heads,
-        KV_HEADS, K_TILES, HEAD_DIM, ROTARY_DIM, NORM, REST, BLOCK_H, BLOCK_HALF, BLOCK_D,
+        k_ptr + token * k_token, k_cache_ptr + in_cache, kv_head, k_norm_ptr, kv_scales_ptr, cos_L, sin_L, eps, tile,
+        real_heads, KV_HEADS, K_TILES, HEAD_DIM, ROTARY_DIM, NORM, REST, SCALED, BLOCK_H, BLOCK_HALF, BLOCK_D,
     )  # fmt: skip
 
 

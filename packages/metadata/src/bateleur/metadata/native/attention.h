@@ -1,4 +1,4 @@
-/* Paged attention for one TYPE of queries and caches; attention.c includes it once for each TYPE. */
+/* Paged attention for one TYPE of caches; attention.c includes it once for each TYPE. */
 #ifndef ATTENTION
 #define ATTENTION
 
@@ -13,48 +13,17 @@ INLINE void fetch(const char *const *vectors, int64_t bytes, int64_t share, int6
   for (int64_t line = share * lines / shares; line < (share + 1) * lines / shares; line++)
     for (int i = 0; i < 2 * TILE; i++) __builtin_prefetch(vectors[i] + 64 * line, 0, 2);
 }
+
+/* Whether a row's tokens are within q and its visible blocks within the caches. */
+static int fits(const int32_t *blocks, int64_t length, int64_t begin, int64_t end, int64_t tokens, int64_t width,
+                int64_t cached, int64_t block_size, int64_t window) {
+  if (begin < 0 || begin > end || end > tokens || length > width * block_size) return 0;
+  int64_t first = first_seen(length - (end - begin), window);
+  int outside = 0;
+  for (int64_t b = first / block_size; b * block_size < length; b++) outside |= (uint32_t)blocks[b] >= cached;
+  return !outside || begin == end;
+}
 #endif
-
-/* Rotate lanes i to i + n - 1 of both halves of a head. x may equal y. */
-INLINE void NAME(turn_some)(const int n, const TYPE *x, TYPE *y, int64_t half, const TYPE *cos, const TYPE *sin) {
-  float a[LANES], b[LANES];
-  for (int i = 0; i < n; i++) a[i] = WIDEN(x[i]), b[i] = WIDEN(x[i + half]);
-  TYPE c[LANES], d[LANES];
-  for (int i = 0; i < n; i++) {
-    c[i] = NARROW(a[i] * WIDEN(cos[i]) + b[i] * WIDEN(sin[i]));
-    d[i] = NARROW(b[i] * WIDEN(cos[i + half]) + a[i] * WIDEN(sin[i + half]));
-  }
-  memcpy(y, c, n * sizeof *y);
-  memcpy(y + half, d, n * sizeof *y);
-}
-
-/* Rotate the first `lanes` lanes of `heads` heads; lane i is paired with lane i + lanes / 2. x may equal y. */
-static void NAME(turn)(const TYPE *x, TYPE *y, int64_t heads, int64_t size, const TYPE *cos, const TYPE *sin,
-                       int64_t lanes) {
-  for (int64_t h = 0, half = lanes / 2; h < heads; h++, x += size, y += size) {
-    int64_t i = 0;
-    for (; i + LANES <= half; i += LANES) NAME(turn_some)(LANES, x + i, y + i, half, cos + i, sin + i);
-    for (; i < half; i++) NAME(turn_some)(1, x + i, y + i, half, cos + i, sin + i);
-  }
-}
-
-/* Rotate q and k, store k and v by slot. Returns 0, or the first slot outside of the cache (then nothing is stored). */
-int64_t NAME(write)(TYPE *q, const TYPE *k, const TYPE *v, TYPE *k_cache, TYPE *v_cache, const int64_t *slots,
-                    const TYPE *cos, const TYPE *sin, int64_t tokens, int64_t cached, int64_t heads, int64_t kv_heads,
-                    int64_t size, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t turn_stride,
-                    int64_t lanes) {
-  for (int64_t t = 0; t < tokens; t++)
-    if (slots[t] >= cached) return slots[t];
-  for (int64_t t = 0, width = kv_heads * size; t < tokens; t++, q += q_stride, k += k_stride, v += v_stride) {
-    if (lanes) NAME(turn)(q, q, heads, size, cos + t * turn_stride, sin + t * turn_stride, lanes);
-    if (slots[t] < 0) continue;
-    TYPE *to = k_cache + slots[t] * width;
-    memcpy(to, k, width * sizeof(TYPE));
-    if (lanes) NAME(turn)(k, to, kv_heads, size, cos + t * turn_stride, sin + t * turn_stride, lanes);
-    memcpy(v_cache + slots[t] * width, v, width * sizeof(TYPE));
-  }
-  return 0;
-}
 
 /* Load a vector; if fewer than LANES numbers are left, load n and fill with zeros. */
 INLINE vec NAME(some)(const TYPE *p, int64_t n) {
@@ -63,6 +32,14 @@ INLINE vec NAME(some)(const TYPE *p, int64_t n) {
   memcpy(part, p, n * sizeof(TYPE));
   return LOAD(part);
 }
+
+#ifdef WIDENS
+static void NAME(widen_all)(const TYPE *x, float *y, int64_t n) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) store(y + i, LOAD(x + i));
+  for (vec rest = NAME(some)(x + i, n - i); i < n; i++) y[i] = rest[i % LANES];
+}
+#endif
 
 /* Dot products of a float32 query with LANES keys. */
 INLINE vec NAME(scores)(const float *query, const TYPE **keys, const int64_t size) {
@@ -152,9 +129,10 @@ static void NAME(find)(const NAME(tile) *t, int64_t token_stride, int64_t block_
    `sinks`, of these heads, are scores of keys without values, or NULL.
    Online softmax over tiles of TILE keys from position 0 on. All queries use a tile while it is in the CPU cache. With
    few queries, the next tile is prefetched; the last one prefetches `after`. */
-static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
-                              int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
-                              const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale,
+static void NAME(attend_some)(const void *q, int64_t q_at, void *y, int64_t y_at, int wide_q, int64_t tokens,
+                              int64_t q_stride, int64_t y_stride, int64_t group, int64_t size, const TYPE *k_cache,
+                              const TYPE *v_cache, int64_t token_stride, const int32_t *blocks, int64_t block_size,
+                              int64_t length, int64_t window, float scale, float v_scale,
                               const float *sinks, const NAME(tile) *after) {
   const int64_t wide = (size + LANES - 1) / LANES * LANES, count = tokens * group, past = length - tokens;
   float sums[count * wide] __attribute__((aligned(64))), queries[count * wide] __attribute__((aligned(64)));
@@ -170,7 +148,8 @@ static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_
   for (int64_t i = 0; i < count; i++) {
     most[i] = sinks ? sinks[i % group] : -INFINITY, total[i] = sinks != 0;
     for (int64_t d = 0; d < wide; d += LANES)
-      store(queries + i * wide + d, NAME(some)(q + i / group * q_stride + i % group * size + d, size - d));
+      store(queries + i * wide + d,
+            load_some(q, q_at + i / group * q_stride + i % group * size + d, wide_q, size - d));
   }
   for (int64_t begin = first_seen(past, window), end; begin < length; begin = end) {
     NAME(tile) tile = {k_cache, v_cache, blocks, begin, length};
@@ -185,8 +164,8 @@ static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_
       wide_keys[j] = copies + (j < end - begin ? j * size : 0);
       if (j >= end - begin) continue;
       wide_values[j] = wide_keys[j] + widened;
-      widen_all(keys[j], copies + j * size, size);
-      widen_all(values[j], copies + j * size + widened, size);
+      NAME(widen_all)(keys[j], copies + j * size, size);
+      NAME(widen_all)(values[j], copies + j * size + widened, size);
     }
 #endif
     for (int64_t i = 0; i < count; i++) {
@@ -205,43 +184,36 @@ static void NAME(attend_some)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_
     }
   }
   for (int64_t i = 0; i < count; i++) {
-    TYPE *to = y + i / group * y_stride + i % group * size;
-    float inverse = total[i] == 0 ? 0 : 1 / total[i];
-    for (int64_t d = 0; d < size; d++) to[d] = NARROW(sums[i * wide + d] * inverse);
+    int64_t to = y_at + i / group * y_stride + i % group * size;
+    float inverse = total[i] == 0 ? 0 : v_scale / total[i];
+    for (int64_t d = 0; d < size; d += LANES)
+      store_some(y, to + d, wide_q, size - d, load(sums + i * wide + d) * inverse);
   }
 }
 
 /* Process as many tokens at once as have queries that fit the CPU cache. */
-static void NAME(attend_row)(const TYPE *q, TYPE *y, int64_t tokens, int64_t q_stride, int64_t y_stride, int64_t group,
-                             int64_t size, const TYPE *k_cache, const TYPE *v_cache, int64_t token_stride,
-                             const int32_t *blocks, int64_t block_size, int64_t length, int64_t window, float scale,
+static void NAME(attend_row)(const void *q, int64_t q_at, void *y, int64_t y_at, int wide_q, int64_t tokens,
+                             int64_t q_stride, int64_t y_stride, int64_t group, int64_t size, const TYPE *k_cache,
+                             const TYPE *v_cache, int64_t token_stride, const int32_t *blocks, int64_t block_size,
+                             int64_t length, int64_t window, float scale, float v_scale,
                              const float *sinks, const NAME(tile) *after) {
   int64_t most = AT_ONCE / (group * size) ? AT_ONCE / (group * size) : 1;
-  for (int64_t n; tokens; tokens -= n, q += n * q_stride, y += n * y_stride) {
+  for (int64_t n; tokens; tokens -= n, q_at += n * q_stride, y_at += n * y_stride) {
     n = tokens < most ? tokens : most;
-    NAME(attend_some)(q, y, n, q_stride, y_stride, group, size, k_cache, v_cache, token_stride, blocks, block_size,
-                      length - tokens + n, window, scale, sinks, after);
+    NAME(attend_some)(q, q_at, y, y_at, wide_q, n, q_stride, y_stride, group, size, k_cache, v_cache, token_stride,
+                      blocks, block_size, length - tokens + n, window, scale, v_scale, sinks, after);
   }
 }
 
-/* Whether a row's tokens are within q and its visible blocks within the caches. */
-static int NAME(fits)(const int32_t *blocks, int64_t length, int64_t begin, int64_t end, int64_t tokens, int64_t width,
-                      int64_t cached, int64_t block_size, int64_t window) {
-  if (begin < 0 || begin > end || end > tokens || length > width * block_size) return 0;
-  int64_t first = first_seen(length - (end - begin), window);
-  int outside = 0;
-  for (int64_t b = first / block_size; b * block_size < length; b++) outside |= (uint32_t)blocks[b] >= cached;
-  return !outside || begin == end;
-}
-
 /* Returns 0, or 1 + the first row that does not fit (nothing is computed then). */
-int64_t NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, const int32_t *tables,
-                     const int32_t *lengths, const int32_t *starts, const float *sinks, TYPE *y, int64_t tokens, int64_t rows,
+int64_t NAME(attend)(const void *q, const TYPE *k_cache, const TYPE *v_cache, const int32_t *tables,
+                     const int32_t *lengths, const int32_t *starts, const float *sinks, const float *scales, void *y,
+                     int64_t wide_q, int64_t tokens, int64_t rows,
                      int64_t heads, int64_t kv_heads, int64_t size, int64_t q_stride, int64_t table_stride,
                      int64_t width, int64_t cached, int64_t block_size, int64_t window, float scale, int threads) {
   int64_t group = heads / kv_heads, work = 0, parts = 1;
   for (int64_t r = 0; r < rows; r++) {
-    if (!NAME(fits)(tables + r * table_stride, lengths[r], starts[r], starts[r + 1], tokens, width, cached, block_size, window))
+    if (!fits(tables + r * table_stride, lengths[r], starts[r], starts[r + 1], tokens, width, cached, block_size, window))
       return r + 1;
     int64_t n = starts[r + 1] - starts[r];
     work += n * lengths[r];
@@ -257,11 +229,13 @@ int64_t NAME(attend)(const TYPE *q, const TYPE *k_cache, const TYPE *v_cache, co
     int64_t next = i / parts + threads, r = next / kv_heads, offset = next % kv_heads * size;
     NAME(tile) after = {k_cache + offset, v_cache + offset, tables + r * table_stride};
     if (r < rows) after.length = lengths[r], after.begin = first_seen(lengths[r] - starts[r + 1] + starts[r], window);
-    NAME(attend_row)(q + begin * q_stride + h * group * size, y + (begin * heads + h * group) * size, n, q_stride,
+    NAME(attend_row)(q, begin * q_stride + h * group * size, y, (begin * heads + h * group) * size, wide_q, n, q_stride,
                      heads * size, group, size, k_cache + h * size, v_cache + h * size, kv_heads * size,
-                     tables + row * table_stride, block_size, lengths[row] - (end - begin - n), window, scale,
+                     tables + row * table_stride, block_size, lengths[row] - (end - begin - n), window,
+                     scales ? scale * scales[h] : scale, scales ? scales[kv_heads + h] : 1,
                      sinks ? sinks + h * group : sinks, &after);
   }
-  memset(y + starts[rows] * heads * size, 0, (tokens - starts[rows]) * heads * size * sizeof(TYPE));
+  int64_t bytes = heads * size * (wide_q ? sizeof(float) : sizeof(bf16));
+  memset((char *)y + starts[rows] * bytes, 0, (tokens - starts[rows]) * bytes);
   return 0;
 }

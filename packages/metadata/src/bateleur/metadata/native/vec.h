@@ -15,7 +15,10 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint8_t bvec __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef uint16_t bf16;
+typedef uint8_t fp8; /* e4m3 without infinity: 0x7F and 0xFF are NaN */
+enum { FLOAT, BF16, FP8 }; /* dtypes of caches */
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -84,6 +87,31 @@ INLINE bf16 narrow(float x) {
   memcpy(&bits, &x, 4);
   if (x != x) return 0x7FC0;
   return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+}
+
+/* Saturate at 448 and round to nearest even; NaN stays NaN. */
+INLINE fp8 narrow_fp8(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  uint32_t sign = bits >> 24 & 0x80;
+  float size = x < 0 ? -x : x;
+  if (x != x) return sign | 0x7F;
+  if (size >= 448) return sign | 0x7E;
+  if (size < 0x1p-6f) { /* a multiple of 2^-9: the last bit of 2^14 */
+    float shifted = size + 0x1p14f;
+    memcpy(&bits, &shifted, 4);
+    return sign | (bits & 0xF);
+  }
+  memcpy(&bits, &size, 4);
+  return sign | (((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3));
+}
+
+/* Exact. Subnormal numbers are computed without float32's, which some CPUs handle in microcode. */
+INLINE vec load_fp8(const fp8 *p) {
+  uvec x = __builtin_convertvector(*(const bvec *)p, uvec), bits = (x & 0x7F) << 20;
+  uvec small = (uvec)((ivec)bits < 1 << 23), nan = (uvec)((ivec)bits == 0x7F << 20);
+  vec y = (vec)(bits + (120u << 23) + (small & 1u << 23)) - (vec)(small & 121u << 23); /* 2^-6 (1 + m / 8) - 2^-6 */
+  return (vec)((uvec)y | nan | (x & 0x80) << 24);
 }
 
 /* Both dtypes as floats, so that each function is written once. */
