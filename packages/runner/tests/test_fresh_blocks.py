@@ -38,9 +38,11 @@ class ByWeight(TorchBackend):
         norm: tuple[Tensor, Tensor, float] | None = None,
         work: Tensor | None = None,
         sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         assert work is None
         assert sinks is None
+        assert kv_scales is None
         assert rotary is None
         assert norm is None
         write_kv_reference(k, v, *kv, meta.slot_mapping)

@@ -43,7 +43,7 @@ def test_every_flag_of_vllm_is_known() -> None:
     "line",
     [
         "--trust-remote-code",
-        "--kv-cache-dtype fp8",
+        "--calculate-kv-scales",
         "--quantization fp8",
         "--enable-lora",
         "--lora-modules a=b c=d",
@@ -64,7 +64,7 @@ def test_what_is_not_done_is_refused_by_name(line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "--no-trust-remote-code --kv-cache-dtype auto --pipeline-parallel-size 1 --enable-chunked-prefill",
+        "--no-trust-remote-code --pipeline-parallel-size 1 --enable-chunked-prefill",
         "--language-model-only --mm-processor-cache-gb 0 --limit-mm-per-prompt {} --disable-log-stats",
         "--enable-prompt-tokens-details --max-log-len 100 --load-format safetensors --runner generate",
         "--no-enable-log-requests --moe-backend auto --swap-space 0 --cpu-offload-gb 0 --allowed-methods *",

@@ -102,7 +102,8 @@ class DraftInputs(DraftBuffers):
         keys = cache.kv[0][0]
         super().__init__(limits, num_speculative_tokens, keys.device)
         rows, blocks = limits.max_num_reqs, cache.blocks.max_blocks
-        self.hidden = keys.new_zeros(limits.max_num_tokens, head.spec.hidden_size)
+        dtype = cache.dtype or keys.dtype
+        self.hidden = keys.new_zeros(limits.max_num_tokens, head.spec.hidden_size, dtype=dtype)
         self.seeds = keys.new_zeros(rows, dtype=torch.int64)
         self.temperature = keys.new_zeros(rows, dtype=torch.float32)
         self.block_table = keys.new_zeros(rows, blocks, dtype=torch.int32)

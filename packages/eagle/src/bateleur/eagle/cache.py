@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bateleur.eagle.heads.spec import HeadSpec
@@ -17,6 +18,8 @@ class DraftCache:
 
     kv: (k_cache, v_cache) of each attention layer of the head, in the layout of its attention backend.
     groups, group: the target's KV groups, and the index of the one that the draft layers use.
+    dtype: of the head's activations; None for that of the caches.
+    kv_scales: scales (2, Hkv) float32 of the caches of each layer, or None; () for none.
 
     Raises `ValueError` for a group that does not exist, stores no tokens, or has another block size.
     """
@@ -24,6 +27,8 @@ class DraftCache:
     kv: Sequence[tuple[Tensor, Tensor]]
     groups: Sequence[KVCacheGroup]
     group: int = 0
+    dtype: torch.dtype | None = None
+    kv_scales: Sequence[Tensor | None] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.group < len(self.groups):

@@ -195,7 +195,8 @@ def stage_dummy(
     else:
         generator = torch.Generator(inputs.device).manual_seed(seed)
         for each in (each for pair in cache.kv for each in pair):
-            each.normal_(generator=generator)[NULL_BLOCK] = 0
+            wide = torch.float32 if each.dtype.itemsize == 1 else each.dtype
+            each.copy_(torch.empty_like(each, dtype=wide).normal_(generator=generator))[NULL_BLOCK] = 0
         inputs.hidden.normal_(generator=generator)
         next_token.random_(2, generator=generator)
         seeds = torch.empty_like(next_token).random_(1 << 40, generator=generator)

@@ -76,8 +76,10 @@ class DraftPasses:
         self._head, self._inputs, self.refresh, self._rule = head, inputs, refresh, rule
         self._backend, self._block_size = backend, cache.blocks.block_size
         self._lanes = lanes_of(head, inputs.device)
-        self._layers = [_attention(backend, pair, head.spec.sliding_window) for pair in cache.kv]
-        self._store = _storing(cache.kv[-1])
+        scales = cache.kv_scales or [None] * len(cache.kv)
+        window = head.spec.sliding_window
+        self._layers = [_attention(backend, *each, window) for each in zip(cache.kv, scales, strict=True)]
+        self._store = _storing(cache.kv[-1], scales[-1])
         self._first_cache = cache.kv[0]
         self._in_pieces = backend.tolerates_loose_bounds
 
@@ -123,7 +125,9 @@ class DraftPasses:
         count = state.batch.num_tokens
         if self._in_pieces and layers[0] is not self._store:
             spec, caches = self._head.spec, self._first_cache
-            work = self._backend.build_work_list(state.metadata, caches, spec.num_heads, spec.sliding_window)
+            work = self._backend.build_work_list(
+                state.metadata, caches, spec.num_heads, spec.sliding_window, x.hidden.dtype
+            )
             state = replace(state, work=work)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -165,24 +169,29 @@ class DraftPasses:
         return token_n.masked_fill(drawn.bad, -1)
 
 
-def _storing(kv: tuple[Tensor, Tensor]) -> _Attention:
+def _storing(kv: tuple[Tensor, Tensor], kv_scales: Tensor | None) -> _Attention:
     """Return an attention function that only stores keys and values; its output is not used."""
 
     def store(state: DraftState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ops.write_kv(k, v, *kv, state.metadata.slot_mapping)
+        ops.write_kv(k, v, *kv, state.metadata.slot_mapping, kv_scales)
         return torch.zeros_like(q)
 
     return store
 
 
 def _attention(
-    backend: AttentionBackend, kv: tuple[Tensor, Tensor], sliding_window: int | None
+    backend: AttentionBackend,
+    kv: tuple[Tensor, Tensor],
+    kv_scales: Tensor | None,
+    sliding_window: int | None,
 ) -> _Attention:
     """Return the attention of one layer, as a function that a piecewise graph can run between its pieces."""
 
     def draft_attention(state: DraftState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = q.shape[-1] ** -0.5
-        return backend.attend(q, k, v, kv, state.metadata, scale, sliding_window, work=state.work)
+        return backend.attend(
+            q, k, v, kv, state.metadata, scale, sliding_window, work=state.work, kv_scales=kv_scales
+        )
 
     return draft_attention
 

@@ -71,8 +71,8 @@ paged_attention = _define(_torch_ops.paged_attention)
 (2, Hkv) float32 or None) -> (T, Hq, D)``.
 
 Row ``r < num_decodes`` has token ``r`` or none. ``sliding_window`` 0 means no window. Padded tokens give 0. ``sinks``
-has a score for each query head, of a key without a value that every query sees; the scale does not apply to it. Keys and
-values are what the caches hold, times the scale of their head.
+has a score for each query head, of a key without a value that every query sees; the scale does not apply to it. Keys
+and values are what the caches hold, times the scale of their head.
 """
 
 attention_work = _define(

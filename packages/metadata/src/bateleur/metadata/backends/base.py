@@ -239,7 +239,7 @@ class AttentionBackend:
             (T, Hq, D) in the dtype of ``q``; 0 for padded tokens.
 
         Raises:
-            ValueError: the arguments are not supported, ``rotary``, ``norm``, ``sinks`` and the dtype of the caches included.
+            ValueError: the arguments are not supported, ``rotary``, ``norm``, ``sinks`` and the caches' dtype included.
         """
         if rotary is not None and not self.fuses_rotary:
             raise ValueError(

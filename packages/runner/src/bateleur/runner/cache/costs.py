@@ -8,6 +8,7 @@ import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, PrefixRetention
 from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.config.kv_cache_dtype import choose_kv_cache_dtype
 from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.models.spec import ModelSpec
 
@@ -34,14 +35,17 @@ class CacheOptions:
     """Whether prefix caching is on."""
     states: StateOptions
     draft: DraftCosts = DraftCosts()
+    kv_dtype: torch.dtype | None = None
+    """Dtype of keys and values; None for the dtype of the model."""
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> CacheOptions:
-        """Complete the user's options. Raises as `StateOptions.of`."""
+        """Complete the user's options. Raises as `StateOptions.of` and `choose_kv_cache_dtype`."""
         return cls(
             block_size=config.cache.block_size,
             share_prefixes=config.cache.enable_prefix_caching,
             states=StateOptions.of(config.cache, spec, config.speculative.num_drafts, device),
+            kv_dtype=choose_kv_cache_dtype(str(config.cache.kv_cache_dtype), spec),
         )
 
 
@@ -50,6 +54,8 @@ class CacheCosts:
     """Bytes over all layers of a model under given cache options."""
 
     options: CacheOptions
+    kv_dtype: torch.dtype
+    """Dtype of keys and values."""
     token_bytes: int
     """Keys and values of one token, including a draft head's."""
     page_bytes: int
@@ -70,7 +76,8 @@ class CacheCosts:
         """Raises ValueError if cache mode and `share_prefixes` contradict each other, and as `StateOptions.layout`."""
         states, share = options.states, options.share_prefixes
         heads = sum(each.num_kv_heads * each.head_dim for each in spec.attention)
-        token_bytes = 2 * heads * dtype.itemsize
+        kv_dtype = options.kv_dtype or dtype
+        token_bytes = 2 * heads * kv_dtype.itemsize
         layers = states.specs(spec, dtype)
         page_bytes, ring_bytes = sum(each.page_bytes for each in layers), 0
         layout, retention = None, None
@@ -85,6 +92,7 @@ class CacheCosts:
             retention = states.retained(layout, page_bytes, token_bytes) if share else None
         return cls(
             options=options,
+            kv_dtype=kv_dtype,
             token_bytes=token_bytes + options.draft.token_bytes,
             page_bytes=page_bytes,
             state_bytes=sum(each.state_bytes for each in layers),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba import MambaStateManager, Rings, StatePool
-from bateleur.metadata import upload
+from bateleur.metadata import movable, upload
 from bateleur.metadata.native.lazy_zeros import lazy_zeros
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.plan import CachePlan
@@ -23,7 +23,7 @@ class Caches:
     def __init__(self, spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
         heads = [(each.num_kv_heads, each.head_dim) for each in spec.attention]
-        self.kv = kv_caches(plan, heads, dtype, device)
+        self.kv = kv_caches(plan, heads, device)
         self.blocks = BlockPool(plan.num_blocks) if self.kv else None
         """Pool of KV blocks; None for a model without attention."""
         self.pages: MambaStateManager | None = None
@@ -62,11 +62,13 @@ class Caches:
 
 
 def kv_caches(
-    plan: CachePlan, heads: Iterable[tuple[int, int]], dtype: torch.dtype, device: torch.device
+    plan: CachePlan, heads: Iterable[tuple[int, int]], device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return zeroed keys and values (num_blocks, block_size, num_kv_heads, head_dim) for each pair in `heads`."""
+    """Return zeroed keys and values (num_blocks, block_size, num_kv_heads, head_dim) for each pair in `heads`, in the
+    plan's dtype.
+    """
     shapes = [(plan.num_blocks, plan.block_size, *each) for each in heads]
-    empty = partial(lazy_zeros, dtype=dtype, device=device)
+    empty = partial(lazy_zeros, dtype=plan.costs.kv_dtype, device=device)
     return [(empty(shape), empty(shape)) for shape in shapes]
 
 
@@ -80,4 +82,4 @@ def zero_fresh_blocks(pool: BlockPool, caches: Sequence[Tensor]) -> None:
     if blocks:
         index = upload(np.array(blocks), caches[0].device)
         for cache in caches:
-            cache.index_fill_(0, index, 0)
+            movable(cache).index_fill_(0, index, 0)

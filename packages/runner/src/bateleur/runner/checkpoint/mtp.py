@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from bateleur.runner.checkpoint.families import FAMILIES
 from bateleur.runner.checkpoint.families.base import MtpNames
+from bateleur.runner.checkpoint.kv_cache import read_kv_scales
 from bateleur.runner.checkpoint.names import Names, Part, resolve_layout
 from bateleur.runner.checkpoint.open import Checkpoint, read_config
 from bateleur.runner.checkpoint.tensors import TensorEntry
@@ -56,6 +57,8 @@ def read_mtp(checkpoint: Checkpoint) -> MtpModule:
             "recurrent states, which could not drop rejected tokens"
         )
     names = _names(family.names(spec), family.mtp, spec)
+    spec, scales = read_kv_scales(spec, names, tensors)
+    tensors = {name: entry for name, entry in tensors.items() if name not in scales}
     return MtpModule(spec, resolve_layout(names, tensors), tensors)
 
 

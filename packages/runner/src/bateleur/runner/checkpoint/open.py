@@ -18,6 +18,7 @@ from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.field_rules import check_fields, token_ids
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.file_config import FileConfig, has_current_kinds
+from bateleur.runner.checkpoint.kv_cache import declared_kv_cache, quantizes_only_kv_cache, read_kv_scales
 from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout, with_prefix
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import (
@@ -76,8 +77,12 @@ def open_checkpoint(path: str | Path, overrides: Mapping[str, Any] | None = None
     family, fields, written = read_config(path, overrides)
     declared, named = _read_spec(path, family, fields, written)
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
+    spec = replace(spec, kv_cache_dtype=declared_kv_cache(path, written))
     found = with_prefix(list_tensors(path, family.other_prefixes), named)
-    known = {name: entry for name, entry in found.items() if not UNUSED.fullmatch(name)}
+    spec, scales = read_kv_scales(spec, named, found)
+    known = {
+        name: entry for name, entry in found.items() if name not in scales and not UNUSED.fullmatch(name)
+    }
     laid_out = cut_evenly(resolve_layout(named, known), known)
     tensors = {name: entry for name, entry in known.items() if entry.named or name in laid_out}
     unused = {name: entry for name, entry in found.items() if name not in tensors}
@@ -196,7 +201,8 @@ def _family(config: Mapping[str, Any]) -> Family:
     architectures = config.get("architectures") or [family.architecture]
     if family.architectures.isdisjoint(architectures):
         raise ValueError(f"architectures is {architectures}{unrun}; supported is {family.architecture!r}")
-    if config.get("quantization_config") not in (None, {}):
+    quantization = config.get("quantization_config") or {}
+    if quantization and not quantizes_only_kv_cache(quantization):
         raise ValueError("quantization_config is set; quantised weights are not supported")
     own = config
     if family.inside is not None:

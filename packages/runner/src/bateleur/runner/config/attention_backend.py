@@ -13,21 +13,34 @@ _ON_REQUEST = "flashinfer"
 """Never selected by "auto": its sums depend on other tokens of the batch."""
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype, spec: ModelSpec) -> AttentionBackend:
+def choose_backend(
+    name: str, device: torch.device, dtype: torch.dtype, spec: ModelSpec, kv_dtype: torch.dtype | None = None
+) -> AttentionBackend:
     """Return the backend with this name, or for "auto" the first one that supports the model's widest heads and sinks.
+
+    kv_dtype: of the KV cache; None: `dtype`.
 
     Raises ValueError for an unknown name, or with the reason if the backend can't be used.
     """
     if name not in (known := ("auto", *backend_names())):
         refuse("attention_backend", name, f"one of {', '.join(known)}")
     try:
-        return get_backend(name, device=device, dtype=dtype, head_dim=spec.widest_head, sinks=spec.has_sinks)
+        return get_backend(
+            name,
+            device=device,
+            dtype=dtype,
+            head_dim=spec.widest_head,
+            sinks=spec.has_sinks,
+            kv_dtype=kv_dtype,
+        )
     except ValueError as error:
         reason = str(error).rpartition("; ")[2]
         raise ValueError(f"attention_backend is {name!r}; {reason}") from error
 
 
-def describe_backend(name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+def describe_backend(
+    name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
+) -> str | None:
     """Return the selected backend and why others are not selected, for `bateleur info`; None without attention layers.
 
     Raises ValueError as `choose_backend`.
@@ -37,10 +50,15 @@ def describe_backend(name: str, spec: ModelSpec, dtype: torch.dtype, device: tor
 
     def refusal(candidate: str) -> str | None:
         return unsupported_reason(
-            candidate, device=device, dtype=dtype, head_dim=spec.widest_head, sinks=spec.has_sinks
+            candidate,
+            device=device,
+            dtype=dtype,
+            head_dim=spec.widest_head,
+            sinks=spec.has_sinks,
+            kv_dtype=kv_dtype,
         )
 
-    notes = [choose_backend(name, device, dtype, spec).name]
+    notes = [choose_backend(name, device, dtype, spec, kv_dtype).name]
     if name != "auto":
         return f"{name}, as requested"
     notes += [

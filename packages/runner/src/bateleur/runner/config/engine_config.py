@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from bateleur.mamba import MambaCacheMode, PromptScan, StatePolicy
 
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
+_KV_CACHE_DTYPES = OneOf(("auto", "fp8", "fp8_e4m3", "bfloat16", "float16", "float32"))
 _MODES = OneOf(("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"))
 NGRAM, MTP = "ngram", "mtp"
 """Values of `draft` that are not folders: prompt lookup, and the head in the target's own files."""
@@ -43,6 +44,11 @@ _SIZES = Several(Integer(1), "a sequence of integers")
 def _dtype(name: str, value: Any) -> str:
     spelled = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
     return str(_DTYPES(name, spelled))
+
+
+def _kv_cache_dtype(name: str, value: Any) -> str:
+    spelled = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+    return str(_KV_CACHE_DTYPES(name, "fp8" if spelled == "float8_e4m3fn" else spelled))
 
 
 def _device(name: str, value: Any) -> str:
@@ -135,6 +141,10 @@ class CacheConfig(Checked):
 
     block_size: int = option(16, Integer(1))
     """Tokens of a KV-cache block."""
+    kv_cache_dtype: str | torch.dtype = option("auto", _kv_cache_dtype)
+    """Of keys and values in the cache: "auto" (the checkpoint's choice, else the dtype of the model), "fp8" or
+    "fp8_e4m3" (8 bits, with the scales of the checkpoint, else 1.0), "bfloat16", "float16" or "float32". Queries attend
+    to the rounded keys and values, so prefix caching, chunks and drafts do not change tokens."""
     kv_cache_memory_bytes: int | None = option(None, maybe(Integer(0, why=", or None")))
     """Memory for KV cache, Mamba states and logits of drafts together. Default: on CPU what is needed, up to a quarter
     of main memory; on CUDA what `gpu_memory_utilization` leaves."""

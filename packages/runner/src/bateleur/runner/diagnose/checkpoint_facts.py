@@ -82,6 +82,7 @@ class CheckpointFacts:
     architecture: str
     stored_dtype: str
     dtype: str
+    kv_cache_dtype: str
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
@@ -167,7 +168,7 @@ class CheckpointFacts:
             f"weights                    {self.weight_bytes:>16,} bytes",
             f"  of the model, in memory  {self.held_bytes:>16,} bytes, in this device's layout",
             *([f"active weights per token   {self.active_bytes:>16,} bytes"] if experts else []),
-            f"KV cache per token         {self.kv_bytes_per_token:>16,} bytes",
+            f"KV cache per token         {self.kv_bytes_per_token:>16,} bytes, as {self.kv_cache_dtype}",
             *self._states(),
             f"longest request            {self.max_model_len:>16,} tokens, prompt and output",
             f"workspace, about           {self.workspace_bytes:>16,} bytes at most, for steps and graphs",
@@ -224,9 +225,9 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
     if chosen.draft == NGRAM:
         caches = replace(caches, draft=lookup_costs(longest))
     elif chosen.draft is not None:
-        head = _head(chosen.draft, target, checkpoint)
+        head, rule = _head(chosen.draft, target, checkpoint), member_of(Rule, chosen.speculative_rule)
         parts["draft head"] = _head_facts(head)
-        caches = replace(caches, draft=head.costs(counted, member_of(Rule, chosen.speculative_rule)))
+        caches = replace(caches, draft=head.costs(caches.kv_dtype or counted, rule))
         own = len(head.report.own) if chosen.draft == MTP else 0
     costs, hits = (CacheCosts.of(spec, counted, longest, each) for each in (caches, _sharing(caches)))
     return CheckpointFacts(
@@ -234,6 +235,7 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
         architecture=spec.architecture,
         stored_dtype=_name(checkpoint.dtype),
         dtype=_name(counted),
+        kv_cache_dtype=_name(costs.kv_dtype),
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         max_position_embeddings=spec.max_position_embeddings,
@@ -260,7 +262,7 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
         kept_states=hits.pages_to_share,
         max_model_len=_fitting_length(config, spec, counted, limits, caches),
         prompt_scan=describe_scan(config.model.prompt_scan, spec, counted, device),
-        attention=describe_backend(config.model.attention_backend, spec, computed, device),
+        attention=describe_backend(config.model.attention_backend, spec, computed, device, caches.kv_dtype),
         cpu_kernels=describe_kernels(device),
         unused_tensors=len(checkpoint.unused) - own,
     )

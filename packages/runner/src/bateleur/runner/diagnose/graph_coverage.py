@@ -23,6 +23,7 @@ from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import choose_backend
 from bateleur.runner.config.engine_config import NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
+from bateleur.runner.config.kv_cache_dtype import choose_kv_cache_dtype
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.diagnose.checkpoint_facts import empty_model
 from bateleur.runner.engine.setup import policy_of
@@ -97,7 +98,8 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
         limits = EngineLimits.of(config, spec, torch.device("cuda"))
         notes.append(f"for a CUDA device: on {where} all steps run eagerly unless cudagraph_mode is given")
     drafts = limits.num_speculative_tokens
-    backend = choose_backend(config.model.attention_backend, where, dtype, spec)
+    kv_dtype = choose_kv_cache_dtype(str(config.cache.kv_cache_dtype), spec)
+    backend = choose_backend(config.model.attention_backend, where, dtype, spec, kv_dtype)
     support = backend.builder().graph_support
     if spec.recurrent:
         support = min(support, MambaMetadataBuilder.supports(drafts))

@@ -73,7 +73,7 @@ def step_costs(
     for kind, part in _weights(model, batch * tokens):
         found[kind] += part
     for keys in model.spec.attention:
-        found[KINDS[type(keys)]] += _keys(keys, model.dtype, batch, context, tokens)
+        found[KINDS[type(keys)]] += _keys(keys, caches.kv_dtype, batch, context, tokens)
     states = caches.options.states.specs(model.spec, model.dtype)
     for layer, state in zip(model.spec.recurrent, states, strict=True):
         found[KINDS[type(layer)]] += _states(state, caches, batch, tokens)

@@ -72,6 +72,7 @@ def _fields(setup: EngineSetup) -> dict[str, str]:
     return {
         "model": blake2b(repr(setup.spec).encode(), digest_size=8).hexdigest(),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(plan.costs.kv_dtype).removeprefix("torch."),
         "device": device,
         "attention_backend": setup.backend.name,
         "prompt_scan": setup.prompt_scan.value,

@@ -30,6 +30,7 @@ from bateleur.runner.config.engine_config import (
     SpeculativeConfig,
 )
 from bateleur.runner.config.graph_options import GraphOptions
+from bateleur.runner.config.kv_cache_dtype import warn_of_missing_scales
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import choose_scan
 from bateleur.runner.distributed.ranks import ALONE, Ranks
@@ -106,7 +107,11 @@ class EngineSetup:
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         limits = EngineLimits.of(config, checkpoint.spec, device)
         checkpoint, tokenizer = _with_tokenizer(checkpoint, config.model)
-        backend = choose_backend(config.model.attention_backend, device, dtype, checkpoint.spec)
+        backend = choose_backend(
+            config.model.attention_backend, device, dtype, checkpoint.spec, caches.kv_dtype
+        )
+        if caches.kv_dtype == torch.float8_e4m3fn and not ranks.rank:
+            warn_of_missing_scales(checkpoint.spec)
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
         network = load_model(checkpoint, dtype=dtype, device=device, ranks=layers, data_ranks=data)
         drafter: DraftHead | Drafter | None = config.speculative.drafter
@@ -120,7 +125,7 @@ class EngineSetup:
         network.pack(recorded=recorded)  # behind the head, which may share some of them
         rule = member_of(Rule, config.speculative.speculative_rule)
         if isinstance(drafter, DraftHead):
-            caches = replace(caches, draft=drafter.costs(dtype, rule))
+            caches = replace(caches, draft=drafter.costs(caches.kv_dtype or dtype, rule))
         made = partial(
             cls,
             folder=checkpoint.path,

@@ -20,6 +20,7 @@ from bateleur.metadata import (
     CommonAttentionMetadata,
     InputBuffers,
     StepRows,
+    movable,
     validate,
 )
 from bateleur.runner.model_runner.model_state import ModelState
@@ -150,8 +151,11 @@ class StepProducer:
             for tensor in chain.from_iterable(layers):
                 if tensor is None:  # of a layer whose state is its window
                     continue
-                noise = tensor.new_empty(len(index), *tensor.shape[1:]).normal_(generator=generator)
-                tensor.index_copy_(0, index, noise)
+                wide = torch.float32 if tensor.dtype.itemsize == 1 else tensor.dtype
+                noise = tensor.new_empty(len(index), *tensor.shape[1:], dtype=wide).normal_(
+                    generator=generator
+                )
+                movable(tensor).index_copy_(0, index, movable(noise.to(tensor.dtype)))
         used = slice(0, 1 + len(rows.query_lens))  # the null row, and the row of each request
         for layer, rings in enumerate(caches.rings):
             if rings is not None and caches.pool is not None:
@@ -171,7 +175,7 @@ class StepProducer:
                 whole, index = whole.flatten(0, 1), batch.slot_mappings[0].clamp(min=0)
             else:  # the group after that of the states has the ring rows
                 index = batch.block_tables[states + name.startswith("rings")].unique()
-            found[name] = part = whole.index_select(0, index)
+            found[name] = part = movable(whole).index_select(0, index)
             found[f"{name} elsewhere"] = bits_of(whole) - bits_of(part)
         return found
 

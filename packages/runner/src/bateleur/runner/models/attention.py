@@ -25,10 +25,11 @@ class CachedAttention(Branch):
     sinks: Tensor | None = None
     """(H,) float32; see `AttentionLayer.sinks`."""
 
-    def __init__(self, spec: AttentionLayer, index: int) -> None:
+    def __init__(self, spec: AttentionLayer, index: int, like: Tensor) -> None:
         """index: of the layer's KV cache."""
         self.spec = spec
         self._index = index
+        self._kv_scales = kv_scales_of(spec, like.device)
 
     def attend(
         self,
@@ -46,10 +47,31 @@ class CachedAttention(Branch):
         assert context.attention is not None
         cache, meta, spec, backend = context.kv[self._index], context.attention, self.spec, context.backend
         turn = (rotary[0], rotary[1]) if rotary else None
-        rest = spec.scale, spec.sliding_window, turn
-        if self.norm is None or not backend.fuses_norm or spec.of_heads is not None:
-            return backend.attend(q, k, v, cache, meta, *rest, work=work, sinks=self.sinks)
-        return backend.attend(q, k, v, cache, meta, *rest, self.norm.weights, work=work, sinks=self.sinks)
+        fuses = backend.fuses_norm and spec.of_heads is None
+        norm = self.norm.weights if self.norm is not None and fuses else None
+        scales = self._kv_scales if cache[0].dtype == torch.float8_e4m3fn else None
+        return backend.attend(
+            q,
+            k,
+            v,
+            cache,
+            meta,
+            spec.scale,
+            spec.sliding_window,
+            turn,
+            norm,
+            work=work,
+            sinks=self.sinks,
+            kv_scales=scales,
+        )
+
+
+def kv_scales_of(layer: AttentionLayer, device: torch.device) -> Tensor | None:
+    """Return scales (2, kv heads) float32 of keys and of values in an FP8 cache; None if all are 1.0."""
+    if not (layer.k_scales or layer.v_scales):
+        return None
+    ones = (1.0,) * layer.num_kv_heads
+    return torch.tensor([layer.k_scales or ones, layer.v_scales or ones], dtype=torch.float32, device=device)
 
 
 class Attention(CachedAttention):
@@ -61,7 +83,7 @@ class Attention(CachedAttention):
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
         """index: of the layer's KV cache. rope: index of its rotary embedding in `LayerStep.rotary`, if it has one."""
-        super().__init__(spec, index)
+        super().__init__(spec, index, like)
         self._rope = rope
         self._gates = spec.num_heads if spec.gated else 0
         heads = [self._gates, spec.num_heads + spec.num_kv_heads, spec.num_kv_heads]

@@ -273,7 +273,7 @@ class HybridDecoder:
         layers = self.spec.attention
         made = {
             first: backend.build_work_list(
-                meta, context.kv[first], layers[first].num_heads, layers[first].sliding_window
+                meta, context.kv[first], layers[first].num_heads, layers[first].sliding_window, self.dtype
             )
             for first in dict.fromkeys(self._first_of_kind)
         }

@@ -26,7 +26,7 @@ class LatentAttention(CachedAttention):
 
     def __init__(self, spec: LatentLayer, like: Tensor, index: int) -> None:
         """index: of the layer's KV cache."""
-        super().__init__(spec, index)
+        super().__init__(spec, index, like)
         self._layer = spec
         heads, hidden = spec.num_heads, like.shape[1]
         self._parts = [heads * (spec.key_dim + spec.shared_dim), spec.rank, spec.shared_dim]

@@ -151,7 +151,8 @@ def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, Share]
     if layer.qk_norm_whole:
         cuts |= {"q_norm": {0: (_lanes(own_q, lanes),)}, "k_norm": {0: (_lanes(own_kv, lanes),)}}
     of_heads = (q, kv) if layer.qk_norm_whole and not ranks.alone else None
-    own = replace(layer, num_heads=_size(own_q), num_kv_heads=_size(own_kv), of_heads=of_heads)
+    scales = {name: getattr(layer, name)[slice(*own_kv)] for name in ("k_scales", "v_scales")}
+    own = replace(layer, num_heads=_size(own_q), num_kv_heads=_size(own_kv), of_heads=of_heads, **scales)
     return own, Share(cuts, frozenset(("o_bias",)))
 
 

@@ -44,6 +44,10 @@ class AttentionLayer:
     """Whether each head has an attention sink: a learned score of a key without a value."""
     of_heads: tuple[int, int] | None = None
     """In a rank's part with whole norms: heads of queries and of keys in the whole layer."""
+    k_scales: tuple[float, ...] = ()
+    """Scale of each key head in an FP8 cache, from the checkpoint. () if it has none: 1.0."""
+    v_scales: tuple[float, ...] = ()
+    """Scale of each value head in an FP8 cache, likewise."""
 
     def __post_init__(self) -> None:
         _positive(self, "num_heads", "num_kv_heads", "head_dim")
@@ -287,6 +291,8 @@ class ModelSpec:
     residual_in_fp32: bool = False
     exact_norms: bool = False
     """Whether norms have float32 weights in any dtype, because weights stored as w - 1 lose bits in other dtypes."""
+    kv_cache_dtype: str = "auto"
+    """KV cache that the checkpoint asks for: "auto", "fp8", or one that is not supported."""
     branches_per_layer: int = 1
     """Entries of `layers` per layer of the checkpoint: 2 for a mixer and an MLP."""
 

@@ -34,6 +34,7 @@ _NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.int32: "I32",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 _FOREIGN_TENSORS = "its tensors are not laid out as this engine's"
 

@@ -26,6 +26,7 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.step_graphs import default_capture_sizes
 from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.attention import kv_scales_of
 from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.sharding import shard_experts
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec, parts_of
@@ -159,7 +160,12 @@ class DraftHead:
         """
         spec = self.head.spec
         heads = [(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
-        cache = DraftCache(kv_caches(plan, heads, target.dtype, target.device), groups)
+        scales: tuple[Tensor | None, ...] = ()
+        if isinstance(self.head, MtpHead) and plan.costs.kv_dtype == torch.float8_e4m3fn:
+            scales = tuple(kv_scales_of(layer, target.device) for layer in self.head.module.attention)
+        cache = DraftCache(
+            kv_caches(plan, heads, target.device), groups, dtype=target.dtype, kv_scales=scales
+        )
         own, drafts = get_backend(graphs.backend, target.device), limits.num_speculative_tokens
         if isinstance(self.head, MtpHead):
             self.head.reserve_positions(limits.max_model_len)

@@ -8,6 +8,7 @@ from torch import Tensor
 from bateleur.cudagraph import VerifyReport
 from bateleur.eagle import EagleSpeculator
 from bateleur.eagle.passes import DraftState
+from bateleur.metadata import movable
 from bateleur.runner.model_runner.step_producer import bits_of
 
 
@@ -18,7 +19,7 @@ def written_by(drafter: EagleSpeculator, table: Tensor) -> dict[str, Tensor]:
     found, blocks = {}, table.unique()
     for layer, caches in enumerate(drafter.kv):
         for name, whole in zip("kv", caches, strict=True):
-            found[f"draft.{layer}.{name}"] = shard = whole.index_select(0, blocks)
+            found[f"draft.{layer}.{name}"] = shard = movable(whole).index_select(0, blocks)
             found[f"draft.{layer}.{name} elsewhere"] = bits_of(whole) - bits_of(shard)
     if (logits := drafter.inputs.logits) is not None:
         found["draft logits"] = logits.lines[:-1]

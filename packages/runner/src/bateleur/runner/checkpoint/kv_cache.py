@@ -1,0 +1,144 @@
+"""What a checkpoint says about an FP8 KV cache: whether it asks for one, and the scales of keys and values.
+
+Exporters spell both in several ways. vLLM's list is `maybe_remap_kv_scale_name`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bateleur.runner.checkpoint.names import Names
+from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    LatentLayer,
+    Layer,
+    ModelSpec,
+    ParallelLayer,
+    SingleLayer,
+)
+from bateleur.runner.utils.json_file import read_json
+
+_SPELLINGS = (
+    *("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "qkv_proj.{}_scale", "{}_proj.output_scale"),
+    *("kv_scale", "attn.kv_scale"),
+)
+"""Names of a scale after the name of the attention layer; `{}` is k or v."""
+_UNUSED = (
+    "q_scale",
+    "attn.q_scale",
+    "q_proj.q_scale",
+    "qkv_proj.q_scale",
+    "prob_output_scale",
+    "attn.prob_output_scale",
+)
+"""Scales of attention products in FP8. Queries and weights are not rounded here."""
+
+
+def declared_kv_cache(folder: Path, config: Mapping[str, Any]) -> str:
+    """Return the KV cache that a checkpoint asks for: "auto" if it does not say, "fp8", or the text of another one.
+
+    config: contents of `config.json`. `hf_quant_config.json` counts if `config.json` has no quantization.
+    """
+    places = ((config, "quantization_config"), (config.get("text_config") or {}, "quantization_config"))
+    quantization: Mapping[str, Any] = {}
+    for where, name in (*places, (config, "compression_config")):
+        quantization = quantization or where.get(name) or {}
+    if not quantization and (file := folder / "hf_quant_config.json").is_file():
+        quantization = read_json(file).get("quantization") or {}
+    return _kv_cache_of(quantization)
+
+
+def quantizes_only_kv_cache(quantization: Mapping[str, Any]) -> bool:
+    """Return whether the weights of a checkpoint with this `quantization_config` are not quantized."""
+    weights = (
+        quantization.get("config_groups")
+        or quantization.get("quant_algo")
+        or quantization.get("quantized_layers")
+    )
+    known = quantization.get("quant_method") in ("compressed-tensors", "modelopt")
+    return known and not weights and _kv_cache_of(quantization) != "auto"
+
+
+def _kv_cache_of(quantization: Mapping[str, Any]) -> str:
+    scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
+    if scheme is None:
+        return "auto"
+    if not isinstance(scheme, Mapping):
+        return "fp8" if str(scheme).lower() in ("fp8", "fp8_e4m3") else str(scheme)
+    static = not scheme.get("dynamic", False) and scheme.get("strategy", "tensor") in ("tensor", "attn_head")
+    fp8 = (
+        static
+        and scheme.get("symmetric", True)
+        and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+    )
+    return "fp8" if fp8 else str(dict(scheme))
+
+
+def read_kv_scales(
+    spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]
+) -> tuple[ModelSpec, frozenset[str]]:
+    """Return the spec with the scales of its attention layers, and the names of all tensors that are such scales.
+
+    names: of the weights of `spec`. tensors: of the checkpoint, by the names that `names` uses. The scales of a
+    `LatentLayer` are not used, because they belong to the latent, and its cache holds keys and values.
+
+    Raises ValueError for a scale that is not positive, has a wrong shape or dtype, or occurs twice.
+    """
+    stems = {
+        part.target.removesuffix(".o_proj"): name.rsplit(".", 2)[0]
+        for name, part in names.items()
+        if part.target.endswith(".o_proj")
+    }
+    claimed: set[str] = set()
+
+    def scaled(layer: SingleLayer, target: str) -> SingleLayer:
+        if not isinstance(layer, AttentionLayer):
+            return layer
+        spelled = {
+            letter: [f"{stems[target]}.{each.format(letter, letter)}" for each in _SPELLINGS]
+            for letter in "kv"
+        }
+        every = {name for each in spelled.values() for name in each} | {
+            f"{stems[target]}.{each}" for each in _UNUSED
+        }
+        claimed.update(every & tensors.keys())
+        if isinstance(layer, LatentLayer):
+            return layer
+        k_scales, v_scales = (_scales_of(spelled[letter], tensors, layer.num_kv_heads) for letter in "kv")
+        return replace(layer, k_scales=k_scales, v_scales=v_scales)
+
+    layers: list[Layer] = []
+    for i, layer in enumerate(spec.layers):
+        if isinstance(layer, ParallelLayer):
+            parts = tuple(scaled(part, f"layers.{i}.{j}") for j, part in enumerate(layer.parts))
+            layers.append(replace(layer, parts=parts))
+        else:
+            layers.append(scaled(layer, f"layers.{i}"))
+    return replace(spec, layers=tuple(layers)), frozenset(claimed)
+
+
+def _scales_of(names: list[str], tensors: Mapping[str, TensorEntry], num_heads: int) -> tuple[float, ...]:
+    """Return one scale for each head, or () if there is no tensor."""
+    found = [tensors[name] for name in names if name in tensors]
+    if not found:
+        return ()
+    entry = found[0]
+    if len(found) > 1:
+        raise ValueError(f"{entry.file}: {entry.name} and {found[1].name} are two scales of one tensor")
+    if entry.dtype not in DTYPES or math.prod(entry.shape) not in (1, num_heads):
+        raise ValueError(
+            f"{entry.file}: {entry.name} is {entry.dtype} {entry.shape}; must be a float, or one for each of "
+            f"{num_heads} heads"
+        )
+    with entry.file.open("rb") as opened:
+        scales: list[float] = entry.read(opened).float().flatten().tolist()
+    if wrong := [scale for scale in scales if not 0 < scale < math.inf]:
+        raise ValueError(
+            f"{entry.file}: {entry.name} is {wrong[0]}; a scale of the KV cache must be positive"
+        )
+    return tuple(scales * (num_heads // len(scales)))
