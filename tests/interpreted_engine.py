@@ -150,9 +150,16 @@ def scripted(texts: list[list[int]], right: int, vocab_size: int = VOCAB) -> Scr
     return ScriptedDrafter(script, 3, right, vocab_size)
 
 
+@pytest.mark.filterwarnings("ignore:kv_cache_dtype is fp8, and the checkpoint has no k_scale:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("policy", "drafts"),
-    [("slots", "none"), ("slots", "scripted"), ("fold", "scripted"), ("fold", "head")],
+    ("policy", "drafts", "kv_cache_dtype"),
+    [
+        ("slots", "none", "auto"),
+        ("slots", "scripted", "auto"),
+        ("fold", "scripted", "auto"),
+        ("fold", "head", "auto"),
+        ("fold", "head", "fp8"),
+    ],
 )
 def test_the_tokens_are_those_of_the_torch_forms(
     make: Callable[..., LLM],
@@ -160,10 +167,12 @@ def test_the_tokens_are_those_of_the_torch_forms(
     by_triton: Callable[[], Counter[str]],
     policy: str,
     drafts: str,
+    kv_cache_dtype: str,
 ) -> None:
     """A row near its end has no drafts, so FOLD's kernels run without drafts, too."""
-    expected = talk(make())
-    settings: dict[str, Any] = {"mamba_state_policy": policy, **PREFIXES}
+    cache = {"kv_cache_dtype": kv_cache_dtype}
+    expected = talk(make(**cache))
+    settings: dict[str, Any] = {"mamba_state_policy": policy, **PREFIXES, **cache}
     if drafts == "scripted":
         settings |= {"num_speculative_tokens": 3, "drafter": scripted(expected, 2)}
     elif drafts == "head":

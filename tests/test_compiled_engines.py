@@ -81,6 +81,8 @@ def _cases() -> Iterator[Case]:
         yield Case(f"{model} drafts, prefixes", model, options=drafting | SIZES)
         yield Case(f"{model} drafts in float32", model, torch.float32, drafting | SIZES)
         policy = {} if model.startswith("Llama") else {"mamba_state_policy": OTHER_POLICY[model]}
+        if model in ("Llama-3.1-8B", "Qwen3.5-9B"):
+            yield Case(f"{model} FP8 cache", model, options=drafting | SIZES | {"kv_cache_dtype": "fp8"})
         yield Case(f"{model} eager", model, options={"cudagraph_mode": "NONE"} | policy)
         yield Case(f"{model} two ranks", model, options=SIZES | policy, ranks=Ranks(1, 2, "two", (0, 1)))
 
@@ -126,6 +128,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Compiled], CompiledCuda]:
     return made
 
 
+@pytest.mark.filterwarnings("ignore:kv_cache_dtype is fp8, and the checkpoint has no k_scale:RuntimeWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_an_engine_launches_what_an_h100_takes(
     case: Case,

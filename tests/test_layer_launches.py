@@ -78,9 +78,11 @@ def test_attention_is_divided_once_for_all_layers_of_a_kind(
     layers[3] = replace(layers[3], sliding_window=7)
     divide, seen = TritonBackend.build_work_list, Counter[tuple[int, int | None]]()
 
-    def counted(backend: TritonBackend, meta: Any, kv: Any, num_heads: int, window: int | None = None) -> Any:
+    def counted(
+        backend: TritonBackend, meta: Any, kv: Any, num_heads: int, window: int | None, dtype: torch.dtype
+    ) -> Any:
         seen[kv[0].shape[2], window] += 1
-        return divide(backend, meta, kv, num_heads, window)
+        return divide(backend, meta, kv, num_heads, window, dtype)
 
     monkeypatch.setattr(TritonBackend, "build_work_list", counted)
     cuda = harness.FakeCuda(monkeypatch, spec=replace(harness.SPEC, layers=tuple(layers)))
