@@ -288,13 +288,13 @@ def _check_pool(pool: Any, table: NDArray[np.int32], what: str) -> None:
 
 def _check_rows(table: Any, running: list[int]) -> None:
     """The rows of requests that run are theirs alone; the other ones are free and empty."""
-    everything = sorted(running + table._free_rows)
+    everything = sorted(running + table.free_rows)
     assert everything == list(range(len(table.num_tokens))), f"rows: {everything} are taken or free"
     columns = np.arange(table.block_table.shape[1])
     behind = table.block_table[columns >= table.num_blocks[:, None]]
     assert not behind.any(), "rows: a block stands behind those of its row"
     for name in ("num_blocks", "num_tokens", "num_computed", "num_drafts"):
-        assert not getattr(table, name)[table._free_rows].any(), f"rows: a free row has {name}"
+        assert not getattr(table, name)[table.free_rows].any(), f"rows: a free row has {name}"
 
 
 def _check_integrity(engine: Any) -> None:
@@ -302,7 +302,7 @@ def _check_integrity(engine: Any) -> None:
 
     AssertionError naming what is wrong.
     """
-    engine.ledger.restore()
+    engine.registry.restore()
     scheduler, table = engine.scheduler, engine.table
     queued = {request.request_id for request in (*scheduler.waiting, *scheduler.running, *scheduler.fetching)}
     assert queued == engine.requests.keys(), (

@@ -19,7 +19,8 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
+from bateleur.runner.scheduling.scheduler import Scheduler
+from bateleur.runner.scheduling.step_batch import StepBatch
 
 _PARAMS = SamplingParams()
 
@@ -93,7 +94,7 @@ class Replica:
             prefixes=prefixes,
         )
         self.unfinished: dict[Request, Turn] = {}
-        self.step: StepPlan | None = None
+        self.step: StepBatch | None = None
 
     def add(self, session: int, prompt: list[int], answer: int, now: float) -> None:
         """Queue a turn."""
@@ -112,7 +113,7 @@ class Replica:
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
                 self.counts.cached_tokens += request.num_cached_tokens
         self.scheduler.admitted.clear()
-        self.scheduler.advance(plan)
+        self.table.advance(plan.rows, plan.query_lens, plan.num_decodes)
         seconds = self.costs.seconds(plan.num_decodes, plan.num_tokens - plan.num_decode_tokens)
         self.counts.busy_s += seconds
         return seconds
@@ -124,7 +125,9 @@ class Replica:
         requests, rows = plan.drawing
         ones = np.ones(len(rows), np.int64)
         # Any id will do: it only has to differ between conversations.
-        self.table.write(rows, (self.table.num_known[rows] + 1 + rows)[:, None].astype(np.int64), ones)
+        self.table.append_tokens(
+            rows, (self.table.num_known[rows] + 1 + rows)[:, None].astype(np.int64), ones
+        )
         self.scheduler.commit(plan)
         over = self.table.num_known[rows] >= self.table.limit[rows]
         answered = []

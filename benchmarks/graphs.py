@@ -63,7 +63,7 @@ def step_ms(batch: int, device: torch.device, rounds: int) -> dict[str, float]:
 
 def replay_us(llm: LLM, rounds: int) -> dict[str, float]:
     """Host time of `manager.replay` and of the graph's replay within it; the difference is the overhead."""
-    manager = llm.engine.graphs.manager
+    manager = llm.engine.runner.graphs.manager
     assert manager is not None
     (key,) = manager.ready
     with torch.inference_mode():

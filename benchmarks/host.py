@@ -51,7 +51,7 @@ from bateleur.metadata import (
     get_backend,
 )
 from bateleur.runner.bench.peers import run_script
-from bateleur.runner.model_runner.step_graphs import default_capture_sizes
+from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
 
 MODEL_LEN = 4096
 LIMITS = BatchLimits(max_num_reqs=512, max_num_tokens=16384, max_model_len=MODEL_LEN)

@@ -32,7 +32,7 @@ from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 
-PARTS = ("schedule", "stage", "build", "emit")
+PARTS = ("schedule", "stage", "emit")
 BATCHES = (1, 8, 64, 256)
 DRAFTS, CONTEXT, BLOCK = 4, 8000, 16
 
@@ -92,7 +92,7 @@ class Run:
             self.llm.add_request([(7 * i + j) % 999 + 1 for j in range(16)], params)
         engine: Any = self.llm.engine
         idle = IdleModel(engine.model)
-        engine.model = engine.graphs.model = engine._verifier.model = idle
+        engine.runner.model = engine.runner.graphs.model = engine.runner.rejection_sampler.model = idle
         engine.caches.pool.fold = lambda *_: None  # runs on the device
 
     def steps(self, count: int) -> list[dict[str, float]]:

@@ -33,7 +33,7 @@ from bateleur.runner.bench.rounds import Task, run_interleaved
 from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.models import HybridDecoder, StepContext
 
-HOST_PARTS = ("schedule", "stage", "build", "emit")
+HOST_PARTS = ("schedule", "stage", "emit")
 
 
 def workload(kind: str, batch: int, new: int, vocab: int) -> list[tuple[list[int], int]]:
@@ -114,7 +114,9 @@ def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[st
         if step == 10 and idle:
             idle_model = IdleModel(llm.engine.model, num_requests)
             engine: Any = llm.engine
-            engine.model = engine.graphs.model = engine._verifier.model = idle_model
+            engine.runner.model = engine.runner.graphs.model = engine.runner.rejection_sampler.model = (
+                idle_model
+            )
         before = dict(stats.seconds)
         llm.step()
         if step >= 20:

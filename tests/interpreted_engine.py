@@ -254,9 +254,9 @@ def test_a_nan_in_a_state_ends_its_request_alone(
     names = [
         llm.add_request({"prompt_token_ids": prompt}, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)
     ]
-    while not llm.engine.scheduler.steady:  # until all prompts are computed
+    while not llm.engine.scheduler.batch:  # until all prompts are computed
         llm.step()
-    states = llm.engine.model_state
+    states = llm.engine.runner.model_state
     slots = torch.from_numpy(states.state_table)  # row r of the request table belongs to request r
     for _, ssm in states.caches.states:
         ssm.view(torch.int32)[slots[1].long()] = 0x7FFFFFFF

@@ -15,8 +15,6 @@ from bateleur.runner import LLM, CompletionOutput, RequestOutput, SamplingParams
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.requests.request import Request
-from bateleur.runner.scheduling.scheduler import StepPlan
-from bateleur.runner.stats import StepClock
 from scripted import Partly, Script
 
 Make = Callable[..., LLM]
@@ -188,7 +186,7 @@ def test_tokens_are_the_same(
     expected = serve(make(False, **settings), asked, seed=2)
     llm = make(True, **settings)
     assert serve(llm, asked, seed=2) == expected
-    assert not llm.engine.ledger.in_flight
+    assert not llm.engine.registry.in_flight
     assert llm.get_metrics().async_scheduling
     check_integrity(llm.engine)
     several = serve(llm, asked, seed=3, aborts=0.3)
@@ -246,29 +244,30 @@ def test_vllm_53919_accepted_counts_travel_with_their_rows(
     asked, script = requests(14, seed=1), Script()
     serve(make(False), asked, seed=2, script=script)
     engine = (llm := make(True, num_speculative_tokens=3, drafter=Partly(script, 3, 97))).engine
-    run, collect, reached, moved = engine._run, engine._collector.collect, {}, 0
+    launch, collect, reached, moved = engine._launch, engine._collector.collect, {}, 0
 
-    def launched(plan: StepPlan, clock: StepClock, admitted: list[Request]) -> StepInFlight:
-        flight = run(plan, clock, admitted)
-        assert engine._lengths is not None
-        reached[id(flight)] = engine._lengths._computed_M.numpy()[plan.rows]
+    def launched(marks: Any) -> StepInFlight | None:
+        flight = launch(marks)
+        assert engine.runner.lengths is not None
+        if flight is not None:
+            reached[id(flight)] = engine.runner.lengths._computed_M.numpy()[flight.batch.rows]
         return flight
 
     def collected(flight: StepInFlight) -> list[Request]:
         nonlocal moved
-        plan, before, later = flight.plan, engine.table.num_settled.copy(), engine.ledger.in_flight[1:]
+        plan, before, later = flight.batch, engine.table.num_committed.copy(), engine.registry.in_flight[1:]
         reports = collect(flight)
         accepted = {}
         for request, row, expected in zip(plan.requests, plan.rows, reached[id(flight)], strict=True):
             if request.row == row and request.finish_reason is None:
-                assert engine.table.num_settled[row] == expected
+                assert engine.table.num_committed[row] == expected
                 accepted[int(row)] = int(expected - before[row])
-        for place, row in enumerate(later[0].plan.rows.tolist() if later else ()):
+        for place, row in enumerate(later[0].batch.rows.tolist() if later else ()):
             there = int(plan.rows[place]) if place < len(plan.rows) else row
             moved += row in accepted and there in accepted and accepted[row] != accepted[there]
         return reports
 
-    monkeypatch.setattr(engine, "_run", launched)
+    monkeypatch.setattr(engine, "_launch", launched)
     monkeypatch.setattr(engine._collector, "collect", collected)
     serve(llm, asked, seed=3, aborts=0.1)
     assert moved > 3

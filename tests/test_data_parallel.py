@@ -22,7 +22,7 @@ from bateleur.runner import LLM, RequestOutput, RequestOutputKind, SamplingParam
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.errors import EngineDead, RankFailed
-from bateleur.runner.model_runner.step_graphs import StepGraphs
+from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher
 from bateleur.runner.spec_decode.draft_sync import DraftSync
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -226,7 +226,7 @@ def test_without_dummy_steps_ranks_would_wait_for_ever(
     """The tests above must be able to fail."""
     with LLM(tiny("nemotron_h-experts"), **SIZES | {"rank_timeout": 2}, data_parallel_size=2) as llm:
         elsewhere(llm)
-        monkeypatch.setattr(StepGraphs, "_take_part", lambda self, key: None)
+        monkeypatch.setattr(GraphDispatcher, "_take_part", lambda self, key: None)
         with pytest.raises(RankFailed, match="has stood still for 2"):
             llm.step()
 
@@ -244,7 +244,7 @@ def test_without_dummy_drafts_ranks_would_wait_for_ever(
 def test_a_rank_that_is_killed_is_named(llm: LLM) -> None:
     elsewhere(llm)
     assert llm._leader is not None
-    (member,) = llm._leader._watch.members
+    (member,) = llm._leader._monitor.ranks
     assert member.process is not None
     os.kill(member.process.pid, signal.SIGKILL)
     with pytest.raises(RankFailed) as raised:
@@ -351,4 +351,4 @@ def test_what_several_ranks_do_not_do(llm: LLM) -> None:
             ValueError, match=r"^data_parallel_size is 2; prefixes in files and comparisons of"
         ):
             call()
-    assert llm.engine.graphs.plan.mode.decode_mode is CudaGraphMode.NONE
+    assert llm.engine.runner.graphs.dispatcher.mode.decode_mode is CudaGraphMode.NONE

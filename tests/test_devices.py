@@ -18,15 +18,14 @@ from triton.runtime.jit import JITFunction
 from bateleur.mamba import gated_rms_norm
 from bateleur.metadata._device_fields import gather_block_tables
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.distributed.connections import Link
-from bateleur.runner.distributed.process_group import Group
+from bateleur.runner.distributed.connections import RankConnection
+from bateleur.runner.distributed.process_group import ProcessGroup
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.engine.messages import AddAdmittedRequests, RunStep
 from bateleur.runner.engine_thread import EngineThread
 from bateleur.runner.offload.host_memory import pinned_rows
-from bateleur.runner.requests.admitted_request import AdmittedRequest
 from bateleur.runner.utils.device import indexed, use_device
-from bateleur.runner.workers.follower import Start, run
+from bateleur.runner.workers.follower import WorkerStart, run
 from gpus import Gpus
 from quick_fakes import QuickFakes
 
@@ -163,7 +162,7 @@ def test_threads_that_read_and_write_prefixes_open_no_other_context(
             first.step()
         first.abort("a")
         first.close()  # writes what that request leaves
-    other.engine.outside.disk._next_scan = 0.0
+    other.engine.offload.disk._next_scan = 0.0
     second.run(other, prompts, params(4))
     second.run(other, prompts, params(4))
     assert first.get_metrics().offload.written_bytes > 0
@@ -194,7 +193,7 @@ def test_a_rank_opens_a_context_on_its_own_device_alone(
     cuda = harness.FakeCuda(monkeypatch, "cuda")
     llm = cuda.make()
     settings = llm.config
-    ticket = AdmittedRequest.of(llm.prepare({"prompt_token_ids": PROMPTS[0]}, params(1)[0], request_id="a"))
+    admitted = llm.prepare({"prompt_token_ids": PROMPTS[0]}, params(1)[0], request_id="a").admitted()
     cuda.gpus.contexts.clear()
 
     def made(store: Any, ranks: Ranks, device: torch.device, timeout: float) -> Any:
@@ -204,18 +203,18 @@ def test_a_rank_opens_a_context_on_its_own_device_alone(
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    monkeypatch.setattr(follower, "Group", made)
+    monkeypatch.setattr(follower, "ProcessGroup", made)
     monkeypatch.setattr(follower, "TCPStore", lambda *_, **__: None)
     monkeypatch.setattr(follower.os, "_exit", leave)
     (orders, far_orders), (watch, far_watch) = Pipe(), Pipe()
-    orders.send(Start(settings, rank, 3, 0, 1, 60.0))
-    for order in (AddAdmittedRequests((ticket,)), RunStep(0.0), RunStep(0.0)):
+    orders.send(WorkerStart(settings, rank, 3, 0, 1, 60.0))
+    for order in (AddAdmittedRequests((admitted,)), RunStep(0.0), RunStep(0.0)):
         orders.send(order)
     orders.close()
 
     def follow() -> None:
         with cuda.watch:
-            run(Link(far_orders, far_watch))
+            run(RankConnection(far_orders, far_watch))
 
     with pytest.raises(SystemExit) as ended:
         in_thread(follow)
@@ -234,7 +233,7 @@ def test_a_group_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch
     c10d.ProcessGroup.return_value.abort.side_effect = lambda: seen.append(gpus.current())
     c10d.ProcessGroup.return_value.shutdown.side_effect = lambda: seen.append(gpus.current())
     monkeypatch.setattr("bateleur.runner.distributed.process_group._c10d", c10d)
-    group = Group(None, Ranks(1, 2, local=(1, 2)), ONE, 1.0)
+    group = ProcessGroup(None, Ranks(1, 2, local=(1, 2)), ONE, 1.0)
     in_thread(group.abort)
     group.close()
     assert seen == [1, 1, 1]

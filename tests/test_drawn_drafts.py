@@ -532,7 +532,7 @@ def test_who_says_nothing_is_one_hot_or_coupled() -> None:
 
 def test_coupled_keeps_no_logits(make: Callable[..., LLM]) -> None:
     for rule, kept in (("coupled", False), ("ratio", True)):
-        drafting = make(rule).engine._proposer
+        drafting = make(rule).engine.runner.proposer
         assert drafting is not None
         assert isinstance(drafting.drafter, EagleSpeculator)
         assert (drafting.drafter.inputs.logits is not None) == kept

@@ -17,7 +17,7 @@ from bateleur.eagle import BySurvival, FixedDrafts, PolicyRows, StepCost, StepTi
 from bateleur.eagle.passes import DraftPasses
 from bateleur.metadata.native import unavailable_reason
 from bateleur.runner import LLM, RequestOutput, SamplingParams
-from bateleur.runner.model_runner.step_graphs import StepGraphs
+from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher
 from eagle_doubles.drafters import NoDrafts
 
 PROMPTS = ["def:fibonacci(n):", "import_os;def:walk(path):", "x", "class:Stack:def:__init__(self"]
@@ -275,8 +275,8 @@ def test_every_length_of_a_policy_has_graphs(
         cudagraph_backend="recorded",
         cudagraph_capture_sizes=[2, 4, 6, 10],
     )
-    assert {key.uniform_query_len for key in llm.engine.graphs.plan.keys} == lens
-    drafter = llm.engine._proposer.drafter
+    assert {key.uniform_query_len for key in llm.engine.runner.graphs.dispatcher.keys} == lens
+    drafter = llm.engine.runner.proposer.drafter
     assert {key.num_tokens for key in drafter.decode.dispatcher.keys} == {
         2,
         4,
@@ -309,18 +309,18 @@ def test_a_target_without_graphs_leaves_its_draft_eager(
     error.
     """
 
-    def fails(self: StepGraphs, execution: Any) -> Any:
+    def fails(self: GraphDispatcher, execution: Any) -> Any:
         if execution.key is not None:
             raise RuntimeError("not today")
         return body(self, execution)
 
-    body = StepGraphs._body
-    monkeypatch.setattr(StepGraphs, "_body", fails)
+    body = GraphDispatcher._body
+    monkeypatch.setattr(GraphDispatcher, "_body", fails)
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_backend": "recorded"}
     with pytest.warns(RuntimeWarning, match="no graph for .*not today"):
         llm = make_llm(max_model_len=128, draft=random_head, cudagraph_capture_sizes=[4], **graphs)
     assert ids(llm.generate(PROMPTS, PARAMS)) == expected["mixed"]
-    drafter = llm.engine._proposer.drafter
+    drafter = llm.engine.runner.proposer.drafter
     assert drafter.prefill is None
     assert not drafter.decode.ready
     whys = set(drafter.decisions.by_reason)
@@ -365,7 +365,7 @@ def test_a_prompt_that_goes_on_gets_no_drafts(make_llm: Callable[..., LLM], rand
     llm = make_llm(
         draft=random_head, num_speculative_tokens=3, draft_policy=Listening(), max_num_batched_tokens=32
     )
-    drafter = llm.engine._proposer.drafter
+    drafter = llm.engine.runner.proposer.drafter
     propose = drafter.propose
 
     def listens(context: Any) -> Any:

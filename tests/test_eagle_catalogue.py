@@ -192,14 +192,14 @@ def test_b4_host_counts_are_those_of_the_device_after_every_step(
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=190, ignore_eos=True)
     prompts = [tokens_of(11, 9), tokens_of(12, 14)]
     wanted = [texts.of(prompt, params) for prompt in prompts]
-    verifier, table = llm.engine._verifier, llm.engine.table
+    verifier, table = llm.engine.runner.rejection_sampler, llm.engine.table
     on_device = torch.zeros(4, dtype=torch.int64)
     num_valid = verifier.num_valid
 
     def spy(*args: Any) -> Tensor | None:
         valid = num_valid(*args)
         assert valid is not None
-        on_device.index_add_(0, verifier.rows_on_device(args[0]), valid)
+        on_device.index_add_(0, args[0].index.rows, valid)
         return valid
 
     verifier.num_valid = spy  # type: ignore[method-assign]
@@ -211,7 +211,7 @@ def test_b4_host_counts_are_those_of_the_device_after_every_step(
             row = request.row
             assert on_device[row] == table.num_computed[row]
             assert table.num_tokens[row] == table.num_computed[row] + 1 == request.num_tokens
-            assert verifier.next.ids[row, 0] == table.token_ids[row, table.num_tokens[row] - 1]
+            assert verifier.rows.next_ids[row, 0] == table.token_ids[row, table.num_tokens[row] - 1]
 
     assert sorted(ids(drain(llm, each_step=compare))) == sorted(wanted)
     accepted = [valid for step in drafter.steps for valid in step["valid"]]
@@ -274,7 +274,7 @@ def test_b7_penalties_count_what_was_accepted_and_nothing_else(
     drafter = Patterned(texts, K, [K, 0, 2, 1])
     llm = make(drafter=drafter)
     llm.add_request({"prompt_token_ids": prompt}, params)
-    sampling = llm.engine.sampling
+    sampling = llm.engine.runner.sampler
 
     def compare() -> None:
         for request in llm.engine.scheduler.running:

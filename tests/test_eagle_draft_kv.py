@@ -72,7 +72,7 @@ class Steered(ScriptedDrafter):
 
 def steer(llm: LLM, texts: Sequence[Sequence[int]]) -> Steered:
     """Wrap the engine's drafter with a script."""
-    drafting = llm.engine._proposer
+    drafting = llm.engine.runner.proposer
     assert drafting is not None
     assert isinstance(drafting.drafter, EagleSpeculator)
     steered = Steered(drafting.drafter, texts)
@@ -107,8 +107,8 @@ class Truth:
 
 def caches_of(llm: LLM) -> KeysValues:
     """The head's paged caches."""
-    assert llm.engine._proposer is not None
-    drafter = llm.engine._proposer.drafter
+    assert llm.engine.runner.proposer is not None
+    drafter = llm.engine.runner.proposer.drafter
     return list((drafter.inner if isinstance(drafter, Steered) else drafter).kv)  # type: ignore[attr-defined]
 
 
@@ -201,7 +201,7 @@ def build(make_llm: Callable[..., LLM], sized: Callable[..., LLM], random_head: 
 
 @pytest.fixture(scope="module")
 def truth(make_llm: Callable[..., LLM], build: Callable[..., LLM]) -> Truth:
-    drafting = build().engine._proposer
+    drafting = build().engine.runner.proposer
     assert drafting is not None
     return Truth(make_llm, drafting.drafter.head)  # type: ignore[attr-defined]
 
@@ -270,7 +270,7 @@ def test_f2_a_step_that_drafts_nothing_keeps_up(
     """`num_drafts` is 0 until the last steps of a request: the head's cache must be complete then."""
     llm = build(max_num_batched_tokens=7, max_num_seqs=1)
     prompt, _, _ = requests[0]
-    drafting = llm.engine._proposer
+    drafting = llm.engine.runner.proposer
     assert drafting is not None
     propose = EagleSpeculator.propose
     wanted = [0]
@@ -352,7 +352,7 @@ def test_f5_accepted_counts_drive_the_states_of_a_hybrid(
     """
     llm = build(mamba_state_policy=policy, mamba_cache_mode=mode)
     steer(llm, [text for *_, text in requests])
-    states = llm.engine.model_state._states  # type: ignore[attr-defined]
+    states = llm.engine.runner.model_state._states  # type: ignore[attr-defined]
     table = llm.engine.table
     seen: set[int] = set()
     for _ in range(2):

@@ -68,7 +68,7 @@ def test_a_head_in_this_layout_runs(
     assert acceptance is not None
     assert acceptance.num_steps > 10
     if layout is not eagle3:
-        vocabulary = llm.engine._proposer.drafter.head.vocabulary  # type: ignore[union-attr]
+        vocabulary = llm.engine.runner.proposer.drafter.head.vocabulary  # type: ignore[union-attr]
         assert vocabulary.output is llm.engine.model.output, "what is shared is packed once"
 
 
@@ -167,7 +167,7 @@ def test_published_layouts_run_beside_their_targets(
     draft = {"draft": layout(made), "num_speculative_tokens": 2}
     llm = LLM(folder, device="cpu", max_num_seqs=2, block_size=8, enable_prefix_caching=True, **draft)
     assert tokens(llm) == wanted
-    head = llm.engine._proposer.drafter.head  # type: ignore[union-attr]
+    head = llm.engine.runner.proposer.drafter.head  # type: ignore[union-attr]
     assert head.spec.needs.taps == taps
     acceptance = llm.get_metrics().acceptance
     assert acceptance is not None

@@ -109,15 +109,15 @@ def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(
         llm.add_request(
             {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
         )
-    table, verifier = llm.engine.table, llm.engine._verifier
-    drafting = llm.engine._proposer
+    table, verifier = llm.engine.table, llm.engine.runner.rejection_sampler
+    drafting = llm.engine.runner.proposer
     assert drafting is not None
     kv = [*llm.engine.caches.kv, *drafting.drafter.kv]  # type: ignore[attr-defined]
 
     def compare() -> None:
-        llm.engine._draft_planner.plan()  # type: ignore[union-attr]
+        llm.engine.runner.draft_planner.plan()  # type: ignore[union-attr]
         for request in llm.engine.scheduler.running:
-            drafts = verifier.next.ids[request.row, 1:]
+            drafts = verifier.rows.next_ids[request.row, 1:]
             known, wanted = int(table.num_tokens[request.row]), int(table.num_drafts[request.row])
             assert wanted == min(k, 40 - 1 - known), "as many as a step may emit beside its last token"
             assert (drafts[:wanted] >= 0).all()
@@ -134,7 +134,7 @@ def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(
 
 def watch(llm: LLM) -> list[int]:
     """Record the number of drafts of each proposal, eager or on a graph."""
-    asked_for, proposer = [], llm.engine._proposer
+    asked_for, proposer = [], llm.engine.runner.proposer
     assert proposer is not None
     drafter, graphs = proposer.drafter, proposer.graphs
     propose = drafter.propose
@@ -191,7 +191,7 @@ def test_rows_near_their_end_stay_on_the_graph_of_the_others(
         assert counts is not None
         counted.append((counts.num_steps, counts.num_plain, counts.num_drafts, counts.num_accepted))
     assert counted[0] == counted[1]
-    decisions = llm.engine.graphs.decisions
+    decisions = llm.engine.runner.graphs.decisions
     assert decisions.by_reason[DispatchReason.DECODE] >= decisions.total - 2, "all but the prompts"
 
 
@@ -203,19 +203,19 @@ def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
     drafts.
     """
     llm = make(draft=make_head(48, 97, 16, (1, 2, 3), 24), **graphs)
-    assert llm.engine._proposer is not None
+    assert llm.engine.runner.proposer is not None
     table, asked_for = llm.engine.table, watch(llm)
-    assert llm.engine._proposer.drafter.max_drafted_len == 26  # type: ignore[attr-defined]
+    assert llm.engine.runner.proposer.drafter.max_drafted_len == 26  # type: ignore[attr-defined]
     short, long = tokens_of(5, 16), tokens_of(6, 40)
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     llm.add_request({"prompt_token_ids": short}, params)
 
     def compare() -> None:
-        llm.engine._draft_planner.plan()  # type: ignore[union-attr]
+        llm.engine.runner.draft_planner.plan()  # type: ignore[union-attr]
         for request in llm.engine.scheduler.running:
             known, wanted = int(table.num_tokens[request.row]), int(table.num_drafts[request.row])
             assert wanted == min(K, max(0, 26 - known), len(short) + 30 - 1 - known)
-            assert (llm.engine._verifier.next.ids[request.row, 1 : 1 + wanted] >= 0).all()
+            assert (llm.engine.runner.rejection_sampler.rows.next_ids[request.row, 1 : 1 + wanted] >= 0).all()
 
     (output,) = drain(llm, each_step=compare)
     assert ids([output]) == [texts.of(short, params)]
@@ -230,7 +230,7 @@ def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
         texts.of(long, params),
     ]
     if graphs:
-        decisions = llm.engine.graphs.decisions
+        decisions = llm.engine.runner.graphs.decisions
         assert decisions.by_reason[DispatchReason.QUERY_LEN] == 0
 
 
@@ -248,7 +248,7 @@ def test_c6_a_chunk_of_exactly_1_plus_k_tokens_is_no_decode(
         cudagraph_capture_sizes=[1 + K],
     )
     assert ids(llm.generate(asked([prompt]), params)) == [texts.of(prompt, params)]
-    by_reason = llm.engine.graphs.decisions.by_reason
+    by_reason = llm.engine.runner.graphs.decisions.by_reason
     assert by_reason[DispatchReason.HAS_PREFILL] == 3
     assert by_reason[DispatchReason.DECODE] == llm.get_metrics().num_steps - 3
     (short,) = (texts.of(prompt[: 1 + K], params),)
@@ -264,10 +264,10 @@ def test_c7_capture_sizes_need_not_be_multiples_of_1_plus_k(make: Callable[..., 
         max_num_batched_tokens=16,
     )
     assert ids(llm.generate(asked(PROMPTS), PARAMS)) == wanted
-    uniform = [key for key in llm.engine.graphs.plan.keys if key.uniform_query_len == 1 + K]
+    uniform = [key for key in llm.engine.runner.graphs.dispatcher.keys if key.uniform_query_len == 1 + K]
     assert uniform
     assert all(key.num_tokens == key.num_reqs * (1 + K) for key in uniform)
-    assert llm.engine.graphs.decisions.by_reason[DispatchReason.DECODE] > 5
+    assert llm.engine.runner.graphs.decisions.by_reason[DispatchReason.DECODE] > 5
 
 
 def test_c8_drafts_have_blocks_and_the_tightest_request_still_runs(
@@ -313,14 +313,14 @@ def test_e4_draft_graphs_leave_the_outputs_of_the_target_alone(
     wanted = [texts.of(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
     llm = make(cudagraph_mode=mode, cudagraph_capture_sizes=[4, 8, 16], max_num_batched_tokens=16)
     engine, kept = llm.engine, []
-    run = engine.graphs.run
+    run = engine.runner.graphs.run
 
     def remember(staged: Any) -> tuple[Tensor, ...]:
         outputs = run(staged)
         kept[:] = [(each, each.clone()) for each in outputs]
         return outputs
 
-    engine.graphs.run = remember  # type: ignore[method-assign]
+    engine.runner.graphs.run = remember  # type: ignore[method-assign]
     for prompt, params in zip(asked(PROMPTS), PARAMS, strict=True):
         llm.add_request(prompt, params)
 
@@ -329,6 +329,6 @@ def test_e4_draft_graphs_leave_the_outputs_of_the_target_alone(
         assert all(torch.equal(now, then) for now, then in kept)
 
     assert sorted(ids(drain(llm, each_step=compare))) == sorted(wanted)
-    drafting = engine._proposer
+    drafting = engine.runner.proposer
     assert drafting is not None
     assert drafting.drafter.decisions.by_reason[DispatchReason.DECODE] > 5  # type: ignore[attr-defined]

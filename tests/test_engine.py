@@ -34,7 +34,7 @@ def is_idle(llm: LLM) -> bool:
     return (
         not llm.has_unfinished_requests
         and scheduler.pool.num_free == scheduler.pool.capacity
-        and scheduler.table.num_free_rows == llm.limits.max_num_seqs
+        and len(scheduler.table.free_rows) == llm.limits.max_num_seqs
         and not scheduler.table.block_table.any()
     )
 
@@ -167,7 +167,7 @@ def test_large_batch_before_small_leaves_no_trace(
 ) -> None:
     llm = make_llm()
     llm.generate(PROMPTS * 3, SAMPLED)
-    llm.engine.producer.poison()
+    llm.engine.runner.producer.poison()
     assert ids(llm.generate(PROMPTS[:2], SAMPLED)) == alone["sampled"][:2]
 
 
@@ -230,7 +230,7 @@ def test_kernels_are_told_the_batchs_own_bound(
 ) -> None:
     """vLLM #43991: max_model_len is the bound under capture only."""
     llm = make_llm()
-    state = llm.engine.model_state
+    state = llm.engine.runner.model_state
     prepare, seen = state.prepare, []
 
     def spy(batch: Any, *rest: Any, **more: Any) -> Any:
@@ -243,13 +243,13 @@ def test_kernels_are_told_the_batchs_own_bound(
     assert all(bound == longest < 256 for bound, longest in seen)
     key = BatchExecutionDescriptor(CudaGraphMode.PIECEWISE, 4)
     for phase in (Phase.WARMUP, Phase.CAPTURE):
-        assert llm.engine.producer.stage(key, phase).state.batch.max_seq_len == 256
+        assert llm.engine.runner.producer.stage(key, phase).state.batch.max_seq_len == 256
 
 
 def test_every_step_is_decided_and_counted(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
     llm.generate(PROMPTS, GREEDY)
-    decisions = llm.engine.graphs.decisions
+    decisions = llm.engine.runner.graphs.decisions
     assert decisions.total == llm.get_metrics().num_steps > 0
     assert [str(why) for why in decisions.by_reason] == ["eager: the dispatcher has no graphs"]
 

@@ -43,7 +43,7 @@ def test_a_step_with_experts_is_captured_as_a_whole(
         monkeypatch.setattr(grouped, "_grouped_product", grouped.masked_products)
     llm = build(tiny(family), cudagraph_mode="FULL_AND_PIECEWISE", max_num_batched_tokens=8, **GRAPHS)
     assert ids(llm.generate(PROMPTS, PARAMS)) == wanted
-    decisions = llm.engine.graphs.decisions
+    decisions = llm.engine.runner.graphs.decisions
     assert set(decisions.by_reason) == {DispatchReason.DECODE, DispatchReason.PIECEWISE}
     assert decisions.num_pad_tokens > 0
     assert llm.engine.verify_graphs(fuzz=3).ok

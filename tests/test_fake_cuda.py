@@ -26,6 +26,7 @@ from bateleur.runner.engine.step_collector import StepCollector
 from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.scheduling.scheduler import Scheduler
+from bateleur.runner.scheduling.step_batch import LogitsIndex
 from bateleur.runner.structured.grammar import Grammars
 from bateleur.runner.utils.device import Fetch
 from fla_double import Double, unlooked
@@ -165,7 +166,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     """Each output is fetched by one copy and waited for once, after the host's work for the next step."""
-    run, emit, init, schedule = Engine._run, StepCollector._emit, Fetch.__init__, Scheduler.schedule
+    run, emit, init, schedule = Engine._launch, StepCollector._emit, Fetch.__init__, Scheduler.schedule
     launched: list[StepInFlight] = []
     copies: list[Any] = []
     waits: list[tuple[int, int]] = []
@@ -177,22 +178,23 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
             followed.add(len(launched) - 1)
         return plan
 
-    def noted(engine: Engine, *step: Any) -> StepInFlight:
-        launched.append(run(engine, *step))
-        return launched[-1]
+    def noted(engine: Engine, *step: Any) -> StepInFlight | None:
+        if (flight := run(engine, *step)) is not None:
+            launched.append(flight)
+        return flight
 
     def waited(collector: StepCollector, flight: StepInFlight, here: Any) -> Any:
         waits.append((next(i for i, each in enumerate(launched) if each is flight), len(launched)))
         return emit(collector, flight, here)
 
     monkeypatch.setattr(Scheduler, "schedule", planned)
-    monkeypatch.setattr(Engine, "_run", noted)
+    monkeypatch.setattr(Engine, "_launch", noted)
     monkeypatch.setattr(StepCollector, "_emit", waited)
     monkeypatch.setattr(
         Fetch, "__init__", lambda fetch, tensors: copies.append(tensors) or init(fetch, tensors)
     )
     finish(cuda, cuda.make(**settings))
-    drawing = [flight for flight in launched if flight.verified is not None]
+    drawing = [flight for flight in launched if flight.output is not None]
     assert len(copies) == len(drawing)
     assert [step for step, _ in waits] == sorted({step for step, _ in waits})
     ahead = [known - step - 1 for step, known in waits]
@@ -272,9 +274,9 @@ def test_no_step_on_a_graph_waits(cuda: Any, settings: dict[str, Any], expected:
     """Eager-backend graphs: staging, checks and poisoning of a replay, and the body itself."""
     llm = cuda.make(**settings)
     finish(cuda, llm)
-    assert set(llm.engine.graphs.decisions.by_reason) == expected
+    assert set(llm.engine.runner.graphs.decisions.by_reason) == expected
     if "draft" in settings:
-        assert llm.engine._proposer.drafter.decisions.by_reason[DispatchReason.DECODE] > 0
+        assert llm.engine.runner.proposer.drafter.decisions.by_reason[DispatchReason.DECODE] > 0
 
 
 @pytest.mark.parametrize("mode", [{}, DECODES], ids=["no-graphs", "graphs"])
@@ -429,9 +431,7 @@ def test_what_does_not_wait_is_no_fault(
 
 def test_a_blocking_upload_is_named(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's own function without its `non_blocking`."""
-    monkeypatch.setattr(
-        RejectionSampler, "_upload", lambda self, array: torch.from_numpy(array).to(self._device)
-    )
+    monkeypatch.setattr(LogitsIndex, "_upload", lambda self, array: torch.from_numpy(array).to(self._device))
     with pytest.raises(AssertionError, match=r"blocking copy from cpu to cuda .*test_fake_cuda\.py:\d+"):
         finish(cuda, cuda.make(**DRAFTS))
 

@@ -51,6 +51,6 @@ def test_replays_follow_the_plan_of_their_step(
     plans = sum(wrapper.num_plans for wrapper in fixed)
     for _ in range(2):
         assert [output.outputs[0].token_ids for output in say(llm)] == expected
-    decisions = llm.engine.graphs.decisions.by_reason
+    decisions = llm.engine.runner.graphs.decisions.by_reason
     assert decisions[DispatchReason.DECODE] > 3
     assert sum(wrapper.num_plans for wrapper in fixed) == plans + decisions[DispatchReason.DECODE]

@@ -29,7 +29,7 @@ from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.cli import main
-from bateleur.runner.model_runner.step_graphs import make_plan
+from bateleur.runner.model_runner.graph_dispatcher import make_dispatcher
 
 PROMPTS = [
     "def:fibonacci(n):",
@@ -116,7 +116,7 @@ def test_recorded_graphs_give_the_tokens_of_eager_steps(
     llm = make(mode, cudagraph_checks=checks, **settings)
     assert ids(llm.generate(PROMPTS, SAMPLED)) == eager_tokens
     assert ids(llm.generate(PROMPTS[::-1], SAMPLED[::-1])) == eager_tokens[::-1]
-    decisions = llm.engine.graphs.decisions
+    decisions = llm.engine.runner.graphs.decisions
     assert set(decisions.by_reason) == expected
     assert decisions.total == llm.get_metrics().num_steps
     assert decisions.num_pad_tokens > 0
@@ -126,10 +126,10 @@ def test_the_eager_backend_runs_the_same_path(
     make: Callable[..., LLM], eager_tokens: list[list[int]]
 ) -> None:
     llm = make(cudagraph_backend="auto")
-    assert llm.engine.graphs.manager is not None
-    assert llm.engine.graphs.manager.report.backend == "eager"
+    assert llm.engine.runner.graphs.manager is not None
+    assert llm.engine.runner.graphs.manager.report.backend == "eager"
     assert ids(llm.generate(PROMPTS, SAMPLED)) == eager_tokens
-    assert llm.engine.graphs.decisions.by_reason[DispatchReason.DECODE] > 0
+    assert llm.engine.runner.graphs.decisions.by_reason[DispatchReason.DECODE] > 0
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, TritonBackend])
@@ -155,9 +155,9 @@ def test_full_graphs_of_mixed_batches_where_every_layer_is_attention(
         cudagraph_checks="PARANOID",
         **common,
     )
-    assert llm.engine.graphs.plan.mode is CudaGraphMode.FULL
+    assert llm.engine.runner.graphs.dispatcher.mode is CudaGraphMode.FULL
     assert ids(llm.generate(prompts, params)) == ids(expected)
-    assert set(llm.engine.graphs.decisions.by_reason) == {DispatchReason.DECODE, DispatchReason.MIXED}
+    assert set(llm.engine.runner.graphs.decisions.by_reason) == {DispatchReason.DECODE, DispatchReason.MIXED}
     assert llm.engine.verify_graphs().ok
 
 
@@ -183,7 +183,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_hybrid_model_lowers_full_and_says_so(make: Callable[..., LLM]) -> None:
     with pytest.warns(RuntimeWarning, match="cudagraph_mode is FULL_AND_PIECEWISE: .*every batch"):
         llm = make("FULL", cudagraph_capture_sizes=[2])
-    assert llm.engine.graphs.plan.mode is CudaGraphMode.FULL_AND_PIECEWISE
+    assert llm.engine.runner.graphs.dispatcher.mode is CudaGraphMode.FULL_AND_PIECEWISE
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
@@ -213,7 +213,7 @@ def test_verifying_finds_a_graph_that_differs(make: Callable[..., LLM]) -> None:
 def test_verifying_finds_writes_that_are_lost_or_stray(make: Callable[..., LLM], policy: str) -> None:
     """The outputs of a body do not show such writes; the next step would."""
     llm = make(cudagraph_capture_sizes=[4], mamba_state_policy=policy)
-    caches, manager = llm.engine.caches, llm.engine.graphs.manager
+    caches, manager = llm.engine.caches, llm.engine.runner.graphs.manager
     assert manager is not None
     (record,) = manager._captured.values()
     recording = record.graph
@@ -278,11 +278,11 @@ def test_noise_for_caches_has_their_dtype_and_is_only_where_rows_are(
     engine = make(cudagraph_capture_sizes=[2], **settings).engine
     caches = engine.caches.named()
     with Draws() as draws:
-        staged = engine.producer.fuzz(BatchExecutionDescriptor(CudaGraphMode.FULL, 2, 2, 1, 1), 0)
+        staged = engine.runner.producer.fuzz(BatchExecutionDescriptor(CudaGraphMode.FULL, 2, 2, 1, 1), 0)
     assert len(draws.seen) == len(caches)
     assert Counter(dtype for dtype, _ in draws.seen) == Counter(each.dtype for each in caches.values())
     assert sum(count for _, count in draws.seen) < sum(each.numel() for each in caches.values()) / 4
-    rows = engine.producer.written(staged.state)
+    rows = engine.runner.producer.written(staged.state)
     for name, whole in caches.items():
         assert len(rows[name]) <= 3 < len(whole.flatten(0, 1) if name.startswith("kv") else whole), name
 
@@ -324,7 +324,7 @@ def test_a_failing_graph_runs_its_step_eagerly_from_then_on(
 ) -> None:
     """kekzl/imp#1417: the logits of the previous step must never replace those of a failed replay."""
     llm = make()
-    manager = llm.engine.graphs.manager
+    manager = llm.engine.runner.graphs.manager
     assert manager is not None
     names = [llm.add_request(p, s) for p, s in zip(PROMPTS, SAMPLED, strict=True)]
     finished: dict[str, list[int]] = {}
@@ -344,7 +344,7 @@ def test_a_failing_graph_runs_its_step_eagerly_from_then_on(
     assert [finished[name] for name in names] == eager_tokens
     assert broken not in manager.ready
     assert "device lost" in manager.report.table()
-    assert llm.engine.graphs.decisions.by_reason[DispatchReason.NOT_CAPTURED] > 0
+    assert llm.engine.runner.graphs.decisions.by_reason[DispatchReason.NOT_CAPTURED] > 0
 
 
 def _fails(*_: object) -> None:
@@ -355,20 +355,20 @@ def test_a_failing_capture_leaves_an_engine_that_runs(
     make: Callable[..., LLM], eager_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T-K2: the failed key runs eagerly, the others on their graphs."""
-    from bateleur.runner.model_runner.step_graphs import StepGraphs
+    from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher
 
-    body = StepGraphs._body
+    body = GraphDispatcher._body
 
-    def fails_for_four(self: StepGraphs, execution: Execution[Any]) -> torch.Tensor:
+    def fails_for_four(self: GraphDispatcher, execution: Execution[Any]) -> torch.Tensor:
         if execution.key is not None and execution.key.num_tokens == 4:
             raise RuntimeError("no memory for four")
         return body(self, execution)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StepGraphs, "_body", fails_for_four)
+        patch.setattr(GraphDispatcher, "_body", fails_for_four)
         with pytest.warns(RuntimeWarning, match="no graph for FULL 4 tokens.*no memory for four"):
             llm = make()
-    manager = llm.engine.graphs.manager
+    manager = llm.engine.runner.graphs.manager
     assert manager is not None
     assert sorted(key.num_tokens for key in manager.ready) == [1, 2, 8]
     assert ids(llm.generate(PROMPTS, SAMPLED)) == eager_tokens
@@ -377,7 +377,7 @@ def test_a_failing_capture_leaves_an_engine_that_runs(
 def test_staged_steps_are_proof_and_states_are_lent(make: Callable[..., LLM]) -> None:
     """T-B1, T-C1, T-D2 on the engine's own states."""
     llm = make(cudagraph_checks="ADDRESSES")
-    manager = llm.engine.graphs.manager
+    manager = llm.engine.runner.graphs.manager
     assert manager is not None
     states = manager.states
     large, small = (next(key for key in states if key.num_tokens == n) for n in (8, 2))
@@ -396,7 +396,7 @@ def test_staged_steps_are_proof_and_states_are_lent(make: Callable[..., LLM]) ->
 
 def test_b1_a_batch_that_was_staged_before_another_is_not_replayed(make: Callable[..., LLM]) -> None:
     """Its tensors are views of buffers that hold the later batch."""
-    producer, manager = (llm := make()).engine.producer, llm.engine.graphs.manager
+    producer, manager = (llm := make()).engine.runner.producer, llm.engine.runner.graphs.manager
     assert manager is not None
     large, small = (next(key for key in manager.ready if key.num_tokens == n) for n in (8, 2))
     with torch.inference_mode():
@@ -410,7 +410,7 @@ def test_b1_a_batch_that_was_staged_before_another_is_not_replayed(make: Callabl
 
 @pytest.mark.parametrize("checks", ["ADDRESSES", "PARANOID"])
 def test_b2_paranoid_validates_every_batch(make: Callable[..., LLM], checks: str) -> None:
-    producer = make(cudagraph_checks=checks).engine.producer
+    producer = make(cudagraph_checks=checks).engine.runner.producer
     with torch.inference_mode():
         batch = producer.stage(FULL_4, Phase.RUN).state.batch
         batch.positions[1] += 1
@@ -441,7 +441,7 @@ def test_a_user_who_names_the_enum_gets_it(make: Callable[..., LLM]) -> None:
     llm = make(
         CudaGraphMode.FULL_DECODE_ONLY, cudagraph_checks=ReplayChecks.OFF, cudagraph_capture_sizes=None
     )
-    assert [key.num_reqs for key in llm.engine.graphs.plan.keys] == [8, 4, 2, 1]
+    assert [key.num_reqs for key in llm.engine.runner.graphs.dispatcher.keys] == [8, 4, 2, 1]
 
 
 def test_info_prints_what_runs_on_which_graph(capsys: pytest.CaptureFixture[str]) -> None:
@@ -475,7 +475,7 @@ def test_the_start_says_what_graphs_took(
     caplog.set_level(logging.INFO, "bateleur")
     drafts = {"draft": random_head, "num_speculative_tokens": 2, "cudagraph_capture_sizes": [3, 6]}
     llm = make("FULL_AND_PIECEWISE", **(drafts if draft else {}))
-    reports = llm.engine.all_graphs.reports
+    reports = llm.engine.runner.all_graphs.reports
     parts = {"forward", "end", "first draft pass", "draft chain", "proposal"} if draft else {"forward", "end"}
     assert set(reports) == parts
     costs, rows = llm.graph_costs, [row for report in reports.values() for row in report.captured]
@@ -497,7 +497,9 @@ def test_all_graphs_of_an_engine_keep_little_more_than_the_largest(
     engines = [
         make(mode, cudagraph_capture_sizes=sizes, **settings).engine for sizes in ([64], [*range(2, 65, 2)])
     ]
-    one, all_of_them = (engine.graphs.manager.report for engine in engines if engine.graphs.manager)
+    one, all_of_them = (
+        engine.runner.graphs.manager.report for engine in engines if engine.runner.graphs.manager
+    )
     largest = sum(row.nbytes for row in one.captured)
     assert len(all_of_them.captured) > 30
     assert 0 < all_of_them.nbytes <= 1.2 * largest
@@ -534,13 +536,13 @@ def test_f2_graphs_for_drafts_are_counted_and_missed(
 
 def test_a_mode_takes_the_longest_decoding_row_into_account() -> None:
     limits = BatchLimits(4, 64, 64)
-    plan, reason = make_plan(
+    plan, reason = make_dispatcher(
         CudaGraphMode.FULL_DECODE_ONLY, [6], limits, GraphSupport.SINGLE_TOKEN, query_lens=(1, 3)
     )
     assert plan.mode is CudaGraphMode.PIECEWISE
     assert reason is not None
     assert "decode rows have up to 3 tokens" in reason
-    plan, reason = make_plan(CudaGraphMode.FULL_DECODE_ONLY, [6], limits, GraphSupport.UNIFORM, (1, 3))
+    plan, reason = make_dispatcher(CudaGraphMode.FULL_DECODE_ONLY, [6], limits, GraphSupport.UNIFORM, (1, 3))
     assert reason is None
     assert [key.uniform_query_len for key in plan.keys] == [3, 1]
 
@@ -550,12 +552,12 @@ def test_a4_real_rows_do_not_depend_on_what_padded_rows_hold(make: Callable[...,
     """Every padded token has an id whose embedding is NaN, and free parts of the caches are full of NaN."""
     llm = make(mode)
     engine = llm.engine
-    producer, graphs = engine.producer, engine.graphs
+    producer, graphs = engine.runner.producer, engine.runner.graphs
     assert graphs.manager is not None
     nan_id = engine.model.spec.vocab_size - 1
     compared = 0
     with torch.inference_mode():
-        for key in graphs.plan.keys:
+        for key in graphs.dispatcher.keys:
             for seed in range(6):
                 outputs = []
                 for spoiled in (False, True):

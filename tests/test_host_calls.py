@@ -63,7 +63,7 @@ def steady(folder: Path, num_requests: int, **settings: Any) -> LLM:
 def drain(llm: LLM) -> None:
     while llm.has_unfinished_requests:
         llm.step()
-    llm.engine.ledger.restore()
+    llm.engine.registry.restore()
 
 
 class SameDrafts:

@@ -63,7 +63,7 @@ def pages_kept(states: MambaStateManager, row: int) -> None:
 
 def row_kept(table: RequestTable, request: Any, release: Any = RequestTable.release) -> list[int]:
     held: list[int] = release(table, request)
-    table._free_rows.pop()
+    table.free_rows.pop()
     return held
 
 

@@ -161,7 +161,7 @@ def test_m07_a_preempted_request_resumes_from_a_shorter_hit(
                 states.pool.forget(page)
         for request in reversed(victims):
             scheduler.preempt(request)
-        random.shuffle(table._free_rows)
+        random.shuffle(table.free_rows)
 
     assert sorted(ids(drain(llm, each_step=preempt))) == sorted(wanted)
     assert len(hits) > 5
@@ -252,7 +252,7 @@ def test_m16_what_a_request_carries_follows_it_when_others_come_and_go(
     asked = [(tokens_of(400 + i, 3 + 5 * i % 17), greedy(3 + 7 * i % 19)) for i in range(14)]
     wanted = [texts.of(*each) for each in asked]
     table, running = llm.engine.table, llm.engine.scheduler.running
-    states, random = llm.engine.model_state._states, Random(4)  # type: ignore[attr-defined]
+    states, random = llm.engine.runner.model_state._states, Random(4)  # type: ignore[attr-defined]
     waiting, done, orders, aborted = list(asked), [], set(), 0
     while waiting or llm.has_unfinished_requests:
         while waiting and random.random() < 0.6:

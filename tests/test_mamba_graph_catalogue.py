@@ -22,8 +22,7 @@ from bateleur.metadata import BatchShape
 from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.config.graph_options import GraphOptions
-from bateleur.runner.model_runner.step_graphs import StepGraphs
-from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher
 from eagle_doubles.drafters import RandomDrafter
 from scripted import Partly, Script
 
@@ -84,7 +83,7 @@ def make(make_llm: Callable[..., LLM], wanted: list[list[int]]) -> Callable[...,
 def everything(llm: LLM) -> dict[str, Tensor]:
     """Copies of all persistent state: pages, KV blocks, rings and request states, except the null ones."""
     caches = llm.engine.caches
-    kept = {"requests": llm.engine.model_state._states._states[:, 1:]}  # type: ignore[attr-defined]
+    kept = {"requests": llm.engine.runner.model_state._states._states[:, 1:]}  # type: ignore[attr-defined]
     for name, layers in (("kv", caches.kv), ("pages", caches.states)):
         kept |= {f"{name}.{i}.{j}": each[1:] for i, pair in enumerate(layers) for j, each in enumerate(pair)}
     for i, rings in enumerate(caches.rings):
@@ -115,21 +114,21 @@ def test_m08_dummy_steps_between_real_ones_change_nothing(
     """vLLM #37728: idle ranks, profiling and warm-up run the model, commit what they ran, and store nothing."""
     llm = make(policy)
     engine = llm.engine
-    producer, state, turn = engine.producer, engine.model_state, 0
+    producer, state, turn = engine.runner.producer, engine.runner.model_state, 0
     shapes = [BatchShape.of(1, 1, 1), BatchShape.of(4, 16, K + 1), BatchShape.of(2, 13, 12)]
 
     def dummy() -> None:
         nonlocal turn
         turn += 1
         before = everything(llm)
-        keys = engine.graphs.plan.keys
+        keys = engine.runner.graphs.dispatcher.keys
         staged = producer.stage(keys[turn % len(keys)], list(Phase)[turn % 3])
-        engine.graphs.run(staged)
+        engine.runner.graphs.run(staged)
         state.commit(staged.state, None)
         shape = shapes[turn % 3]
         profiled = producer.buffers.dummy(shape, is_prefilling=turn % 2 == 0)
         staged = producer.prepare(profiled, None)
-        engine.graphs.run(staged)
+        engine.runner.graphs.run(staged)
         state.commit(staged.state, torch.full((shape.num_reqs,), 1 + K))
         assert differing(before, everything(llm)) == []
 
@@ -144,7 +143,7 @@ def test_m25_capturing_every_key_changes_nothing(
     """vLLM #55774, in the middle of requests, like an engine that captures late."""
     llm = make(policy)
     engine, turn = llm.engine, 0
-    options = GraphOptions(engine.graphs.plan.mode, "recorded", (1, 4, 8, 16))
+    options = GraphOptions(engine.runner.graphs.dispatcher.mode, "recorded", (1, 4, 8, 16))
 
     def capture() -> None:
         nonlocal turn
@@ -152,10 +151,10 @@ def test_m25_capturing_every_key_changes_nothing(
         if turn % 7 != 3:
             return
         before = everything(llm)
-        late = StepGraphs(engine.model, engine.producer, options, (1, 1 + K))
+        late = GraphDispatcher(engine.model, engine.runner.producer, options, (1, 1 + K))
         late.capture()
         assert late.manager is not None
-        assert len(late.manager.ready) == len(engine.graphs.plan.keys)
+        assert len(late.manager.ready) == len(engine.runner.graphs.dispatcher.keys)
         assert differing(before, everything(llm)) == []
 
     assert run_with(llm, capture) == wanted
@@ -184,10 +183,12 @@ def test_m24_a_step_gets_the_same_metadata_after_profiling_and_verifying(
     seen: list[dict[Any, list[Any]]] = [{}, {}]
     for others, found in enumerate(seen):
         assert not others or engine.verify_graphs(fuzz=1).ok
-        for key in engine.graphs.plan.keys:
+        for key in engine.runner.graphs.dispatcher.keys:
             if others:
-                engine.producer.prepare(engine.producer.buffers.dummy(BatchShape.of(3, 11, 9)), None)
-            context = engine.producer.fuzz(key, 11).state
+                engine.runner.producer.prepare(
+                    engine.runner.producer.buffers.dummy(BatchShape.of(3, 11, 9)), None
+                )
+            context = engine.runner.producer.fuzz(key, 11).state
             found[key] = [leaves(context.batch), leaves(context.mamba), leaves(context.attention)]
     for key, (batch, mamba, attention) in seen[0].items():
         assert [batch, mamba, attention] == seen[1][key], key
@@ -202,8 +203,8 @@ def test_m26_addresses_cover_what_graphs_read_and_never_change(
     """vLLM #40648: also for the tensors of `commit`, which is not in a graph yet."""
     llm = make(policy)
     engine = llm.engine
-    state, caches = engine.model_state, engine.caches
-    book = dict(engine.producer.addresses())
+    state, caches = engine.runner.model_state, engine.caches
+    book = dict(engine.runner.producer.addresses())
     builder = state._mamba  # type: ignore[attr-defined]
     plan = builder._buffers.plan
     read = {
@@ -221,7 +222,7 @@ def test_m26_addresses_cover_what_graphs_read_and_never_change(
     kept = builder._buffers.commit_plan
     others = [state._states._states, state._num_valid, *(getattr(kept, f.name) for f in fields(kept))]  # type: ignore[attr-defined]
     before, steps = [each.data_ptr() for each in others], llm.get_metrics().num_steps
-    run = engine.graphs.run
+    run = engine.runner.graphs.run
 
     def checked(staged: Any) -> Any:
         plan, row = staged.state.mamba.plan, staged.state.mamba.request_row
@@ -229,11 +230,11 @@ def test_m26_addresses_cover_what_graphs_read_and_never_change(
         assert row.data_ptr() in book.values()
         return run(staged)
 
-    monkeypatch.setattr(engine.graphs, "run", checked)
+    monkeypatch.setattr(engine.runner.graphs, "run", checked)
     for _ in range(3):
         assert ids(llm.generate(PROMPTS, PARAMS)) == wanted
     assert llm.get_metrics().num_steps - steps > 50
-    assert engine.producer.addresses() == book
+    assert engine.runner.producer.addresses() == book
     kept = builder._buffers.commit_plan
     others = [state._states._states, state._num_valid, *(getattr(kept, f.name) for f in fields(kept))]  # type: ignore[attr-defined]
     assert [each.data_ptr() for each in others] == before
@@ -246,7 +247,7 @@ def test_m27_rows_behind_the_real_ones_are_null(
     """vLLM #34571: graphs for more tokens, rows and pages than there are requests."""
     llm = make(policy, max_num_seqs=2, cudagraph_capture_sizes=[8, 16])
     engine = llm.engine
-    run, padded = engine.graphs.run, 0
+    run, padded = engine.runner.graphs.run, 0
 
     def checked(staged: Any) -> Any:
         nonlocal padded
@@ -259,12 +260,12 @@ def test_m27_rows_behind_the_real_ones_are_null(
         padded += rows < batch.num_reqs
         return run(staged)
 
-    monkeypatch.setattr(engine.graphs, "run", checked)
+    monkeypatch.setattr(engine.runner.graphs, "run", checked)
     assert ids(llm.generate(PROMPTS, PARAMS)) == wanted
     assert padded > 3
     with torch.inference_mode():
-        for key in engine.graphs.plan.keys:
-            context = engine.producer.stage(key, Phase.CAPTURE).state
+        for key in engine.runner.graphs.dispatcher.keys:
+            context = engine.runner.producer.stage(key, Phase.CAPTURE).state
             assert not any(table.any() for table in context.batch.block_tables)
             assert context.mamba is not None
             assert not context.mamba.request_row.any()  # type: ignore[union-attr]
@@ -341,18 +342,17 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
     head = {"draft": random_head, "drafter": None}
     llm = make(policy, "NONE", **(head if drafts == "head" else {"drafter": RandomDrafter(K, VOCAB)}))
     engine, mode = llm.engine, NoSync()
-    monkeypatch.setattr(engine.model_state._mamba, "on_host", False)  # type: ignore[attr-defined]
-    monkeypatch.setattr(RejectionSampler, "on_host", False)
-    drafting = engine._proposer
+    monkeypatch.setattr(engine.runner.model_state._mamba, "on_host", False)  # type: ignore[attr-defined]
+    drafting = engine.runner.proposer
     assert drafting is not None
     monkeypatch.setattr(drafting, "_sees_drafts", False)  # as on other devices than a CPU
     monkeypatch.setattr(drafting, "_skips", False)
     if isinstance(drafting.drafter, EagleSpeculator):
         monkeypatch.setattr(drafting.drafter, "_native", None)
     watched = [
-        (engine._verifier, "verify"),
-        (engine._verifier, "num_valid"),
-        (engine.model_state, "commit"),
+        (engine.runner.rejection_sampler, "verify"),
+        (engine.runner.rejection_sampler, "num_valid"),
+        (engine.runner.model_state, "commit"),
         (drafting, "propose"),
     ]
     counts = dict.fromkeys((name for _, name in watched), 0)
@@ -361,7 +361,7 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
         method = getattr(owner, name)
 
         def guarded(*args: Any) -> Any:
-            whole = engine.producer.buffers._whole
+            whole = engine.runner.producer.buffers._whole
             host = {whole[field].data_ptr() for field in ("is_prefilling", "query_start_loc_cpu")}
             with no_sync(mode, host):
                 before = mode.calls

@@ -46,12 +46,13 @@ class Grammar:
     """Allows the tokens i mod 7 at output position i of every request, and none after `most` tokens."""
 
     def __init__(self, llm: LLM, patch: pytest.MonkeyPatch, most: int) -> None:
-        self.verifier, self.most = llm.engine._verifier, most
+        self.verifier, self.most = llm.engine.runner.rejection_sampler, most
         self.verify = self.verifier.verify
         patch.setattr(self.verifier, "verify", self._masked)
 
     def _masked(self, plan: Any, batch: Any, hidden: torch.Tensor, allowed: None) -> Any:
-        table, (drawing, first) = self.verifier.table, self.verifier.logit_rows(plan)
+        table, index = self.verifier.table, plan.index
+        drawing, first = index.sampled, index.first_S
         query_lens = np.where(drawing < plan.num_decodes, plan.query_lens[drawing], 1)
         bits = np.zeros((int(query_lens.sum()), 32 * mask_words(V)), np.uint8)
         for row, start, num in zip(plan.rows[drawing], first, query_lens, strict=True):
@@ -180,7 +181,7 @@ def test_tokens_are_the_same_after_preemption_and_when_a_step_breaks_off(
         if not llm.has_unfinished_requests:
             break
         if number % 9 == 5:
-            llm.engine.ledger.whole = False
+            llm.engine.registry.consistent = False
         found += llm.step()
     found.sort(key=lambda output: int(output.request_id.removeprefix("request-")))
     assert ids(found) == ids(answers)

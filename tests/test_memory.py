@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 1, "block_size": 
 
 def allocated(llm: LLM) -> int:
     """Bytes of all tensors that the plan includes."""
-    caches, drafting = llm.engine.caches, llm.engine._proposer
+    caches, drafting = llm.engine.caches, llm.engine.runner.proposer
     tensors = [tensor for pair in caches.kv for tensor in pair]
     if drafting is not None and isinstance(drafting.drafter, EagleSpeculator):
         tensors += [tensor for pair in drafting.drafter.kv for tensor in pair]
@@ -116,7 +116,7 @@ def test_info_counts_a_draft_head(
     # Not packed: our packing pads the last panel, and oneDNN's is not used under graphs.
     monkeypatch.setattr("bateleur.runner.models.native.packs", lambda weight: False)
     llm = make_llm(cudagraph_mode="FULL_DECODE_ONLY", **settings)
-    drafting = llm.engine._proposer
+    drafting = llm.engine.runner.proposer
     assert drafting is not None
     assert isinstance(drafting.drafter, EagleSpeculator)
     shared = {id(weight) for weight in llm.engine.model.weights().values()}

@@ -155,9 +155,11 @@ def test_the_largest_steps_are_run(
     run = memory_profile.Engine.run_largest
 
     def watched(engine: Any) -> None:
-        forward = engine.graphs.run
+        forward = engine.runner.graphs.run
         monkeypatch.setattr(
-            engine.graphs, "run", lambda staged: (seen.add(staged.state.batch.num_tokens), forward(staged))[1]
+            engine.runner.graphs,
+            "run",
+            lambda staged: (seen.add(staged.state.batch.num_tokens), forward(staged))[1],
         )
         run(engine)
 

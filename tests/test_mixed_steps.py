@@ -14,7 +14,7 @@ from bateleur.eagle import EagleSpeculator
 from bateleur.mamba import MambaMetadata
 from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.model_runner.step_graphs import StepGraphs
+from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher
 from bateleur.runner.models import StepContext
 
 LENGTHS = (7, 30, 3)
@@ -59,14 +59,14 @@ def test_pieces_hold_attention_and_mixed_steps_say_the_tokens_of_eager_ones(
 
     monkeypatch.setattr(TritonBackend, "attend", counted)
     assert talk(llm) == expected
-    by_reason = llm.engine.graphs.decisions.by_reason
+    by_reason = llm.engine.runner.graphs.decisions.by_reason
     assert by_reason[DispatchReason.PIECEWISE] >= 4
     assert set(by_reason) <= {DispatchReason.PIECEWISE, DispatchReason.DECODE}
     assert not calls, "a replay calls attention between two pieces"
-    assert llm.engine.graphs.manager is not None
+    assert llm.engine.runner.graphs.manager is not None
     pieces = {
         row.num_graphs
-        for row in llm.engine.graphs.manager.report.captured
+        for row in llm.engine.runner.graphs.manager.report.captured
         if row.key.mode is CudaGraphMode.PIECEWISE
     }
     assert pieces == {1 + len(llm.engine.model.spec.recurrent)}
@@ -79,7 +79,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.steps: list[tuple[MambaMetadata, int, Counter[str]]] = []
         self._inside = True  # within calls that are not counted
-        replay, run = RecordedPiece.replay, StepGraphs.run
+        replay, run = RecordedPiece.replay, GraphDispatcher.run
 
         def counted(piece: RecordedPiece) -> None:
             self.pieces += 1
@@ -87,7 +87,7 @@ class Launches(TorchDispatchMode):
             replay(piece)
             self._inside = inside
 
-        def watched(graphs: StepGraphs, staged: StagedBatch[StepContext]) -> Any:
+        def watched(graphs: GraphDispatcher, staged: StagedBatch[StepContext]) -> Any:
             self.pieces, self.found, self._inside = 0, Counter[str](), False
             with self:
                 output = run(graphs, staged)
@@ -97,7 +97,7 @@ class Launches(TorchDispatchMode):
             return output
 
         patch.setattr(RecordedPiece, "replay", counted)
-        patch.setattr(StepGraphs, "run", watched)
+        patch.setattr(GraphDispatcher, "run", watched)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         views = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
@@ -147,7 +147,7 @@ def test_a_draft_pass_is_one_graph_wherever_attention_ignores_bounds(
     llm = make_llm(**SMALL | GRAPHS | options, model=tiny_hybrid, attention_backend="triton")
     for _ in range(2):
         assert talk(llm) == expected
-    metrics, proposer = llm.get_metrics(), llm.engine._proposer
+    metrics, proposer = llm.get_metrics(), llm.engine.runner.proposer
     assert metrics.num_cached_tokens
     assert proposer is not None
     assert isinstance(proposer.drafter, EagleSpeculator)

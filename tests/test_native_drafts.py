@@ -19,7 +19,7 @@ from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.metadata.native import unavailable_reason
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.scheduling.scheduler import StepPlan
+from bateleur.runner.scheduling.step_batch import StepBatch
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason() is not None, reason=f"no kernels in C: {unavailable_reason()}"
@@ -57,7 +57,7 @@ def edited(tiny_head: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def speculator_of(llm: LLM) -> EagleSpeculator:
-    proposer = llm.engine._proposer
+    proposer = llm.engine.runner.proposer
     assert proposer is not None
     assert isinstance(proposer.drafter, EagleSpeculator)
     return proposer.drafter
@@ -236,20 +236,19 @@ def test_a_row_of_logits_with_a_nan_has_no_drafts(make_llm: Callable[..., LLM], 
 
 def test_drafts_are_kept_wherever_rows_lie(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
     llm = make_llm(draft=tiny_head)
-    proposer, drafter, seen = llm.engine._proposer, speculator_of(llm), []
+    proposer, drafter, seen = llm.engine.runner.proposer, speculator_of(llm), []
     assert proposer is not None
-    propose, draft, verifier = proposer.propose, drafter.propose, proposer._verifier
+    propose, draft, verifier = proposer.propose, drafter.propose, proposer._sampler
 
     def watched(context: DraftContext) -> Tensor:
         drafts = draft(context)
-        assert context.out is None or drafts is context.out
-        seen.append((context.out is None, drafts.clone()))
+        seen.append(drafts.clone())
         return drafts
 
-    def kept(plan: StepPlan, staged: Any, features: Any, ended: Any, admitted: Any) -> Any:
+    def kept(plan: StepBatch, staged: Any, features: Any, ended: Any, admitted: Any) -> Any:
         lengths = propose(plan, staged, features, ended, admitted)
-        certain, emitted = verifier.next_tokens(plan), ended.verified.token_ids
-        assert torch.equal(verifier.proposed(plan.rows), seen[-1][1])
+        certain, emitted = verifier.next_tokens(plan), ended.output.token_ids
+        assert torch.equal(verifier.drafts_of(plan.rows), seen[-1])
         if len(emitted) == len(plan.rows):
             last = (emitted >= 0).sum(1, keepdim=True) - 1
             assert torch.equal(certain, emitted.gather(1, last).squeeze(1))
@@ -259,7 +258,7 @@ def test_drafts_are_kept_wherever_rows_lie(make_llm: Callable[..., LLM], tiny_he
     proposer.propose = kept  # type: ignore[method-assign]
     ends = [replace(each, max_tokens=count) for each, count in zip(params(), (24, 9, 30), strict=False)]
     llm.generate(PROMPTS[:3], ends)
-    assert {apart for apart, _ in seen} == {False, True}
+    assert len(seen) > 9
 
 
 def test_steps_of_other_kinds_are_left_to_torch(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
@@ -283,8 +282,6 @@ def test_steps_of_other_kinds_are_left_to_torch(make_llm: Callable[..., LLM], ti
             {"features": (*others, first.t().contiguous().t())},
             {"features": tuple(others)},
             {"num_drafts": 5},
-            {"out": drafts[:, :3]},
-            {"out": drafts.int()},
         ):
             assert native.propose(replace(context, **changes)) is None  # type: ignore[arg-type]
             again = native.propose(context)
@@ -304,7 +301,7 @@ def test_rows_of_features_may_lie_apart(make_llm: Callable[..., LLM], tiny_head:
 
     def apart(context: DraftContext) -> Tensor:
         taps = tuple(torch.cat((tap, tap), -1)[:, : tap.shape[1]] for tap in context.features)
-        drafts = native.propose(replace(context, features=taps, out=None))
+        drafts = native.propose(replace(context, features=taps))
         assert drafts is not None
         assert torch.equal(drafts, propose(context))
         return drafts

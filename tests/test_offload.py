@@ -160,7 +160,7 @@ def test_an_engine_that_begins_again_finds_what_is_below(
     """A step that raises drops what is on the device, and nothing in host memory."""
     llm = sized(engine, 24, 2, kind="all")
     outputs = [llm.generate(*each) for each in asked()[:3]]
-    run, failed = type(llm.engine)._run, []
+    run, failed = type(llm.engine)._launch, []
 
     def fails(self: Any, *args: Any) -> Any:
         if not failed:
@@ -168,7 +168,7 @@ def test_an_engine_that_begins_again_finds_what_is_below(
             raise RuntimeError("once")
         return run(self, *args)
 
-    monkeypatch.setattr(type(llm.engine), "_run", fails)
+    monkeypatch.setattr(type(llm.engine), "_launch", fails)
     again, params = asked()[0]
     for number, prompt in enumerate(again):
         llm.add_request(prompt, params, request_id=str(number))

@@ -183,7 +183,7 @@ def test_files_of_another_engine_are_not_believed_where_they_lie(
     (ours,) = {path for path in (tmp_path / "cache").iterdir() if path.is_dir()} - {theirs}
     shutil.copytree(theirs, ours, dirs_exist_ok=True)
     other.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY)
-    other.engine.errands.drain()
+    other.engine.operations.flush_disk()
     other.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY)
     assert ids(other.generate(PROMPTS, GREEDY)) == said
     stats = other.get_metrics().offload
@@ -194,10 +194,10 @@ def test_files_of_another_engine_are_not_believed_where_they_lie(
 def test_what_one_engine_writes_another_finds(engine: Callable[..., LLM]) -> None:
     first, second = engine(), engine()
     said = ids(first.generate(PROMPTS, GREEDY))
-    first.engine.errands.drain()
+    first.engine.operations.flush_disk()
     for _ in range(3):  # steps, in which the engine looks at the folder
         second.generate([{"prompt_token_ids": [1, 2, 3]}], GREEDY)
-        second.engine.errands.drain()
+        second.engine.operations.flush_disk()
     again = second.generate(PROMPTS[:1], GREEDY)
     assert (ids(again), found(again)) == (said[:1], [48])
 
@@ -275,7 +275,7 @@ def test_a_full_disk_is_counted_and_changes_nothing(
 
     monkeypatch.setattr("os.writev", full)
     assert ids(llm.generate(PROMPTS, GREEDY)) == said
-    llm.engine.errands.drain()
+    llm.engine.operations.flush_disk()
     stats = llm.get_metrics().offload
     assert stats is not None
     assert stats.unwritten_files > 3
@@ -306,7 +306,7 @@ def test_what_went_wrong_is_not_on_the_disk(engine: Callable[..., LLM], tmp_path
     llm = engine()
     embedding = llm.engine.model.embedding
     llm.generate([{"prompt_token_ids": TOKENS[:25]}], SamplingParams(temperature=0, max_tokens=1))
-    llm.engine.errands.drain()
+    llm.engine.operations.flush_disk()
     assert files(tmp_path)
     kept = embedding[TOKENS[30]].clone()
     embedding[TOKENS[30]] = torch.nan
@@ -314,7 +314,7 @@ def test_what_went_wrong_is_not_on_the_disk(engine: Callable[..., LLM], tmp_path
     assert (output.outputs[0].finish_reason, output.num_cached_tokens) == ("error", 24)
     embedding[TOKENS[30]] = kept
     llm.close()
-    llm.engine.outside.disk._writer.shutdown()  # type: ignore[union-attr]
+    llm.engine.offload.disk._writer.shutdown()  # type: ignore[union-attr]
     assert not files(tmp_path)
 
 

@@ -254,8 +254,8 @@ def test_replays_equal_eager_runs_on_random_pages(mode: str) -> None:
         cudagraph_checks="PARANOID",
     )
     assert llm.engine.verify_graphs(fuzz=6).ok
-    kept = llm.engine.producer
-    key = llm.engine.graphs.plan.keys[0]
+    kept = llm.engine.runner.producer
+    key = llm.engine.runner.graphs.dispatcher.keys[0]
     assert kept.fuzz(key, 3).state.batch.block_tables[1].count_nonzero() > 0
 
 

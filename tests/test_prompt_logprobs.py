@@ -114,7 +114,7 @@ def test_they_are_those_of_transformers(
     llm, slices = make(**CASES[case]), []
     logits = llm.engine.model.logits
     monkeypatch.setattr(
-        llm.engine._prompt_logprobs._model,
+        llm.engine.runner.prompt_logprobs._model,
         "logits",
         lambda hidden: slices.append(len(hidden)) or logits(hidden),  # type: ignore[func-returns-value]
     )
@@ -140,14 +140,14 @@ def test_a_prompt_that_was_preempted_is_told_once(
     """Also if the step failed."""
     llm = sized(make, 17, max_num_batched_tokens=9, max_num_seqs=5)
     scored: list[int] = []
-    score = llm.engine._prompt_logprobs.score
+    score = llm.engine.runner.prompt_logprobs.score
 
     def listen(plan: Any, hidden: torch.Tensor) -> Any:
         found = score(plan, hidden)
         scored.append(0 if found is None else len(found.token_ids))
         return found
 
-    monkeypatch.setattr(llm.engine._prompt_logprobs, "score", listen)
+    monkeypatch.setattr(llm.engine.runner.prompt_logprobs, "score", listen)
     for prompt, params in zip(prompts, PARAMS, strict=True):
         llm.add_request(prompt, params)
     outputs: list[RequestOutput] = []
@@ -157,7 +157,7 @@ def test_a_prompt_that_was_preempted_is_told_once(
             break
         halfway = any(each.lacks_prompt_logprobs for each in llm.engine.scheduler.running)
         if halfway and number % 3 == 2 and broken < 2:
-            llm.engine.ledger.whole = False
+            llm.engine.registry.consistent = False
             broken += 1
         outputs += llm.step()
     outputs.sort(key=lambda output: int(output.request_id.removeprefix("request-")))

@@ -82,13 +82,13 @@ def test_no_graph_has_it(name: str, double: Double, recurrent: Callable[[str], A
     folder, _ = recurrent(name)
     own = tokens(engine(folder))
     llm = engine(folder, prompt_scan=PromptScan.FLA, **GRAPHS)
-    manager = llm.engine.graphs.manager
+    manager = llm.engine.runner.graphs.manager
     assert manager is not None
     assert {key.mode for key in manager.ready} == {CudaGraphMode.PIECEWISE, CudaGraphMode.FULL}
     double.calls = 0  # counts the eager parts between captured pieces
     assert tokens(llm) == own
     assert double.calls > 0
-    assert llm.engine.graphs.decisions.by_reason[DispatchReason.PIECEWISE] > 0
+    assert llm.engine.runner.graphs.decisions.by_reason[DispatchReason.PIECEWISE] > 0
 
 
 def test_a_device_or_dtype_that_it_does_not_serve_is_refused(recurrent: Callable[[str], Any]) -> None:

@@ -45,7 +45,7 @@ def llm(settings: dict[str, Any]) -> Iterator[LLM]:
 def pids(llm: LLM) -> list[int]:
     """Process ids of the other ranks."""
     assert llm._leader is not None
-    found = [member.process for member in llm._leader._watch.members]
+    found = [member.process for member in llm._leader._monitor.ranks]
     return [each.pid for each in found if each is not None]
 
 
@@ -260,7 +260,7 @@ SCRIPT = """
 import sys, time
 from bateleur.runner import LLM, SamplingParams
 llm = LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, tensor_parallel_size=2)
-print(llm._leader._watch.members[0].process.pid, flush=True)
+print(llm._leader._monitor.ranks[0].process.pid, flush=True)
 if sys.argv[2] == "runs":
     llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=100000, ignore_eos=True))
 """

@@ -148,7 +148,7 @@ def test_53919_a_row_that_moves_after_acceptance(make: Make, name: str, policy: 
         said |= {output.request_id: output for output in llm.step() if output.finished}
         if random.random() < 0.15 and scheduler.running:
             scheduler.preempt(random.choice(scheduler.running))
-        random.shuffle(llm.engine.table._free_rows)
+        random.shuffle(llm.engine.table.free_rows)
         rows = sorted(scheduler.running, key=lambda request: request.row)
         places = {request.request_id: place for place, request in enumerate(rows)}
         uneven = len({after - before for _, before, after, _ in drafter.strides[-1]}) > 1

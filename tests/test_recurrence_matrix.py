@@ -117,7 +117,7 @@ def serve(llm: LLM, turn: Turn, *, preempt: bool) -> list[RequestOutput]:
         done |= {output.request_id: output for output in llm.step() if output.finished}
         if preempt and scheduler.running and random.random() < 0.25:
             scheduler.preempt(random.choice(scheduler.running))
-        random.shuffle(table._free_rows)
+        random.shuffle(table.free_rows)
     return [done[name] for name in names]
 
 
@@ -125,7 +125,7 @@ def expect(llm: LLM, k: int, graphs: str) -> None:
     """Assert that the cell's options had an effect: accepted drafts at every position, rejections, preemptions, both
     kinds of graphs.
     """
-    stats, decisions = llm.get_metrics(), llm.engine.graphs.decisions.by_reason
+    stats, decisions = llm.get_metrics(), llm.engine.runner.graphs.decisions.by_reason
     assert stats.num_preemptions > 1
     if k:
         assert stats.acceptance is not None

@@ -78,9 +78,9 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 
 def drafter_of(llm: LLM) -> EagleSpeculator:
-    assert llm.engine._proposer is not None
-    assert isinstance(llm.engine._proposer.drafter, EagleSpeculator)
-    return llm.engine._proposer.drafter
+    assert llm.engine.runner.proposer is not None
+    assert isinstance(llm.engine.runner.proposer.drafter, EagleSpeculator)
+    return llm.engine.runner.proposer.drafter
 
 
 def test_a_step_without_drafts_runs_no_matrix_product_of_the_head(

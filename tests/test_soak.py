@@ -145,4 +145,4 @@ def test_random_traffic(
     assert scheduler.states is None or scheduler.states.pool.num_free == scheduler.states.pool.capacity
     assert scheduler.pool is not None
     assert scheduler.pool.num_free == scheduler.pool.capacity
-    assert scheduler.table.num_free_rows == 6
+    assert len(scheduler.table.free_rows) == 6

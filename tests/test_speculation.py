@@ -146,7 +146,7 @@ def test_recorded_graphs_verify_like_eager_steps(
     for _ in range(2):
         outputs = llm.generate(PROMPTS, PARAMS)
         assert [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs] == script.texts[:5]
-    by_key = llm.engine.graphs.decisions
+    by_key = llm.engine.runner.graphs.decisions
     assert by_key.by_reason[DispatchReason.DECODE] > 10
     assert llm.engine.verify_graphs(fuzz=3).ok
 

@@ -224,9 +224,11 @@ def test_steps_without_a_grammar_fetch_nothing(
     """
     llm = make_llm(draft="ngram", num_speculative_tokens=2)
     fetched: list[tuple[int, ...]] = []
-    proposed = llm.engine._verifier.proposed
+    proposed = llm.engine.runner.rejection_sampler.drafts_of
     monkeypatch.setattr(
-        llm.engine._verifier, "proposed", lambda rows: fetched.append(rows.shape) or proposed(rows)
+        llm.engine.runner.rejection_sampler,
+        "proposed",
+        lambda rows: fetched.append(rows.shape) or proposed(rows),
     )
     llm.generate(["x = 1", "y = 2"], SamplingParams(max_tokens=6, seed=1))
     assert not fetched

@@ -21,8 +21,8 @@ from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.distributed.ranks import Ranks
-from bateleur.runner.sampling.captured_sampler import CUTS, CapturedSampler
-from bateleur.runner.sampling.step_end import EndWhy
+from bateleur.runner.sampling.rejection_sampler import TRUNCATED, RejectionSampler
+from bateleur.runner.sampling.step_end import EndReason
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -57,7 +57,7 @@ def said(folder: Path, verify: bool = False, **settings: Any) -> list[list[list[
             report = llm.engine.verify_graphs(fuzz=1)
             assert {each.part for each in report.comparisons} >= {"forward", "end", "proposal"}
             assert report.ok, report.table()
-            assert llm.engine.ends.by_reason.keys() >= {EndWhy.GRAPH, EndWhy.FORWARD}
+            assert llm.engine.runner.ends.by_reason.keys() >= {EndReason.GRAPH, EndReason.FORWARD}
         return outputs
 
 
@@ -99,13 +99,13 @@ def test_laws_that_truncate_end_on_graphs_of_ranks_with_a_part_each(
     """Each parameter alone and then all at once, with a vocabulary that is not divisible by the number of ranks."""
     laws: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8}]
     params = [SamplingParams(seed=i, max_tokens=12, ignore_eos=True, **each) for i, each in enumerate(laws)]
-    folder, kinds, kind_of = tiny("llama", **EVEN["llama"]), set[str](), CapturedSampler.kind_of
+    folder, kinds, output_of = tiny("llama", **EVEN["llama"]), set[str](), RejectionSampler.output_of
 
-    def noted(sampler: CapturedSampler, plan: Any) -> str:
-        kinds.add(kind_of(sampler, plan))
-        return kind_of(sampler, plan)
+    def noted(sampler: RejectionSampler, batch: Any, packed: Any) -> Any:
+        kinds.add(batch.sampling.kind)
+        return output_of(sampler, batch, packed)
 
-    monkeypatch.setattr(CapturedSampler, "kind_of", noted)
+    monkeypatch.setattr(RejectionSampler, "output_of", noted)
     asked = [*prompts(), prompts()[0]]
     found = []
     ranks = {"tensor_parallel_size": 2, "num_speculative_tokens": 2, "cudagraph_checks": "PARANOID"}
@@ -115,7 +115,7 @@ def test_laws_that_truncate_end_on_graphs_of_ranks_with_a_part_each(
         ) as llm:
             found.append(tokens(llm.generate(asked, params)))
     assert found[0] == found[1]
-    assert kinds == {CUTS}
+    assert kinds == {TRUNCATED}
 
 
 def test_grammars_rules_and_steps_ahead_are_those_of_one_process() -> None:

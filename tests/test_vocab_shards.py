@@ -30,7 +30,7 @@ from bateleur.eagle import (
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.sampling.logprobs import logprobs_of
-from bateleur.runner.sampling.sampler import SamplingState
+from bateleur.runner.sampling.sampler import Sampler
 from eagle_doubles.laws import keys_of, metadata_of, normal
 from together import OneOf, Together, at_once, parts_of
 
@@ -80,7 +80,7 @@ def told(own: Tensor, shard: VocabShard) -> object:
 
 def ruled(own: Tensor, shard: VocabShard) -> object:
     """Rows with token rules."""
-    state = SamplingState(N, V, CPU, shard)
+    state = Sampler(N, V, CPU, shard)
     for row in range(N):
         state.admit(row, SamplingParams(logit_bias={row: 1.0}), row, ())
     return state.process(own, np.arange(N), np.ones(N, np.int64))
@@ -88,7 +88,7 @@ def ruled(own: Tensor, shard: VocabShard) -> object:
 
 def penalised(own: Tensor, shard: VocabShard) -> object:
     """Rows with penalties."""
-    state = SamplingState(N, V, CPU, shard)
+    state = Sampler(N, V, CPU, shard)
     for row in range(N):
         state.admit(
             row, SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3), row, (1, 700), (5, 1002)
@@ -160,7 +160,7 @@ def said(folder: Path, params: list[SamplingParams], **settings: Any) -> Said:
 def of(llm: LLM, params: list[SamplingParams]) -> Said:
     prompts = [{"prompt_token_ids": [7 + i, 9, 7 + i, 9, 11]} for i in range(len(params))]
     tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    proposer = llm.engine._proposer
+    proposer = llm.engine.runner.proposer
     return Said(tokens, [] if proposer is None else vars(proposer.drafter).get("seen", []))
 
 

@@ -17,7 +17,7 @@ from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.sampling import rejection_sampler
-from bateleur.runner.sampling.sampler import SamplingState
+from bateleur.runner.sampling.sampler import Sampler
 
 GRAPHS = {
     "cudagraph_mode": "FULL_AND_PIECEWISE",
@@ -101,7 +101,7 @@ def test_k1_a_warm_up_launches_what_its_capture_launches(
     """For the target and both kinds of draft passes, including kernels that only the longest requests need."""
     long = {"max_model_len": 1536, "draft": random_head, "num_speculative_tokens": 2}
     llm = make_llm(**GRAPHS, **long, attention_backend="triton")
-    assert llm.engine.graphs.manager is not None
+    assert llm.engine.runner.graphs.manager is not None
     captured = {(name, key) for name, key, phase in launches.by_stage if phase is Phase.CAPTURE}
     behind = {"EndSteps", "LentSteps", "ChainSteps", "ProposalSteps"}
     assert {name for name, _ in captured} == {"StepProducer"} | behind
@@ -156,7 +156,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
     """Verification and the commit of states, with the rows and drafts of each decode graph."""
     seen: Counter[tuple[Any, ...]] = Counter()
     truncated: set[bool] = set()
-    verify, sample, commit = rejection_sampler.verify, SamplingState.draw, ModelState.commit
+    verify, sample, commit = rejection_sampler.verify, Sampler.draw, ModelState.commit
 
     def verified(logits: Any, drafts: Any, *args: Any, **options: Any) -> Any:
         if not options["greedy"]:
@@ -175,11 +175,11 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
         commit(self, context, num_valid, **options)
 
     monkeypatch.setattr(rejection_sampler, "verify", verified)
-    monkeypatch.setattr(SamplingState, "draw", sampled)
+    monkeypatch.setattr(Sampler, "draw", sampled)
     monkeypatch.setattr(ModelState, "commit", committed)
     drafts = {"draft": random_head, "num_speculative_tokens": num_drafts} if num_drafts else {}
     llm = make_llm(**GRAPHS, **drafts, mamba_state_policy=policy)
-    keys = [key for key in llm.engine.graphs.plan.keys if key.num_reqs is not None]
+    keys = [key for key in llm.engine.runner.graphs.dispatcher.keys if key.num_reqs is not None]
     sizes = {(key.num_reqs, key.uniform_query_len) for key in keys}
     assert {length for _, length in sizes} == {1, 1 + num_drafts}
     assert set(seen) == {(what, *size) for what in ("verify", "commit") for size in sizes} | PROMPTS
@@ -202,7 +202,7 @@ def test_nothing_of_the_rehearsal_remains(make_llm: Callable[..., LLM], random_h
     texts = []
     for graphs in ({}, GRAPHS):
         llm = make_llm(**(options | graphs))
-        state = llm.engine.sampling
+        state = llm.engine.runner.sampler
         assert state.all_greedy(np.arange(4))
         texts.append([o.outputs[0].token_ids for o in llm.generate(["import os", "x"], params)])
     assert texts[0] == texts[1]

@@ -231,13 +231,13 @@ def finish(llm: LLM, interrupter: Interrupter | None = None, gaps: Iterator[int]
 def assert_idle(llm: LLM) -> None:
     """Every row, block and page is back, and nobody is remembered."""
     engine, scheduler = llm.engine, llm.engine.scheduler
-    engine.ledger.restore()
+    engine.registry.restore()
     assert not llm.has_unfinished_requests
     assert not engine.requests
     assert not scheduler.waiting
     assert not scheduler.running
-    assert not engine.ledger.claimed
-    assert scheduler.table.num_free_rows == llm.limits.max_num_seqs
+    assert not engine.registry.claimed
+    assert len(scheduler.table.free_rows) == llm.limits.max_num_seqs
     assert not scheduler.table.block_table.any()
     for pool in (scheduler.pool, scheduler.states and scheduler.states.pool):
         if pool is not None:
@@ -315,7 +315,7 @@ def test_an_interrupted_generate_leaves_the_others_as_they_were(llm: LLM) -> Non
     other = llm.add_request(PROMPTS[0], PARAMS[0])
 
     def check() -> None:
-        llm.engine.ledger.restore()
+        llm.engine.registry.restore()
         assert set(llm.engine.requests) <= {other}
 
     outputs = interrupted(lambda: llm.generate(PROMPTS[1:3], PARAMS[1:3]), check)
@@ -350,7 +350,7 @@ def test_an_interrupted_abort_still_reports_once(llm: LLM) -> None:
         reports.append(llm.abort(name))
 
     def check() -> None:
-        llm.engine.ledger.restore()
+        llm.engine.registry.restore()
         if not llm.engine.requests and llm.has_unfinished_requests:
             reports.extend(llm.step())
 

@@ -58,7 +58,7 @@ from bateleur.metadata.backends.triton_paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.output_processor import Emitted, OutputProcessor
+from bateleur.runner.engine.output_processor import EmittedTokens, OutputProcessor
 from bateleur.runner.engine.step_collector import StepCollector
 from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.models import HybridDecoder
@@ -75,7 +75,7 @@ from bateleur.runner.models.spec import (
     RouterSpec,
 )
 from bateleur.runner.sampling.prompt_logprobs import Scored
-from bateleur.runner.sampling.verified import Verified
+from bateleur.runner.sampling.rejection_sampler import SamplerOutput
 from bateleur.runner.utils.device import Fetch
 from gpus import Gpus
 from quick_fakes import QuickFakes, leaves_of
@@ -460,9 +460,9 @@ class FakeCuda:
 
         def emit_invented(
             collector: StepCollector, flight: StepInFlight, here: NDArray[np.bool_] | None
-        ) -> Emitted:
-            assert flight.verified is not None
-            arrays = self._invent(flight, flight.verified)
+        ) -> EmittedTokens:
+            assert flight.output is not None
+            arrays = self._invent(flight, flight.output)
             flight.fetched = SimpleNamespace(wait=lambda: arrays)  # type: ignore[assignment]
             return emit(collector, flight, here)
 
@@ -476,17 +476,17 @@ class FakeCuda:
         patch.setattr("bateleur.metadata._memory.pinned", pin)
         patch.setattr("bateleur.runner.sampling.grammar_masks.pinned", pin)
 
-    def _invent(self, flight: StepInFlight, verified: Verified) -> list[NDArray[Any]]:
+    def _invent(self, flight: StepInFlight, output: SamplerOutput) -> list[NDArray[Any]]:
         """The values that `OutputProcessor.fetch` returns: counts, bad flags, tokens, drafts, and log probabilities."""
-        drawing = verified.drawing
-        most = np.where(drawing < flight.plan.num_decodes, 1 + flight.num_drafts[drawing], 1)
-        rows, width = verified.token_ids.shape
+        drawing, width = output.sampled, output.width
+        most = np.where(drawing < flight.batch.num_decodes, 1 + flight.num_drafts[drawing], 1)
+        rows = len(drawing)
         counts = self._random.integers(1, most + 1)
         tokens = self._random.integers(1, self._spec.vocab_size, (rows, width))
         tokens[np.arange(width) >= counts[:, None]] = -1
-        drafts = np.ones(verified.drafts.shape, np.int64)
+        drafts = np.ones((rows, width - 1), np.int64)
         arrays: list[NDArray[Any]] = [np.column_stack((counts, np.zeros_like(counts), tokens, drafts))]
-        if (found := verified.logprobs) is not None:
+        if (found := output.logprobs) is not None:
             ids = np.broadcast_to(np.arange(found.top_ids.shape[1]), found.top_ids.shape)
             arrays += [ids, np.full(found.top_values.shape, -1.0)]
             arrays += [np.full(found.sampled.shape, -1.0), np.ones(found.rank.shape, np.int64)]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from bateleur.runner.distributed.connections import Link, Member
+from bateleur.runner.distributed.connections import RankConnection, RankProcess
 from bateleur.runner.workers import leader
 
 FOLLOWER = "bateleur.runner.workers.follower"
@@ -51,7 +51,7 @@ def begin(orders: Connection, watch: Connection) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
-    run(Link(orders, watch))
+    run(RankConnection(orders, watch))
 
 
 class FailsLater:
@@ -98,7 +98,7 @@ def forked() -> Iterator[None]:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
 
-    def start(module: str, rank: int) -> Member:
+    def start(module: str, rank: int) -> RankProcess:
         assert module == FOLLOWER
         (orders, far_orders), (watch, far_watch) = multiprocessing.Pipe(), multiprocessing.Pipe()
         process = context.Process(target=begin, args=(far_orders, far_watch), daemon=True)
@@ -106,7 +106,7 @@ def forked() -> Iterator[None]:
         far_orders.close()
         far_watch.close()
         forked: Any = Forked(process)
-        return Member(rank, Link(orders, watch), forked)
+        return RankProcess(rank, RankConnection(orders, watch), forked)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(leader, "start", start)

@@ -4,7 +4,8 @@ from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.scheduling.scheduler import Scheduler, StepPlan
+from bateleur.runner.scheduling.scheduler import Scheduler
+from bateleur.runner.scheduling.step_batch import StepBatch
 
 BLOCK = 4
 
@@ -19,7 +20,7 @@ def make_scheduler(rows: int, blocks: int, budget: int, max_model_len: int = 64)
     return Scheduler(table, BlockPool(blocks), block_size=BLOCK, max_num_batched_tokens=budget)
 
 
-def check(scheduler: Scheduler, plan: StepPlan, budget: int) -> None:
+def check(scheduler: Scheduler, plan: StepBatch, budget: int) -> None:
     """Every invariant of a plan and of the block tables."""
     table, pool = scheduler.table, scheduler.pool
     assert pool is not None
@@ -43,9 +44,9 @@ def check(scheduler: Scheduler, plan: StepPlan, budget: int) -> None:
     assert len(held) + pool.num_free == pool.capacity
 
 
-def finish_step(scheduler: Scheduler, plan: StepPlan) -> list[Request]:
+def finish_step(scheduler: Scheduler, plan: StepBatch) -> list[Request]:
     """What the engine does after the model ran: commit, draw, retire."""
-    scheduler.advance(plan)
+    scheduler.table.advance(plan.rows, plan.query_lens, plan.num_decodes)
     scheduler.commit(plan)
     table, done = scheduler.table, []
     for request, row, draws in zip(plan.requests, plan.rows, plan.samples, strict=True):

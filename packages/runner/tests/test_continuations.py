@@ -96,7 +96,7 @@ def test_an_abort_ends_all(sharing: LLM) -> None:
         assert not sharing.has_unfinished_requests
         scheduler = sharing.engine.scheduler
         assert scheduler.num_waiting == len(scheduler.running) == 0
-        assert scheduler.table.num_free_rows == 3
+        assert len(scheduler.table.free_rows) == 3
 
 
 def test_the_prompt_is_computed_once_where_prefixes_are_shared(

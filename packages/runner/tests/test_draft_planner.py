@@ -17,7 +17,7 @@ ROWS, MAX_MODEL_LEN, MAX_DRAFTED_LEN, K = 9, 60, 50, 4
 class Sampling:
     """Tokens of rows 2 and 5 depend on how many tokens were generated."""
 
-    def hinge_on_length(self, rows: NDArray[np.int64], least: Any, most: Any) -> NDArray[np.bool_]:
+    def depends_on_length(self, rows: NDArray[np.int64], least: Any, most: Any) -> NDArray[np.bool_]:
         assert (least <= most).all()
         return np.isin(rows, (2, 5))
 
@@ -31,9 +31,9 @@ def table_of(seed: int) -> RequestTable:
     table.num_tokens[7], table.num_computed[7] = 5, 3
     table.limit[:8] = np.minimum(table.num_tokens[:8] + rng.integers(1, 9, 8), MAX_MODEL_LEN)
     table.num_proposed[:8] = rng.integers(0, 1 + K, 8)
-    table.slack[:7] = rng.integers(0, 2, 7) * rng.integers(0, 1 + K, 7)
-    table.num_drafts[7] = table.num_places[7] = 3
-    table.rests[:7] = 1
+    table.num_uncertain[:7] = rng.integers(0, 2, 7) * rng.integers(0, 1 + K, 7)
+    table.num_drafts[7] = table.num_draft_slots[7] = 3
+    table.must_wait[:7] = 1
     return table
 
 
@@ -60,12 +60,12 @@ def test_a_row_tests_the_proposed_drafts_that_are_useful(
         longest = next((n for n in graphed if n >= max(wanted)), 0)
         for row, drafts in enumerate(wanted):
             room = MAX_MODEL_LEN - int(table.num_tokens[row])
-            assert table.num_places[row] == max(drafts, min(longest, room))
-            padded += int(table.num_places[row]) > drafts
-            uncertain = table.slack[row] > 0
+            assert table.num_draft_slots[row] == max(drafts, min(longest, room))
+            padded += int(table.num_draft_slots[row]) > drafts
+            uncertain = table.num_uncertain[row] > 0
             late = waits_for_length and table.num_proposed[row] > max(0, useful[row])
-            assert table.rests[row] == (uncertain and (late or row in (2, 5)))
-            waiting += int(table.rests[row])
-        assert table.num_places[7:].tolist() == [3, 0]
+            assert table.must_wait[row] == (uncertain and (late or row in (2, 5)))
+            waiting += int(table.must_wait[row])
+        assert table.num_draft_slots[7:].tolist() == [3, 0]
     assert waiting > 20
     assert bool(padded) == bool(graphed)

@@ -85,7 +85,7 @@ def make_with(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> 
 
 def spoil(llm: LLM) -> None:
     """Fill what a request may own with NaN; the null block belongs to nobody."""
-    drafting = llm.engine._proposer
+    drafting = llm.engine.runner.proposer
     drafter = None if drafting is None else drafting.drafter
     pairs = [*llm.engine.caches.kv, *(drafter.kv if isinstance(drafter, EagleSpeculator) else ())]
     for pair in pairs:

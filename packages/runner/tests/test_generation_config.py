@@ -73,4 +73,4 @@ def test_llm_takes_it_for_requests_without_parameters() -> None:
     (group,) = llm._requests("x", None)
     assert group.members[0].params is default
     name = llm.add_request("x")
-    assert llm.engine.ledger.requests[name].members[0].params is default
+    assert llm.engine.registry.requests[name].members[0].params is default

@@ -15,11 +15,11 @@ from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.distributed.ranks import ALONE
 from bateleur.runner.engine.setup import _CacheSizes
-from bateleur.runner.model_runner.step_graphs import (
+from bateleur.runner.model_runner.graph_dispatcher import (
     default_capture_sizes,
     gaps_of_drafts,
     largest_capture,
-    make_plan,
+    make_dispatcher,
 )
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, MlpLayer, ModelSpec
@@ -113,7 +113,7 @@ def test_caches_of_a_given_size_leave_the_rest_to_steps(monkeypatch: pytest.Monk
 def test_every_batch_that_decodes_has_a_graph_by_default(mode: CudaGraphMode, rows: int, drafts: int) -> None:
     limits = EngineLimits(131_072, rows, max(8192, rows * (1 + drafts)), drafts)
     lengths = sorted({1, 1 + drafts})
-    plan, reason = make_plan(mode, None, limits.buffers, GraphSupport.ALWAYS, lengths)
+    plan, reason = make_dispatcher(mode, None, limits.buffers, GraphSupport.ALWAYS, lengths)
     assert reason is None
     for length in lengths:
         coverage = plan.coverage(rows, length)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bateleur.runner.sampling.masks import forbid_, mask_words
-from bateleur.runner.sampling.sampler import SamplingState
+from bateleur.runner.sampling.sampler import Sampler
 from bateleur.runner.sampling_params import SamplingParams
 
 
@@ -34,7 +34,7 @@ def test_what_has_no_bit_is_out(width: int) -> None:
 def test_a_draw_is_of_what_is_allowed(temperature: float) -> None:
     """A row without any such token says so; one of numbers that are none doesn't; the logits stay as they are."""
     width, params = 61, SamplingParams(temperature=temperature, top_k=5)
-    state = SamplingState(5, width, "cpu")
+    state = Sampler(5, width, "cpu")
     for row in range(5):
         state.admit(row, params, 3, [1])
     logits = torch.randn(5, width)

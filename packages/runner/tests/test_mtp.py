@@ -286,7 +286,7 @@ def test_on_graphs(good: Callable[[str], Path], plain: Callable[[str], list[list
     llm = LLM(good(name), **SETTINGS | DRAFTS | GRAPHS)
     assert said(llm) == plain(name)
     assert llm.get_metrics().acceptance.kept[-1] > 0
-    assert llm.engine.graphs.decisions.by_reason[DispatchReason.DECODE] > 5
+    assert llm.engine.runner.graphs.decisions.by_reason[DispatchReason.DECODE] > 5
     assert llm.engine.verify_graphs(fuzz=1).ok
 
 

@@ -135,5 +135,5 @@ def test_behind_bad_logits_the_last_token_was_a_draft(
 ) -> None:
     """Else it is the target's own."""
     (request,) = drafting.prepare(PROMPT, SamplingParams(**GREEDY), request_id="x").members
-    assert drafting.engine._emitter._apply(request, [7, 8], num_drafts) == 2
+    assert drafting.engine._outputs._apply(request, [7, 8], num_drafts) == 2
     assert request.drafted == flags

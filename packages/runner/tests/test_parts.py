@@ -13,7 +13,7 @@ from torch import Tensor
 from bateleur.eagle import VocabShard
 from bateleur.runner.sampling.logprobs import Logprobs
 from bateleur.runner.sampling.masks import mask_words
-from bateleur.runner.sampling.sampler import SamplingState
+from bateleur.runner.sampling.sampler import Sampler
 from bateleur.runner.sampling_params import SamplingParams
 from together import Together, at_once, parts_of
 
@@ -43,7 +43,7 @@ def steps_of(
     shard: VocabShard | None, logits: list[Tensor], allowed: Tensor | None, top: int | None
 ) -> list[Found]:
     """Two mixed steps: the first with three positions per request as if it had drafts, the next with one."""
-    state, rows = SamplingState(len(KINDS), V, "cpu", shard), np.arange(len(KINDS))
+    state, rows = Sampler(len(KINDS), V, "cpu", shard), np.arange(len(KINDS))
     for row, params in enumerate(KINDS.values()):
         words = WORDS if params.bad_words else ()
         state.admit(row, replace(params, logprobs=top), row, [3, 501, 2, 900], [1], STOPS, words)

@@ -8,7 +8,7 @@ import pytest
 
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.requests.request import Request
-from bateleur.runner.scheduling.waiting_queue import WaitingQueue, urgency
+from bateleur.runner.scheduling.request_queue import RequestQueue, service_order
 
 alone = importlib.import_module("scheduler_alone")
 
@@ -21,7 +21,7 @@ def make(name: str, priority: int, prompt_len: int = 4, max_tokens: int = 2) -> 
 
 def test_a_queue_is_a_sorted_list_whatever_happens() -> None:
     """Against a list that is sorted anew each time: arrivals, removals of any, returns to the old place."""
-    rng, queue = random.Random(3), WaitingQueue()
+    rng, queue = random.Random(3), RequestQueue()
     known: list[Request] = []
     taken: list[Request] = []
     for arrival in range(3000):
@@ -43,7 +43,7 @@ def test_a_queue_is_a_sorted_list_whatever_happens() -> None:
             continue
         queue.add(request)
         known.append(request)
-        known.sort(key=urgency)
+        known.sort(key=service_order)
         assert len(queue) == len(known)
     assert list(queue) == known
     assert len(queue._heap) <= 2 * len(queue) + 17, "what was removed does not pile up"

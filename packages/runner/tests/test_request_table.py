@@ -8,7 +8,7 @@ import pytest
 from bateleur.runner.requests.request_table import RequestTable
 
 ROWS, LONGEST, K, VOCAB = 7, 90, 4, 50
-OUTCOME = ("num_known", "num_settled", "num_computed", "num_tokens", "slack")
+OUTCOME = ("num_known", "num_committed", "num_computed", "num_tokens", "num_uncertain")
 
 
 def table_of(rng: np.random.Generator) -> RequestTable:
@@ -37,14 +37,15 @@ def test_the_outcome_of_a_step_keeps_what_was_emitted_and_takes_back_the_rest(wi
                 ids[row, expected["num_known"][row] + spot] = line[spot]
                 drafted[row, expected["num_known"][row] + spot] = spot < count - 1
             expected["num_known"][row] += count
-            expected["num_settled"][row] += count
+            expected["num_committed"][row] += count
             expected["num_computed"][row] -= width - count
             expected["num_tokens"][row] -= width - count
-            expected["slack"][row] -= width - 1
-        settled = table.num_settled[rows]
-        before, after = table.settle(rows, lens, tokens, counts)
-        assert before.tolist() == settled.tolist()
-        assert after.tolist() == (settled + counts).tolist()
+            expected["num_uncertain"][row] -= width - 1
+        committed = table.num_committed[rows]
+        table.append_tokens(rows, tokens, counts)
+        before, after = table.commit(rows, lens, counts, len(rows))
+        assert before.tolist() == committed.tolist()
+        assert after.tolist() == (committed + counts).tolist()
         assert table.token_ids.tolist() == ids.tolist()
         assert table.drafted.tolist() == drafted.tolist()
         for name in OUTCOME:
@@ -65,7 +66,7 @@ def test_a_launched_step_counts_its_drafts_as_accepted_until_it_is_known() -> No
             expected["num_tokens"][row] = (
                 drawn if num_decodes == len(rows) else max(drawn, expected["num_tokens"][row])
             )
-            expected["slack"][row] += (count - 1) * decodes
+            expected["num_uncertain"][row] += (count - 1) * decodes
         table.advance(rows, lens, num_decodes)
         for name in OUTCOME:
             assert getattr(table, name).tolist() == expected[name].tolist(), name
@@ -75,22 +76,22 @@ def test_rows_lack_the_blocks_of_their_next_tokens() -> None:
     rng, table = np.random.default_rng(3), table_of(np.random.default_rng(0))
     for _ in range(60):
         rows = some_rows(rng)
-        table.num_computed[:], table.num_places[:] = rng.integers(0, 88, ROWS), rng.integers(0, 1 + K, ROWS)
+        table.num_computed[:], table.num_draft_slots[:] = (
+            rng.integers(0, 88, ROWS),
+            rng.integers(0, 1 + K, ROWS),
+        )
         table.num_blocks[:] = table.num_computed // 18
-        size, ahead = int(rng.choice([0, 18])), int(rng.integers(0, 3))
+        size, ahead = 18, int(rng.integers(0, 3))
         cells, short, counts = [], [], []
         for row in rows.tolist():
-            stored = min(table.num_computed[row] + table.num_places[row] + 1 + ahead, LONGEST)
-            missing = max(0, -(-stored // size) - table.num_blocks[row]) if size else 0
+            stored = min(table.num_computed[row] + table.num_draft_slots[row] + 1 + ahead, LONGEST)
+            missing = max(0, -(-stored // size) - table.num_blocks[row])
             cells += [row * 8 + table.num_blocks[row] + i for i in range(missing)]
             short += [row][: int(missing > 0)]
             counts += [missing][: int(missing > 0)]
-        taken = table.num_places[rows] + np.int32(1)
-        found = table.lacking(rows, taken, size, ahead)
-        assert (found.num_tokens, found.as_taken) == (taken.sum(), True)
-        assert not table.lacking(rows, taken + np.int32(1), size, ahead).as_taken
-        assert not table.lacking(rows, None, size, ahead).as_taken
-        assert [each.tolist() for each in found[2:]] == [cells, short, counts]
+        lens = table.num_draft_slots[rows] + np.int32(1)
+        found = table.missing_blocks(rows, lens, size, ahead)
+        assert [each.tolist() for each in found] == [cells, short, counts]
         held = table.num_blocks.copy()
         table.extend_blocks(found, list(range(1, 1 + len(cells))))
         assert table.block_table.reshape(-1)[cells].tolist() == list(range(1, 1 + len(cells)))
@@ -105,10 +106,10 @@ def test_drafts_are_of_use_up_to_the_last_token_but_one(least: bool) -> None:
     for _ in range(40):
         table.limit[:], longest = rng.integers(5, 40, ROWS), int(rng.integers(10, 40))
         rows = some_rows(rng, 0)
-        found = table.useful(rows, longest, K, least=least)
+        found = table.num_useful_drafts(rows, longest, K, at_least_one=least)
         assert found.dtype == np.int32
         for row, count in zip(rows.tolist(), found.tolist(), strict=True):
-            known = table.num_tokens[row] - (table.slack[row] - 1 if least else 0)
+            known = table.num_tokens[row] - (table.num_uncertain[row] - 1 if least else 0)
             assert count == max(0, min(K, table.limit[row] - 1 - known, longest - known))
         seen |= set(found.tolist())
     assert {0, 1, K} < seen

@@ -10,7 +10,7 @@ import torch
 
 from bateleur.eagle import Keys, Role, gumbel
 from bateleur.runner.sampling.logprobs import Logprobs
-from bateleur.runner.sampling.sampler import SamplingState
+from bateleur.runner.sampling.sampler import Sampler
 from bateleur.runner.sampling_params import SamplingParams
 
 V = 61
@@ -92,18 +92,18 @@ def position(case: Case) -> int:
 def step(cases: list[Case], logits: torch.Tensor, rows: list[int] | None = None) -> Sampled:
     """One step of a fresh state; `rows` are the table rows of the cases."""
     rows = list(range(len(cases))) if rows is None else rows
-    state = SamplingState(max(rows) + 2, logits.shape[1], "cpu")
+    state = Sampler(max(rows) + 2, logits.shape[1], "cpu")
     for row, case in zip(rows, cases, strict=True):
         admit(state, row, case)
     return sample(state, cases, logits, rows)
 
 
-def admit(state: SamplingState, row: int, case: Case) -> None:
+def admit(state: Sampler, row: int, case: Case) -> None:
     words = WORDS if case.params.bad_words else ()
     state.admit(row, case.params, case.seed, case.prompt, case.output, case.stops, words)
 
 
-def sample(state: SamplingState, cases: list[Case], logits: torch.Tensor, rows: list[int]) -> Sampled:
+def sample(state: Sampler, cases: list[Case], logits: torch.Tensor, rows: list[int]) -> Sampled:
     positions = torch.tensor([position(case) for case in cases])
     generated = np.array([len(case.output) for case in cases])
     drawn = state.draw(state.process(logits, np.array(rows), generated), np.array(rows), positions)
@@ -209,7 +209,7 @@ def test_processing_is_bitwise_independent_of_neighbours(width: int) -> None:
     """Not only the token: the logits that a draw is from have the same bits alone and in company."""
 
     def whole(some: list[Case], logits: torch.Tensor) -> torch.Tensor:
-        rows, state = np.arange(len(some)), SamplingState(len(some), width, "cpu")
+        rows, state = np.arange(len(some)), Sampler(len(some), width, "cpu")
         for row, case in enumerate(some):
             admit(state, row, case)
         processed = state.process(logits, rows, np.array([len(case.output) for case in some]))
@@ -224,7 +224,7 @@ def test_processing_is_bitwise_independent_of_neighbours(width: int) -> None:
 
 
 def test_large_batch_then_small_and_rows_are_reused() -> None:
-    state = SamplingState(8, V, "cpu")
+    state = Sampler(8, V, "cpu")
     everything = [Case(KINDS["everything"], seed=i) for i in range(8)]
     for row, case in enumerate(everything):
         admit(state, row, case)
@@ -244,7 +244,7 @@ def test_drawn_tokens_are_counted_like_resumed_ones() -> None:
     params = SamplingParams(temperature=0.8, frequency_penalty=1.2, repetition_penalty=1.3)
     case = Case(params, output=[], prompt=[1, 2])
     other = Case(SamplingParams(), seed=1, output=[])
-    state = SamplingState(3, V, "cpu")
+    state = Sampler(3, V, "cpu")
     for row, c in ((2, case), (0, other)):
         admit(state, row, c)
     for n in range(12):
@@ -312,7 +312,7 @@ def test_a_seed_and_a_position_decide() -> None:
 
 
 def test_penalty_counts_are_allocated_when_needed() -> None:
-    state = SamplingState(4, V, "cpu")
+    state = Sampler(4, V, "cpu")
     state.admit(0, KINDS["all_three"], 1, [1], [], (5,))
     assert state._output_counts is None
     state.admit(1, KINDS["repetition"], 1, [1], [], (5,))
@@ -324,7 +324,7 @@ def test_penalty_counts_are_allocated_when_needed() -> None:
 def test_a_step_never_waits_for_the_device() -> None:
     cases = [Case(params, seed=i) for i, params in enumerate(KINDS.values())]
     logits = random_logits(len(cases))
-    state = SamplingState(len(cases), V, "cuda")
+    state = Sampler(len(cases), V, "cuda")
     for row, case in enumerate(cases):
         admit(state, row, case)
     on_device = logits.cuda()

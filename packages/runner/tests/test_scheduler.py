@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bateleur.runner.cache.block_pool import BlockPool
-from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
 
 alone = importlib.import_module("scheduler_alone")
 make_request, make_scheduler = alone.make_request, alone.make_scheduler
@@ -62,7 +61,7 @@ def test_a_batch_gets_a_new_plan_with_other_drafts_and_the_same_one_without() ->
     finish_step(scheduler, first)
     rows, last = np.arange(3), None
     for drafts in ((0, 0, 0), (2, 0, 1), (0, 0, 0), (2, 0, 1), (1, 1, 1), (2, 0, 1), (0, 0, 0)):
-        scheduler.table.num_places[rows] = drafts
+        scheduler.table.num_draft_slots[rows] = drafts
         plan = scheduler.schedule()
         assert plan is not None
         assert plan.query_lens.tolist() == [1 + each for each in drafts]
@@ -72,20 +71,31 @@ def test_a_batch_gets_a_new_plan_with_other_drafts_and_the_same_one_without() ->
         assert scheduler.schedule() is plan
         last = plan
     scheduler.remove(plan.requests[1])
-    scheduler.table.num_places[[0, 2]] = 0
+    scheduler.table.num_draft_slots[[0, 2]] = 0
     assert scheduler.schedule().query_lens.tolist() == [1, 1]
-    scheduler.table.num_places[[0, 2]] = 2, 1
+    scheduler.table.num_draft_slots[[0, 2]] = 2, 1
     assert scheduler.schedule().query_lens.tolist() == [3, 2]
 
 
-def test_what_is_made_of_a_plan_is_kept_until_another_plan_comes() -> None:
-    made: list[StepPlan] = []
-    of = PerPlan(lambda plan: made.append(plan) or len(made))
-    rows, ones = np.arange(2), np.ones(2, np.bool_)
-    first, other = (StepPlan([], rows, np.full(2, 1 + i, np.int32), 2, ones) for i in range(2))
-    assert [of(first), of(first), of(other), of(other), of(first)] == [1, 1, 2, 2, 3]
-    of.forget()
-    assert of(first) == 4
+def test_what_is_derived_from_a_batch_lasts_as_long_as_the_batch() -> None:
+    scheduler = make_scheduler(2, 40, budget=32)
+    for name in "ab":
+        scheduler.add(make_request(name, 6, 9))
+    finish_step(scheduler, scheduler.schedule())
+    rows, known = None, []
+    for drafts in (0, 0, 2, 2, 0):
+        scheduler.table.num_draft_slots[:] = drafts
+        batch = scheduler.schedule()
+        index, last = batch.index, rows
+        rows = batch.step_rows(scheduler.table, None, None)
+        assert index is batch.index
+        assert rows.num_computed_tokens.tolist() == scheduler.table.num_computed[batch.rows].tolist()
+        assert index.num_logits == 2 * (1 + drafts)
+        known.append(last is not None and last.batch_id is rows.batch_id)
+        scheduler.table.num_draft_slots[:] = 0
+        scheduler.table.advance(batch.rows, batch.query_lens, batch.num_decodes)
+        scheduler.commit(batch, np.ones(2, np.int64))
+    assert known == [False, True, False, True, False]
 
 
 def test_the_youngest_is_preempted_and_comes_back_first() -> None:
@@ -129,7 +139,7 @@ def test_abort_frees_everything_in_every_state() -> None:
         scheduler.remove(request)
     assert scheduler.pool is not None
     assert scheduler.pool.num_free == scheduler.pool.capacity
-    assert scheduler.table.num_free_rows == 2
+    assert len(scheduler.table.free_rows) == 2
     assert scheduler.schedule() is None
 
 
@@ -184,7 +194,7 @@ def test_random_lives_end_and_leak_nothing(data: st.DataObject) -> None:
     assert len(done) == len(alive)
     assert scheduler.pool is not None
     assert scheduler.pool.num_free == scheduler.pool.capacity
-    assert scheduler.table.num_free_rows == rows
+    assert len(scheduler.table.free_rows) == rows
     assert not scheduler.table.block_table.any()
 
 

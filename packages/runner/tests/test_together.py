@@ -10,8 +10,8 @@ import pytest
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, VerifyReport
 from bateleur.cudagraph.verify import ReplayComparison
+from bateleur.runner.distributed.agreement import run_on_all_ranks
 from bateleur.runner.distributed.ranks import Ranks
-from bateleur.runner.distributed.shared_errors import together
 from bateleur.runner.engine.operations import EngineOperations
 from bateleur.runner.errors import PrefixRefused
 from together import OneOf, Together, at_once
@@ -28,7 +28,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Together:
 def outcome(work: Callable[[int], object]) -> Callable[[int], tuple[str, str]]:
     def run(rank: int) -> tuple[str, str]:
         try:
-            return "done", str(together(Ranks(rank, 3, "none"), lambda: work(rank)))
+            return "done", str(run_on_all_ranks(Ranks(rank, 3, "none"), lambda: work(rank)))
         except (ValueError, OSError) as error:
             return f"{type(error).__name__} {getattr(error, 'reason', '')}".strip(), str(error)
 
@@ -69,7 +69,7 @@ def test_a_graph_that_fails_on_one_rank_fails(three: Together) -> None:
         found = [ReplayComparison(key, 0.0), ReplayComparison(key, 1.0, "here" if rank == 2 else None)]
         model: Any = SimpleNamespace(ranks=Ranks(rank, 3, "none"), exchange=None)
         nobody: Any = None
-        errands = EngineOperations(nobody, nobody, lambda fuzz: VerifyReport(tuple(found[:fuzz])), model)
-        return [each.failure for each in errands._verify(2).comparisons]
+        operations = EngineOperations(nobody, nobody, lambda fuzz: VerifyReport(tuple(found[:fuzz])), model)
+        return [each.failure for each in operations._verify(2).comparisons]
 
     assert at_once(three, run) == [[None, "another rank's part differs"]] * 2 + [[None, "here"]]

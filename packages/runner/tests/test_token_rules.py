@@ -11,7 +11,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from bateleur.runner.sampling.sampler import SamplingState
+from bateleur.runner.sampling.sampler import Sampler
 from bateleur.runner.sampling_params import SamplingParams
 
 V = 5
@@ -32,7 +32,7 @@ def naive(logits: torch.Tensor, words: list[tuple[int, ...]], output: list[int])
 def test_words_are_found_across_what_was_emitted_and_what_is_drafted() -> None:
     """Few tokens and many words of all lengths, so that a lot of them match; rows come and go, and some draft less."""
     random, num_rows, num_drafts = np.random.default_rng(0), 6, 4
-    state = SamplingState(num_rows + 1, V, "cpu")
+    state = Sampler(num_rows + 1, V, "cpu")
     outputs: dict[int, list[int]] = {}
     words: dict[int, list[tuple[int, ...]]] = {}
     found = longest = 0
@@ -85,7 +85,7 @@ def test_as_transformers_processes_them(seed: int) -> None:
     params = SamplingParams(
         temperature=0, logit_bias=bias, bad_words=["x"], allowed_token_ids=allowed, repetition_penalty=1.7
     )
-    state = SamplingState(1, width, "cpu")
+    state = Sampler(1, width, "cpu")
     state.admit(0, params, 1, [], output, (), words)
     logits = torch.randn(1, width, generator=torch.Generator().manual_seed(seed))
     theirs = LogitsProcessorList(
@@ -106,7 +106,7 @@ def test_what_rules_hold_follows_what_requests_bring() -> None:
     """10,000 allowed ids for each of 64 rows over 250,000 tokens are bits; biases are what was given; and a row whose
     neighbours have rules keeps the bits of its logits."""
     rows, width = 64, 250_000
-    state = SamplingState(rows + 1, width, "cpu")
+    state = Sampler(rows + 1, width, "cpu")
     rules = state._rules
     assert rules._allowed is None
     ids = range(0, width, 25)

@@ -96,7 +96,7 @@ def test_whoever_leaves_frees_the_row(engine: AsyncLLM, how: str) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert await idle(engine)
-        free = await engine.inspect(lambda llm: llm.engine.table.num_free_rows)
+        free = await engine.inspect(lambda llm: len(llm.engine.table.free_rows))
         assert free == 4
 
     asyncio.run(leave())
@@ -152,7 +152,7 @@ def test_a_step_that_raises_changes_no_token(engine: AsyncLLM, caplog: pytest.Lo
         failures[0] += 1
         result = original()
         if failures[0] in (2, 3, 5):
-            engine.llm.engine.ledger.whole = False
+            engine.llm.engine.registry.consistent = False
             raise OSError("a cable is loose")
         return result
 

@@ -37,7 +37,7 @@ class TargetNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """A step of the target whose tokens were just verified. Tensors are on the device; only `out` is written to."""
+    """A step of the target whose tokens were just verified. Tensors are on the device."""
 
     batch: CommonAttentionMetadata
     """The step as it was staged, rejected tokens and padding included."""
@@ -71,8 +71,6 @@ class DraftContext:
     first position of this step. None means 0 and is what drafters get that cannot start late, see
     `EagleSpeculator.can_start_late`.
     """
-    out: Tensor | None = None
-    """(R, K) int64 to which a drafter may write its drafts, and return it."""
 
     def require(self, needs: TargetNeeds, num_speculative_tokens: int) -> None:
         """Raise `ValueError` if the context does not fit a drafter with these needs."""

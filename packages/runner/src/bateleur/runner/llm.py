@@ -78,12 +78,12 @@ class LLM:
         sizes = {name: getattr(self.limits, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
         with explain_out_of_memory(kv_cache_memory_bytes=self.cache_plan.total_bytes, **sizes):
             self.engine = Engine(setup)
-        self.graph_costs = GraphCosts.of(self.engine.all_graphs.reports.values())
+        self.graph_costs = GraphCosts.of(self.engine.runner.all_graphs.reports.values())
         """Number, time and memory of the CUDA graphs captured at start."""
         if self.graph_costs.num_graphs:
             _log.info("%s", self.graph_costs)
         self._runner: Engine | DataParallelCoordinator = self.engine
-        self._registry: RequestRegistry | DataParallelCoordinator = self.engine.ledger
+        self._registry: RequestRegistry | DataParallelCoordinator = self.engine.registry
         self._input_processor = InputProcessor(self.tokenizer, self.spec, self.limits, self.config)
         model = self.config.model
         self.default_sampling = recommended_sampling(
@@ -91,13 +91,13 @@ class LLM:
         )
         """Sampling parameters that the checkpoint recommends, by name."""
         self._default_params = SamplingParams.from_dict(self.default_sampling)
-        self._turn = ExclusiveAccess(self.device)
+        self._access = ExclusiveAccess(self.device)
         if (leader := self._leader) is not None:
             leader.begin()
             if self.config.parallel.data_parallel_size > 1:
                 self._runner = self._registry = DataParallelCoordinator(self.engine, leader)
             else:
-                self.engine.ledger.tell = leader.tell
+                self.engine.registry.send = leader.send
             finalize(self, leader.close)
 
     # --- start and end -------------------------------------------------------------------------------------
@@ -106,12 +106,12 @@ class LLM:
         """Write pending prefixes to disk and end the processes of other ranks. Later calls raise; a second `close` does
         nothing.
         """
-        if self._turn.holder is None:
+        if self._access.holder is None:
             with suppress(EngineDead):  # no rank can write any more
-                self.engine.errands.drain()
+                self.engine.operations.flush_disk()
         if self._leader is not None:
             self._leader.close()
-        self._turn.close()
+        self._access.close()
 
     def on_fault(self, callback: Callable[[EngineDead], None]) -> None:
         """Set a callback that runs in its own thread, at most once, when another rank fails or this one hangs."""
@@ -216,8 +216,8 @@ class LLM:
                     self._runner.step()
         finally:
             registry.claimed -= ids - pending
-            registry.forsaken = registry.forsaken | pending
-            if self._turn.holder is None:  # else the current call or the next one drops them
+            registry.abandoned = registry.abandoned | pending
+            if self._access.holder is None:  # else the current call or the next one drops them
                 self._restore()
 
     @exclusive
@@ -279,7 +279,7 @@ class LLM:
 
     def check_process(self) -> None:
         """Raise RuntimeError in a forked process."""
-        self._turn.check_process()
+        self._access.check_process()
 
     def get_metrics(self) -> EngineStats:
         """Return counters since the start and the current load. Any thread may call this at any time."""
@@ -301,7 +301,7 @@ class LLM:
         Raises ValueError if prefixes are not cached, or none of this prompt is, and OSError if writing fails.
         """
         ids = np.array(_TOKEN_IDS("token_ids", token_ids), np.int32)
-        return self.engine.errands.export(ids, file("path", path))
+        return self.engine.operations.export_prefix(ids, file("path", path))
 
     @exclusive
     def import_prefix(self, path: str | Path) -> int:
@@ -311,7 +311,7 @@ class LLM:
         weights, dtype, kind of device, kernels, number of ranks, cache layout and versions; ValueError if the caches
         have too little room. With several ranks, a refusal by one rank applies to all.
         """
-        return self.engine.errands.take_in(file("path", path))
+        return self.engine.operations.import_prefix(file("path", path))
 
     # --- preparing requests --------------------------------------------------------------------------------
 

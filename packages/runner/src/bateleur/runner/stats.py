@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -112,10 +112,20 @@ class EngineStats:
     """Number of steps by kind of graph, or by the reason for an eager step."""
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(
-            ("schedule", "stage", "build", "forward", "sample", "commit", "draft", "emit"), 0.0
+            ("schedule", "stage", "forward", "sample", "draft", "emit"), 0.0
         )
     )
     """Host seconds by part of a step; on CPU, forward and sample include the computation."""
+
+    def add_step(self, marks: Sequence[tuple[str, float]], num_tokens: int) -> None:
+        """Add the parts of a step, with the time in seconds when each ended; the first entry is the start.
+
+        num_tokens: tokens of the launched step; 0 for none.
+        """
+        for (_, start), (part, end) in pairwise(marks):
+            self.seconds[part] += end - start
+        if num_tokens:
+            self.histograms.iteration_tokens.observe(num_tokens)
 
     @property
     def tokens_per_step(self) -> float:
@@ -163,28 +173,3 @@ def _add(into: Any, more: Any) -> None:
 
 _NO_SUMS = frozenset(("bounds", "_bounds", "_pairs"))
 """Fields of histograms and acceptance counts that are no counters."""
-
-
-class StepClock:
-    """Adds the time between two laps to `EngineStats.seconds`."""
-
-    def __init__(self, stats: EngineStats) -> None:
-        self._seconds = stats.seconds
-        self._start = self._last = time.perf_counter()
-        self._cpu_start = time.thread_time()
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds from the start to the last lap."""
-        return self._last - self._start
-
-    @property
-    def cpu(self) -> float:
-        """Seconds of CPU time of this thread since the start; other processes do not count."""
-        return time.thread_time() - self._cpu_start
-
-    def lap(self, part: str) -> None:
-        """Add the time since the last lap to `part`."""
-        now = time.perf_counter()
-        self._seconds[part] += now - self._last
-        self._last = now

@@ -105,12 +105,11 @@ class NativeChain:
         """Return (R, K) int64 drafts of the step, -1 where there is none; or None without drafts to make, or for
         tensors that the C function does not support.
         """
-        next_token, drafts = context.next_token, context.out
+        next_token = context.next_token
         if not 0 < context.num_drafts <= self._width or (at := self._pointed_to(context)) is None:
             return None
         step = at.step
-        if drafts is None:
-            drafts = next_token.new_empty(step.rows, self._width)
+        drafts = next_token.new_empty(step.rows, self._width)
         if not self._point_to_ends(at, next_token, drafts) or not self._point_to_tokens(step, context):
             return None
         step.k, step.greedy, step.threads = context.num_drafts, context.greedy, torch.get_num_threads()

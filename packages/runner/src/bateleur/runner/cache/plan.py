@@ -69,7 +69,7 @@ class CachePlan:
             self.max_blocks,
             self.max_model_len,
         ]
-        rows, blocks, slots, longest, tokens = map(min, zip(*ranks.tell_all(sizes), strict=True))
+        rows, blocks, slots, longest, tokens = map(min, zip(*ranks.gather_ints(sizes), strict=True))
         return replace(
             self,
             max_num_seqs=rows,

@@ -132,7 +132,7 @@ class PrefixCache:
         """Offer the prefix of an ended request, which still has its row, to the offload tiers."""
         if self.below is None or request.finish_reason == "error":
             return
-        known, settled = int(self._table.num_known[request.row]), int(self._table.num_settled[request.row])
+        known, settled = int(self._table.num_known[request.row]), int(self._table.num_committed[request.row])
         ids = self._table.token_ids[request.row, :known].copy()
         prompt_len = int(self._table.prompt_len[request.row])
         self.below.save(self._keys(request), ids, min(settled, known - self.ahead), prompt_len)
@@ -199,7 +199,7 @@ class PrefixCache:
         All of them, because the step that spoiled them is not known.
         """
         row, keys = request.row, self._keys(request)
-        settled, ids = int(self._table.num_settled[row]), self._table.token_ids[row]
+        settled, ids = int(self._table.num_committed[row]), self._table.token_ids[row]
         blocks: list[bytes] = []
         pages: list[bytes] = []
         if self._blocks is not None:

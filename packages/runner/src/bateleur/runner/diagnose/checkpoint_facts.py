@@ -28,7 +28,7 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import describe_scan
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.setup import unmeasured_budget
-from bateleur.runner.model_runner.step_graphs import largest_capture
+from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
 from bateleur.runner.models.memory_report import packed_weight_bytes

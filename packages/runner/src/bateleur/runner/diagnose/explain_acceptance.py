@@ -103,7 +103,7 @@ def explain(
     llm = study.load_engine(draft=folder)
     for temperature in TEMPERATURES:
         study.generate(llm, temperature, ENGINE)
-    if llm.engine.graphs.manager is not None:
+    if llm.engine.runner.graphs.manager is not None:
         llm = study.load_engine(draft=folder, cudagraph_mode="NONE")
         for temperature in TEMPERATURES:
             study.generate(llm, temperature, EAGER)

@@ -27,7 +27,7 @@ from bateleur.runner.config.kv_cache_dtype import choose_kv_cache_dtype
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.diagnose.checkpoint_facts import empty_model
 from bateleur.runner.engine.setup import policy_of
-from bateleur.runner.model_runner.step_graphs import gaps_of_drafts, make_plan, query_lens_of
+from bateleur.runner.model_runner.graph_dispatcher import gaps_of_drafts, make_dispatcher, query_lens_of
 from bateleur.runner.sampling.end_graphs import end_keys
 from bateleur.runner.spec_decode.proposal_graphs import proposal_keys
 from bateleur.runner.utils.device import resolve_device
@@ -104,7 +104,7 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     if spec.recurrent:
         support = min(support, MambaMetadataBuilder.supports(drafts))
     query_lens = query_lens_of(policy_of(config.speculative, Rule.COUPLED), drafts)
-    plan, reason = make_plan(graphs.mode, graphs.capture_sizes, limits.buffers, support, query_lens)
+    plan, reason = make_dispatcher(graphs.mode, graphs.capture_sizes, limits.buffers, support, query_lens)
     gaps = gaps_of_drafts(plan, limits.max_num_seqs, max(query_lens))
     notes += [note for note in (reason, gaps) if note is not None]
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)

@@ -1,4 +1,4 @@
-"""What the first of several ranks and another say to each other, and over what."""
+"""Connections between the first rank and another one, and the status messages that they exchange."""
 
 from __future__ import annotations
 
@@ -8,78 +8,78 @@ from subprocess import Popen
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
-    """It runs, and can join the others."""
+class Started:
+    """The rank runs, and can join the process group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """It is loaded, and waits for orders."""
+    """The rank has loaded the model, and waits for messages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """It has raised, and leaves."""
+class RankError:
+    """The rank has raised an error, and exits.
 
-    error: str
-    """Type and message, on a line."""
-    trace: str
-    in_collective: bool
-    """Because a collective broke off: mostly another rank is why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """It has left without a word."""
-
-    how: str
-    """What is known of it, behind "rank 1"."""
-
-
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """It does not answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """The question where it is; `At` is the answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class At:
-    """Where a rank is."""
-
-    num_orders: int
-    """That it has been given."""
-    idle: bool
-    """Whether it waits for the next."""
-    in_collective: bool
-    frame: str
-    """Where its thread is, and who called that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Two connections: `orders` from the first rank, in their order, and `watch`, between threads that mind the others.
-
-    Both end with either process, however it ends.
+    error: type and message, on one line. in_collective: a collective failed, usually because another rank has failed.
     """
 
-    orders: Connection
-    watch: Connection
-
-    def close(self) -> None:
-        """The other side reads an end."""
-        self.orders.close()
-        self.watch.close()
+    error: str
+    trace: str
+    in_collective: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """Another rank, as the first sees it."""
+class Exited:
+    """The process has exited without a message. how: what is known of it, to follow "rank 1"."""
+
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoReply:
+    """The rank does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusRequest:
+    """Request for a `RankStatus`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """What a rank is doing.
+
+    num_messages: engine messages that it has received. idle: it waits for the next one. frame: innermost frames of its
+        thread.
+    """
+
+    num_messages: int
+    idle: bool
+    in_collective: bool
+    frame: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankConnection:
+    """Two connections between the first rank and another one. Both break when either process ends.
+
+    messages: engine messages in order, and their replies. status: between the threads that monitor the ranks.
+    """
+
+    messages: Connection
+    status: Connection
+
+    def close(self) -> None:
+        """Close both. The other rank reads an end of file."""
+        self.messages.close()
+        self.status.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """Another rank, as the first rank sees it. process: None if torchrun has started it."""
 
     rank: int
-    link: Link
+    connection: RankConnection
     process: Popen[bytes] | None
-    """None where somebody else has started it."""

@@ -1,7 +1,7 @@
-"""What ranks with tokens of their own tell each other in a layer whose experts they share.
+"""Expert parallelism: exchange of tokens between data-parallel ranks in a layer whose experts they share.
 
-Shapes: T tokens of this rank, P rows that each rank brings, A of all ranks (size * P), L width of the experts, K of
-them for a token.
+Shapes: T tokens of this rank, P rows that each rank sends, A rows of all ranks (size * P), L width of the experts, K
+experts of a token.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from bateleur.runner.distributed.ranks import Ranks
 
 
 class ExpertParallel:
-    """The data-parallel ranks of a model: each has some of the experts, and takes part in every pass of the others.
+    """Data-parallel ranks, each with some of the experts. Each rank takes part in every pass of the others.
 
-    Two collectives a layer: all tokens with their experts go to all ranks, and what the experts of each made of them
-    comes back. Its sum is taken rank by rank, so it does not depend on who brings a token, nor on its row.
+    Two collectives per layer: all tokens with their experts go to all ranks, and the outputs of the experts come back.
+    They are summed in the order of ranks, so the sum does not depend on the rank or row of a token.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.num_rows = 0
-        """P of the passes that run eagerly, no less than T of any rank; 0 where T is the same on all, as in graphs.
-        Whoever runs a pass agrees on it with the others."""
+        """P of eager passes, at least T of every rank; 0 if T is equal on all ranks, as in graphs."""
 
     def gather(self, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(A, L), (A, K) float32 and (A, K) int64 of all ranks; the experts of rows that nobody brings are -1."""
+        """Rows (A, L), weights (A, K) float32 and experts (A, K) int64 of all ranks; experts of padding rows are -1."""
         (num_tokens, width), top_k = x_TL.shape, weights_TK.shape[1]
         parts = weights_TK, (experts_TK + 1).int(), x_TL.contiguous()
         packed = torch.cat([each.view(torch.uint8) for each in parts], 1)
@@ -39,6 +38,6 @@ class ExpertParallel:
         return x.contiguous().view(x_TL.dtype), weights.contiguous().view(torch.float32), experts_AK
 
     def sum_parts(self, y_AL: Tensor, num_tokens: int) -> Tensor:
-        """(T, L) of this rank's tokens: the sum of what all have for them, of (A, L) that this one has for all."""
+        """(T, L) sums over all ranks for the tokens of this rank. y_AL: partial sums of this rank for all tokens."""
         parts = self.ranks.swap(y_AL.view(self.ranks.size, -1, y_AL.shape[1]))
         return parts[:, :num_tokens].sum(0)

@@ -1,4 +1,4 @@
-"""In every rank but the first: the thread that answers for it, and ends it with the first."""
+"""The thread of every other rank that answers the monitor, and exits the process if the first rank is gone."""
 
 from __future__ import annotations
 
@@ -11,94 +11,101 @@ from threading import Event, Lock, Thread, get_ident
 from types import FrameType
 
 from bateleur.runner.distributed import ranks as collectives
-from bateleur.runner.distributed.connections import At, Failed, Here, Link, Ready
+from bateleur.runner.distributed.connections import (
+    RankConnection,
+    RankError,
+    RankStatus,
+    Ready,
+    Started,
+)
 from bateleur.runner.errors import CollectiveBroken, RankFailed
 
-_LEAVING = 5.0
-"""Seconds in which the end of orders is seen behind that of the watch."""
-_FRAMES = 4
-"""Of a stack, the innermost, that say where a thread is."""
+_CLOSING_SECONDS = 5.0
+"""For the worker to see the end of messages after the end of the status connection."""
+_NUM_FRAMES = 4
+"""Innermost frames in a status."""
 
 
 class RankHeartbeat(Thread):
-    """Answers while the thread that made it computes; ends the process when the first rank is gone, or hangs."""
+    """Sends the status of the thread that made it. Exits the process when the first rank is gone or a limit is over."""
 
-    def __init__(self, link: Link, loading: float) -> None:
-        """loading: seconds that its beginning may take."""
-        super().__init__(name="bateleur-minder", daemon=True)
-        self._watch, self._minded, self._lock, self._left = link.watch, get_ident(), Lock(), Event()
-        self.limit = loading
-        """Seconds that the order it is at may take."""
+    def __init__(self, connection: RankConnection, limit: float) -> None:
+        """limit: seconds that starting may take."""
+        super().__init__(name="bateleur-heartbeat", daemon=True)
+        self._status, self._worker, self._lock, self._left = connection.status, get_ident(), Lock(), Event()
+        self._limit = limit
         self._since: float | None = time.monotonic()
-        self._num_orders = 0
+        self._num_messages = 0
         self.start()
 
     def begin(self, limit: float) -> None:
-        """An order has come, which may take so many seconds."""
-        self.limit = limit
-        self._num_orders += 1
+        """A message has arrived that may take `limit` seconds."""
+        self._limit = limit
+        self._num_messages += 1
         self._since = time.monotonic()
 
     def end(self) -> None:
-        """It is carried out."""
+        """The message is processed."""
         self._since = None
 
     def leave(self) -> None:
-        """The first rank has no more orders: this process goes on, or ends by itself."""
+        """The first rank sends no more messages; this process goes on or exits by itself."""
         self._left.set()
 
-    def here(self) -> None:
-        """It can join the others."""
-        self._tell(Here())
+    def started(self) -> None:
+        """Report that the rank can join the process group."""
+        self._send(Started())
 
     def ready(self) -> None:
-        """It is loaded."""
+        """Report that the model is loaded."""
         self.end()
-        self._tell(Ready())
+        self._send(Ready())
 
     def fail(self, error: BaseException) -> None:
-        """Tell what was raised."""
+        """Report an error."""
         in_collective = isinstance(error, CollectiveBroken | RankFailed)
-        with suppress(OSError):  # the first is gone
-            self._tell(Failed(named(error), "".join(traceback.format_exception(error)), in_collective))
+        with suppress(OSError):  # the first rank is gone
+            trace = "".join(traceback.format_exception(error))
+            self._send(RankError(type_and_message(error), trace, in_collective))
 
-    def _tell(self, message: Here | Ready | Failed | At) -> None:
+    def _send(self, message: Started | Ready | RankError | RankStatus) -> None:
         with self._lock:
-            self._watch.send(message)
+            self._status.send(message)
 
     def run(self) -> None:
-        """Until the first rank is gone."""
+        """Answer until the first rank is gone."""
         try:
             while True:
-                if self._watch.poll(1.0):
-                    self._watch.recv()
-                    self._tell(self._at())
+                if self._status.poll(1.0):
+                    self._status.recv()
+                    self._send(self._current())
                 since = self._since
-                if since is not None and time.monotonic() - since > self.limit:
-                    self._tell(Failed(f"it stood still for {self.limit:g} s {self._at().frame}", "", True))
+                if since is not None and time.monotonic() - since > self._limit:
+                    where = self._current().frame
+                    self._send(RankError(f"it stood still for {self._limit:g} s {where}", "", True))
                     break
         except (EOFError, OSError):
-            if self._left.wait(_LEAVING):  # it may be at the last step
+            if self._left.wait(_CLOSING_SECONDS):  # it may be in its last step
                 return
         os._exit(1)
 
-    def _at(self) -> At:
-        return at(self._minded, self._num_orders, idle=self._since is None)
+    def _current(self) -> RankStatus:
+        return status_of(self._worker, self._num_messages, idle=self._since is None)
 
 
-def at(thread: int, num_orders: int, *, idle: bool) -> At:
-    """Where a thread is."""
+def status_of(thread: int, num_messages: int, *, idle: bool) -> RankStatus:
+    """The status of a thread of this process."""
     frame: FrameType | None = None if idle else sys._current_frames().get(thread)
-    here: list[str] = []
+    frames: list[str] = []
     inside = False
     while frame is not None:
         code = frame.f_code
-        here.append(f"{code.co_name}, {os.path.basename(code.co_filename)}:{frame.f_lineno}")
+        frames.append(f"{code.co_name}, {os.path.basename(code.co_filename)}:{frame.f_lineno}")
         inside = inside or code.co_filename == collectives.__file__
         frame = frame.f_back
-    return At(num_orders, idle, inside, f"in {' < '.join(here[:_FRAMES])}")
+    return RankStatus(num_messages, idle, inside, f"in {' < '.join(frames[:_NUM_FRAMES])}")
 
 
-def named(error: BaseException) -> str:
-    """Type and message."""
+def type_and_message(error: BaseException) -> str:
+    """The type of an error, and its message."""
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of what must not break off."""
+"""Delays Ctrl-C until the end of a step that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 
 class Interrupts:
-    """Held from `hold` to `release`, in the main thread; no other gets any. A second Ctrl-C does not wait."""
+    """Delays SIGINT from `hold` to `release`, in the main thread. A second Ctrl-C is not delayed."""
 
     def __init__(self) -> None:
         self._before: Any = None
-        self._noted = False
+        self._pending = False
 
     def hold(self) -> None:
-        """From here on they wait."""
+        """Delay signals from here on."""
         if current_thread() is main_thread() and callable(before := signal.getsignal(signal.SIGINT)):
-            self._before, self._noted = before, False
+            self._before, self._pending = before, False
             signal.signal(signal.SIGINT, self._note)
 
     def release(self) -> None:
-        """One that came is raised now."""
+        """Stop delaying, and raise a signal that has arrived."""
         if (before := self._before) is not None:
             self._before = None
             signal.signal(signal.SIGINT, before)
-            if self._noted:
+            if self._pending:
                 before(signal.SIGINT, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted:
+        if self._pending:
             self.release()
-        self._noted = True
+        self._pending = True

@@ -1,4 +1,4 @@
-"""Starting the other ranks on this machine, each a process of its own that shares nothing but two sockets."""
+"""Starts the other ranks as processes of this machine, connected by two sockets each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from subprocess import DEVNULL, Popen
 
-from bateleur.runner.distributed.connections import Link, Member
+from bateleur.runner.distributed.connections import RankConnection, RankProcess
 
 _PR_SET_PDEATHSIG = 1
 _BEGIN = """\
@@ -18,32 +18,34 @@ import os, runpy, sys
 module, sys.path[:] = sys.argv.pop(), sys.argv.pop().split(os.pathsep)
 runpy.run_module(module, run_name="__main__")
 """
-"""What this process can import the other can, whatever has changed its path."""
+"""The new process gets the `sys.path` of this one."""
 
 
-def start(module: str, rank: int) -> Member:
+def start(module: str, rank: int) -> RankProcess:
     """Run `module`, which calls `inherited`, as another rank.
 
-    It ends with the thread that calls this, where the system knows how to (Linux), and when its link does.
+    The process ends when its connections close and, on Linux, with the calling thread.
     """
-    (orders, far_orders), (watch, far_watch) = Pipe(), Pipe()
-    fds = far_orders.fileno(), far_watch.fileno()
+    (messages, far_messages), (status, far_status) = Pipe(), Pipe()
+    fds = far_messages.fileno(), far_status.fileno()
     paths = os.pathsep.join(sys.path)
     command = [sys.executable, "-P", "-c", _BEGIN, *map(str, (*fds, os.getpid())), paths, module]
     try:
-        # In a group of its own, a terminal's Ctrl-C is for the first alone. What it writes must not mix with results.
+        # Its own process group: Ctrl-C in a terminal reaches the first rank only. Its output goes to stderr.
         process = Popen(command, stdin=DEVNULL, stdout=2, pass_fds=fds, process_group=0)
     finally:
-        far_orders.close()
-        far_watch.close()
-    return Member(rank, Link(orders, watch), process)
+        far_messages.close()
+        far_status.close()
+    return RankProcess(rank, RankConnection(messages, status), process)
 
 
-def inherited() -> Link:
-    """In the process that `start` has made: the other end of its link. It dies with its parent from here on."""
-    orders, watch, parent = map(int, sys.argv[1:])
+def inherited() -> RankConnection:
+    """The connection to the first rank, in a process that `start` has started. From here on the process dies with its
+    parent.
+    """
+    messages, status, parent = map(int, sys.argv[1:])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    return Link(Connection(orders), Connection(watch))
+    return RankConnection(Connection(messages), Connection(status))

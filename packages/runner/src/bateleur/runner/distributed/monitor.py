@@ -1,81 +1,90 @@
-"""In the first of several ranks: the thread that starts the others, minds them, and says why one has failed."""
+"""The thread of the first rank that starts the other ranks, watches them, and finds out which rank has failed."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from subprocess import TimeoutExpired
 from threading import Event, Thread, get_ident
+from typing import NamedTuple
 
-from bateleur.runner.distributed.connections import At, Failed, Gone, Here, Member, Ready, Silent, Where
-from bateleur.runner.distributed.heartbeat import at
-from bateleur.runner.distributed.verdict import Sign, verdict
+from bateleur.runner.distributed.connections import (
+    Exited,
+    NoReply,
+    RankError,
+    RankProcess,
+    RankStatus,
+    Ready,
+    Started,
+    StatusRequest,
+)
+from bateleur.runner.distributed.heartbeat import status_of
 from bateleur.runner.errors import RankFailed
 
-_PACE = 0.1
-"""Seconds between two looks at the clock."""
-_SETTLING = 0.3
-"""Seconds behind a first sign in which others may come: what follows from a fault may be heard of before it."""
-_ANSWERING = 2.0
-"""Seconds in which a rank says where it is."""
-_ENDING = 5.0
-"""Seconds in which a rank ends by itself."""
+_POLL_SECONDS = 0.1
+"""Between two checks of the time limit."""
+_GATHER_SECONDS = 0.3
+"""After a first failure, for failures of other ranks: a consequence can arrive before its cause."""
+_REPLY_SECONDS = 2.0
+"""For a rank to send its status."""
+_EXIT_SECONDS = 5.0
+"""For a rank to exit by itself."""
 _NEVER = float("inf")
+
+Sign = RankError | Exited | RankStatus | NoReply
 
 
 class RankMonitor:
-    """Minds the other ranks from their start to their end.
+    """Watches the other ranks from start to end.
 
-    The first sign of a fault is the end of all: the others are killed, so that nothing waits for them any more, and
-    `fault` says which rank it was, and why.
+    At the first failure it kills all other ranks, so that nothing waits for them, and sets `fault`: which rank has
+    failed, and why.
     """
 
-    def __init__(self, start: Callable[[], Sequence[Member]], free: Callable[[], None]) -> None:
-        """start: makes the others, in the thread that stays until they are gone. free: ends what this process waits
-        for in a collective.
-        """
+    def __init__(self, start: Callable[[], Sequence[RankProcess]], abort: Callable[[], None]) -> None:
+        """start: starts the other ranks, in the monitor's thread. abort: aborts collectives that this rank waits in."""
         self.fault: RankFailed | None = None
         self.on_fault: Callable[[RankFailed], None] | None = None
-        """Told of it, in the thread that watches."""
-        self._free = free
-        self._minded, self._limit, self._since, self._num_orders = get_ident(), _NEVER, _NEVER, 0
-        self._resting = False
-        self._here, self._ready, self._over = Event(), Event(), Event()
-        self._heard: dict[int, Sign] = {}
-        self._wake, self._bell = Pipe(duplex=False)
-        started: Future[Sequence[Member]] = Future()
-        self._thread = Thread(target=self._run, args=(start, started), name="bateleur-watch", daemon=True)
+        """Called with the fault in the monitor's thread."""
+        self._abort = abort
+        self._worker, self._limit, self._since, self._num_messages = get_ident(), _NEVER, _NEVER, 0
+        self._idle = False
+        self._started, self._ready, self._over = Event(), Event(), Event()
+        self._signs: dict[int, Sign] = {}
+        self._wake, self._closing = Pipe(duplex=False)
+        ranks: Future[Sequence[RankProcess]] = Future()
+        self._thread = Thread(target=self._run, args=(start, ranks), name="bateleur-monitor", daemon=True)
         self._thread.start()
-        self.members = started.result()
+        self.ranks = ranks.result()
         """The other ranks."""
 
-    # --- from the thread that computes --------------------------------------------------------------------
+    # --- called by the thread that computes ---------------------------------------------------------------
 
     def begin(self, limit: float) -> None:
-        """All ranks begin what takes no longer than so many seconds."""
-        self._minded, self._limit, self._resting = get_ident(), limit, False
-        self._num_orders += 1
+        """All ranks start something that may take `limit` seconds."""
+        self._worker, self._limit, self._idle = get_ident(), limit, False
+        self._num_messages += 1
         self._since = time.monotonic()
 
     def end(self) -> None:
-        """It has ended here."""
+        """This rank has finished it."""
         self._since = _NEVER
 
-    def rest(self) -> None:
-        """It has ended here, and this rank waits for the others."""
-        self._resting = True
+    def wait_for_others(self) -> None:
+        """This rank has finished its part, and waits for the others."""
+        self._idle = True
 
-    def wait_here(self) -> None:
-        """Until all others can join. Raises what has failed."""
-        self._wait(self._here)
+    def wait_started(self) -> None:
+        """Wait until all other ranks have started. Raises RankFailed."""
+        self._wait(self._started)
 
     def wait_ready(self) -> None:
-        """Until all others are loaded. Raises what has failed."""
+        """Wait until all other ranks are loaded. Raises RankFailed."""
         self._wait(self._ready)
 
     def _wait(self, event: Event) -> None:
@@ -84,119 +93,157 @@ class RankMonitor:
             raise self.fault
 
     def wait_over(self) -> RankFailed | None:
-        """What has failed if it was another rank; behind an error here, which may come before its cause is known."""
-        self._over.wait(_SETTLING)
-        if self._heard:
+        """After an error on this rank: wait a moment for its cause, and return the fault if another rank has failed."""
+        self._over.wait(_GATHER_SECONDS)
+        if self._signs:
             self._over.wait()
         return self.fault
 
     def close(self) -> None:
-        """End the others, and wait until they are gone."""
-        self._bell.close()
+        """End the other ranks, and wait until their processes are gone."""
+        self._closing.close()
         self._thread.join()
 
-    # --- in the thread that watches -----------------------------------------------------------------------
+    # --- in the monitor's thread --------------------------------------------------------------------------
 
-    def _run(self, start: Callable[[], Sequence[Member]], started: Future[Sequence[Member]]) -> None:
+    def _run(
+        self, start: Callable[[], Sequence[RankProcess]], started: Future[Sequence[RankProcess]]
+    ) -> None:
         try:
-            members = start()
+            ranks = start()
         except BaseException as error:
             started.set_exception(error)
             return
-        started.set_result(members)
-        if self._mind({member.link.watch: member for member in members}):
-            self._judge(members)
+        started.set_result(ranks)
+        if self._watch({each.connection.status: each for each in ranks}):
+            self._kill(ranks)
         else:
-            _end(members)
-        for member in members:
-            member.link.close()
-        for event in (self._here, self._ready, self._over):
+            _end(ranks)
+        for each in ranks:
+            each.connection.close()
+        for event in (self._started, self._ready, self._over):
             event.set()
 
-    def _mind(self, members: dict[Connection, Member]) -> bool:
-        """Until it is closed, or there is a sign of a fault; whether there is."""
-        coming = {member.rank for member in members.values()}
-        loading = set(coming)
-        while not self._heard and time.monotonic() - self._since <= self._limit:
-            for found in wait([self._wake, *members], _PACE):
+    def _watch(self, ranks: dict[Connection, RankProcess]) -> bool:
+        """Watch until `close` or a sign of failure; returns whether there is one."""
+        starting = {each.rank for each in ranks.values()}
+        loading = set(starting)
+        while not self._signs and time.monotonic() - self._since <= self._limit:
+            for found in wait([self._wake, *ranks], _POLL_SECONDS):
                 if found is self._wake:
                     return False
                 assert isinstance(found, Connection)
-                member = members[found]
-                message = _read(member)
-                if isinstance(message, Here):
-                    coming.discard(member.rank)
+                rank = ranks[found].rank
+                message = _read(ranks[found])
+                if isinstance(message, Started):
+                    starting.discard(rank)
                 elif isinstance(message, Ready):
-                    loading.discard(member.rank)
-                elif isinstance(message, Failed | Gone):
-                    self._heard[member.rank] = message
-            if not coming:
-                self._here.set()
+                    loading.discard(rank)
+                elif isinstance(message, RankError | Exited):
+                    self._signs[rank] = message
+            if not starting:
+                self._started.set()
             if not loading:
                 self._ready.set()
         return True
 
-    def _judge(self, members: Sequence[Member]) -> None:
-        """Hear everybody, end them, and say who it was."""
+    def _kill(self, ranks: Sequence[RankProcess]) -> None:
+        """Gather the signs of all ranks, find the rank that has failed, and kill the others."""
         took = time.monotonic() - self._since
-        hung, signs = not self._heard, self._heard
-        deadline = time.monotonic() + (_ANSWERING if hung else _SETTLING)
-        if hung:
-            signs[0] = at(self._minded, self._num_orders, idle=self._resting)
-            for member in members:
+        hangs, signs = not self._signs, self._signs
+        deadline = time.monotonic() + (_REPLY_SECONDS if hangs else _GATHER_SECONDS)
+        if hangs:
+            signs[0] = status_of(self._worker, self._num_messages, idle=self._idle)
+            for each in ranks:
                 with suppress(OSError):
-                    member.link.watch.send(Where())
-        open_ = {member.link.watch: member for member in members if member.rank not in signs}
-        while open_ and (left := deadline - time.monotonic()) > 0:
-            for found in wait(list(open_), left):
+                    each.connection.status.send(StatusRequest())
+        silent = {each.connection.status: each for each in ranks if each.rank not in signs}
+        while silent and (left := deadline - time.monotonic()) > 0:
+            for found in wait(list(silent), left):
                 assert isinstance(found, Connection)
-                message = _read(open_[found])
-                if not isinstance(message, Here | Ready):
-                    signs[open_.pop(found).rank] = message
-        if hung:
-            signs |= {member.rank: Silent() for member in open_.values()}
-        rank, cause, trace = verdict(signs, took)
+                message = _read(silent[found])
+                if not isinstance(message, Started | Ready):
+                    signs[silent.pop(found).rank] = message
+        if hangs:
+            signs |= {each.rank: NoReply() for each in silent.values()}
+        rank, cause, trace = find_failure(signs, took)
         self.fault = fault = RankFailed(rank, cause)
         if trace:
             fault.add_note(trace)
-        for member in members:
-            member.link.close()
-            if member.process is not None:
-                member.process.kill()
-                member.process.wait()
-        self._free()
+        for each in ranks:
+            each.connection.close()
+            if each.process is not None:
+                each.process.kill()
+                each.process.wait()
+        self._abort()
         if self.on_fault is not None:
             self.on_fault(fault)
 
 
-def _read(member: Member) -> Here | Ready | Failed | At | Gone:
+def _read(rank: RankProcess) -> Started | Ready | RankError | RankStatus | Exited:
     try:
-        message: Here | Ready | Failed | At = member.link.watch.recv()
+        message: Started | Ready | RankError | RankStatus = rank.connection.status.recv()
     except (EOFError, OSError):
-        return Gone(_how(member))
+        return Exited(_how_exited(rank))
     return message
 
 
-def _how(member: Member) -> str:
-    """How a process has ended, whose sockets are closed."""
-    if member.process is None:
+def _how_exited(rank: RankProcess) -> str:
+    """How a process has exited whose connections are closed."""
+    if rank.process is None:
         return "has left"
     try:
-        code = member.process.wait(_ENDING)
+        code = rank.process.wait(_EXIT_SECONDS)
     except TimeoutExpired:
         return "has closed its connections"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has left with exit code {code}"
 
 
-def _end(members: Sequence[Member]) -> None:
-    """Let them leave, and see that they do."""
-    for member in members:
-        member.link.close()
-    deadline = time.monotonic() + _ENDING
-    for member in members:
-        if member.process is not None:
+def _end(ranks: Sequence[RankProcess]) -> None:
+    """Let the ranks exit by themselves, and kill those that do not."""
+    for each in ranks:
+        each.connection.close()
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for each in ranks:
+        if each.process is not None:
             try:
-                member.process.wait(max(0.0, deadline - time.monotonic()))
+                each.process.wait(max(0.0, deadline - time.monotonic()))
             except TimeoutExpired:
-                member.process.kill()
-                member.process.wait()
+                each.process.kill()
+                each.process.wait()
+
+
+class Failure(NamedTuple):
+    """The rank that has failed first. cause: text to follow "rank 1"."""
+
+    rank: int
+    cause: str
+    trace: str = ""
+
+
+def find_failure(signs: Mapping[int, Sign], seconds: float) -> Failure:
+    """The most likely first failure. In this order: a rank raised an error of its own, exited, does not reply, lags
+    behind the others, or is not where they are. seconds: since the current message was sent.
+    """
+    found = min(
+        (_weigh(sign, rank, signs, seconds) for rank, sign in signs.items()), key=lambda each: each[0]
+    )
+    return found[1]
+
+
+def _weigh(
+    sign: Sign, rank: int, signs: Mapping[int, Sign], seconds: float
+) -> tuple[tuple[int, int], Failure]:
+    match sign:
+        case RankError(error, trace, in_collective):
+            return (4 if in_collective else 0, rank), Failure(rank, f"raised {error}", trace)
+        case Exited(how):
+            return (1, rank), Failure(rank, how)
+        case NoReply():
+            return (2, rank), Failure(rank, f"does not answer, {seconds:.3g} s after a step began")
+        case RankStatus(num_messages, idle, in_collective, frame):
+            where = "waiting for messages" if idle else frame
+            stuck = Failure(rank, f"has stood still for {seconds:.3g} s {where}")
+            others = [other for other in signs.values() if isinstance(other, RankStatus)]
+            lags = num_messages < max(other.num_messages for other in others) or not in_collective
+            return (3 if lags and not idle else 5, rank), stuck

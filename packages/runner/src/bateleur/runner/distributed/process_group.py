@@ -1,4 +1,4 @@
-"""The process group of the ranks of one engine: a group of its own, beside any that the process has already."""
+"""The process group of the ranks of one engine, separate from any other group of the process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _numbers = count(1)
 _c10d: Any = _distributed_c10d  # whose stubs lack half of what is used here
 
 
-class Group:
-    """Gloo between hosts' memories and, for ranks with a GPU each, NCCL between these.
+class ProcessGroup:
+    """Gloo between host memories and, for ranks with a GPU each, NCCL between GPUs.
 
-    Every rank ends a sum with the same bits, so that each may draw from its own copy: a part of it is summed in one
-    place and then sent to all (a reduce-scatter and an all-gather along a ring). Of gloo that was seen on 2, 3 and 4
-    ranks; of NCCL it is taken from its description, and digests of plans would tell (`cudagraph_checks`).
+    Every rank must end a sum with the same bits, because each rank samples from its own copy. A ring does that: each
+    part is summed in one place and then sent to all. For gloo this was measured on 2, 3 and 4 ranks; for NCCL it
+    follows from its documentation, and `cudagraph_checks` would detect a difference.
     """
 
     def __init__(self, store: Any, ranks: Ranks, device: torch.device, timeout: float) -> None:
@@ -52,18 +52,18 @@ class Group:
         self.ranks = Ranks(rank, size, name, ranks.local)
 
     def limit(self, timeout: float) -> None:
-        """Seconds that a collective may take from here on."""
+        """Set the timeout of collectives, in seconds."""
         if timeout != self._limit:
             self._group.set_timeout(timedelta(seconds=timeout))
             self._limit = timeout
 
     def abort(self) -> None:
-        """End what waits in a collective of NCCL, from any thread. One of gloo ends with the other processes."""
+        """Abort NCCL collectives, from any thread. Gloo collectives end when the other processes exit."""
         with use_device(self._device):
             self._group.abort()
 
     def close(self) -> None:
-        """Nobody is in a collective any more."""
+        """Destroy the group. No rank may be in a collective."""
         _c10d._unregister_process_group(self.ranks.group)
         with use_device(self._device):
             self._group.shutdown()

@@ -20,18 +20,18 @@ from bateleur.runner.errors import CollectiveBroken
 from bateleur.runner.utils.device import indexed
 
 Range = tuple[int, int]
-"""First, and one behind the last."""
+"""First, and one after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Which of how many ranks this is; `group` is the name of their process group, "" for one alone."""
+    """The rank of this process, and collectives with the others. group: name of the process group, "" for one rank."""
 
     rank: int = 0
     size: int = 1
     group: str = ""
     local: Range = (0, 1)
-    """Which of how many on its machine."""
+    """Rank and number of ranks on its machine."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
@@ -39,18 +39,16 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other."""
+        """Whether there is one rank only."""
         return self.size == 1
 
     def device(self, device: torch.device) -> torch.device:
-        """The device of this rank: `device` with its index, or, of several ranks on GPUs, GPU r of the machine for the
-        rank that is number r there.
-        """
+        """The device of this rank: `device` with its index, or GPU r of the machine for its local rank r."""
         several = not self.alone and device.type == "cuda"
         return torch.device("cuda", self.local[0]) if several else indexed(device)
 
     def even(self, name: str, count: int) -> Range:
-        """This rank's of `count` things that are shared evenly. Raises ValueError if they cannot be."""
+        """The range of `count` items that this rank has, shared evenly. Raises ValueError for other counts."""
         if count % self.size:
             raise ValueError(
                 f"tensor_parallel_size is {self.size}; it must divide {name} = {count}: {_divisors(count)}"
@@ -59,7 +57,7 @@ class Ranks:
         return self.rank * share, (self.rank + 1) * share
 
     def shared(self, name: str, count: int) -> Range:
-        """The same, but of fewer things than ranks each rank has one, which it has in common with others."""
+        """The same, but with fewer items than ranks each rank has one item, shared with other ranks."""
         if count >= self.size:
             return self.even(name, count)
         if self.size % count:
@@ -70,60 +68,60 @@ class Ranks:
         return own, own + 1
 
     def about(self, count: int) -> Range:
-        """This rank's of `count` things that are shared as evenly as can be."""
+        """The range of `count` items that this rank has, shared as evenly as possible."""
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
     def sum_(self, x: Tensor) -> Tensor:
-        """The sum of what every rank has, in place."""
+        """All-reduce (sum), in place."""
         if not self.alone:
             torch.ops.bateleur.sum_of_ranks(x, self.group)
         return x
 
     def max_(self, x: Tensor) -> Tensor:
-        """The largest of what every rank has, entry by entry, in place."""
+        """All-reduce (maximum), in place."""
         if not self.alone:
             torch.ops.bateleur.max_of_ranks(x, self.group)
         return x
 
     def every(self, x: Tensor) -> Tensor:
-        """(size, *x.shape) what each rank has."""
+        """All-gather: (size, *x.shape)."""
         if self.alone:
             return x.unsqueeze(0)
         every: Tensor = torch.ops.bateleur.every_of_ranks(x, self.size, self.group)
         return every
 
     def swap(self, x: Tensor) -> Tensor:
-        """(size, ...) what each rank has for this one, of (size, ...), what this one has for each."""
+        """All-to-all of (size, ...): entry r goes to rank r, and entry r of the result comes from rank r."""
         if self.alone:
             return x
         swapped: Tensor = torch.ops.bateleur.swap_of_ranks(x, self.group)
         return swapped
 
-    def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
-        """By rank the numbers that it has, as many each, from memory to memory: no part of a step."""
-        told: list[list[int]] = self.every(torch.tensor([min(each, _MOST) for each in numbers])).tolist()
-        return told
+    def gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
+        """All-gather equally many integers of each rank, on the host; returns them by rank."""
+        by_rank: list[list[int]] = self.every(torch.tensor([min(each, _MOST) for each in numbers])).tolist()
+        return by_rank
 
     def least(self, number: int) -> int:
-        """The least that any rank has."""
-        return min(told for (told,) in self.tell_all([number]))
+        """The minimum of a number over all ranks, on the host."""
+        return min(found for (found,) in self.gather_ints([number]))
 
     def all_have(self, has: Sequence[bool]) -> list[bool]:
-        """Of several things those that every rank has, as `tell_all`."""
+        """For each flag whether it is set on all ranks, on the host."""
         if not has:
             return []
-        told: list[bool] = self.every(torch.tensor(has, dtype=torch.uint8)).amin(0).bool().tolist()
-        return told
+        found: list[bool] = self.every(torch.tensor(has, dtype=torch.uint8)).amin(0).bool().tolist()
+        return found
 
     def vocab_shard(self, vocab_size: int) -> VocabShard | None:
-        """This rank's part of a vocabulary that is shared as evenly as can be, or None if it has all of it."""
+        """The vocabulary shard of this rank; None for one rank, which has the whole vocabulary."""
         if self.alone:
             return None
         return VocabShard(tuple(rank * vocab_size // self.size for rank in range(self.size + 1)), self)
 
 
 ALONE = Ranks()
-"""One process that has all of a model."""
+"""One process with the whole model."""
 
 
 def _divisors(count: int) -> str:
@@ -136,11 +134,11 @@ def _group(name: str) -> Any:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """What backends raise is a plain RuntimeError."""
+    """Raise CollectiveBroken instead of the plain RuntimeError of backends."""
     try:
         yield
     except RuntimeError as error:
-        raise CollectiveBroken(f"an exchange between ranks broke off: {error}") from error
+        raise CollectiveBroken(f"a collective between ranks failed: {error}") from error
 
 
 _MOST = torch.iinfo(torch.int64).max

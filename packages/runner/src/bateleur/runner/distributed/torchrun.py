@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started: each runs the same script, and they find each other at its store."""
+"""Ranks that torchrun has started: each runs the same script, and they find each other in its store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import is_torchelastic_launched
 from torch.distributed.rendezvous import rendezvous
 
-from bateleur.runner.distributed.connections import Link, Member
+from bateleur.runner.distributed.connections import RankConnection, RankProcess
 from bateleur.runner.distributed.process_group import LOCALHOST
 from bateleur.runner.distributed.ranks import Ranks
 
@@ -24,20 +24,20 @@ _c10d: Any = _distributed_c10d
 
 
 def is_follower() -> bool:
-    """Whether torchrun has started this process, and another is the first."""
+    """Whether torchrun has started this process as another rank than the first."""
     return is_torchelastic_launched() and bool(next(rendezvous("env://"))[1])
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the ranks of one engine meet: a part of torchrun's store for each engine, in the order of the script."""
+class TorchrunRendezvous:
+    """How the ranks of one engine find each other: each engine has its own prefix in the store, in script order."""
 
     store: Any
     ranks: Ranks
 
     @classmethod
-    def here(cls, timeout: float) -> Meeting | None:
-        """None in a process that torchrun has not started. timeout: seconds that ranks wait for each other."""
+    def join(cls, timeout: float) -> TorchrunRendezvous | None:
+        """Join the other ranks; None in a process that torchrun has not started. timeout: seconds to wait for them."""
         if not is_torchelastic_launched():
             return None
         limit = timedelta(seconds=timeout)
@@ -49,26 +49,29 @@ class Meeting:
         same = [other for other in range(size) if hosts[other] == hosts[rank]]
         return cls(store, Ranks(rank, size, local=(same.index(rank), len(same))))
 
-    def accept(self) -> Sequence[Member]:
-        """As the first rank: the links to all others."""
+    def accept(self) -> Sequence[RankProcess]:
+        """As the first rank: accept the connections of all other ranks."""
         alone = self.ranks.local[1] == self.ranks.size  # on this machine
         key, count = secrets.token_bytes(32), self.ranks.size - 1
-        links: dict[tuple[int, str], Connection] = {}
+        accepted: dict[tuple[int, str], Connection] = {}
         with Listener((LOCALHOST if alone else "", 0), backlog=2 * count, authkey=key) as listener:
             port = cast(tuple[str, int], listener.address)[1]
             self.store.set("first", f"{LOCALHOST if alone else socket.gethostname()} {port} {key.hex()}")
-            while len(links) < 2 * count:
+            while len(accepted) < 2 * count:
                 connection = listener.accept()
-                links[connection.recv()] = connection
+                accepted[connection.recv()] = connection
         ranks = range(1, count + 1)
-        return [Member(rank, Link(links[rank, "orders"], links[rank, "watch"]), None) for rank in ranks]
+        return [
+            RankProcess(rank, RankConnection(accepted[rank, "messages"], accepted[rank, "status"]), None)
+            for rank in ranks
+        ]
 
-    def connect(self) -> Link:
-        """As another rank: the link to the first."""
+    def connect(self) -> RankConnection:
+        """As another rank: connect to the first rank."""
         host, port, key = self.store.get("first").decode().split()
         ends = []
-        for name in ("orders", "watch"):
+        for name in ("messages", "status"):
             connection = Client((host, int(port)), authkey=bytes.fromhex(key))
             connection.send((self.ranks.rank, name))
             ends.append(connection)
-        return Link(*ends)
+        return RankConnection(*ends)

@@ -1,4 +1,4 @@
-"""How many requests may be here, and under which ids."""
+"""The limit of live requests, and their ids."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bateleur.runner.errors import QueueFull
 from bateleur.runner.utils.arguments import shown
 
 
-def require_new(names: Iterable[str], here: Container[str]) -> None:
-    """ValueError for a request's id that is here already, or is there twice."""
+def require_new(names: Iterable[str], used: Container[str]) -> None:
+    """Raise ValueError for a request id that is in use, or twice among `names`."""
     seen: set[str] = set()
     for name in names:
-        if name in seen or name in here:
+        if name in seen or name in used:
             raise ValueError(
                 f"request_id is {shown(name)}; a request of that id is already waiting or running"
             )
@@ -22,7 +22,7 @@ def require_new(names: Iterable[str], here: Container[str]) -> None:
 
 
 class AdmissionLimit:
-    """The ids of requests that are here, from before they are tokenised until they have ended; so many and no more."""
+    """Limits the number of live requests, and reserves their ids from before tokenization until they end."""
 
     def __init__(self, running: int, waiting: int) -> None:
         self._running, self._waiting = running, waiting
@@ -34,9 +34,9 @@ class AdmissionLimit:
         return len(self._taken)
 
     def take(self, names: Sequence[str | None], size: int) -> list[str]:
-        """Let requests in, all or none, and name those without an id; each takes `size` places.
+        """Admit requests, all or none, and name those without an id. Each counts as `size` sequences.
 
-        Raises QueueFull if there is no room now, ValueError if there never is, or for an id that is here already.
+        Raises QueueFull if there is no room now, ValueError if there never is, or for an id that is in use.
         """
         wanted, room = size * len(names), self._running + self._waiting
         if wanted > room:
@@ -54,6 +54,6 @@ class AdmissionLimit:
         return taken
 
     def release(self, name: str) -> None:
-        """A request has ended, or was refused."""
+        """Free the id of a request that has ended or was refused."""
         with self._lock:
             self._taken.pop(name, None)

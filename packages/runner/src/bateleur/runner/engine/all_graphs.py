@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bateleur.cudagraph import CaptureReport, CudaGraphManager, VerifyReport
 from bateleur.eagle import EagleSpeculator
-from bateleur.runner.model_runner.step_graphs import StepGraphs
+from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher
 from bateleur.runner.models import StepContext
 from bateleur.runner.sampling.step_end import StepEnd
 from bateleur.runner.spec_decode.graph_checks import verify_passes
@@ -21,7 +21,7 @@ class AllGraphs:
 
     def __init__(
         self,
-        forward: StepGraphs,
+        forward: GraphDispatcher,
         ends: StepEnd,
         head: EagleSpeculator | None,
         proposer: Proposer | None,

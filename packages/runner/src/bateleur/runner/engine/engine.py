@@ -1,154 +1,86 @@
-"""One step of the engine, and the requests that live in it."""
-
-# Shape letters: R rows of a step, T tokens, S rows that draw a token, V vocabulary.
+"""The engine: schedules steps, runs them on the device, and collects their outcome."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
+from time import perf_counter, thread_time
 
-import numpy as np
 import torch
 
-from bateleur.cudagraph import CudaGraphMode, DispatchDecision, ReplayChecks, ReplayFailed, VerifyReport
-from bateleur.eagle import BoundedDrafter, Drafter, EagleSpeculator, Rule
-from bateleur.metadata import BatchShape
+from bateleur.cudagraph import ReplayFailed, VerifyReport
 from bateleur.runner.cache.prefix_cache import PrefixCache
-from bateleur.runner.cache.tensors import Caches, zero_fresh_blocks
-from bateleur.runner.distributed.common_graphs import keep_common
-from bateleur.runner.engine.all_graphs import AllGraphs
+from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.engine.messages import RunStep
+from bateleur.runner.engine.model_runner import ModelRunner
 from bateleur.runner.engine.operations import EngineOperations
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.prefix_offload import PrefixOffload
 from bateleur.runner.engine.request_registry import RequestRegistry
 from bateleur.runner.engine.request_times import RequestClock
 from bateleur.runner.engine.setup import EngineSetup
-from bateleur.runner.engine.step_agreement import compare
 from bateleur.runner.engine.step_collector import StepCollector
 from bateleur.runner.engine.step_in_flight import StepInFlight
-from bateleur.runner.engine.step_rows import StagedRows, ask_for
-from bateleur.runner.engine.warm_up import run_largest, warm_up
-from bateleur.runner.model_runner.model_state import ModelState
-from bateleur.runner.model_runner.row_lengths import RowLengths
-from bateleur.runner.model_runner.step_graphs import StepGraphs, query_lens_of
-from bateleur.runner.model_runner.step_producer import StepProducer, padded_shape
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.sampling.grammar_masks import GrammarMasks
-from bateleur.runner.sampling.prompt_logprobs import PromptLogprobs
-from bateleur.runner.sampling.rejection_sampler import RejectionSampler
-from bateleur.runner.sampling.sampler import SamplingState
-from bateleur.runner.sampling.step_end import StepEnd
 from bateleur.runner.scheduling.scheduler import Scheduler
-from bateleur.runner.scheduling.step_plan import PerPlan, StepPlan
+from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.draft_head import DraftHead
-from bateleur.runner.spec_decode.draft_planner import DraftPlanner
-from bateleur.runner.spec_decode.drafter_checks import check_drafter
-from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
-from bateleur.runner.spec_decode.proposer import Proposer
-from bateleur.runner.stats import EngineStats, StepClock
+from bateleur.runner.stats import EngineStats
+from bateleur.runner.utils.device import Fetch
+
+Marks = list[tuple[str, float]]
+"""Parts of a step and when they ended, in seconds of `perf_counter`; the first entry is the start."""
 
 
 class Engine:
-    """Schedule, decide, stage, build, forward, sample, emit: one step at a time.
+    """Runs requests in steps: schedule, stage, forward, end (sample, verify, propose), collect.
 
-    Not thread-safe, see `LLM`. Whatever breaks off in the middle, by an error or an interrupt, is put right before the
-    next thing is done, see `RequestRegistry`.
+    Not thread-safe, see `LLM`. If a step is interrupted by an error or a signal, the next call restores a consistent
+    state first, see `RequestRegistry`.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Allocate everything for `setup.limits`, where the model's weights are and in their dtype; capture graphs.
+        """Allocate everything for `setup.limits` on the device of the model, and capture graphs.
 
-        Raises ValueError for a drafter of another number of tokens, or one that draws for another rule.
+        Raises ValueError for a drafter with another number of tokens, or one that samples for another rule.
         """
-        self.setup = setup
-        self.model = model = setup.model
-        self.limits = limits = setup.limits
-        self.device = device = model.device
+        self.setup, self.model, self.limits = setup, setup.model, setup.limits
+        self.device = self.model.device
         self.stats = EngineStats(async_scheduling=setup.async_scheduling)
-        self.caches = Caches(model.spec, setup.cache_plan, model.dtype, device)
-        self.model_state = ModelState(model, self.caches, setup.backend, limits, setup.prompt_scan)
-        self.table = RequestTable(limits.max_num_seqs, limits.max_model_len, setup.cache_plan.max_blocks)
+        self.caches = Caches(self.model.spec, setup.cache_plan, self.model.dtype, self.device)
+        self.table = RequestTable(
+            self.limits.max_num_seqs, self.limits.max_model_len, setup.cache_plan.max_blocks
+        )
         self.scheduler = self._make_scheduler()
-        self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, device, model.shard)
-        checks, kv_blocks = setup.graphs.checks, self.table.blocks
-        self.producer = StepProducer(self.model_state, limits.buffers, device, checks, kv_blocks)
-        proposer = self._make_drafter()
-        taps = () if proposer is None else proposer.needs.taps
-        lens = query_lens_of(setup.policy, limits.num_speculative_tokens)
-        self.graphs = StepGraphs(model, self.producer, setup.graphs, lens, taps)
-        self.stats.decisions = self.graphs.decisions
-        self._head = head = proposer if isinstance(proposer, EagleSpeculator) else None
-        self.graphs.warm_up(head)
-        self.graphs.capture()
-        pairs = self.caches.kv
-        if head is not None:
-            self.graphs.capture_draft(head)
-            pairs = [*pairs, *head.kv]
-        self._kv_caches = [cache for pair in pairs for cache in pair]
-        draft_kv, prefixes = pairs[len(self.caches.kv) :], self.scheduler.prefixes
-        self.outside = PrefixOffload(setup, self.stats, prefixes, self.caches, draft_kv)
-        self._emitter = OutputProcessor(setup.tokenizer, self.table, model.spec.vocab_size)
+        self.runner = ModelRunner(setup, self.caches, self.table, self.stats)
+        draft_kv = () if self.runner.head is None else self.runner.head.kv
+        self.offload = PrefixOffload(setup, self.stats, self.scheduler.prefixes, self.caches, draft_kv)
+        self._outputs = OutputProcessor(setup.tokenizer, self.table, self.model.spec.vocab_size)
         self._clock = RequestClock(self.stats, self.table)
-        self.ledger = RequestRegistry(
-            self.scheduler, self._emitter, self.stats, self._clock, self.producer.buffers.forget
+        self.registry = RequestRegistry(
+            self.scheduler, self._outputs, self.stats, self._clock, self.runner.producer.buffers.forget
         )
-        drafts = limits.num_speculative_tokens
-        self._verifier = RejectionSampler(model, self.sampling, self.table, drafts, setup.rule, proposer)
-        self._prompt_logprobs = PromptLogprobs(model, self.table)
-        self._ahead = setup.async_scheduling
-        self._lengths = RowLengths(limits.max_num_seqs, device) if self._ahead and drafts else None
-        self.ends = StepEnd(self._verifier, self.model_state, self._lengths)
-        warm_up(model, self.graphs, self.producer, self._verifier, limits, head)
-        self._capture_ends()
-        on_graphs = self.graphs.plan.mode.decode_mode is CudaGraphMode.FULL
-        graphed = [length - 1 for length in lens] if on_graphs else ()
-        self._grammars = GrammarMasks(self._verifier, graphed=bool(graphed))
-        self._draft_sync = setup.drafter.sync if isinstance(setup.drafter, DraftHead) else None
-        self._proposer = None if proposer is None else self._make_proposer(proposer, graphed)
-        self._draft_planner = None if proposer is None else self._make_draft_planner(proposer, graphed)
-        self.all_graphs = self._end_captures()
-        self._collector = self._make_collector()
+        self._collector = StepCollector(
+            self.scheduler, self._outputs, self.registry, self.stats, self._clock, self.runner.proposer
+        )
         self._reports: list[Request] = []
-        self._rows = StagedRows(self.table, self._verifier, self._lengths)
-        self._timed: StepInFlight | None = None  # a policy is to be told what it took
-        self._took = 0.0
-        self._decided = PerPlan(self._decide_anew)
-
-    def _make_proposer(self, drafter: Drafter, graphed: Sequence[int]) -> Proposer:
-        setup = self.setup
-        may_skip = not (setup.async_scheduling or setup.cache_plan.share_prefixes)
-        made = Proposer(
-            drafter, self._verifier, setup.policy, graphed=bool(graphed), may_skip=may_skip, sync=self._draft_sync
-        )  # fmt: skip
-        self.stats.acceptance = made.acceptance
-        made.graphs = self._capture_proposals(drafter, graphed)
-        return made
-
-    def _make_draft_planner(self, drafter: Drafter, graphed: Sequence[int]) -> DraftPlanner:
-        limits = self.limits
-        longest = drafter.max_drafted_len if isinstance(drafter, BoundedDrafter) else limits.max_model_len
-        return DraftPlanner(
-            self.table, self.sampling, limits.num_speculative_tokens, longest, graphed,
-            waits_for_length=self.setup.rule is not Rule.COUPLED,
-        )  # fmt: skip
-
-    def _make_collector(self) -> StepCollector:
-        return StepCollector(
-            self.scheduler, self._emitter, self.ledger, self.stats, self._clock, self._proposer
-        )
+        self._timed: StepInFlight | None = None
+        """Step whose time the draft policy has not observed yet."""
+        self._seconds = 0.0
+        """Time of that step."""
 
     def _make_scheduler(self) -> Scheduler:
         plan, pool, pages = self.setup.cache_plan, self.caches.blocks, self.caches.pages
         if self.setup.backend.needs_finite_cache and pool is not None:
             pool.fresh = []
-        stores = isinstance(self.setup.drafter, DraftHead)  # keys and values in the blocks of the target's
+        stores = isinstance(self.setup.drafter, DraftHead)  # keys and values in the blocks of the target
         prefixes = None
         if plan.share_prefixes:
             prefixes = PrefixCache(self.table, pool, plan.block_size, pages, lookahead=stores)
-        return Scheduler(
+        scheduler = Scheduler(
             self.table,
             pool,
             block_size=plan.block_size,
@@ -157,80 +89,38 @@ class Engine:
             states=pages,
             prefixes=prefixes,
         )
-
-    def _make_drafter(self) -> Drafter | None:
-        """The drafter itself; a `DraftHead` gets its caches."""
-        setup, drafter, drafts = self.setup, self.setup.drafter, self.limits.num_speculative_tokens
-        if isinstance(drafter, DraftHead):
-            if drafts < 1:
-                raise ValueError("num_speculative_tokens is 0; with a draft it must be at least 1")
-            plan, groups, target = setup.cache_plan, self.model_state.groups, setup.model
-            return drafter.speculator(
-                plan, groups, setup.backend, setup.limits, setup.graphs, target, setup.rule
-            )
-        if drafter is not None:
-            check_drafter(drafter, drafts, setup.model.spec.num_layers)
-        return drafter
-
-    def _capture_ends(self) -> None:
-        """Behind steps on graphs; nothing where there are none."""
-        forward = self.graphs.manager
-        if forward is not None and forward.states:
-            self.ends.capture(forward, self.setup.graphs)
-            assert self.ends.graphs is not None
-            keep_common(self.ends.graphs.manager, self.model.peers)
-
-    def _capture_proposals(self, drafter: Drafter, numbers: Sequence[int]) -> ProposalGraphs | None:
-        """Behind steps on graphs of decoding rows, with so many drafts; None where there are none."""
-        forward = self.graphs.manager
-        if not isinstance(drafter, EagleSpeculator) or drafter.whole is None or self.ends.graphs is None:
-            return None
-        assert forward is not None
-        graphs = ProposalGraphs(
-            forward, self.setup.graphs, drafter, drafter.whole, self.ends.sampler, numbers
-        )
-        graphs.capture()
-        keep_common(graphs.manager, self.model.peers)
-        return graphs
-
-    def run_largest(self) -> None:
-        """Run the steps that allocate most, in an engine without requests."""
-        run_largest(self.graphs, self.producer, self._verifier, self.limits, self._head)
-
-    def _end_captures(self) -> AllGraphs:
-        if self.device.type == "cuda":  # warm-ups ran on side streams, whose cached memory no step can use
-            torch.cuda.empty_cache()
-        return AllGraphs(self.graphs, self.ends, self._head, self._proposer)
+        scheduler.device = self.device
+        return scheduler
 
     # --- requests -----------------------------------------------------------------------------------------
 
     @property
     def requests(self) -> dict[str, RequestGroup]:
-        """Those that wait or run, by id."""
-        return self.ledger.requests
+        """Waiting and running requests by id."""
+        return self.registry.requests
 
     @property
-    def errands(self) -> EngineOperations:
-        """What may be asked of it between two steps."""
-        return EngineOperations(self.ledger, self.outside, self._verify_graphs, self.model)
+    def operations(self) -> EngineOperations:
+        """Long operations between steps."""
+        return EngineOperations(self.registry, self.offload, self._verify_graphs, self.model)
 
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
-        """Show that every captured graph replays what an eager run computes, on random steps.
+        """Check on `fuzz` random steps per graph that replays equal eager runs.
 
-        Raises ValueError while requests wait or run, since caches are overwritten, and if there are no graphs.
+        Raises ValueError while there are requests, because caches are overwritten, and if there are no graphs.
         """
-        return self.errands.verify_graphs(fuzz)
+        return self.operations.verify_graphs(fuzz)
 
     def _verify_graphs(self, fuzz: int) -> VerifyReport:
         if self.requests:
             raise ValueError(
                 f"requests: {len(self.requests)} are not finished; verifying overwrites their caches"
             )
-        self.ledger.whole = False  # what the caches hold of prefixes is overwritten
-        return self.all_graphs.verify(fuzz, self.producer.written)
+        self.registry.consistent = False  # cached prefixes are overwritten
+        return self.runner.all_graphs.verify(fuzz, self.runner.producer.written)
 
     def metrics(self) -> EngineStats:
-        """The counters, and where the queues stand at this moment; from any thread."""
+        """Counters, with the current lengths of the queues. Can be called from any thread."""
         stats, scheduler = self.stats, self.scheduler
         stats.num_running, stats.num_waiting = len(scheduler.running), scheduler.num_waiting
         if (pool := scheduler.pool) is not None:
@@ -241,155 +131,129 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, seconds: float | None = None) -> None:
-        """Run one step; the requests that finished in it and those that stream are reported to `ledger`.
+        """Run one step. Finished and streaming requests are reported to `registry`.
 
-        seconds: what the last one took the first of several ranks, on the others.
+        seconds: time of the last step on the first rank; None on the first rank itself.
 
-        With `async_scheduling` a step is launched from bounds while the device is at the one before, and then that one
-        is collected: reports come a call later, and a request that has ended meanwhile has run a step too many, whose
-        results are dropped. What it held can be given away at once, since the device keeps the order of its steps.
+        With `async_scheduling` a step is launched from bounds while the device runs the step before, which is collected
+        then. So reports come one call later, and an ended request runs one step more, whose results are dropped. Its
+        row and blocks are freed at once, because the device runs steps in order.
 
-        If the model raises, the error goes to the caller and no request is lost: all are recomputed from their tokens
-        by later steps. If a graph fails, the same happens with a warning in place of the error, since its batches run
-        eagerly from then on. Of several ranks none goes on after an error, since the others do not see it.
+        If the model raises, the error goes to the caller, and later steps recompute all requests from their tokens. If
+        a graph fails, the same happens with a warning instead of the error: its batches run eagerly from then on. With
+        several ranks every error is fatal, because the other ranks do not see it.
         """
-        self.ledger.restore()
-        took = self._took if seconds is None else seconds
-        with self.ledger.tell(RunStep(took)):
-            self._step(took)
+        if not self.registry.consistent or self.registry.abandoned:
+            self.registry.restore()
+        seconds = self._seconds if seconds is None else seconds
+        send = self.registry.send
+        with nullcontext() if send is None else send(RunStep(seconds)):
+            self._step(seconds)
 
     def _step(self, seconds: float) -> None:
-        ledger = self.ledger
-        ledger.whole = False
-        timed = self._timed
-        if timed is not None and self._proposer is not None:
+        registry, on_cpu = self.registry, self.device.type == "cpu"
+        registry.consistent = False
+        if (timed := self._timed) is not None and self.runner.proposer is not None:
             assert timed.proposal is not None
             assert timed.num_tokens is not None
-            self._proposer.observe(timed.plan, timed.proposal, timed.num_tokens, seconds)
-        self._timed = None
-        self._reports = []
-        clock = StepClock(self.stats)
+            self.runner.proposer.observe(timed.batch, timed.proposal, timed.num_tokens, seconds)
+        self._timed, self._reports = None, []
+        marks, cpu_start = [("start", perf_counter())], thread_time()
         try:
-            launched = self._launch(clock)
+            launched = self._launch(marks)
         except ReplayFailed as error:
             if not self.model.peers.alone:
                 raise
             warnings.warn(f"{error}; its requests are recomputed", RuntimeWarning, stacklevel=2)
             return
-        # What took the time: a CPU is at the step that is launched, another device at the one before.
-        timed = launched if self._verifier.on_host or not ledger.in_flight else ledger.in_flight[0]
+        # What took the time: a CPU runs the step just launched, another device the step before.
+        timed = launched if on_cpu or not registry.in_flight else registry.in_flight[0]
         if launched is not None:
-            ledger.in_flight = (*ledger.in_flight, launched)
-            launched.report_drafts(self.table)
-        if len(ledger.in_flight) > (launched is not None and self._ahead):
-            self._collect(clock)
+            registry.in_flight = (*registry.in_flight, launched)
+            if launched.proposal is not None:
+                batch = launched.batch
+                self.table.num_proposed[batch.sampled[1]] = launched.proposal.lengths[batch.samples]
+        if len(registry.in_flight) > (launched is not None and self.setup.async_scheduling):
+            self._collect(marks)
         for request in self._reports:
-            ledger.report(request)
+            registry.report(request)
         self._reports = []
-        if self._proposer is not None and timed is not None and timed.num_tokens is not None:
-            self._timed, self._took = timed, clock.cpu if self._verifier.on_host else clock.elapsed
-        self.outside.advance(idle=not ledger.requests)
-        ledger.whole = True
+        if self.runner.proposer is not None and timed is not None and timed.num_tokens is not None:
+            self._timed = timed
+            self._seconds = thread_time() - cpu_start if on_cpu else marks[-1][1] - marks[0][1]
+        if self.offload.disk is not None:
+            self.offload.disk.advance(idle=not registry.requests)
+        self.stats.add_step(marks, 0 if launched is None else launched.batch.num_tokens)
+        registry.consistent = True
 
-    def _collect(self, clock: StepClock) -> None:
-        """Learn what came of the oldest step in flight; who is to be told of it is told behind the next launch."""
-        self._reports = self._collector.collect(self.ledger.in_flight[0])
-        clock.lap("emit")
-
-    def _launch(self, clock: StepClock) -> StepInFlight | None:
-        """Prepare the next step and give it to the device, which may be at the one before; None if there is none."""
-        if self._draft_planner is not None:
-            self._draft_planner.plan()
-        if not self._ahead:
-            self._grammars.cut()
-        plan = self.scheduler.schedule(ahead=bool(self.ledger.in_flight))
-        if plan is None:
-            if self.graphs.idle():
-                self.stats.num_dummy_steps += 1
-                self.stats.num_dummy_drafts += 0 if self._draft_sync is None else self._draft_sync.idle()
-            elif self.scheduler.fetching and not self.ledger.in_flight:
-                self.outside.wait()
+    def _launch(self, marks: Marks) -> StepInFlight | None:
+        """Give the next step to the device, which may still run the step before; None if there is nothing to run."""
+        batch = self._schedule()
+        if batch is None:
             return None
-        self.stats.num_preemptions = self.scheduler.num_preemptions
-        admitted = self._follow_rows()
-        self.stats.histograms.iteration_tokens.observe(plan.num_tokens)
-        if self.scheduler.pool is not None and self.scheduler.pool.fresh:
-            zero_fresh_blocks(self.scheduler.pool, self._kv_caches)
-        clock.lap("schedule")
-        launched = self._run(plan, clock, admitted)
-        self.scheduler.advance(plan)
+        runner, admitted = self.runner, self._admit()
+        marks.append(("schedule", perf_counter()))
+        staged = runner.stage(batch)
+        marks.append(("stage", perf_counter()))
+        hidden, features = runner.forward(staged)
+        marks.append(("forward", perf_counter()))
+        allowed = None
+        if batch.with_grammar:
+            if self.setup.async_scheduling:  # what may be sampled depends on the tokens before
+                if self.registry.in_flight:
+                    self._collect(marks)
+                runner.grammars.check_drafts(batch)
+            allowed = runner.grammars.allowed(batch)
+        ended = runner.ends.run(batch, staged, hidden, allowed)
+        output = ended.output
+        launched = StepInFlight(
+            batch,
+            self.table.num_drafts[batch.rows],
+            self.scheduler.num_released,
+            output,
+            None if output is None else Fetch([output.packed, *(output.logprobs or ())]),
+            None if batch.all_decode else runner.prompt_logprobs.score(batch, hidden),
+        )
+        marks.append(("sample", perf_counter()))
+        if runner.proposer is not None:
+            launched.proposal = runner.proposer.propose(batch, staged, features, ended, admitted)
+            if batch.with_grammar:
+                runner.grammars.fetch(batch)
+            marks.append(("draft", perf_counter()))
+        self.table.advance(batch.rows, batch.query_lens, batch.num_decodes)
         return launched
 
-    def _run(self, plan: StepPlan, clock: StepClock, admitted: Sequence[Request]) -> StepInFlight:
-        """The device's part of a step."""
-        decision, shape = self._decide(plan)
-        if not self.model.ranks.alone and self.setup.graphs.checks >= ReplayChecks.ADDRESSES:
-            compare(self.model.ranks, plan, decision, self.table)
-        rows = self._rows.of(plan)
-        batch = self.producer.buffers.stage(rows, shape)
-        clock.lap("stage")
-        staged = self.producer.prepare(batch, decision.descriptor, batch_id=rows.batch_id)
-        clock.lap("build")
-        hidden_TD, *taps = self.graphs.run(staged)
-        clock.lap("forward")
-        if self._ahead and self._grammars.follow(plan):  # what may be drawn depends on the tokens before
-            if self.ledger.in_flight:
-                self._collect(clock)
-            self._grammars.look(plan)
-        allowed = self._grammars.allowed(plan)
-        ended = self.ends.run(plan, staged, hidden_TD, allowed, clock)
-        verified = ended.verified
-        fetched = None if verified is None else self._emitter.fetch(verified)
-        scored = self._prompt_logprobs.score(plan, hidden_TD)
-        clock.lap("sample")
-        num_drafts, num_left = self.table.num_drafts[plan.rows], self.scheduler.num_left
-        launched = StepInFlight(plan, num_drafts, num_left, verified, fetched, scored)
-        if self._proposer is not None:
-            features = (*taps, hidden_TD) if self._proposer.drafter.needs.hidden else tuple(taps)
-            launched.proposal = self._proposer.propose(plan, staged, features, ended, admitted)
-            self._grammars.fetch(plan)
-            clock.lap("draft")
-        return launched
+    def _schedule(self) -> StepBatch | None:
+        """The batch of the next step. Without one, take part in a step of other ranks, or wait for files."""
+        runner, scheduler, in_flight = self.runner, self.scheduler, bool(self.registry.in_flight)
+        if runner.draft_planner is not None:
+            runner.draft_planner.plan()
+        if runner.grammars.has_drafts and not self.setup.async_scheduling:
+            runner.grammars.cut_drafts()
+        batch = scheduler.schedule(ahead=in_flight)
+        if batch is None and not runner.idle(self.stats) and scheduler.fetching and not in_flight:
+            self.offload.wait()
+        self.stats.num_preemptions = scheduler.num_preemptions
+        return batch
 
-    def _decide(self, plan: StepPlan) -> tuple[DispatchDecision, BatchShape]:
-        """Choose the graph for this step, or eager with the reason; padding follows from the choice."""
-        if not self.graphs.decides_alone:
-            self._decided.forget()
-        decision, shape = self._decided(plan)
-        self.graphs.decisions.count(decision)
-        return decision, shape
-
-    def _decide_anew(self, plan: StepPlan) -> tuple[DispatchDecision, BatchShape]:
-        ask = ask_for(plan, self.table)
-        decision = self.graphs.decide(ask)
-        return decision, padded_shape(decision.descriptor, ask.num_reqs, ask.num_tokens, ask.max_query_len)
-
-    def _follow_rows(self) -> list[Request]:
-        """Set up per-row state of the requests that got a row since the last step; returns these requests."""
+    def _admit(self) -> Sequence[Request]:
+        """Set up the state of the requests that got a row since the last step; returns them."""
         if not self.scheduler.admitted:
-            return []
+            return ()
         admitted = [request for request in self.scheduler.admitted if request.row >= 0]
         self.scheduler.admitted.clear()
-        if not admitted:
-            return []
-        self._clock.started(admitted)
-        self.model.set_prompt_length(admitted[0].rope_length)
-        self._emitter.admit(admitted, self.scheduler.running)
-        for request in admitted:
-            if self.scheduler.prefixes is not None and not request.num_preemptions:
-                self.stats.num_prefix_queries += len(request.prompt_token_ids)
-                self.stats.num_prefix_hits += request.num_cached_tokens
-            self.sampling.admit(
-                request.row,
-                request.params,
-                request.seed,
-                request.prompt_token_ids,
-                request.output_token_ids,
-                tuple(request.stop_token_ids),
-                request.bad_words,
-            )
-        rows = np.array([request.row for request in admitted], dtype=np.int64)
-        self.model_state.admit(rows, self.table.num_computed[rows])
-        if self._lengths is not None:
-            self._lengths.admit(rows, self.table.num_computed[rows])
+        if admitted:
+            self._clock.started(admitted)
+            self._outputs.admit(admitted, self.scheduler.running)
+            self.runner.admit(admitted)
+        if self.scheduler.prefixes is not None:
+            for request in admitted:
+                if not request.num_preemptions:
+                    self.stats.num_prefix_queries += len(request.prompt_token_ids)
+                    self.stats.num_prefix_hits += request.num_cached_tokens
         return admitted
+
+    def _collect(self, marks: Marks) -> None:
+        """Apply the outcome of the oldest step in flight. Its requests are reported after the next launch."""
+        self._reports = self._collector.collect(self.registry.in_flight[0])
+        marks.append(("emit", perf_counter()))

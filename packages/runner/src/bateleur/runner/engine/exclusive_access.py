@@ -1,4 +1,4 @@
-"""One caller at a time, in one process: an engine has no locks, so nobody else may be inside."""
+"""Rejects concurrent calls of an engine, which has no locks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class ExclusiveAccess:
     """Guard that rejects concurrent and re-entrant calls to an object, and makes its device current for each call."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: where the object computes."""
+        """device: made current during a call."""
         self.device = device
         self.holder: int | None = None
-        """The thread that is inside."""
+        """The thread that is in a call."""
         self._process, self._closed = os.getpid(), False
 
     def close(self) -> None:
-        """Nobody has a turn any more."""
+        """Reject all further calls."""
         self._closed = True
 
     def check_process(self) -> None:
-        """Raises RuntimeError in a process that was forked off."""
+        """Raise RuntimeError in a forked process."""
         if (process := os.getpid()) != self._process:
             raise RuntimeError(
                 f"this LLM was made in process {self._process}, and this is process {process}: torch's threads do not "
@@ -40,14 +40,12 @@ class ExclusiveAccess:
             )
 
     def take(self) -> None:
-        """Raises RuntimeError at once if somebody is inside, or in a process that was forked off; EngineDead if it was
-        closed.
-        """
+        """Raise RuntimeError if another call is active or the process was forked, EngineDead after `close`."""
         me = get_ident()
         self.check_process()
         if self._closed:
             raise EngineDead("it was closed")
-        # No call from here on: neither another thread nor a signal comes in between.
+        # No call from here on, so that no thread or signal interrupts.
         if self.holder == me:
             raise RuntimeError(
                 "this LLM is in the middle of a call, which called it again: from a drafter or a policy?"
@@ -61,18 +59,16 @@ class ExclusiveAccess:
 
 
 def exclusive(method: Callable[P, R]) -> Callable[P, R]:
-    """Let a method hold the turn of its object, `self._turn`, while it runs, with the object's device as the current
-    one of the calling thread.
-    """
+    """Decorate a method to hold the guard of its object, `self._access`, with its device as the current device."""
 
     @wraps(method)
     def held(*args: P.args, **kwargs: P.kwargs) -> R:
-        turn: ExclusiveAccess = args[0]._turn  # type: ignore[attr-defined]
-        turn.take()
+        access: ExclusiveAccess = args[0]._access  # type: ignore[attr-defined]
+        access.take()
         try:
-            with use_device(turn.device):
+            with use_device(access.device):
                 return method(*args, **kwargs)
         finally:
-            turn.holder = None
+            access.holder = None
 
     return held

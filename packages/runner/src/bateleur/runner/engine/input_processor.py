@@ -1,4 +1,4 @@
-"""Who gets in: prompts become requests, and what could never run is refused here."""
+"""Validates prompts and parameters, and makes requests from them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.errors import ContextLengthExceeded
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.outputs import RequestOutputKind
-from bateleur.runner.requests.admitted_request import AdmittedRequest
 from bateleur.runner.requests.request import Request
-from bateleur.runner.requests.request_group import RequestGroup
+from bateleur.runner.requests.request_group import AdmittedRequest, RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.structured.grammar import Grammars
 from bateleur.runner.structured.matcher import Matcher
@@ -34,15 +33,15 @@ from bateleur.runner.text.tokenizer import (
 from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, Integer, refuse, require_unicode, text
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`; of both the ids run, and the text is shown."""
+"""Text, token ids, or a mapping with `prompt`, `prompt_token_ids` or both; then the ids run, and the text is shown."""
 
 _PRIORITY = Integer(-(1 << 63), (1 << 63) - 1, rule="an integer of 64 bits")
 
 
 class InputProcessor:
-    """Makes requests of prompts. Every rule is checked here, so the engine can trust what it is given.
+    """Makes requests from prompts. All rules are checked here, so the engine can trust its requests.
 
-    Unseeded requests get a seed from the engine's and their number. Several threads may ask at once.
+    Requests without a seed get one from the engine's seed and their number. Thread-safe.
     """
 
     def __init__(
@@ -61,9 +60,9 @@ class InputProcessor:
         self._tags = tag_tokens(tokenizer)
         special = special_token_ids(tokenizer)
         self._special = {text: token for token, text in self._tags.items() if token in special}
-        """Special tokens by their text, which need not be visible: such a stop string is a stop token."""
+        """Special tokens by their text. A stop string with such a text is a stop token."""
         self._lock = Lock()
-        """Around the two numbers below; what takes time is done outside of it."""
+        """Guards the two numbers below."""
         self._num_admitted = self._num_named = 0
 
     def request(
@@ -76,10 +75,9 @@ class InputProcessor:
         priority: int = 0,
         taken: Container[str] = (),
     ) -> RequestGroup:
-        """A request that can run. ValueError, naming argument, value and rule, if it never could.
+        """Make a request. Raises ValueError, naming argument, value and rule, if it could never run.
 
-        kind: what is reported of it; None is what its parameters say. taken: ids that are in use, and not given to a
-        request that has none.
+        kind: output kind; None takes that of the parameters. taken: ids in use, for requests without an id.
         """
         if not isinstance(params, SamplingParams):
             refuse("sampling_params", params, "SamplingParams")
@@ -110,7 +108,7 @@ class InputProcessor:
             seeds = tuple(_mix(self._seed, first + index) for index in range(params.n))
         else:
             seeds = tuple(_wrapped(params.seed + index) for index in range(params.n))
-        ticket = AdmittedRequest(
+        admitted = AdmittedRequest(
             request_id=name,
             prompt=words,
             prompt_token_ids=ids,
@@ -122,33 +120,33 @@ class InputProcessor:
             bad_words=bad_words,
             seeds=seeds,
         )
-        return self._group(ticket, matchers)
+        return self._group(admitted, matchers)
 
-    def follow(self, ticket: AdmittedRequest) -> RequestGroup:
-        """A request that the first of several ranks has admitted. Nothing of it is checked, or tried, again."""
-        return self._group(ticket, self._matchers(ticket.params, ticket.stop_token_ids, tried=True))
+    def follow(self, admitted: AdmittedRequest) -> RequestGroup:
+        """Make a request that the first rank has admitted, without checks."""
+        return self._group(admitted, self._matchers(admitted.params, admitted.stop_token_ids, tried=True))
 
-    def _group(self, ticket: AdmittedRequest, matchers: Sequence[Matcher | None]) -> RequestGroup:
-        stream = ticket.kind is not RequestOutputKind.FINAL_ONLY
-        ids, params = ticket.prompt_token_ids, ticket.params
+    def _group(self, admitted: AdmittedRequest, matchers: Sequence[Matcher | None]) -> RequestGroup:
+        stream = admitted.kind is not RequestOutputKind.FINAL_ONLY
+        ids, params = admitted.prompt_token_ids, admitted.params
         members: list[Request] = []
-        for index, (seed, matcher) in enumerate(zip(ticket.seeds, matchers, strict=True)):
+        for index, (seed, matcher) in enumerate(zip(admitted.seeds, matchers, strict=True)):
             request = Request(
-                ticket.request_id,
+                admitted.request_id,
                 ids,
                 params,
                 seed,
-                ticket.stop_token_ids,
-                ticket.max_total_tokens,
+                admitted.stop_token_ids,
+                admitted.max_total_tokens,
                 self._detokenizer(params, ids, stream=stream),
                 stream,
-                ticket.bad_words,
+                admitted.bad_words,
             )
-            request.index, request.priority, request.matcher = index, ticket.priority, matcher
+            request.index, request.priority, request.matcher = index, admitted.priority, matcher
             request.rope_length = self._spec.rope_length(len(ids))
             request.leader = members[0] if members else None
             members.append(request)
-        return RequestGroup(ticket.request_id, ticket.prompt, list(ids), ticket.kind, members)
+        return RequestGroup(admitted.request_id, admitted.prompt, list(ids), admitted.kind, members)
 
     def _check_priority(self, priority: object) -> int:
         number = _PRIORITY("priority", priority)
@@ -176,14 +174,14 @@ class InputProcessor:
     def _matchers(
         self, params: SamplingParams, stop_token_ids: frozenset[int], *, tried: bool = False
     ) -> list[Matcher | None]:
-        """One for each continuation."""
+        """One matcher for each continuation; None without a grammar."""
         asked = params.structured_outputs
         if not isinstance(asked, StructuredOutputsParams):
             return [None] * params.n
         return [self.grammars.matcher(asked, stop_token_ids, tried=tried) for _ in range(params.n)]
 
     def _counted(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the number of tokens where log probabilities of all are asked for."""
+        """The parameters with the vocabulary size instead of -1 as the number of log probabilities."""
         asked = (params.logprobs, params.prompt_logprobs)
         if -1 not in asked:
             return params
@@ -191,7 +189,7 @@ class InputProcessor:
         return replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def _cut(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """The part of a prompt that `truncate_prompt_tokens` and `truncation_side` say."""
+        """Truncate a prompt by `truncate_prompt_tokens` and `truncation_side`."""
         most = params.truncate_prompt_tokens
         if most is None:
             return ids
@@ -207,7 +205,7 @@ class InputProcessor:
                 return name
 
     def _tokens_of(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """The text, if there is one, and the ids: of both that are given, the ids are what runs."""
+        """The text of a prompt, or None, and its ids. If both are given, the ids run."""
         name = "prompt"
         if isinstance(prompt, Mapping):
             if foreign := [each for each in ("multi_modal_data", "multi_modal_uuids") if prompt.get(each)]:
@@ -225,7 +223,7 @@ class InputProcessor:
         if not isinstance(prompt, str):
             return None, self._ids_of(name, prompt)
         require_unicode("prompt", prompt)
-        # A tokenizer may put a token before every text; a text without content is empty all the same.
+        # An empty text is an empty prompt, even if the tokenizer adds a token to each text.
         ids = self._tokenizer.encode(prompt) if prompt else []
         if unknown := [i for i in ids if not 0 <= i < self._spec.vocab_size]:
             raise ValueError(
@@ -252,7 +250,7 @@ class InputProcessor:
                 )
 
     def _admit(self, ids: list[int], params: SamplingParams, stop_ids: frozenset[int]) -> int:
-        """The length at which the request ends, prompt included: `max_tokens`, or what is left of `max_model_len`.
+        """The length at which the request ends, including the prompt: by `max_tokens`, or `max_model_len`.
 
         Raises ValueError for a request that could never run.
         """
@@ -276,7 +274,7 @@ class InputProcessor:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: what begins with an integer is one prompt of token ids."""
+    """A list of prompts, from one prompt or several. A sequence of integers is one prompt."""
     if isinstance(prompts, str | Mapping) or _is_array(prompts):
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Sequence) or isinstance(prompts, TEXTS_AND_BYTES):
@@ -287,12 +285,12 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _is_array(value: object) -> bool:
-    """Whether it is an array of one dimension, numpy's or torch's."""
+    """Whether a value is a one-dimensional numpy array or torch tensor."""
     return isinstance(value, np.ndarray | Tensor) and value.ndim == 1
 
 
 def _wrapped(seed: int) -> int:
-    """As an int64."""
+    """Wrap a seed into an int64."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from bateleur.eagle import DraftContext, Drafter, NGramDrafter, TargetNeeds
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.setup import EngineSetup
-from bateleur.runner.model_runner.step_graphs import capture_sizes, make_plan, query_lens_of
+from bateleur.runner.model_runner.graph_dispatcher import capture_sizes, make_dispatcher, query_lens_of
 from bateleur.runner.spec_decode.draft_head import DraftHead
 
 _SMALL_SIZES = 4
@@ -154,18 +154,20 @@ def _run_trial(setup: EngineSetup, small: EngineSetup, memory: DeviceMemory) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the engine itself warns of the same
         engine = Engine(small)
-        engine.run_largest()
+        engine.runner.run_largest()
     return memory.peak() + _further_graph_bytes(setup, engine)
 
 
 def _further_graph_bytes(setup: EngineSetup, trial: Engine) -> int:
     """Bytes of the graphs that `setup` has and the trial has not, estimated from the small keys of the trial."""
-    support, limits = trial.model_state.graph_support, setup.limits.buffers
+    support, limits = trial.runner.model_state.graph_support, setup.limits.buffers
     options = setup.graphs
-    full, _ = make_plan(options.mode, options.capture_sizes, limits, support, _query_lens(setup))
-    wanted, tried = (Counter(key.mode for key in plan.keys) for plan in (full, trial.graphs.plan))
+    full, _ = make_dispatcher(options.mode, options.capture_sizes, limits, support, _query_lens(setup))
+    wanted, tried = (
+        Counter(key.mode for key in plan.keys) for plan in (full, trial.runner.graphs.dispatcher)
+    )
     total = 0.0
-    for report in trial.all_graphs.reports.values():
+    for report in trial.runner.all_graphs.reports.values():
         for mode, count in tried.items():
             rows = [row.nbytes for row in report.captured if row.key.mode is mode]
             if rows:

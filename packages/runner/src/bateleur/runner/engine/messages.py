@@ -1,9 +1,9 @@
-"""What changes an engine. The first of several ranks tells the others, in order, before it does the same."""
+"""Messages that change an engine. With several ranks, the first one sends each of them to the others in order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,50 +11,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bateleur.runner.outputs import RequestOutput
-from bateleur.runner.requests.admitted_request import AdmittedRequest
-from bateleur.runner.requests.request_group import RequestGroup
+from bateleur.runner.requests.request_group import AdmittedRequest, RequestGroup
 from bateleur.runner.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
 class AddRequests:
-    """These requests are queued."""
+    """Queue requests."""
 
     groups: tuple[RequestGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AddAdmittedRequests:
-    """The same, as it is sent."""
+    """`AddRequests` as it is sent to other ranks."""
 
-    tickets: tuple[AdmittedRequest, ...]
+    requests: tuple[AdmittedRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """A request ends."""
+    """End a request."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonRequests:
-    """Nobody waits for these requests any more."""
+    """Drop requests whose callers are gone."""
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """A step runs."""
+    """Run a step. seconds: time of the step before on the first rank, for draft policies."""
 
     seconds: float
-    """What the step before took the first rank: policies that look at the clock look at this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportPrefix:
-    """A prefix is written to a file."""
+    """Write a prefix to a file."""
 
     token_ids: NDArray[np.int32]
     path: Path
@@ -62,48 +60,40 @@ class ExportPrefix:
 
 @dataclass(frozen=True, slots=True)
 class ImportPrefix:
-    """A prefix is taken in from a file."""
+    """Read a prefix from a file."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class FlushDisk:
-    """What waits to be written to a disk is written."""
+    """Write everything that waits to be written to disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyGraphs:
-    """Replays are compared with eager runs."""
+    """Compare replays of CUDA graphs with eager runs."""
 
     fuzz: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReportStats:
-    """Data-parallel ranks reply with their counters."""
+    """Let data-parallel ranks reply with their counters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a data-parallel rank says of an order that it has carried out."""
+    """The reply of a data-parallel rank to a message. stats: None most of the time."""
 
     outputs: list[RequestOutput]
     stats: EngineStats | None
-    """Now and then."""
 
 
 EngineOperation = ExportPrefix | ImportPrefix | FlushDisk | VerifyGraphs
-"""What is done between two steps, and may take long: files are read and written, or much is computed."""
+"""Operations between steps, which may take long."""
 Message = AddRequests | AbortRequest | AbandonRequests | RunStep | EngineOperation
 WireMessage = AbortRequest | AddAdmittedRequests | EngineOperation | AbandonRequests | RunStep | ReportStats
-"""The same as they are sent."""
+"""Messages as they are sent to other ranks."""
 SendMessage = Callable[[Message], AbstractContextManager[None]]
-"""Tells an order to whoever else must follow it; inside of the context it is carried out, and nothing breaks off."""
-
-_NOTHING = nullcontext()
-
-
-def send_to_nobody(order: Message) -> AbstractContextManager[None]:
-    """For an engine that is alone."""
-    return _NOTHING
+"""Sends a message to the other ranks. The change is made inside the context, where interrupts are delayed."""

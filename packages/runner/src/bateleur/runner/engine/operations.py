@@ -1,4 +1,4 @@
-"""What is asked of an engine between two of its steps, and may take long. All ranks do it together."""
+"""Long operations between steps: prefix export and import, disk flush, graph verification."""
 
 from __future__ import annotations
 
@@ -24,65 +24,65 @@ from bateleur.runner.utils.device import use_device
 
 
 class EngineOperations:
-    """Of one engine. What is wrong with one is raised behind it, so that ranks, which all find it, go on."""
+    """Runs operations on all ranks. Errors are equal on all ranks, and raised after the operation."""
 
     def __init__(
         self,
-        ledger: RequestRegistry,
-        outside: PrefixOffload,
+        registry: RequestRegistry,
+        offload: PrefixOffload,
         verify: Callable[[int], VerifyReport],
         model: HybridDecoder,
     ) -> None:
-        """verify: compares replays with eager runs, with so many seeds."""
-        self._ledger, self._outside, self._verify_here, self._model = ledger, outside, verify, model
+        """verify: compares replays with eager runs on so many random steps."""
+        self._registry, self._offload, self._verify_here, self._model = registry, offload, verify, model
 
-    def export(self, token_ids: NDArray[np.int32], path: Path) -> int:
-        """See `PrefixTransfer.export`; ValueError where no prefixes are shared."""
+    def export_prefix(self, token_ids: NDArray[np.int32], path: Path) -> int:
+        """See `PrefixTransfer.export`. Raises ValueError without prefix caching."""
         return self._count(ExportPrefix(token_ids, path))
 
-    def take_in(self, path: Path) -> int:
-        """See `PrefixTransfer.import_file`; ValueError where no prefixes are shared."""
+    def import_prefix(self, path: Path) -> int:
+        """See `PrefixTransfer.import_file`. Raises ValueError without prefix caching."""
         return self._count(ImportPrefix(path))
 
-    def drain(self) -> None:
-        """What waits to be written to a disk is written."""
-        if self._outside.disk is not None:
+    def flush_disk(self) -> None:
+        """Write everything that waits to be written to disk."""
+        if self._offload.disk is not None:
             self._run(FlushDisk())
 
     def verify_graphs(self, fuzz: int) -> VerifyReport:
-        """Show that every captured graph replays what an eager run computes. A key that fails on any rank fails."""
+        """Check that replays equal eager runs. A key that fails on any rank fails."""
         report = self._run(VerifyGraphs(fuzz))
         assert isinstance(report, VerifyReport)
         return report
 
-    def _count(self, errand: EngineOperation) -> int:
-        count = self._run(errand)
+    def _count(self, operation: EngineOperation) -> int:
+        count = self._run(operation)
         assert isinstance(count, int)
         return count
 
-    def _run(self, errand: EngineOperation) -> int | VerifyReport | None:
-        """Raises ValueError of data-parallel ranks, whose caches and requests differ."""
-        if self._model.exchange is not None:
+    def _run(self, operation: EngineOperation) -> int | VerifyReport | None:
+        if self._model.exchange is not None:  # data-parallel ranks have different caches and requests
             rule = "prefixes in files and comparisons of graphs are of engines whose ranks have the same requests"
             raise ValueError(f"{self._model.several}; {rule}")
         with use_device(self._model.device):
-            self._ledger.restore()
-            with self._ledger.tell(errand):
-                came = self.follow(errand)
-        if isinstance(came, Exception):
-            raise came
-        return came
+            self._registry.restore()
+            with self._registry.sending(operation):
+                result = self.run_here(operation)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
-    def follow(self, errand: EngineOperation) -> int | VerifyReport | ValueError | OSError | None:
-        """Do this rank's part; what is wrong with it is the same on all ranks."""
+    def run_here(self, operation: EngineOperation) -> int | VerifyReport | ValueError | OSError | None:
+        """Run an operation on this rank; returns its result, or its error, which is the same on all ranks."""
         try:
-            match errand:
+            match operation:
                 case ExportPrefix(token_ids, path):
-                    return self._outside.handover.export(token_ids, path)
+                    return self._offload.handover.export(token_ids, path)
                 case ImportPrefix(path):
-                    return self._outside.handover.import_file(path)
+                    return self._offload.handover.import_file(path)
                 case FlushDisk():
-                    self._outside.drain()
+                    if self._offload.disk is not None:
+                        self._offload.disk.drain()
                     return None
                 case VerifyGraphs(fuzz):
                     return self._verify(fuzz)
@@ -93,10 +93,10 @@ class EngineOperations:
         report = self._verify_here(fuzz)
         if self._model.ranks.alone:
             return report
-        fine = self._model.ranks.all_have([each.failure is None for each in report.comparisons])
+        passed = self._model.ranks.all_have([each.failure is None for each in report.comparisons])
         return VerifyReport(
             tuple(
                 each if everywhere else replace(each, failure=each.failure or "another rank's part differs")
-                for each, everywhere in zip(report.comparisons, fine, strict=True)
+                for each, everywhere in zip(report.comparisons, passed, strict=True)
             )
         )

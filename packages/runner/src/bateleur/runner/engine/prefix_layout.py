@@ -1,4 +1,4 @@
-"""What the numbers in an engine's caches depend on beside the tokens, told to whoever would use them elsewhere."""
+"""Everything that cache contents depend on besides the tokens, as an identity of exported prefixes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from bateleur.mamba import StatePolicy
-from bateleur.runner.distributed.shared_errors import together
+from bateleur.runner.distributed.agreement import run_on_all_ranks
 from bateleur.runner.engine.setup import EngineSetup
 from bateleur.runner.offload.device_cache import DeviceCache
 from bateleur.runner.offload.layout import Layout
@@ -18,19 +18,20 @@ from bateleur.runner.utils.version import package_version
 
 
 class PrefixLayout:
-    """The layout of an engine's prefixes, made when somebody asks: that reads all weights."""
+    """The layout of an engine's prefixes. It is made on first use, because that reads all weights."""
 
     def __init__(self, setup: EngineSetup, cache: DeviceCache) -> None:
-        """To be made as soon as the weights are loaded."""
+        """Must be made right after the weights are loaded."""
         self._setup, self._cache, self._model = setup, cache, WeightFiles.of(setup.folder)
         head = setup.drafter
         self._draft = WeightFiles.of(head.report.path) if isinstance(head, DraftHead) else None
         self._layout: Layout | None = None
 
     def get(self, known: Path | None = None) -> Layout:
-        """`known`: a folder that remembers what weights' digests are.
+        """known: folder that caches digests of weights.
 
-        Raises ValueError if the files of the weights have changed since they were loaded."""
+        Raises ValueError if weight files have changed since they were loaded.
+        """
         if self._layout is None:
             prefixes, blocks, pages = self._cache.prefixes, self._cache.blocks, self._cache.pages
             weights = {
@@ -48,16 +49,16 @@ class PrefixLayout:
         return self._layout
 
     def _digest(self, files: WeightFiles, known: Path | None) -> str:
-        """On each machine the first rank reads them, and tells the others."""
+        """The digest of weight files, which the first rank of each machine reads."""
         ranks = self._setup.model.ranks
         first = not ranks.local[0]
-        digest = together(ranks, lambda: files.digest(_memory(known, files)) if first else "0" * 32)
-        told = ranks.tell_all([int(digest[i : i + 8], 16) for i in range(0, 32, 8)])
-        return "".join(f"{word:08x}" for word in told[ranks.rank - ranks.local[0]])
+        digest = run_on_all_ranks(ranks, lambda: files.digest(_memory(known, files)) if first else "0" * 32)
+        words = ranks.gather_ints([int(digest[i : i + 8], 16) for i in range(0, 32, 8)])
+        return "".join(f"{word:08x}" for word in words[ranks.rank - ranks.local[0]])
 
 
 def _memory(known: Path | None, files: WeightFiles) -> Path | None:
-    """A file for each folder of weights."""
+    """The file that caches the digest of a folder of weights."""
     if known is None:
         return None
     name = blake2b(str(files.folder.absolute()).encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""What lies outside of the device's caches: host memory, a disk, and files that go to other engines."""
+"""Host-memory and disk tiers of the prefix cache, and prefix export and import."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from bateleur.runner.stats import EngineStats, OffloadStats
 from bateleur.runner.utils.device import explain_out_of_memory
 
 _WAIT_SECONDS = 0.02
-"""For files, where there is nothing else to do."""
+"""To wait for files if there is nothing else to do."""
 
 
 class PrefixOffload:
-    """Of one engine. To be told of the end of each step; `prefixes` asks it by itself (`PrefixCache.below`)."""
+    """Host-memory and disk tiers of the prefix cache of one engine, and prefix export and import.
+
+    The prefix cache finds blocks here by itself (`PrefixCache.below`).
+    """
 
     def __init__(
         self,
@@ -33,9 +36,9 @@ class PrefixOffload:
         caches: Caches,
         draft_kv: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        """prefixes: None where none are shared. draft_kv: keys and values of a draft head.
+        """prefixes: None without prefix caching. draft_kv: keys and values of a draft head.
 
-        Raises ValueError for a folder that can't be written to, or memory that can't be had.
+        Raises ValueError for a folder that can't be written to, or memory that can't be allocated.
         """
         self.disk: DiskTier | None = None
         self._handover: PrefixTransfer | None = None
@@ -57,22 +60,12 @@ class PrefixOffload:
 
     @property
     def handover(self) -> PrefixTransfer:
-        """Prefixes to and from files. Raises ValueError where none are shared."""
+        """Prefix export and import. Raises ValueError without prefix caching."""
         if self._handover is None:
-            raise ValueError("enable_prefix_caching is False; there are no prefixes to hand over")
+            raise ValueError("enable_prefix_caching is False; there are no prefixes to export or import")
         return self._handover
 
-    def advance(self, *, idle: bool) -> None:
-        """A step has ended. idle: nobody waits for another."""
-        if self.disk is not None:
-            self.disk.advance(idle=idle)
-
     def wait(self) -> None:
-        """For files that requests wait for, a moment."""
+        """Wait a moment for files that requests need."""
         if self.disk is not None:
             self.disk.wait(_WAIT_SECONDS)
-
-    def drain(self) -> None:
-        """What waits to be written is written."""
-        if self.disk is not None:
-            self.disk.drain()

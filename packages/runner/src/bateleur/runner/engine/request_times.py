@@ -1,4 +1,4 @@
-"""When things happen to requests, and how long they take."""
+"""Times of requests, and their histograms."""
 
 # Shape letters: S rows that draw.
 
@@ -16,23 +16,23 @@ from bateleur.runner.stats import EngineStats
 
 
 class RequestClock:
-    """Writes the times of requests, and counts what they waited for in `EngineStats`."""
+    """Records the times of requests, and their latencies in `EngineStats`."""
 
     def __init__(self, stats: EngineStats, table: RequestTable) -> None:
         self._stats = stats
-        self._spread = stats.histograms
+        self._histograms = stats.histograms
         self._table = table
         self._rows: NDArray[np.int64] | None = None
-        """Rows that all got their last token at the same time."""
+        """Rows whose last tokens came at the same time."""
         self._then = 0.0
 
     def started(self, requests: Iterable[Request]) -> None:
-        """These have a part in the step that begins; for those that began before nothing happens."""
+        """Record the start of requests in their first step."""
         now = perf_counter()
         for request in requests:
             if not request.times.first_scheduled_time:
                 request.times.first_scheduled_time = now
-                self._spread.request_queue_time_seconds.observe(now - request.times.arrival_time)
+                self._histograms.request_queue_time_seconds.observe(now - request.times.arrival_time)
 
     def emitted(
         self,
@@ -41,9 +41,9 @@ class RequestClock:
         num_taken: NDArray[np.int64],
         present: NDArray[np.bool_] | None,
     ) -> None:
-        """Each of S requests got so many tokens (S,). `present` (S,): which of them still have their row, None for all.
+        """Record that S requests got `num_taken` (S,) tokens. The same `rows` object means the same requests.
 
-        An array of rows is the same object only for the same requests.
+        present: (S,) requests that still have their row; None for all.
         """
         now = perf_counter()
         if present is None and rows is self._rows:
@@ -73,28 +73,30 @@ class RequestClock:
     def _emitted_apart(
         self, requests: Sequence[Request], rows: NDArray[np.int64], num_taken: NDArray[np.int64], now: float
     ) -> None:
-        """Rows that got their last tokens at different times, or none yet."""
+        """Record tokens of rows whose last tokens came at different times, or that had none yet."""
         then = self._table.last_token_time[rows]
         for i in (then == 0).nonzero()[0].tolist():
             times = requests[i].times
             times.first_token_time = now
-            self._spread.time_to_first_token_seconds.observe(now - times.arrival_time)
+            self._histograms.time_to_first_token_seconds.observe(now - times.arrival_time)
         again = then > 0
         gaps, counts = now - then[again], num_taken[again]
-        self._spread.inter_token_latency_seconds.observe_all(gaps / counts, counts)
+        self._histograms.inter_token_latency_seconds.observe_all(gaps / counts, counts)
 
     def _waited(self, gap: float, num_tokens: int, times: int = 1) -> None:
-        """So many tokens came at once, behind this gap; so many times."""
-        self._spread.inter_token_latency_seconds.observe(gap / num_tokens, num_tokens * times)
+        """Record `times` times that `num_tokens` tokens came together after `gap` seconds."""
+        self._histograms.inter_token_latency_seconds.observe(gap / num_tokens, num_tokens * times)
 
     def ended(self, request: Request) -> None:
-        """Nothing more comes of it. One that never got a token counts by its reason and its lengths alone."""
-        spread, times = self._spread, request.times
+        """Record the end of a request. Without a token, only its reason and lengths count."""
+        histograms, times = self._histograms, request.times
         self._stats.num_finished += 1
         self._stats.finished[request.finish_reason or "abort"] += 1
-        spread.request_prompt_tokens.observe(len(request.prompt_token_ids))
-        spread.request_generation_tokens.observe(len(request.output_token_ids))
+        histograms.request_prompt_tokens.observe(len(request.prompt_token_ids))
+        histograms.request_generation_tokens.observe(len(request.output_token_ids))
         if times.first_token_time:
-            spread.request_prefill_time_seconds.observe(times.first_token_time - times.first_scheduled_time)
-            spread.request_decode_time_seconds.observe(times.last_token_time - times.first_token_time)
-            spread.e2e_request_latency_seconds.observe(times.last_token_time - times.arrival_time)
+            histograms.request_prefill_time_seconds.observe(
+                times.first_token_time - times.first_scheduled_time
+            )
+            histograms.request_decode_time_seconds.observe(times.last_token_time - times.first_token_time)
+            histograms.e2e_request_latency_seconds.observe(times.last_token_time - times.arrival_time)

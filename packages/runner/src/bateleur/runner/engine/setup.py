@@ -34,7 +34,7 @@ from bateleur.runner.config.kv_cache_dtype import warn_of_missing_scales
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import choose_scan
 from bateleur.runner.distributed.ranks import ALONE, Ranks
-from bateleur.runner.model_runner.step_graphs import largest_capture
+from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.offload.copies import STAGING_BYTES

@@ -1,6 +1,6 @@
-"""A step between its launch and the moment when the host learns what came of it."""
+"""A launched step whose outcome the host does not know yet."""
 
-# Shape letters: R rows of a step, D decoding rows, S rows that draw.
+# Shape letters: R rows of a step, S rows that sample.
 
 from __future__ import annotations
 
@@ -13,70 +13,58 @@ from numpy.typing import NDArray
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.prompt_logprobs import Scored
-from bateleur.runner.sampling.verified import Verified
-from bateleur.runner.scheduling.scheduler import StepPlan
+from bateleur.runner.sampling.rejection_sampler import SamplerOutput
+from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.proposer import Proposal
 from bateleur.runner.utils.device import Fetch
 
-_NOBODY: tuple[Sequence[Request], NDArray[np.int32]] = ((), np.empty(0, np.int32))
+_NONE: tuple[Sequence[Request], NDArray[np.int32]] = ((), np.empty(0, np.int32))
 
 
 @dataclass(slots=True)
 class StepInFlight:
-    """What the device was given, and what is on its way from there.
+    """What was launched, and the copies to the host that are under way.
 
-    Everything in it belongs to its requests, never to the order of another step: the next step may hold them in other
-    places, or not at all.
+    Everything belongs to requests, never to the row order of another step.
     """
 
-    plan: StepPlan
+    batch: StepBatch
     num_drafts: NDArray[np.int32]
-    """(R,) drafts that each row was to test, or will once its prompt is computed."""
-    num_left: int
-    """The scheduler's when it was launched: if that has changed, some request may have lost its row."""
-    verified: Verified | None
+    """(R,) drafts that each row tests, or will test once its prompt is computed."""
+    num_released: int
+    """`Scheduler.num_released` at the launch. If it has changed, a request may have lost its row."""
+    output: SamplerOutput | None
     fetched: Fetch | None
     scored: Scored | None
     proposal: Proposal | None = None
     """Drafts for the next step of each row; None without a drafter."""
     num_tokens: int | None = None
     """Tokens that its decoding rows emitted; None before it is collected."""
-    emitting: tuple[Sequence[Request], NDArray[np.int32]] = _NOBODY
-    """Requests that are being given its tokens, and how many tokens each had before."""
+    appending: tuple[Sequence[Request], NDArray[np.int32]] = _NONE
+    """Requests that are getting its tokens, and how many tokens each had before."""
 
     @property
-    def is_over(self) -> bool:
-        """Whether all of its requests have ended meanwhile, so that nobody waits for it."""
-        requests = self.plan.requests
-        if requests[0].finish_reason is None:  # mostly it tells alone
-            return False
-        return all(each.finish_reason is not None for each in requests)
+    def has_ended(self) -> bool:
+        """Whether all of its requests have ended since the launch."""
+        return all(request.finish_reason is not None for request in self.batch.requests)
 
-    def present(self, num_left: int) -> NDArray[np.bool_] | None:
-        """(R,) whether a request still has its row; None where nobody has lost it, `num_left` being the scheduler's.
+    def present(self, num_released: int) -> NDArray[np.bool_] | None:
+        """(R,) whether each request still has its row; None if all have. num_released: `Scheduler.num_released` now.
 
-        Whoever gave it back gets none before the step is collected.
+        A request that gave its row back gets none before this step is collected.
         """
-        if num_left == self.num_left:
+        if num_released == self.num_released:
             return None
-        requests = self.plan.requests
-        held = np.fromiter((request.row for request in requests), np.int64, len(requests))
-        kept: NDArray[np.bool_] = held == self.plan.rows
-        return kept
-
-    def report_drafts(self, table: RequestTable) -> None:
-        """Write how many drafts were proposed for the next step of each row that draws."""
-        if self.proposal is not None:
-            samples, rows = self.plan.samples, self.plan.rows
-            table.num_proposed[rows[samples]] = self.proposal.lengths[samples]
+        requests = self.batch.requests
+        rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
+        present: NDArray[np.bool_] = rows == self.batch.rows
+        return present
 
     def undo(self, table: RequestTable) -> None:
-        """It broke off: its requests have the tokens and drafts that they had before. To be done again if it breaks off
-        itself.
-        """
-        for request, num_tokens in zip(*self.emitting, strict=True):
+        """Restore the tokens and drafts that its requests had before it. Can be repeated after an interruption."""
+        for request, num_tokens in zip(*self.appending, strict=True):
             request.rewind(int(num_tokens) - len(request.prompt_token_ids))
-        for request, num_drafts in zip(self.plan.requests, self.num_drafts.tolist(), strict=True):
+        for request, num_drafts in zip(self.batch.requests, self.num_drafts.tolist(), strict=True):
             if request.row >= 0:
                 table.num_proposed[request.row] = num_drafts
             else:

@@ -1,4 +1,4 @@
-"""What depends on a model's kinds of layers in a step: KV groups, their builders, and what requests carry along."""
+"""The parts of a step that depend on the kinds of layers: KV cache groups, metadata builders, recurrent states."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from bateleur.runner.utils.device import upload
 
 
 class _Built(NamedTuple):
-    """Metadata of a recurrent group, and of which steps it is."""
+    """Metadata of a recurrent group, and the steps for which it is valid.
+
+    batch_id: of the rows, see `StepRows`. written: numbers of clears and writes of their block table. longest: longest
+    row for which it is valid, in tokens.
+    """
 
     batch_id: object
-    """Of the rows, see `StepRows`."""
     written: tuple[int, int]
-    """State of their block table."""
     longest: int
-    """Up to which length of the longest row it holds."""
     metadata: MambaMetadata
 
 
 class ModelState:
-    """The KV group of attention layers, if there are any, then that of recurrent layers, with the group of their rows.
+    """The KV cache group of attention layers, if any, then the groups of recurrent layers, with their builders.
 
-    In cache mode `none` the state slots of a row are its own for ever, so there is nothing to allocate: of N rows, row
-    r owns the slots 1 + r, 1 + r + N, ... In the others it is `MambaStateManager`. What
-    requests carry from step to step lies in row 1 + r of `RequestStates` and rings.
+    In cache mode `none` row r of N always owns the state slots 1 + r, 1 + r + N, ...; in other modes
+    `MambaStateManager` allocates them. `RequestStates` and rings of row r are in their row 1 + r.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class ModelState:
         self.backend = backend
         self.vocab_size = model.spec.vocab_size
         self.groups: tuple[KVCacheGroup, ...] = ()
-        """In the order of a step's block tables."""
+        """In the order of the block tables of a step."""
         self.seq_len_fill = 0
-        """What padded rows of `seq_lens` hold, as the attention group's builder declares it."""
+        """Value of padded rows of `seq_lens`, which the attention builder declares."""
         self._attention = backend.builder() if caches.kv else None
         if self._attention is not None:
             check_reads(self._attention)
             self.seq_len_fill = self._attention.seq_len_fill
             plan = caches.plan
-            ahead = limits.num_speculative_tokens  # a drafter stores keys of the tokens that it proposes
-            self.groups = (KVCacheGroup(plan.block_size, plan.max_blocks, lookahead_tokens=ahead),)
+            lookahead = limits.num_speculative_tokens  # a drafter stores keys of the tokens that it proposes
+            self.groups = (KVCacheGroup(plan.block_size, plan.max_blocks, lookahead_tokens=lookahead),)
         self._mamba: MambaMetadataBuilder | None = None
         self._states: RequestStates | None = None
         self._last: _Built | None = None
-        """Metadata of the last step, if the next one may have the same."""
+        """Metadata of the last step, if the next step can reuse it."""
         if caches.pool is not None:
             self._init_mamba(model, limits.max_num_seqs, prompt_scan)
 
@@ -89,7 +89,7 @@ class ModelState:
         pages, layout = self.caches.pages, self.caches.plan.layout
         assert layout is not None
         columns = layout.columns()
-        # A column of neighbouring rows lies together, so that a step without drafts finds their states side by side.
+        # States of neighbouring rows are neighbours in each column, for steps without drafts.
         own = 1 + np.arange(num_rows * columns, dtype=np.int32).reshape(columns, num_rows).T.copy()
         self._state_blocks = BlockTable(own) if pages is None else pages.blocks
         self.state_table: NDArray[np.int32] = self._state_blocks.ids
@@ -111,12 +111,12 @@ class ModelState:
 
     @property
     def graph_support(self) -> GraphSupport:
-        """Which batches can be captured: what all builders support."""
+        """Batches that all builders can capture."""
         builders = (self._attention, self._mamba)
         return min((each.graph_support for each in builders if each), default=GraphSupport.ALWAYS)
 
     def tables(self, kv_blocks: BlockTable) -> list[BlockTable]:
-        """The table of each group, by rows of the request table, with these for KV blocks."""
+        """The block table of each group, by row of the request table."""
         tables = [kv_blocks] if self._attention else []
         if self._mamba is not None:
             tables.append(self._state_blocks)
@@ -143,8 +143,8 @@ class ModelState:
         after: NDArray[np.int64],
         rng: np.random.Generator,
     ) -> tuple[NDArray[np.int32], ...]:
-        """Tables (R, columns) of invented rows with these KV blocks, which go from `computed` to `after` tokens: with
-        pages where their states before and after the step would lie.
+        """Tables (R, columns) of random rows with these KV blocks, which go from `computed` to `after` tokens, with
+        random pages for their states before and after the step.
         """
         rows, base = np.arange(len(computed)), computed
         if self._mamba is None:
@@ -174,7 +174,7 @@ class ModelState:
         pieces: bool = False,
         batch_id: object = None,
     ) -> StepContext:
-        """Build each group's metadata; the batch itself is not written to.
+        """Build the metadata of each group.
 
         pieces: for a piecewise graph. batch_id: of the rows, see `StepRows`.
         """
@@ -192,7 +192,7 @@ class ModelState:
         phase: BuildPhase,
         batch_id: object,
     ) -> MambaMetadata:
-        """What the builder makes, or made for the last step if it would be that again."""
+        """Metadata of the recurrent layers: that of the last step if it is still valid, else new metadata."""
         table = self._state_blocks
         written = table.num_clears, table.num_writes
         last, self._last = self._last, None
@@ -210,9 +210,7 @@ class ModelState:
         return metadata
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
-        """Requests begin in these rows of the request table, with so many tokens found in the caches: whatever the
-        requests before them carried is gone.
-        """
+        """Reset the states of rows that new requests got, with `computed` tokens found in the caches."""
         if self._states is None or self._mamba is None or self.caches.pool is None:
             return
         self._states.admit(1 + rows, computed)
@@ -224,10 +222,10 @@ class ModelState:
             self.caches.pool.admit(own, upload(slots, device))
 
     def commit(self, context: StepContext, num_valid: Tensor | None, *, captured: bool = False) -> None:
-        """End a step: of the tokens of its rows, `num_valid` (R,) int64 on the device stay; None means all.
+        """Commit the recurrent states of a step, without rejected drafts, and store states at block boundaries.
 
-        Rejected drafts leave nothing in a Mamba state, and boundaries get theirs. captured: a graph records the call,
-        for steps whose rows are all past their prompts.
+        num_valid: (R,) int64 on the device, tokens of each row that stay; None for all. captured: a graph records the
+            call, for steps whose rows all decode.
         """
         if self._mamba is None or self.caches.pool is None:
             return
@@ -249,11 +247,11 @@ class ModelState:
             self.caches.pool.fold(plan, replay, request_row, self._parameters)
 
     def carried(self) -> dict[str, Tensor]:
-        """What requests carry from step to step beside caches, by name: views."""
+        """Views of the state of requests outside the caches, by name."""
         return {} if self._states is None else {"carried": self._states.values}
 
     def signature(self, context: StepContext) -> Signature:
-        """The host scalars of a step that a graph bakes."""
+        """The host scalars of a step that a graph freezes."""
         parts = {}
         if self._attention is not None and context.attention is not None:
             parts["attention"] = self._attention.signature(context.attention)
@@ -263,8 +261,8 @@ class ModelState:
 
     def addresses(self) -> Mapping[str, int]:
         """Data pointers of the builders' buffers and the caches, by name."""
-        book: dict[str, int] = {}
+        found: dict[str, int] = {}
         for owner, builder in (("attention", self._attention), ("mamba", self._mamba)):
             if builder is not None:
-                book |= {f"{owner}.{name}": address for name, address in builder.addresses().items()}
-        return book | {name: tensor.data_ptr() for name, tensor in self.caches.named().items()}
+                found |= {f"{owner}.{name}": address for name, address in builder.addresses().items()}
+        return found | {name: tensor.data_ptr() for name, tensor in self.caches.named().items()}

@@ -1,4 +1,4 @@
-"""Stages steps for the model, real and dummy ones, on one set of buffers: what captures and replays rely on."""
+"""Stages real and dummy steps into one set of buffers, on which captures and replays rely."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from bateleur.runner.models import StepContext
 
 
 class StepProducer:
-    """The one way to stage a step: into its buffers, then through the builders of `model_state`.
+    """Stages a step into the buffers, and builds its metadata.
 
-    A `bateleur.cudagraph.Producer`, one that can be fuzzed and poisoned. At the level CHEAP what is staged for a FULL
-    graph carries its host scalars, which a replay compares; at PARANOID every batch is validated, as far as that waits
-    for no device.
+    A `bateleur.cudagraph.Producer` that can be fuzzed and poisoned. From the check level CHEAP on, steps for FULL
+    graphs carry their host scalars, which replays compare; at PARANOID every batch is validated, without waiting for
+    the device.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class StepProducer:
         phase: BuildPhase = BuildPhase.RUN,
         batch_id: object = None,
     ) -> StagedBatch[StepContext]:
-        """Build the metadata of a batch that was staged for `key`; a replay refuses it if it is not the latest.
+        """Build the metadata of a batch that was staged for `key`. Replays accept only the latest one.
 
-        batch_id: of the rows that were staged, see `StepRows`; None for rows that come once.
+        batch_id: of the staged rows, see `StepRows`; None for rows that do not repeat.
         """
         if self._checks >= ReplayChecks.PARANOID:
             x = self.buffers
@@ -66,7 +66,7 @@ class StepProducer:
             validate(batch, x.limits, x.groups, level=level, seq_len_fill=x.seq_len_fill)
         pieces = key is not None and key.mode is CudaGraphMode.PIECEWISE
         context = self.model_state.prepare(batch, phase, pieces=pieces, batch_id=batch_id)
-        # Only a FULL graph bakes host scalars of the metadata; the eager parts of a piecewise one get this context.
+        # Only FULL graphs freeze host scalars; the eager parts of a PIECEWISE graph get this context.
         signed = self._checks >= ReplayChecks.CHEAP and key is not None and key.mode is CudaGraphMode.FULL
         signature = self.model_state.signature(context) if signed else None
         return StagedBatch(key, context, batch.generation, signature)
@@ -77,15 +77,14 @@ class StepProducer:
         return self.buffers.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[StepContext]:
-        """Stage a dummy batch that fills `key`: null blocks, nothing stored.
+        """Stage a dummy batch that fills `key`, with null blocks.
 
-        For a capture, and its warm-up, which loads the kernels that the capture launches, with the bound of the longest
-        request, so that any replay is covered.
+        Captures and their warm-up get the length bound of the longest request, so that any replay is covered.
         """
         limits = self.buffers.limits
         num_reqs = min(key.num_tokens, limits.max_num_reqs) if key.num_reqs is None else key.num_reqs
         longest = -(-key.num_tokens // num_reqs)
-        # A piece that holds attention promises nothing either: one row may have all tokens.
+        # A PIECEWISE graph promises no query lengths: one row may have all tokens.
         piecewise = key.mode is CudaGraphMode.PIECEWISE
         shape = padded_shape(key, num_reqs, key.num_tokens, key.num_tokens if piecewise else longest)
         context_len = min(1, limits.max_model_len - longest)
@@ -94,14 +93,11 @@ class StepProducer:
         return self.prepare(batch, key, BuildPhase(phase.value))
 
     def stage_prompt(self, num_tokens: int) -> StagedBatch[StepContext]:
-        """Stage a prompt of nobody that runs eagerly, of so many tokens or as many as there can be; nothing stored."""
+        """Stage a dummy prompt of `num_tokens` tokens, at most `max_model_len`, that runs eagerly."""
         return self.stage_prompts(min(num_tokens, self.buffers.limits.max_model_len))
 
     def stage_prompts(self, num_tokens: int) -> StagedBatch[StepContext]:
-        """Stage dummy prompts that run eagerly, about `num_tokens` tokens in total, in as few rows as hold them.
-
-        Nothing is stored in the caches.
-        """
+        """Stage dummy prompts that run eagerly, about `num_tokens` tokens in as few rows as possible."""
         limits = self.buffers.limits
         num_tokens = min(num_tokens, limits.max_num_tokens)
         num_reqs = min(-(-num_tokens // limits.max_model_len), limits.max_num_reqs)
@@ -111,7 +107,7 @@ class StepProducer:
         return self.prepare(batch, None)
 
     def stage_decodes(self, num_reqs: int, query_len: int) -> StagedBatch[StepContext]:
-        """Stage rows of nobody that decode and run eagerly, `query_len` tokens each; nothing stored."""
+        """Stage dummy decodes that run eagerly, `query_len` tokens each."""
         context_len = min(1, self.buffers.limits.max_model_len - query_len)
         shape = BatchShape.of(num_reqs, num_reqs * query_len, query_len)
         batch = self.buffers.dummy(shape, context_len=context_len, max_seq_len=self._longest_bound)
@@ -119,10 +115,9 @@ class StepProducer:
 
     @property
     def _longest_bound(self) -> int | None:
-        """`max_seq_len` of eager dummy rows; None for their own.
+        """`max_seq_len` of eager dummy rows; None for their own length, if a loose bound would make the backend slow.
 
-        With the bound of the longest request, dummy rows launch every kernel that real rows launch. Backends that mind
-        loose bounds would take long.
+        With the bound of the longest request, dummy rows launch every kernel that real rows launch.
         """
         return self.buffers.limits.max_model_len if self.model_state.backend.tolerates_loose_bounds else None
 
@@ -131,14 +126,14 @@ class StepProducer:
         return {**self.buffers.addresses(), **self.model_state.addresses()}
 
     def poison(self) -> None:
-        """Spoil all buffers; the next staging defines every entry again."""
+        """Fill all buffers with invalid values; the next staging defines every entry again."""
         self.buffers.poison()
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[StepContext]:
-        """Stage random rows that `key` can hold, over random cache contents: for an engine without requests.
+        """Stage random rows that `key` can hold, over random cache contents; for an engine without requests.
 
-        Noise is drawn on the device, in the dtype of the cache, for the blocks, pages and ring rows that the rows use.
-        The same `seed` gives the same contents on devices of one type.
+        Only the blocks, pages and ring rows of these rows are filled, on the device. The same `seed` gives the same
+        contents on devices of one type.
         """
         rng = np.random.default_rng(seed)
         caches, device = self.model_state.caches, self.buffers.device
@@ -149,7 +144,7 @@ class StepProducer:
             touched = np.unique(table)
             index = torch.from_numpy(touched[touched != NULL_BLOCK].astype(np.int64)).to(device)
             for tensor in chain.from_iterable(layers):
-                if tensor is None:  # of a layer whose state is its window
+                if tensor is None:  # the state of this layer is its window
                     continue
                 wide = torch.float32 if tensor.dtype.itemsize == 1 else tensor.dtype
                 noise = tensor.new_empty(len(index), *tensor.shape[1:], dtype=wide).normal_(
@@ -165,8 +160,8 @@ class StepProducer:
         return self.prepare(self.buffers.stage(rows, shape), key)
 
     def written(self, context: StepContext) -> dict[str, torch.Tensor]:
-        """What a step writes besides its output: slots, pages and ring rows of its rows; and a sum over all else in the
-        caches, which must stay as it is. Waits for the device.
+        """What a step writes besides its output (slots, pages, ring rows), and a checksum of all other cache contents,
+        which must not change. Waits for the device.
         """
         caches, batch = self.model_state.caches, context.batch
         found, states = {}, 1 if caches.kv else 0
@@ -213,7 +208,7 @@ class StepProducer:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's elements, read as integers of their size: it tells whether any has changed."""
+    """Checksum of a tensor: the sum of its elements read as integers."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.view(whole).sum(dtype=torch.int64)
 
@@ -221,7 +216,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def padded_shape(
     key: BatchExecutionDescriptor | None, num_reqs: int, num_tokens: int, max_query_len: int
 ) -> BatchShape:
-    """The sizes of a batch that runs on `key`, unpadded without one; a FULL key also promises query lengths."""
+    """The sizes of a batch that runs on `key`; unpadded without a key. A FULL key also promises query lengths."""
     if key is None:
         return BatchShape.of(num_reqs, num_tokens, max_query_len)
     return BatchShape(

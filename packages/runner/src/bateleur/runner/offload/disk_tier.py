@@ -281,7 +281,7 @@ class DiskTier:
         """Return the value of each number on all ranks, by rank."""
         if self._ranks.alone or not numbers:
             return [(each,) for each in numbers]
-        return list(zip(*self._ranks.tell_all(numbers), strict=True))
+        return list(zip(*self._ranks.gather_ints(numbers), strict=True))
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
         """Remove the files that hold these blocks and pages."""

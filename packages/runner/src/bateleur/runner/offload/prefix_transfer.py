@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bateleur.runner.distributed.agreement import run_on_all_ranks
 from bateleur.runner.distributed.ranks import Ranks
-from bateleur.runner.distributed.shared_errors import together
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.device_cache import DeviceCache
 from bateleur.runner.offload.layout import Layout
@@ -41,7 +41,7 @@ class PrefixTransfer:
         all ranks if one of them fails.
         """
         layout = self.layout
-        return together(self._ranks, lambda: self._export(ids, path, layout))
+        return run_on_all_ranks(self._ranks, lambda: self._export(ids, path, layout))
 
     def import_file(self, path: Path) -> int:
         """Add the prefix in a file to the prefix cache and return its number of tokens.
@@ -51,11 +51,11 @@ class PrefixTransfer:
         fails.
         """
         layout = self.layout
-        prefix = together(self._ranks, lambda: self._read(path, layout))
-        by_rank = self._ranks.tell_all([int.from_bytes(prefix.key[:7], "big"), len(prefix.token_ids)])
+        prefix = run_on_all_ranks(self._ranks, lambda: self._read(path, layout))
+        by_rank = self._ranks.gather_ints([int.from_bytes(prefix.key[:7], "big"), len(prefix.token_ids)])
         if any(each != by_rank[0] for each in by_rank):
             raise PrefixRefused("misnamed", f"{path}: its parts are of different prefixes")
-        return together(self._ranks, lambda: self._add(prefix, path, layout))
+        return run_on_all_ranks(self._ranks, lambda: self._add(prefix, path, layout))
 
     @torch.inference_mode()
     def _export(self, ids: NDArray[np.int32], path: Path, layout: Layout) -> int:

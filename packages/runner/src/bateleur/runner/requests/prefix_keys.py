@@ -1,4 +1,4 @@
-"""What a prefix of tokens is called: one chain of keys for all caches of a model."""
+"""Block hashes: one chain of keys identifies the prefixes of a request in all caches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PrefixKeys:
     def of(self, token_ids: NDArray[np.int32], num_tokens: int) -> bytes:
         """The key of the first `num_tokens` of `token_ids`, a positive multiple of the block size.
 
-        Tokens of prefixes that were asked for before must not have changed.
+        Tokens of earlier calls must not have changed.
         """
         index, rest = divmod(num_tokens, self.block_size)
         assert index > 0
@@ -34,24 +34,23 @@ class PrefixKeys:
         return self.upto(token_ids, index)[index - 1]
 
     def blocks(self, token_ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
-        """Of the blocks `first` to `end - 1`, the keys of the prefixes that end with them."""
+        """Keys of the prefixes that end with the blocks `first` to `end - 1`."""
         return self.upto(token_ids, end)[first:end]
 
     def blocks_ahead(self, token_ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
-        """As `blocks`, for contents that depend on the next token as well, which must be known.
+        """As `blocks`, for contents that also depend on the next token, which must be known.
 
-        A drafter's keys and values are such: what it stores at a position is made from the token after it (RFC #50438
-        of vLLM). Only in the last block of a prefix does it make a difference, so a hit is lost only where another
-        token follows.
+        A drafter's keys and values at a position depend on the token after it (vLLM RFC #50438). That matters only in
+        the last block of a prefix, so a hit is lost only if another token follows.
         """
         size = self.block_size
-        behind = token_ids[(first + 1) * size : end * size + 1 : size].astype("<i4").tobytes()
+        following = token_ids[(first + 1) * size : end * size + 1 : size].astype("<i4").tobytes()
         keys = self.upto(token_ids, end)[first:end]
-        assert len(behind) == 4 * len(keys)
-        return [key + behind[4 * i : 4 * i + 4] for i, key in enumerate(keys)]
+        assert len(following) == 4 * len(keys)
+        return [key + following[4 * i : 4 * i + 4] for i, key in enumerate(keys)]
 
     def upto(self, token_ids: NDArray[np.int32], end: int) -> list[bytes]:
-        """Keys by block, for at least `end` blocks."""
+        """Keys of at least the first `end` blocks."""
         keys = self._keys
         if (first := len(keys)) < end:
             ids = np.ascontiguousarray(token_ids[: end * self.block_size], np.int32)
@@ -61,9 +60,9 @@ class PrefixKeys:
 
 
 def block_keys(ids: NDArray[np.int32], first: int, end: int, size: int, before: bytes) -> list[bytes]:
-    """Keys of the blocks `first` to `end` - 1 of tokens (T,); `before` is that of the block before them.
+    """Keys of the blocks `first` to `end` - 1 of tokens (T,): digests of the key before and the tokens of the block.
 
-    Each is a digest of the key before it and the block's tokens.
+    before: key of the block before them.
     """
     keys = []
     for block in range(first, end):

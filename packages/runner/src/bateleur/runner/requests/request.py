@@ -1,4 +1,4 @@
-"""A request inside the engine: the host's side of it, one row of the table while it runs."""
+"""A request inside the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 
 
 class Rows(Protocol):
-    """Where a step writes the newest tokens of those that run: see `RequestTable`, which is one."""
+    """The columns of `RequestTable` that hold the newest tokens of running requests."""
 
     token_ids: NDArray[np.int32]
     drafted: NDArray[np.bool_]
@@ -27,64 +27,64 @@ class Rows(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, its parameters and what has been emitted so far.
+    """A prompt, its parameters and its output so far.
 
-    While it runs, its newest tokens and the time of the last are in its row of the table alone, where a step writes
-    those of all rows at once; they come here when somebody asks.
+    While it runs, its newest tokens are only in its row of the table, to which a step writes all rows at once. The
+    lists here catch up when they are read.
     """
 
     request_id: str
-    """Of the group that it belongs to."""
+    """Id of its group."""
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    """Drives the noise of this request together with the token's position."""
+    """Seed of its noise, together with the position of a token."""
     stop_token_ids: frozenset[int]
     """End-of-sequence (unless ignored) and the request's own stop ids."""
     max_total_tokens: int
     """Prompt and output together may not grow past this."""
     detokenizer: IncrementalDetokenizer | None
-    """Present where text is needed token by token: streaming or stop strings."""
+    """None unless text is needed token by token, for streaming or stop strings."""
     stream: bool = False
-    """Whether every step reports it, not only the last."""
+    """Whether each of its steps is reported."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token ids of what it may not write."""
+    """Token ids of forbidden words."""
     rope_length: int = 0
-    """See `ModelSpec.rope_length`; requests that run at once have the same one."""
+    """See `ModelSpec.rope_length`; equal for all running requests."""
     matcher: Matcher | None = None
-    """Where its text stands in the grammar that it must follow."""
+    """State of the grammar that it follows."""
     index: int = 0
-    """Its number in the group."""
+    """Index in its group."""
     leader: Request | None = None
-    """Another of the group, whose prompt it waits for where prefixes are shared."""
+    """Member of the group for whose prompt it waits, with prefix sharing."""
     priority: int = 0
-    """Lower goes first."""
+    """Lower numbers are served first."""
     arrival: int = 0
-    """Its number among all that came, from the scheduler."""
+    """Order of arrival, set by the scheduler."""
     row: int = -1
     """Row of the request table; -1 while waiting."""
     table: Rows | None = None
-    """Where it has a row."""
+    """The table that holds its row."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    """Shared with whoever has an output; nothing is read from them here."""
+    """Shared with outputs."""
     prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
-    """Of the prompt's tokens as far as they are known, where they are asked for; nothing comes before the first."""
+    """Entries of prompt tokens as far as they are known; None for the first token."""
     num_scored: int = 1
-    """Of these, with those of steps in flight."""
+    """Number of `prompt_logprobs`, including steps in flight."""
     chosen_logprobs: list[float] = field(default_factory=list)
     text: str | None = None
     """Final text; set when the request finishes."""
     num_preemptions: int = 0
     num_drafts: int = 0
-    """Drafts that waited for their test when it was preempted: they are made again."""
+    """Untested drafts when it was preempted, which are proposed again."""
     num_cached_tokens: int = 0
-    """Tokens found in the caches when it first got a row."""
+    """Cached prompt tokens when it first got a row."""
     cache_miss: str = ""
-    """Why none were found, where prefixes are cached."""
+    """Reason for a prefix cache miss."""
     fetched: bool = False
-    """Whether its prefix was looked for where reading takes a while."""
+    """Whether its prefix was requested from slower tiers."""
     keys: PrefixKeys | None = None
-    """Names of its prefixes; made when they are first needed."""
+    """Hashes of its prefixes, made when they are first needed."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     _output: list[int] = field(default_factory=list, init=False)
@@ -93,19 +93,19 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """What has been emitted so far; the list itself."""
+        """Output tokens so far; the list itself."""
         self._catch_up()
         return self._output
 
     @property
     def drafted(self) -> list[bool]:
-        """By token of the output: it was a draft; the list itself."""
+        """Whether each output token was a draft; the list itself."""
         self._catch_up()
         return self._drafted
 
     @property
     def times(self) -> RequestTimes:
-        """When what happened; the object itself."""
+        """Times of its events; the object itself."""
         self._catch_up()
         return self._times
 
@@ -121,17 +121,17 @@ class Request:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether some are asked for and not known yet. The first of a group knows them for all."""
+        """Whether prompt log probabilities are missing. Only the first member of a group computes them."""
         asked = self.params.prompt_logprobs is not None and self.index == 0
         return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def leave(self) -> None:
-        """Its row is no longer its own; what was known there of its past is here."""
+        """Copy everything from its row, before it loses the row."""
         self._catch_up()
         self.table = None
 
     def _catch_up(self) -> None:
-        """Take over what only its row knows. To be done again if it breaks off; each statement is done or not."""
+        """Copy new tokens from its row. Can be repeated after an interruption."""
         table, row = self.table, self.row
         if table is None:
             return
@@ -144,7 +144,7 @@ class Request:
             self._times.last_token_time = then
 
     def rewind(self, num_output_tokens: int) -> None:
-        """Take back the tokens behind the first `num_output_tokens`, and the end that they came to."""
+        """Drop the tokens after the first `num_output_tokens`, and the end of the request."""
         if self.table is not None:
             known = len(self.prompt_token_ids) + num_output_tokens
             self.table.num_known[self.row] = min(known, int(self.table.num_known[self.row]))

@@ -1,4 +1,4 @@
-"""The running requests as arrays: one row each, so that scheduling is vector operations."""
+"""Running requests as arrays, one row each, so that scheduling uses vector operations."""
 
 from __future__ import annotations
 
@@ -10,146 +10,171 @@ from numpy.typing import NDArray
 from bateleur.metadata import BlockTable, expand_ranges
 from bateleur.runner.requests.request import Request
 
+Int32s = NDArray[np.int32]
 
-class Lacking(NamedTuple):
-    """What rows past their prompts lack for their next tokens; of many rows with many tokens each numpy says so."""
+_COUNTS = (
+    "num_tokens",
+    "num_computed",
+    "num_blocks",
+    "limit",
+    "prompt_len",
+    "prefill_len",
+    "num_drafts",
+    "num_draft_slots",
+    "num_committed",
+    "num_uncertain",
+    "num_known",
+    "check_from",
+    "num_proposed",
+)
 
-    num_tokens: int
-    """Of all these rows."""
-    as_taken: bool
-    """Whether each has as many as it was taken to have."""
+
+class MissingBlocks(NamedTuple):
+    """KV blocks that decoding rows need for their next tokens.
+
+    cells: entries of the flat block table that get a block, row by row. rows: the rows that need blocks. counts: how
+    many each of them needs.
+    """
+
     cells: NDArray[np.int64]
-    """Entries of the flat block table that get a block, row by row."""
     rows: NDArray[np.int64]
-    """Whose they are, and `counts` how many."""
-    counts: NDArray[np.int32]
+    counts: Int32s
 
 
 class RequestTable:
     """Host state of up to `max_num_seqs` running requests.
 
-    A row belongs to a request from admission to finish, abort or preemption, and never moves in between.
-    Arrays, all indexed by row:
+    A row belongs to a request from admission to finish, abort or preemption, and never moves in between. Arrays, all
+    indexed by row, (rows,) int32 unless noted:
 
-    * `token_ids` (rows, max_model_len) int32: every known token, `num_known` (rows,) int32; lists of `Request` follow
-      when they are read;
-    * `drafted` (rows, max_model_len) bool: of these, those that were drafts;
-    * `last_token_time` (rows,) float64: when the last of them came, 0 if none did;
-    * `watched_from` (rows,) int32: the length from which on a token has to be looked at alone: `limit`, or 0 where each
-      has to, since the request streams, or its text or grammar goes on with it;
-    * `num_tokens`, `num_computed` (rows,) int32: tokens known, and tokens whose state is in the caches; both count
-      those of a step in flight, and all of its drafts as accepted: bounds, too high by `slack` (rows,) at most;
-    * `num_settled` (rows,) int32: of `num_computed`, those of steps whose outcome is known;
-    * `rests` (rows,) int32: not 0 where the next step of the row can't be planned from bounds;
-    * `prompt_len`, `prefill_len`, `limit` (rows,) int32: tokens of the prompt, tokens computed before it decodes (more
-      than the prompt after a preemption), and the length at which the request ends;
-    * `num_proposed` (rows,) int32: drafts for the tokens after the last known one, which wait on the device;
-    * `num_drafts`, `num_places` (rows,) int32: how many of them the next step tests, and tokens that it computes for
-      them: more where rows are padded to one length. Written by `DraftPlanner` before each step is scheduled;
-    * `block_table` (rows, max_blocks) int32 and `num_blocks` (rows,) int32: KV blocks, 0 where none; written through
-      `blocks`.
+    * `token_ids` (rows, max_model_len): every known token, `num_known` of them. `Request` lists catch up when read;
+    * `drafted` (rows, max_model_len) bool: whether a known token was a draft;
+    * `last_token_time` (rows,) float64: when the last token came, 0 if none did;
+    * `check_from`: length from which each token must be checked for the end of the request: `limit`, or 0 if each
+      token must be checked because the request streams, or its text or grammar needs it;
+    * `num_tokens`, `num_computed`: known tokens, and tokens whose state is in the caches. Both count the step in
+      flight with all its drafts as accepted, so they are too high by at most `num_uncertain`;
+    * `num_committed`: computed tokens of steps whose outcome is known;
+    * `must_wait` (rows,) bool: the next step of the row can't be planned from bounds;
+    * `prompt_len`, `prefill_len`, `limit`: tokens of the prompt, tokens computed before the row decodes (more than the
+      prompt after a preemption), and the length at which the request ends;
+    * `num_proposed`: drafts after the last known token, which are on the device;
+    * `num_drafts`, `num_draft_slots`: how many of them the next step tests, and tokens that it computes for them (more
+      if rows are padded to one length). `DraftPlanner` writes both before each step is scheduled;
+    * `num_blocks`: KV blocks in `block_table`, which is written through `blocks`.
     """
+
+    num_tokens: Int32s
+    num_computed: Int32s
+    num_blocks: Int32s
+    limit: Int32s
+    prompt_len: Int32s
+    prefill_len: Int32s
+    num_drafts: Int32s
+    num_draft_slots: Int32s
+    num_committed: Int32s
+    num_uncertain: Int32s
+    num_known: Int32s
+    check_from: Int32s
+    num_proposed: Int32s
 
     def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
-        self.blocks = BlockTable(np.zeros((max_num_seqs, max_blocks), dtype=np.int32))
-        self.block_table = self.blocks.ids
         self.drafted = np.zeros((max_num_seqs, max_model_len), dtype=np.bool_)
+        self.blocks = BlockTable(np.zeros((max_num_seqs, max_blocks), dtype=np.int32))
         self.last_token_time = np.zeros(max_num_seqs, dtype=np.float64)
-        self._flat_ids, self._flat_drafted = self.token_ids.reshape(-1), self.drafted.reshape(-1)
-        self._spots = np.arange(max_model_len)
-        self._numbers = [np.zeros(max_num_seqs, dtype=np.int32) for _ in range(14)]
-        self.num_tokens, self.num_computed, self.num_blocks, self.limit = self._numbers[:4]
-        self.prompt_len, self.prefill_len, self.num_drafts, self.num_places = self._numbers[4:8]
-        self.num_settled, self.slack, self.rests = self._numbers[8:11]
-        self.num_known, self.watched_from, self.num_proposed = self._numbers[11:]
+        self.must_wait = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._counts = np.zeros((len(_COUNTS), max_num_seqs), dtype=np.int32)
+        for name, counts in zip(_COUNTS, self._counts, strict=True):
+            setattr(self, name, counts)
         self.clear()
 
-    def clear(self) -> None:
-        """No row belongs to a request."""
-        self.blocks.clear_all()
-        for array in self._numbers:
-            array[:] = 0
-        self._free_rows = list(range(len(self.num_tokens) - 1, -1, -1))
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a row."""
+        return self.token_ids.shape[1]
 
     @property
-    def num_free_rows(self) -> int:
-        """Requests that could be admitted now."""
-        return len(self._free_rows)
+    def block_table(self) -> Int32s:
+        """(rows, max_blocks) KV blocks of each row, 0 for none."""
+        return self.blocks.ids
+
+    def clear(self) -> None:
+        """Take all rows from their requests."""
+        self.blocks.clear_all()
+        self._counts[:] = 0
+        self.must_wait[:] = False
+        self.free_rows = list(range(len(self.token_ids) - 1, -1, -1))
 
     def admit(self, request: Request) -> int:
         """Give the request a row that knows its tokens and has computed none of them."""
-        row = self._free_rows.pop()
+        row = self.free_rows.pop()
         count = request.num_tokens
         self.token_ids[row, :count] = request.token_ids
         self.num_tokens[row] = self.num_known[row] = count
         # The last token is computed together with the drafts after it, as it would have been without the preemption.
         num_drafts = max(0, min(request.num_drafts, request.max_total_tokens - 1 - count))
         self.prefill_len[row] = count - (num_drafts > 0)
-        self.num_proposed[row] = self.num_drafts[row] = self.num_places[row] = num_drafts
+        self.num_proposed[row] = self.num_drafts[row] = self.num_draft_slots[row] = num_drafts
         self.prompt_len[row] = len(request.prompt_token_ids)
         self.limit[row] = request.max_total_tokens
-        alone = request.stream or request.detokenizer is not None or request.matcher is not None
-        self.watched_from[row] = 0 if alone else request.max_total_tokens
+        check_all = request.stream or request.detokenizer is not None or request.matcher is not None
+        self.check_from[row] = 0 if check_all else request.max_total_tokens
         self.last_token_time[row] = request.times.last_token_time
         request.row, request.table = row, self
         return row
 
     def release(self, request: Request) -> list[int]:
-        """Take the row back; returns the KV blocks it held."""
+        """Take the row from the request; returns its KV blocks."""
         row = request.row
         request.leave()
         request.num_drafts, request.row = int(self.num_proposed[row]), -1
-        held: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
+        blocks: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
         self.blocks.clear(row)
-        for array in self._numbers:
-            array[row] = 0
-        self._free_rows.append(row)
-        return held
+        self._counts[:, row] = 0
+        self.must_wait[row] = False
+        self.free_rows.append(row)
+        return blocks
 
-    def write(
-        self,
-        rows: NDArray[np.int64],
-        tokens_RK: NDArray[np.int64],
-        counts_R: NDArray[np.int64],
+    def append_tokens(
+        self, rows: NDArray[np.int64], tokens_RK: NDArray[np.int64], counts_R: NDArray[np.int64]
     ) -> None:
-        """The first `counts` of each row of `tokens` are known from now on, behind those that were; all but the last of
-        them were drafts.
-        """
-        first_R = self.num_known[rows]
-        cells_R = rows * self.token_ids.shape[1] + first_R
-        if tokens_RK.shape[1] == 1 and np.count_nonzero(counts_R) == len(counts_R):
-            self._flat_ids[cells_R] = tokens_RK[:, 0]
-            self._flat_drafted[cells_R] = False
-        else:
-            spots_K = self._spots[: tokens_RK.shape[1]]
-            behind_RK = counts_R[:, None] - spots_K
-            known_RK = behind_RK > 0
-            cells_N = (cells_R[:, None] + spots_K)[known_RK]
-            self._flat_ids[cells_N] = tokens_RK[known_RK]
-            self._flat_drafted[cells_N] = behind_RK[known_RK] > 1
-        self.num_known[rows] = first_R + counts_R
+        """Append the first `counts` tokens of each row of `tokens`; all but the last of them were drafts."""
+        spots_K = np.arange(tokens_RK.shape[1])
+        left_RK = counts_R[:, None] - spots_K
+        known_RK = left_RK > 0
+        cells_N = ((rows * self.max_model_len + self.num_known[rows])[:, None] + spots_K)[known_RK]
+        self.token_ids.reshape(-1)[cells_N] = tokens_RK[known_RK]
+        self.drafted.reshape(-1)[cells_N] = left_RK[known_RK] > 1
+        self.num_known[rows] += counts_R.astype(np.int32)
 
-    def settle(
-        self,
-        rows: NDArray[np.int64],
-        lens_R: NDArray[np.int32],
-        tokens_RK: NDArray[np.int64],
-        counts_R: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The outcome of a step of these rows past their prompts, which computed `lens` tokens each, is known: `write`,
-        where of what the step computed as many tokens stay.
+    def advance(self, rows: NDArray[np.int64], lens_R: Int32s, num_decodes: int) -> None:
+        """Count a launched step that computes `lens` tokens of each row in the bounds, with all drafts as accepted.
 
-        Returns what was settled of each before, and what is now, (R,) each.
+        The first `num_decodes` rows are after their prompts.
         """
-        self.write(rows, tokens_RK, counts_R)
-        before_R = self.num_settled[rows]
-        after_R = before_R + counts_R.astype(np.int32)
-        self.num_settled[rows] = after_R
-        lost_R = lens_R - (after_R - before_R)
-        self.num_computed[rows] -= lost_R
-        self.num_tokens[rows] -= lost_R
-        self.slack[rows] -= lens_R - 1
+        reach = self.num_computed[rows] + lens_R
+        self.num_computed[rows] = reach
+        reach += 1  # a row that samples knows the next token, too
+        self.num_tokens[rows] = (
+            reach if num_decodes == len(rows) else np.maximum(self.num_tokens[rows], reach)
+        )
+        self.num_uncertain[rows[:num_decodes]] += lens_R[:num_decodes] - 1
+
+    def commit(
+        self, rows: NDArray[np.int64], lens_R: Int32s, valid_R: NDArray[np.integer], num_decodes: int
+    ) -> tuple[Int32s, Int32s]:
+        """Apply the outcome of a step that computed `lens` tokens of each row, of which the first `valid` stay.
+
+        Returns `num_committed` of the rows before and after, (R,) each.
+        """
+        before_R = self.num_committed[rows]
+        valid_R = valid_R.astype(np.int32)
+        self.num_committed[rows] = after_R = before_R + valid_R
+        rejected_R = lens_R - valid_R
+        self.num_computed[rows] -= rejected_R
+        self.num_tokens[rows] -= rejected_R
+        self.num_uncertain[rows[:num_decodes]] -= lens_R[:num_decodes] - 1
         return before_R, after_R
 
     def give_blocks(self, row: int, blocks: list[int]) -> None:
@@ -160,52 +185,31 @@ class RequestTable:
         self.blocks.write(row, np.arange(start, start + len(blocks)), blocks)
         self.num_blocks[row] = start + len(blocks)
 
-    def extend_blocks(self, lacks: Lacking, blocks: list[int]) -> None:
-        """Append KV blocks to the rows that lack them."""
-        self.blocks.write_cells(lacks.cells, blocks)
-        self.num_blocks[lacks.rows] += lacks.counts
+    def missing_blocks(
+        self, rows: NDArray[np.int64], lens_R: Int32s, block_size: int, lookahead: int
+    ) -> MissingBlocks:
+        """KV blocks that decoding rows need for their next `lens` tokens and `lookahead` tokens after these."""
+        stored_R = np.minimum(self.num_computed[rows] + lens_R + lookahead, self.max_model_len)
+        missing_R = -(-stored_R // block_size) - self.num_blocks[rows]
+        short = (missing_R > 0).nonzero()[0]
+        rows, counts = rows[short], missing_R[short]
+        owners, columns = expand_ranges(rows, self.num_blocks[rows], counts)
+        return MissingBlocks(owners * self.block_table.shape[1] + columns, rows, counts)
 
-    def lacking(
-        self,
-        rows: NDArray[np.int64],
-        lens_R: NDArray[np.int32] | None,
-        block_size: int,
-        ahead: int,
-    ) -> Lacking:
-        """What KV blocks rows past their prompts lack for their next tokens, and for `ahead` behind these; `block_size`
-        is 0 where there are none. `lens`: how many tokens each is taken to have, if anybody knows.
-        """
-        columns, longest = self.block_table.shape[1], self.token_ids.shape[1]
-        now_R = self.num_places[rows] + np.array(1, np.int32)
-        missing_R = np.zeros_like(now_R)
-        if block_size:
-            stored_R = np.minimum(self.num_computed[rows] + now_R + ahead, longest)
-            missing_R = -(-stored_R // block_size) - self.num_blocks[rows]
-        few = (missing_R > 0).nonzero()[0]
-        rows, counts = rows[few], missing_R[few]
-        which, spots = expand_ranges(rows, self.num_blocks[rows], counts)
-        as_taken = lens_R is not None and np.array_equal(now_R, lens_R)
-        return Lacking(int(now_R.sum()), as_taken, which * columns + spots, rows, counts)
+    def extend_blocks(self, missing: MissingBlocks, blocks: list[int]) -> None:
+        """Append KV blocks to the rows that need them."""
+        self.blocks.write_cells(missing.cells, blocks)
+        self.num_blocks[missing.rows] += missing.counts
 
-    def advance(self, rows: NDArray[np.int64], lens_R: NDArray[np.int32], num_decodes: int) -> None:
-        """A step was launched that computes `lens` tokens of each of these rows, of which the first are past their
-        prompts: bounds count these, and all of its drafts as accepted.
-        """
-        reach = self.num_computed[rows] + lens_R
-        self.num_computed[rows] = reach
-        reach += 1  # one that draws knows the next token, too
-        self.num_tokens[rows] = (
-            reach if num_decodes == len(rows) else np.maximum(self.num_tokens[rows], reach)
-        )
-        self.slack[rows[:num_decodes]] += lens_R[:num_decodes] - 1
+    def num_useful_drafts(
+        self, rows: NDArray[np.int64], longest: int, most: int, *, at_least_one: bool
+    ) -> Int32s:
+        """(R,) drafts, at most `most`, that the next step can use: rows end at their limit or at `longest` tokens, and
+        a step emits one token more than it accepts.
 
-    def useful(self, rows: NDArray[np.int64], longest: int, most: int, *, least: bool) -> NDArray[np.int32]:
-        """(R,) drafts, at most `most`, that can be of use behind the known tokens of these rows, which end at their
-        limit or at `longest`: a step emits one token more than it accepts.
-
-        least: behind the one that the step in flight emits at least; else behind all that it may emit.
+        at_least_one: assume that the step in flight emits one token per row; else all that it may emit.
         """
         left = np.minimum(self.limit[rows] - 1, longest) - self.num_tokens[rows]
-        if least:
-            left += self.slack[rows] - 1
-        return np.minimum(np.maximum(left, 0), most)  # half the time of `clip`
+        if at_least_one:
+            left += self.num_uncertain[rows] - 1
+        return np.minimum(np.maximum(left, 0), most)

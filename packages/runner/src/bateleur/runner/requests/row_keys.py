@@ -11,10 +11,7 @@ from bateleur.runner.requests.prefix_keys import KEY_BYTES, PrefixKeys, block_ke
 
 
 class RowKeys:
-    """Prefix keys of all running requests: each goes on with the chain of its `PrefixKeys`.
-
-    Only the latest key of each row is kept.
-    """
+    """Prefix keys of running requests. Each row continues the chain of its `PrefixKeys`, and keeps its last key."""
 
     def __init__(
         self,
@@ -38,15 +35,13 @@ class RowKeys:
         self._found: list[bytes] = []
 
     def begin(self, row: int, keys: PrefixKeys, num_tokens: int) -> None:
-        """A row belongs to the request with these keys, of which the first `num_tokens` tokens are cached."""
+        """Start a row for a request with these keys, whose first `num_tokens` tokens are cached."""
         self._num_keys[row] = count = num_tokens // self._size
         if count:
             self._latest[row] = np.frombuffer(keys.upto(self._ids[row], count)[count - 1], np.uint8)
 
     def advance(self, rows: NDArray[np.int64], after_R: NDArray[np.int32]) -> tuple[list[int], list[bytes]]:
-        """The N blocks that became full, and their keys, now that `rows`, all different, have `after` tokens in the
-        caches.
-        """
+        """The N blocks that became full, and their keys, after distinct `rows` got `after` computed tokens."""
         size, ahead, end_R = self._size, self._ahead, after_R // self._size
         names: list[bytes] = []
         blocks: list[int] = []
@@ -66,7 +61,7 @@ class RowKeys:
         return blocks, names
 
     def of(self, index: int, num_tokens: int) -> bytes:
-        """The key of the first `num_tokens` tokens of the row with this index in the last call of `advance`, which
-        filled the block that ends there.
+        """The key of the first `num_tokens` tokens of the row with this index in the last `advance`, which filled the
+        block that ends there.
         """
         return self._found[self._behind[index] + num_tokens // self._size - 1][:KEY_BYTES]

@@ -1,8 +1,7 @@
-"""What requests add to logits: of a token always (`logit_bias`), or behind certain tokens of theirs (`bad_words`).
+"""Values that requests add to logits: always (`logit_bias`), or after certain tokens (`bad_words`).
 
-A bad word adds -inf to its last token where the tokens before that have just been generated. So all of it is entries of
-one kind, which lie on the device one behind the other, whatever request they are of: memory is what requests bring, and
-a step adds all of them at all places at once.
+A bad word adds -inf to its last token if the tokens before it have just been generated. Both are entries of one kind,
+which are stored in one table for all requests; a step adds all of them at once.
 """
 
 # Shape letters: M rows of the request table, L rows of logits, N entries, J places of a request, P tokens of a prefix,
@@ -23,25 +22,24 @@ from torch import Tensor
 from bateleur.runner.utils.device import DeviceCopies, upload
 
 _ANY, _NONE = -2, -1
-"""In a prefix: whatever stands there. In what has been generated: nothing yet."""
+"""In a prefix: any token. In generated tokens: none yet."""
 
 
 class _Entries(NamedTuple):
-    """Of one request, with prefixes of one width, on the host."""
+    """Entries of one request with prefixes of one width, on the host.
+
+    tokens, values: (N,). prefixes: (N, P), padded with `_ANY` on the left.
+    """
 
     tokens: NDArray[np.int64]
-    """(N,)."""
     values: NDArray[np.float32]
-    """(N,)."""
     prefixes: NDArray[np.int64]
-    """(N, P), shorter ones behind `_ANY`."""
 
 
 class _Table(NamedTuple):
-    """Entries of all requests with prefixes of one width, on the device; fields as of `_Entries`."""
+    """Entries of all requests with prefixes of one width, on the device. owners: (N,) int64 table rows."""
 
     owners: Tensor
-    """(N,) int64, rows of the request table."""
     tokens: Tensor
     values: Tensor
     prefixes: Tensor
@@ -50,18 +48,17 @@ class _Table(NamedTuple):
 class Biases:
     """Entries of the running requests, by row of the request table.
 
-    max_rows: rows of the table (M). tokens: the first of those that logits are of, and one behind the last. device:
-        where logits come from.
+    max_rows: rows of the table (M). tokens: first token of the logits, and one after the last. device: of the logits.
     """
 
     def __init__(self, max_rows: int, tokens: tuple[int, int], device: torch.device) -> None:
         self._upload = partial(upload, device=device)
-        self._kept = DeviceCopies(device)
+        self._copies = DeviceCopies(device)
         self._first, self._end = tokens
         self._entries: dict[int, list[_Entries]] = {}
-        """By row."""
+        """Entries by row."""
         self._tables: list[_Table] | None = None
-        """Made of the entries when they are needed and have changed."""
+        """Tables of all entries; None after a change."""
         self._follows = np.zeros(max_rows, np.bool_)
         """Rows with prefixes."""
         self._tails = torch.full((max_rows, 0), _NONE, dtype=torch.int64, device=device)
@@ -70,9 +67,9 @@ class Biases:
     def admit(
         self, row: int, bias: Mapping[int, float], words: Sequence[Sequence[int]], output: Sequence[int]
     ) -> bool:
-        """Take what the request in `row` adds; whether it is anything, be it to tokens that are not here.
+        """Set the entries of `row`; returns whether there are any, including those of other shards.
 
-        bias: by token. words: token ids of each. output: what has been generated already.
+        bias: value by token. words: token ids of each bad word. output: generated tokens.
         """
         self.release(row)
         by_width: dict[int, list[Sequence[int]]] = defaultdict(list)
@@ -90,13 +87,13 @@ class Biases:
         return bool(entries)
 
     def release(self, row: int) -> None:
-        """Forget the request in `row`; harmless if there is none."""
+        """Clear `row`, which may be free."""
         if self._entries.pop(row, None) is not None:
             self._tables = None
         self._follows[row] = False
 
     def add_(self, logits: Tensor, rows: NDArray[np.int64], before: Tensor | None) -> None:
-        """Add what the requests in `rows` do, in place; see `SamplingState.process` for the arguments.
+        """Add the entries of `rows` in place; see `Sampler.process` for the arguments.
 
         logits: (L, V), contiguous. The rows of one request are neighbours.
         """
@@ -104,7 +101,7 @@ class Biases:
         counts = np.diff(starts, append=len(rows))
         spans_2M = np.zeros((2, len(self._follows)), np.int64)
         spans_2M[:, rows[starts]] = starts, counts
-        first_M, count_M = self._kept("spans", spans_2M)
+        first_M, count_M = self._copies("spans", spans_2M)
         place_J = torch.arange(int(counts.max()), device=logits.device)
         for table in self._on_device():
             first_N1, count_N1 = (each_M[table.owners].unsqueeze(1) for each_M in (first_M, count_M))
@@ -112,32 +109,32 @@ class Biases:
             if table.prefixes.shape[1]:
                 last_N = (first_N1 + count_N1 - 1).clamp_min_(0).squeeze(1)
                 drafts = None if before is None else before[last_N, : len(place_J) - 1]
-                applies_NJ &= self._behind(table, drafts)
-            # Others add 0, in a row where it does no harm.
+                applies_NJ &= self._matches(table, drafts)
+            # Other entries add 0, in some row.
             cells_NJ = (first_N1 + place_J).clamp_max_(len(logits) - 1) * logits.shape[1]
             cells_NJ += table.tokens.unsqueeze(1)
             values_NJ = table.values.unsqueeze(1).where(applies_NJ, 0.0)
             logits.view(-1).scatter_add_(0, cells_NJ.flatten(), values_NJ.flatten())
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
-        """Tokens that were emitted, (R, J) int64 on the device, -1 where there is none."""
+        """Append emitted tokens, (R, J) int64 on the device, -1 where there is none."""
         chosen = np.flatnonzero(self._follows[rows])
         if not chosen.size:
             return
-        table_rows = self._kept("followed rows", rows[chosen])
-        drawn = token_ids.index_select(0, self._kept("followed", chosen))
+        table_rows = self._copies("followed rows", rows[chosen])
+        drawn = token_ids.index_select(0, self._copies("followed", chosen))
         known = torch.cat((self._tails.index_select(0, table_rows), drawn), 1)
         last_P = torch.arange(self._tails.shape[1], device=known.device)
         tails = known.gather(1, drawn.ge(0).sum(1, keepdim=True) + last_P)
         self._tails.index_copy_(0, table_rows, tails)
 
     def _own(self, entries: _Entries) -> _Entries:
-        """Those whose tokens are here, by their places."""
+        """The entries of this shard, with tokens counted from its first one."""
         here = (entries.tokens >= self._first) & (entries.tokens < self._end)
         return _Entries(entries.tokens[here] - self._first, entries.values[here], entries.prefixes[here])
 
-    def _behind(self, table: _Table, drafts: Tensor | None) -> Tensor:
-        """(N, J) bool: at which places the prefix of each entry has just been generated, (N, J - 1) drafts included."""
+    def _matches(self, table: _Table, drafts: Tensor | None) -> Tensor:
+        """(N, J) bool, whether the prefix of each entry was just generated, including (N, J - 1) drafts."""
         width = table.prefixes.shape[1]
         known = self._tails[:, self._tails.shape[1] - width :].index_select(0, table.owners)
         if drafts is not None:
@@ -146,7 +143,7 @@ class Biases:
         return ((known.unfold(1, width, 1) == prefixes_N1P) | (prefixes_N1P == _ANY)).all(2)
 
     def _follow(self, row: int, width: int, output: Sequence[int]) -> None:
-        """Keep the last `width` tokens of a row from now on."""
+        """Track the last `width` tokens of a row."""
         self._follows[row] = True
         if (more := width - self._tails.shape[1]) > 0:
             self._tails = torch.nn.functional.pad(self._tails, (more, 0), value=_NONE)
@@ -172,7 +169,7 @@ class Biases:
 
 
 def _width(length: int) -> int:
-    """The width of prefixes of `length` tokens: few tables, of at most twice the tokens of the words."""
+    """Width of prefixes with `length` tokens: the next power of two, so that there are few tables."""
     return 1 << (length - 1).bit_length() if length else 0
 
 

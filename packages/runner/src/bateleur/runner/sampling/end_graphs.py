@@ -1,6 +1,6 @@
-"""The end of a step as one graph behind that of its forward pass: verification, commit, how far rows have come."""
+"""The end of a step as one CUDA graph after that of its forward pass: sampling, commit of states, row lengths."""
 
-# Shape letters: N rows of a padded step, R of them real, T tokens, J = 1 + K tokens of a row at most, D hidden size.
+# Shape letters: N rows of a padded step, T tokens, J = 1 + K tokens of a row at most, D hidden size.
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from bateleur.cudagraph import (
     VerifyReport,
 )
 from bateleur.cudagraph.backends import get_backend
+from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.models import StepContext
-from bateleur.runner.sampling.captured_sampler import KINDS, CapturedSampler
+from bateleur.runner.sampling.rejection_sampler import GREEDY, KINDS, TRUNCATED, RejectionSampler
 
 Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class EndState:
-    """A step behind its forward pass."""
+    """A step after its forward pass. hidden: (T, D), in the output buffer of the graph of the forward pass."""
 
     context: StepContext
     hidden: Tensor
-    """(T, D), where the graph of the forward pass leaves it."""
 
 
 class EndSteps:
-    """Stages the ends of dummy steps: those that the forward pass was captured with, run once more on its graph."""
+    """Stages the ends of dummy and random steps, after a replay of their forward pass."""
 
-    def __init__(self, forward: Forward, sampler: CapturedSampler) -> None:
-        self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
+    def __init__(self, forward: Forward, sampler: RejectionSampler) -> None:
+        self._forward, self._sampler = forward, sampler
         self._lender: CapturedStateProducer[StepContext] = CapturedStateProducer(forward.states)
 
     @property
@@ -56,72 +56,96 @@ class EndSteps:
         return self._lender.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[EndState]:
-        """Rows of nobody, with the outputs that the forward pass computes for them."""
+        """Stage dummy rows."""
         lent = self._lender.stage(replace(key, variant=()), phase)
-        self._rows.clear()
-        return behind(self._forward, lent, key)
+        self._sampler.rows.clear()
+        return self._after_forward(lent, key)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[EndState]:
-        """Random rows behind a random step; for an engine without requests."""
+        """Stage random rows of a random step; for an engine without requests."""
         lent = self._lender.fuzz(replace(key, variant=()), seed)
-        staged = behind(self._forward, lent, key)
+        staged = self._after_forward(lent, key)
         rng = np.random.default_rng(seed)
-        self._sampler.fuzz(lent.state.batch, staged.state.hidden, rng, str(key.variant[0]))
+        fuzz_rows(self._sampler, lent.state.batch, staged.state.hidden, rng, str(key.variant[0]))
         return staged
 
+    def _after_forward(
+        self, lent: StagedBatch[StepContext], key: BatchExecutionDescriptor
+    ) -> StagedBatch[EndState]:
+        assert lent.key is not None
+        hidden, *_ = self._forward.replay(lent.key, lent)
+        return StagedBatch(key, EndState(lent.state, hidden), lent.generation, lent.signature)
+
     def addresses(self) -> Mapping[str, int]:
-        """The step's buffers, and those of the end."""
-        own = {f"end.{name}": address for name, address in self._rows.addresses().items()}
+        """Addresses of the buffers of the step and of the sampler."""
+        own = {f"end.{name}": address for name, address in self._sampler.rows.addresses().items()}
         return {**self._lender.addresses(), **own}
 
     def poison(self) -> None:
-        """Spoil the step's buffers, and those of the end."""
+        """Fill the buffers of the step and of the sampler with invalid values."""
         self._lender.poison()
-        self._rows.poison()
+        self._sampler.rows.poison()
 
 
-def behind(
-    forward: Forward, lent: StagedBatch[StepContext], key: BatchExecutionDescriptor
-) -> StagedBatch[EndState]:
-    """The end of a step that is staged for its forward pass, after a replay of that."""
-    assert lent.key is not None
-    hidden, *_ = forward.replay(lent.key, lent)
-    return StagedBatch(key, EndState(lent.state, hidden), lent.generation, lent.signature)
+def fuzz_rows(
+    sampler: RejectionSampler,
+    metadata: CommonAttentionMetadata,
+    hidden_TD: Tensor,
+    rng: np.random.Generator,
+    kind: str,
+) -> None:
+    """Stage random sampling parameters and drafts for a random batch. About half of the drafts are the tokens that
+    greedy rows sample.
+    """
+    count, length = metadata.num_actual_reqs, metadata.num_tokens // metadata.num_reqs
+    vocab_size, ids = sampler.sampler.vocab_size, sampler.rows.next_ids
+    ids.copy_(torch.from_numpy(rng.integers(0, vocab_size, tuple(ids.shape))))
+    likely = sampler.model.logits(hidden_TD).argmax(-1).view(-1, length)[:count, :-1]
+    coins = torch.from_numpy(rng.integers(0, 2, tuple(likely.shape), dtype=np.bool_)).to(sampler.device)
+    ids[:count, 1:length] = likely.where(coins, ids[:count, 1:length])
+    values = np.tile(np.array([0, -np.inf, vocab_size, 1], np.float32), (count, 1))
+    if kind != GREEDY:
+        choices = ((0, 0.2, 0.8, 1.5), (-np.inf, -3.0), (vocab_size, 7), (1.0, 0.9))
+        columns = [
+            rng.choice(each if kind == TRUNCATED or not i else each[:1], count)
+            for i, each in enumerate(choices)
+        ]
+        values = np.stack(columns, 1).astype(np.float32)
+    seeds, num_drafts = rng.integers(1 << 62, size=count), rng.integers(0, length, count)
+    sampler.rows.stage(np.arange(count), seeds, num_drafts, values)
 
 
 def end_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutionDescriptor, ...]:
-    """The graphs behind those of forward passes: of all kinds of laws, for rows of one length."""
+    """The graph keys after forward passes with rows of equal length: one for each kind of sampler."""
     uniform = [key for key in forward if key.uniform_query_len]
     return tuple(replace(key, variant=(kind,)) for key in uniform for kind in KINDS)
 
 
 class EndGraphs:
-    """Graphs of what follows the forward pass in steps whose rows all decode, with as many places each."""
+    """CUDA graphs of the ends of steps whose rows all decode, with equally many draft slots."""
 
     def __init__(
         self,
         forward: Forward,
         options: GraphOptions,
-        sampler: CapturedSampler,
+        sampler: RejectionSampler,
         model_state: ModelState,
         lengths: RowLengths | None,
     ) -> None:
-        """Capture nothing yet; for the graphs of `forward` whose rows have one length."""
-        self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
+        """Plan graphs for each graph of `forward` with rows of equal length; `capture` captures them."""
+        self._forward, self._sampler = forward, sampler
         self._model_state, self._lengths = model_state, lengths
-        verifier = sampler.verifier
-        self._drafts = verifier.num_places > 0
         ready = [key for key in forward.dispatcher.keys if key in forward.ready]
-        keys = end_keys(ready) if verifier.fits_graphs else ()
-        # A plan of exactly these, which decides nothing: an end runs on the key of its forward pass.
-        plan = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
-        backend = get_backend(options.backend, verifier.device)
+        keys = end_keys(ready) if sampler.can_capture else ()
+        # The dispatcher makes no decision: an end runs on the key of its forward pass.
+        dispatcher = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
+        backend = get_backend(options.backend, sampler.device)
         self.manager: CudaGraphManager[EndState, Tensor] = CudaGraphManager(
-            plan, backend, checks=options.checks
+            dispatcher, backend, checks=options.checks
         )
 
     def capture(self) -> None:
-        """Capture all; a key that fails runs eagerly from then on, and is warned about."""
+        """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
         if not self.manager.dispatcher.keys:
             return
         with torch.inference_mode():
@@ -136,24 +160,21 @@ class EndGraphs:
         return all(replace(key, variant=(kind,)) in self.manager.ready for kind in KINDS)
 
     def run(self, staged: StagedBatch[StepContext], hidden_TD: Tensor, kind: str) -> Tensor:
-        """End the step whose rows were staged, with laws of that kind; see `CapturedSampler.record`.
-
-        Raises ReplayFailed if it failed.
-        """
+        """End a step whose rows are staged; see `RejectionSampler.record`. Raises ReplayFailed if the graph failed."""
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))
         state = EndState(staged.state, hidden_TD)
         return self.manager.replay(key, StagedBatch(key, state, staged.generation, staged.signature))
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
-        """Show that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
+        """Check that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
 
         def also(state: EndState) -> dict[str, Tensor]:
-            own = {"next": self._sampler.verifier.next.ids[:-1], **self._model_state.carried()}
+            rows, count = self._sampler.rows, state.context.batch.num_actual_reqs
+            own = {"next": rows.next_ids[:-1], **self._model_state.carried()}
             if self._lengths is not None:
                 own["lengths"] = self._lengths.computed
-            count = state.context.batch.num_actual_reqs
-            own |= {"emitted": self._rows.emitted[:count], "num_valid": self._rows.num_valid[:count]}
+            own |= {"emitted": rows.emitted[:count], "num_valid": rows.num_valid[:count]}
             return {**written(state.context), **own}
 
         with torch.inference_mode():
@@ -161,11 +182,11 @@ class EndGraphs:
 
     def _body(self, execution: Execution[EndState]) -> Tensor:
         assert execution.key is not None
-        context, rows = execution.state.context, self._rows
-        batch, kind = context.batch, str(execution.key.variant[0])
-        packed = self._sampler.record(batch, execution.state.hidden, kind)
-        num_valid = rows.num_valid[: batch.num_reqs]
-        self._model_state.commit(context, num_valid if self._drafts else None, captured=True)
+        context, rows = execution.state.context, self._sampler.rows
+        metadata, kind = context.batch, str(execution.key.variant[0])
+        packed = self._sampler.record(metadata, execution.state.hidden, kind)
+        num_valid = rows.num_valid[: metadata.num_reqs]
+        self._model_state.commit(context, num_valid if self._sampler.num_drafts else None, captured=True)
         if self._lengths is not None:
-            self._lengths.advance(rows.table_rows[: batch.num_reqs], batch, num_valid)
+            self._lengths.advance(rows.table_rows[: metadata.num_reqs], metadata, num_valid)
         return packed

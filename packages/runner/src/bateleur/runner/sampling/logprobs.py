@@ -1,4 +1,4 @@
-"""Log probabilities of tokens under the logits of a model, before anything is done to these."""
+"""Log probabilities of tokens under the raw logits of a model."""
 
 # Shape letters: R rows of logits, V vocabulary.
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities under the raw logits, before any processing.
+    """Log probabilities under the raw logits.
 
-    top_ids: (R, n) int64, most likely first; n is the most that a request of this step asked for.
+    top_ids: (R, n) int64, most likely first; n is the largest number that a request of the step needs.
     top_values: (R, n) float32.
-    sampled: (R,) float32, of the drawn token.
-    rank: (R,) int64, of the drawn token; 1 is the most likely.
+    sampled: (R,) float32, of the sampled token.
+    rank: (R,) int64, of the sampled token; 1 is the most likely.
     """
 
     top_ids: Tensor
@@ -31,9 +31,9 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int, shard: VocabShard | None = None) -> Logprobs:
-    """Those of (R,) tokens, and of the `num_top` likeliest ones, under (R, V) float32 logits, of all tokens or a part.
+    """Log probabilities of (R,) tokens and of the `num_top` most likely ones, under (R, V) float32 logits or a shard.
 
-    Of equal ones at the end of the list it is open which are told.
+    If several tokens are equally likely at the end of the list, any of them may be returned.
     """
     scale = LogNormalizer.of(logits, shard)
     if shard is None:

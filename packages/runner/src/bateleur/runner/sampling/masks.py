@@ -1,4 +1,4 @@
-"""Tokens that may be drawn, as bits: one form for whatever forbids others, and the one place that applies it."""
+"""Bit masks of allowed tokens."""
 
 # Shape letters: S rows of logits, V vocabulary, W words of 32 bits, ceil(V / 32) of them.
 
@@ -20,21 +20,20 @@ def mask_words(vocab_size: int) -> int:
 
 
 def words_of(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """(W,): the bits of these tokens, each in [0, vocab_size), as `forbid_` reads them."""
+    """(W,) bits of these tokens, each in [0, vocab_size), as `forbid_` reads them."""
     bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
     bits[np.asarray(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def forbid_(logits_SV: Tensor, allowed_SW: Tensor, first: int = 0) -> None:
-    """Give every token whose bit is not set the logit -inf, in place, even where it is NaN.
+    """Set the logits of tokens whose bit is not set to -inf, in place, even if they are NaN.
 
     logits_SV: (S, V) floating, of tokens from `first` on. allowed_SW: (S, W) int32 on the same device, bits of the
-    whole vocabulary; that of token t is bit t % 32, counted from the lowest, of word t // 32. Bits behind the last
-    token are not read.
+    whole vocabulary: token t is bit t % 32, counted from the lowest, of word t // 32.
     """
     num_tokens = logits_SV.shape[1]
-    # A quarter of the memory that words would take below.
+    # Bytes take a quarter of the memory of words below.
     bytes_SB = allowed_SW.contiguous().view(torch.uint8)[:, first // 8 : -(-(first + num_tokens) // 8)]
     bit_8 = 1 << torch.arange(_BITS_OF_A_BYTE, dtype=torch.uint8, device=logits_SV.device)
     allowed_SV = bytes_SB.unsqueeze(2).bitwise_and(bit_8).flatten(1)[:, first % 8 :][:, :num_tokens]

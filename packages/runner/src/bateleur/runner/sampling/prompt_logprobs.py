@@ -1,7 +1,6 @@
-"""Log probabilities of the tokens of prompts, a part of a prompt at a time.
+"""Log probabilities of prompt tokens, one chunk of a prompt at a time.
 
-The hidden state at a place of a prompt tells the token behind it, which is known. Logits of all places of a part at
-once could take more memory than anything else in a step, so they are made a slice at a time.
+Logits of all positions of a chunk could take more memory than anything else in a step, so they are computed in slices.
 """
 
 # Shape letters: T tokens of a step, N tokens whose log probabilities are wanted, V vocabulary, M hidden size.
@@ -18,52 +17,55 @@ from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
-from bateleur.runner.scheduling.scheduler import StepPlan
+from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.utils.device import Fetch, upload
 
 _LOGITS_AT_ONCE = 1 << 24
-"""64 MiB of float32, and two or three times as much while they are worked on: 67 tokens of a vocabulary of 250,000."""
+"""Logits of a slice: 64 MiB of float32, which is 67 tokens of a vocabulary of 250,000."""
 
 
 class Scored(NamedTuple):
-    """What a step found out about prompts, on its way to the host."""
+    """Prompt log probabilities of a step, on their way to the host.
+
+    requests: with the number of new tokens of each. token_ids: (N,) these tokens, request by request.
+    """
 
     requests: list[tuple[Request, int]]
-    """With the number of tokens of each; those behind the ones that were asked for before."""
     token_ids: NDArray[np.int64]
-    """(N,), of one request after the other."""
     fetch: Fetch
 
     def wait(self) -> list[NDArray[Any]]:
-        """The fields of `Logprobs`, N rows each."""
+        """Wait for the fields of `Logprobs`, N rows each."""
         fields, width = self.fetch.wait(), len(Logprobs._fields)
         return [np.concatenate(fields[i::width]) for i in range(width)]
 
 
 class PromptLogprobs:
-    """Asks the model for what a step's parts of prompts tell, for requests that want to know."""
+    """Computes prompt log probabilities for the requests that need them."""
 
     def __init__(self, model: HybridDecoder, table: RequestTable) -> None:
         self._model, self._table = model, table
         self._tokens_at_once = max(1, _LOGITS_AT_ONCE // model.spec.vocab_size)
 
-    def score(self, plan: StepPlan, hidden_TM: Tensor) -> Scored | None:
-        """Of the tokens behind those that the step computed, which belong to prompts; None where nobody asks.
+    def score(self, batch: StepBatch, hidden_TM: Tensor) -> Scored | None:
+        """Log probabilities of the prompt tokens after those of the step; None if no request needs any.
 
-        A request that is computed again is asked for what it lacks alone.
+        A recomputed request gets only what it has not got yet.
         """
-        asked = [i for i in range(plan.num_decodes, len(plan.rows)) if plan.requests[i].lacks_prompt_logprobs]
+        asked = [
+            i for i in range(batch.num_decodes, len(batch.rows)) if batch.requests[i].lacks_prompt_logprobs
+        ]
         if not asked:
             return None
-        starts = np.cumsum(plan.query_lens) - plan.query_lens
+        starts = np.cumsum(batch.query_lens) - batch.query_lens
         requests: list[tuple[Request, int]] = []
         spots: list[NDArray[np.int64]] = []
         tokens: list[NDArray[np.int64]] = []
         for i in asked:
-            request, row = plan.requests[i], plan.rows[i]
+            request, row = batch.requests[i], batch.rows[i]
             computed = int(self._table.num_computed[row])
             first = request.num_scored
-            end = min(computed + int(plan.query_lens[i]) + 1, len(request.prompt_token_ids))
+            end = min(computed + int(batch.query_lens[i]) + 1, len(request.prompt_token_ids))
             assert computed < first, "what a cache had was not computed"
             if first < end:
                 requests.append((request, end - first))

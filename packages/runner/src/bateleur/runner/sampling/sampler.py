@@ -1,8 +1,7 @@
-"""From logits to token ids: penalties, what is drawn from, and the draw, vectorised over rows, on the device.
+"""The sampler: from logits to token ids, with token rules, penalties and sampling parameters, vectorised over rows.
 
-Which processing a step needs is decided from host arrays alone, so a step never waits for the device, and an
-all-greedy batch costs one argmax. A row is only ever touched by its own parameters: its token has the same
-bits whatever runs beside it.
+Host arrays decide which processing a step needs, so a step never waits for the device, and a greedy batch costs one
+argmax. A row is processed by its own parameters only: its token does not depend on the other rows of the batch.
 
 Legend for shapes: R rows of this step, M rows of the request table, S rows of the step that need a treatment,
 V vocabulary.
@@ -31,26 +30,12 @@ _TEMPERATURE, _LOG_MIN_P, _TOP_K, _TOP_P, _REPETITION, _FREQUENCY, _PRESENCE = r
 _NEUTRAL = np.array([0.0, -np.inf, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=np.float32)
 
 
-class Draws(NamedTuple):
-    """How S rows draw: what depends on their requests alone.
-
-    bare: whether nothing but their law concerns it: no rules of tokens, no penalties, and nobody asked for log
-        probabilities; then `law` is that of their L rows of logits, None if all are greedy.
-    seeds, temperature: (S,) int64 and float32, on the device.
-    """
-
-    bare: bool
-    seeds: Tensor
-    temperature: Tensor
-    metadata: SamplingMetadata | None
-
-
 class Processed(NamedTuple):
-    """What tokens are drawn from.
+    """Processed logits.
 
-    logits: (R, V) float32; the temperature and truncation are left to the law, and on CUDA penalties, too.
-    law: of every row; None if every row is greedy, as the host knows, and penalties are none of the law's.
-    empty: (R,) bool, rows in which no token may be drawn; None where nothing forbids tokens.
+    logits: (R, V) float32, before temperature and truncation, and on CUDA before penalties.
+    metadata: of every row; None if all rows are greedy and penalties are applied.
+    empty: (R,) bool, rows in which no token is allowed; None if no token is forbidden.
     """
 
     logits: Tensor
@@ -58,12 +43,12 @@ class Processed(NamedTuple):
     empty: Tensor | None = None
 
 
-class SamplingState:
-    """The sampling parameters of the running requests, by row of the request table.
+class Sampler:
+    """Samples tokens. Holds the sampling parameters of running requests, by row of the request table.
 
-    max_rows: rows of the table (M). vocab_size: V of the model. device: where logits come from. part: whose tokens they
-        are of, if not of all; then V is theirs below, but for `allowed`.
-    The penalties' counts, M x V of 5 bytes, are allocated when the first request needs them.
+    max_rows: rows of the table (M). vocab_size: V of the model. device: of the logits. shard: the vocabulary shard of
+        the logits, None for the whole vocabulary; V below is its size, except for `allowed`.
+    Token counts for penalties, M x V of 5 bytes, are allocated when the first request needs them.
     """
 
     def __init__(
@@ -71,13 +56,13 @@ class SamplingState:
     ) -> None:
         self._device = torch.device(device)
         self._upload = partial(upload, device=self._device)
-        self._kept = DeviceCopies(self._device)
+        self._copies = DeviceCopies(self._device)
         self.vocab_size = vocab_size
-        self._part = shard
+        self._shard = shard
         self._tokens = (0, vocab_size) if shard is None else (shard.first, shard.end)
         self.lanes = Lanes.of(vocab_size if shard is None else shard, self._device)
         self._rules = TokenRules(max_rows, vocab_size, self._device, shard)
-        # The host holds the parameters: a step sends those of its rows, if they are not those of the last.
+        # Parameters are on the host; a step sends those of its rows if they have changed.
         self._values = np.tile(_NEUTRAL, (max_rows, 1))
         self._seeds = np.zeros(max_rows, dtype=np.int64)
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
@@ -98,11 +83,11 @@ class SamplingState:
     ) -> None:
         """Give `row` to a request, new or resumed.
 
-        seed: int64, the engine's choice where `params.seed` is None.
-        output_token_ids: what a resumed request has generated already.
-        stop_token_ids: every id that would end the request; masked until `params.min_tokens` are there.
+        seed: int64, chosen by the engine if `params.seed` is None.
+        output_token_ids: tokens that a resumed request has generated.
+        stop_token_ids: ids that end the request; forbidden until `params.min_tokens` are generated.
         bad_words: token ids of each way to write the words in `params.bad_words`.
-        Token ids must be in [0, V): the caller refuses others when the request arrives.
+        Token ids must be in [0, V); the caller checks that.
         """
         self.release(row)
         values = self._values[row]
@@ -123,14 +108,14 @@ class SamplingState:
             self._count(row, prompt_token_ids, output_token_ids)
 
     def release(self, row: int) -> None:
-        """Forget the request in `row`; harmless if there is none."""
+        """Clear `row`, which may be free."""
         self._values[row] = _NEUTRAL
         self._num_logprobs[row] = -1
         self._rules.release(row)
         self._penalised[row] = self._truncated[row] = False
 
     def forget_counts(self) -> None:
-        """Give back the memory of penalties, where no row has any; the next request that does takes it anew."""
+        """Free the memory of penalties. No row may have any."""
         assert not self._penalised.any()
         self._output_counts = self._prompt_mask = None
 
@@ -142,16 +127,14 @@ class SamplingState:
         before: Tensor | None = None,
         allowed: Tensor | None = None,
     ) -> Processed:
-        """All but the draw, in vLLM's order: what rules of tokens forbid and add (`TokenRules`), repetition, frequency,
-        presence; then temperature, min_p, top_k and top_p, which are said and not done.
+        """Apply token rules (`TokenRules`), then repetition, frequency and presence penalties, in vLLM's order. The
+        result names temperature, min_p, top_k and top_p, which `draw` applies.
 
         logits: (R, V) float32 on the device; not written to.
-        rows: (R,) host, rows of the request table; a request with drafts has one row of logits for each token, which
-            are neighbours.
-        num_output_tokens: (R,) host, tokens the requests have generated so far, drafts before the row included.
-        before: (R, K) int64 on the device, the drafts before the row, -1 where there is none, for bad words and
-            penalties.
-        allowed: (R, ceil(V / 32)) int32 on the device, bits of the tokens that may be drawn, see `masks.forbid_`.
+        rows: (R,) rows of the request table. A request with drafts has one row of logits for each token, as neighbours.
+        num_output_tokens: (R,) generated tokens of the request, including drafts before the row.
+        before: (R, K) int64 on the device, drafts before the row, -1 where there is none; for bad words and penalties.
+        allowed: (R, ceil(V / 32)) int32 on the device, bits of the allowed tokens, see `forbid_`.
         """
         processed, empty = self._rules.apply(logits, rows, num_output_tokens, before, allowed)
         penalties, penalised = None, np.flatnonzero(self._penalised[rows])
@@ -159,106 +142,95 @@ class SamplingState:
             penalties = self._penalties(rows, before)
         elif penalised.size:
             processed = logits.clone() if processed is logits else processed
-            index = self._kept("penalised", penalised)
+            index = self._copies("penalised", penalised)
             drafts = None if before is None else before.index_select(0, index)
             some = self._penalties(rows[penalised], drafts).apply(processed.index_select(0, index))
             processed.index_copy_(0, index, some)
         values = self._values[rows, :_REPETITION]
         if not values[:, _TEMPERATURE].any() and penalties is None:
             return Processed(processed, None, empty)
-        return Processed(processed, SamplingMetadata(values, self._kept("values", values), penalties), empty)
+        return Processed(
+            processed, SamplingMetadata(values, self._copies("values", values), penalties), empty
+        )
 
     def draw(self, processed: Processed, rows: NDArray[np.int64], positions: Tensor) -> Drawn:
-        """Draw one token for each of R rows, all on the device; in a bad row that request must end with an error.
+        """Sample one token for each of R rows, on the device. The request of a bad row must end with an error.
 
-        positions: (R,) int64 on the device, index in its sequence of the token being drawn.
-        What is emitted in the end goes to `count`.
+        positions: (R,) int64 on the device, index of the sampled token in its sequence.
+        Emitted tokens must be passed to `count`.
         """
         if processed.metadata is None:
-            return argmax(processed.logits, self._part)
-        keys = Keys(self._kept("seeds", self._seeds[rows]), positions)
+            return argmax(processed.logits, self._shard)
+        keys = Keys(self._copies("seeds", self._seeds[rows]), positions)
         return sample(processed.logits, processed.metadata, keys, lanes=self.lanes)
 
     def looks_back(self, rows: NDArray[np.int64]) -> bool:
-        """Whether what `process` does in these rows depends on the drafts `before` them."""
+        """Whether `process` depends on the drafts `before` these rows."""
         return bool(self._penalised[rows].any()) or self._rules.looks_back(rows)
 
     def scores(self, rows: NDArray[np.int64]) -> bool:
-        """Whether a request in these rows asked for log probabilities."""
+        """Whether a request in these rows needs log probabilities."""
         return bool((self._num_logprobs[rows] >= 0).any())
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
-        """Log probabilities of (R,) tokens under the raw logits, if a request in `rows` asked for any."""
+        """Log probabilities of (R,) tokens under the raw logits, if a request in `rows` needs any."""
         wanted = int(self._num_logprobs[rows].max(initial=-1))
         if wanted < 0:
             return None
-        return logprobs_of(logits, token_ids, wanted, self._part)
+        return logprobs_of(logits, token_ids, wanted, self._shard)
 
     def _penalties(self, rows: NDArray[np.int64], before: Tensor | None) -> Penalties:
         assert self._output_counts is not None
         assert self._prompt_mask is not None
-        if before is not None and self._part is not None:
-            lane, here = self._part.lanes(before)
+        if before is not None and self._shard is not None:
+            lane, here = self._shard.lanes(before)
             before = lane.masked_fill_(~here, -1)
-        values = self._kept("penalties", self._values[rows, _REPETITION:])
-        owners = self._kept("penalised rows", rows)
+        values = self._copies("penalties", self._values[rows, _REPETITION:])
+        owners = self._copies("penalised rows", rows)
         return Penalties(values, owners, self._output_counts, self._prompt_mask, before)
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
-        """Tokens that were emitted: (R, J) int64 on the device, -1 where there is none.
-
-        Penalties and bad words care.
-        """
+        """Count emitted tokens, (R, J) int64 on the device, -1 where there is none, for penalties and bad words."""
         self._rules.count(rows, token_ids)
         chosen = np.flatnonzero(self._penalised[rows])
         if not chosen.size:
             return
         assert self._output_counts is not None
-        drawn_SJ = token_ids.index_select(0, self._kept("counted", chosen))
-        if self._part is None:
+        drawn_SJ = token_ids.index_select(0, self._copies("counted", chosen))
+        if self._shard is None:
             lane_SJ, here_SJ = drawn_SJ.clamp_min(0), drawn_SJ.ge(0)
         else:
-            lane_SJ, here_SJ = self._part.lanes(drawn_SJ)
-        cells_SJ = self._kept("counts", rows[chosen] * self._output_counts.shape[1]).unsqueeze(1) + lane_SJ
+            lane_SJ, here_SJ = self._shard.lanes(drawn_SJ)
+        cells_SJ = self._copies("counts", rows[chosen] * self._output_counts.shape[1]).unsqueeze(1) + lane_SJ
         self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), here_SJ.to(torch.int32).flatten())
 
-    def plan_draws(self, rows: NDArray[np.int64], repeats: NDArray[np.int64]) -> Draws:
-        """How these rows (S,) draw, of which the L rows of logits `repeats` (L,) belong to the one of that number."""
-        bare = self.only_draws(rows, np.zeros(len(rows), np.int64))
-        values, metadata = self._values[rows, :_REPETITION], None
-        if bare and values[:, _TEMPERATURE].any():
-            metadata = SamplingMetadata(values[repeats], self._kept("values", values[repeats]))
-        return Draws(bare, *self.noise_keys(rows), metadata)
-
-    def hinge_on_length(
+    def depends_on_length(
         self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """(R,) whether what is drawn in these rows may depend on which of `least` to `most` (R,) generated tokens
-        there are before it.
-        """
-        return self._rules.hinge_on_length(rows, least, most)
+        """(R,) whether sampling may differ between `least` and `most` (R,) generated tokens."""
+        return self._rules.depends_on_length(rows, least, most)
 
-    def only_draws(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
-        """Whether tokens of these rows are drawn from the logits as they are, and nobody asked what these are."""
+    def is_plain(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
+        """Whether these rows have no token rules, penalties or log probabilities, with so many tokens generated."""
         others = self._penalised[rows].any() or self.scores(rows)
         return not (others or self._rules.concern(rows, num_output_tokens))
 
-    def draws_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """What rows draw with: seeds (R,), and the values of their `SamplingMetadata` (R, 4)."""
+    def values_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Seeds (R,) of these rows, and the values of their `SamplingMetadata` (R, 4)."""
         return self._seeds[rows], self._values[rows, :_REPETITION]
 
     def all_greedy(self, rows: NDArray[np.int64]) -> bool:
-        """Whether no request in these rows samples, as the host knows."""
+        """Whether all requests in these rows are greedy."""
         return not self._values[rows, _TEMPERATURE].any()
 
     def truncates(self, rows: NDArray[np.int64]) -> bool:
-        """Whether a request in these rows draws from less than the whole vocabulary, as the host knows."""
+        """Whether a request in these rows uses min_p, top_k or top_p."""
         return bool(self._truncated[rows].any())
 
     def noise_keys(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Seeds (R,) int64 and temperatures (R,) float32 of requests, on the device, where nobody writes to them."""
-        seeds = self._kept("seeds", self._seeds[rows])
-        return seeds, self._kept("temperatures", self._values[rows, _TEMPERATURE])
+        """Seeds (R,) int64 and temperatures (R,) float32 of requests on the device, read-only."""
+        seeds = self._copies("seeds", self._seeds[rows])
+        return seeds, self._copies("temperatures", self._values[rows, _TEMPERATURE])
 
     def _count(self, row: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         if self._output_counts is None or self._prompt_mask is None:

@@ -1,7 +1,6 @@
-"""Which tokens may be drawn at all, and what requests add to their logits, vectorised over rows, on the device.
+"""Token rules: grammar masks, `allowed_token_ids`, `bad_words`, `min_tokens` and `logit_bias`, vectorised over rows.
 
-In vLLM's order: bits from outside (a grammar's), `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias`. What one
-of them forbids has the logit -inf, whatever the others say, so the order is one of the text alone.
+A forbidden token gets the logit -inf whatever the other rules are, so their order does not matter.
 """
 
 # Shape letters: R rows of logits, M rows of the request table, V vocabulary, W words of 32 bits.
@@ -24,10 +23,9 @@ from bateleur.runner.utils.device import DeviceCopies, upload
 
 
 class TokenRules:
-    """The rules of the running requests, by row of the request table.
+    """Token rules of running requests, by row of the request table.
 
-    max_rows: rows of the table (M). vocab_size: V. device: where logits come from. part: whose tokens logits are of, if
-        not of all.
+    max_rows: rows of the table (M). vocab_size: V. device: of the logits. shard: vocabulary shard of the logits.
     The bits of allowed tokens, M x V / 8 bytes, are allocated when the first request needs them.
     """
 
@@ -36,7 +34,7 @@ class TokenRules:
     ) -> None:
         self._device = device
         self._upload = partial(upload, device=device)
-        self._kept = DeviceCopies(device)
+        self._copies = DeviceCopies(device)
         self._vocab_size = vocab_size
         self._never = torch.tensor(-torch.inf, device=device)
         self._min_tokens = np.zeros(max_rows, dtype=np.int64)
@@ -44,7 +42,7 @@ class TokenRules:
         self._limited = np.zeros(max_rows, dtype=np.bool_)
         self._biased = np.zeros(max_rows, dtype=np.bool_)
         self._allowed: Tensor | None = None  # (M, W) int32, all bits in rows that are not limited
-        self._part = shard
+        self._shard = shard
         self._first, self._end = (0, vocab_size) if shard is None else (shard.first, shard.end)
         self._biases = Biases(max_rows, (self._first, self._end), device)
 
@@ -56,20 +54,20 @@ class TokenRules:
         stop_token_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]],
     ) -> None:
-        """Give `row` to a request; see `SamplingState.admit`."""
+        """Give `row` to a request; see `Sampler.admit`."""
         self.release(row)
         if params.min_tokens and stop_token_ids:
             self._min_tokens[row] = params.min_tokens
             if (more := len(stop_token_ids) - self._stop_ids.shape[1]) > 0:
                 self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), mode="edge")
-            self._stop_ids[row] = stop_token_ids[0]  # behind the last as well
+            self._stop_ids[row] = stop_token_ids[0]  # fills the rest of the row
             self._stop_ids[row, : len(stop_token_ids)] = stop_token_ids
         if params.allowed_token_ids is not None:
             self._limit(row, params.allowed_token_ids)
         self._biased[row] = self._biases.admit(row, params.logit_bias or {}, bad_words, output_token_ids)
 
     def release(self, row: int) -> None:
-        """Forget the request in `row`; harmless if there is none."""
+        """Clear `row`, which may be free."""
         self._min_tokens[row] = 0
         if self._limited[row]:
             assert self._allowed is not None
@@ -87,14 +85,14 @@ class TokenRules:
         before: Tensor | None = None,
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits under these rules, and in which rows (R,) none is above -inf.
+        """Return the logits under the rules, and in which rows (R,) no token is allowed.
 
-        Arguments as of `SamplingState.process`. Where no row has any rule the logits themselves are returned, and None.
+        Arguments as of `Sampler.process`. Without rules it returns the same logits and None.
         """
         early = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
         if self._limited[rows].any():
             assert self._allowed is not None
-            own = self._allowed.index_select(0, self._kept("limited", rows))
+            own = self._allowed.index_select(0, self._copies("limited", rows))
             allowed = own if allowed is None else own & allowed
         biased = self._biased[rows].any()
         if not (early.size or biased) and allowed is None:
@@ -105,18 +103,18 @@ class TokenRules:
         if early.size:
             lanes = self._stop_ids[rows[early]] - self._first
             row, column = np.nonzero((lanes >= 0) & (lanes < self._end - self._first))
-            places = self._kept("early", early[row]), self._kept("stop_ids", lanes[row, column])
-            # A number in its place is copied to the device by some versions of torch, and waited for.
+            places = self._copies("early", early[row]), self._copies("stop_ids", lanes[row, column])
+            # With a number instead of a tensor, some versions of torch wait for the device.
             ruled.index_put_(places, self._never)
         if biased:
             self._biases.add_(ruled, rows, before)
         best = ruled.amax(dim=-1)
-        if self._part is not None:
-            best = self._part.best(best)
+        if self._shard is not None:
+            best = self._shard.best(best)
         return ruled, best == -torch.inf
 
     def concern(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
-        """Whether any of these rows has a rule, with so many tokens generated or more; arguments as of `apply`."""
+        """Whether any of these rows has a rule, with at least so many generated tokens."""
         return bool(
             (num_output_tokens < self._min_tokens[rows]).any()
             or self._limited[rows].any()
@@ -124,18 +122,18 @@ class TokenRules:
         )
 
     def looks_back(self, rows: NDArray[np.int64]) -> bool:
-        """Whether any of these rows has bad words, or anything else that `apply` may look `before` it for."""
+        """Whether `apply` depends on the drafts `before` any of these rows."""
         return bool(self._biased[rows].any())
 
-    def hinge_on_length(
+    def depends_on_length(
         self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """(R,) whether the rules of these rows may differ between `least` and `most` (R,) generated tokens."""
+        """(R,) whether the rules may differ between `least` and `most` (R,) generated tokens."""
         needed = self._min_tokens[rows]
         return (least < needed) & (needed <= most)
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
-        """Tokens that were emitted: (R, J) int64 on the device, -1 where there is none."""
+        """Count emitted tokens, (R, J) int64 on the device, -1 where there is none."""
         self._biases.count(rows, token_ids)
 
     def _limit(self, row: int, token_ids: Sequence[int]) -> None:

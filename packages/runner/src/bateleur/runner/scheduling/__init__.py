@@ -1,1 +1,1 @@
-"""Which tokens of which requests run in a step."""
+"""Scheduling: the request queue, the scheduler, and the batch of a step."""

@@ -1,11 +1,11 @@
-"""Which tokens run next: continuous batching, prompts in parts (chunked prefill), preemption by recompute.
+"""Continuous batching with chunked prefill and preemption by recomputation.
 
-Order of service is by priority, and of one priority first come, first served. Rows that decode always run; what is
-left of the token budget goes to prompts, in that order. When KV blocks run out, the last in that order of those that
-run gives its blocks back and waits at its old place; since every admitted request fits the cache alone, the first
-always makes progress. Whoever waits for a row takes none away.
+Requests are served by priority, then first come, first served. Decoding rows always run; prompts share the rest of the
+token budget in that order. If KV blocks run out, the last running request in that order is preempted and waits at its
+old place. Every admitted request fits the cache alone, so the first one always makes progress. A waiting request never
+preempts a running one.
 
-Where prefixes are shared, continuations of one prompt wait for the first of them until its prompt is published.
+With prefix sharing, the continuations of one prompt wait until the first of them has published its prompt.
 """
 
 # Shape letters: R rows of a step, T tokens of a step.
@@ -16,6 +16,7 @@ from bisect import insort
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from bateleur.mamba import MambaStateManager
@@ -23,8 +24,8 @@ from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.scheduling.step_plan import StepPlan as StepPlan
-from bateleur.runner.scheduling.waiting_queue import WaitingQueue, urgency
+from bateleur.runner.scheduling.request_queue import RequestQueue, service_order
+from bateleur.runner.scheduling.step_batch import StepBatch
 
 _NO_PROMPTS = np.empty(0, np.int32)
 
@@ -43,35 +44,33 @@ class Scheduler:
         states: MambaStateManager | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        """`lookahead_tokens`: those behind a step's own whose keys a drafter stores; `states`: where Mamba states
-        outlive steps; `prefixes`: where requests share what they computed."""
-        self.table = table
-        self.pool = pool
-        self.states = states
-        self.prefixes = prefixes
+        """pool: KV blocks; None for a model without attention. lookahead_tokens: tokens after a step's own whose
+        keys a drafter stores. states: Mamba states in blocks. prefixes: None without prefix sharing.
+        """
+        self.table, self.pool, self.states, self.prefixes = table, pool, states, prefixes
         self.admitted: list[Request] = []
-        """Requests that got a row since the engine last looked."""
-        self.block_size = block_size
+        """Requests that got a row since the engine last cleared this list."""
+        self.block_size, self.lookahead_tokens = block_size, lookahead_tokens
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.lookahead_tokens = lookahead_tokens
-        self._longest = table.token_ids.shape[1]
-        self.waiting = WaitingQueue()
+        self.device = torch.device("cpu")
+        """Device of the tensors of a batch."""
+        self.waiting = RequestQueue()
         self.running: list[Request] = []
-        """In the order of service."""
-        self._late: set[Request] = set()
-        """Those that were preempted with tokens in flight: they wait until these have come."""
-        self._resting: set[int] = set()
-        """Rows past their prompts that have no part in the next step, see `_rest`."""
-        self.num_left = 0
+        """In service order."""
+        self._preempted: set[Request] = set()
+        """Preempted with tokens in flight: they wait until these tokens are known."""
+        self._must_wait: set[int] = set()
+        """Rows after their prompt that take no part in the next step, see `_rows_that_wait`."""
+        self.num_released = 0
         """How often a request gave its row back."""
-        self._held: dict[Request, list[Request]] = {}
-        """Those that wait for the prompt of another, by that."""
+        self._followers: dict[Request, list[Request]] = {}
+        """Requests that wait for the prompt of another request, by that request."""
         self.fetching: set[Request] = set()
-        """Those that wait for what is being read of their prefixes."""
+        """Requests that wait for prefixes which are being read from disk."""
         self._num_arrived = 0
         self.num_preemptions = 0
-        self.steady: StepPlan | None = None
-        """The plan of the last step if it was all decodes and nothing has changed since: it is returned again."""
+        self.batch: StepBatch | None = None
+        """Batch of the last step while it repeats: all rows decode, and nothing has changed."""
 
     # --- queues -------------------------------------------------------------------------------------------
 
@@ -81,18 +80,18 @@ class Scheduler:
         request.arrival = self._num_arrived
         leader = request.leader
         if leader is not None and self.prefixes is not None and not self._has_prompt(leader):
-            self._held.setdefault(leader, []).append(request)
+            self._followers.setdefault(leader, []).append(request)
         else:
             self.waiting.add(request)
 
     @property
     def num_waiting(self) -> int:
         """Requests without a row."""
-        return len(self.waiting) + len(self.fetching) + sum(map(len, self._held.values()))
+        return len(self.waiting) + len(self.fetching) + sum(map(len, self._followers.values()))
 
     def remove(self, request: Request) -> None:
-        """Forget a request, waiting or running, and free what it holds."""
-        self._let_go(request)
+        """Drop a request, waiting or running, and free its row and blocks."""
+        self._queue_followers(request)
         if request.row >= 0:
             if self.prefixes is not None:
                 self.prefixes.left(request)
@@ -100,22 +99,20 @@ class Scheduler:
             self._release(request)
         elif request in self.fetching:
             self.fetching.remove(request)
-        elif request.leader in self._held and request in self._held[request.leader]:
-            self._held[request.leader].remove(request)
+        elif request.leader in self._followers and request in self._followers[request.leader]:
+            self._followers[request.leader].remove(request)
         else:
             self.waiting.remove(request)
 
     def _has_prompt(self, leader: Request) -> bool:
-        """Whether its prompt was computed, or will not be any more."""
+        """Whether the prompt of a request is computed, or will never be."""
         if leader.finish_reason is not None or leader.output_token_ids:
             return True
-        return leader.row >= 0 and bool(
-            self.table.num_settled[leader.row] >= self.table.prompt_len[leader.row]
-        )
+        t, row = self.table, leader.row
+        return row >= 0 and bool(t.num_committed[row] >= t.prompt_len[row])
 
-    def _let_go(self, leader: Request) -> None:
-        """Those that waited for it wait for a row from here on."""
-        for request in self._held.pop(leader, ()):
+    def _queue_followers(self, leader: Request) -> None:
+        for request in self._followers.pop(leader, ()):
             self.waiting.add(request)
 
     def blocks_needed(self, num_tokens: int) -> int:
@@ -125,17 +122,17 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         if self.states is not None:
             self.states.release(request.row)
-        self.num_left += 1
-        held = self.table.release(request)
+        self.num_released += 1
+        blocks = self.table.release(request)
         if self.pool is not None:
-            self.pool.free(held[::-1])  # the end of a prefix is the first to be forgotten
-        self.steady = None
+            self.pool.free(blocks[::-1])  # the end of a prefix is evicted first
+        self.batch = None
 
     def restart(self, requests: Iterable[Request]) -> None:
-        """Begin again, whatever state this is in: nothing is cached, and these requests wait to be recomputed."""
-        self.waiting = WaitingQueue(requests)
-        self.running, self.admitted, self.steady, self._held = [], [], None, {}
-        self._late, self.fetching = set(), set()
+        """Clear all caches and queue these requests for recomputation. Works from any inconsistent state."""
+        self.waiting = RequestQueue(requests)
+        self.running, self.admitted, self.batch, self._followers = [], [], None, {}
+        self._preempted, self.fetching = set(), set()
         for request in self.waiting:
             request.num_scored = len(request.prompt_logprobs)
             if request.row >= 0:
@@ -151,9 +148,9 @@ class Scheduler:
             self.states.clear()
 
     def preempt(self, request: Request) -> None:
-        """Send a running request back to its place in the queue, to be recomputed."""
-        if self.table.num_computed[request.row] != self.table.num_settled[request.row]:
-            self._late.add(request)
+        """Return a running request to its place in the queue. Its tokens will be recomputed."""
+        if self.table.num_computed[request.row] != self.table.num_committed[request.row]:
+            self._preempted.add(request)
         self.running.remove(request)
         self._release(request)
         request.num_preemptions += 1
@@ -162,139 +159,108 @@ class Scheduler:
 
     # --- one step -----------------------------------------------------------------------------------------
 
-    def schedule(self, *, ahead: bool = False) -> StepPlan | None:
-        """The next step, with its KV blocks allocated; None when there is nothing to run.
+    def schedule(self, *, ahead: bool = False) -> StepBatch | None:
+        """Return the batch of the next step, with its KV blocks allocated; None if nothing can run.
 
-        `ahead`: a step is in flight, whose outcome is bounded and not known.
+        ahead: a step is in flight, so that the table has bounds of its outcome.
         """
-        self._resting = set()
         if self.fetching and self.prefixes is not None and self.prefixes.below is not None:
             for request in self.fetching.intersection(self.prefixes.below.arrived()):
                 self.fetching.remove(request)
                 self.waiting.add(request)
-        if ahead:
-            self._resting = self._rest()
-        budget = self.max_num_batched_tokens - self._cover_decodes()
-        if self.steady is None or self._can_admit(budget):
-            parts = self._schedule_prefills(budget)
-            plan = self._plan(parts)
-            self.steady = None if parts or plan is None or self._resting else plan  # who rests comes back
-        else:
-            plan = self.steady
-        if plan is not None and self.states is not None:
-            t, rows = self.table, plan.rows
-            n, slack = plan.num_decodes, t.slack[rows] if ahead else None
-            prompts = t.prefill_len[rows] if n < len(rows) else _NO_PROMPTS
-            self.states.allocate_blocks(rows, t.num_computed[rows], plan.query_lens, n, prompts, slack)
-        return plan
-
-    def advance(self, plan: StepPlan) -> None:
-        """The step was launched: bounds count its tokens, and all of its drafts as accepted."""
-        self.table.advance(plan.rows, plan.query_lens, plan.num_decodes)
+        self._must_wait = self._rows_that_wait() if ahead else set()
+        budget = self.max_num_batched_tokens - self._allocate_decodes()
+        batch = self.batch
+        if batch is None or self._can_admit(budget):
+            chunks = self._schedule_prefills(budget)
+            batch = self._make_batch(chunks)
+            self.batch = None if chunks or self._must_wait else batch
+        if batch is None:
+            return None
+        batch.advance(self.table)
+        if self.states is not None:
+            rows, n = batch.rows, batch.num_decodes
+            prompts = self.table.prefill_len[rows] if n < len(rows) else _NO_PROMPTS
+            uncertain = self.table.num_uncertain[rows] if ahead else None
+            self.states.allocate_blocks(rows, batch.num_computed, batch.query_lens, n, prompts, uncertain)
+        return batch
 
     def commit(
         self,
-        plan: StepPlan,
+        batch: StepBatch,
         num_valid: NDArray[np.int64] | None = None,
         present: NDArray[np.bool_] | None = None,
     ) -> None:
-        """The outcome of the oldest step in flight is known: of the tokens of each row, the first `num_valid` (R,)
-        stay, or all. Rows that their requests have given back since then, which are not `present` (R,), are passed
-        over.
+        """Apply the outcome of the oldest step in flight.
+
+        num_valid: (R,) leading tokens of each row that stay; None for all. present: (R,) rows that their requests still
+            have; None for all. Other rows are skipped.
         """
-        self._late.clear()
-        t, requests, rows, lens, n = self.table, plan.requests, plan.rows, plan.query_lens, plan.num_decodes
+        self._preempted.clear()
+        requests, rows, lens, n = batch.requests, batch.rows, batch.query_lens, batch.num_decodes
         valid = lens if num_valid is None else num_valid
         if present is not None:
-            requests = [request for request, stays in zip(requests, present.tolist(), strict=True) if stays]
+            requests = [request for request, kept in zip(requests, present.tolist(), strict=True) if kept]
             rows, lens, valid, n = rows[present], lens[present], valid[present], int(present[:n].sum())
-        before = t.num_settled[rows]
-        after = before + valid
-        t.num_settled[rows] = after
-        if plan.num_decode_tokens > plan.num_decodes:
-            t.num_computed[rows] -= lens - valid
-            t.num_tokens[rows] -= lens - valid
-            t.slack[rows[:n]] -= lens[:n] - 1
-        self._learned(requests, rows, before, after)
+        before, after = self.table.commit(rows, lens, valid, n)
+        if self.prefixes is None:
+            return
+        self.prefixes.publish(rows, before, after)
+        if self._followers:
+            for leader in self._followers.keys() & set(requests):
+                if self._has_prompt(leader):
+                    self._queue_followers(leader)
 
-    def settle(self, plan: StepPlan, tokens_RK: NDArray[np.int64], num_valid: NDArray[np.int64]) -> None:
-        """As `commit`, of a step whose rows are all past their prompts and still their requests'; of `tokens` (R, K)
-        the first `num_valid` (R,) are known from now on.
-        """
-        self._late.clear()
-        before, after = self.table.settle(plan.rows, plan.query_lens, tokens_RK, num_valid)
-        self._learned(plan.requests, plan.rows, before, after)
-
-    def _learned(
-        self,
-        requests: list[Request],
-        rows: NDArray[np.int64],
-        before: NDArray[np.int32],
-        after: NDArray[np.int32],
-    ) -> None:
-        """What the caches hold of rows (R,) is known up to `after` (R,)."""
-        if self.prefixes is not None:
-            self.prefixes.publish(rows, before, after)
-            if self._held:
-                for leader in self._held.keys() & set(requests):
-                    if self._has_prompt(leader):
-                        self._let_go(leader)
-
-    def _decoding(self, request: Request) -> bool:
+    def _decodes(self, request: Request) -> bool:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
 
-    def _rest(self) -> set[int]:
-        """Rows past their prompts that have no part in a step before what is in flight is known: those that will have
-        ended by their length then, and those whose step depends on more than bounds. Bounds count places that hold no
-        draft, too, so they may leave no room where there is some.
+    def _rows_that_wait(self) -> set[int]:
+        """Rows after their prompt that must wait for the step in flight: they may have ended by then, or bounds do not
+        suffice to plan them. Bounds count empty draft slots too, so they can leave no room where there is some.
         """
         t = self.table
-        rows = self.steady.rows if self.steady is not None else self._decoding_rows()
-        over = t.num_tokens[rows] - t.slack[rows] >= t.limit[rows]
-        over |= (t.rests[rows] > 0) | (t.num_computed[rows] >= self._longest)
-        if not over.any():
+        rows = self.batch.rows if self.batch is not None else self._decoding_rows()
+        waits = t.num_tokens[rows] - t.num_uncertain[rows] >= t.limit[rows]
+        waits |= t.must_wait[rows] | (t.num_computed[rows] >= t.max_model_len)
+        if not waits.any():
             return set()
-        self.steady = None
-        return set(rows[over].tolist())
+        self.batch = None
+        return set(rows[waits].tolist())
 
-    def _cover_decodes(self) -> int:
-        """Every decoding row gets blocks for its next tokens, at the expense of the last; how many tokens that is."""
+    def _allocate_decodes(self) -> int:
+        """Allocate blocks for the next tokens of decoding rows, preempting requests if needed; returns the number of
+        tokens.
+        """
         t, size = self.table, 0 if self.pool is None else self.block_size
         while True:
-            rows = self.steady.rows if self.steady is not None else self._decoding_rows()
-            taken = None if self.steady is None else self.steady.query_lens
-            lacks = t.lacking(rows, taken, size, self.lookahead_tokens)
-            if not lacks.as_taken:
-                self.steady = self._with_new_drafts()
-            if self.pool is None or not len(lacks.cells):
+            rows = self.batch.rows if self.batch is not None else self._decoding_rows()
+            lens = 1 + t.num_draft_slots[rows]
+            if (last := self.batch) is not None and not np.array_equal(lens, last.query_lens):
+                self.batch = StepBatch(last.requests, rows, lens, last.num_decodes, last.samples, self.device)
+            if self.pool is None:
                 break
-            if len(lacks.cells) <= self.pool.num_free:
-                t.extend_blocks(lacks, self.pool.allocate(len(lacks.cells)))
+            missing = t.missing_blocks(rows, lens, size, self.lookahead_tokens)
+            if not (count := len(missing.cells)):
+                break
+            if count <= self.pool.num_free:
+                t.extend_blocks(missing, self.pool.allocate(count))
                 break
             self.preempt(self.running[-1])
-        return lacks.num_tokens
-
-    def _with_new_drafts(self) -> StepPlan | None:
-        """The plan of the same rows with the drafts that they have now, if they are known."""
-        last = self.steady
-        if last is None:
-            return None
-        lens = 1 + self.table.num_places[last.rows]
-        return StepPlan(last.requests, last.rows, lens, last.num_decodes, last.samples)
+        return int(lens.sum())
 
     def _decoding_rows(self) -> NDArray[np.int64]:
-        listed = [r.row for r in self.running if r.row not in self._resting]
-        rows = np.array(listed, dtype=np.int64)
+        rows = np.array([r.row for r in self.running if r.row not in self._must_wait], dtype=np.int64)
         return rows[self.table.num_computed[rows] >= self.table.prefill_len[rows]]
 
     def _schedule_prefills(self, budget: int) -> list[tuple[Request, int]]:
-        parts: list[tuple[Request, int]] = []
+        """Chunks of prompts for the next step, by request, with their numbers of tokens."""
+        chunks: list[tuple[Request, int]] = []
         for request in list(self.running):
-            if budget <= 0 or request.row < 0 or self._decoding(request):
+            if budget <= 0 or request.row < 0 or self._decodes(request):
                 continue
-            count = self._grant(request, budget)
+            count = self._allocate_prefill(request, budget)
             if count:
-                parts.append((request, count))
+                chunks.append((request, count))
                 budget -= count
         while self._can_admit(budget):
             request = self.waiting.pop()
@@ -302,18 +268,18 @@ class Scheduler:
                 self.fetching.add(request)
                 continue
             self._admit(request)
-            count = self._grant(request, budget)
+            count = self._allocate_prefill(request, budget)
             assert count > 0, "an admitted request has blocks for its prompt"
-            parts.append((request, count))
+            chunks.append((request, count))
             budget -= count
-        return parts
+        return chunks
 
     def _admit(self, request: Request) -> None:
-        """Give a request a row, and what the caches have of its tokens."""
+        """Give a request a row and its cached prefix."""
         row = self.table.admit(request)
-        insort(self.running, request, key=urgency)
+        insort(self.running, request, key=service_order)
         self.admitted.append(request)
-        self.steady = None
+        self.batch = None
         if self.prefixes is None:
             return
         hit = self.prefixes.match(request)
@@ -322,24 +288,25 @@ class Scheduler:
             self.table.give_blocks(row, hit.blocks)
         if self.states is not None:
             self.states.admit(row, hit.num_tokens, hit.page)
-        self.table.num_computed[row] = self.table.num_settled[row] = hit.num_tokens
+        self.table.num_computed[row] = self.table.num_committed[row] = hit.num_tokens
         if not request.num_preemptions:
             request.num_cached_tokens, request.cache_miss = hit.num_tokens, hit.why
 
     def _can_admit(self, budget: int) -> bool:
-        if budget <= 0 or not self.waiting or self.table.num_free_rows <= len(self.fetching):
+        if budget <= 0 or not self.waiting.requests or len(self.table.free_rows) <= len(self.fetching):
             return False
-        if self._late and self.waiting.first in self._late:
+        first = self.waiting.first
+        if first in self._preempted:
             return False
-        if self.running and self.running[0].rope_length != self.waiting.first.rope_length:
+        if self.running and self.running[0].rope_length != first.rope_length:
             return False  # their keys need other rotary tables
         if self.pool is None or not self.running:
             return True
-        # One spare block for each running request, so that admission does not at once cause a preemption.
-        return self.blocks_needed(self.waiting.first.num_tokens) + len(self.running) <= self.pool.num_free
+        # One spare block for each running request, so that admission does not cause a preemption at once.
+        return self.blocks_needed(first.num_tokens) + len(self.running) <= self.pool.num_free
 
-    def _grant(self, request: Request, budget: int) -> int:
-        """Allocate blocks for the next part of a prompt; the number of tokens that may run, 0 if none."""
+    def _allocate_prefill(self, request: Request, budget: int) -> int:
+        """Allocate blocks for the next chunk of a prompt; returns the number of tokens that may run, 0 if none."""
         t, row = self.table, request.row
         computed = int(t.num_computed[row])
         want = min(int(t.prefill_len[row]) - computed, budget)
@@ -351,23 +318,23 @@ class Scheduler:
                 break
             self.preempt(self.running[-1])
         count = max(0, min(want, room))
-        # What a drafter would store behind the prompt has a block if there is one, else it is not stored.
-        stored = min(computed + count + self.lookahead_tokens, self._longest)
+        # A drafter's keys after the prompt are stored only if there is a free block for them.
+        stored = min(computed + count + self.lookahead_tokens, t.max_model_len)
         missing = min(self.blocks_needed(stored) - int(t.num_blocks[row]), self.pool.num_free)
         t.give_blocks(row, self.pool.allocate(max(0, missing)))
         return count
 
-    def _plan(self, parts: list[tuple[Request, int]]) -> StepPlan | None:
-        """The decodes, and these parts of prompts, whose scheduling may have preempted some of them."""
-        # In the order of their rows, neighbours in memory are neighbours here.
-        decoding = (r for r in self.running if r.row not in self._resting and self._decoding(r))
+    def _make_batch(self, chunks: list[tuple[Request, int]]) -> StepBatch | None:
+        """The decoding rows, and these chunks of prompts, whose allocation may have preempted some rows."""
+        # Rows that are neighbours in the table are neighbours in the batch.
+        decoding = (r for r in self.running if r.row not in self._must_wait and self._decodes(r))
         requests = sorted(decoding, key=lambda request: request.row)
         num_decodes = len(requests)
-        requests += [request for request, _ in parts]
+        requests += [request for request, _ in chunks]
         if not requests:
             return None
         rows = np.fromiter((r.row for r in requests), dtype=np.int64, count=len(requests))
-        query_lens = 1 + self.table.num_places[rows]
-        query_lens[num_decodes:] = [count for _, count in parts]
+        query_lens = 1 + self.table.num_draft_slots[rows]
+        query_lens[num_decodes:] = [count for _, count in chunks]
         samples = self.table.num_computed[rows] + query_lens >= self.table.num_tokens[rows]
-        return StepPlan(requests, rows, query_lens, num_decodes, samples)
+        return StepBatch(requests, rows, query_lens, num_decodes, samples, self.device)

@@ -24,7 +24,7 @@ from bateleur.runner.checkpoint.weights import check_weights, fill_weights
 from bateleur.runner.config.engine_config import MTP
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.model_runner.step_graphs import default_capture_sizes
+from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.attention import kv_scales_of
 from bateleur.runner.models.matrix import Projection

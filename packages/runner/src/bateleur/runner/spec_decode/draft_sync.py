@@ -19,7 +19,7 @@ class DraftSync:
 
     def agree(self, num_rows: int, num_drafts: int) -> int:
         """Return the largest number of drafts that any rank wants."""
-        by_rank = self._exchange.ranks.tell_all([num_rows, num_drafts])
+        by_rank = self._exchange.ranks.gather_ints([num_rows, num_drafts])
         self._exchange.num_rows = max(rows for rows, _ in by_rank)
         return max(drafts for _, drafts in by_rank)
 

@@ -27,12 +27,12 @@ from bateleur.cudagraph import (
     VerifyReport,
 )
 from bateleur.cudagraph.backends import get_backend
-from bateleur.eagle import DraftContext, EagleSpeculator
+from bateleur.eagle import DraftContext, Drafter, EagleSpeculator
 from bateleur.eagle.full_proposal import FullProposal, FullProposalState
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.models import StepContext
-from bateleur.runner.sampling.captured_sampler import CUTS, CapturedSampler
-from bateleur.runner.sampling.end_graphs import Forward
+from bateleur.runner.sampling.end_graphs import Forward, fuzz_rows
+from bateleur.runner.sampling.rejection_sampler import TRUNCATED, RejectionSampler
 from bateleur.runner.spec_decode.graph_checks import written_by
 
 
@@ -54,7 +54,7 @@ class ProposalSteps:
     """Stages proposals after dummy steps, with the outputs of their forward pass."""
 
     def __init__(
-        self, forward: Forward, sampler: CapturedSampler, drafter: EagleSpeculator, whole: FullProposal
+        self, forward: Forward, sampler: RejectionSampler, drafter: EagleSpeculator, whole: FullProposal
     ) -> None:
         self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
         self._drafter, self._whole = drafter, whole
@@ -76,12 +76,13 @@ class ProposalSteps:
         """Stage random rows after a random step, over random draft caches; for an engine without requests."""
         lent, rng = self._lender.fuzz(replace(key, variant=()), seed), np.random.default_rng(seed)
         outputs, batch = self._forward.replay(replace(key, variant=()), lent), lent.state.batch
-        self._sampler.fuzz(batch, outputs[0], rng, CUTS)
+        fuzz_rows(self._sampler, batch, outputs[0], rng, TRUNCATED)
         num_valid = rng.integers(1, 1 + batch.max_query_len, batch.num_actual_reqs)
-        width, vocab_size = self._rows.emitted.shape[1], self._sampler.verifier.sampling.vocab_size
+        width, vocab_size = self._rows.emitted.shape[1], self._sampler.sampler.vocab_size
         emitted = rng.integers(0, vocab_size, (len(num_valid), width))
         emitted[np.arange(width) >= num_valid[:, None]] = -1
-        self._rows.leave(torch.from_numpy(emitted), torch.from_numpy(num_valid))
+        device = self._sampler.device
+        self._rows.emit(torch.from_numpy(emitted).to(device), torch.from_numpy(num_valid).to(device))
         self._whole.fuzz(lent.state, seed)
         return self._behind(key, lent.state, outputs, Phase.RUN)
 
@@ -106,8 +107,8 @@ class ProposalSteps:
         self._whole.poison()
 
 
-def features_of(drafter: EagleSpeculator, hidden: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Select from the outputs of a forward pass what the head reads, in its order."""
+def features_of(drafter: Drafter, hidden: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Select from the outputs of a forward pass what the drafter reads, in its order."""
     return (*taps, hidden) if drafter.needs.hidden else tuple(taps)
 
 
@@ -128,7 +129,7 @@ class ProposalGraphs:
         options: GraphOptions,
         drafter: EagleSpeculator,
         whole: FullProposal,
-        sampler: CapturedSampler,
+        sampler: RejectionSampler,
         numbers: Sequence[int],
     ) -> None:
         """Plan graphs for each graph of `forward` with rows of equal length, with these numbers of drafts."""
@@ -137,7 +138,7 @@ class ProposalGraphs:
         keys = proposal_keys([key for key in forward.dispatcher.keys if key in forward.ready], self._numbers)
         # The plan makes no decision: a proposal runs on the key of its forward pass.
         plan = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
-        backend = get_backend(options.backend, sampler.verifier.device)
+        backend = get_backend(options.backend, sampler.device)
         self.manager: CudaGraphManager[ProposalState, Tensor] = CudaGraphManager(
             plan, backend, checks=options.checks
         )
@@ -186,7 +187,7 @@ class ProposalGraphs:
 
         def also(state: ProposalState) -> dict[str, Tensor]:
             own = {
-                "next": self._sampler.verifier.next.ids[:-1],
+                "next": self._rows.next_ids[:-1],
                 **written_by(self._drafter, state.context.batch.block_tables[0]),
             }
             return {**written(state.context), **own}
@@ -198,7 +199,7 @@ class ProposalGraphs:
         assert execution.key is not None
         state, rows, count = execution.state, self._rows, execution.state.context.batch.num_reqs
         own_N = rows.table_rows[:count]
-        next_token_N = self._sampler.verifier.next.of(own_N)
+        next_token_N = rows.next_ids[:, 0].index_select(0, own_N)
         context = DraftContext(
             batch=state.context.batch,
             attention=state.context.attention,
@@ -208,10 +209,10 @@ class ProposalGraphs:
             emitted=rows.emitted[:count],
             rows=own_N,
             seeds=rows.seeds[:count],
-            temperature=rows.sampling_values[:count, 0],
+            temperature=rows.values[:count, 0],
             num_drafts=int(execution.key.variant[0]),
             key=execution.key,
         )
         drafts_NK = self._whole.record(execution.key, state.passes, context)
-        self._sampler.verifier.next.keep(own_N, next_token_N, drafts_NK)
+        rows.keep(own_N, next_token_N, drafts_NK)
         return drafts_NK

@@ -1,1 +1,1 @@
-"""Processes of several ranks: the leader, followers, and the data-parallel coordinator."""
+"""Rank workers: the leader, the followers, and the data-parallel coordinator."""

@@ -1,4 +1,4 @@
-"""Requests of data-parallel ranks: the first hands them out, and hears what becomes of them."""
+"""The data-parallel coordinator: distributes requests over ranks and collects their outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from bateleur.runner.engine.messages import (
     WireMessage,
 )
 from bateleur.runner.outputs import RequestOutput
-from bateleur.runner.requests.admitted_request import AdmittedRequest
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.stats import EngineStats, combined
 from bateleur.runner.utils.arguments import shown
@@ -25,146 +24,145 @@ from bateleur.runner.workers.leader import Leader
 
 @dataclass(frozen=True, slots=True)
 class RequestPlacement:
-    """Where a request runs."""
+    """The rank that runs a request, and its number of continuations."""
 
     rank: int
     num_members: int
 
 
 class DataParallelCoordinator:
-    """To whoever has requests it is the `RequestRegistry` of all ranks, and the engine that runs their steps.
+    """Acts as the `RequestRegistry` and the engine of all data-parallel ranks.
 
-    A request goes to the rank that has the fewest, continuations counted one by one, of equal ones to the lowest; it
-    stays there to its end. Every order is told to all ranks, each its own part, and is over when all have replied: so
-    what is reported here is all that is known anywhere, and nothing breaks off in between.
+    A request goes to the rank with the fewest continuations, the lowest of equal ranks, and stays there. Every message
+    is sent to all ranks, each with its own part, and ends when all ranks have replied.
     """
 
     def __init__(self, engine: Engine, leader: Leader) -> None:
         self._engine, self._leader, size = engine, leader, leader.ranks.size
-        self._homes: dict[str, RequestPlacement] = {}
-        self._reports: dict[str, RequestOutput] = {}
+        self._placements: dict[str, RequestPlacement] = {}
+        self._undelivered: dict[str, RequestOutput] = {}
         self._stats: list[EngineStats] = [EngineStats() for _ in range(1, size)]
         self.loads = [0] * size
-        """Continuations that each rank has."""
+        """Live continuations of each rank."""
         self.claimed: set[str] = set()
-        """See `RequestRegistry`, as for all else here."""
-        self.forsaken: set[str] = set()
+        """See `RequestRegistry`, as for all other members."""
+        self.abandoned: set[str] = set()
 
     @property
     def requests(self) -> Mapping[str, RequestPlacement]:
-        """Those that wait or run, by id."""
-        return self._homes
+        """Waiting and running requests by id."""
+        return self._placements
 
     def __contains__(self, request_id: object) -> bool:
         self.restore()
-        return request_id in self._homes or request_id in self._reports
+        return request_id in self._placements or request_id in self._undelivered
 
-    # --- orders -------------------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------------
 
     def add(self, *groups: RequestGroup) -> None:
-        """Queue requests, all or none. ValueError for an id that is here already, or twice among them."""
+        """Queue requests, all or none. Raises ValueError for an id that is in use, or twice among them."""
         require_new((group.request_id for group in groups), self)
         loads, parts = list(self.loads), [list[RequestGroup]() for _ in self.loads]
-        homes: dict[str, RequestPlacement] = {}
+        placements: dict[str, RequestPlacement] = {}
         for group in groups:
             rank = loads.index(min(loads))
-            homes[group.request_id] = RequestPlacement(rank, len(group.members))
+            placements[group.request_id] = RequestPlacement(rank, len(group.members))
             loads[rank] += len(group.members)
             parts[rank].append(group)
-        orders = [AddAdmittedRequests(tuple(map(AdmittedRequest.of, part))) for part in parts]
-        with self._leader.tell_each(orders):
-            self._engine.ledger.add(*parts[0])
-            self._homes |= homes
+        messages = [AddAdmittedRequests(tuple(group.admitted() for group in part)) for part in parts]
+        with self._leader.send_each(messages):
+            self._engine.registry.add(*parts[0])
+            self._placements |= placements
             self.loads = loads
-            self._hear()
+            self._receive()
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request now; what it emitted so far is in the result. ValueError for an unknown id."""
+        """End a request now; returns its output so far. Raises ValueError for an unknown id."""
         self.restore()
-        home = self._homes.get(request_id)
-        if home is None:
+        placement = self._placements.get(request_id)
+        if placement is None:
             raise ValueError(f"request_id is {shown(request_id)}; no such request is waiting or running")
-        orders: list[WireMessage] = [AbandonRequests(())] * len(self.loads)
-        orders[home.rank] = AbortRequest(request_id)
-        with self._leader.tell_each(orders):
-            if home.rank == 0:
-                self._file([self._engine.ledger.abort(request_id)])
-            self._hear()
-        return self._reports.pop(request_id)
+        messages: list[WireMessage] = [AbandonRequests(())] * len(self.loads)
+        messages[placement.rank] = AbortRequest(request_id)
+        with self._leader.send_each(messages):
+            if placement.rank == 0:
+                self._queue([self._engine.registry.abort(request_id)])
+            self._receive()
+        return self._undelivered.pop(request_id)
 
     def restore(self) -> None:
-        """Forget who is forsaken."""
-        if not self.forsaken:
+        """Drop abandoned requests."""
+        if not self.abandoned:
             return
-        gone = sorted(self.forsaken)
-        own = [[name for name in gone if name in self._homes and self._homes[name].rank == rank]
+        gone = sorted(self.abandoned)
+        own = [[name for name in gone if name in self._placements and self._placements[name].rank == rank]
                for rank in range(len(self.loads))]  # fmt: skip
-        with self._leader.tell_each([AbandonRequests(tuple(names)) for names in own]):
-            self._engine.ledger.forsaken.update(own[0])
-            self._engine.ledger.restore()
-            self._hear()
+        with self._leader.send_each([AbandonRequests(tuple(names)) for names in own]):
+            self._engine.registry.abandoned.update(own[0])
+            self._engine.registry.restore()
+            self._receive()
             for name in gone:
-                self._left(name)
-                self._reports.pop(name, None)
+                self._remove(name)
+                self._undelivered.pop(name, None)
             self.claimed.difference_update(gone)
-            self.forsaken = self.forsaken.difference(gone)
-        self._tally()
+            self.abandoned = self.abandoned.difference(gone)
+        self._update_stats()
 
     def step(self) -> None:
-        """One step of all ranks."""
+        """Run one step of all ranks."""
         self.restore()
-        with self._leader.tell_each([RunStep(0.0)] * len(self.loads)):
+        with self._leader.send_each([RunStep(0.0)] * len(self.loads)):
             self._engine.step()
-            before = len(self._homes)
-            self._hear()
+            before = len(self._placements)
+            self._receive()
         if before:
-            self._tally()
+            self._update_stats()
 
-    def _tally(self) -> None:
-        """Behind the last request, hear the counters of all."""
-        if not self._homes:
-            with self._leader.tell_each([ReportStats()] * len(self.loads)):
-                self._hear()
+    def _update_stats(self) -> None:
+        """After the last request, get the counters of all ranks."""
+        if not self._placements:
+            with self._leader.send_each([ReportStats()] * len(self.loads)):
+                self._receive()
 
-    # --- reports ------------------------------------------------------------------------------------------
+    # --- outputs ------------------------------------------------------------------------------------------
 
-    def _hear(self) -> None:
-        """What all ranks have to report of the order that they were given."""
-        self._file(self._engine.ledger.take_unclaimed())
+    def _receive(self) -> None:
+        """Collect the outputs of all ranks after a message."""
+        self._queue(self._engine.registry.take_unclaimed())
         for index, reply in enumerate(self._leader.replies()):
-            self._file(reply.outputs)
+            self._queue(reply.outputs)
             if reply.stats is not None:
                 self._stats[index] = reply.stats
 
-    def _file(self, outputs: Iterable[RequestOutput]) -> None:
+    def _queue(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             name = output.request_id
-            if (filed := self._reports.get(name)) is None:
-                self._reports[name] = output
+            if (queued := self._undelivered.get(name)) is None:
+                self._undelivered[name] = output
             else:
-                filed.add(output)
+                queued.add(output)
             if output.finished:
-                self._left(name)
+                self._remove(name)
 
-    def _left(self, name: str) -> None:
-        if (home := self._homes.pop(name, None)) is not None:
-            self.loads[home.rank] -= home.num_members
+    def _remove(self, name: str) -> None:
+        if (placement := self._placements.pop(name, None)) is not None:
+            self.loads[placement.rank] -= placement.num_members
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
-        """The oldest report of these requests, None if there is none."""
-        name = next((name for name in self._reports if name in request_ids), None)
-        return None if name is None else self._reports.pop(name)
+        """Take the oldest output of these requests; None if there is none."""
+        name = next((name for name in self._undelivered if name in request_ids), None)
+        return None if name is None else self._undelivered.pop(name)
 
     def take_unclaimed(self) -> list[RequestOutput]:
-        """All reports that nobody takes by id."""
-        names = [name for name in self._reports if name not in self.claimed]
-        return [self._reports.pop(name) for name in names]
+        """Take all outputs of requests that are not claimed."""
+        names = [name for name in self._undelivered if name not in self.claimed]
+        return [self._undelivered.pop(name) for name in names]
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether requests wait or run, or reports that nobody takes by id are there."""
-        return not self._homes.keys() <= self.forsaken or not self._reports.keys() <= self.claimed
+        """Whether there are live requests, or outputs of requests that are not claimed."""
+        return not self._placements.keys() <= self.abandoned or not self._undelivered.keys() <= self.claimed
 
     def metrics(self) -> EngineStats:
-        """The sums of all ranks; those of the others a moment ago, or when the last request had ended."""
+        """Counters of all ranks; those of other ranks are as of their last reply with counters."""
         return combined([self._engine.metrics(), *self._stats])

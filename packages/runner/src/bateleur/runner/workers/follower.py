@@ -1,4 +1,4 @@
-"""Any of several ranks but the first: the same engine, which does what it is told."""
+"""The process of every rank but the first: the same engine, driven by the messages of the first rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from bateleur.runner.config.engine_config import EngineConfig
-from bateleur.runner.distributed.connections import Link
+from bateleur.runner.distributed.connections import RankConnection
 from bateleur.runner.distributed.heartbeat import RankHeartbeat
 from bateleur.runner.distributed.launch import inherited
-from bateleur.runner.distributed.process_group import LOCALHOST, Group
+from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
 from bateleur.runner.distributed.ranks import Ranks
-from bateleur.runner.distributed.torchrun import Meeting
+from bateleur.runner.distributed.torchrun import TorchrunRendezvous
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor
 from bateleur.runner.engine.memory_profile import needed_bytes
@@ -39,156 +39,167 @@ from bateleur.runner.engine.messages import (
 )
 from bateleur.runner.engine.setup import EngineSetup, device_of
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
-from bateleur.runner.requests.admitted_request import AdmittedRequest
-from bateleur.runner.requests.request_group import RequestGroup
+from bateleur.runner.requests.request_group import AdmittedRequest, RequestGroup
 from bateleur.runner.utils.device import make_current, use_device
 
-LOADING = 3600.0
-"""Seconds that loading and capturing may take, and what is as long."""
-JOINING = 60.0
-"""Seconds in which ranks that are there find each other."""
-STATS_PACE = 0.25
-"""Seconds between two replies with counters, where no request ends."""
-LATER = 5.0
-"""Seconds in which the first rank says first what hangs."""
+LOAD_SECONDS = 3600.0
+"""Time limit of loading and capturing, and of long operations."""
+JOIN_SECONDS = 60.0
+"""Time limit for ranks to find each other."""
+STATS_SECONDS = 0.25
+"""Between two replies with counters, if no request ends."""
+GRACE_SECONDS = 5.0
+"""Added to the limits of other ranks, so that the first rank reports a hang first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """What another rank is told first."""
+class WorkerStart:
+    """The first message to another rank.
+
+    port: of the store in which ranks find each other. num_threads: of all ranks, on a CPU. step_seconds: time limit of
+        a step.
+    """
 
     config: EngineConfig
     rank: int
     size: int
     port: int
-    """Of the store at which ranks find each other."""
-    threads: int
-    """Of all ranks, on a CPU."""
-    limit: float
-    """Seconds that a step may take."""
+    num_threads: int
+    step_seconds: float
 
 
-def patience(order: Message, limit: float) -> float:
-    """Seconds that an order may take. limit: of a step."""
-    return max(limit, LOADING) if isinstance(order, EngineOperation) else limit
+def time_limit(message: Message, step_seconds: float) -> float:
+    """Seconds that a message may take."""
+    return max(step_seconds, LOAD_SECONDS) if isinstance(message, EngineOperation) else step_seconds
 
 
-def share_threads(device: torch.device, threads: int, size: int) -> None:
-    """On a CPU the ranks share the threads of one process."""
+def share_threads(device: torch.device, num_threads: int, size: int) -> None:
+    """Divide the threads of one process among the ranks on a CPU."""
     if device.type == "cpu":
-        torch.set_num_threads(max(1, threads // size))
+        torch.set_num_threads(max(1, num_threads // size))
 
 
 class Follower:
-    """An engine whose requests are those of the first rank, and nobody reads what it reports; or one of data-parallel
-    ranks, whose requests are its own, and which replies."""
+    """The engine of another rank.
 
-    def __init__(self, config: EngineConfig, group: Group) -> None:
-        self._apart = config.parallel.data_parallel_size > 1
-        self._told = 0.0
-        """When counters were last told."""
+    A tensor-parallel rank runs the requests of the first rank, and its outputs are dropped. A data-parallel rank has
+    its own requests, and replies with their outputs.
+    """
+
+    def __init__(self, config: EngineConfig, group: ProcessGroup) -> None:
+        self._data_parallel = config.parallel.data_parallel_size > 1
+        self._reported_at = 0.0
+        """When counters were last sent, in seconds of `time.monotonic`."""
         setup = EngineSetup.of(config, needed_bytes, group.ranks)
         self.engine = Engine(setup)
-        self._admission = InputProcessor(setup.tokenizer, setup.model.spec, setup.limits, config)
+        self._inputs = InputProcessor(setup.tokenizer, setup.model.spec, setup.limits, config)
 
-    def follow(self, order: WireMessage) -> Reply | None:
-        """Do what the first rank does, or has told this one to do."""
-        ledger, outputs = self.engine.ledger, list[RequestOutput]()
-        match order:
+    def follow(self, message: WireMessage) -> Reply | None:
+        """Make the change that a message asks for."""
+        registry, outputs = self.engine.registry, list[RequestOutput]()
+        match message:
             case RunStep(seconds):
-                self.engine.step(None if self._apart else seconds)
-            case AddAdmittedRequests(tickets):
-                ledger.add(*map(self._group_of, tickets))
+                self.engine.step(None if self._data_parallel else seconds)
+            case AddAdmittedRequests(requests):
+                registry.add(*map(self._group_of, requests))
             case AbortRequest(request_id):
-                outputs.append(ledger.abort(request_id))
+                outputs.append(registry.abort(request_id))
             case AbandonRequests(request_ids):
-                ledger.forsaken.update(request_ids)
-                ledger.restore()
+                registry.abandoned.update(request_ids)
+                registry.restore()
             case ReportStats():
-                self._told = 0.0
+                self._reported_at = 0.0
             case _:
-                self.engine.errands.follow(order)
-        outputs += ledger.take_unclaimed()
-        return self._reply(outputs) if self._apart else None
+                self.engine.operations.run_here(message)
+        outputs += registry.take_unclaimed()
+        return self._reply(outputs) if self._data_parallel else None
 
     def _reply(self, outputs: list[RequestOutput]) -> Reply:
         now, stats = time.monotonic(), None
-        if now - self._told > STATS_PACE or any(output.finished for output in outputs):
-            self._told, stats = now, self.engine.metrics()
+        if now - self._reported_at > STATS_SECONDS or any(output.finished for output in outputs):
+            self._reported_at, stats = now, self.engine.metrics()
         return Reply(outputs, stats)
 
-    def _group_of(self, ticket: AdmittedRequest) -> RequestGroup:
-        """Without the text that nobody reads."""
-        if self._apart:
-            return self._admission.follow(ticket)
-        params = ticket.params
+    def _group_of(self, admitted: AdmittedRequest) -> RequestGroup:
+        """The requests, without text if outputs are dropped."""
+        if self._data_parallel:
+            return self._inputs.follow(admitted)
+        params = admitted.params
         if not params.stop:
             params = replace(params, detokenize=False)
-        return self._admission.follow(replace(ticket, params=params, kind=RequestOutputKind.FINAL_ONLY))
+        return self._inputs.follow(replace(admitted, params=params, kind=RequestOutputKind.FINAL_ONLY))
 
 
-def follow(link: Link, minder: RankHeartbeat, config: EngineConfig, group: Group, limit: float) -> None:
-    """Load, and follow orders until the first rank closes the link. limit: seconds that a step may take."""
+def follow(
+    connection: RankConnection,
+    heartbeat: RankHeartbeat,
+    config: EngineConfig,
+    group: ProcessGroup,
+    step_seconds: float,
+) -> None:
+    """Load the model, and follow messages until the first rank closes the connection."""
     follower = Follower(config, group)
-    minder.ready()
+    heartbeat.ready()
     while True:
         try:
-            message = link.orders.recv_bytes()
+            received = connection.messages.recv_bytes()
         except (EOFError, OSError):
-            minder.leave()
+            heartbeat.leave()
             return
-        order = pickle.loads(message)
-        group.limit(patient := patience(order, limit) + LATER)
-        minder.begin(patient)
-        reply = follower.follow(order)
+        message = pickle.loads(received)
+        limit = time_limit(message, step_seconds) + GRACE_SECONDS
+        group.limit(limit)
+        heartbeat.begin(limit)
+        reply = follower.follow(message)
         if reply is not None:
-            link.orders.send_bytes(pickle.dumps(reply, pickle.HIGHEST_PROTOCOL))
-        minder.end()
+            connection.messages.send_bytes(pickle.dumps(reply, pickle.HIGHEST_PROTOCOL))
+        heartbeat.end()
 
 
-def run(link: Link) -> None:
-    """Be another rank to whoever is at the other end, and end the process."""
-    minder = RankHeartbeat(link, LOADING)
-    with _telling(minder):
-        start: Start = link.orders.recv()
-        minder.here()
+def run(connection: RankConnection) -> None:
+    """Run another rank in a process of its own, and exit the process."""
+    heartbeat = RankHeartbeat(connection, LOAD_SECONDS)
+    with _reporting_errors(heartbeat):
+        start: WorkerStart = connection.messages.recv()
+        heartbeat.started()
         ranks = Ranks(start.rank, start.size, local=(start.rank, start.size))
         device = device_of(start.config, ranks)
         make_current(device)
-        share_threads(device, start.threads, start.size)
-        store = TCPStore(LOCALHOST, start.port, start.size, timeout=timedelta(seconds=JOINING))
-        follow(link, minder, start.config, Group(store, ranks, device, LOADING), start.limit)
+        share_threads(device, start.num_threads, start.size)
+        store = TCPStore(LOCALHOST, start.port, start.size, timeout=timedelta(seconds=JOIN_SECONDS))
+        group = ProcessGroup(store, ranks, device, LOAD_SECONDS)
+        follow(connection, heartbeat, start.config, group, start.step_seconds)
     os._exit(0)
 
 
-def run_met(config: EngineConfig, meeting: Meeting) -> NoReturn:
-    """Be another rank in a process that torchrun has started; raises SystemExit when the first has ended."""
-    link = meeting.connect()
-    minder = RankHeartbeat(link, LOADING)
-    with _telling(minder):
-        minder.here()
-        device = device_of(config, meeting.ranks)
+def run_under_torchrun(config: EngineConfig, rendezvous: TorchrunRendezvous) -> NoReturn:
+    """Run another rank in a process of torchrun. Raises SystemExit when the first rank has ended."""
+    connection = rendezvous.connect()
+    heartbeat = RankHeartbeat(connection, LOAD_SECONDS)
+    with _reporting_errors(heartbeat):
+        heartbeat.started()
+        device = device_of(config, rendezvous.ranks)
         with use_device(device):
-            group = Group(meeting.store, meeting.ranks, device, LOADING)
-            follow(link, minder, config, group, config.parallel.rank_timeout)
+            group = ProcessGroup(rendezvous.store, rendezvous.ranks, device, LOAD_SECONDS)
+            follow(connection, heartbeat, config, group, config.parallel.rank_timeout)
             group.close()
     raise SystemExit(0)
 
 
 @contextmanager
-def _telling(minder: RankHeartbeat) -> Iterator[None]:
-    """What is raised is told to the first rank, and ends the process."""
+def _reporting_errors(heartbeat: RankHeartbeat) -> Iterator[None]:
+    """Report an error to the first rank, and exit the process."""
     try:
         yield
     except BaseException as error:
-        minder.fail(error)
+        heartbeat.fail(error)
         os._exit(1)
 
 
 def main() -> None:
-    """In a process that the first rank has started."""
+    """Entry point of a process that the first rank has started."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore")  # the first rank has the same to say
+    warnings.simplefilter("ignore")  # the first rank warns of the same
     run(inherited())
 
 

@@ -1,4 +1,4 @@
-"""Which steps run on CUDA graphs, and running them: the plan, the manager, and the body they capture."""
+"""Chooses the CUDA graph of each step, captures the graphs of forward passes, and runs them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bateleur.eagle import DraftPolicy, EagleSpeculator, UniformPolicy
 from bateleur.metadata import BatchLimits, GraphSupport
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.distributed.common_graphs import keep_common
+from bateleur.runner.distributed.agreement import keep_common_graphs
 from bateleur.runner.distributed.data_parallel_sync import DataParallelSync
 from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.models import HybridDecoder, StepContext
@@ -35,13 +35,13 @@ from bateleur.runner.models import HybridDecoder, StepContext
 _MIXED_TOKENS = 512
 """Tokens of the largest default capture size, unless decoding takes more."""
 _PROMPTS = (64, 16, 8, 4, 2)
-"""Tokens of a row that all kernels take for a long one, and of short ones, whose tiles are powers of two."""
+"""Prompt lengths of the warm-up: a long one, and short ones, whose tiles are powers of two."""
 
 
 def default_capture_sizes(max_num_tokens: int, decode_tokens: int = 0) -> tuple[int, ...]:
-    """Token counts worth a graph: dense for small batches, where padding weighs most.
+    """Default token counts to capture, dense for small batches, where padding costs most.
 
-    Up to 512, or up to `decode_tokens` if that is more: the tokens of all running requests with all their drafts. Never
+    Up to 512, or `decode_tokens` (the tokens of all running requests with their drafts) if that is more, but never
     above `max_num_tokens`.
     """
     most = min(max(_MIXED_TOKENS, decode_tokens), max_num_tokens)
@@ -52,10 +52,7 @@ def default_capture_sizes(max_num_tokens: int, decode_tokens: int = 0) -> tuple[
 
 
 def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
-    """Tokens of each row in steps that are worth a graph: 1, and with as many drafts as `policy` gives all rows.
-
-    A policy that gives rows different numbers has graphs for steps in which they happen to be equal.
-    """
+    """Query lengths to capture: 1, 1 + `num_drafts`, and 1 + each number of drafts that `policy` gives to all rows."""
     often = policy.numbers(num_drafts) if isinstance(policy, UniformPolicy) else ()
     return tuple(sorted({1, 1 + num_drafts, *(1 + n for n in often)}))
 
@@ -85,34 +82,31 @@ def _most_tokens(limits: BatchLimits) -> int:
     return min(limits.max_num_tokens, limits.max_num_reqs * (limits.max_model_len - 1))
 
 
-def make_plan(
+def make_dispatcher(
     mode: CudaGraphMode,
     sizes: Sequence[int] | None,
     limits: BatchLimits,
     support: GraphSupport,
     query_lens: Sequence[int] = (1,),
 ) -> tuple[CudagraphDispatcher, str | None]:
-    """The plan of a model whose builders support `support`, and why its mode is not the one asked for, if so.
+    """The dispatcher for builders with this support, and the reason if its mode is not `mode`.
 
-    `query_lens`: tokens of each row in the steps that decode: 1, and 1 + the drafts that all rows may have.
+    query_lens: tokens of each row in steps that decode: 1, and 1 + the drafts that all rows may have.
     """
     mode, reason = mode.resolve(support, query_len=max(query_lens))
-    plan = CudagraphDispatcher.make(
+    dispatcher = CudagraphDispatcher.make(
         mode,
         capture_sizes(mode, sizes, limits, query_lens),
         max_num_reqs=limits.max_num_reqs,
         max_num_tokens=_most_tokens(limits),
         query_lens=tuple(query_lens),
     )
-    return plan, reason
+    return dispatcher, reason
 
 
-def gaps_of_drafts(plan: CudagraphDispatcher, max_num_reqs: int, query_len: int) -> str | None:
-    """Which batches have no graph with all their drafts, `query_len` tokens a row, if all have one without; else None.
-
-    Sizes count tokens: those of every batch without drafts are those of few batches with some.
-    """
-    plain, drafted = (plan.coverage(max_num_reqs, length) for length in (1, query_len))
+def gaps_of_drafts(dispatcher: CudagraphDispatcher, max_num_reqs: int, query_len: int) -> str | None:
+    """A warning if all batches have a graph without drafts, but some have none with `query_len` tokens per row."""
+    plain, drafted = (dispatcher.coverage(max_num_reqs, length) for length in (1, query_len))
     missing = sum(span.num_sizes for span in drafted.gaps)
     if plain.gaps or not missing:
         return None
@@ -122,8 +116,8 @@ def gaps_of_drafts(plan: CudagraphDispatcher, max_num_reqs: int, query_len: int)
     )
 
 
-class StepGraphs:
-    """Runs staged steps: on the graph they were staged for, or eagerly."""
+class GraphDispatcher:
+    """Chooses the graph of each step, and runs staged steps on it or eagerly."""
 
     def __init__(
         self,
@@ -133,31 +127,31 @@ class StepGraphs:
         query_lens: Sequence[int] = (1,),
         taps: tuple[int, ...] = (),
     ) -> None:
-        """Capture nothing yet; `capture` does. `query_lens`: see `make_plan`; `taps`: boundaries to keep."""
+        """query_lens: see `make_dispatcher`. taps: layer boundaries whose hidden states a drafter reads."""
         self._taps = taps
         self.model = model
         self._producer = producer
         support = producer.model_state.graph_support
         limits = producer.buffers.limits
-        self.plan, reason = make_plan(options.mode, options.capture_sizes, limits, support, query_lens)
+        self.dispatcher, reason = make_dispatcher(
+            options.mode, options.capture_sizes, limits, support, query_lens
+        )
         if reason is not None:
-            warnings.warn(f"cudagraph_mode is {self.plan.mode.name}: {reason}", RuntimeWarning, stacklevel=2)
-        gaps = gaps_of_drafts(self.plan, limits.max_num_reqs, max(query_lens))
+            warnings.warn(
+                f"cudagraph_mode is {self.dispatcher.mode.name}: {reason}", RuntimeWarning, stacklevel=2
+            )
+        gaps = gaps_of_drafts(self.dispatcher, limits.max_num_reqs, max(query_lens))
         if gaps is not None:
             warnings.warn(gaps, RuntimeWarning, stacklevel=2)
         self.decisions = DispatchCounter()
-        self._lockstep: DataParallelSync | None = None
+        self.sync: DataParallelSync | None = None
         self.manager: CudaGraphManager[StepContext, tuple[Tensor, ...]] | None = None
-        if self.plan.keys:
+        if self.dispatcher.keys:
             backend = get_backend(options.backend, model.device)
-            self.manager = CudaGraphManager(self.plan, backend, checks=options.checks)
+            self.manager = CudaGraphManager(self.dispatcher, backend, checks=options.checks)
 
     def warm_up(self, drafter: EagleSpeculator | None) -> None:
-        """Run prompts of nobody, whose kernels are those of all, so that neither a capture nor a step loads one; and
-        let a head see them.
-
-        An engine on a CPU without graphs has nothing to load.
-        """
+        """Run dummy prompts, so that no capture or step has to load a kernel. A CPU without graphs loads none."""
         if self.model.device.type == "cpu" and self.manager is None:
             return
         with torch.inference_mode():
@@ -169,21 +163,21 @@ class StepGraphs:
                     drafter.warm_up(prompt.state)
 
     def capture(self) -> None:
-        """Capture every key of the plan. A key that fails runs eagerly from then on, and is warned about."""
+        """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
         if (manager := self.manager) is not None:
             self.model.reserve_positions(self._producer.buffers.limits.max_model_len)
             with torch.inference_mode():
                 manager.capture(self._producer, self._body, keep_going=True)
             _warn_of_failures(manager, "no graph")
-            keep_common(manager, self.model.peers)
+            keep_common_graphs(manager, self.model.peers)
         if (exchange := self.model.exchange) is not None:
-            self._lockstep = DataParallelSync(exchange, self.plan, () if manager is None else manager.ready)
+            self.sync = DataParallelSync(exchange, self.dispatcher, () if manager is None else manager.ready)
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
-        """Capture the passes of a draft head over the target's captured states, and warn as `capture` does; those
-        behind steps of decoding rows are parts of whole proposals, where such can be captured.
+        """Capture the passes of a draft head over the captured states of the target, and warn as `capture` does.
 
-        Where nothing of the target could be captured, there is nothing to lend, and the draft runs eagerly as well.
+        Passes after decodes belong to graphs of whole proposals, if these can be captured. Without graphs of the target
+        the head runs eagerly.
         """
         if self.manager is None or not self.manager.states or drafter.decode is None:
             return
@@ -193,26 +187,21 @@ class StepGraphs:
         for manager in (drafter.prefill, drafter.decode):
             if manager is not None:
                 _warn_of_failures(manager, "no graph of the draft")
-                keep_common(manager, self.model.peers)
+                keep_common_graphs(manager, self.model.peers)
 
-    @property
-    def decides_alone(self) -> bool:
-        """Whether what a step runs on follows from it, and not from what other ranks have to do, too."""
-        return self._lockstep is None
-
-    def decide(self, ask: UnpaddedBatch) -> DispatchDecision:
-        """What a step of this shape and state runs on; data-parallel ranks all ask together, or are idle."""
-        if self._lockstep is not None:
-            return self._lockstep.of(ask).decision_for(ask)
-        return self.plan.dispatch(ask, None if self.manager is None else self.manager.ready)
+    def decide(self, request: UnpaddedBatch) -> DispatchDecision:
+        """Choose the graph of a step, or none with the reason. All data-parallel ranks call this or `idle` together."""
+        if self.sync is not None:
+            return self.sync.dispatch(request).decision_for(request)
+        return self.dispatcher.dispatch(request, None if self.manager is None else self.manager.ready)
 
     def idle(self) -> bool:
-        """Without a step, take part in that of other ranks, if there is one; whether there was. Nothing remains of it.
+        """Without a step, take part in a step of other data-parallel ranks; returns whether there was one.
 
-        The rows are nobody's: their tables name null blocks and null slots, what is stored there is dropped, and
-        nothing is drawn. On a graph they fill it; else it is a token, and to the experts it brings rows of nobody.
+        Dummy rows run: they use null blocks and null slots, and sample nothing. They fill the graph of the step;
+        without a graph it is one token, and the experts get padding rows.
         """
-        if self._lockstep is None or (agreed := self._lockstep.of(None)).batch is None:
+        if self.sync is None or (agreed := self.sync.dispatch(None)).batch is None:
             return False
         self._take_part(agreed.descriptor)
         return True
@@ -231,9 +220,11 @@ class StepGraphs:
         return self.manager.replay(staged.key, staged)
 
     def verify(self, fuzz: int) -> VerifyReport:
-        """Show that replays equal eager runs on random steps, over the caches. Raises ValueError without graphs."""
+        """Check that replays equal eager runs on random steps. Raises ValueError without graphs."""
         if self.manager is None:
-            raise ValueError("key: there are no graphs, the mode captures nothing")
+            raise ValueError(
+                "cudagraph_mode: there are no graphs to verify; choose a mode that captures some"
+            )
         with torch.inference_mode():
             return self.manager.verify(fuzz=fuzz, extra_tensors=self._producer.written)
 

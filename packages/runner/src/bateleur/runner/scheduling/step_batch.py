@@ -1,0 +1,235 @@
+"""The batch of a step, and everything derived from it."""
+
+# Shape letters: R rows of a step, T tokens, D decoding rows, S rows that sample a token, L rows of logits.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bateleur.cudagraph import DispatchDecision, UnpaddedBatch
+from bateleur.eagle import SamplingMetadata
+from bateleur.metadata import BatchShape, StepRows, decode_like, uniform_query_len
+from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.utils.device import upload
+
+
+class SamplingInputs(NamedTuple):
+    """Sampling parameters of the S rows of a batch that sample a token.
+
+    num_drafts: (S,) drafts that each row tests, on the host.
+    plain: the rows have no token rules, penalties or log probabilities.
+    kind: what a captured sampler must support, see `rejection_sampler.KINDS`.
+    seeds, temperature: (S,) int64 and float32 on the device.
+    metadata: of the L rows of logits; None if all rows are greedy, or not plain.
+    """
+
+    num_drafts: NDArray[np.int32]
+    plain: bool
+    kind: str
+    seeds: Tensor
+    temperature: Tensor
+    metadata: SamplingMetadata | None
+
+
+@dataclass(eq=False)
+class StepBatch:
+    """The rows of one step, decodes first, then prefills.
+
+    The scheduler returns the same object while membership and draft lengths stay the same. What the parts of a step
+    derive from it is stored here and lasts as long as the batch. Its arrays are never written to.
+    """
+
+    requests: list[Request]
+    rows: NDArray[np.int64]
+    """(R,) rows of the request table."""
+    query_lens: NDArray[np.int32]
+    """(R,) tokens computed for each row."""
+    num_decodes: int
+    """D, leading rows after their prompt. They compute their last token and its drafts, which are on the device."""
+    samples: NDArray[np.bool_]
+    """(R,) whether the row computes its last known token, and so samples the next one."""
+    device: torch.device
+    num_computed: NDArray[np.int32] = field(init=False)
+    """(R,) computed tokens of each row before this step; an upper bound where `is_exact` is False."""
+    is_exact: NDArray[np.bool_] | None = field(default=None, init=False)
+    """(R,) whether `num_computed` is exact; None if all are."""
+    dispatch: tuple[DispatchDecision, BatchShape] | None = field(default=None, init=False)
+    """Graph of the step, or the reason for none, and the padded sizes. Set by the model runner."""
+    sampling: SamplingInputs | None = field(default=None, init=False)
+    """Set by the rejection sampler."""
+    _step_rows: StepRows | None = field(default=None, init=False)
+
+    def advance(self, table: RequestTable) -> None:
+        """Update the lengths for the next step of the same rows."""
+        self.num_computed = table.num_computed[self.rows]
+        exact = table.num_uncertain[self.rows] == 0
+        self.is_exact = None if exact.all() else exact
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """T, all tokens of the step."""
+        return int(self.query_lens.sum())
+
+    @cached_property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the decoding rows."""
+        return int(self.query_lens[: self.num_decodes].sum())
+
+    @cached_property
+    def all_decode(self) -> bool:
+        """Whether no row is in its prompt."""
+        return self.num_decodes == len(self.rows)
+
+    @cached_property
+    def all_sample(self) -> bool:
+        """Whether all rows sample a token."""
+        return bool(self.samples.all())
+
+    @cached_property
+    def sampled(self) -> tuple[list[Request], NDArray[np.int64]]:
+        """The S requests that sample a token, and their rows (S,) of the request table."""
+        if self.all_sample:
+            return self.requests, self.rows
+        return [self.requests[i] for i in self.samples.nonzero()[0].tolist()], self.rows[self.samples]
+
+    @cached_property
+    def with_grammar(self) -> list[Request]:
+        """Requests that follow a grammar."""
+        return [request for request in self.requests if request.matcher is not None]
+
+    @cached_property
+    def index(self) -> LogitsIndex:
+        """Where the logits of the batch come from."""
+        return LogitsIndex(self)
+
+    def graph_request(self) -> UnpaddedBatch:
+        """The sizes by which the dispatcher chooses a graph."""
+        num_reqs, num_tokens, longest = len(self.rows), self.num_tokens, int(self.query_lens.max())
+        if self.all_decode:
+            common = longest if num_reqs * longest == num_tokens else None
+            return UnpaddedBatch(num_reqs, num_tokens, common, longest, decode_only=True)
+        state = (self.query_lens, np.arange(num_reqs) >= self.num_decodes, self.num_computed)
+        return UnpaddedBatch(
+            num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all())
+        )
+
+    def step_rows(
+        self, table: RequestTable, sampled_ids: Tensor | None, num_computed_device: Tensor | None
+    ) -> StepRows:
+        """The rows as `InputBuffers` stage them. Of a repeated batch with exact lengths only lengths and ids are new.
+
+        sampled_ids: ids of the decoding rows on the device. num_computed_device: (R,) exact lengths, if `is_exact` is
+            not None.
+        """
+        repeats = self.all_decode and self.is_exact is None
+        if repeats and self._step_rows is not None:
+            self._step_rows = self._step_rows.next_step(self.num_computed, sampled_ids)
+            return self._step_rows
+        rows = StepRows(
+            query_lens=self.query_lens,
+            num_computed_tokens=self.num_computed,
+            is_prefilling=np.arange(len(self.rows)) >= self.num_decodes,
+            token_ids=self._prompt_tokens(table),
+            num_computed_is_exact=self.is_exact,
+            num_computed_tokens_device=num_computed_device,
+            sampled_token_ids=sampled_ids,
+            block_table_rows=self.rows,
+        )
+        self._step_rows = rows if repeats else None
+        return rows
+
+    def _prompt_tokens(self, table: RequestTable) -> NDArray[np.int32]:
+        """(T,) ids of the step; those of decoding rows are filled in on the device and are 0 here."""
+        tokens_T = np.zeros(self.num_tokens, dtype=np.int32)
+        if not self.all_decode:
+            lens, first = self.query_lens[self.num_decodes :], self.num_decode_tokens
+            starts = np.cumsum(lens) - lens
+            columns = np.arange(len(tokens_T) - first)
+            columns += np.repeat(self.num_computed[self.num_decodes :] - starts, lens)
+            tokens_T[first:] = table.token_ids[np.repeat(self.rows[self.num_decodes :], lens), columns]
+        return tokens_T
+
+
+class LogitsIndex:
+    """Where the logits of a batch come from and which rows they belong to.
+
+    A row that samples has one row of logits for its last token and one for each draft slot. Tensors are uploaded when
+    they are first read.
+
+    sampled: (S,) rows of the batch that sample. first_S: (S,) first row of logits of each. num_slots_S: (S,)
+    draft slots of each. num_logits: L.
+    """
+
+    def __init__(self, batch: StepBatch) -> None:
+        self._batch, self._device = batch, batch.device
+        self.sampled: NDArray[np.int64] = batch.samples.nonzero()[0]
+        lens_S = batch.query_lens[self.sampled].astype(np.int64)
+        lens_S[self.sampled >= batch.num_decodes] = 1
+        self._lens_S, self._ends_S = lens_S, lens_S.cumsum()
+        self.num_slots_S = lens_S - 1
+        self.first_S: NDArray[np.int64] = self._ends_S - lens_S
+        self.num_logits = int(lens_S.sum())
+
+    def _upload(self, array: NDArray[Any]) -> Tensor:
+        return upload(array, self._device)
+
+    @cached_property
+    def owner_L(self) -> NDArray[np.int64]:
+        """(L,) index into the S rows."""
+        return np.arange(len(self.sampled)).repeat(self._lens_S)
+
+    @cached_property
+    def num_before_L(self) -> NDArray[np.int64]:
+        """(L,) drafts of the same row before it."""
+        found: NDArray[np.int64] = np.arange(self.num_logits) - self.first_S[self.owner_L]
+        return found
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """`owner_L` on the device."""
+        return self._upload(self.owner_L)
+
+    @cached_property
+    def num_before(self) -> Tensor:
+        """`num_before_L` on the device."""
+        return self._upload(self.num_before_L)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(R,) int64 rows of the request table, on the device."""
+        return self._upload(self._batch.rows.copy())
+
+    @cached_property
+    def query_lens(self) -> Tensor:
+        """(R,) int64 on the device."""
+        return self._upload(self._batch.query_lens.astype(np.int64))
+
+    @cached_property
+    def first_token(self) -> Tensor:
+        """(S,) int64 token of the step that the first logits of each row come from, on the device."""
+        return self._upload(self._first_token_S)
+
+    @cached_property
+    def _first_token_S(self) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = self._batch.query_lens.cumsum()[self.sampled] - self._lens_S
+        return found
+
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """(L,) int64 rows of the hidden states, on the device; None for the first L rows."""
+        if self._batch.all_decode:
+            return None
+        return self._upload(self._first_token_S[self.owner_L] + self.num_before_L)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """(S + 1,) int32 `first_S`, then L, on the device."""
+        return self._upload(np.append(self.first_S, self.num_logits).astype(np.int32))
