@@ -122,7 +122,7 @@ class Replica:
         """End the step: each row that sampled gets a token. Returns the turns that are complete."""
         plan, self.step = self.step, None
         assert plan is not None
-        requests, rows = plan.drawing
+        requests, rows = plan.sampled
         ones = np.ones(len(rows), np.int64)
         # Any id will do: it only has to differ between conversations.
         self.table.append_tokens(

@@ -176,7 +176,7 @@ class Leader:
     def _dead(self) -> EngineDead:
         """The error for calls after a failure or `close`."""
         fault = self._monitor.fault
-        return EngineDead("it was closed") if fault is None else fault.again()
+        return EngineDead("it was closed") if fault is None else fault.copy()
 
     def _fail(self, error: BaseException) -> NoReturn:
         """End all ranks, and raise the cause."""
