@@ -40,6 +40,7 @@ ROOMS = (
         "text",
         "structured",
         "config",
+        "quantization",
         "checkpoint",
         "lora",
         "requests",

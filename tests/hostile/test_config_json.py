@@ -228,10 +228,11 @@ MORE: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"quantization_config": {"bits": 4}},
-        "quantization_config is set; quantised weights are not supported",
+        "quantization_config: quant_method is None; nothing here reads it. Supported are fp8, compressed-tensors, "
+        "modelopt, gptq, awq, auto-round",
     ),
-    ("llama", {"quantization_config": 5}, "quantization_config is set; quantised weights are not supported"),
-    ("llama", {"quantization_config": []}, "quantization_config is set; quantised weights are not supported"),
+    ("llama", {"quantization_config": 5}, "quantization_config is 5; it must be an object"),
+    ("llama", {"quantization_config": []}, "quantization_config is []; it must be an object"),
     ("llama", {"num_hidden_layers": None}, "num_hidden_layers is missing; it says what the layers are"),
     ("bamba", {"num_hidden_layers": None}, "num_hidden_layers is missing; it says what the layers are"),
     (

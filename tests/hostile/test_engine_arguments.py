@@ -32,6 +32,7 @@ TEXT = [None, 5, [], "", True]
 
 RULES: dict[str, tuple[str, list[Any]]] = {
     "model": ("the path of a folder", [5, "", b"x", [], True]),
+    "quantization": ("one of dequantize", ["fp8", "", 5, True, []]),
     "dtype": ("one of auto, float32, bfloat16, float16", ["float8", "", None, 5, [], np.float32, "float64"]),
     "device": ("auto, cpu, cuda or cuda:N", [None, 5, [], True]),
     "max_model_len": ("an integer >= 2, or None", [*WHOLE, 1]),
@@ -261,7 +262,11 @@ FOREIGN: list[tuple[str, Any, str]] = [
         "None or 'mp': ranks are processes; under torchrun it starts them",
     ),
     ("disable_custom_all_reduce", False, "True: sums over ranks are those of NCCL and gloo"),
-    ("quantization", "awq", "None or {}: weights are not quantised: use a checkpoint in bfloat16"),
+    (
+        "quantization_config",
+        {"bits": 4},
+        "None or {}: config.json of the checkpoint says how its weights are quantised",
+    ),
     ("kv_cache_dtype", "fp8", "'auto': keys, values and windows have the dtype of the model"),
     ("trust_remote_code", True, "False: code of a checkpoint is never run"),
     ("trust_remote_code", 1, "False: code of a checkpoint is never run"),

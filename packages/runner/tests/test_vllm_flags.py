@@ -44,7 +44,6 @@ def test_every_flag_of_vllm_is_known() -> None:
     [
         "--trust-remote-code",
         "--calculate-kv-scales",
-        "--quantization fp8",
         "--enable-lora",
         "--lora-modules a=b c=d",
         "--pipeline-parallel-size 2",

@@ -18,11 +18,10 @@ import torch
 from bateleur.runner.bench.config import LatencyConfig, OfflineConfig, ThroughputConfig
 from bateleur.runner.bench.peers import EngineProcess
 from bateleur.runner.bench.rounds import Task, TaskRun, TaskRuns, run_interleaved, run_task
-from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
+from bateleur.runner.checkpoint.open import describe_model, open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.diagnose.step_costs import default_cache_costs, step_costs, total
 from bateleur.runner.errors import Unmeasured
-from bateleur.runner.models import HybridDecoder
 from bateleur.runner.utils.device import resolve_device
 
 _OURS = "bateleur"
@@ -128,7 +127,7 @@ class OfflineBench:
     def step_bound(self, batch: int, context: int) -> dict[str, float]:
         """Bytes and flops of a plain decode step, and its least time at the highest measured read bandwidth."""
         spec = self.checkpoint.spec
-        model = HybridDecoder(spec, dtype=self.dtype, device="meta")
+        model, _ = describe_model(self.checkpoint, self.dtype, "meta")
         caches = default_cache_costs(spec, self.dtype, max(context + 1, 64), self.device.type)
         step = total(step_costs(model, caches, batch, context))
         bandwidth = max(run.ids[0][0] / run.seconds for run in self._reads)

@@ -53,17 +53,6 @@ def declared_kv_cache(folder: Path, config: Mapping[str, Any]) -> str:
     return _kv_cache_of(quantization)
 
 
-def quantizes_only_kv_cache(quantization: Mapping[str, Any]) -> bool:
-    """Return whether the weights of a checkpoint with this `quantization_config` are not quantized."""
-    weights = (
-        quantization.get("config_groups")
-        or quantization.get("quant_algo")
-        or quantization.get("quantized_layers")
-    )
-    known = quantization.get("quant_method") in ("compressed-tensors", "modelopt")
-    return known and not weights and _kv_cache_of(quantization) != "auto"
-
-
 def _kv_cache_of(quantization: Mapping[str, Any]) -> str:
     scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
     if scheme is None:

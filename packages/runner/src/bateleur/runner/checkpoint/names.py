@@ -83,6 +83,16 @@ class Part:
             first += rows or 0
         return column
 
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the weight that a stored tensor stands for."""
+        tensor = self.form.read(tensor)
+        tensor = tensor.transpose(-1, -2) if self.transposed else tensor
+        if (order := self.row_order(tensor.shape[self.axis])) is not None:
+            tensor = tensor.index_select(self.axis, order)
+        if self.factors:
+            tensor = tensor.float() * self.row_factors(len(tensor)).view(-1, *[1] * (tensor.ndim - 1))
+        return tensor
+
     def placed(self, source: str, target: str) -> Part:
         """Return the part with prefixes added to names in files (`source`) and of weights (`target`)."""
         instead = {source + name: part.placed(source, target) for name, part in self.instead.items()}

@@ -18,8 +18,9 @@ from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.field_rules import check_fields, token_ids
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.file_config import FileConfig, has_current_kinds
-from bateleur.runner.checkpoint.kv_cache import declared_kv_cache, quantizes_only_kv_cache, read_kv_scales
+from bateleur.runner.checkpoint.kv_cache import declared_kv_cache, read_kv_scales
 from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout, with_prefix
+from bateleur.runner.checkpoint.quantized import Matrices, quantize_projections, with_quantized
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
 from bateleur.runner.checkpoint.weights import (
     UNUSED,
@@ -31,6 +32,7 @@ from bateleur.runner.checkpoint.weights import (
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
+from bateleur.runner.quantization.config import read_quantization
 from bateleur.runner.utils.arguments import folder, refuse, shown
 from bateleur.runner.utils.device import DTYPES, explain_out_of_memory, free_main_memory
 from bateleur.runner.utils.json_file import read_json
@@ -60,10 +62,15 @@ class Checkpoint:
     """Known tensors that the model does not need, such as those of an MTP head (`mtp.*`)."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields that replace those of `config.json`."""
+    dequantize: bool = False
+    """Whether quantised weights are converted to the dtype of the model when they are loaded."""
 
 
-def open_checkpoint(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, *, dequantize: bool = False
+) -> Checkpoint:
     """Read a folder's `config.json` and the headers of its weights. overrides: fields that replace those of the file.
+    dequantize: see `Checkpoint`.
 
     Raises ValueError if the folder is not a checkpoint, its architecture is not supported (with the supported ones), a
     size is invalid, a file is damaged, or weights are missing, surplus or misshapen (all are listed).
@@ -78,8 +85,13 @@ def open_checkpoint(path: str | Path, overrides: Mapping[str, Any] | None = None
     declared, named = _read_spec(path, family, fields, written)
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
     spec = replace(spec, kv_cache_dtype=declared_kv_cache(path, written))
-    found = with_prefix(list_tensors(path, family.other_prefixes), named)
-    spec, scales = read_kv_scales(spec, named, found)
+    stored = with_prefix(list_tensors(path, family.other_prefixes), named)
+    spec, scales = read_kv_scales(spec, named, stored)
+    reader = read_quantization(path, written)
+    try:
+        found = with_quantized(stored, reader, family.other_prefixes)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     known = {
         name: entry for name, entry in found.items() if name not in scales and not UNUSED.fullmatch(name)
     }
@@ -91,7 +103,15 @@ def open_checkpoint(path: str | Path, overrides: Mapping[str, Any] | None = None
     check_weights(path, spec.architecture, weights, names, tensors)
     tied = declared.tie_word_embeddings
     return Checkpoint(
-        path, spec, tied, checkpoint_dtype(tensors), names, tensors, unused, dict(overrides or {})
+        path,
+        spec,
+        tied,
+        checkpoint_dtype(tensors),
+        names,
+        tensors,
+        unused,
+        dict(overrides or {}),
+        dequantize,
     )
 
 
@@ -104,11 +124,10 @@ def load_model(
 ) -> HybridDecoder:
     """Load the decoder, or this rank's part of it, in `dtype` on `device`.
 
-    Parameters of recurrences and routers are float32 in any case. Raises ValueError before reading if there is not
-    enough memory.
+    Parameters of recurrences and routers are float32 in any case, and quantised matrices stay so unless
+    `Checkpoint.dequantize`. Raises ValueError before reading if there is not enough memory.
     """
-    spec = checkpoint.spec
-    described = HybridDecoder(spec, dtype=dtype, device="meta", ranks=ranks, data_ranks=data_ranks)
+    described, _ = describe_model(checkpoint, dtype, "meta", ranks, data_ranks)
     size = sum(weight.nbytes for weight in described.weights().values())
     if torch.device(device).type == "cpu" and size > (free := free_main_memory()):
         stored = sum(entry.num_bytes for entry in checkpoint.tensors.values())
@@ -117,13 +136,32 @@ def load_model(
             f"{free} bytes of memory are free"
         )
     with explain_out_of_memory(model=checkpoint.path, dtype=dtype, weight_bytes=size):
-        model = HybridDecoder(spec, dtype=dtype, device=device, ranks=ranks, data_ranks=data_ranks)
+        model, quantized = describe_model(checkpoint, dtype, device, ranks, data_ranks)
+        weights = model.weights()
     share = None if model.peers.alone else model.share
-    fill_weights(model.weights(), checkpoint.names, checkpoint.tensors, share)
-    twice = checkpoint.tied and model.lm_head is not model.embedding
+    fill_weights(weights, checkpoint.names, checkpoint.tensors, share, quantized)
+    twice = checkpoint.tied and not model.ties_lm_head and not model.output.pieces
     if twice and torch.equal(model.lm_head, model.embedding):
         model.tie_lm_head()
     return model
+
+
+def describe_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ranks: Ranks = ALONE,
+    data_ranks: Ranks = ALONE,
+) -> tuple[HybridDecoder, Matrices]:
+    """The decoder in the layout of the checkpoint's weights, which are uninitialised, and its quantised projections.
+
+    On the device `meta` it takes no memory.
+    """
+    model = HybridDecoder(checkpoint.spec, dtype=dtype, device=device, ranks=ranks, data_ranks=data_ranks)
+    if checkpoint.dequantize:
+        return model, {}
+    share = None if model.peers.alone else model.share
+    return model, quantize_projections(model.matrices, checkpoint.names, checkpoint.tensors, share)
 
 
 def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
@@ -201,9 +239,6 @@ def _family(config: Mapping[str, Any]) -> Family:
     architectures = config.get("architectures") or [family.architecture]
     if family.architectures.isdisjoint(architectures):
         raise ValueError(f"architectures is {architectures}{unrun}; supported is {family.architecture!r}")
-    quantization = config.get("quantization_config") or {}
-    if quantization and not quantizes_only_kv_cache(quantization):
-        raise ValueError("quantization_config is set; quantised weights are not supported")
     own = config
     if family.inside is not None:
         own = config.get(family.inside) or {}

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -18,6 +20,14 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported dtypes of weights, by their names in safetensors."""
+_MAPPED = DTYPES | {
+    "F8_E4M3": torch.uint8,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+"""What tensors of quantised modules may be stored in, and what they are read as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,15 @@ class TensorEntry:
     num_bytes: int
     named: bool = True
     """False for a tensor of a shard that the index does not list; it is read if the model needs it."""
+    quantized: ClassVar[bool] = False
+    """Whether the numbers are computed from codes and scales, and rounded to the dtype of the model at first."""
+
+    def mapped(self) -> Tensor:
+        """The tensor, of a dtype in `DTYPES`, an integer or float8 as its bits: read from the file when it is used."""
+        if self.dtype not in _MAPPED:
+            raise ValueError(f"{self.file}: {self.name} is {self.dtype}; supported are {', '.join(_MAPPED)}")
+        raw = np.memmap(self.file, np.uint8, "c", self.start, (self.num_bytes,))
+        return torch.from_numpy(raw).view(_MAPPED[self.dtype]).view(self.shape)
 
     def read(self, opened: BufferedReader) -> Tensor:
         """Read the tensor, of a dtype in `DTYPES`, as a copy. Raises ValueError if the file became shorter.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Form, Names, Part
+from bateleur.runner.checkpoint.quantized import Matrices, fill_quantized
 from bateleur.runner.checkpoint.slices import fill_shard
 from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
 from bateleur.runner.models.sharding import Share
@@ -50,9 +51,9 @@ def resolve_tied(
 def checkpoint_dtype(tensors: Mapping[str, TensorEntry]) -> torch.dtype:
     """Return the floating-point type of most weights."""
     sizes: Counter[torch.dtype] = Counter()
-    for entry in tensors.values():
+    for entry in (each for each in tensors.values() if not each.quantized):
         sizes[DTYPES.get(entry.dtype, torch.float32)] += math.prod(entry.shape)
-    return sizes.most_common(1)[0][0]
+    return sizes.most_common(1)[0][0] if sizes else torch.bfloat16
 
 
 def check_weights(
@@ -89,11 +90,14 @@ def fill_weights(
     names: Names,
     tensors: Mapping[str, TensorEntry],
     share: Share | None = None,
+    quantized: Matrices | None = None,
 ) -> None:
     """Copy all tensors, checked by `check_weights`, to their place, dtype and device, one at a time.
 
-    share: this rank's part of the weights; only that part of a tensor is read.
+    share: this rank's part of the weights; only that part of a tensor is read. quantized: projections that keep codes
+    and scales, by the names of their weights, which are not among `weights`.
     """
+    quantized = quantized or {}
     by_file: dict[Path, list[str]] = {}
     for name in names:
         by_file.setdefault(tensors[name].file, []).append(name)
@@ -101,24 +105,18 @@ def fill_weights(
         with file.open("rb") as opened:
             for name in wanted:
                 part = names[name]
-                if share is not None and part.target in share.once:
+                cut = {} if share is None else share.cuts.get(part.target, {})
+                if part.target in quantized:
+                    fill_quantized(quantized[part.target], part, tensors[name], cut)
+                elif share is not None and part.target in share.once:
                     weights[part.target].zero_()
-                elif share is not None and (cut := share.cuts.get(part.target)):
+                elif cut:
                     fill_shard(weights[part.target], part, tensors[name], cut)
                 else:
                     target = _rows(weights, part)
-                    target.copy_(_as_weight(tensors[name].read(opened), part).reshape(target.shape))
-
-
-def _as_weight(tensor: Tensor, part: Part) -> Tensor:
-    """Return the weight that a stored tensor stands for."""
-    tensor = part.form.read(tensor)
-    tensor = tensor.transpose(-1, -2) if part.transposed else tensor
-    if (order := part.row_order(tensor.shape[part.axis])) is not None:
-        tensor = tensor.index_select(part.axis, order)
-    if part.factors:
-        tensor = tensor.float() * part.row_factors(len(tensor)).view(-1, *[1] * (tensor.ndim - 1))
-    return tensor
+                    entry = tensors[name]
+                    stored = entry.mapped().to(target.dtype) if entry.quantized else entry.read(opened)
+                    target.copy_(part.read(stored).reshape(target.shape))
 
 
 def _rows(weights: Mapping[str, Tensor], part: Part) -> Tensor:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 _KV_CACHE_DTYPES = OneOf(("auto", "fp8", "fp8_e4m3", "bfloat16", "float16", "float32"))
 _MODES = OneOf(("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"))
+DEQUANTIZE = "dequantize"
 NGRAM, MTP = "ngram", "mtp"
 """Values of `draft` that are not folders: prompt lookup, and the head in the target's own files."""
 _SIZES = Several(Integer(1), "a sequence of integers")
@@ -91,6 +92,9 @@ class ModelConfig(Checked):
     dtype: str | torch.dtype = option("auto", _dtype)
     """Dtype of weights and activations: "auto" (the checkpoint's on CUDA, float32 on a CPU), "float32", "bfloat16" or
     "float16"."""
+    quantization: str | None = option(None, maybe(OneOf((DEQUANTIZE,))))
+    """"dequantize": convert quantised weights to `dtype` when they are loaded. Default: keep the weights as the
+    checkpoint has them."""
     device: str | torch.device = option("auto", _device)
     """Device: "auto", "cpu", "cuda" or "cuda:N"."""
     max_model_len: int | None = option(None, maybe(Integer(2, why=", or None")))
@@ -113,6 +117,11 @@ class ModelConfig(Checked):
     split into chunks."""
     seed: int = option(0, Integer())
     """Seed of the noise for requests without a seed."""
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether quantised weights are converted when they are loaded."""
+        return self.quantization == DEQUANTIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from bateleur.runner.assets import shipped_model
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.cache.plan import plan_caches
 from bateleur.runner.cache.workspace import workspace_bytes
-from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint, resolve_dtype
+from bateleur.runner.checkpoint.open import Checkpoint, describe_model, open_checkpoint, resolve_dtype
 from bateleur.runner.config.attention_backend import describe_backend
 from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
@@ -31,7 +31,12 @@ from bateleur.runner.engine.setup import unmeasured_budget
 from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
-from bateleur.runner.models.memory_report import packed_weight_bytes
+from bateleur.runner.models.memory_report import (
+    describe_quantized,
+    packed_weight_bytes,
+    quantized_parts,
+    weight_sizes,
+)
 from bateleur.runner.models.native import describe_kernels
 from bateleur.runner.models.sharding import num_sums, sum_bytes
 from bateleur.runner.models.spec import (
@@ -130,6 +135,8 @@ class CheckpointFacts:
     """Kernels that scan prompts in delta-rule layers, and why not others; None without these layers."""
     attention: str | None
     """Attention backend, and why not a preferred one; None without attention layers."""
+    quantized: dict[str, dict[str, int]]
+    """Bytes of quantised matrices by kind of layer, then by scheme and kernel; {} if all are plain."""
     cpu_kernels: str | None
     """Kernels on a CPU, and why not others; None on other devices."""
     unused_tensors: int
@@ -189,6 +196,11 @@ class CheckpointFacts:
             lines.append(f"delta-rule prompt scan     {self.prompt_scan}")
         if self.attention:
             lines.append(f"attention                  {self.attention}")
+        lines += [
+            f"{f'quantised {kind}':<27}{format_bytes(size)}, {scheme}"
+            for kind, schemes in self.quantized.items()
+            for scheme, size in schemes.items()
+        ]
         if self.cpu_kernels:
             lines.append(f"CPU kernels                {self.cpu_kernels}")
         if self.unused_tensors:
@@ -214,7 +226,7 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
     """
     config = EngineConfig.of(model=path, **options)
     device, chosen = resolve_device(config.model.device), config.speculative
-    checkpoint = open_checkpoint(path, config.model.hf_overrides)
+    checkpoint = open_checkpoint(path, config.model.hf_overrides, dequantize=config.model.dequantizes)
     computed = resolve_dtype(config.model.dtype, checkpoint, device)
     counted = checkpoint.dtype if config.model.dtype == "auto" else computed
     limits = EngineLimits.of(config, checkpoint.spec, device)
@@ -263,6 +275,7 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
         max_model_len=_fitting_length(config, spec, counted, limits, caches),
         prompt_scan=describe_scan(config.model.prompt_scan, spec, counted, device),
         attention=describe_backend(config.model.attention_backend, spec, computed, device, caches.kv_dtype),
+        quantized=count_schemes(target, device, computed),
         cpu_kernels=describe_kernels(device),
         unused_tensors=len(checkpoint.unused) - own,
     )
@@ -296,7 +309,7 @@ def empty_model(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype
     if parallel.num_ranks > 1:
         name = "data_ranks" if parallel.data_parallel_size > 1 else "ranks"
         ranks = {name: Ranks(0, parallel.num_ranks, "none")}
-    return HybridDecoder(checkpoint.spec, dtype=dtype, device="meta", **ranks)
+    return describe_model(checkpoint, dtype, "meta", **ranks)[0]
 
 
 def _sharing(caches: CacheOptions) -> CacheOptions:
@@ -323,8 +336,8 @@ def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
     layers = [parts_of(layer) for layer in spec.layers]
     counts = Counter(KINDS[type(part)] for parts in layers for part in parts)
     found = {kind: [count, 0, 0, 0] for kind, count in counts.items()} | {EMBEDDINGS: [0, 0, 0, 0]}
-    for name, weight in model.weights().items():
-        kind, active = EMBEDDINGS, weight.nbytes
+    for name, weight in weight_sizes(model).items():
+        kind, active = EMBEDDINGS, weight.num_bytes
         where = name.split(".")  # a norm that several mixers share counts for the first
         if where[0] == "layers":
             layer = layers[int(where[1])][int(where[2]) if where[2].isdecimal() else 0]
@@ -332,10 +345,26 @@ def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
             if isinstance(layer, ExpertsLayer) and where[-1] in ROUTED:
                 active = active // layer.num_experts * layer.top_k
         part = found[kind]
-        part[1] += weight.numel()
-        part[2] += weight.nbytes
+        part[1] += weight.numel
+        part[2] += weight.num_bytes
         part[3] += active
     return {kind: PartFacts(*part) for kind, part in found.items()}
+
+
+def count_schemes(
+    model: HybridDecoder, device: torch.device, dtype: torch.dtype
+) -> dict[str, dict[str, int]]:
+    """Bytes of quantised matrices by kind of layer, then by scheme and kernel of an engine on a device."""
+    layers, found = [parts_of(layer) for layer in model.spec.layers], dict[str, dict[str, int]]()
+    for name, projection in model.matrices.items():
+        kind, where = EMBEDDINGS, name.split(".")
+        if where[0] == "layers":
+            kind = KINDS[type(layers[int(where[1])][int(where[2]) if where[2].isdecimal() else 0])]
+        for matrix in quantized_parts(projection):
+            told = f"{matrix.scheme}: {describe_quantized(matrix, device, dtype)}"
+            schemes = found.setdefault(kind, {})
+            schemes[told] = schemes.get(told, 0) + sum(each.nbytes for each in matrix.tensors().values())
+    return found
 
 
 def _head_facts(head: DraftHead) -> PartFacts:

@@ -90,7 +90,7 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     config = EngineConfig.of(model=path, **options)
     where, notes = resolve_device(config.model.device), []
     graphs = GraphOptions.of(config.graphs, where)
-    checkpoint = open_checkpoint(path, config.model.hf_overrides)
+    checkpoint = open_checkpoint(path, config.model.hf_overrides, dequantize=config.model.dequantizes)
     spec, dtype = checkpoint.spec, resolve_dtype(config.model.dtype, checkpoint, where)
     limits = EngineLimits.of(config, spec, where)
     if config.graphs.cudagraph_mode is None and graphs.mode is CudaGraphMode.NONE:

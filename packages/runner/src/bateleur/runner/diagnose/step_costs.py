@@ -21,6 +21,7 @@ from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.diagnose.checkpoint_facts import EMBEDDINGS, KINDS
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
+from bateleur.runner.models.memory_report import WeightSize, weight_sizes
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec, parts_of
 
 _STATE_FLOPS: dict[type[Recurrence], int] = {Mamba2: 5, GatedDelta: 7, KimiDelta: 7}
@@ -96,9 +97,10 @@ def _weights(model: HybridDecoder, num_tokens: int) -> list[tuple[str, StepPart]
     layers = [parts_of(layer) for layer in spec.layers]
     rows = StepPart(weight_bytes=num_tokens * spec.hidden_size * size)
     logits = StepPart(activation_bytes=num_tokens * spec.vocab_size * _LOGIT_BYTES)
-    head = _product(model.lm_head, num_tokens, 1.0)
+    sizes = weight_sizes(model)
+    head = _product(sizes["embedding" if model.ties_lm_head else "lm_head"], num_tokens, 1.0)
     found = [(EMBEDDINGS, rows + logits + head)]
-    for name, weight in model.weights().items():
+    for name, weight in sizes.items():
         where = name.split(".")
         if where[0] != "layers":
             continue
@@ -112,14 +114,14 @@ def _weights(model: HybridDecoder, num_tokens: int) -> list[tuple[str, StepPart]
     return [*found, *((KINDS[type(parts[0])], stream) for parts in layers)]
 
 
-def _product(weight: torch.Tensor, num_inputs: float, share: float) -> StepPart:
+def _product(weight: WeightSize, num_inputs: float, share: float) -> StepPart:
     """Costs of a weight of which `share` is read, and each of whose matrices is multiplied with `num_inputs` tokens."""
-    read = StepPart(weight_bytes=share * weight.nbytes)
-    if weight.dim() < 2:
+    read = StepPart(weight_bytes=share * weight.num_bytes)
+    if len(weight.shape) < 2:
         return read
     *count, out, into = weight.shape
     lanes = num_inputs * (out + into) * (count[0] if count else 1)
-    flops = 2.0 * num_inputs * weight.numel()
+    flops = 2.0 * num_inputs * weight.numel
     return read + StepPart(activation_bytes=lanes * weight.dtype.itemsize, flops=flops)
 
 

@@ -99,7 +99,9 @@ class EngineSetup:
         layers, data = (ranks, ALONE) if config.parallel.data_parallel_size == 1 else (ALONE, ranks)
         graphs = GraphOptions.of(config.graphs, device)
         folder, ahead = config.model.model, config.runs_async(device)
-        checkpoint = open_checkpoint(folder or shipped_model(), config.model.hf_overrides)
+        checkpoint = open_checkpoint(
+            folder or shipped_model(), config.model.hf_overrides, dequantize=config.model.dequantizes
+        )
         config = without_prefix_caching(config) if checkpoint.spec.has_length_dependent_rope else config
         dtype = resolve_dtype(config.model.dtype, checkpoint, device)
         recorded = graphs.mode is not CudaGraphMode.NONE

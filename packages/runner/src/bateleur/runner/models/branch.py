@@ -26,6 +26,10 @@ class Branch:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors to load, by name."""
-        found = {name: projection.weight for name, projection in self.projections.items()}
+        found = {
+            name: weight
+            for proj, projection in self.projections.items()
+            for name, weight in projection.tensors(proj).items()
+        }
         biases = {name.replace("proj", "bias"): each.bias for name, each in self.projections.items()}
         return found | {name: bias for name, bias in biases.items() if bias is not None}

@@ -170,13 +170,26 @@ class HybridDecoder:
         for i, residual in enumerate(self._residuals):
             named |= {f"layers.{i}.{name}": weight for name, weight in residual.weights()}
         named["final_norm"] = self._final_norm.weight
-        if self.lm_head is not self.embedding:
-            named["lm_head"] = self.lm_head
-        return named
+        return named if self.ties_lm_head else named | self.output.tensors("lm_head")
+
+    @property
+    def matrices(self) -> dict[str, Projection | GroupedProjection]:
+        """Projections of all layers, and the output if it is not the embedding, by the names of their weights."""
+        named: dict[str, Projection | GroupedProjection] = {
+            f"layers.{i}.{name}": each
+            for i, residual in enumerate(self._residuals)
+            for name, each in residual.matrices.items()
+        }
+        return named if self.ties_lm_head else named | {"lm_head": self.output}
+
+    @property
+    def ties_lm_head(self) -> bool:
+        """Whether the embedding is the output projection."""
+        return not self.output.pieces and self.output.weight is self.embedding
 
     @property
     def lm_head(self) -> Tensor:
-        """(V, M) output projection; the embedding itself if tied, and a copy once packed."""
+        """(V, M) output projection; the embedding itself if tied, and a copy if packed or quantised."""
         return self.output.weight
 
     def tie_lm_head(self) -> None:
@@ -210,6 +223,7 @@ class HybridDecoder:
         """Load kernels for steps of up to `num_tokens` that captures do not launch, see `Experts.warm_up`."""
         for residual in self._residuals:
             residual.warm_up(num_tokens)
+        self.output.warm_up(num_tokens)
 
     def rotary_table(self, rope: RopeSpec) -> RopeTable:
         """Return the table of a rotary embedding; a new one if no layer has it."""

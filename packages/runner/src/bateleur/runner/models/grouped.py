@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.library import Library
 
 from bateleur.metadata.dispatch import Implementations, define_op
-from bateleur.runner.models.matrix import Projection
+from bateleur.runner.models.matrix import Projection, Unallocated
+from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
+from bateleur.runner.models.quantized_product import grouped_product as quantized_product
+from bateleur.runner.models.quantized_product import warm_sizes
 
 _ALIGNED_BYTES = 16
 _MOST_GROUPS = 1023
@@ -91,17 +94,22 @@ _grouped_product = define_op(
 class GroupedProjection:
     """`x W_e^T` for rows that are sorted by e, with W (E, rows, columns)."""
 
-    __slots__ = ("_packed", "_weight", "bias")
+    __slots__ = ("_packed", "_weight", "bias", "dtype", "quantized")
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight: Tensor | None = weight
+    def __init__(self, weight: Tensor | Unallocated) -> None:
+        self._weight: Tensor | Unallocated | None = weight
+        self.dtype = weight.dtype
         self._packed: list[Projection] = []
+        self.quantized: QuantizedMatrix | None = None
+        """W as codes and scales, and nothing else then; None if it is plain."""
         self.bias: Tensor | None = None
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return (S, rows) of x (S, columns); ends (E,) int32 as in `grouped_product`."""
         if self._weight is not None:
-            return _grouped_product(x, self._weight, ends)
+            return _grouped_product(x, self.weight, ends)
+        if self.quantized is not None:
+            return quantized_product(x, ends, self.quantized)
         filled = _filled(ends)
         found = [self._packed[e](x[start:end]) for e, start, end in filled]
         if not found:
@@ -111,18 +119,51 @@ class GroupedProjection:
 
     def warm_up(self, most: int) -> None:
         """Load the kernels for up to `most` rows, which may differ between few and many rows."""
-        if self._weight is not None and not self._weight.is_cpu:
-            groups, _, columns = self._weight.shape
-            for rows in {1, most}:
-                ends = torch.full((groups,), rows, dtype=torch.int32, device=self._weight.device)
-                _grouped_product(self._weight.new_zeros(rows, columns), self._weight, ends)
+        held = self.quantized.codes if self.quantized is not None else self._weight
+        if held is None or isinstance(held, Unallocated) or held.is_cpu:
+            return
+        groups, _, columns = self.quantized.shape if self.quantized is not None else held.shape
+        for rows in {1, most} if self.quantized is None else warm_sizes(most, groups):
+            ends = torch.full((groups,), rows, dtype=torch.int32, device=held.device)
+            self(torch.zeros(rows, columns, dtype=self.dtype, device=held.device), ends)
 
     @property
     def weight(self) -> Tensor:
-        """W: the given tensor, or a copy once packed."""
-        return (
-            self._weight if self._weight is not None else torch.stack([each.weight for each in self._packed])
-        )
+        """W: the given tensor, or a copy if packed or quantised."""
+        if isinstance(self._weight, Unallocated):
+            self._weight = self._weight.allocate()
+        if self._weight is not None:
+            return self._weight
+        if self.quantized is not None:
+            return self.quantized.dequantize().to(self.dtype)
+        return torch.stack([each.weight for each in self._packed])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(E, N, K)."""
+        if self._packed:
+            return len(self._packed), *self._packed[0].shape
+        held = self._weight if self.quantized is None else self.quantized
+        assert held is not None
+        return tuple(held.shape)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """W by its name, or its codes and scales by names that begin with it."""
+        if self._packed and self._packed[0].pieces:
+            return {
+                key: each
+                for e, one in enumerate(self._packed)
+                for key, each in one.tensors(f"{name}.{e}").items()
+            }
+        return {name: self.weight} if self.quantized is None else self.quantized.tensors(f"{name}.")
+
+    def quantize(self, scheme: Scheme) -> None:
+        """Keep uninitialised codes and scales in place of W."""
+        held = self._weight
+        assert held is not None
+        device = (held.like if isinstance(held, Unallocated) else held).device
+        self.quantized = QuantizedMatrix.empty(scheme, tuple(held.shape), None, device)
+        self._weight = None
 
     @property
     def is_packed(self) -> bool:
@@ -134,15 +175,21 @@ class GroupedProjection:
 
         recorded: graphs will be recorded, which read `ends` on the device; then nothing is packed.
         """
-        if self._weight is None or recorded:
+        if self._packed or recorded:
             return
-        packed = [Projection(each) for each in self._weight]
+        if self.quantized is not None:
+            whole = self.quantized
+            packed = [
+                Projection.of(whole.rows(slice(e, e + 1)).flat(), self.dtype) for e in range(whole.shape[0])
+            ]
+        else:
+            packed = [Projection(each) for each in self.weight]
         for each in packed:
             each.pack()
-        if packed[0].is_packed:
-            self._packed, self._weight = packed, None
+        if packed[0].in_another_layout:
+            self._packed, self._weight, self.quantized = packed, None, None
 
 
 def empty_grouped(groups: int, rows: int, columns: int, like: Tensor) -> GroupedProjection:
-    """Return a grouped projection of uninitialised memory, with dtype and device of `like`; stored by rows."""
-    return GroupedProjection(like.new_empty(groups, rows, columns))
+    """Return a grouped projection of memory that is not allocated yet, with dtype and device of `like`; by rows."""
+    return GroupedProjection(Unallocated((groups, rows, columns), like.new_empty(0)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +12,10 @@ from torch import Tensor
 from bateleur.eagle.heads.spec import CProduct
 from bateleur.runner.models import native
 from bateleur.runner.models.lora import LoraWeights, add_lora
+from bateleur.runner.models.native.quantized import PackedMatrix
+from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
+from bateleur.runner.models.quantized_product import product as quantized_product
+from bateleur.runner.models.quantized_product import warm_sizes
 
 _FEW_ENTRIES = 1 << 17
 """Below this size, calling oneDNN takes longer than it saves: 13 us per product, and 3 us with the BLAS."""
@@ -17,19 +24,52 @@ _FEW_TOKENS = 16 if torch.__version__.startswith("2.11.") else 1
 """For fewer tokens, the oneDNN of torch 2.11 computes other sums."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unallocated:
+    """A matrix whose memory is taken when it is first read, so that none is for one that is quantised."""
+
+    shape: tuple[int, ...]
+    like: Tensor
+    """Its dtype and device."""
+    by_columns: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrix."""
+        return self.like.dtype
+
+    def allocate(self) -> Tensor:
+        """Uninitialised memory."""
+        if self.by_columns:
+            return self.like.new_empty(self.shape[::-1]).t()
+        return self.like.new_empty(self.shape)
+
+
 class Projection:
     """`x W^T + b`, with W (rows, columns) and b (rows,) or None."""
 
-    __slots__ = ("_dtype", "_native", "_packed", "_weight", "bias", "lora", "num_columns", "num_rows")
+    __slots__ = (
+        "_native",
+        "_packed",
+        "_weight",
+        "bias",
+        "dtype",
+        "lora",
+        "num_columns",
+        "num_rows",
+        "pieces",
+    )
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight: Tensor | None = weight
+    def __init__(self, weight: Tensor | Unallocated, bias: Tensor | None = None) -> None:
+        self._weight: Tensor | Unallocated | None = weight
         self._packed: Tensor | None = None
         self._native: Tensor | None = None
-        (self.num_rows, self.num_columns), self._dtype = weight.shape, weight.dtype
+        (self.num_rows, self.num_columns), self.dtype = weight.shape, weight.dtype
         self.bias = bias
         self.lora: LoraWeights | None = None
         """Low-rank matrices of adapters, if any may be used."""
+        self.pieces: tuple[Rows, ...] = ()
+        """Rows of a quantised W, which is not kept otherwise; () if W is plain."""
 
     def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """Return (T, rows) of x (T, columns). adapters: (T,) int32 adapter slot of each token; None for none."""
@@ -42,7 +82,10 @@ class Projection:
         if self._native is not None:
             return native.product(x, self._native, self.bias, self.num_rows)
         if self._weight is not None:
-            return F.linear(x, self._weight, self.bias)
+            return F.linear(x, self.weight, self.bias)
+        if self.pieces:
+            found = [each(x, self.bias) for each in self.pieces]
+            return found[0] if len(found) == 1 else torch.cat(found, 1)
         tokens = x.shape[0]
         size = _padded(tokens)
         if size > tokens:
@@ -51,28 +94,86 @@ class Projection:
         return y[:tokens]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.num_rows, self.num_columns
+
+    @property
     def weight(self) -> Tensor:
-        """W: the given tensor, or a copy once packed."""
+        """W: the given tensor, or a copy if packed or quantised."""
+        if isinstance(self._weight, Unallocated):
+            self._weight = self._weight.allocate()
         if self._weight is not None:
             return self._weight
+        if self.pieces:
+            return torch.cat([each.weight(self.dtype) for each in self.pieces])
         if self._native is not None:
-            return native.unpack(self._native, self.num_rows).to(self._dtype)
+            return native.unpack(self._native, self.num_rows).to(self.dtype)
         assert self._packed is not None
         return self._packed.to_dense()
+
+    @classmethod
+    def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> Projection:
+        """Of a quantised matrix (N, K), for tokens of a dtype."""
+        made = cls(Unallocated(matrix.shape, matrix.codes.new_empty(0, dtype=dtype)))
+        made._weight, made.pieces = None, (Rows(0, matrix),)
+        return made
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """W by its name, or the codes and scales of its rows by names that begin with it."""
+        if self.pieces:
+            held = [each.tensors(f"{name}.{each.first}.") for each in self.pieces]
+            return {name: tensor for each in held for name, tensor in each.items()}
+        return {name: self.weight}
+
+    def quantize(self, pieces: Iterable[tuple[int, int, Scheme | None, int | None]]) -> None:
+        """Keep uninitialised codes and scales in place of W.
+
+        pieces: (first row, row after the last, scheme, groups) of all rows in order. Without a scheme the rows are
+        plain. groups: as `QuantizedMatrix.empty` takes it.
+        """
+        assert self._weight is not None
+        columns, like = self._weight.shape[1], self._weight
+        like = like.like if isinstance(like, Unallocated) else like
+
+        def rows(first: int, end: int, scheme: Scheme | None, groups: int | None) -> Rows:
+            if scheme is not None:
+                return Rows(first, QuantizedMatrix.empty(scheme, (end - first, columns), groups, like.device))
+            bias = None if self.bias is None else self.bias[first:end]
+            return Rows(first, Projection(like.new_empty(end - first, columns), bias))
+
+        self.pieces = tuple(rows(*each) for each in pieces)
+        assert self.pieces[-1].end == self.num_rows
+        self._weight = None
 
     @property
     def in_c(self) -> CProduct | None:
         """Arguments for C kernels that call this product; None unless it is float32 in our layout."""
-        if self._native is None or self._dtype != torch.float32:
+        if self._native is None or self.dtype != torch.float32:
             return None
         packed = self._native
         columns = packed.shape[1] * packed.shape[3]
-        return CProduct(native.address(packed, self._dtype), packed, self.bias, self.num_rows, columns)
+        return CProduct(native.address(packed, self.dtype), packed, self.bias, self.num_rows, columns)
 
     @property
     def is_packed(self) -> bool:
         """Whether W is stored in another layout than it was given in."""
         return self._weight is None
+
+    def warm_up(self, most: int) -> None:
+        """Load what products of up to `most` tokens with quantised rows launch."""
+        for piece in self.pieces:
+            matrix = piece.matrix
+            if isinstance(matrix, QuantizedMatrix) and not matrix.codes.is_cpu:
+                for tokens in warm_sizes(most):
+                    piece(matrix.codes.new_zeros(tokens, matrix.columns, dtype=self.dtype), self.bias)
+
+    @property
+    def in_another_layout(self) -> bool:
+        """Whether W, or its rows, are packed."""
+        if self.pieces:
+            return isinstance(self.pieces[0].matrix, PackedMatrix)
+        return self.is_packed
 
     def pack(self, *, recorded: bool = False) -> None:
         """Store W in the layout of faster CPU products, instead of the given tensor, if there is one.
@@ -85,14 +186,60 @@ class Projection:
 
         recorded: graphs will be recorded over it.
         """
-        weight = self._weight
-        if weight is None:
+        self.pieces = tuple(each.packed(self.dtype, recorded) for each in self.pieces)
+        if self._weight is None:
             return
+        weight = self.weight
         if native.packs(weight):
             self._native, self._weight = native.pack(native.narrowed(weight)), None
         elif _suits_onednn(weight) and not recorded:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
             self._weight = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a projection from `first` on: quantised, or plain."""
+
+    first: int
+    matrix: QuantizedMatrix | PackedMatrix | Projection
+
+    @property
+    def end(self) -> int:
+        """The row after the last."""
+        return self.first + (
+            self.matrix.num_rows if isinstance(self.matrix, Projection) else self.matrix.shape[0]
+        )
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """(T, N) of x (T, K), and the bias of all rows of the projection."""
+        if isinstance(self.matrix, Projection):
+            return self.matrix(x)
+        bias = None if bias is None else bias[self.first : self.end]
+        if isinstance(self.matrix, PackedMatrix):
+            return self.matrix.product(x, bias)
+        return quantized_product(x, self.matrix, bias)
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """(N, K) in `dtype`, a copy if it is quantised or packed."""
+        if isinstance(self.matrix, Projection):
+            return self.matrix.weight
+        return self.matrix.dequantize().to(dtype)
+
+    def packed(self, dtype: torch.dtype, recorded: bool) -> Rows:
+        """The rows laid out for kernels in C, if there is one for them and tokens of a dtype."""
+        if isinstance(self.matrix, Projection):
+            self.matrix.pack(recorded=recorded)
+        if not isinstance(self.matrix, QuantizedMatrix):
+            return self
+        packed = PackedMatrix.of(self.matrix, dtype)
+        return self if packed is None else Rows(self.first, packed)
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """What it holds in memory, by names behind a prefix."""
+        if isinstance(self.matrix, Projection):
+            return self.matrix.tensors(f"{prefix}plain")
+        return self.matrix.tensors(prefix)
 
 
 def _suits_onednn(weight: Tensor) -> bool:
@@ -110,12 +257,12 @@ def _padded(tokens: int) -> int:
 
 
 def empty_projection(rows: int, columns: int, like: Tensor, *, bias: bool = False) -> Projection:
-    """Return a projection of uninitialised memory, with dtype and device of `like`.
+    """Return a projection of memory that is not allocated yet, with the dtype and the device of `like`.
 
     In float32 on a CPU the matrix is stored by columns: for few tokens the BLAS is then faster
     (`benchmarks/layout.py`), which matters for matrices that are too small to be packed. Elsewhere it is stored by
     rows.
     """
     by_columns = like.device.type == "cpu" and like.dtype == torch.float32
-    weight = like.new_empty(columns, rows).t() if by_columns else like.new_empty(rows, columns)
+    weight = Unallocated((rows, columns), like.new_empty(0), by_columns)
     return Projection(weight, like.new_empty(rows) if bias else None)

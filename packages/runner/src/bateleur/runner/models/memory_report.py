@@ -2,12 +2,90 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
+from torch import Tensor
 
 from bateleur.metadata.native import unavailable_reason
 from bateleur.runner.models import native
 from bateleur.runner.models.decoder import HybridDecoder
+from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.matrix import Projection
+from bateleur.runner.models.native.quantized import PackedMatrix
+from bateleur.runner.models.quantized import QuantizedMatrix
+
+
+class Weighted(Protocol):
+    """A decoder or a head."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """All tensors of weights."""
+
+    @property
+    def matrices(self) -> Mapping[str, Projection | GroupedProjection]:
+        """Projections by the names of their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSize:
+    """Of one weight, which may be several tensors: codes and scales."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """Of a plain weight, or of the tokens that a quantised one is multiplied with."""
+    num_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Numbers, however they are stored."""
+        return math.prod(self.shape)
+
+
+def weight_sizes(model: Weighted) -> dict[str, WeightSize]:
+    """Sizes of all weights, by name."""
+    matrices = model.matrices
+    name_of = {part: name for name, each in matrices.items() for part in each.tensors(name)}
+    found: dict[str, WeightSize] = {}
+    for part, tensor in model.weights().items():
+        name = name_of.get(part, part)
+        whole = matrices.get(name, tensor)
+        before = found[name].num_bytes if name in found else 0
+        found[name] = WeightSize(tuple(whole.shape), whole.dtype, before + tensor.nbytes)
+    return found
+
+
+def quantized_parts(projection: Projection | GroupedProjection) -> list[QuantizedMatrix]:
+    """The quantised matrices of a projection; [] if it is plain."""
+    if isinstance(projection, GroupedProjection):
+        return [] if projection.quantized is None else [projection.quantized]
+    return [each.matrix for each in projection.pieces if isinstance(each.matrix, QuantizedMatrix)]
+
+
+def describe_quantized(matrix: QuantizedMatrix, device: torch.device, dtype: torch.dtype) -> str:
+    """What computes products with a matrix."""
+    if device.type == "cuda" and dtype != torch.float64:
+        return "Triton, dequantised in registers"
+    one = matrix.rows(slice(0, 1)).flat() if matrix.codes.ndim == 3 else matrix
+    return (
+        "torch, dequantised in tiles"
+        if PackedMatrix.of(one, dtype) is None
+        else "C, dequantised in registers"
+    )
+
+
+def packed_change(matrix: QuantizedMatrix, dtype: torch.dtype) -> int:
+    """Bytes that a matrix takes more once it is packed for products with tokens of a dtype on a CPU."""
+    many = len(matrix.codes) if matrix.codes.ndim == 3 else 1
+    one = matrix.rows(slice(0, 1)).flat() if matrix.codes.ndim == 3 else matrix
+    packed = PackedMatrix.of(one, dtype)
+    if packed is None:
+        return 0
+    after, before = (sum(part.nbytes for part in each.tensors().values()) for each in (packed, one))
+    return many * (after - before)
 
 
 def packed_weight_bytes(
@@ -23,6 +101,10 @@ def packed_weight_bytes(
     if device.type != "cpu" or unavailable_reason() is not None:
         return held
     for projection in model.projections:
+        if quantised := quantized_parts(projection):
+            if not (recorded and isinstance(projection, GroupedProjection)):
+                held += sum(packed_change(each, model.dtype) for each in quantised)
+            continue
         weight = projection.weight
         grouped = not isinstance(projection, Projection)
         if grouped and recorded:

@@ -62,9 +62,16 @@ class Residual:
             yield from ((prefix + name, weight) for name, weight in mixer.weights().items())
 
     @property
+    def matrices(self) -> dict[str, Projection | GroupedProjection]:
+        """Projections of all mixers, by the names of their weights."""
+        return {
+            prefix + name: each for prefix, mixer, _ in self.parts for name, each in mixer.projections.items()
+        }
+
+    @property
     def projections(self) -> list[Projection | GroupedProjection]:
         """Projections of all mixers."""
-        return [each for _, mixer, _ in self.parts for each in mixer.projections.values()]
+        return list(self.matrices.values())
 
     def pack(self, *, recorded: bool = False) -> None:
         """See `Projection.pack`."""
@@ -74,6 +81,9 @@ class Residual:
     def warm_up(self, num_tokens: int) -> None:
         """See `Experts.warm_up`."""
         for _, mixer, _ in self.parts:
+            for projection in mixer.projections.values():
+                if isinstance(projection, Projection):
+                    projection.warm_up(num_tokens)
             if isinstance(mixer, Experts):
                 mixer.warm_up(num_tokens)
 

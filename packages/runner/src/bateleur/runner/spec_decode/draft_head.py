@@ -20,6 +20,7 @@ from bateleur.runner.cache.plan import CachePlan
 from bateleur.runner.cache.tensors import kv_caches
 from bateleur.runner.checkpoint.mtp import read_mtp
 from bateleur.runner.checkpoint.open import Checkpoint
+from bateleur.runner.checkpoint.quantized import Matrices, quantize_projections
 from bateleur.runner.checkpoint.weights import check_weights, fill_weights
 from bateleur.runner.config.engine_config import MTP
 from bateleur.runner.config.graph_options import GraphOptions
@@ -28,6 +29,7 @@ from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.attention import kv_scales_of
 from bateleur.runner.models.matrix import Projection
+from bateleur.runner.models.memory_report import weight_sizes
 from bateleur.runner.models.sharding import shard_experts
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec, parts_of
 from bateleur.runner.spec_decode.draft_sync import DraftSync
@@ -103,14 +105,16 @@ class DraftHead:
         if exchange is not None and _ends_with_experts(spec):
             spec, share = shard_experts(spec, exchange.ranks)
         head = MtpHead(spec, target, None if share is None else exchange)
-        weights = whole = head.weights()
-        if share is not None:
-            whole = MtpHead(
-                module.spec, HybridDecoder(target.spec, dtype=target.dtype, device="meta")
-            ).weights()
+        blank = HybridDecoder(target.spec, dtype=target.dtype, device="meta")
+        whole = MtpHead(module.spec, blank).weights()
         check_weights(checkpoint.path, "an MTP head of this target", whole, module.names, module.tensors)
+        quantized: Matrices = {}
+        if not checkpoint.dequantize:
+            quantized = quantize_projections(head.matrices, module.names, module.tensors, share)
+        weights = head.weights()
         if target.device.type != "meta":
-            fill_weights(weights, module.names, module.tensors, share)
+            fill_weights(weights, module.names, module.tensors, share, quantized)
+        sizes = weight_sizes(head)
         if recorded is not None:
             head.pack(recorded=recorded)
         return cls(
@@ -122,8 +126,8 @@ class DraftHead:
                 own=tuple(sorted(module.names)),
                 shared=("embed_tokens", "lm_head"),
                 unused=(),
-                num_parameters=sum(weight.numel() for weight in weights.values()),
-                num_bytes=sum(weight.nbytes for weight in weights.values()),
+                num_parameters=sum(each.numel for each in sizes.values()),
+                num_bytes=sum(each.num_bytes for each in sizes.values()),
             ),
         )
 

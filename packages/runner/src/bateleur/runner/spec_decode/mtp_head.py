@@ -29,7 +29,8 @@ from bateleur.runner.distributed.expert_parallel import ExpertParallel
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.models.attention import Attention
 from bateleur.runner.models.context import LayerStep
-from bateleur.runner.models.matrix import empty_projection
+from bateleur.runner.models.grouped import GroupedProjection
+from bateleur.runner.models.matrix import Projection, empty_projection
 from bateleur.runner.models.norm import RMSNorm
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.models.stream import Stream
@@ -93,9 +94,17 @@ class MtpHead:
     def weights(self) -> dict[str, Tensor]:
         """Every tensor that a checkpoint fills, by name."""
         norms = {name: getattr(self, name).weight for name in ("token_norm", "hidden_norm", "final_norm")}
-        named = {"fc_proj": self.fc_proj.weight, **norms}
+        named = self.fc_proj.tensors("fc_proj") | norms
         for i, residual in enumerate(self._residuals):
             named |= {f"layers.{i}.{name}": weight for name, weight in residual.weights()}
+        return named
+
+    @property
+    def matrices(self) -> dict[str, Projection | GroupedProjection]:
+        """All projections, by the names of their weights."""
+        named: dict[str, Projection | GroupedProjection] = {"fc_proj": self.fc_proj}
+        for i, residual in enumerate(self._residuals):
+            named |= {f"layers.{i}.{name}": each for name, each in residual.matrices.items()}
         return named
 
     def pack(self, *, recorded: bool = False) -> None:

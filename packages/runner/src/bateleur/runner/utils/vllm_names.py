@@ -40,8 +40,8 @@ ENGINE = table(
     ("enable_expert_parallel", (False,), "use data_parallel_size, whose ranks divide the experts"),
     ("enable_eplb enable_elastic_ep enable_ep_weight_filter enable_dbo", (False,), "experts stay on their ranks"),
     ("eplb_config expert_placement_strategy all2all_backend", (None, {}, "linear"), "experts stay on their ranks"),
-    ("quantization quantization_config", (None, {}), "weights are not quantised: use a checkpoint in bfloat16"),
-    ("allow_deprecated_quantization", (False,), "weights are not quantised"),
+    ("quantization_config", (None, {}), "config.json of the checkpoint says how its weights are quantised"),
+    ("allow_deprecated_quantization", (False,), "config.json says how weights are quantised"),
     ("mamba_cache_dtype", ("auto",), "windows have the dtype of the model"),
     (
         "kv_cache_dtype_skip_layers",

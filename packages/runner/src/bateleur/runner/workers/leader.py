@@ -95,7 +95,9 @@ class Leader:
             return None
         folder = config.model.model
         share = shard_model if config.parallel.data_parallel_size == 1 else shard_experts
-        checkpoint = open_checkpoint(folder or shipped_model(), config.model.hf_overrides)
+        checkpoint = open_checkpoint(
+            folder or shipped_model(), config.model.hf_overrides, dequantize=config.model.dequantizes
+        )
         share(checkpoint.spec, Ranks(0, size, "none"))
         device = resolve_device(config.model.device)
         rendezvous = TorchrunRendezvous.join(JOIN_SECONDS)

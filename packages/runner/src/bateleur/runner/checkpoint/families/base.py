@@ -66,7 +66,8 @@ class Family:
 
 _INERT = (
     "architectures attention_bias attention_dropout bos_token_id dtype hidden_dropout initializer_range model_type "
-    "num_labels output_router_logits pad_token_id pretraining_tp torch_dtype transformers_version use_cache"
+    "num_labels output_router_logits pad_token_id pretraining_tp quantization_config torch_dtype "
+    "transformers_version use_cache"
 )
 INERT = frozenset(_INERT.split())
 """Common fields that are not read, or mean the same in all families."""

@@ -20,6 +20,22 @@ from bateleur.metadata.dispatch import cdiv
 _FEW_ROWS = 32  # mean rows per group; below, tiles have the minimum height of tensor cores
 
 
+@triton.jit
+def rows_of_tile(ends_ptr, tile, GROUPS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Of a tile of rows: its group, its first row, and where the group ends. Without a group it is GROUPS."""
+    e = tl.arange(0, BLOCK_E)
+    end_E = tl.load(ends_ptr + e, mask=e < GROUPS, other=0)
+    begin_E = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < GROUPS), other=0)
+    before_E = tl.cumsum(
+        (tl.maximum(end_E - begin_E, 0) + BLOCK_S - 1) // BLOCK_S, 0
+    )  # tiles up to and with a group
+    group = tl.minimum(tl.sum((before_E <= tile).to(tl.int32), 0), GROUPS)
+    own_E = e == group
+    end, begin = tl.sum(tl.where(own_E, end_E, 0), 0), tl.sum(tl.where(own_E, begin_E, 0), 0)
+    first_tile = tl.max(tl.where(e < group, before_E, 0), 0)
+    return group, begin + (tile - first_tile) * BLOCK_S, end
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def grouped_kernel(
     x_ptr, weight_ptr, ends_ptr, y_ptr, num_rows, x_row, weight_group, weight_row,
@@ -31,19 +47,10 @@ def grouped_kernel(
 
     At least 4 blocks a multiprocessor.
     """
-    tile, e = tl.program_id(1), tl.arange(0, BLOCK_E)
-    end_E = tl.load(ends_ptr + e, mask=e < GROUPS, other=0)
-    begin_E = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < GROUPS), other=0)
-    before_E = tl.cumsum(
-        (tl.maximum(end_E - begin_E, 0) + BLOCK_S - 1) // BLOCK_S, 0
-    )  # tiles up to and with a group
-    group = tl.sum((before_E <= tile).to(tl.int32), 0)
+    group, first_row, end = rows_of_tile(ends_ptr, tl.program_id(1), GROUPS, BLOCK_S, BLOCK_E)
     if group >= GROUPS:
         return
-    own_E = e == group
-    end, begin = tl.sum(tl.where(own_E, end_E, 0), 0), tl.sum(tl.where(own_E, begin_E, 0), 0)
-    first_tile = tl.max(tl.where(e < group, before_E, 0), 0)
-    row_S = begin + (tile - first_tile) * BLOCK_S + tl.arange(0, BLOCK_S)
+    row_S = first_row + tl.arange(0, BLOCK_S)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real_S, real_N = row_S < tl.minimum(end, num_rows), n < COLUMNS
     x_S = x_ptr + row_S.to(tl.int64) * x_row

@@ -1,0 +1,224 @@
+"""Quantised weights of a checkpoint: as entries that read like plain tensors, and in the matrices of a model."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bateleur.runner.checkpoint.names import Form, Names, Part
+from bateleur.runner.checkpoint.slices import own_rows
+from bateleur.runner.checkpoint.tensors import TensorEntry
+from bateleur.runner.distributed.ranks import Range
+from bateleur.runner.models.grouped import GroupedProjection
+from bateleur.runner.models.matrix import Projection, Rows
+from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
+from bateleur.runner.models.sharding import Cut, Share
+from bateleur.runner.quantization.module import Module, Reader
+from bateleur.runner.quantization.scan import find_modules
+
+_ROUTERS = ("router_proj",)
+"""Matrices that are float32 in any dtype; they are dequantised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedEntry(TensorEntry):
+    """A quantised weight, under the name, with the shape and the numbers of the plain tensor in its place."""
+
+    quantized: ClassVar[bool] = True
+    module: Module
+    reader: Reader
+
+    def scheme(self) -> Scheme:
+        """How it is quantised."""
+        return self.reader.scheme(self.module)
+
+    def matrix(self) -> QuantizedMatrix:
+        """The codes and scales, as views of the file where its layout is ours."""
+        return self.reader.load(self.module)
+
+    def mapped(self) -> Tensor:
+        """The dequantised weight in float32, a copy."""
+        return self.matrix().dequantize()
+
+
+def with_quantized(
+    tensors: Mapping[str, TensorEntry], reader: Reader | None, spellings: Sequence[tuple[str, str]]
+) -> dict[str, TensorEntry]:
+    """The tensors, with one entry in place of all tensors of each quantised module.
+
+    Raises ValueError for tensors of a format that is not supported, or that do not fit each other.
+    """
+    if reader is None:
+        return dict(tensors)
+    modules, used = find_modules(tensors, spellings)
+    found = {name: entry for name, entry in tensors.items() if name not in used}
+    against: list[str] = []
+    for name, module in modules.items():
+        parts: list[TensorEntry] = [each for each in module.parts.values() if isinstance(each, TensorEntry)]
+        found[name] = QuantizedEntry(
+            file=parts[0].file,
+            name=module.names[0],
+            shape=reader.shape(module),
+            dtype="F32",
+            start=parts[0].start,
+            num_bytes=sum(each.num_bytes for each in parts),
+            module=module,
+            reader=reader,
+        )
+        if reader.excludes(module.names):
+            against.append(module.names[0])
+    if against:
+        warnings.warn(
+            f"{len(against)} modules that quantization_config excludes are quantised in the files, such as "
+            f"{against[0]}; they are read as the files have them",
+            stacklevel=2,
+        )
+    return found
+
+
+Matrices = Mapping[str, Projection | GroupedProjection]
+"""Projections of a model or a head, by the names of their weights."""
+
+
+def quantize_projections(
+    matrices: Matrices, names: Names, tensors: Mapping[str, TensorEntry], share: Share | None
+) -> Matrices:
+    """Give the projections whose weights are quantised memory for codes and scales; returns these projections.
+
+    Their parts are in the layout of the file. A weight of experts whose schemes differ stays plain, and so does one
+    that is read in another form than it is stored in.
+    """
+    parts: dict[str, list[tuple[Part, TensorEntry]]] = {}
+    for name, part in names.items():
+        parts.setdefault(part.target, []).append((part, tensors[name]))
+    chosen: dict[str, Projection | GroupedProjection] = {}
+    for target, found in parts.items():
+        projection = matrices.get(target)
+        if projection is None or target.endswith(_ROUTERS):
+            continue
+        if not any(isinstance(entry, QuantizedEntry) for _, entry in found):
+            continue
+        if any(part.form is not Form.PLAIN or part.transposed or part.axis for part, _ in found):
+            continue
+        cut = {} if share is None else share.cuts.get(target, {})
+        if isinstance(projection, Projection):
+            projection.quantize(list(_pieces(found, cut)))
+        elif (scheme := _common(found)) is not None:
+            projection.quantize(_cut(scheme, cut, 2))
+        else:
+            continue
+        chosen[target] = projection
+    return chosen
+
+
+def _common(found: list[tuple[Part, TensorEntry]]) -> Scheme | None:
+    """The scheme of all experts; None if they differ, or if groups have no order, which would differ."""
+    schemes = {_scheme(part, entry) for part, entry in found}
+    (first, *others) = schemes
+    return None if others or first is None or first.indexed else first
+
+
+def _scheme(part: Part, entry: TensorEntry) -> Scheme | None:
+    """None for a plain tensor."""
+    if not isinstance(entry, QuantizedEntry):
+        return None
+    scheme = entry.scheme()
+    if part.factors and scheme.layout is not Layout.F4:
+        return replace(scheme, scale_dtype=torch.float32)
+    return scheme
+
+
+def _pieces(
+    found: list[tuple[Part, TensorEntry]], cut: Cut
+) -> Iterator[tuple[int, int, Scheme | None, int | None]]:
+    """(first row, row after the last, scheme, groups) of the rows of this rank; neighbours of one scheme are one."""
+    every = []
+    for part, entry in found:
+        scheme, groups = _scheme(part, entry), None
+        if isinstance(entry, QuantizedEntry) and scheme is not None and scheme.indexed:
+            groups = entry.matrix().scales.shape[-1]
+        rows = math.prod(entry.shape[:-1])
+        for _, own in own_rows(cut.get(0), part, rows):
+            every.append((*own, None if scheme is None else _cut(scheme, cut, 1), groups))
+    every.sort(key=lambda each: each[0])
+    last: tuple[int, int, Scheme | None, int | None] | None = None
+    for first, end, scheme, groups in every:
+        if last is not None and last[2] == scheme and not (scheme and scheme.indexed):
+            last = (last[0], end, scheme, groups)
+            continue
+        if last is not None:
+            yield last
+        last = (first, end, scheme, groups)
+    if last is not None:
+        yield last
+
+
+def _cut(scheme: Scheme, cut: Cut, axis: int) -> Scheme:
+    ((first, end),) = cut.get(axis, ((0, 1),))
+    return scheme.cut(first, end) if axis in cut else scheme
+
+
+def fill_quantized(
+    projection: Projection | GroupedProjection, part: Part, entry: TensorEntry, cut: Cut
+) -> None:
+    """Copy what this rank has of one tensor to the codes and scales of a projection."""
+    if isinstance(projection, GroupedProjection):
+        _fill_experts(projection, part, entry, cut)
+        return
+    columns = _columns(cut, 1)
+    matrix = _source(part, entry) if isinstance(entry, QuantizedEntry) else part.read(entry.mapped())
+    for (first, end), own in own_rows(cut.get(0), part, matrix.shape[0]):
+        _copy(projection.pieces, own, matrix, slice(first, end), columns)
+
+
+def _fill_experts(projection: GroupedProjection, part: Part, entry: TensorEntry, cut: Cut) -> None:
+    target = projection.quantized
+    assert target is not None
+    (low, high), *_ = cut.get(0, ((0, len(target.codes)),))
+    assert isinstance(entry, QuantizedEntry)
+    columns, matrix = _columns(cut, 2), _source(part, entry)
+    experts = range(low, high) if part.expert is None else [part.expert]
+    for e in experts:
+        if not low <= e < high:
+            continue
+        one = matrix if part.expert is not None else matrix.rows(slice(e, e + 1)).flat()
+        for (first, end), own in own_rows(cut.get(1), part, one.shape[0]):
+            piece = Rows(0, target.rows(slice(e - low, e - low + 1)).flat())
+            _copy((piece,), own, one, slice(first, end), columns)
+
+
+def _columns(cut: Cut, axis: int) -> Range | None:
+    ranges = cut.get(axis)
+    if ranges is None:
+        return None
+    assert len(ranges) == 1, "columns of a matrix are cut in one piece"
+    return ranges[0]
+
+
+def _source(part: Part, entry: QuantizedEntry) -> QuantizedMatrix:
+    """What a file holds, with rows in the order of the weight, and multiplied with its factors."""
+    matrix = entry.matrix()
+    if (order := part.row_order(matrix.shape[-2])) is not None:
+        matrix = matrix.rows(order)
+    return matrix.scaled(part.row_factors(matrix.shape[0])) if part.factors else matrix
+
+
+def _copy(
+    pieces: Sequence[Rows], own: Range, matrix: QuantizedMatrix | Tensor, rows: slice, columns: Range | None
+) -> None:
+    """Copy `rows` of a matrix to the rows `own` of a projection, which lie in one piece."""
+    (piece,) = (each for each in pieces if each.first <= own[0] and own[1] <= each.end)
+    to, target = slice(own[0] - piece.first, own[1] - piece.first), piece.matrix
+    if isinstance(matrix, Tensor):
+        assert isinstance(target, Projection)
+        target.weight[to].copy_(matrix[rows] if columns is None else matrix[rows, slice(*columns)])
+        return
+    assert isinstance(target, QuantizedMatrix)
+    source = matrix.rows(rows)
+    target.rows(to).copy_(source if columns is None else source.cut_columns(*columns))

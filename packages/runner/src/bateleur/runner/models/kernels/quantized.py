@@ -1,0 +1,337 @@
+"""Products with quantised matrices as Triton kernels, which dequantise codes in registers.
+
+A product is W x^T, so that rows of W are what a tensor core takes 64 of, whatever the number of tokens: every token
+has the same instructions. Columns are cut into parts by the sizes of W alone, and sums of parts are added in order, by
+a kernel of their own for few tokens, and in one program for many. So the bits of a token never depend on the others.
+Legend: T tokens of a tile, N rows of W, K columns, G groups of columns with a scale each, E groups of rows of x.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from bateleur.metadata.dispatch import cdiv
+from bateleur.runner.models.kernels.grouped import rows_of_tile
+from bateleur.runner.models.quantized import PACKED, Layout, Scheme, scheme_of
+
+_ROWS = 64  # of W in a tile for few tokens: the least that Hopper's tensor cores take of it
+_PROGRAMS = 264  # that few rows of W are cut into parts for: two for each multiprocessor of an H100
+_PART = 512  # columns, at least
+_BLOCK = 128  # columns of a tile
+_LEAST = 32  # rows of an expert, on average: below, tiles are 16 high
+_FEW, _MANY = 16, 256  # tokens: more have tiles of 64 tokens, and tiles of 128 rows of W
+
+
+@triton.jit
+def e4m3(bits):
+    """float32 of the bits of e4m3, without an instruction for it, which only some GPUs have."""
+    wide = bits.to(tl.int16)
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def of_columns(row_N, k, first, group_K,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Entries (N, 1), (N, G) or (N, K) of a table (N, G) for columns `k` that begin at `first`.
+
+    GROUP: columns of a group; 0 reads the group of each column from group_K.
+    """
+    if GROUP == 0:
+        return tl.load(row_N[:, None] + group_K[None, :])
+    elif GROUP % BLOCK_K == 0:
+        return tl.load(row_N + first // GROUP)[:, None]
+    else:
+        g = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        return tl.load(row_N[:, None] + g[None, :], mask=g[None, :] < GROUPS, other=0)
+
+
+@triton.jit
+def by_column(values_NK, table, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`of_columns` with a form that broadcasts to (N, K)."""
+    if GROUP == 0 or GROUP % BLOCK_K == 0:
+        return table + tl.zeros_like(values_NK)
+    else:
+        wide = tl.broadcast_to(table[:, :, None], [BLOCK_N, BLOCK_K // GROUP, GROUP])
+        return tl.reshape(wide, [BLOCK_N, BLOCK_K])
+
+
+@triton.jit
+def weight_tile(
+    codes_N, scales_N, zeros_N, factor_N1, index_ptr, first,
+    LAYOUT: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(N, K) float32: the weights of columns from `first` on. Columns behind the last have any finite numbers."""
+    k = first + tl.arange(0, BLOCK_K)
+    if LAYOUT == "I4" or LAYOUT == "F4":
+        at = first // 2 + tl.arange(0, BLOCK_K // 2)
+        raw = tl.load(codes_N[:, None] + at[None, :], mask=at[None, :] < (DEPTH + 1) // 2, other=0)
+        nibbles = tl.reshape(tl.join(raw & 15, raw >> 4), [BLOCK_N, BLOCK_K])
+    else:
+        raw = tl.load(codes_N[:, None] + k[None, :], mask=k[None, :] < DEPTH, other=0)
+    if LAYOUT == "F8":
+        w_NK = e4m3(raw)
+    elif LAYOUT == "I8":
+        w_NK = raw.to(tl.float32)
+    elif LAYOUT == "I4":
+        w_NK = nibbles.to(tl.float32)
+    else:
+        code = nibbles.to(tl.int16)
+        half = ((code & 8) << 12) | ((code & 7) << 9)
+        w_NK = half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    group_K = tl.minimum((k + START) // WIDTH, GROUPS - 1)
+    if INDEXED:
+        group_K = tl.load(index_ptr + k, mask=k < DEPTH, other=0)
+    scale = of_columns(scales_N, k, first, group_K, GROUPS, GROUP, BLOCK_N, BLOCK_K)
+    if LAYOUT == "F4":
+        scale = e4m3(scale)
+        if DIVIDES:
+            scale = tl.div_rn(scale, factor_N1 + tl.zeros_like(scale))
+        else:
+            scale *= factor_N1
+    else:
+        scale = scale.to(tl.float32)
+    if zeros_N is not None:
+        zero = of_columns(zeros_N, k, first, group_K, GROUPS, GROUP, BLOCK_N, BLOCK_K).to(tl.float32)
+        w_NK -= by_column(w_NK, zero, GROUP, BLOCK_N, BLOCK_K)
+    elif LAYOUT == "I4":
+        w_NK -= 8.0
+    return w_NK * by_column(w_NK, scale, GROUP, BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def product_tile(
+    codes_N, scales_N, zeros_N, factor_N1, index_ptr, x_T, real_T, begin, end,
+    LAYOUT: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """(N, T) float32: sums over the columns [begin, end)."""
+    sum_NT = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for first in range(begin, end, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        x_KT = tl.load(x_T[None, :] + k[:, None], mask=(k[:, None] < DEPTH) & real_T[None, :], other=0)
+        w_NK = weight_tile(
+            codes_N, scales_N, zeros_N, factor_N1, index_ptr, first,
+            LAYOUT, DEPTH, GROUPS, GROUP, WIDTH, START, INDEXED, DIVIDES, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        sum_NT = tl.dot(w_NK.to(x_KT.dtype), x_KT, sum_NT, input_precision="ieee")
+    return sum_NT
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def linear_kernel(
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, factors_ptr, index_ptr, bias_ptr, y_ptr, num_tokens, x_row,
+    LAYOUT: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, APART: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, tiles of tokens, parts of columns if APART, whose sums float32 y (parts, T, N) gets).
+
+    At least 1 blocks a multiprocessor.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    real_T, own = t < num_tokens, tl.minimum(n, ROWS - 1).to(tl.int64)
+    bytes_of_row: tl.constexpr = (DEPTH + 1) // 2 if LAYOUT == "I4" or LAYOUT == "F4" else DEPTH
+    codes_N, scales_N, zeros_N, factor_N1 = (
+        codes_ptr + own * bytes_of_row,
+        scales_ptr + own * GROUPS,
+        None,
+        None,
+    )
+    if zeros_ptr is not None:
+        zeros_N = zeros_ptr + own * GROUPS
+    if factors_ptr is not None:
+        factor_N1 = tl.load(factors_ptr + own)[:, None]
+    x_T = x_ptr + t.to(tl.int64) * x_row
+    y_NT = y_ptr + t.to(tl.int64)[None, :] * ROWS + n[:, None]
+    real_NT = (n[:, None] < ROWS) & real_T[None, :]
+    if APART:
+        part = tl.program_id(2)
+        sum_NT = product_tile(
+            codes_N, scales_N, zeros_N, factor_N1, index_ptr, x_T, real_T,
+            part * PART, tl.minimum(part * PART + PART, DEPTH),
+            LAYOUT, DEPTH, GROUPS, GROUP, WIDTH, START, INDEXED, DIVIDES, BLOCK_N, BLOCK_K, BLOCK_T,
+        )  # fmt: skip
+        tl.store(y_NT + part.to(tl.int64) * num_tokens * ROWS, sum_NT, mask=real_NT)
+        return
+    sum_NT = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for part in range(PARTS):
+        sum_NT += product_tile(
+            codes_N, scales_N, zeros_N, factor_N1, index_ptr, x_T, real_T,
+            part * PART, tl.minimum(part * PART + PART, DEPTH),
+            LAYOUT, DEPTH, GROUPS, GROUP, WIDTH, START, INDEXED, DIVIDES, BLOCK_N, BLOCK_K, BLOCK_T,
+        )  # fmt: skip
+    if bias_ptr is not None:
+        sum_NT += tl.load(bias_ptr + own).to(tl.float32)[:, None]
+    tl.store(y_NT, sum_NT.to(y_ptr.dtype.element_ty), mask=real_NT)
+
+
+@triton.jit(do_not_specialize=["part_size"])
+def sum_kernel(
+    parts_ptr, bias_ptr, y_ptr, part_size, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Grid (tokens, tiles of rows): sums of parts of columns, in their order.
+
+    At least 16 blocks a multiprocessor.
+    """
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at, real = tl.program_id(0).to(tl.int64) * ROWS + n, n < ROWS
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for part in range(PARTS):
+        total += tl.load(parts_ptr + part * part_size + at, mask=real, other=0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + n, mask=real, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def grouped_kernel(
+    x_ptr, ends_ptr, codes_ptr, scales_ptr, zeros_ptr, factors_ptr, y_ptr, num_rows, x_row,
+    LAYOUT: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, START: tl.constexpr, DIVIDES: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows of W, tiles of rows of x); see `kernels.grouped`.
+
+    At least 1 blocks a multiprocessor.
+    """
+    expert, first_row, end = rows_of_tile(ends_ptr, tl.program_id(1), EXPERTS, BLOCK_T, BLOCK_E)
+    if expert >= EXPERTS:
+        return
+    n, t = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), first_row + tl.arange(0, BLOCK_T)
+    real_T = t < tl.minimum(end, num_rows)
+    own = expert.to(tl.int64) * ROWS + tl.minimum(n, ROWS - 1)
+    bytes_of_row: tl.constexpr = (DEPTH + 1) // 2 if LAYOUT == "I4" or LAYOUT == "F4" else DEPTH
+    codes_N, scales_N, zeros_N, factor_N1 = (
+        codes_ptr + own * bytes_of_row,
+        scales_ptr + own * GROUPS,
+        None,
+        None,
+    )
+    if zeros_ptr is not None:
+        zeros_N = zeros_ptr + own * GROUPS
+    if factors_ptr is not None:
+        factor_N1 = tl.load(factors_ptr + own)[:, None]
+    x_T = x_ptr + t.to(tl.int64) * x_row
+    sum_NT = product_tile(
+        codes_N, scales_N, zeros_N, factor_N1, None, x_T, real_T, 0, DEPTH,
+        LAYOUT, DEPTH, GROUPS, GROUP, WIDTH, START, False, DIVIDES, BLOCK_N, BLOCK_K, BLOCK_T,
+    )  # fmt: skip
+    y_NT = y_ptr + t.to(tl.int64)[None, :] * ROWS + n[:, None]
+    tl.store(y_NT, sum_NT.to(y_ptr.dtype.element_ty), mask=(n[:, None] < ROWS) & real_T[None, :])
+
+
+def tile_options(num_tokens: int, dtype: torch.dtype, *, by_column: bool) -> dict[str, Any]:
+    """Tile sizes and launch options: three for a matrix. BLOCK_K is the same in all, since sums follow from it.
+
+    by_column: whether scales are read for each column.
+    """
+    full = dtype == torch.float32
+    wide = num_tokens > _MANY and not full
+    return {
+        "BLOCK_T": 16 if num_tokens <= _FEW else 32 if full else 64,
+        "BLOCK_N": 2 * _ROWS if wide else _ROWS,
+        "BLOCK_K": 32 if full or by_column else _BLOCK,
+        "num_warps": 8 if wide else 4,
+        "num_stages": 2 if full else 3,
+        "enable_fp_fusion": False,  # a fused multiplication with a zero point would round otherwise
+    }
+
+
+def cut(rows: int, columns: int) -> tuple[int, int]:
+    """Into how many parts the columns of a matrix are cut, and how many a part has."""
+    parts = max(1, min(_PROGRAMS // cdiv(rows, _ROWS), columns // _PART))
+    size = cdiv(cdiv(columns, parts), _BLOCK) * _BLOCK
+    return cdiv(columns, size), size
+
+
+def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
+    """Constants of the kernels for a scheme. GROUP is 0 if groups neither fill blocks of columns nor divide them."""
+    width, start = (columns, 0) if groups == 1 else (scheme.group, scheme.start)
+    one = groups == 1 and not scheme.indexed
+    whole = not scheme.indexed and start == 0 and (width % _BLOCK == 0 or _BLOCK % width == 0)
+    return {
+        "LAYOUT": scheme.layout.value,
+        "DEPTH": columns,
+        "GROUPS": groups,
+        "GROUP": 1 << 30 if one else width if whole else 0,
+        "WIDTH": width,
+        "START": start,
+        "DIVIDES": scheme.divides,
+    }
+
+
+def _parts(parts: list[torch.Tensor], scheme: Scheme) -> tuple[Any, ...]:
+    """Codes, scales, zeros, factors and index of contiguous tensors, None for those that the scheme lacks."""
+    codes, scales, *rest = parts
+    more = iter(rest)
+    zeros = next(more) if scheme.zeros else None
+    factors = next(more) if scheme.layout is Layout.F4 else None
+    return codes, scales, zeros, factors, next(more) if scheme.indexed else None
+
+
+def quantized_linear(x, parts, scheme, bias):
+    """See `bateleur.runner.models.quantized_product.quantized_linear`."""
+    kind = scheme_of(scheme, parts[1].dtype)
+    (tokens, columns), (rows, groups) = x.shape, parts[1].shape
+    y = x.new_empty(tokens, rows)
+    if tokens == 0:
+        return y
+    x = x if x.stride(1) == 1 else x.contiguous()
+    constants = _constants(kind, columns, groups)
+    options = tile_options(tokens, x.dtype, by_column=constants["GROUP"] == 0)
+    count, size = cut(rows, columns)
+    apart = count > 1 and tokens <= _MANY
+    into = x.new_empty(count, tokens, rows, dtype=torch.float32) if apart else y
+    grid = cdiv(rows, options["BLOCK_N"]), cdiv(tokens, options["BLOCK_T"]), count if apart else 1
+    linear_kernel[grid](
+        x, *_parts(parts, kind), None if apart else bias, into, tokens, x.stride(0),
+        ROWS=rows, INDEXED=kind.indexed, PARTS=count, PART=size, APART=apart,
+        **constants, **options,
+    )  # fmt: skip
+    if apart:
+        sum_kernel[tokens, cdiv(rows, 512)](
+            into,
+            bias,
+            y,
+            tokens * rows,
+            ROWS=rows,
+            PARTS=count,
+            BLOCK_N=512,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return y
+
+
+def quantized_grouped(x, ends, parts, scheme):
+    """See `bateleur.runner.models.quantized_product.quantized_grouped`."""
+    kind = scheme_of(scheme, parts[1].dtype)
+    (tokens, columns), (experts, rows, groups) = x.shape, parts[1].shape
+    y = x.new_empty(tokens, rows)
+    if tokens == 0:
+        return y
+    constants, many = _constants(kind, columns, groups), tokens >= _LEAST * experts
+    options = tile_options(cdiv(tokens, experts) if many else 1, x.dtype, by_column=constants["GROUP"] == 0)
+    tiles = tokens // options["BLOCK_T"] + min(experts, tokens)
+    grouped_kernel[cdiv(rows, options["BLOCK_N"]), tiles](
+        x, ends, *_parts(parts, kind)[:4], y, tokens, x.stride(0),
+        ROWS=rows, EXPERTS=experts, BLOCK_E=triton.next_power_of_2(experts),
+        **constants, **options,
+    )  # fmt: skip
+    return y
+
+
+assert {each.value for each in PACKED} == {"I4", "F4"}, "kernels name the layouts with two codes a byte"

@@ -1,0 +1,236 @@
+"""Matrices of quantised codes and scales, and products with them.
+
+Shapes: N rows of a matrix, K columns, G groups of columns with a scale each, E matrices of a grouped projection.
+
+A weight is `(code - zero) * scale`, formed in float32 and rounded once to the dtype of the tokens. A product is that of
+the rounded weights, so it equals the product with a matrix that was dequantised before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Layout(StrEnum):
+    """How the codes of a matrix lie in memory. Nibbles of a byte are an even column, then an odd one."""
+
+    F8 = "F8"
+    """(N, K) uint8, the bits of float8 e4m3."""
+    I8 = "I8"
+    """(N, K) int8."""
+    I4 = "I4"
+    """(N, K / 2) uint8, two unsigned codes a byte. Without zeros, 8 stands for 0."""
+    F4 = "F4"
+    """(N, K / 2) uint8, two numbers e2m1 a byte; scales are the bits of e4m3, with a float32 factor for each row."""
+
+
+PACKED = (Layout.I4, Layout.F4)
+"""Layouts with two codes a byte."""
+_MIDDLE = 8
+"""The code of I4 that stands for 0 if there are no zeros."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a matrix is quantised, apart from its sizes. Rows of one scheme can be stacked."""
+
+    layout: Layout
+    group: int
+    """Columns with a common scale; at least K means one scale for each row."""
+    scale_dtype: torch.dtype = torch.float32
+    """uint8 for F4."""
+    zeros: bool = False
+    divides: bool = False
+    """Whether scales of F4 are divided by the factors of their rows, not multiplied with them."""
+    indexed: bool = False
+    """Whether a table tells the group of each column."""
+    start: int = 0
+    """Columns of the first group that come before this part of the matrix."""
+
+    def num_groups(self, columns: int) -> int:
+        """Of a matrix of so many columns."""
+        return -(-(self.start + columns) // self.group)
+
+    def cut(self, first: int, end: int) -> Scheme:
+        """Of the columns [first, end)."""
+        return self if self.indexed else replace(self, start=(self.start + first) % self.group)
+
+    def key(self) -> str:
+        """All fields but the dtype of scales, as operators take them; `scheme_of` reads it."""
+        flags = int(self.zeros), int(self.divides), int(self.indexed)
+        return " ".join(map(str, (self.layout.value, self.group, self.start, *flags)))
+
+    def __str__(self) -> str:
+        names = {Layout.F8: "FP8 e4m3", Layout.I8: "INT8", Layout.I4: "INT4", Layout.F4: "NVFP4"}
+        more = "zero points, " * self.zeros + "act order, " * self.indexed
+        return f"{names[self.layout]}, {more}groups of {self.group}"
+
+
+@cache
+def scheme_of(key: str, scale_dtype: torch.dtype) -> Scheme:
+    """The scheme whose `key` that is."""
+    layout, *numbers = key.split()
+    group, start, zeros, divides, indexed = map(int, numbers)
+    return Scheme(Layout(layout), group, scale_dtype, bool(zeros), bool(divides), bool(indexed), start)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """(N, K), or (E, N, K) with a leading E in all tensors."""
+
+    scheme: Scheme
+    columns: int
+    """K."""
+    codes: Tensor
+    scales: Tensor
+    """(N, G) of `scheme.scale_dtype`."""
+    zeros: Tensor | None = None
+    """(N, G) of the codes' dtype."""
+    factors: Tensor | None = None
+    """(N,) float32, with F4."""
+    index: Tensor | None = None
+    """(K,) int32, the group of each column, if that is not `(start + k) // group`."""
+
+    @classmethod
+    def empty(
+        cls, scheme: Scheme, shape: tuple[int, ...], groups: int | None, device: torch.device
+    ) -> QuantizedMatrix:
+        """Uninitialised memory for a matrix of this shape. groups: G, by default what the columns need."""
+        *lead, columns = shape
+        groups = scheme.num_groups(columns) if groups is None else groups
+        width = -(-columns // 2) if scheme.layout in PACKED else columns
+        code = torch.int8 if scheme.layout is Layout.I8 else torch.uint8
+
+        def new(*sizes: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(*sizes, dtype=dtype, device=device)
+
+        return cls(
+            scheme,
+            columns,
+            new(*lead, width, dtype=code),
+            new(*lead, groups, dtype=scheme.scale_dtype),
+            new(*lead, groups, dtype=code) if scheme.zeros else None,
+            new(*lead, dtype=torch.float32) if scheme.layout is Layout.F4 else None,
+            new(columns, dtype=torch.int32) if scheme.indexed else None,
+        )
+
+    @classmethod
+    def of(cls, key: str, columns: int, parts: Sequence[Tensor]) -> QuantizedMatrix:
+        """Of `Scheme.key` and of `tensors` in their order."""
+        codes, scales, *rest = parts
+        scheme, more = scheme_of(key, scales.dtype), iter(rest)
+        zeros = next(more) if scheme.zeros else None
+        factors = next(more) if scheme.layout is Layout.F4 else None
+        return cls(scheme, columns, codes, scales, zeros, factors, next(more) if scheme.indexed else None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, K) or (E, N, K)."""
+        return (*self.codes.shape[:-1], self.columns)
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """What it holds in memory, by name behind a prefix."""
+        named = {prefix + each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+    def rows(self, rows: slice | Tensor) -> QuantizedMatrix:
+        """Some of the N rows of a matrix (N, K), or some of the E matrices; views for a slice."""
+        tensors: dict[str, Any] = {
+            name: each[rows] for name, each in self.tensors().items() if name != "index"
+        }
+        return replace(self, **tensors)
+
+    def flat(self) -> QuantizedMatrix:
+        """(E * N, K) of (E, N, K)."""
+        if self.codes.ndim == 2:
+            return self
+        tensors: dict[str, Any] = {
+            name: each.flatten(0, 1) for name, each in self.tensors().items() if name != "index"
+        }
+        return replace(self, **tensors)
+
+    def cut_columns(self, first: int, end: int) -> QuantizedMatrix:
+        """Columns [first, end) with the scales that they need. Raises ValueError if a byte would be cut."""
+        if (first, end) == (0, self.columns):
+            return self
+        scheme = self.scheme
+        codes = self.codes
+        if scheme.layout in PACKED:
+            if first % 2:
+                raise ValueError(f"columns from {first} on start within a byte of two codes")
+            codes = codes[..., first // 2 : -(-end // 2)]
+        else:
+            codes = codes[..., first:end]
+        if self.index is not None:  # all groups may be met
+            return replace(self, columns=end - first, codes=codes, index=self.index[first:end])
+        groups = slice((scheme.start + first) // scheme.group, -(-(scheme.start + end) // scheme.group))
+        zeros = None if self.zeros is None else self.zeros[..., groups]
+        return replace(
+            self,
+            scheme=scheme.cut(first, end),
+            columns=end - first,
+            codes=codes,
+            scales=self.scales[..., groups],
+            zeros=zeros,
+        )
+
+    def scaled(self, factors: Tensor) -> QuantizedMatrix:
+        """Each row multiplied by one of factors (N,) float32; scales are float32 afterwards, but for F4."""
+        if self.factors is not None:
+            combined = self.factors / factors if self.scheme.divides else self.factors * factors
+            return replace(self, factors=combined)
+        scheme = replace(self.scheme, scale_dtype=torch.float32)
+        return replace(self, scheme=scheme, scales=self.scales.float() * factors[:, None])
+
+    def copy_(self, other: QuantizedMatrix) -> None:
+        """Copy the tensors of a matrix of the same scheme and sizes."""
+        assert self.scheme == other.scheme, f"{other.scheme} is copied to {self.scheme}"
+        theirs = other.tensors()
+        for name, each in self.tensors().items():
+            assert each.shape == theirs[name].shape, (name, each.shape, theirs[name].shape)
+            each.copy_(theirs[name])
+
+    def dequantize(self) -> Tensor:
+        """(N, K) or (E, N, K) float32."""
+        scheme, device = self.scheme, self.codes.device
+        values = unpack(self.codes, scheme.layout)[..., : self.columns]
+        scales = self.scales.float()
+        if self.factors is not None:
+            scales, factors = e4m3(self.scales), self.factors[..., None]
+            scales = scales / factors if scheme.divides else scales * factors
+        group = self.index
+        if group is None:
+            group = (torch.arange(self.columns, device=device) + scheme.start) // scheme.group
+        if self.zeros is not None:
+            values -= self.zeros.float()[..., group]
+        elif scheme.layout is Layout.I4:
+            values -= _MIDDLE
+        return values.mul_(scales[..., group])
+
+
+def unpack(codes: Tensor, layout: Layout) -> Tensor:
+    """The numbers that codes stand for, float32; those of I4 are unsigned."""
+    if layout is Layout.F8:
+        return e4m3(codes)
+    if layout is Layout.I8:
+        return codes.float()
+    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    if layout is Layout.I4:
+        return nibbles.float()
+    table = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device=codes.device)
+    return table[nibbles.int()]
+
+
+def e4m3(bits: Tensor) -> Tensor:
+    """float32 of uint8 bits of float8 e4m3. torch's own conversion is ten times as slow on a CPU. NaN becomes 480."""
+    wide = bits.int()
+    placed = (wide & 0x80) << 24 | (wide & 0x7F) << 20
+    return placed.view(torch.float32) * 2.0**120

@@ -1,0 +1,1 @@
+"""Quantised checkpoints: their configuration, and a reader for each format. All formats become `QuantizedMatrix`."""

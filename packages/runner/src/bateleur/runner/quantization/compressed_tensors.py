@@ -1,0 +1,173 @@
+"""`quant_method: compressed-tensors`: float, integer, packed integer and NVFP4 weights (llm-compressor writes them)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
+from bateleur.runner.quantization.bits import unpack_rows
+from bateleur.runner.quantization.matching import listed, strings
+from bateleur.runner.quantization.module import (
+    Module,
+    Reader,
+    check_codes,
+    check_scales,
+    float_scheme,
+    group_size,
+    row_scales,
+    scale_dtype,
+)
+from bateleur.runner.quantization.nvfp4 import nvfp4_matrix, nvfp4_scheme, nvfp4_shape
+
+FORMATS = (
+    "float-quantized",
+    "naive-quantized",
+    "int-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
+_GLOBAL = "weight_global_scale"
+
+
+class CompressedTensorsReader(Reader):
+    """The tensors of a module tell its format, its group of the configuration the sizes of groups and blocks."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        groups = [each for each in (fields.get("config_groups") or {}).values() if isinstance(each, dict)]
+        for each in (fields, *groups):
+            if (form := each.get("format")) not in (None, *FORMATS):
+                raise ValueError(
+                    f"quantization_config: format is {form!r}; supported are {', '.join(FORMATS)}"
+                )
+        if fields.get("quantization_status") not in (None, "compressed"):
+            status = fields["quantization_status"]
+            raise ValueError(
+                f"quantization_config: quantization_status is {status!r}; it must be 'compressed'"
+            )
+        if fields.get("transform_config"):
+            raise ValueError(
+                "quantization_config: transform_config is set; rotated weights are not supported"
+            )
+        sparse = fields.get("sparsity_config") or {}
+        if sparse.get("format", "dense") != "dense":
+            raise ValueError("quantization_config: sparsity_config is set; sparse weights are not supported")
+        self._groups = [(strings(each.get("targets")), each.get("weights") or {}) for each in groups]
+        self._ignored = strings(fields.get("ignore"))
+
+    def excludes(self, names: tuple[str, ...]) -> bool:
+        """See `Reader.excludes`."""
+        return any(listed(entry, names) for entry in self._ignored)
+
+    def shape(self, module: Module) -> tuple[int, ...]:
+        """See `Reader.shape`."""
+        if _GLOBAL in module.parts:
+            return nvfp4_shape(module, "weight_packed")
+        if "weight_packed" not in module.parts:
+            if module["weight"].dtype not in ("F8_E4M3", "I8"):
+                raise module.refuse("weight", "with a scale its dtype must be F8_E4M3 or I8")
+            return module["weight"].shape
+        packed, bits = module["weight_packed"], self._bits(module)
+        *lead, width = packed.shape
+        columns = width * 32 // bits
+        if "weight_shape" in module.parts:
+            columns = int(module["weight_shape"].mapped()[-1])
+        if packed.dtype != "I32" or -(-columns * bits // 32) != width:
+            raise module.refuse(
+                "weight_packed", f"{columns} columns of {bits} bits need I32 words in as many"
+            )
+        return (*lead, columns)
+
+    def scheme(self, module: Module) -> Scheme:
+        """See `Reader.scheme`."""
+        zeros = "weight_zero_point" in module.parts
+        if _GLOBAL in module.parts:
+            return nvfp4_scheme(divides=True)
+        if "weight_packed" not in module.parts:
+            found = float_scheme(module, "weight_scale", self._block(module))
+            return Scheme(found.layout, found.group, found.scale_dtype, zeros)
+        columns, scales = self.shape(module)[-1], module["weight_scale"]
+        layout = Layout.I4 if self._bits(module) == 4 else Layout.I8
+        said = self._weights(module).get("group_size") or -1
+        group = group_size(columns, scales.shape[-1], int(said), module)
+        indexed = _index(module, group) is not None
+        return Scheme(layout, group, scale_dtype(module, "weight_scale"), zeros, indexed=indexed)
+
+    def load(self, module: Module) -> QuantizedMatrix:
+        """See `Reader.load`."""
+        if _GLOBAL in module.parts:
+            return nvfp4_matrix(module, "weight_packed", _GLOBAL, divides=True)
+        shape, scheme = self.shape(module), self.scheme(module)
+        if "weight_packed" in module.parts:
+            return self._packed(module, shape, scheme)
+        block = self._block(module)
+        scales = check_scales(module, "weight_scale", row_scales(module, "weight_scale", block, shape))
+        codes = module["weight"].mapped()
+        zeros = None
+        if scheme.layout is Layout.F8:
+            check_codes(module, "weight", codes)
+        elif scheme.zeros:
+            zeros = row_scales(module, "weight_zero_point", block, shape)
+        return QuantizedMatrix(scheme, shape[-1], codes, scales, zeros)
+
+    def _packed(self, module: Module, shape: tuple[int, ...], scheme: Scheme) -> QuantizedMatrix:
+        bits, columns = self._bits(module), shape[-1]
+        # Words are little-endian, and a nibble of I4 is that of the word.
+        codes = module["weight_packed"].mapped().contiguous().view(torch.uint8)
+        codes = codes[..., : -(-columns * bits // 8)]
+        zeros = module["weight_zero_point"].mapped() if scheme.zeros else None
+        if zeros is not None:
+            zeros = unpack_rows(zeros, bits, shape[-2])
+        if scheme.layout is Layout.I8:  # unsigned codes, 128 more than the signed ones
+            codes = codes.bitwise_xor(0x80).view(torch.int8)
+            zeros = None if zeros is None else zeros.bitwise_xor(0x80).view(torch.int8)
+        scales = check_scales(module, "weight_scale", module["weight_scale"].mapped())
+        index = _index(module, scheme.group)
+        return QuantizedMatrix(scheme, columns, codes, scales, zeros, index=index)
+
+    def _weights(self, module: Module) -> dict[str, Any]:
+        """The arguments of the group that names the module: exactly, by a pattern, or by its class."""
+        found: list[tuple[int, dict[str, Any]]] = []
+        for targets, weights in self._groups:
+            for target in targets:
+                if listed(target, module.names):
+                    found.append((1 if target.startswith("re:") else 0, weights))
+                elif not target.startswith("re:") and "." not in target:
+                    found.append((2, weights))  # the name of a class
+        if not found:
+            raise ValueError(f"{module.names[0]}: is quantised, but no group of quantization_config names it")
+        return min(found, key=lambda each: each[0])[1]
+
+    def _bits(self, module: Module) -> int:
+        bits = self._weights(module).get("num_bits")
+        if bits not in (4, 8):
+            raise ValueError(
+                f"{module.names[0]}: num_bits is {bits!r}; supported for packed weights are 4 and 8"
+            )
+        return int(bits)
+
+    def _block(self, module: Module) -> tuple[int, int] | None:
+        weights = self._weights(module)
+        size = weights.get("block_structure")
+        if weights.get("strategy") != "block" and size is None:
+            return None
+        rows, columns = size.split("x") if isinstance(size, str) else (size or (128, 128))
+        return int(rows), int(columns)
+
+
+def _index(module: Module, group: int) -> Tensor | None:
+    """(K,) int32, the group of each column; None if groups lie one after the other."""
+    if "weight_g_idx" not in module.parts:
+        return None
+    index = module["weight_g_idx"].mapped()
+    columns = math.prod(index.shape)
+    if (index < 0).any() or torch.equal(index, torch.arange(columns, dtype=index.dtype) // group):
+        return None
+    return index

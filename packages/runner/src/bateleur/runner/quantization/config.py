@@ -1,0 +1,93 @@
+"""The configuration of a quantised checkpoint: where it is, and the reader that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bateleur.runner.quantization.awq import AwqReader
+from bateleur.runner.quantization.compressed_tensors import CompressedTensorsReader
+from bateleur.runner.quantization.fp8 import Fp8Reader
+from bateleur.runner.quantization.gptq import AutoRoundReader, GptqReader
+from bateleur.runner.quantization.modelopt import ModeloptReader
+from bateleur.runner.quantization.module import Reader
+from bateleur.runner.utils.json_file import read_json
+
+READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
+    "fp8": Fp8Reader,
+    "compressed-tensors": CompressedTensorsReader,
+    "modelopt": ModeloptReader,
+    "gptq": GptqReader,
+    "awq": AwqReader,
+    "auto-round": AutoRoundReader,
+}
+"""By `quant_method`."""
+_SAME = {
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+    "intel/auto-round": "auto-round",
+    "inc": "auto-round",
+}
+_REASONS = {
+    "bitsandbytes": "it has no published layout of its own; use an FP8 or W4A16 checkpoint of the model",
+    "mxfp4": "MXFP4 is not read yet",
+    "mxfp8": "MXFP8 is not read yet",
+    "quark": "quark is not read yet",
+}
+"""Why some methods are refused."""
+_FALLBACKS = (
+    ("hf_quant_config.json", "modelopt"),
+    ("quantize_config.json", "gptq"),
+    ("quant_config.json", "awq"),
+)
+"""Files that say it in place of config.json, and the method that they are of."""
+
+
+def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
+    """The reader of the checkpoint folder `path`, whose config.json has the fields `config`; None if it is plain.
+
+    Raises ValueError for a method or an option of it that is not supported.
+    """
+    file = path / "config.json"
+    try:
+        fields = _fields(config)
+        for name, method in _FALLBACKS:
+            if not fields and (path / name).is_file():
+                file = path / name
+                found = read_json(file)
+                fields = {"quant_method": method, **found.get("quantization", found)}
+        return reader_of(fields) if fields else None
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def reader_of(fields: Mapping[str, Any]) -> Reader:
+    """The reader that `quantization_config` asks for. Raises ValueError as `read_quantization`."""
+    said = fields.get("quant_method")
+    method = str(said).lower().replace("_", "-")
+    method = _SAME.get(str(said).lower(), method)
+    packing = str(fields.get("packing_format"))
+    if method == "auto-round" and "awq" in packing:
+        method = "awq"
+    elif method == "auto-round" and "llm_compressor" in packing:
+        method = "compressed-tensors"
+    if method not in READERS:
+        why = next((reason for name, reason in _REASONS.items() if name in method), "nothing here reads it")
+        supported = ", ".join(READERS)
+        raise ValueError(f"quantization_config: quant_method is {said!r}; {why}. Supported are {supported}")
+    return READERS[method](fields)
+
+
+def _fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of the whole model, or else of its text part."""
+    inner = config.get("text_config")
+    for where in (config, inner if isinstance(inner, dict) else {}):
+        for name in ("quantization_config", "compression_config"):
+            found = where.get(name)
+            if found is None or found == {}:
+                continue
+            if not isinstance(found, dict):
+                raise ValueError(f"{name} is {found!r}; it must be an object")
+            return found
+    return {}

@@ -1,0 +1,123 @@
+"""`quant_method: gptq` (GPTQModel, AutoGPTQ, optimum) and the same tensors in `auto-round` files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
+from bateleur.runner.quantization.bits import pack_nibbles, unpack_columns
+from bateleur.runner.quantization.matching import starts_with, strings
+from bateleur.runner.quantization.module import Module, Reader, check_scales, group_size, scale_dtype
+
+_FORMATS = ("gptq", "gptq_v2")
+
+
+class GptqReader(Reader):
+    """`qweight` (K * bits / 32, N) packed along K, `qzeros` (G, N * bits / 32) along N, `scales` (G, N)."""
+
+    less_one: bool
+    """Whether stored zeros are one less: version 1."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        form = fields.get("checkpoint_format") or fields.get("format") or "gptq"
+        if form not in _FORMATS:
+            raise ValueError(
+                f"quantization_config: checkpoint_format is {form!r}; supported are {', '.join(_FORMATS)}"
+            )
+        if fields.get("pack_dtype") not in (None, "int32"):
+            raise ValueError(
+                f"quantization_config: pack_dtype is {fields['pack_dtype']!r}; supported is 'int32'"
+            )
+        self.less_one = form == "gptq"
+        self._inside = strings(fields.get("modules_in_block_to_quantize"))
+        self._dynamic = [(str(name), each) for name, each in (fields.get("dynamic") or {}).items()]
+
+    def excludes(self, names: tuple[str, ...]) -> bool:
+        """See `Reader.excludes`."""
+        for pattern, _ in self._dynamic:
+            if starts_with(pattern.removeprefix("-:").removeprefix("+:"), names):
+                return pattern.startswith("-:")
+        return bool(self._inside) and not any(name.endswith(self._inside) for name in names)
+
+    def shape(self, module: Module) -> tuple[int, ...]:
+        """See `Reader.shape`."""
+        words, rows = module["qweight"].shape
+        return rows, words * 32 // self._bits(module)
+
+    def scheme(self, module: Module) -> Scheme:
+        """See `Reader.scheme`."""
+        columns, groups = self.shape(module)[1], module["scales"].shape[0]
+        group = group_size(columns, groups, self._said(module, "group_size", -1), module)
+        layout = Layout.I4 if self._bits(module) == 4 else Layout.I8
+        zeros, indexed = not self._symmetric(module), self._index(module, group) is not None
+        return Scheme(layout, group, scale_dtype(module, "scales"), zeros, indexed=indexed)
+
+    def load(self, module: Module) -> QuantizedMatrix:
+        """See `Reader.load`."""
+        bits, scheme, (rows, columns) = self._bits(module), self.scheme(module), self.shape(module)
+        codes = unpack_columns(module["qweight"].mapped().T, bits)
+        zeros = self._zeros(module, bits, rows).T.contiguous() if scheme.zeros else None
+        if bits == 8:
+            codes = codes.bitwise_xor(0x80).view(torch.int8)
+            zeros = None if zeros is None else zeros.bitwise_xor(0x80).view(torch.int8)
+        else:
+            codes = pack_nibbles(codes)
+        scales = check_scales(module, "scales", module["scales"].mapped().T.contiguous())
+        return QuantizedMatrix(scheme, columns, codes, scales, zeros, index=self._index(module, scheme.group))
+
+    def _zeros(self, module: Module, bits: int, rows: int) -> Tensor:
+        """(G, N) uint8. One is added after unpacking, modulo 2^bits: 15 in a file is 0 less one."""
+        zeros = unpack_columns(module["qzeros"].mapped(), bits)[:, :rows]
+        return (zeros + int(self.less_one)) & ((1 << bits) - 1)
+
+    def _symmetric(self, module: Module) -> bool:
+        """Whether 2^(bits - 1) stands for 0 whatever `qzeros` holds, which is that or one less."""
+        return bool(self._said(module, "sym", 1))
+
+    def _said(self, module: Module, name: str, default: int) -> int:
+        """A field of the configuration, or of the first entry of `dynamic` that names the module."""
+        value = self.fields.get(name, default)
+        for pattern, own in self._dynamic:
+            if starts_with(pattern.removeprefix("-:").removeprefix("+:"), module.names):
+                value = (own or {}).get(name, value)
+                break
+        return int(default if value is None else value)
+
+    def _bits(self, module: Module) -> int:
+        """As the widths of `qzeros` and `scales` tell; the configuration may differ for some modules."""
+        rows = math.prod(module["scales"].shape[1:])
+        bits = 32 * module["qzeros"].shape[1] // rows if rows else 0
+        if module["qweight"].dtype != "I32" or bits not in (4, 8):
+            raise module.refuse("qweight", f"it has {bits} bits a weight in I32; supported are 4 and 8")
+        if module["qweight"].shape[1] != rows:
+            raise module.refuse("qweight", f"scales have {rows} columns")
+        return bits
+
+    def _index(self, module: Module, group: int) -> Tensor | None:
+        """(K,) int32, the group of each column, if groups do not lie one after the other."""
+        if "g_idx" not in module.parts:
+            return None
+        index = module["g_idx"].mapped()
+        if torch.equal(index, torch.arange(len(index), dtype=index.dtype) // group):
+            return None
+        return index
+
+
+class AutoRoundReader(GptqReader):
+    """`packing_format` says whose zeros these are: auto_gptq stores one less, the others z itself."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__({**fields, "checkpoint_format": "gptq_v2"})
+        self.less_one = "auto_gptq" in str(fields.get("packing_format"))
+        extra = fields.get("extra_config") or {}
+        self._plain = [name for name, each in extra.items() if (each or {}).get("bits", 0) >= 16]
+
+    def excludes(self, names: tuple[str, ...]) -> bool:
+        """See `Reader.excludes`."""
+        return any(entry in names or starts_with(entry, names) for entry in self._plain)

@@ -1,0 +1,141 @@
+"""The tensors of one quantised module of a checkpoint, and what a reader of a format makes of them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Stored(Protocol):
+    """A tensor of a file."""
+
+    @property
+    def name(self) -> str:
+        """As the file has it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the file has it."""
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors writes it."""
+
+    def mapped(self) -> Tensor:
+        """Its numbers, read from the file when they are used; those of float8 as their bits in uint8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """Tensors of one module, by what their names end with: `weight`, `weight_scale`, ..."""
+
+    names: tuple[str, ...]
+    """Of the module: as the file has it first, then other spellings."""
+    parts: Mapping[str, Stored]
+
+    def __getitem__(self, part: str) -> Stored:
+        if part not in self.parts:
+            raise ValueError(
+                f"{self.names[0]}: is quantised, but has no {part}; it has {', '.join(self.parts)}"
+            )
+        return self.parts[part]
+
+    def refuse(self, part: str, rule: str) -> ValueError:
+        """The error for a tensor that does not fit."""
+        entry = self[part]
+        return ValueError(f"{entry.name}: is {entry.dtype} {entry.shape}; {rule}")
+
+
+class Reader(ABC):
+    """Reads modules of one format. fields: `quantization_config` of the checkpoint."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = fields
+
+    @abstractmethod
+    def shape(self, module: Module) -> tuple[int, ...]:
+        """(N, K) or (E, N, K) of the weight. Raises ValueError for sizes that do not fit each other."""
+
+    @abstractmethod
+    def scheme(self, module: Module) -> Scheme:
+        """How it is quantised. Raises ValueError for what is not supported."""
+
+    @abstractmethod
+    def load(self, module: Module) -> QuantizedMatrix:
+        """The matrix on the CPU, as far as possible as views of the file."""
+
+    @abstractmethod
+    def excludes(self, names: tuple[str, ...]) -> bool:
+        """Whether the configuration says that the module of these names is not quantised."""
+
+
+def float_scheme(module: Module, scale: str, block: tuple[int, int] | None) -> Scheme:
+    """FP8 or INT8 codes with scales for a tensor, rows, or `block`s of (rows, columns)."""
+    columns = module["weight"].shape[-1]
+    layout = Layout.F8 if module["weight"].dtype.startswith("F8") else Layout.I8
+    return Scheme(layout, columns if block is None else block[1], scale_dtype(module, scale))
+
+
+def scale_dtype(module: Module, scale: str) -> torch.dtype:
+    """Of scales in one of the floating-point types."""
+    if module[scale].dtype not in _FLOATS:
+        raise module.refuse(scale, f"its dtype must be one of {', '.join(_FLOATS)}")
+    return _FLOATS[module[scale].dtype]
+
+
+def row_scales(module: Module, scale: str, block: tuple[int, int] | None, shape: tuple[int, ...]) -> Tensor:
+    """(..., N, G) of scales of a tensor, of rows, or of blocks, whose last rows and columns may be ragged."""
+    *lead, rows, columns = shape
+    entry = module[scale]
+    scales, count = entry.mapped(), math.prod(lead)
+    if block is None:
+        size = scales.numel()
+        if size not in (1, count, count * rows):
+            raise module.refuse(scale, f"the weight {shape} needs one scale, or one for each of {rows} rows")
+        each = scales.reshape(-1, 1) if size == count * rows else scales.reshape(-1, 1, 1).expand(-1, rows, 1)
+        return (
+            each.expand(count, rows, 1).reshape(*lead, rows, 1)
+            if size < count * rows
+            else each.reshape(*lead, rows, 1)
+        )
+    high, wide = block
+    blocks = (*lead, -(-rows // high), -(-columns // wide))
+    if scales.numel() != math.prod(blocks):
+        raise module.refuse(scale, f"the weight {shape} in blocks of {block} needs {blocks}")
+    return scales.reshape(blocks).repeat_interleave(high, -2)[..., :rows, :]
+
+
+def check_scales(module: Module, part: str, scales: Tensor) -> Tensor:
+    """The scales. Raises ValueError for one that is NaN or infinite."""
+    if not scales.isfinite().all():
+        raise ValueError(f"{module[part].name}: holds NaN or infinity; the checkpoint is damaged")
+    return scales
+
+
+def check_codes(module: Module, part: str, codes: Tensor) -> Tensor:
+    """Bits of e4m3. Raises ValueError for a NaN among them."""
+    if ((codes & 0x7F) == 0x7F).any():
+        raise ValueError(f"{module[part].name}: holds NaN; the checkpoint is damaged")
+    return codes
+
+
+def group_size(columns: int, groups: int, said: int, module: Module) -> int:
+    """Columns with a common scale. said: by the configuration; below 1 means all columns."""
+    group = columns if said < 1 else said
+    if -(-columns // group) == groups:
+        return group
+    if groups and columns % groups == 0:
+        return columns // groups
+    raise ValueError(
+        f"{module.names[0]}: has {groups} scales in a row of {columns} columns; group_size is {said}"
+    )

@@ -1,0 +1,44 @@
+"""NVFP4: e2m1 in groups of 16, with scales e4m3 and a factor for the whole tensor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
+from bateleur.runner.quantization.module import Module, check_codes
+
+_GROUP = 16
+
+
+def nvfp4_shape(module: Module, weight: str) -> tuple[int, ...]:
+    """Of the weight in tensor `weight`."""
+    *lead, width = module[weight].shape
+    if module[weight].dtype != "U8":
+        raise module.refuse(weight, "two numbers of NVFP4 are a byte: its dtype must be U8")
+    scales, expected = module["weight_scale"], (*lead, width * 2 // _GROUP)
+    if scales.dtype not in ("F8_E4M3", "U8") or scales.shape != expected:
+        raise module.refuse("weight_scale", f"NVFP4 needs F8_E4M3 {expected}")
+    return (*lead, width * 2)
+
+
+def nvfp4_scheme(divides: bool) -> Scheme:
+    """divides: whether the factor of the tensor is a divisor."""
+    return Scheme(Layout.F4, _GROUP, torch.uint8, divides=divides)
+
+
+def nvfp4_matrix(module: Module, weight: str, factor: str, *, divides: bool) -> QuantizedMatrix:
+    """The matrix. A divisor may be infinite: that of a tensor of zeros."""
+    *lead, rows, columns = nvfp4_shape(module, weight)
+    factors, count = module[factor].mapped().float(), math.prod(lead)
+    if factors.isnan().any() or (not divides and factors.isinf().any()):
+        raise ValueError(f"{module[factor].name}: holds NaN or infinity; the checkpoint is damaged")
+    if factors.numel() % count or rows % (factors.numel() // count):
+        raise module.refuse(
+            factor, f"{count} matrices need as many, or as many for equal parts of their rows"
+        )
+    parts = factors.reshape(count, -1).repeat_interleave(rows * count // factors.numel(), 1)
+    scales = check_codes(module, "weight_scale", module["weight_scale"].mapped())
+    codes = module[weight].mapped()
+    return QuantizedMatrix(nvfp4_scheme(divides), columns, codes, scales, factors=parts.reshape(*lead, rows))

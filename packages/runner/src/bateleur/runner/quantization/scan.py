@@ -1,0 +1,77 @@
+"""Which tensors of a file belong to one quantised module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from bateleur.runner.quantization.module import Module, Stored
+
+_CODES = ("weight", "weight_packed", "qweight")
+_SIDES = (
+    *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
+    *("weight_zero_point", "weight_g_idx", "weight_shape", "qzeros", "scales", "g_idx"),
+)
+_ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point")
+"""Scales of activations, which are not quantised here."""
+_REFUSED = {
+    "pre_quant_scale": "activations would have to be scaled by it",
+    "absmax": "bitsandbytes is not supported",
+    "quant_map": "bitsandbytes is not supported",
+    "SCB": "bitsandbytes is not supported",
+    "weight_bitmask": "sparse weights are not supported",
+    "compressed": "sparse weights are not supported",
+}
+_PLAIN = ("F64", "F32", "F16", "BF16")
+_JOINED = re.compile(r"(?P<base>.+?)_(?P<part>(?:weight_)?(?:scale(?:_inv|_2)?|global_scale)|input_scale)")
+"""Names of scales of a parameter that has no `.weight`: `experts.gate_up_proj_scale_inv`."""
+
+
+def find_modules(
+    tensors: Mapping[str, Stored], spellings: Sequence[tuple[str, str]] = ()
+) -> tuple[dict[str, Module], set[str]]:
+    """Quantised modules, by the name that the weight of each has without quantisation, and all tensors of them.
+
+    spellings: (other, ours) prefixes of names, both of which ignore lists may use.
+
+    Raises ValueError for a tensor that shows an unsupported format.
+    """
+    grouped: dict[str, dict[str, Stored]] = {}
+    claimed: dict[str, set[str]] = {}
+    for name, entry in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if last in _REFUSED:
+            raise ValueError(f"{entry.name}: {_REFUSED[last]}")
+        part = last if last in (*_CODES, *_SIDES, *_ACTIVATIONS) else None
+        if part is None and (joined := _JOINED.fullmatch(name)) and joined["base"] in tensors:
+            stem, part = joined["base"], joined["part"]
+            part = part if part.startswith(("weight_", "input_")) else f"weight_{part}"
+            grouped.setdefault(stem, {})["weight"] = tensors[stem]
+            claimed.setdefault(stem, set()).add(stem)
+        if part is not None:
+            grouped.setdefault(stem, {})[part] = entry
+            claimed.setdefault(stem, set()).add(name)
+    modules, used = {}, set[str]()
+    for stem, parts in grouped.items():
+        codes = [parts[name] for name in _CODES if name in parts]
+        if not codes or not (any(name in parts for name in _SIDES) or codes[0].dtype not in _PLAIN):
+            continue
+        bare = "weight" in parts and stem in claimed[stem]
+        fused = len(codes[0].shape) == 3
+        modules[stem if bare or fused else f"{stem}.weight"] = Module(
+            _names(stem, codes[0].name, spellings), parts
+        )
+        used |= claimed[stem]
+    return modules, used
+
+
+def _names(stem: str, stored: str, spellings: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Of a module: in the file, here, and with the prefixes that other tools write."""
+    own = stored.rpartition(".")[0] if stored.rpartition(".")[2] in _CODES else stored
+    found = [own, stem]
+    for one, other in (*spellings, ("model.", "backbone."), ("model.", "model.language_model.")):
+        for name in (own, stem):
+            for first, second in ((one, other), (other, one)):
+                if name.startswith(first):
+                    found.append(second + name.removeprefix(first))
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,394 @@
+"""Quantised checkpoints: weights by the formulas of their formats, in every family, whole and cut for ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import quantize
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bateleur.metadata.native import unavailable_reason
+from bateleur.runner.checkpoint.open import describe_model, load_model, open_checkpoint
+from bateleur.runner.checkpoint.tensors import list_tensors
+from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
+from bateleur.runner.diagnose.step_costs import default_cache_costs, step_costs
+from bateleur.runner.distributed.ranks import Ranks
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.memory_report import packed_change, quantized_parts, weight_sizes
+from bateleur.runner.quantization.config import reader_of
+from bateleur.runner.quantization.scan import find_modules
+from bateleur.runner.spec_decode.draft_head import DraftHead
+
+Folders = tuple[Path, Path]
+MODELS = quantize.MODELS
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Folders]:
+    """`folders(model, format)`: a quantised checkpoint and its dequantised copy; Qwen's have an MTP head."""
+    return quantize.Checkpoints(tmp_path_factory)
+
+
+def loaded(
+    folder: Path, dtype: torch.dtype = torch.float32, dequantize: bool = False, **ranks: Any
+) -> HybridDecoder:
+    return load_model(open_checkpoint(folder, dequantize=dequantize), dtype, "cpu", **ranks)
+
+
+def matrices(model: Any) -> dict[str, Tensor]:
+    """All weights in the dtype of the model, whatever they are kept as."""
+    plain = {name: each for name, each in model.weights().items() if name.rpartition(".")[2] not in PARTS}
+    return plain | {name: each.weight for name, each in model.matrices.items()}
+
+
+PARTS = ("codes", "scales", "zeros", "factors", "index", "plain")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", quantize.FORMATS)
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_are_those_of_the_formula(
+    folders: Callable[[str, str], Folders], model: str, kind: str, dtype: torch.dtype
+) -> None:
+    """Of the model and of its MTP head, kept quantised or converted, bit for bit."""
+    quantised, plain = folders(model, kind)
+    wanted = matrices(loaded(plain, dtype))
+    kept = loaded(quantised, dtype)
+    converted = loaded(quantised, dtype, dequantize=True)
+    assert any(each.pieces for each in kept.matrices.values() if hasattr(each, "pieces"))
+    for found in (matrices(kept), matrices(converted)):
+        assert found.keys() == wanted.keys()
+        for name, weight in wanted.items():
+            assert torch.equal(found[name], weight), name
+    if model == "qwen":
+        heads = []
+        for folder, dequantize in ((plain, False), (quantised, False), (quantised, True)):
+            checkpoint = open_checkpoint(folder, dequantize=dequantize)
+            heads.append(DraftHead.open("mtp", loaded(folder, dtype), checkpoint=checkpoint).head)
+        for head in heads[1:]:
+            for name, weight in matrices(heads[0]).items():
+                assert torch.equal(matrices(head)[name], weight), name
+
+
+@pytest.mark.parametrize("kind", quantize.FORMATS)
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_have_their_parts(folders: Callable[[str, str], Folders], model: str, kind: str) -> None:
+    """Rows and columns of codes, and the scales that these need; experts whole, for data-parallel ranks."""
+    quantised, plain = folders(model, kind)
+    for name in ("ranks", "data_ranks"):
+        for rank in range(2):
+            ranks = {name: Ranks(rank, 2, "none")}
+            wanted = matrices(loaded(plain, **ranks))
+            for dequantize in (False, True):
+                found = matrices(loaded(quantised, dequantize=dequantize, **ranks))
+                for weight, each in wanted.items():
+                    assert torch.equal(found[weight], each), (name, rank, weight)
+
+
+def edited(folder: Path, to: Path, tensors: Callable[[dict[str, Tensor]], object], **fields: Any) -> Path:
+    """A copy of a quantised checkpoint whose tensors, or fields of `quantization_config`, are others."""
+    shutil.copytree(folder, to)
+    stored = load_file(to / "model.safetensors")
+    tensors(stored)
+    save_file(stored, to / "model.safetensors")
+    config = json.loads((to / "config.json").read_text())
+    config["quantization_config"] |= fields
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+Q = "model.layers.1.self_attn.q_proj."
+FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    ("fp8 blocks", {"quant_method": "bitsandbytes"}, "use an FP8 or W4A16 checkpoint of the model"),
+    ("fp8 blocks", {"quant_method": "mxfp4"}, "MXFP4 is not read yet"),
+    ("fp8 blocks", {"quant_method": "quark"}, "quark is not read yet"),
+    (
+        "fp8 blocks",
+        {"quant_method": "hqq"},
+        "'hqq'; nothing here reads it. Supported are fp8, compressed-tensors",
+    ),
+    ("fp8 blocks", {"fmt": "e5m2"}, "fmt is 'e5m2'; supported is 'e4m3'"),
+    ("awq", {"version": "gemv"}, "version is 'gemv'; supported is 'gemm'"),
+    ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported are gptq, gptq_v2"),
+    ("gptq", {"pack_dtype": "int16"}, "pack_dtype is 'int16'"),
+    ("modelopt FP8", {"quant_algo": "NVFP4_AWQ"}, "quant_algo is 'NVFP4_AWQ'; supported are FP8"),
+    ("modelopt mixed", {"quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}}, "quant_algo is 'W4A8_AWQ'"),
+    ("pack-quantized", {"transform_config": {"a": 1}}, "transform_config is set; rotated weights"),
+    (
+        "pack-quantized",
+        {"sparsity_config": {"format": "sparse-24"}},
+        "sparsity_config is set; sparse weights",
+    ),
+    ("pack-quantized", {"format": "marlin-24"}, "format is 'marlin-24'; supported are float-quantized"),
+    (
+        "pack-quantized",
+        {"quantization_status": "frozen"},
+        "quantization_status is 'frozen'; it must be 'compressed'",
+    ),
+    (
+        "pack-quantized",
+        {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 3}}}},
+        "num_bits is 3; supported for packed weights are 4 and 8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), FIELDS)
+def test_what_is_not_supported_is_refused_by_name(
+    folders: Callable[[str, str], Folders], tmp_path: Path, kind: str, fields: dict[str, Any], message: str
+) -> None:
+    folder = edited(folders("qwen", kind)[0], tmp_path / "edited", lambda tensors: None, **fields)
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        open_checkpoint(folder)
+    assert str(folder) in str(refused.value)
+
+
+def _put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+def _drop(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+TENSORS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
+    ("fp8 blocks", _drop(f"{Q}weight_scale_inv"), f"{Q[:-1]}: is quantised, but has no weight_scale"),
+    (
+        "fp8 blocks",
+        _put("model.layers.1.self_attn.weight_scale_inv", torch.ones(1)),
+        "surplus   model.layers.1.self",
+    ),
+    (
+        "fp8 blocks",
+        _put(f"{Q}weight", torch.ones(3, 64).to(torch.float8_e4m3fn)),
+        f"misshapen {Q[:-1]} (3, 64)",
+    ),
+    ("fp8 blocks", _put(f"{Q}weight_scale_inv", torch.ones(2, 2)), "in blocks of (16, 16) needs"),
+    ("gptq", _drop(f"{Q}scales"), f"{Q[:-1]}: is quantised, but has no scales"),
+    ("modelopt NVFP4", _drop(f"{Q}weight_scale_2"), "U8 with weight_scale_2"),
+    (
+        "modelopt NVFP4",
+        _put(f"{Q}pre_quant_scale", torch.ones(64)),
+        "activations would have to be scaled by it",
+    ),
+    ("modelopt NVFP4", _put(f"{Q}weight_scale", torch.ones(128, 5).byte()), "NVFP4 needs F8_E4M3"),
+    ("awq", _put(f"{Q}qweight", torch.ones(64, 3).int()), "of 4 bits need I32 words, 8 rows each"),
+    ("fp8 blocks", _put(f"{Q}weight.absmax", torch.ones(3)), "bitsandbytes is not supported"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), TENSORS)
+def test_tensors_that_do_not_fit_are_named(
+    folders: Callable[[str, str], Folders], tmp_path: Path, kind: str, change: Any, message: str
+) -> None:
+    folder = edited(folders("qwen", kind)[0], tmp_path / "edited", change)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_model(open_checkpoint(folder), torch.float32, "meta")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("fp8 blocks", f"{Q}weight_scale_inv", torch.nan),
+        ("fp8 blocks", f"{Q}weight", torch.nan),
+        ("gptq", f"{Q}scales", torch.inf),
+        ("modelopt NVFP4", f"{Q}weight_scale", torch.nan),
+        ("modelopt NVFP4", f"{Q}weight_scale_2", torch.inf),
+    ],
+)
+def test_damaged_numbers_are_named(
+    folders: Callable[[str, str], Folders], tmp_path: Path, kind: str, name: str, value: float
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        wide = tensors[name].float()
+        tensors[name] = (
+            wide.view(-1).index_fill(0, torch.tensor([0]), value).view(wide.shape).to(tensors[name].dtype)
+        )
+
+    folder = edited(folders("qwen", kind)[0], tmp_path / "edited", change)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}: holds NaN"):
+        loaded(folder)
+
+
+def test_a_tensor_of_zeros_may_have_an_infinite_divisor(
+    folders: Callable[[str, str], Folders], tmp_path: Path
+) -> None:
+    """compressed-tensors writes it for experts that no token reached."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{Q}weight_packed"].zero_()
+        tensors[f"{Q}weight_global_scale"].fill_(torch.inf)
+
+    folder = edited(folders("qwen", "nvfp4-pack-quantized")[0], tmp_path / "edited", change)
+    for dequantize in (False, True):
+        weight = matrices(loaded(folder, dequantize=dequantize))["layers.2.qkv_proj"]
+        assert not weight[:128].any()
+        assert weight.isfinite().all()
+
+
+def test_the_file_wins_over_the_ignore_list(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:
+    quantised, plain = folders("qwen", "fp8 blocks")
+    folder = edited(
+        quantised, tmp_path / "edited", lambda tensors: None, modules_to_not_convert=["self_attn.q_proj"]
+    )
+    with pytest.warns(
+        UserWarning, match=r"2 modules that quantization_config excludes are quantised .* as \S*q_proj"
+    ):
+        found = matrices(loaded(folder))
+    for name, weight in matrices(loaded(plain)).items():
+        assert torch.equal(found[name], weight), name
+
+
+def test_fused_experts_of_three_dimensions(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:
+    """Scales with the names of transformers 5, for parameters without `.weight`."""
+    quantised, plain = folders("qwen", "fp8 blocks")
+    folders_of = {}
+    for name, folder in (("quantised", quantised), ("plain", plain)):
+        shutil.copytree(folder, tmp_path / name)
+        tensors = load_file(tmp_path / name / "model.safetensors")
+        for stem in {each.partition(".experts.")[0] for each in tensors if ".experts." in each}:
+            for ours, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                for end, to in (("weight", ""), ("weight_scale_inv", "_weight_scale_inv")):
+                    each = [
+                        [tensors.pop(f"{stem}.experts.{e}.{part}.{end}", None) for part in parts]
+                        for e in range(4)
+                    ]
+                    if each[0][0] is not None:
+                        view = [torch.cat([part.view(torch.uint8) for part in one]) for one in each]
+                        tensors[f"{stem}.experts.{ours}{to}"] = torch.stack(view).view(each[0][0].dtype)
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        folders_of[name] = tmp_path / name
+    wanted, found = (matrices(loaded(folders_of[name])) for name in ("plain", "quantised"))
+    for name, weight in wanted.items():
+        assert torch.equal(found[name], weight), name
+    kept = loaded(folders_of["quantised"])
+    assert kept.matrices["layers.1.up_proj"].quantized is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("head", ["plain", "quantised"])
+def test_lm_head_of_a_tied_configuration_is_its_own(
+    folders: Callable[[str, str], Folders], tmp_path: Path, tiny: ModuleType, head: str
+) -> None:
+    plain = (
+        re.compile(quantize.PLAIN.pattern.replace("|lm_head", "")) if head == "quantised" else quantize.PLAIN
+    )
+    source = folders("qwen", "modelopt NVFP4")[1]
+    folder, wanted = quantize.quantise(source, tmp_path, "modelopt NVFP4", plain)
+    for each in (folder, wanted):
+        tiny.edit_config(each, tie_word_embeddings=True)
+    model = loaded(folder)
+    assert bool(model.output.pieces) == (head == "quantised")
+    assert torch.equal(model.lm_head, loaded(wanted).lm_head)
+    assert not torch.equal(model.lm_head, model.embedding)
+
+
+def test_scales_of_keys_and_values_are_left_to_the_cache(
+    folders: Callable[[str, str], Folders], tmp_path: Path
+) -> None:
+    names = [f"model.layers.1.self_attn.{name}" for name in ("k_scale", "v_proj.v_scale", "attn.q_scale")]
+    scales = {name: torch.ones(1) for name in [*names, "mtp.layers.0.self_attn.k_scale"]}
+    folder = edited(
+        folders("qwen", "fp8 blocks")[0], tmp_path / "edited", lambda tensors: tensors.update(scales)
+    )
+    checkpoint = open_checkpoint(folder)
+    assert scales.keys() <= checkpoint.unused.keys()
+    DraftHead.open("mtp", load_model(checkpoint, torch.float32, "meta"), checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "fields"),
+    [
+        ("hf_quant_config.json", "modelopt FP8", {"producer": {}, "quantization": {"quant_algo": "FP8"}}),
+        ("quantize_config.json", "gptq", {"bits": 4, "group_size": 16, "sym": True}),
+        ("quant_config.json", "awq", {"w_bit": 4, "q_group_size": 16, "version": "GEMM"}),
+    ],
+)
+def test_configurations_in_files_of_their_own(
+    folders: Callable[[str, str], Folders], tmp_path: Path, file: str, kind: str, fields: dict[str, Any]
+) -> None:
+    quantised, plain = folders("nemotron", kind)
+    folder = tmp_path / "moved"
+    shutil.copytree(quantised, folder)
+    shutil.copy(plain / "config.json", folder / "config.json")
+    (folder / file).write_text(json.dumps(fields))
+    found = matrices(loaded(folder))
+    for name, weight in matrices(loaded(plain)).items():
+        assert torch.equal(found[name], weight), name
+
+
+def test_info_tells_schemes_bytes_and_kernels(folders: Callable[[str, str], Folders]) -> None:
+    """Parameters are those of the plain model, and bytes those in memory."""
+    quantised, plain = folders("qwen", "pack-quantized")
+    facts, wanted = (describe_checkpoint(folder, device="cpu", draft="mtp") for folder in (quantised, plain))
+    assert {kind: part.parameters for kind, part in facts.parts.items()} == {
+        kind: part.parameters for kind, part in wanted.parts.items()
+    }
+    assert facts.parts["experts"].weight_bytes < 0.2 * wanted.parts["experts"].weight_bytes
+    kernel = "C, dequantised in registers" if unavailable_reason() is None else "torch, dequantised in tiles"
+    told = f"INT4, groups of 16: {kernel}"
+    assert facts.quantized.keys() == {"delta", "attention", "experts"}
+    assert all(list(each) == [told] for each in facts.quantized.values())
+    model = loaded(quantised)
+    held = sum(
+        each.nbytes
+        for name, each in model.weights().items()
+        if name.rpartition(".")[2] in ("codes", "scales")
+    )
+    assert sum(size for each in facts.quantized.values() for size in each.values()) == held
+    assert f"INT4, groups of 16: {kernel}" in facts.table()
+    assert not wanted.quantized
+    foreseen = {
+        name: sum(packed_change(part, torch.float32) for part in quantized_parts(each))
+        for name, each in describe_model(open_checkpoint(quantised), torch.float32, "meta")[
+            0
+        ].matrices.items()
+    }
+    before = weight_sizes(model)
+    model.pack()
+    after = weight_sizes(model)
+    assert {name: after[name].num_bytes - before[name].num_bytes for name in foreseen} == foreseen
+    assert facts.held_bytes >= sum(each.num_bytes for each in after.values())
+
+
+def test_steps_read_quantised_bytes(folders: Callable[[str, str], Folders]) -> None:
+    """As many sums as the plain model, and fewer bytes of weights."""
+    costs = []
+    for folder in folders("nemotron", "modelopt FP8"):
+        model = load_model(open_checkpoint(folder), torch.bfloat16, "meta")
+        caches = default_cache_costs(model.spec, torch.bfloat16, 64, "cpu")
+        costs.append(step_costs(model, caches, 1, 32))
+    assert costs[0].keys() == costs[1].keys()
+    for kind, part in costs[0].items():
+        assert part.flops == costs[1][kind].flops
+        assert part.weight_bytes <= costs[1][kind].weight_bytes
+    assert costs[0]["mlp"].weight_bytes < 0.6 * costs[1]["mlp"].weight_bytes
+
+
+LIBRARIES = Path(__file__).parent / "quantized_files" / "libraries.safetensors"
+"""Written by compressed-tensors, modelopt and auto-round; see `make.py` there."""
+
+
+def test_weights_that_other_libraries_packed_are_what_these_unpack(tmp_path: Path) -> None:
+    """Bit for bit, in the dtype that they unpack to."""
+    tensors = load_file(LIBRARIES)
+    with safe_open(LIBRARIES, "pt") as opened:
+        configs: dict[str, dict[str, Any]] = json.loads(opened.metadata()["configs"])
+    assert len(configs) == 19
+    for name, config in configs.items():
+        parts = {key.rpartition(".")[2]: each for key, each in tensors.items() if key.startswith(f"{name}.")}
+        save_file({f"x.{part}": each for part, each in parts.items()}, tmp_path / "model.safetensors")
+        modules, used = find_modules(list_tensors(tmp_path))
+        assert used == {f"x.{part}" for part in parts}, name
+        wanted = tensors[f"wanted.{name}"]
+        found = reader_of(config).load(modules["x.weight"]).dequantize()
+        assert torch.equal(found.to(wanted.dtype), wanted), name

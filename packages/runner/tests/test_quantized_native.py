@@ -1,0 +1,43 @@
+"""Products with int8 and int4 codes in C: the bits of products with the dequantised matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_quantized_triton import SCHEMES, matrix
+
+from bateleur.metadata.native import unavailable_reason
+from bateleur.runner.models.matrix import Projection
+from bateleur.runner.models.native.quantized import PackedMatrix
+from bateleur.runner.models.quantized import Layout
+
+pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="there is no compiler")
+NAMES = [name for name, each in SCHEMES.items() if each.layout in (Layout.I8, Layout.I4)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_are_those_of_the_dequantised_matrix(name: str, bias: bool) -> None:
+    """Of any number of tokens, with a last panel that is not full, packed for the kernels or not."""
+    for rows, columns in ((70, 200), (300, 1000), (5, 96)):
+        quantised, b = matrix(SCHEMES[name], rows, columns), torch.randn(rows) if bias else None
+        plain, kept = Projection(quantised.dequantize(), b), Projection.of(quantised, torch.float32)
+        kept.bias = b
+        x = torch.randn(70, columns + 5)[:, :columns]
+        before = kept(x)
+        for each in (plain, kept):
+            each.pack()
+        cut = SCHEMES[name].start != 0 or SCHEMES[name].indexed
+        assert kept.in_another_layout != cut, "groups that start outside of the matrix have no kernel"
+        assert torch.equal(kept.weight, plain.weight)
+        wanted = plain(x)
+        assert torch.equal(before, wanted)
+        for tokens in (1, 2, 3, 7, 64, 70):
+            assert torch.equal(kept(x[:tokens]), wanted[:tokens]), tokens
+
+
+def test_other_types_keep_their_layout() -> None:
+    """bfloat16 tokens are multiplied with weights that are rounded to bfloat16; FP8 and NVFP4 have no kernel in C."""
+    assert PackedMatrix.of(matrix(SCHEMES["I8 groups"], 16, 64), torch.bfloat16) is None
+    for name in ("F8 rows", "F4 divided"):
+        assert PackedMatrix.of(matrix(SCHEMES[name], 16, 64), torch.float32) is None

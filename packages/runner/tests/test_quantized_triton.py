@@ -1,0 +1,172 @@
+"""The Triton form of quantised products against the torch form: interpreted, and compiled for sm_90.
+
+The last test starts the process of the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from bateleur.runner.models.kernels import quantized as kernels  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts the process that this is for")
+half, bf16 = torch.float16, torch.bfloat16
+SCHEMES = {
+    "F8 blocks": Scheme(Layout.F8, 128),
+    "F8 rows": Scheme(Layout.F8, 1 << 20, bf16),
+    "F8 blocks of 16": Scheme(Layout.F8, 16, start=8),
+    "I8 rows": Scheme(Layout.I8, 1 << 20, bf16, zeros=True),
+    "I8 groups": Scheme(Layout.I8, 32, half, zeros=True),
+    "I4 groups": Scheme(Layout.I4, 128, bf16),
+    "I4 groups of 32": Scheme(Layout.I4, 32, half, zeros=True),
+    "I4 cut": Scheme(Layout.I4, 64, half, zeros=True, start=24),
+    "I4 act order": Scheme(Layout.I4, 64, half, zeros=True, indexed=True),
+    "F4 divided": Scheme(Layout.F4, 16, torch.uint8, divides=True),
+    "F4 multiplied": Scheme(Layout.F4, 16, torch.uint8),
+}
+
+
+def matrix(scheme: Scheme, *shape: int) -> QuantizedMatrix:
+    """Random codes and scales, so that weights are about 1."""
+    torch.manual_seed(0)
+    columns, device = shape[-1], torch.device("cpu")
+    made = QuantizedMatrix.empty(scheme, shape, 7 if scheme.indexed else None, device)
+    code = torch.randint(0, 256, made.codes.shape).to(torch.uint8)
+    if scheme.layout is Layout.F8:
+        code[(code & 0x7F) == 0x7F] = 3
+    scales = torch.rand(made.scales.shape) + 0.5
+    tensors: dict[str, Tensor] = {
+        "codes": code.view(made.codes.dtype),
+        "scales": {
+            Layout.F8: scales / 100,
+            Layout.I8: scales / 100,
+            Layout.I4: scales / 8,
+            Layout.F4: scales,
+        }[scheme.layout].to(torch.float8_e4m3fn if scheme.layout is Layout.F4 else scheme.scale_dtype),
+    }
+    if scheme.layout is Layout.F4:
+        tensors["scales"] = tensors["scales"].view(torch.uint8)
+        tensors["factors"] = torch.rand(shape[:-1]) + 0.5
+    if made.zeros is not None:
+        tensors["zeros"] = torch.randint(0, 16, made.zeros.shape).to(made.zeros.dtype)
+    if made.index is not None:
+        tensors["index"] = torch.randint(0, 7, (columns,)).int()
+    return replace(made, **tensors)  # type: ignore[arg-type]
+
+
+def linear(x: Tensor, weight: QuantizedMatrix, bias: Tensor | None = None) -> Tensor:
+    found: Tensor = kernels.quantized_linear(x, list(weight.tensors().values()), weight.scheme.key(), bias)
+    return found
+
+
+@interpreted
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_product_is_that_of_the_rounded_weights(name: str) -> None:
+    """With unit vectors as tokens the product is the matrix itself, bit for bit."""
+    for rows, columns in ((70, 200), (17, 72)):
+        weight = matrix(SCHEMES[name], rows, columns)
+        for dtype in (torch.float32, torch.float16):
+            wanted = weight.dequantize().to(dtype).T
+            assert torch.equal(linear(torch.eye(columns, dtype=dtype)[:13], weight), wanted[:13])
+            x, bias = torch.randn(5, columns + 3)[:, :columns].to(dtype), torch.randn(rows).to(dtype)
+            exact = x.double() @ wanted.double() + bias.double()
+            tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(
+                linear(x, weight, bias).double(), exact, rtol=tolerance, atol=tolerance
+            )
+
+
+@interpreted
+def test_parts_of_columns_are_summed_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tile, and whether one program does it or a kernel of its own. Sums of a part are exact here, since
+    the interpreter's own depend on the tile; the first and the third part cancel, and what they leave of the second
+    depends on the order.
+    """
+    monkeypatch.setattr(kernels, "_PART", 128)
+    monkeypatch.setattr(kernels, "_FEW", 2)
+    monkeypatch.setattr(kernels, "_MANY", 20)
+    weight = matrix(SCHEMES["I4 groups"], 40, 512)
+    assert kernels.cut(40, 512) == (4, 128)
+    weight.scales.copy_(2.0 ** torch.tensor([12, -12, 12, -12]))
+    codes = torch.randint(1, 16, (40, 512)).to(torch.uint8)
+    codes[:, 256:384] = 16 - codes[:, :128]
+    weight.codes.copy_(codes[:, ::2] | codes[:, 1::2] << 4)
+    x, bias = torch.randint(-3, 4, (21, 512)).half(), torch.randn(40).half()
+    x[:, 256:384] = x[:, :128]
+    whole = linear(x, weight, bias)
+    for few in (1, 2, 3, 20):
+        assert torch.equal(linear(x[:few], weight, bias), whole[:few])
+    cut = (each.view(-1, 4, 128).transpose(0, 1) for each in (x.float(), weight.dequantize()))
+    parts = torch.einsum("ptk,pnk->ptn", *cut)
+    assert torch.equal(whole, (((parts[0] + parts[1]) + parts[2]) + parts[3] + bias.float()).half())
+    assert not torch.equal(whole, (((parts[0] + parts[2]) + parts[1]) + parts[3] + bias.float()).half())
+
+
+@interpreted
+@pytest.mark.parametrize("name", [each for each in SCHEMES if "order" not in each])
+def test_groups_of_rows_have_their_experts(name: str) -> None:
+    counts, rows, columns = [3, 0, 17, 1], 20, 72
+    weight = matrix(SCHEMES[name], 4, rows, columns)
+    x, ends = torch.randn(21, columns).half(), torch.tensor(counts).cumsum(0).int()
+    found = kernels.quantized_grouped(x, ends, list(weight.tensors().values()), weight.scheme.key())
+    first = 0
+    for e, count in enumerate(counts):
+        for tile in range(first, first + count, 16):
+            own = slice(tile, min(tile + 16, first + count))
+            assert torch.equal(found[own], linear(x[own], weight.rows(slice(e, e + 1)).flat())), e
+        first += count
+
+
+PUBLISHED = [(12288, 5120), (5120, 17408), (2048, 2048), (10304, 2688)]
+"""Sizes of Qwen3.6-27B, Qwen3.6-35B-A3B and Nemotron-3-Nano."""
+ON_SALE = [
+    "F8 blocks",
+    "F8 rows",
+    "I8 rows",
+    "I8 groups",
+    "I4 groups",
+    "I4 groups of 32",
+    "I4 act order",
+    "F4 divided",
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled there")
+@pytest.mark.parametrize("name", ON_SALE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_launches_compile_for_hopper(name: str, dtype: torch.dtype) -> None:
+    """Of published sizes: no spills, and as many blocks of a multiprocessor as the kernels promise."""
+    from sm90 import compiling, faults_of
+
+    scheme = SCHEMES[name]
+    with compiling() as found:
+        for rows, columns in PUBLISHED[1:2] if dtype == torch.bfloat16 else PUBLISHED[2:3]:
+            weight = QuantizedMatrix.empty(scheme, (rows, columns), None, torch.device("cpu"))
+            for tokens in (1, 17, 1024):
+                linear(torch.empty(tokens, columns, dtype=dtype), weight)
+        if not scheme.indexed:
+            experts = QuantizedMatrix.empty(scheme, (8, 1024, 2048), None, torch.device("cpu"))
+            for tokens in (8, 1024, 8192):
+                ends, x = torch.empty(8, dtype=torch.int32), torch.empty(tokens, 2048, dtype=dtype)
+                kernels.quantized_grouped(x, ends, list(experts.tensors().values()), scheme.key())
+    assert {each.name for each in found.kernels} >= {"linear_kernel", "sum_kernel"}
+    for kernel in found.kernels:
+        assert not (faults := faults_of(kernel)), (str(kernel), faults)
+        if dtype == torch.bfloat16 and kernel.name != "sum_kernel":
+            assert kernel.instructions["wgmma"], f"{kernel}: every tile has the instructions of the others"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that the test starts")
+def test_all_of_this_in_the_interpreter(in_interpreter: Callable[[str], int]) -> None:
+    assert in_interpreter(__file__)

@@ -1,0 +1,67 @@
+"""Engines on quantised weights: the tokens of plain decoding with whatever an engine can do at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import quantize
+
+from bateleur.runner import LLM, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True),
+]
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 3,
+    "max_model_len": 64,
+    "block_size": 4,
+    "max_num_batched_tokens": 23,
+}
+GRAPHS = {
+    "cudagraph_mode": "FULL_AND_PIECEWISE",
+    "cudagraph_backend": "recorded",
+    "cudagraph_capture_sizes": [4, 12],
+}
+DRAFTS = {"qwen": {"draft": "mtp", "num_speculative_tokens": 2}, "nemotron": {"draft": "ngram"}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Path]]:
+    """`folders(model, format)`: a quantised checkpoint, and its dequantised copy."""
+    return quantize.Checkpoints(tmp_path_factory)
+
+
+def tokens(folder: Path, alone: bool = False, **settings: Any) -> list[list[int]]:
+    """Of three prompts that share 16 tokens, greedy and drawn; `alone`: one request at a time."""
+    ids: list[int] = np.random.default_rng(1).integers(3, 80, 40).tolist()
+    prompts = [{"prompt_token_ids": [*ids[:16], *end]} for end in ([5, 7, 9], ids[16:37], [11] * 3)]
+    with LLM(folder, device="cpu", skip_tokenizer_init=True, **(SIZES | settings)) as llm:
+        batches: list[list[dict[str, Any]]] = [[each] for each in prompts] if alone else [prompts]
+        return [
+            output.outputs[0].token_ids
+            for params in PARAMS
+            for batch in batches
+            for output in llm.generate(batch, params)
+        ]
+
+
+@pytest.mark.parametrize("kind", quantize.FORMATS)
+@pytest.mark.parametrize("model", quantize.MODELS)
+def test_tokens_do_not_depend_on_how_they_are_computed(
+    folders: Callable[[str, str], tuple[Path, Path]], model: str, kind: str
+) -> None:
+    """Alone, beside others, from a cached prefix, behind drafts, out of graphs, on two ranks, and dequantised."""
+    folder, plain = folders(model, kind)
+    wanted = tokens(folder, alone=True, mamba_state_policy="slots")
+    assert tokens(plain, alone=True) == wanted
+    assert tokens(folder, quantization="dequantize") == wanted
+    cached = {"enable_prefix_caching": True, "mamba_block_size": 8}
+    assert tokens(folder, **cached) == wanted
+    assert tokens(folder, **cached, **DRAFTS[model], **GRAPHS) == wanted
+    assert tokens(folder, tensor_parallel_size=2, rank_timeout=20, **cached, **DRAFTS[model]) == wanted
