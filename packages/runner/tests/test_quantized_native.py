@@ -7,14 +7,16 @@ import torch
 from test_quantized_triton import SCHEMES, matrix
 
 from bateleur.metadata.native import unavailable_reason
+from bateleur.runner.models import native, quantized_product
 from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.native.quantized import PackedMatrix
 from bateleur.runner.models.quantized import Layout
 
-pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="there is no compiler")
+compiled = pytest.mark.skipif(unavailable_reason() is not None, reason="there is no compiler")
 NAMES = [name for name, each in SCHEMES.items() if each.layout in (Layout.I8, Layout.I4)]
 
 
+@compiled
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_are_those_of_the_dequantised_matrix(name: str, bias: bool) -> None:
@@ -36,8 +38,23 @@ def test_bits_are_those_of_the_dequantised_matrix(name: str, bias: bool) -> None
             assert torch.equal(kept(x[:tokens]), wanted[:tokens]), tokens
 
 
+@compiled
 def test_other_types_keep_their_layout() -> None:
     """bfloat16 tokens are multiplied with weights that are rounded to bfloat16; FP8 and NVFP4 have no kernel in C."""
     assert PackedMatrix.of(matrix(SCHEMES["I8 groups"], 16, 64), torch.bfloat16) is None
     for name in ("F8 rows", "F4 divided"):
         assert PackedMatrix.of(matrix(SCHEMES[name], 16, 64), torch.float32) is None
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_without_a_compiler_a_token_has_the_same_bits_beside_any(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "packs", lambda weight: False)
+    monkeypatch.setattr(quantized_product, "_TILE", 1000)
+    weight, bias, x = matrix(SCHEMES[name], 70, 200), torch.randn(70), torch.randn(9, 200)
+    whole = quantized_product.product(x, weight, bias)
+    exact = x.double() @ weight.dequantize().double().T + bias.double()
+    torch.testing.assert_close(whole.double(), exact, rtol=1e-4, atol=1e-4)
+    for few in (1, 2, 5):
+        assert torch.equal(quantized_product.product(x[:few], weight, bias), whole[:few])
