@@ -19,7 +19,7 @@ from torch import Tensor
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = torch.cat([E2M1, -E2M1])
-GROUP, BLOCK = 16, 16
+GROUP, BLOCK = 16, 24
 Packed = tuple[dict[str, Tensor], Tensor]
 PLAIN = re.compile(r".*(embed|norm|conv1d|\.gate\.|in_proj_[ab]\.|shared_expert_gate|lm_head|fc\.|eh_proj).*")
 """Names of matrices that stay plain in published files."""

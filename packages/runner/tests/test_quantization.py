@@ -173,7 +173,7 @@ TENSORS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
         _put(f"{Q}weight", torch.ones(3, 64).to(torch.float8_e4m3fn)),
         f"misshapen {Q[:-1]} (3, 64)",
     ),
-    ("fp8 blocks", _put(f"{Q}weight_scale_inv", torch.ones(2, 2)), "in blocks of (16, 16) needs"),
+    ("fp8 blocks", _put(f"{Q}weight_scale_inv", torch.ones(2, 2)), "in blocks of (24, 24) needs"),
     ("gptq", _drop(f"{Q}scales"), f"{Q[:-1]}: is quantised, but has no scales"),
     ("modelopt NVFP4", _drop(f"{Q}weight_scale_2"), "U8 with weight_scale_2"),
     (
@@ -251,14 +251,14 @@ def test_the_file_wins_over_the_ignore_list(folders: Callable[[str, str], Folder
 
 def test_fused_experts_of_three_dimensions(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:
     """Scales with the names of transformers 5, for parameters without `.weight`."""
-    quantised, plain = folders("qwen", "fp8 blocks")
+    quantised, plain = folders("qwen", "float-quantized channels")
     folders_of = {}
     for name, folder in (("quantised", quantised), ("plain", plain)):
         shutil.copytree(folder, tmp_path / name)
         tensors = load_file(tmp_path / name / "model.safetensors")
         for stem in {each.partition(".experts.")[0] for each in tensors if ".experts." in each}:
             for ours, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-                for end, to in (("weight", ""), ("weight_scale_inv", "_weight_scale_inv")):
+                for end, to in (("weight", ""), ("weight_scale", "_weight_scale")):
                     each = [
                         [tensors.pop(f"{stem}.experts.{e}.{part}.{end}", None) for part in parts]
                         for e in range(4)
