@@ -75,7 +75,12 @@ def waves(quick: bool) -> list[Wave]:
         *alone(*cases("prompts", MODELS, "prompts of {} in steps of 2,048 and 8,192 tokens", 75)),
         *alone(*cases("drafts", (LLAMA, QWEN), "steps of {} that verify 4 drafts", 75)),
         *alone(
-            *cases("kernels", ("attention", "recurrences", "sampling", "experts"), "kernels alone: {}", 60)
+            *cases(
+                "kernels",
+                ("attention", "recurrences", "sampling", "experts", "quantized"),
+                "kernels alone: {}",
+                60,
+            )
         ),
         *alone(own("peers", "FlashInfer, torch varlen attention, fla and vLLM, if installed", 120)),
         *alone(*cases("sanitizer", ("memcheck", "racecheck"), "{} over a small eager run", 150)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +11,12 @@ from typing import Any
 import mamba
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from bateleur.eagle import Lanes, sample
 from bateleur.runner.models.grouped import grouped_product
+from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
+from bateleur.runner.models.quantized_product import product
 from bateleur.runner.models.router import sort_places
 
 from ..job import Job
@@ -29,7 +32,13 @@ WORKING_SET = 1 << 28
 
 def run(job: Job) -> None:
     """Time the kernels of the case."""
-    cases = {"attention": attention, "recurrences": recurrences, "sampling": sampling, "experts": experts}
+    cases = {
+        "attention": attention,
+        "recurrences": recurrences,
+        "sampling": sampling,
+        "experts": experts,
+        "quantized": quantized,
+    }
     cases[job.case](job)
 
 
@@ -194,3 +203,71 @@ def experts(job: Job) -> None:
             job.moved(
                 f"{tokens} tokens", us, moved, experts=met, sort_us=sort_us, TFLOP_per_s=flops / us / 1e6
             )
+
+
+# --- quantised weights ----------------------------------------------------------------------------------------
+
+SCHEMES = {
+    "FP8 blocks": Scheme(Layout.F8, 128),
+    "INT8 rows": Scheme(Layout.I8, 1 << 20, torch.bfloat16),
+    "INT4 groups": Scheme(Layout.I4, 128, torch.bfloat16, zeros=True),
+    "NVFP4": Scheme(Layout.F4, 16, torch.uint8),
+}
+
+
+def quantized(job: Job) -> None:
+    """Products against their bytes and torch's product in bfloat16; weights and rows against the rules of products."""
+    rows, columns = (72, 256) if job.quick else (5120, 17408)
+    dtype = torch.bfloat16 if job.cuda else torch.float32
+    for name, scheme in SCHEMES.items():
+        weight = random_matrix(scheme, rows, columns, job.device)
+        with job.part(name):
+            exact = weight.dequantize().to(dtype)
+            first = torch.eye(columns, dtype=dtype, device=job.device)[:300]
+            same = torch.equal(product(first, weight, None), exact.T[:300])
+            job.record.check(
+                f"{name}: weights",
+                same,
+                "a product with unit vectors is not the dequantised matrix",
+                key=True,
+            )
+            x = torch.randn(300, columns, device=job.device).to(dtype)
+            whole = product(x, weight, None)
+            differ = [
+                n
+                for n in (1, 2, 16, 17, 64, 256, 257)
+                if not torch.equal(product(x[:n], weight, None), whole[:n])
+            ]
+            why = f"rows of {differ} tokens have other bits than those of 300"
+            job.record.check(f"{name}: bits", not differ, why, key=True)
+        held = sum(each.nbytes for each in weight.tensors().values())
+        copies = 1 if job.quick else -(-WORKING_SET // held)
+        weights = [weight, *(random_matrix(scheme, rows, columns, job.device) for _ in range(copies - 1))]
+        for tokens in (1, 8, 64, 256, 2048):
+            part = f"{name}, {tokens} tokens"
+            if job.has_time(part, 4):
+                with job.part(part):
+                    x = torch.randn(tokens, columns, device=job.device).to(dtype)
+                    us = job.microseconds(partial(all_products, x, weights)) / copies
+                    torch_us = job.microseconds(partial(F.linear, x, exact))
+                    moved = held + tokens * (rows + columns) * dtype.itemsize
+                    job.moved(
+                        part, us, moved, torch_us=torch_us, TFLOP_per_s=2 * tokens * rows * columns / us / 1e6
+                    )
+
+
+def all_products(x: Tensor, weights: Sequence[QuantizedMatrix]) -> None:
+    """Multiply x with each matrix."""
+    for weight in weights:
+        product(x, weight, None)
+
+
+def random_matrix(scheme: Scheme, rows: int, columns: int, device: torch.device) -> QuantizedMatrix:
+    """Return a matrix of random codes, with scales that are powers of two."""
+    made = QuantizedMatrix.empty(scheme, (rows, columns), None, device)
+    made.codes.copy_(torch.randint(0, 120, made.codes.shape, device=device))
+    for each in (made.zeros, made.factors):
+        if each is not None:
+            each.fill_(3)
+    made.scales.fill_(0x28 if scheme.layout is Layout.F4 else 2.0**-4)  # e4m3 0x28 is 0.25
+    return made
