@@ -12,7 +12,6 @@ import quantize
 
 from bateleur.runner import LLM, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("forked_ranks")
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True),
@@ -51,17 +50,34 @@ def tokens(folder: Path, alone: bool = False, **settings: Any) -> list[list[int]
         ]
 
 
-@pytest.mark.parametrize("kind", quantize.FORMATS)
-@pytest.mark.parametrize("model", quantize.MODELS)
+FAST = {("qwen", "fp8 blocks"), ("qwen", "gptq v2 act order"), ("nemotron", "modelopt mixed")}
+CASES = [
+    pytest.param(model, kind, marks=() if (model, kind) in FAST else pytest.mark.slow, id=f"{model}, {kind}")
+    for model in quantize.MODELS
+    for kind in quantize.FORMATS
+]
+CACHED = {"enable_prefix_caching": True, "mamba_block_size": 8}
+
+
+@pytest.mark.parametrize(("model", "kind"), CASES)
 def test_tokens_do_not_depend_on_how_they_are_computed(
     folders: Callable[[str, str], tuple[Path, Path]], model: str, kind: str
 ) -> None:
-    """Alone, beside others, from a cached prefix, behind drafts, out of graphs, on two ranks, and dequantised."""
+    """Alone, beside others, from a cached prefix, behind drafts, out of graphs, and dequantised."""
     folder, plain = folders(model, kind)
     wanted = tokens(folder, alone=True, mamba_state_policy="slots")
     assert tokens(plain, alone=True) == wanted
     assert tokens(folder, quantization="dequantize") == wanted
-    cached = {"enable_prefix_caching": True, "mamba_block_size": 8}
-    assert tokens(folder, **cached) == wanted
-    assert tokens(folder, **cached, **DRAFTS[model], **GRAPHS) == wanted
-    assert tokens(folder, tensor_parallel_size=2, rank_timeout=20, **cached, **DRAFTS[model]) == wanted
+    assert tokens(folder, **CACHED) == wanted
+    assert tokens(folder, **CACHED, **DRAFTS[model], **GRAPHS) == wanted
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("model", "kind"), CASES)
+def test_two_ranks_say_what_one_says(
+    folders: Callable[[str, str], tuple[Path, Path]], model: str, kind: str
+) -> None:
+    """With cached prefixes and drafts."""
+    folder, _ = folders(model, kind)
+    ranks = {"tensor_parallel_size": 2, "rank_timeout": 20}
+    assert tokens(folder, **ranks, **CACHED, **DRAFTS[model]) == tokens(folder)
