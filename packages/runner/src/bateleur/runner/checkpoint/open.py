@@ -84,10 +84,10 @@ def open_checkpoint(
     family, fields, written = read_config(path, overrides)
     declared, named = _read_spec(path, family, fields, written)
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
+    reader = read_quantization(path, written)
     spec = replace(spec, kv_cache_dtype=declared_kv_cache(path, written))
     stored = with_prefix(list_tensors(path, family.other_prefixes), named)
     spec, scales = read_kv_scales(spec, named, stored)
-    reader = read_quantization(path, written)
     try:
         found = with_quantized(stored, reader, family.other_prefixes)
     except ValueError as error:
