@@ -210,7 +210,7 @@ def test_a1_rules_have_the_target_s_law(make_llm: Callable[..., LLM], random_hea
         ({"speculative_rule": "typical"}, "speculative_rule is 'typical'; it must be one of coupled, ratio"),
         ({"draft": "auto", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; with a draft"),
         ({"draft": "nowhere"}, "holds no config.json"),
-        ({"draft": "auto", "drafter": NoDrafts(4)}, "it must be None beside draft = 'auto'"),
+        ({"draft": "auto", "drafter": NoDrafts(4)}, "it must be None with draft = 'auto'"),
         (
             {"num_speculative_tokens": 3},
             "num_speculative_tokens is 3; it must be 0 without a draft or a drafter",

@@ -127,7 +127,7 @@ def test_drafts_of_a_head_change_nothing(
     llm = make(model, draft=draft, num_speculative_tokens=3, **shared, **graphs)
     assert said(llm) == plain[model]
     assert said(llm) == plain[model]
-    drafter: Any = llm.engine._head
+    drafter: Any = llm.engine.runner.head
     assert {cache.dtype for pair in drafter.kv for cache in pair} == {FP8}
     assert drafter.inputs.hidden.dtype == torch.float32
     assert any(bool(cache.float().any()) for pair in drafter.kv for cache in pair)

@@ -181,7 +181,9 @@ def test_decodes_and_prompts_are_launches_of_their_own(monkeypatch: pytest.Monke
     ints = torch.zeros(rows, 1, dtype=torch.int32)
     shape = _launch_config.work_shape(32, cache, rows, tokens, 300, 0)
     _launch_config._work_shape.cache_clear()
-    attention.attend(attention.Batch(q, cache, cache, ints, ints), shape, torch.empty_like(q), 4096, 1.0, None)
+    attention.attend(
+        attention.Batch(q, cache, cache, ints, ints), shape, torch.empty_like(q), 4096, 1.0, None
+    )
     splits, short, long = (
         _launch_config.split_limit(8, sms),
         _launch_config.MAX_SHORT_QUERY_LEN,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.config.engine_config import EngineConfig, all_options
+from bateleur.runner.config.engine_config import QUANTIZATION_METHODS, EngineConfig, all_options
 from eagle_doubles.drafters import StickyDrafter
 
 
@@ -32,7 +32,14 @@ TEXT = [None, 5, [], "", True]
 
 RULES: dict[str, tuple[str, list[Any]]] = {
     "model": ("the path of a folder", [5, "", b"x", [], True]),
-    "quantization": ("one of dequantize", ["fp8", "", 5, True, []]),
+    "quantization": (
+        f"one of dequantize, {', '.join(QUANTIZATION_METHODS)}",
+        ["bitsandbytes", "", 5, True, []],
+    ),
+    "kv_cache_dtype": (
+        "one of auto, fp8, fp8_e4m3, bfloat16, float16, float32",
+        ["fp8_e5m2", "int8", "", 5, None],
+    ),
     "dtype": ("one of auto, float32, bfloat16, float16", ["float8", "", None, 5, [], np.float32, "float64"]),
     "device": ("auto, cpu, cuda or cuda:N", [None, 5, [], True]),
     "max_model_len": ("an integer >= 2, or None", [*WHOLE, 1]),
@@ -267,7 +274,6 @@ FOREIGN: list[tuple[str, Any, str]] = [
         {"bits": 4},
         "None or {}: config.json of the checkpoint says how its weights are quantised",
     ),
-    ("kv_cache_dtype", "fp8", "'auto': keys, values and windows have the dtype of the model"),
     ("trust_remote_code", True, "False: code of a checkpoint is never run"),
     ("trust_remote_code", 1, "False: code of a checkpoint is never run"),
     ("tokenizer_mode", "slow", f"'auto': {OWN}"),

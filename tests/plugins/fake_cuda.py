@@ -520,7 +520,8 @@ def _replace_loading(patch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
 
     patch.setattr("bateleur.runner.engine.setup.resolve_device", torch.device)
     patch.setattr(
-        "bateleur.runner.engine.setup.open_checkpoint", lambda path, *_: SimpleNamespace(spec=spec, path=path)
+        "bateleur.runner.engine.setup.open_checkpoint",
+        lambda path, *_, **__: SimpleNamespace(spec=spec, path=path),
     )
     patch.setattr("bateleur.runner.engine.setup.with_end_tokens", lambda checkpoint, tokenizer: checkpoint)
     patch.setattr("bateleur.runner.engine.setup.load_model", load_model)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,12 +21,13 @@ from torch import Tensor
 from bateleur.metadata.native import unavailable_reason
 from bateleur.runner.checkpoint.open import describe_model, load_model, open_checkpoint
 from bateleur.runner.checkpoint.tensors import list_tensors
+from bateleur.runner.config.engine_config import QUANTIZATION_METHODS
 from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint
 from bateleur.runner.diagnose.step_costs import default_cache_costs, step_costs
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.memory_report import packed_change, quantized_parts, weight_sizes
-from bateleur.runner.quantization.config import reader_of
+from bateleur.runner.quantization.config import READERS, check_method, reader_of
 from bateleur.runner.quantization.scan import find_modules
 from bateleur.runner.spec_decode.draft_head import DraftHead
 
@@ -392,3 +394,17 @@ def test_weights_that_other_libraries_packed_are_what_these_unpack(tmp_path: Pat
         wanted = tensors[f"wanted.{name}"]
         found = reader_of(config).load(modules["x.weight"]).dequantize()
         assert torch.equal(found.to(wanted.dtype), wanted), name
+
+
+def test_the_option_names_the_method_of_the_checkpoint() -> None:
+    """Each method by vLLM's names; another one is refused with the right one."""
+    for name in QUANTIZATION_METHODS:
+        accepted = []
+        for method, kind in READERS.items():
+            with suppress(ValueError):
+                check_method(name, object.__new__(kind))  # type: ignore[arg-type, type-var]
+                accepted.append(method)
+        assert len(accepted) == 1
+        assert accepted[0][:3] == {"inc": "auto-round"}.get(name, name)[:3]
+    with pytest.raises(ValueError, match="quantization is 'awq'; the method of the checkpoint is none"):
+        check_method("awq", None)

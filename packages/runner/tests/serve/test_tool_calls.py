@@ -75,7 +75,7 @@ def scripted(make_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
             return Script(prompts[0]["prompt"], pieces, asked.stream)
 
         monkeypatch.setattr(client.service, "submit", submit)
-        monkeypatch.setattr(client.service.llm, "leave", lambda reader: None)
+        monkeypatch.setattr(client.service.llm, "abort_unfinished", lambda reader: None)
         transport = httpx.ASGITransport(client.app, raise_app_exceptions=False)
         return AsyncOpenAI(
             api_key="-", base_url="http://here/v1", http_client=httpx.AsyncClient(transport=transport)

@@ -32,7 +32,7 @@ from bateleur.runner.checkpoint.weights import (
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
-from bateleur.runner.quantization.config import read_quantization
+from bateleur.runner.quantization.config import check_method, read_quantization
 from bateleur.runner.utils.arguments import folder, refuse, shown
 from bateleur.runner.utils.device import DTYPES, explain_out_of_memory, free_main_memory
 from bateleur.runner.utils.json_file import read_json
@@ -67,10 +67,14 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: str | Path, overrides: Mapping[str, Any] | None = None, *, dequantize: bool = False
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    dequantize: bool = False,
+    method: str | None = None,
 ) -> Checkpoint:
     """Read a folder's `config.json` and the headers of its weights. overrides: fields that replace those of the file.
-    dequantize: see `Checkpoint`.
+    dequantize: see `Checkpoint`. method: quantisation method that the checkpoint must have; None for any.
 
     Raises ValueError if the folder is not a checkpoint, its architecture is not supported (with the supported ones), a
     size is invalid, a file is damaged, or weights are missing, surplus or misshapen (all are listed).
@@ -85,6 +89,8 @@ def open_checkpoint(
     declared, named = _read_spec(path, family, fields, written)
     spec = replace(declared, eos_token_ids=_eos_token_ids(path, declared))
     reader = read_quantization(path, written)
+    if method is not None:
+        check_method(method, reader)
     spec = replace(spec, kv_cache_dtype=declared_kv_cache(path, written))
     stored = with_prefix(list_tensors(path, family.other_prefixes), named)
     spec, scales = read_kv_scales(spec, named, stored)

@@ -37,6 +37,11 @@ _DTYPES = OneOf(("auto", "float32", "bfloat16", "float16"))
 _KV_CACHE_DTYPES = OneOf(("auto", "fp8", "fp8_e4m3", "bfloat16", "float16", "float32"))
 _MODES = OneOf(("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"))
 DEQUANTIZE = "dequantize"
+QUANTIZATION_METHODS = (
+    *("fp8", "compressed-tensors", "modelopt", "modelopt_fp4", "modelopt_mixed", "gptq", "gptq_marlin"),
+    *("awq", "awq_marlin", "auto-round", "inc"),
+)
+"""Methods by vLLM's names: see `bateleur.runner.quantization.config`."""
 NGRAM, MTP = "ngram", "mtp"
 """Values of `draft` that are not folders: prompt lookup, and the head in the target's own files."""
 _SIZES = Several(Integer(1), "a sequence of integers")
@@ -92,9 +97,9 @@ class ModelConfig(Checked):
     dtype: str | torch.dtype = option("auto", _dtype)
     """Dtype of weights and activations: "auto" (the checkpoint's on CUDA, float32 on a CPU), "float32", "bfloat16" or
     "float16"."""
-    quantization: str | None = option(None, maybe(OneOf((DEQUANTIZE,))))
+    quantization: str | None = option(None, maybe(OneOf((DEQUANTIZE, *QUANTIZATION_METHODS))))
     """"dequantize": convert quantised weights to `dtype` when they are loaded. Default: keep the weights as the
-    checkpoint has them."""
+    checkpoint has them. The name of a method, such as "fp8", is checked against the checkpoint."""
     device: str | torch.device = option("auto", _device)
     """Device: "auto", "cpu", "cuda" or "cuda:N"."""
     max_model_len: int | None = option(None, maybe(Integer(2, why=", or None")))
@@ -122,6 +127,11 @@ class ModelConfig(Checked):
     def dequantizes(self) -> bool:
         """Whether quantised weights are converted when they are loaded."""
         return self.quantization == DEQUANTIZE
+
+    @property
+    def quantization_method(self) -> str | None:
+        """Method that the checkpoint must have; None for any."""
+        return None if self.dequantizes else self.quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

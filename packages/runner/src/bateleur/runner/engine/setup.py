@@ -100,7 +100,10 @@ class EngineSetup:
         graphs = GraphOptions.of(config.graphs, device)
         folder, ahead = config.model.model, config.runs_async(device)
         checkpoint = open_checkpoint(
-            folder or shipped_model(), config.model.hf_overrides, dequantize=config.model.dequantizes
+            folder or shipped_model(),
+            config.model.hf_overrides,
+            dequantize=config.model.dequantizes,
+            method=config.model.quantization_method,
         )
         config = without_prefix_caching(config) if checkpoint.spec.has_length_dependent_rope else config
         dtype = resolve_dtype(config.model.dtype, checkpoint, device)

@@ -82,7 +82,7 @@ class Projection:
         if self._native is not None:
             return native.product(x, self._native, self.bias, self.num_rows)
         if self._weight is not None:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self._weight if isinstance(self._weight, Tensor) else self.weight, self.bias)
         if self.pieces:
             found = [each(x, self.bias) for each in self.pieces]
             return found[0] if len(found) == 1 else torch.cat(found, 1)

@@ -28,7 +28,10 @@ _SAME = {
     "modelopt_mixed": "modelopt",
     "intel/auto-round": "auto-round",
     "inc": "auto-round",
+    "gptq_marlin": "gptq",
+    "awq_marlin": "awq",
 }
+"""Other names of methods, from files and from the options of vLLM."""
 _REASONS = {
     "bitsandbytes": "it has no published layout of its own; use an FP8 or W4A16 checkpoint of the model",
     "mxfp4": "MXFP4 is not read yet",
@@ -77,6 +80,15 @@ def reader_of(fields: Mapping[str, Any]) -> Reader:
         supported = ", ".join(READERS)
         raise ValueError(f"quantization_config: quant_method is {said!r}; {why}. Supported are {supported}")
     return READERS[method](fields)
+
+
+def check_method(quantization: str, reader: Reader | None) -> None:
+    """Raise ValueError if the option `quantization` names another method than the checkpoint has."""
+    found = next((name for name, kind in READERS.items() if type(reader) is kind), "none")
+    if found != _SAME.get(quantization, quantization):
+        raise ValueError(
+            f"quantization is {quantization!r}; the method of the checkpoint is {found}: leave the option out"
+        )
 
 
 def _fields(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,5 +17,5 @@ def package_version() -> str:
     except PackageNotFoundError:
         import tomllib
 
-        project = Path(__file__).parents[3] / "pyproject.toml"
+        project = Path(__file__).parents[4] / "pyproject.toml"
         return str(tomllib.loads(project.read_text())["project"]["version"])
