@@ -13,7 +13,7 @@ import pytest
 from bateleur.runner import LLM, RequestOutput
 from bateleur.runner.outputs import CompletionOutput
 from bateleur.runner.serve.openai.requests import chat_request
-from bateleur.runner.serve.parsers.chat_format import ChatFormat, ChatTurn, turn_of
+from bateleur.runner.serve.parsers.chat_format import ChatFormat, PreparedChat, prepare_chat
 from bateleur.runner.serve.parsers.events import Arguments, Content, End, Reasoning, ToolCall, merged
 from bateleur.runner.serve.parsers.options import ParserOptions
 from scripted_model import EOS, TAGS, write_scripted_model
@@ -73,20 +73,20 @@ def llm(folder: Path) -> LLM:
     return LLM(folder, device="cpu", max_model_len=512)
 
 
-def asked(llm: LLM, name: str, parser: str = "hermes", **body: Any) -> tuple[ChatTurn, list[int]]:
+def asked(llm: LLM, name: str, parser: str = "hermes", **body: Any) -> tuple[PreparedChat, list[int]]:
     """The chat turn of a request, and its prompt."""
-    thinks = {"chat_template_kwargs": {"enable_thinking": body.pop("enable_thinking", True)}}
-    if thinks["chat_template_kwargs"]["enable_thinking"] is None:
-        thinks = {}
+    reasons = {"chat_template_kwargs": {"enable_thinking": body.pop("enable_thinking", True)}}
+    if reasons["chat_template_kwargs"]["enable_thinking"] is None:
+        reasons = {}
     message = {"role": "user", "content": name}
-    request = chat_request({"messages": [message], "temperature": 1, "seed": 7, **thinks, **body}, {})
+    request = chat_request({"messages": [message], "temperature": 1, "seed": 7, **reasons, **body}, {})
     (prompt,) = request.prompts_for(llm.tokenizer)
     options = ParserOptions(tool_call_parser=parser, reasoning_parser="think")
-    turn = turn_of(ChatFormat(options, llm.tokenizer), request, prompt)
+    turn = prepare_chat(ChatFormat(options, llm.tokenizer), request, prompt)
     return turn, list(prompt["prompt_token_ids"])
 
 
-def read(turn: ChatTurn, done: CompletionOutput) -> list[Any]:
+def read(turn: PreparedChat, done: CompletionOutput) -> list[Any]:
     """Reasoning in sets, content unchanged, calls as pairs, and the finish reason last."""
     found: list[Any] = []
     for event in merged(turn.reader().read(done)):

@@ -16,7 +16,7 @@ from bateleur.runner.serve.openai.replies import (
     request_metrics,
 )
 from bateleur.runner.serve.openai.requests import chat_request, completion_request
-from bateleur.runner.serve.openai.tools import Named, forced_schema, tool_choice
+from bateleur.runner.serve.openai.tools import NamedTool, forced_schema, tool_choice
 from bateleur.runner.utils.log_once import _logged
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -211,14 +211,14 @@ def test_a_choice_of_tools() -> None:
         == "auto"
     )
     assert tool_choice("required", [TOOL]) == "required"
-    assert tool_choice({"type": "function", "function": {"name": "f"}}, [TOOL]) == Named("f")
+    assert tool_choice({"type": "function", "function": {"name": "f"}}, [TOOL]) == NamedTool("f")
 
 
 def test_a_forced_call_has_a_schema() -> None:
     defs = {"n": {"type": "integer"}}
     parameters = {"properties": {"a": {"$ref": "#/$defs/n"}, "b": {"$ref": "elsewhere"}}, "$defs": defs}
     known = [TOOL, {"type": "function", "function": {"name": "g", "parameters": parameters}}]
-    assert forced_schema(Named("g"), known, parallel=True) == {"type": "object", **parameters}
+    assert forced_schema(NamedTool("g"), known, parallel=True) == {"type": "object", **parameters}
     assert forced_schema("auto", known, parallel=True) is None
     schema = forced_schema("required", known, parallel=False)
     assert schema is not None
@@ -388,7 +388,7 @@ def test_an_error_has_one_form() -> None:
 def test_a_tool_without_parameters_takes_no_arguments(more: dict[str, Any]) -> None:
     known = [{"type": "function", "function": {"name": "ping", **more}}]
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
-    assert forced_schema(Named("ping"), known, parallel=True) == nothing
+    assert forced_schema(NamedTool("ping"), known, parallel=True) == nothing
     listed = forced_schema("required", known, parallel=True)
     assert listed is not None
     assert listed["items"]["anyOf"][0]["properties"]["arguments"] == nothing
@@ -399,7 +399,7 @@ def test_types_of_forced_calls_may_have_other_names() -> None:
     known = [
         {"type": "function", "function": {"name": "f", "parameters": {"type": "dict", "properties": fields}}}
     ]
-    schema = forced_schema(Named("f"), known, parallel=True)
+    schema = forced_schema(NamedTool("f"), known, parallel=True)
     assert schema is not None
     assert (schema["type"], schema["properties"]) == (
         "object",

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tag_model import KINDS, TAGS, TagModel
 
-from bateleur.runner.serve.parsers.names import TOOL_PARSERS
-from bateleur.runner.serve.parsers.think import Think
+from bateleur.runner.serve.parsers.options import TOOL_PARSERS
+from bateleur.runner.serve.parsers.reasoning import Think
 
 FIELDS = {
     "city": {"type": "string"},
@@ -34,7 +34,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "ping"}},
 ]
 EVERY_TAG = " ".join([*TAGS, "<function=ping>", "</function>", "<parameter=days>", "</parameter>"])
-INNER = ("</parameter>", "</function>")
+INNER_TAGS = ("</parameter>", "</function>")
 
 
 @cache
@@ -44,7 +44,7 @@ def model(kind: str) -> TagModel:
 
 WORDS = st.sampled_from(["a", "b c", "\u00e9\U0001f985", "x\ny", '"', "\\", "{", "1 < 2", "]", "it's"])
 TEXT = st.lists(
-    WORDS | st.sampled_from([*TAGS, *INNER, "<function=ping>", "<parameter=days>", EVERY_TAG]),
+    WORDS | st.sampled_from([*TAGS, *INNER_TAGS, "<function=ping>", "<parameter=days>", EVERY_TAG]),
     min_size=1,
     max_size=4,
 ).map(lambda parts: " ".join(["t", *parts, "t"]))
@@ -200,8 +200,8 @@ def test_a_closing_tag_may_be_left_out(
     given: dict[str, Any], python: bool, name: str, kind: str, data: st.DataObject
 ) -> None:
     text = written(name, given, python=python) * data.draw(st.integers(1, 2))
-    closers = [*TOOL_PARSERS[name].CLOSERS, *(INNER if name == "qwen3_coder" else ())]
-    places = [(at, tag) for tag in closers for at in range(len(text)) if text.startswith(tag, at)]
+    end_tags = [*TOOL_PARSERS[name].END_TAGS, *(INNER_TAGS if name == "qwen3_coder" else ())]
+    places = [(at, tag) for tag in end_tags for at in range(len(text)) if text.startswith(tag, at)]
     at, tag = data.draw(st.sampled_from([*places, (0, "")]))
     tokens = model(kind).encode(text[:at] + text[at + len(tag) :])
     found = model(kind).reads(name, TOOLS, tokens, each=True)
@@ -217,7 +217,10 @@ def test_arguments_have_their_types_whatever_is_left_out(
     """Values that quote tags may be read in several ways then."""
     text = written("qwen3_coder", given, python=python)
     places = [
-        (at, tag) for tag in ("</tool_call>", *INNER) for at in range(len(text)) if text.startswith(tag, at)
+        (at, tag)
+        for tag in ("</tool_call>", *INNER_TAGS)
+        for at in range(len(text))
+        if text.startswith(tag, at)
     ]
     at, tag = data.draw(st.sampled_from(places))
     tokens = model(kind).encode(text[:at] + text[at + len(tag) :])

@@ -15,21 +15,26 @@ from hypothesis import strategies as st
 
 from bateleur.runner.outputs import CompletionOutput, TextTag
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.serve.openai.tools import Named
+from bateleur.runner.serve.openai.tools import NamedTool
 from bateleur.runner.serve.parsers.answer import AnswerParser
 from bateleur.runner.serve.parsers.chat_format import ChatFormat
-from bateleur.runner.serve.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, merged
-from bateleur.runner.serve.parsers.forced import ListedCalls, NamedCall
-from bateleur.runner.serve.parsers.hermes import Granite, Hermes
+from bateleur.runner.serve.parsers.events import (
+    Arguments,
+    Content,
+    Event,
+    Reasoning,
+    ToolCall,
+    chat_delta,
+    chat_message,
+    merged,
+)
+from bateleur.runner.serve.parsers.hermes import Granite, Hermes, Qwen3Coder
+from bateleur.runner.serve.parsers.json_calls import ListedCalls, Llama3Json, NamedCall
 from bateleur.runner.serve.parsers.kimi_k2 import KimiK2
-from bateleur.runner.serve.parsers.llama3_json import Llama3Json
-from bateleur.runner.serve.parsers.message import Message
-from bateleur.runner.serve.parsers.names import reasoning_parser_of, tool_parser_of
-from bateleur.runner.serve.parsers.options import ParserOptions
+from bateleur.runner.serve.parsers.options import ParserOptions, reasoning_parser_of, tool_parser_of
 from bateleur.runner.serve.parsers.pythonic import Lfm2, Olmo3
-from bateleur.runner.serve.parsers.qwen3_coder import Qwen3Coder
+from bateleur.runner.serve.parsers.reasoning import Think
 from bateleur.runner.serve.parsers.source import TagTable
-from bateleur.runner.serve.parsers.think import Think
 from bateleur.runner.serve.parsers.tool_format import ToolFormat
 from bateleur.runner.serve.parsers.values import as_json, literal_as_json, types_of
 from bateleur.runner.text.chat import ChatPrompt
@@ -62,10 +67,14 @@ FORMATS: dict[str, type[ToolFormat]] = {
 
 
 def parser(
-    kind: type[ToolFormat] | None = None, *, think: Think | None = None, most: int | None = None
+    kind: type[ToolFormat] | None = None, *, think: Think | None = None, max_calls: int | None = None
 ) -> AnswerParser:
-    calls = None if kind is None else kind(TOOLS, most)
+    calls = None if kind is None else kind(TOOLS, max_calls)
     return AnswerParser(reasoning=think, calls=calls, make_id=lambda: "id")
+
+
+def message_of(reader: AnswerParser, text: str) -> dict[str, Any]:
+    return chat_message(reader.feed(text) + reader.finish())
 
 
 def parse(reader: AnswerParser, *pieces: str, cut: bool = False) -> list[Any]:
@@ -248,7 +257,7 @@ def test_qwen3_coder(text: str, found: list[Any]) -> None:
 
 def test_text_between_parameters_is_content() -> None:
     text = "<function=weather>\noh <parameter=a\n<parameter=city>a</parameter></function>"
-    message = Message(calls=Qwen3Coder(TOOLS), make_id=lambda: "1").whole(text)
+    message = message_of(AnswerParser(calls=Qwen3Coder(TOOLS), make_id=lambda: "1"), text)
     assert message["content"] == "oh <parameter=a\n"
     assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "a"}'
 
@@ -323,7 +332,7 @@ def test_other_notations(name: str, text: str, found: list[Any]) -> None:
 
 def test_kimi_names_its_calls() -> None:
     text = KIMI.format("weather", 7, "{}")
-    message = Message(calls=KimiK2(TOOLS)).whole(text)
+    message = message_of(AnswerParser(calls=KimiK2(TOOLS)), text)
     assert message["tool_calls"][0]["id"] == "functions.weather:7"
 
 
@@ -412,7 +421,7 @@ PIECES = st.sampled_from(
 MAKE: dict[str, Callable[[], AnswerParser]] = {
     **{name: lambda kind=kind: parser(kind) for name, kind in FORMATS.items()},  # type: ignore[misc]
     "thinking": lambda: parser(Qwen3Coder, think=Think()),
-    "opened": lambda: parser(Hermes, think=Think(opened=True), most=1),
+    "opened": lambda: parser(Hermes, think=Think(opened=True), max_calls=1),
 }
 
 
@@ -458,7 +467,7 @@ def test_a_text_without_a_call_is_content(pieces: list[str]) -> None:
 def test_calls_come_back_as_they_were_written(calls: list[tuple[str, dict[str, Any]]], before: str) -> None:
     objects = [json.dumps({"name": name, "arguments": values}) for name, values in calls]
     text = before + "".join(f"\n<tool_call>\n{each}\n</tool_call>" for each in objects)
-    message = Message(calls=Hermes(TOOLS), make_id=lambda: "1").whole(text)
+    message = message_of(AnswerParser(calls=Hermes(TOOLS), make_id=lambda: "1"), text)
     assert message["content"] == (before or (None if calls else ""))
     told = [each["function"] for each in message.get("tool_calls", [])]
     assert [(each["name"], json.loads(each["arguments"])) for each in told] == calls
@@ -614,8 +623,8 @@ PARSERS: dict[type[ToolFormat], AnswerParser] = {kind: parser(kind) for kind in 
 
 def test_only_as_many_calls_are_looked_for_as_are_wanted() -> None:
     call = '<tool_call>{"name":"we"}</tool_call>'
-    assert parse(parser(Hermes, most=1), call + call) == [["we", "{}"], call]
-    assert parse(parser(Hermes, most=0), call) == [call]
+    assert parse(parser(Hermes, max_calls=1), call + call) == [["we", "{}"], call]
+    assert parse(parser(Hermes, max_calls=0), call) == [call]
 
 
 @pytest.mark.parametrize(
@@ -670,10 +679,11 @@ def test_a_call_that_is_cut_has_the_arguments_so_far(name: str, text: str, argum
 
 def test_a_message_is_told_in_deltas() -> None:
     ids = count()
-    message = Message(reasoning=Think(), calls=Hermes(TOOLS), make_id=lambda: f"call_{next(ids)}")
+    answer = AnswerParser(reasoning=Think(), calls=Hermes(TOOLS), make_id=lambda: f"call_{next(ids)}")
     text = '<think>a b</think>Hi <tool_call>{"name": "we", "arguments": {"a": 1}}</tool_call>'
     text += '<tool_call>{"name": "we"}</tool_call>'
-    told = [each for each in [message.feed(letter) for letter in text] + [message.end()] if each]
+    pieces = [*map(answer.feed, text), answer.finish()]
+    told = [delta for events in pieces if (delta := chat_delta(events))]
     assert "".join(each.get("reasoning", "") for each in told) == "a b"
     assert all(each.get("reasoning") == each.get("reasoning_content") for each in told)
     assert "".join(each.get("content", "") for each in told) == "Hi"
@@ -682,7 +692,7 @@ def test_a_message_is_told_in_deltas() -> None:
     assert [call["id"] for call in calls if "id" in call] == ["call_0", "call_1"]
     arguments = ["".join(c["function"]["arguments"] for c in calls if c["index"] == i) for i in (0, 1)]
     assert arguments == ['{"a": 1}', "{}"]
-    whole = Message(reasoning=Think(), calls=Hermes(TOOLS), make_id=lambda: "x").whole(text)
+    whole = message_of(AnswerParser(reasoning=Think(), calls=Hermes(TOOLS), make_id=lambda: "x"), text)
     assert whole["content"] == "Hi"
     assert whole["reasoning_content"] == "a b"
     assert [each["function"]["arguments"] for each in whole["tool_calls"]] == arguments
@@ -792,14 +802,14 @@ def test_an_option_can_be_said() -> None:
     ):
         ParserOptions(tool_call_parser="x")
     with pytest.raises(ValueError, match=r"tool_choice is 'auto'; .* unless --tool-call-parser is given"):
-        ChatFormat(ParserOptions(), NoTokenizer()).turn(
+        ChatFormat(ParserOptions(), NoTokenizer()).prepare(
             SamplingParams(), PROMPT, tools=TOOLS, tool_choice="auto"
         )
     off = ParserOptions(tool_call_parser="hermes", enable_auto_tool_choice=False)
     with pytest.raises(
         ValueError, match=r"tool_choice is 'auto'; .* unless --enable-auto-tool-choice is given"
     ):
-        ChatFormat(off, NoTokenizer()).turn(SamplingParams(), PROMPT, tools=TOOLS, tool_choice="auto")
+        ChatFormat(off, NoTokenizer()).prepare(SamplingParams(), PROMPT, tools=TOOLS, tool_choice="auto")
 
 
 PROMPT = ChatPrompt(prompt="Hi", prompt_token_ids=[1])
@@ -808,7 +818,7 @@ PROMPT = ChatPrompt(prompt="Hi", prompt_token_ids=[1])
 def test_a_turn_reads_what_its_request_may_contain() -> None:
     def read(text: str, prompt: str = "Hi", **more: Any) -> list[Any]:
         given = ChatPrompt(prompt=prompt, prompt_token_ids=[1])
-        turn = chat_format.turn(SamplingParams(), given, **more)
+        turn = chat_format.prepare(SamplingParams(), given, **more)
         assert turn.params.return_tags
         done = CompletionOutput(0, text, [1], None, None, "stop", None)
         return [
@@ -823,7 +833,7 @@ def test_a_turn_reads_what_its_request_may_contain() -> None:
     assert read(call) == [call, "stop"]
     assert read(call, tools=TOOLS, tool_choice="none") == [call, "stop"]
     assert read(call, tools=TOOLS, tool_choice="auto")[1:] == ["{}", "tool_calls"]
-    assert read('{"a":1}', tools=TOOLS, tool_choice=Named("we"))[1:] == ['{"a":1}', "tool_calls"]
+    assert read('{"a":1}', tools=TOOLS, tool_choice=NamedTool("we"))[1:] == ['{"a":1}', "tool_calls"]
     assert read('[{"name": "we", "arguments": {}}]', tools=TOOLS, tool_choice="required")[1:] == [
         "{}",
         "tool_calls",

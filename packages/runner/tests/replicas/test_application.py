@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bateleur.runner.cli import main
-from bateleur.runner.serve.address import bound
+from bateleur.runner.serve.address import bound_socket
 from bateleur.runner.serve.config import ServeConfig
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="bateleur-runner[ray] is not installed")
@@ -131,7 +131,7 @@ def server(application: Any) -> Any:
 
 @needs_ray
 def test_an_address_where_nobody_answers_is_told_at_once(server: Any) -> None:
-    with bound(ServeConfig(port=0)) as place:
+    with bound_socket(ServeConfig(port=0)) as place:
         address = f"127.0.0.1:{place.getsockname()[1]}"  # bound, but nobody listens
         with (
             pytest.raises(

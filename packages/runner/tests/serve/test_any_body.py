@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bateleur.runner import AsyncLLM
-from bateleur.runner.serve.body import validated
+from bateleur.runner.serve.body import validate
 from bateleur.runner.serve.messages import body as messages
 from bateleur.runner.serve.openai.requests import chat_request
 from bateleur.runner.serve.responses import body as responses
@@ -109,9 +109,9 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
     "chat": (CHAT, lambda body: body),
     "responses": (
         RESPONSE,
-        lambda body: responses.chat_body(validated(responses.ResponsesBody, body), []),
+        lambda body: responses.chat_body(validate(responses.ResponsesBody, body), []),
     ),
-    "messages": (MESSAGE, lambda body: messages.chat_body(validated(messages.MessagesBody, body))),
+    "messages": (MESSAGE, lambda body: messages.chat_body(validate(messages.MessagesBody, body))),
 }
 
 

@@ -131,7 +131,7 @@ SWITCHED = (
 
 
 @pytest.mark.parametrize(
-    ("options", "body", "thinks"),
+    ("options", "body", "reasons"),
     [
         ({}, {}, True),
         ({}, {"reasoning_effort": "none"}, False),
@@ -142,11 +142,11 @@ SWITCHED = (
     ],
 )
 def test_thinking_is_switched_for_a_request_or_the_server(
-    make_client: Callable[..., Any], options: dict[str, Any], body: dict[str, Any], thinks: bool
+    make_client: Callable[..., Any], options: dict[str, Any], body: dict[str, Any], reasons: bool
 ) -> None:
     client = make_client(chat_template=SWITCHED, default_chat_template_kwargs=options)
     reply = client.ask(PATH, {"messages": HELLO, "return_token_ids": True, **GREEDY, **body}).json()
-    assert "".join(reply["prompt_token_texts"]) == "def f(" + "<think>" * thinks
+    assert "".join(reply["prompt_token_texts"]) == "def f(" + "<think>" * reasons
 
 
 def test_a_reply_begins_with_the_last_message_if_it_is_asked_to(scripted: Any) -> None:

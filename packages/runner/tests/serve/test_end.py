@@ -93,7 +93,7 @@ def test_who_reads_nothing_is_cut_off_unless_he_begins_again() -> None:
 
     async def write(resumes: bool) -> bool:
         config = uvicorn.Config(app=lambda: None, log_config=None)
-        make = Connection.waiting(timeout_read=60.0, timeout_write=0.02)
+        make = Connection.factory(timeout_read=60.0, timeout_write=0.02)
         connection = make(config=config, server_state=uvicorn.server.ServerState(), app_state={})
         transport = Transport()
         connection.connection_made(transport)

@@ -26,7 +26,7 @@ from bateleur.runner.cli.request_file import RequestFile
 from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.replicas.config import ReplicaConfig
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.serve.openai.names import served_names
+from bateleur.runner.serve.config import served_names
 from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.utils.arguments import refuse
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.serve.openai.names import require_served
+from bateleur.runner.serve.config import require_served
 from bateleur.runner.serve.openai.replies import chat_reply, completion_reply, error_body
 from bateleur.runner.serve.openai.requests import (
     ChatRequest,
@@ -19,8 +19,8 @@ from bateleur.runner.serve.openai.requests import (
     chat_request,
     completion_request,
 )
-from bateleur.runner.serve.parsers.chat_format import ChatFormat, ChatTurn, turn_of, with_options
-from bateleur.runner.serve.parsers.message import chat_message
+from bateleur.runner.serve.parsers.chat_format import ChatFormat, PreparedChat, prepare_chat, with_options
+from bateleur.runner.serve.parsers.events import chat_message
 from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.text.token_bytes import TokenText
@@ -176,10 +176,10 @@ class OpenAIBatchFormat:
         (prompt,) = request.prompts_for(tokenizer)
         return [(prompt, self._turn(request, prompt, tokenizer).params)]
 
-    def _turn(self, request: ChatRequest, prompt: ChatPrompt, tokenizer: Tokenizer) -> ChatTurn:
+    def _turn(self, request: ChatRequest, prompt: ChatPrompt, tokenizer: Tokenizer) -> PreparedChat:
         if self._chat_format is None:
             self._chat_format = ChatFormat(self._parsers, tokenizer)
-        return turn_of(self._chat_format, request, prompt)
+        return prepare_chat(self._chat_format, request, prompt)
 
     def result(
         self,

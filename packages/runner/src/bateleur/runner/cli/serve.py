@@ -11,7 +11,7 @@ from bateleur.runner.cli.options import ENGINE_OPTIONS, check_num_threads, given
 from bateleur.runner.cli.vllm_flags import check_vllm_flags
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.replicas.config import NOT_OF_RAY, ReplicaConfig
-from bateleur.runner.serve.address import address_of, bound, check_tls
+from bateleur.runner.serve.address import bound_socket, check_tls, client_url
 from bateleur.runner.serve.config import ServeConfig, served_engine
 from bateleur.runner.utils.arguments import refuse
 from bateleur.runner.utils.options import options_of
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         from bateleur.runner.llm import LLM
 
         LLM(**engine)
-    with bound(config) as place:
+    with bound_socket(config) as place:
         print_status("loading torch")
         import torch
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         llm = AsyncLLM(args.model, max_queued_requests=config.max_queued_requests, **engine)
         print_graph_costs(llm.llm)
         llm.llm.prepare_structured_outputs()  # now, so that no request has to wait for it
-        address = address_of(place, config)
+        address = client_url(place, config)
         engine_alive = run_server(llm, config, place, ready=lambda: write_text(f"{address}\n"))
     return 0 if engine_alive else 1
 
@@ -70,8 +70,8 @@ def _run_replicas(
     for option in options_of(ServeConfig):
         if option.name in NOT_OF_RAY and (value := getattr(config, option.name)) != option.default:
             refuse(option.name, value, "left out with replicas: Ray's HTTP proxy has no such option")
-    with bound(config) as place:
-        address, port = address_of(place, config), place.getsockname()[1]
+    with bound_socket(config) as place:
+        address, port = client_url(place, config), place.getsockname()[1]
     print_status("starting Ray")
     from bateleur.runner.replicas.application import DeploymentPlan
     from bateleur.runner.replicas.server import run as run_replicas

@@ -16,9 +16,9 @@ from bateleur.runner.errors import EngineDead, ReplicaLost
 from bateleur.runner.replicas.forwarded_request import ForwardedRequest, SendRequest
 from bateleur.runner.serve.body import read_bytes
 from bateleur.runner.serve.config import ServeConfig
-from bateleur.runner.serve.errors import dead, refusal, refusing
-from bateleur.runner.serve.gate import guard
-from bateleur.runner.serve.sse import last_event
+from bateleur.runner.serve.errors import engine_dead_error, http_error, http_errors
+from bateleur.runner.serve.middleware import add_middleware
+from bateleur.runner.serve.sse import error_event
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -54,11 +54,11 @@ class ReplicaFrontend:
 
         @app.get("/metrics")
         async def metrics(request: Request) -> Response:
-            with refusing():
+            with http_errors():
                 return Response(merge_metrics(await self._metrics()), media_type=_METRICS_TYPE)
 
         app.router.routes.append(Route("/{path:path}", _Endpoint(self), methods=None))
-        guard(app, self)
+        add_middleware(app, self)
         return app
 
     async def drain(self, timeout: float) -> None:
@@ -83,7 +83,7 @@ class ReplicaFrontend:
         except asyncio.CancelledError:
             if not self._closing:
                 raise
-            await response.fail(dead(EngineDead("it was closed")), scope["path"])
+            await response.fail(engine_dead_error(EngineDead("it was closed")), scope["path"])
         except HTTPException as error:
             await response.fail(error, scope["path"])
         finally:
@@ -96,7 +96,7 @@ class ReplicaFrontend:
             async with asyncio.timeout(None if request.scope["method"] == "POST" else _TIMEOUT):
                 for _ in range(_MAX_LOST_REPLICAS):
                     try:
-                        with refusing():
+                        with http_errors():
                             return await self._send_once(request, response)
                     except ReplicaLost as error:
                         lost = error
@@ -105,13 +105,13 @@ class ReplicaFrontend:
                     response.reset()
                     request = request.excluding(str(lost))
         except TimeoutError as error:
-            raise refusal(503, "no replica answered in time", code="no_replica") from error
+            raise http_error(503, "no replica answered in time", code="no_replica") from error
         text = (
             "the replica died during the response"
             if response.started
             else "every replica that got the request died"
         )
-        raise refusal(500, text, code="replica_lost") from lost
+        raise http_error(500, text, code="replica_lost") from lost
 
     async def _send_once(self, request: ForwardedRequest, response: _Response) -> None:
         async with aclosing(self._send_request(request)) as answer:
@@ -166,7 +166,7 @@ class _Response:
             return
         if not self.started or not kinds or not kinds[0].startswith(b"text/event-stream"):
             raise error
-        body = last_event(error, path)
+        body = error_event(error, path)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

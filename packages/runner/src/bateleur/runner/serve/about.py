@@ -9,7 +9,7 @@ from fastapi.responses import HTMLResponse, Response
 from fastapi.routing import APIRoute
 
 from bateleur.runner.serve import metrics, page
-from bateleur.runner.serve.errors import refusal
+from bateleur.runner.serve.errors import http_error
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.service import Service
 from bateleur.runner.utils.version import package_version
@@ -35,15 +35,15 @@ def router(service: Service) -> APIRouter:
         error = service.llm.error
         if error is not None:
             said = f"the engine died of {type(error).__name__}: {error}"
-            raise refusal(503, said, code="engine_dead")
+            raise http_error(503, said, code="engine_dead")
         return Response(status_code=200)
 
     @routes.get("/version")
-    async def told_version(request: Request) -> Response:
+    async def version(request: Request) -> Response:
         return JSONText({"version": package_version()})
 
     @routes.get("/metrics")
-    async def told_metrics(request: Request) -> Response:
+    async def prometheus_metrics(request: Request) -> Response:
         return Response(await service.metrics(), media_type=metrics.CONTENT_TYPE)
 
     @routes.get("/")

@@ -12,7 +12,7 @@ from bateleur.runner.serve.config import ServeConfig
 
 
 @contextmanager
-def bound(config: ServeConfig) -> Iterator[socket.socket]:
+def bound_socket(config: ServeConfig) -> Iterator[socket.socket]:
     """The socket to listen on, bound before anything that takes long. OSError, naming the address, if it can't be."""
     if config.uds is not None:
         _clear(config.uds)
@@ -36,7 +36,7 @@ def bound(config: ServeConfig) -> Iterator[socket.socket]:
                 config.uds.unlink(missing_ok=True)
 
 
-def address_of(place: socket.socket, config: ServeConfig) -> str:
+def client_url(place: socket.socket, config: ServeConfig) -> str:
     """Where clients find it."""
     if config.uds is not None:
         return f"unix:{config.uds}"

@@ -7,8 +7,8 @@ from fastapi import FastAPI
 from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.serve import about, chat, completions, tokens
 from bateleur.runner.serve.config import ServeConfig
-from bateleur.runner.serve.gate import guard
 from bateleur.runner.serve.messages import routes as messages
+from bateleur.runner.serve.middleware import add_middleware
 from bateleur.runner.serve.responses import routes as responses
 from bateleur.runner.serve.service import Service
 from bateleur.runner.utils.version import package_version
@@ -32,5 +32,5 @@ def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
     app.state.service = service
     for endpoints in (about, chat, completions, messages, responses, tokens):
         app.include_router(endpoints.router(service))
-    guard(app, service)
+    add_middleware(app, service)
     return app

@@ -3,41 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
+from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.config import ServeConfig
-from bateleur.runner.serve.errors import refusal, refusing
+from bateleur.runner.serve.errors import http_error, http_errors
 from bateleur.runner.serve.json_text import loads
-from bateleur.runner.serve.openai.fields import whole
+from bateleur.runner.serve.openai.fields import Field, as_integer, sampling_names
 from bateleur.runner.utils.arguments import shown
+from bateleur.runner.utils.options import options_of
 
 Model = TypeVar("Model", bound=BaseModel)
-Whole: TypeAlias = Annotated[int, BeforeValidator(whole)]
+IntegerLike: TypeAlias = Annotated[int, BeforeValidator(as_integer)]
 """An integer, which may be written as 1.0."""
 _CLOSE = {"Connection": "close"}
 """What comes of such a body is not waited for."""
-_PATIENCE = 4
+_DRAIN_FACTOR = 4
 """A body of up to so many times the limit is read and dropped: many a client reads an answer only when all is sent."""
 
 
-async def read_object(request: Request, config: ServeConfig) -> dict[str, Any]:
+async def read_json_object(request: Request, config: ServeConfig) -> dict[str, Any]:
     """The JSON object that a request holds. HTTPException for any other, for one too long, and for one too late."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         said = f"Content-Type is {kind!r}; it must be application/json" if kind else "Content-Type is absent"
-        raise refusal(415, said, headers=_CLOSE)
+        raise http_error(415, said, headers=_CLOSE)
     data = await read_bytes(request, config)
-    with refusing():
+    with http_errors():
         value = loads(data)
         if not isinstance(value, dict):
-            raise ValueError(f"the body is {_called(value)}; it must be an object")
+            raise ValueError(f"the body is {_json_type(value)}; it must be an object")
     return value
 
 
-def validated(model: type[Model], body: dict[str, Any]) -> Model:
+def validate(model: type[Model], body: dict[str, Any]) -> Model:
     """The body as a model. Raises ValueError that names the first field with a wrong value."""
     try:
         return model.model_validate(body)
@@ -57,26 +60,53 @@ async def read_bytes(request: Request, config: ServeConfig) -> bytes:
             return await _read(request, config.max_body_bytes)
     except TimeoutError as error:
         said = f"the body has not come within {config.timeout_read:g} seconds"
-        raise refusal(408, said, headers=_CLOSE) from error
+        raise http_error(408, said, headers=_CLOSE) from error
 
 
 async def _read(request: Request, most: int) -> bytes:
     """The bytes, counted as they come: a head may say less, or nothing."""
     said = request.headers.get("content-length", "")
     body, count = bytearray(), int(said[:20]) if said.isdigit() else 0
-    if count <= _PATIENCE * most:
+    if count <= _DRAIN_FACTOR * most:
         count = 0
         async for part in request.stream():
             count += len(part)
             if count <= most:
                 body += part
-            elif count > _PATIENCE * most:
+            elif count > _DRAIN_FACTOR * most:
                 break
         if count <= most:
             return bytes(body)
-    raise refusal(413, f"the body has more than max_body_bytes = {most} bytes", headers=_CLOSE)
+    raise http_error(413, f"the body has more than max_body_bytes = {most} bytes", headers=_CLOSE)
 
 
-def _called(value: object) -> str:
+def _json_type(value: object) -> str:
     names = {str: "a string", list: "an array", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+_TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "Mapping": "object"}
+"""JSON types by what the annotation of a sampling parameter begins with; others are of several types."""
+
+
+def openapi_body(fields: Mapping[str, Field], *required: str, sampled: bool = True) -> dict[str, Any]:
+    """OpenAPI's part of a route whose body has these fields, and sampling parameters if `sampled`."""
+    properties = {name: _property(field.about, field.kind) for name, field in fields.items()}
+    for option in options_of(SamplingParams) if sampled else ():
+        if option.name in sampling_names() and option.name not in fields:
+            kind = next((json for name, json in _TYPES.items() if option.type.startswith(name)), None)
+            properties[option.name] = _property(option.help, kind)
+    return _body({"type": "object", "properties": properties, "required": [*required]})
+
+
+def openapi_model(model: type[BaseModel]) -> dict[str, Any]:
+    """The same of a model."""
+    return _body(model.model_json_schema())
+
+
+def _property(about: str, kind: str | None) -> dict[str, Any]:
+    return {"description": about, **({"type": kind} if kind else {})}
+
+
+def _body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -10,33 +10,31 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from bateleur.runner.serve.api_docs import described
-from bateleur.runner.serve.body import read_object
-from bateleur.runner.serve.chunks import chunks
+from bateleur.runner.serve.body import openapi_body, read_json_object
 from bateleur.runner.serve.completions import completion
 from bateleur.runner.serve.conversation import Answer, answer
-from bateleur.runner.serve.errors import refusing
+from bateleur.runner.serve.errors import http_errors
 from bateleur.runner.serve.json_text import JSONText
-from bateleur.runner.serve.openai.replies import chat_choice, chat_reply, of_prompt
+from bateleur.runner.serve.openai.replies import chat_choice, chat_reply, prompt_fields
 from bateleur.runner.serve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS, chat_request
-from bateleur.runner.serve.parsers.message import chat_delta, chat_message
+from bateleur.runner.serve.parsers.events import chat_delta, chat_message
 from bateleur.runner.serve.service import Service, new_id
-from bateleur.runner.serve.sse import EventStream
+from bateleur.runner.serve.sse import EventStream, chunks
 
 
 def router(service: Service) -> APIRouter:
     """The endpoint."""
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions", openapi_extra=described(CHAT_FIELDS, "messages"))
+    @routes.post("/v1/chat/completions", openapi_extra=openapi_body(CHAT_FIELDS, "messages"))
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        return await chat_completion(service, request, await read_object(request, service.config))
+        return await chat_completion(service, request, await read_json_object(request, service.config))
 
-    @routes.post("/invocations", openapi_extra=described({**COMPLETION_FIELDS, **CHAT_FIELDS}))
+    @routes.post("/invocations", openapi_extra=openapi_body({**COMPLETION_FIELDS, **CHAT_FIELDS}))
     async def invoke(request: Request) -> Response:
         """Answer a conversation if the body has messages, or else continue prompts; the name is SageMaker's."""
-        body = await read_object(request, service.config)
+        body = await read_json_object(request, service.config)
         reply = completion if body.get("messages") is None else chat_completion
         return await reply(service, request, body)
 
@@ -45,19 +43,19 @@ def router(service: Service) -> APIRouter:
 
 async def chat_completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
     """The reply to a body of `/v1/chat/completions`."""
-    with refusing():
-        asked = chat_request(body, service.defaults, strict=service.config.strict_fields)
-        asked = service.with_server_options(asked)
-    reply_id, created = new_id("chatcmpl", asked), int(time.time())
-    answered = await answer(service, asked, reply_id)
-    if asked.stream:
+    with http_errors():
+        parsed = chat_request(body, service.defaults, strict=service.config.strict_fields)
+        parsed = service.with_server_options(parsed)
+    reply_id, created = new_id("chatcmpl", parsed), int(time.time())
+    answered = await answer(service, parsed, reply_id)
+    if parsed.stream:
         kind, model = "chat.completion.chunk", service.names[0]
         head = {"id": reply_id, "object": kind, "created": created, "model": model}
-        return EventStream(chunks(_parts(service, answered), answered.asked, head, answered.usage))
+        return EventStream(chunks(_parts(service, answered), answered.parsed, head, answered.usage))
     reports = await answered.whole(request)
     messages = {each.completion.index: chat_message(each.events) for each in reports}
     reply = chat_reply(
-        answered.asked,
+        answered.parsed,
         reports[0].output,
         reply_id=reply_id,
         model=service.names[0],
@@ -73,17 +71,17 @@ async def chat_completion(service: Service, request: Request, body: dict[str, An
 async def _parts(service: Service, answered: Answer) -> AsyncGenerator[dict[str, Any], None]:
     """Fields of each chunk. The first of a continuation has the role, and the very first what the prompt was."""
     begun: set[int] = set()
-    asked = answered.asked
+    parsed = answered.parsed
     async with aclosing(answered.reports()) as reports:
         async for report in reports:
             index, said = report.completion.index, chat_delta(report.events)
             first, beginning = index not in begun, not begun
             begun.add(index)
             delta = {"role": "assistant", "content": "", **said} if first else said
-            choice = chat_choice(asked, report.completion, delta, decode=service.decode, chunk=True)
+            choice = chat_choice(parsed, report.completion, delta, decode=service.decode, chunk=True)
             choice["finish_reason"] = report.finish_reason
-            if delta or choice["finish_reason"] or choice["logprobs"] or asked.return_token_ids:
+            if delta or choice["finish_reason"] or choice["logprobs"] or parsed.return_token_ids:
                 yield {
                     "choices": [choice],
-                    **(of_prompt(asked, report.output, service.decode) if beginning else {}),
+                    **(prompt_fields(parsed, report.output, service.decode) if beginning else {}),
                 }

@@ -12,39 +12,36 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from bateleur.runner.engine_thread import Reader
-from bateleur.runner.serve.api_docs import described
-from bateleur.runner.serve.body import read_object
-from bateleur.runner.serve.chunks import chunks
-from bateleur.runner.serve.errors import refusing
+from bateleur.runner.serve.body import openapi_body, read_json_object
+from bateleur.runner.serve.errors import http_errors
 from bateleur.runner.serve.json_text import JSONText
-from bateleur.runner.serve.openai.replies import completion_choice, completion_reply
+from bateleur.runner.serve.openai.replies import Usage, completion_choice, completion_reply
 from bateleur.runner.serve.openai.requests import COMPLETION_FIELDS, CompletionRequest, completion_request
-from bateleur.runner.serve.service import Service, new_id, number_of
-from bateleur.runner.serve.sse import EventStream
-from bateleur.runner.serve.usage import Usage
+from bateleur.runner.serve.service import Service, new_id, prompt_index
+from bateleur.runner.serve.sse import EventStream, chunks
 
 
 def router(service: Service) -> APIRouter:
     """The endpoint."""
     routes = APIRouter()
 
-    @routes.post("/v1/completions", openapi_extra=described(COMPLETION_FIELDS, "prompt"))
+    @routes.post("/v1/completions", openapi_extra=openapi_body(COMPLETION_FIELDS, "prompt"))
     async def complete(request: Request) -> Response:
         """Continue prompts."""
-        return await completion(service, request, await read_object(request, service.config))
+        return await completion(service, request, await read_json_object(request, service.config))
 
     return routes
 
 
 async def completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
     """The reply to a body of `/v1/completions`."""
-    with refusing():
-        asked = completion_request(body, service.defaults, strict=service.config.strict_fields)
-        asked = service.with_server_options(asked)
-    service.check_model(asked.model)
-    reply_id, created = new_id("cmpl", asked), int(time.time())
-    reader = await service.submit(asked.prompts, asked, reply_id)
-    if asked.stream:
+    with http_errors():
+        parsed = completion_request(body, service.defaults, strict=service.config.strict_fields)
+        parsed = service.with_server_options(parsed)
+    service.check_model(parsed.model)
+    reply_id, created = new_id("cmpl", parsed), int(time.time())
+    reader = await service.submit(parsed.prompts, parsed, reply_id)
+    if parsed.stream:
         head = {
             "id": reply_id,
             "object": "text_completion",
@@ -52,27 +49,27 @@ async def completion(service: Service, request: Request, body: dict[str, Any]) -
             "model": service.names[0],
         }
         usage = Usage()
-        return EventStream(chunks(_parts(service, asked, reader, usage), asked, head, usage))
+        return EventStream(chunks(_parts(service, parsed, reader, usage), parsed, head, usage))
     outputs = await service.finish(reader, request)
     told = partial(completion_reply, reply_id=reply_id, model=service.names[0], created=created)
-    return JSONText(told(asked, outputs, decode=service.decode))
+    return JSONText(told(parsed, outputs, decode=service.decode))
 
 
 async def _parts(
-    service: Service, asked: CompletionRequest, reader: Reader, usage: Usage
+    service: Service, parsed: CompletionRequest, reader: Reader, usage: Usage
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Fields of each chunk: text, by prompt and continuation."""
     offsets: dict[int, int] = {}  # characters of the tokens so far, by choice; text may lag behind them
     async with aclosing(service.outputs(reader)) as outputs:
         async for output in outputs:
-            usage.count(output, only_prompt=asked.only_prompt)
+            usage.count(output, only_prompt=parsed.only_prompt)
             for completion in output.outputs:
-                index = number_of(output.request_id) * asked.params.n + completion.index
+                index = prompt_index(output.request_id) * parsed.params.n + completion.index
                 first = index not in offsets
                 offset = offsets.setdefault(index, 0)
                 told = partial(completion_choice, decode=service.decode, first=first, offset=offset)
-                choice = told(asked, output, completion, index)
+                choice = told(parsed, output, completion, index)
                 if choice["logprobs"]:
                     offsets[index] += sum(map(len, choice["logprobs"]["tokens"]))
-                if choice["text"] or choice["finish_reason"] or choice["logprobs"] or asked.return_token_ids:
+                if choice["text"] or choice["finish_reason"] or choice["logprobs"] or parsed.return_token_ids:
                     yield {"choices": [choice]}

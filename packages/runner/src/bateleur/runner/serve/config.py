@@ -9,7 +9,18 @@ from typing import Any
 
 from bateleur.runner.assets import default_drafts
 from bateleur.runner.serve.parsers.options import ParserOptions
-from bateleur.runner.utils.arguments import Integer, Number, OneOf, Several, flag, folder, maybe, refuse, text
+from bateleur.runner.utils.arguments import (
+    Integer,
+    Number,
+    OneOf,
+    Several,
+    flag,
+    folder,
+    maybe,
+    refuse,
+    shown,
+    text,
+)
 from bateleur.runner.utils.options import option
 from bateleur.runner.utils.vllm_names import translate_vllm_names
 
@@ -111,3 +122,21 @@ def served_engine(options: Mapping[str, Any]) -> dict[str, Any]:
     options = translate_vllm_names(options)
     engine = {"draft": None, "enable_prefix_caching": True, **default_drafts(options), **options}
     return engine | {"draft": None if engine["draft"] == "none" else engine["draft"]}
+
+
+SHIPPED = "bateleur"
+"""The model that comes with the package."""
+
+
+def served_names(model: Path | None, given: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of a model: those that were given, else those of its folder; replies have the first."""
+    if given:
+        return tuple(given)
+    return (SHIPPED,) if model is None else (model.resolve().name, str(model))
+
+
+def require_served(name: str | None, names: Sequence[str]) -> None:
+    """Raise ValueError if a body asks for another model than the one there is; silent means that one."""
+    if name is not None and name not in names:
+        known = ", ".join(map(shown, names))
+        refuse("model", name, f"absent or one of {known}; --served-model-name says what else it is called")

@@ -19,13 +19,13 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, timeout_read: float, timeout_write: float, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._late = _Alarm(timeout_read)
+        self._read_timer = _Timer(timeout_read)
         """Closes it while a head is to come."""
-        self._stuck = _Alarm(timeout_write)
+        self._write_timer = _Timer(timeout_write)
         """Closes it while nothing is read of a reply."""
 
     @classmethod
-    def waiting(cls, *, timeout_read: float, timeout_write: float) -> Any:
+    def factory(cls, *, timeout_read: float, timeout_write: float) -> Any:
         """What uvicorn makes connections with."""
         return partial(cls, timeout_read=timeout_read, timeout_write=timeout_write)
 
@@ -42,29 +42,29 @@ class Connection(H11Protocol):
     def _expect_head(self) -> None:
         waits = self.cycle is None or self.cycle.response_complete
         if waits:
-            self._late.set(self.loop, self.transport.abort)
+            self._read_timer.set(self.loop, self.transport.abort)
         else:
-            self._late.clear()
+            self._read_timer.clear()
 
     def on_response_complete(self) -> None:
         """From here on uvicorn waits for the next request, until its first byte comes."""
-        self._late.clear()
+        self._read_timer.clear()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
         """The client does not read as fast as is written."""
         super().pause_writing()
-        self._stuck.set(self.loop, self.transport.abort)
+        self._write_timer.set(self.loop, self.transport.abort)
 
     def resume_writing(self) -> None:
         """It has read."""
         super().resume_writing()
-        self._stuck.clear()
+        self._write_timer.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
-        self._late.clear()
-        self._stuck.clear()
+        self._read_timer.clear()
+        self._write_timer.clear()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -80,7 +80,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
 
-class _Alarm:
+class _Timer:
     """Calls something after so many seconds, unless it is cleared before."""
 
     def __init__(self, seconds: float) -> None:

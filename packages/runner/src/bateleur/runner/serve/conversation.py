@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from fastapi import Request
 
 from bateleur.runner.outputs import CompletionOutput, RequestOutput
-from bateleur.runner.serve.errors import refusing
+from bateleur.runner.serve.errors import http_errors
+from bateleur.runner.serve.openai.replies import Usage
 from bateleur.runner.serve.openai.requests import ChatRequest
-from bateleur.runner.serve.parsers.chat_format import AnswerReader, ChatTurn, turn_of, with_options
+from bateleur.runner.serve.parsers.chat_format import AnswerReader, PreparedChat, prepare_chat, with_options
 from bateleur.runner.serve.parsers.events import Content, End, Event, Reasoning, ToolCall
-from bateleur.runner.serve.service import Service, joined
+from bateleur.runner.serve.service import Service, merge_outputs
 from bateleur.runner.serve.thinking_budget import ThinkingBudget
-from bateleur.runner.serve.usage import Usage
 from bateleur.runner.text.chat import ChatPrompt
 
 
@@ -39,22 +39,22 @@ class Answer:
     def __init__(
         self,
         service: Service,
-        asked: ChatRequest,
-        turn: ChatTurn,
+        parsed: ChatRequest,
+        turn: PreparedChat,
         outputs: AsyncGenerator[RequestOutput, None],
     ) -> None:
         """outputs: reports of the engine."""
-        self.asked, self.usage = asked, Usage()
+        self.parsed, self.usage = parsed, Usage()
         self._service, self._turn, self._outputs = service, turn, outputs
         self._readers: dict[int, AnswerReader] = {}
-        self._thoughts: dict[int, int] = {}
+        self._num_reasoning: dict[int, int] = {}
         self._answering: set[int] = set()
-        self._thinks = False
+        self._has_reasoning = False
 
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens so far of the reasoning, with the tag that ends it."""
-        return sum(self._thoughts.values()) if self._thinks else 0
+        return sum(self._num_reasoning.values()) if self._has_reasoning else 0
 
     async def reports(self) -> AsyncGenerator[Report, None]:
         """Every report of every continuation. To leave the generator aborts the request."""
@@ -66,7 +66,7 @@ class Answer:
 
     async def whole(self, request: Request) -> list[Report]:
         """One report for each continuation, if the request does not stream. ClientDisconnect if the client leaves."""
-        output = await self._service.unless_gone(joined(self._outputs), request)
+        output = await self._service.cancel_on_disconnect(merge_outputs(self._outputs), request)
         self.usage.count(output)
         return [self._read(output, completion) for completion in output.outputs]
 
@@ -76,16 +76,16 @@ class Answer:
             self._readers[completion.index] = self._turn.reader()
         events = self._readers[completion.index].read(completion)
         self._count_reasoning(completion, events)
-        if not self.asked.include_reasoning:
+        if not self.parsed.include_reasoning:
             events = [each for each in events if not isinstance(each, Reasoning)]
-        last = self.asked.messages[-1]
-        if first and self.asked.echo and last["role"] == "assistant":
+        last = self.parsed.messages[-1]
+        if first and self.parsed.echo and last["role"] == "assistant":
             events = [Content(last["content"]), *events]
         return Report(output, completion, events)
 
     def _count_reasoning(self, completion: CompletionOutput, events: list[Event]) -> None:
         index, ids = completion.index, completion.token_ids
-        self._thinks = self._thinks or any(isinstance(each, Reasoning) for each in events)
+        self._has_reasoning = self._has_reasoning or any(isinstance(each, Reasoning) for each in events)
         if index in self._answering:
             return
         ends = [i for i, token in enumerate(ids) if token == self._service.chat_format.reasoning_end_id]
@@ -93,30 +93,30 @@ class Answer:
         if ends or any(isinstance(each, Content | ToolCall) for each in events):
             self._answering.add(index)
             count = ends[0] + 1 if ends else 0
-        self._thoughts[index] = self._thoughts.get(index, 0) + count
+        self._num_reasoning[index] = self._num_reasoning.get(index, 0) + count
 
 
-async def prompt_of(service: Service, asked: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
+async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
     """The request with the server's options, and its prompt. HTTPException for one that the template refuses."""
-    service.check_model(asked.model)
-    asked = with_options(asked, service.config)
-    with refusing(asked.names):
-        long = service.is_long(len(repr((asked.messages, asked.tools))))
+    service.check_model(parsed.model)
+    parsed = with_options(parsed, service.config)
+    with http_errors(parsed.names):
+        long = service.exceeds_context(len(repr((parsed.messages, parsed.tools))))
         (prompt,) = await service.llm.run_in_thread(
-            lambda: asked.prompts_for(service.llm.llm.tokenizer), long=long
+            lambda: parsed.prompts_for(service.llm.llm.tokenizer), long=long
         )
-    return asked, prompt
+    return parsed, prompt
 
 
-async def answer(service: Service, asked: ChatRequest, reply_id: str) -> Answer:
+async def answer(service: Service, parsed: ChatRequest, reply_id: str) -> Answer:
     """Begin to answer a conversation. HTTPException if that is not possible."""
-    asked, prompt = await prompt_of(service, asked)
-    with refusing(asked.names):
-        turn = turn_of(service.chat_format, asked, prompt)
-        budget = ThinkingBudget.of(service, asked, prompt, turn)
+    parsed, prompt = await render_prompt(service, parsed)
+    with http_errors(parsed.names):
+        turn = prepare_chat(service.chat_format, parsed, prompt)
+        budget = ThinkingBudget.of(service, parsed, prompt, turn)
     if budget is not None:
         reader = await budget.submit(reply_id)
-        return Answer(service, asked, turn, budget.outputs(reader, reply_id))
-    asked = replace(asked, params=turn.params)
-    reader = await service.submit([prompt], asked, reply_id)
-    return Answer(service, asked, turn, service.outputs(reader))
+        return Answer(service, parsed, turn, budget.outputs(reader, reply_id))
+    parsed = replace(parsed, params=turn.params)
+    reader = await service.submit([prompt], parsed, reply_id)
+    return Answer(service, parsed, turn, service.outputs(reader))

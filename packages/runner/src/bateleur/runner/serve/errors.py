@@ -27,7 +27,7 @@ _KINDS = {
 }
 
 
-def refusal(
+def http_error(
     status: int,
     message: str,
     *,
@@ -52,7 +52,7 @@ _ANTHROPIC_KINDS = {
 
 
 @contextmanager
-def refusing(names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
+def http_errors(names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
     """What a request is refused for in this block has the status that fits; what is a mistake of ours is not told.
 
     names: what the client calls fields, if not as chat completions do.
@@ -61,17 +61,17 @@ def refusing(names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
         yield
     except QueueFull as error:
         said = f"rate limit exceeded: {error}"
-        raise refusal(429, said, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from error
+        raise http_error(429, said, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from error
     except EngineDead as error:
-        raise dead(error) from error
+        raise engine_dead_error(error) from error
     except ValueError as error:
         said = _renamed(str(error), names)
-        raise refusal(400, said, param=_field_of(said), code=_code_of(error)) from error
+        raise http_error(400, said, param=_field_of(said), code=_code_of(error)) from error
 
 
-def dead(error: EngineDead) -> HTTPException:
+def engine_dead_error(error: EngineDead) -> HTTPException:
     """The engine has died, or the server is about to end."""
-    return refusal(503, str(error), code="engine_dead")
+    return http_error(503, str(error), code="engine_dead")
 
 
 def _code_of(error: ValueError) -> str | None:
@@ -111,7 +111,7 @@ def error_of(error: AnyHTTPException) -> dict[str, Any]:
     """`message`, `type`, `param` and `code` of an error."""
     told: Any = error.detail
     if not isinstance(told, dict):
-        told = refusal(error.status_code, str(told)).detail
+        told = http_error(error.status_code, str(told)).detail
     inner: dict[str, Any] = told["error"]
     return inner
 
@@ -136,14 +136,14 @@ def add_handlers(app: FastAPI) -> None:
         if error.status_code in (404, 405) and not isinstance(error.detail, dict):
             found = {404: "there is no such path", 405: "this path takes no such method"}[error.status_code]
             where = f"{request.method} {request.url.path[:100]}"
-            error = refusal(error.status_code, f"{found}: {where}", headers=error.headers)
+            error = http_error(error.status_code, f"{found}: {where}", headers=error.headers)
         return response_of(error, request.url.path)
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
     async def unknown(request: Request, error: Exception) -> Response:
-        refused = refusal(500, f"an error inside the server: {type(error).__name__}")
+        refused = http_error(500, f"an error inside the server: {type(error).__name__}")
         return response_of(refused, request.url.path)
 
     app.add_exception_handler(AnyHTTPException, known)

@@ -20,7 +20,7 @@ from bateleur.runner.serve.connection import Connection
 from bateleur.runner.serve.service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_LAST_WORDS = 5
+_ABORT_SECONDS = 5
 """Seconds in which aborted requests are told so, before their connections are cut."""
 
 
@@ -43,14 +43,14 @@ def run(llm: AsyncLLM, config: ServeConfig, place: socket.socket, ready: Callabl
     app.router.lifespan_context = lifespan
     settings = uvicorn.Config(
         app,
-        http=Connection.waiting(timeout_read=config.timeout_read, timeout_write=config.timeout_write),
+        http=Connection.factory(timeout_read=config.timeout_read, timeout_write=config.timeout_write),
         ws="none",
         lifespan="on",
         log_level=config.uvicorn_log_level,
         server_header=False,
         root_path=config.root_path,
         timeout_keep_alive=config.timeout_keep_alive,
-        timeout_graceful_shutdown=config.shutdown_timeout + _LAST_WORDS,
+        timeout_graceful_shutdown=config.shutdown_timeout + _ABORT_SECONDS,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         ssl_ca_certs=None if config.ssl_ca_certs is None else str(config.ssl_ca_certs),
@@ -70,13 +70,13 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """What has not ended in time is aborted, so that every stream has an end that says so."""
-        end = asyncio.create_task(self._abort_late())
+        end = asyncio.create_task(self._abort_after_timeout())
         try:
             await super().shutdown(sockets)
         finally:
             end.cancel()
 
-    async def _abort_late(self) -> None:
+    async def _abort_after_timeout(self) -> None:
         await asyncio.sleep(self._service.config.shutdown_timeout)
         await self._service.llm.close()
 

@@ -22,16 +22,15 @@ from bateleur.runner.errors import ContextLengthExceeded
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve import metrics
-from bateleur.runner.serve.config import ServeConfig
-from bateleur.runner.serve.errors import refusal, refusing
-from bateleur.runner.serve.openai.names import require_served, served_names
-from bateleur.runner.serve.openai.requests import Asked
+from bateleur.runner.serve.config import ServeConfig, require_served, served_names
+from bateleur.runner.serve.errors import http_error, http_errors
+from bateleur.runner.serve.openai.requests import APIRequest
 from bateleur.runner.serve.parsers.chat_format import ChatFormat
 from bateleur.runner.text.token_bytes import TokenText
 from bateleur.runner.utils.arguments import refuse, shown
 
 T = TypeVar("T")
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=APIRequest)
 
 
 class Service:
@@ -49,13 +48,13 @@ class Service:
         self.stopping = False
         """Whether the server is about to end, and lets nobody in."""
 
-    def with_server_options(self, asked: A) -> A:
+    def with_server_options(self, parsed: A) -> A:
         """The request with what the server's options add to every request."""
         config = self.config
         return replace(
-            asked,
-            include_usage=asked.include_usage or config.enable_force_include_usage,
-            return_tokens_as_token_ids=asked.return_tokens_as_token_ids or config.return_tokens_as_token_ids,
+            parsed,
+            include_usage=parsed.include_usage or config.enable_force_include_usage,
+            return_tokens_as_token_ids=parsed.return_tokens_as_token_ids or config.return_tokens_as_token_ids,
         )
 
     def check_model(self, name: str | None) -> None:
@@ -64,7 +63,7 @@ class Service:
             require_served(name, self.names)
         except ValueError as error:
             said = f"the model {shown(name)} does not exist: {error}"
-            raise refusal(404, said, param="model", code="model_not_found") from error
+            raise http_error(404, said, param="model", code="model_not_found") from error
 
     @cached_property
     def decode(self) -> TokenText:
@@ -84,21 +83,21 @@ class Service:
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    async def submit(self, prompts: Sequence[Mapping[str, Any]], asked: Asked, reply_id: str) -> Reader:
+    async def submit(self, prompts: Sequence[Mapping[str, Any]], parsed: APIRequest, reply_id: str) -> Reader:
         """Queue the prompts of one request, all or none; HTTPException where that can't be."""
-        kind = RequestOutputKind.DELTA if asked.stream else RequestOutputKind.FINAL_ONLY
-        params = replace(asked.params, output_kind=kind)
-        with refusing(asked.names):
-            self._refuse_many(len(prompts), params)
+        kind = RequestOutputKind.DELTA if parsed.stream else RequestOutputKind.FINAL_ONLY
+        params = replace(parsed.params, output_kind=kind)
+        with http_errors(parsed.names):
+            self._check_counts(len(prompts), params)
             # What holds one thing goes by itself: errors call text and ids what the body does.
             given: list[Any] = [next(iter(each.values())) if len(each) == 1 else each for each in prompts]
             if params.truncate_prompt_tokens is None:
                 for each in given:
-                    self._refuse_long(each)
+                    self._check_length(each)
             ids = [f"{reply_id}-{i}" for i in range(len(prompts))]
-            return await self.llm.submit(given, params, request_ids=ids, priority=asked.priority)
+            return await self.llm.submit(given, params, request_ids=ids, priority=parsed.priority)
 
-    def _refuse_many(self, num_prompts: int, params: SamplingParams) -> None:
+    def _check_counts(self, num_prompts: int, params: SamplingParams) -> None:
         """What would make a reply without end of a short body."""
         room = self.llm.llm.limits.max_num_seqs + self.config.max_queued_requests
         if num_prompts * params.n > room:
@@ -108,20 +107,20 @@ class Service:
             )
         most = self.config.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name) or 0
-            if most != -1 and not 0 <= asked <= most:
-                refuse(name, asked, f"at most max_logprobs = {most}")
+            parsed = getattr(params, name) or 0
+            if most != -1 and not 0 <= parsed <= most:
+                refuse(name, parsed, f"at most max_logprobs = {most}")
 
-    def _refuse_long(self, prompt: object) -> None:
+    def _check_length(self, prompt: object) -> None:
         """Before it is tokenised or looked through, which takes time: what has too many tokens, whatever they are."""
         longest = self.llm.llm.limits.max_model_len
         if isinstance(prompt, list) and len(prompt) >= longest:
             raise ContextLengthExceeded(f"{len(prompt)} tokens", longest)
-        if isinstance(prompt, str) and self.is_long(len(prompt)):
+        if isinstance(prompt, str) and self.exceeds_context(len(prompt)):
             length = f"{len(prompt)} characters, in tokens of at most {self._longest_token} characters"
             raise ContextLengthExceeded(length, longest)
 
-    def is_long(self, characters: int) -> bool:
+    def exceeds_context(self, characters: int) -> bool:
         """Whether a text has too many tokens for the model, whatever they are."""
         most = self._longest_token
         return 0 < most * self.llm.llm.limits.max_model_len < characters
@@ -145,18 +144,18 @@ class Service:
     async def finish(self, reader: Reader, request: Request) -> list[RequestOutput]:
         """What became of the prompts, in their order, or ClientDisconnect if nobody waits for it any more."""
         try:
-            ended = await self.unless_gone(_last_of(reader), request)
+            ended = await self.cancel_on_disconnect(_last_of(reader), request)
         finally:
             self.llm.abort_unfinished(reader)
         for output in ended:
             raise_failure(output)
-        return sorted(ended, key=lambda output: number_of(output.request_id))
+        return sorted(ended, key=lambda output: prompt_index(output.request_id))
 
-    async def unless_gone(self, work: Awaitable[T], request: Request) -> T:
+    async def cancel_on_disconnect(self, work: Awaitable[T], request: Request) -> T:
         """The result of some work, which is cancelled when the client hangs up: ClientDisconnect then."""
-        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
         try:
-            with refusing():
+            with http_errors():
                 await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
                 if not task.done():
                     raise ClientDisconnect
@@ -166,17 +165,17 @@ class Service:
             gone.cancel()
 
 
-async def joined(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+async def merge_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
     """All reports of a request as one."""
-    joined: RequestOutput | None = None
+    merged: RequestOutput | None = None
     async with aclosing(outputs):
         async for output in outputs:
-            if joined is None:
-                joined = output
+            if merged is None:
+                merged = output
             else:
-                joined.add(output)
-    assert joined is not None, "every request is reported"
-    return joined
+                merged.add(output)
+    assert merged is not None, "every request is reported"
+    return merged
 
 
 def raise_failure(output: RequestOutput) -> None:
@@ -187,15 +186,15 @@ def raise_failure(output: RequestOutput) -> None:
     for each in output.outputs:
         if each.finish_reason == "error":
             status = 500 if each.stop_reason == NO_NUMBERS else 400
-            raise refusal(status, str(each.stop_reason), code="generation_failed")
+            raise http_error(status, str(each.stop_reason), code="generation_failed")
 
 
-def new_id(kind: str, asked: Asked) -> str:
+def new_id(kind: str, parsed: APIRequest) -> str:
     """An id for a reply, with what the body calls it."""
-    return f"{kind}-{asked.request_id or uuid4().hex}"
+    return f"{kind}-{parsed.request_id or uuid4().hex}"
 
 
-def number_of(request_id: str) -> int:
+def prompt_index(request_id: str) -> int:
     """Which of the prompts of a reply it is."""
     return int(request_id.rpartition("-")[2])
 
@@ -207,6 +206,6 @@ async def _last_of(reader: Reader) -> list[RequestOutput]:
     return ended
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

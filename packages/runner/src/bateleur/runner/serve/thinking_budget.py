@@ -17,9 +17,9 @@ from bateleur.runner.engine_thread import Reader
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, TextTag
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.requests import ChatRequest
-from bateleur.runner.serve.parsers.chat_format import ChatTurn, turn_of
-from bateleur.runner.serve.parsers.think import Think
-from bateleur.runner.serve.service import Service, joined
+from bateleur.runner.serve.parsers.chat_format import PreparedChat, prepare_chat
+from bateleur.runner.serve.parsers.reasoning import Think
+from bateleur.runner.serve.service import Service, merge_outputs
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.utils.arguments import refuse
 from bateleur.runner.utils.log_once import log_once
@@ -32,7 +32,7 @@ class ThinkingBudget:
     """One request whose reasoning is bounded."""
 
     service: Service
-    asked: ChatRequest
+    parsed: ChatRequest
     prompt: ChatPrompt
     params: SamplingParams
     """Of the whole request."""
@@ -46,10 +46,10 @@ class ThinkingBudget:
 
     @classmethod
     def of(
-        cls, service: Service, asked: ChatRequest, prompt: ChatPrompt, turn: ChatTurn
+        cls, service: Service, parsed: ChatRequest, prompt: ChatPrompt, turn: PreparedChat
     ) -> ThinkingBudget | None:
         """None if nothing is to be bounded: no budget, one that the whole answer can't exceed, or no reasoning."""
-        budget, params, opened = asked.thinking_token_budget, turn.params, turn.phase == "opened"
+        budget, params, opened = parsed.thinking_token_budget, turn.params, turn.phase == "opened"
         if budget is None or turn.phase == "none":
             return None
         end = service.chat_format.reasoning_end_id
@@ -69,7 +69,7 @@ class ThinkingBudget:
         if params.seed is None:  # the first token may be drawn again
             params = replace(params, seed=secrets.randbits(63))
         begin = service.chat_format.reasoning_begin_id
-        return cls(service, asked, prompt, params, budget, opened, begin, end)
+        return cls(service, parsed, prompt, params, budget, opened, begin, end)
 
     async def submit(self, reply_id: str) -> Reader:
         """Queue the reasoning, or the token that may begin it."""
@@ -81,9 +81,9 @@ class ThinkingBudget:
     async def outputs(self, reader: Reader, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Reports of the reasoning and the answer, as if they were one request."""
         written: list[int] = []
-        goes_on, first, bounded = False, None, True
+        answer_follows, first, bounded = False, None, True
         if not self.opened:
-            first = await joined(self.service.outputs(reader))
+            first = await merge_outputs(self.service.outputs(reader))
             (completion,) = first.outputs
             if completion.finish_reason == "abort":
                 yield first
@@ -92,7 +92,7 @@ class ThinkingBudget:
                 written.append(completion.token_ids[0])
                 completion.finish_reason, first.finished = None, False
                 yield first
-                reader = await self._submit_reasoning(_behind(first, written), reply_id)
+                reader = await self._submit_reasoning(_extended_prompt(first, written), reply_id)
             else:
                 reader = await self._submit(self.prompt, self.params, reply_id)
         async with aclosing(self.service.outputs(reader)) as reports:
@@ -102,18 +102,18 @@ class ThinkingBudget:
                     continue
                 (completion,) = output.outputs
                 if not self.budget and completion.token_ids != [self.end]:
-                    completion = output.outputs[0] = _nothing(completion)
+                    completion = output.outputs[0] = _without_tokens(completion)
                 written += completion.token_ids
-                if goes_on := output.finished and self._goes_on(completion, written):
+                if answer_follows := output.finished and self._answer_follows(completion, written):
                     self._close(completion, written)
                     output.finished = False
                 first = first or output
-                yield _as_later(output, first)
-        if not goes_on:
+                yield _as_one_request(output, first)
+        if not answer_follows:
             return
         assert first is not None
-        prompt = _behind(first, written)
-        turn, most = turn_of(self.service.chat_format, self.asked, prompt), self.params.max_tokens
+        prompt = _extended_prompt(first, written)
+        turn, most = prepare_chat(self.service.chat_format, self.parsed, prompt), self.params.max_tokens
         params = replace(
             turn.params,
             seed=self.params.seed,
@@ -123,20 +123,20 @@ class ThinkingBudget:
         later = await self._submit(prompt, _without_prompt(params), reply_id)
         async with aclosing(self.service.outputs(later)) as reports:
             async for output in reports:
-                yield _as_later(output, first)
+                yield _as_one_request(output, first)
 
     async def _submit_reasoning(self, prompt: ChatPrompt, reply_id: str) -> Reader:
         stop = (*self.params.stop_token_ids, self.end)
         params = replace(self.params, max_tokens=max(1, self.budget), min_tokens=0, stop_token_ids=stop)
         if not self.opened:
-            grammar = turn_of(self.service.chat_format, self.asked, prompt).params.structured_outputs
+            grammar = prepare_chat(self.service.chat_format, self.parsed, prompt).params.structured_outputs
             params = replace(_without_prompt(params), structured_outputs=grammar)
         return await self._submit(prompt, params, reply_id)
 
     async def _submit(self, prompt: ChatPrompt, params: SamplingParams, reply_id: str) -> Reader:
-        return await self.service.submit([prompt], replace(self.asked, params=params, stream=True), reply_id)
+        return await self.service.submit([prompt], replace(self.parsed, params=params, stream=True), reply_id)
 
-    def _goes_on(self, completion: CompletionOutput, written: list[int]) -> bool:
+    def _answer_follows(self, completion: CompletionOutput, written: list[int]) -> bool:
         """Whether the reasoning ended, by itself or by its budget, and not the whole answer."""
         room = self.params.max_tokens is None or len(written) + 1 < self.params.max_tokens
         ended = completion.finish_reason == "stop" and written[-1:] == [self.end]
@@ -157,7 +157,7 @@ class ThinkingBudget:
         completion.finish_reason = completion.stop_reason = None
 
 
-def _behind(first: RequestOutput, written: list[int]) -> ChatPrompt:
+def _extended_prompt(first: RequestOutput, written: list[int]) -> ChatPrompt:
     """The prompt that goes on with these tokens."""
     return ChatPrompt(prompt=first.prompt or "", prompt_token_ids=[*first.prompt_token_ids, *written])
 
@@ -167,7 +167,7 @@ def _without_prompt(params: SamplingParams) -> SamplingParams:
     return replace(params, truncate_prompt_tokens=None, prompt_logprobs=None)
 
 
-def _nothing(completion: CompletionOutput) -> CompletionOutput:
+def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
     """The same without its tokens, as if a limit had ended it."""
     logprobs: list[dict[int, Logprob]] | None = None if completion.logprobs is None else []
     return replace(
@@ -175,7 +175,7 @@ def _nothing(completion: CompletionOutput) -> CompletionOutput:
     )
 
 
-def _as_later(output: RequestOutput, first: RequestOutput) -> RequestOutput:
+def _as_one_request(output: RequestOutput, first: RequestOutput) -> RequestOutput:
     """A report as the first one's request would make it."""
     for name in ("prompt", "prompt_token_ids", "num_cached_tokens", "prompt_logprobs"):
         setattr(output, name, getattr(first, name))

@@ -8,9 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from bateleur.runner.serve.api_docs import described
-from bateleur.runner.serve.body import read_object
-from bateleur.runner.serve.errors import refusing
+from bateleur.runner.serve.body import openapi_body, read_json_object
+from bateleur.runner.serve.errors import http_errors
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.openai.fields import COMMON, Field
 from bateleur.runner.serve.openai.requests import CHAT_FIELDS, chat_request
@@ -25,33 +24,33 @@ from bateleur.runner.utils.arguments import (
     require_unicode,
 )
 
-_TOLD = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+_TOKENIZER_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
 
 
 def router(service: Service) -> APIRouter:
     """The endpoints."""
     routes = APIRouter()
 
-    @routes.post("/tokenize", openapi_extra=described(_TOKENIZE, sampled=False))
+    @routes.post("/tokenize", openapi_extra=openapi_body(_TOKENIZE, sampled=False))
     async def tokenize(request: Request) -> Response:
         """Tokens of a text, or of a conversation."""
-        body = await read_object(request, service.config)
-        with refusing():
-            asked = _checked(body, _TOKENIZE)
-            service.check_model(asked.get("model"))
-            return JSONText(await service.llm.run_in_thread(lambda: _tokens(service, asked), long=True))
+        body = await read_json_object(request, service.config)
+        with http_errors():
+            parsed = _checked(body, _TOKENIZE)
+            service.check_model(parsed.get("model"))
+            return JSONText(await service.llm.run_in_thread(lambda: _tokens(service, parsed), long=True))
 
-    @routes.post("/detokenize", openapi_extra=described(_DETOKENIZE, "tokens", sampled=False))
+    @routes.post("/detokenize", openapi_extra=openapi_body(_DETOKENIZE, "tokens", sampled=False))
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
-        body = await read_object(request, service.config)
-        with refusing():
+        body = await read_json_object(request, service.config)
+        with http_errors():
             return JSONText(await service.llm.run_in_thread(lambda: _text(service, body), long=True))
 
     @routes.get("/tokenizer_info")
     async def info(request: Request) -> Response:
         tokenizer = service.llm.llm.tokenizer
-        told = {name: getattr(tokenizer, name, None) for name in _TOLD}
+        told = {name: getattr(tokenizer, name, None) for name in _TOKENIZER_FIELDS}
         if service.config.chat_template is not None:
             told["chat_template"] = service.config.chat_template
         about = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": service.llm.llm.spec.vocab_size}
@@ -60,30 +59,30 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _tokens(service: Service, asked: dict[str, Any]) -> dict[str, Any]:
+def _tokens(service: Service, parsed: dict[str, Any]) -> dict[str, Any]:
     tokenizer = service.llm.llm.tokenizer
-    if ("prompt" in asked) == ("messages" in asked):
+    if ("prompt" in parsed) == ("messages" in parsed):
         raise ValueError("prompt is given with messages, or none of them; there must be one")
-    if "prompt" in asked:
-        ids = tokenizer.encode(asked["prompt"], add_special_tokens=asked.get("add_special_tokens", True))
+    if "prompt" in parsed:
+        ids = tokenizer.encode(parsed["prompt"], add_special_tokens=parsed.get("add_special_tokens", True))
     else:
-        chat = chat_request({name: asked[name] for name in _OF_CHATS if name in asked}, {})
+        chat = chat_request({name: parsed[name] for name in _CHAT_FIELDS if name in parsed}, {})
         chat = with_options(chat, service.config)
         ids = chat.prompts_for(tokenizer)[0]["prompt_token_ids"]
     told = {"count": len(ids), "max_model_len": service.llm.llm.limits.max_model_len, "tokens": list(ids)}
-    strings = asked.get("return_token_strs", False)
+    strings = parsed.get("return_token_strs", False)
     return told | {"token_strs": [service.decode([each]) for each in ids] if strings else None}
 
 
 def _text(service: Service, body: dict[str, Any]) -> dict[str, Any]:
-    asked = _checked(body, _DETOKENIZE)
-    service.check_model(asked.get("model"))
-    if "tokens" not in asked:
+    parsed = _checked(body, _DETOKENIZE)
+    service.check_model(parsed.get("model"))
+    if "tokens" not in parsed:
         raise ValueError("tokens is absent; it must be a list of token ids")
     size = service.llm.llm.spec.vocab_size
-    if foreign := [each for each in asked["tokens"] if each >= size]:
+    if foreign := [each for each in parsed["tokens"] if each >= size]:
         refuse("tokens", foreign, f"a list of token ids below {size}")
-    return {"prompt": service.decode(list(asked["tokens"]))}
+    return {"prompt": service.decode(list(parsed["tokens"]))}
 
 
 def _checked(body: dict[str, Any], fields: Mapping[str, Field]) -> dict[str, Any]:
@@ -100,13 +99,19 @@ def _any_text(name: str, value: Any) -> str:
     return value
 
 
-_OF_CHATS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_CHAT_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
 _TOKENIZE = {
     "model": COMMON["model"],
     "prompt": Field(_any_text, "The text.", "string"),
     "add_special_tokens": Field(flag, "Tokens that the tokenizer adds to a text. Default: true.", "boolean"),
     "return_token_strs": Field(flag, "Add the text of each token.", "boolean"),
-    **{name: CHAT_FIELDS[name] for name in _OF_CHATS},
+    **{name: CHAT_FIELDS[name] for name in _CHAT_FIELDS},
 }
 _DETOKENIZE = {
     "model": COMMON["model"],

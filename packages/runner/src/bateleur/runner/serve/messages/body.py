@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bateleur.runner.serve.body import Whole
+from bateleur.runner.serve.body import IntegerLike
 from bateleur.runner.utils.arguments import refuse
 
 Block = dict[str, Any]
@@ -59,7 +59,7 @@ class MessagesBody(CountTokensBody):
     """A request for a message. Further fields are those of chat completions, such as `seed` and `min_p`."""
 
     thread: Block | None = Field(None, description="Refused, so that clients send the whole conversation.")
-    max_tokens: Whole | None = Field(
+    max_tokens: IntegerLike | None = Field(
         None, ge=1, description="Most tokens of the answer; default: what is left."
     )
     stream: bool | None = Field(None, description="Send events as they happen. Default: false.")

@@ -10,10 +10,9 @@ from uuid import uuid4
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
-from bateleur.runner.serve.api_docs import described_by
-from bateleur.runner.serve.body import read_object, validated
-from bateleur.runner.serve.conversation import Answer, answer, prompt_of
-from bateleur.runner.serve.errors import anthropic_error, refusal, refusing
+from bateleur.runner.serve.body import openapi_model, read_json_object, validate
+from bateleur.runner.serve.conversation import Answer, answer, render_prompt
+from bateleur.runner.serve.errors import anthropic_error, http_error, http_errors
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.messages.body import NAMES, Block, CountTokensBody, MessagesBody, chat_body
 from bateleur.runner.serve.messages.writer import MessageWriter
@@ -26,25 +25,25 @@ def router(service: Service) -> APIRouter:
     """The endpoints."""
     routes = APIRouter()
 
-    @routes.post("/v1/messages", openapi_extra=described_by(MessagesBody))
+    @routes.post("/v1/messages", openapi_extra=openapi_model(MessagesBody))
     async def create(request: Request) -> Response:
         """Answer a conversation in Anthropic's form."""
-        asked = await _read(service, request, MessagesBody)
+        parsed = await _read(service, request, MessagesBody)
         message_id = f"msg_{uuid4().hex}"
-        answered = await answer(service, asked, message_id)
+        answered = await answer(service, parsed, message_id)
         writer = MessageWriter(message_id, service.names[0])
-        if asked.stream:
+        if parsed.stream:
             return EventStream(_events(answered, writer), named=True)
         (report,) = await answered.whole(request)
         for _ in writer.write(report.events):
             pass
         return JSONText(writer.message | {"usage": _usage(answered)})
 
-    @routes.post("/v1/messages/count_tokens", openapi_extra=described_by(CountTokensBody))
+    @routes.post("/v1/messages/count_tokens", openapi_extra=openapi_model(CountTokensBody))
     async def count(request: Request) -> Response:
         """Count the tokens of a conversation."""
-        asked = await _read(service, request, CountTokensBody)
-        _, prompt = await prompt_of(service, asked)
+        parsed = await _read(service, request, CountTokensBody)
+        _, prompt = await render_prompt(service, parsed)
         return JSONText({"input_tokens": len(prompt["prompt_token_ids"])})
 
     return routes
@@ -52,13 +51,13 @@ def router(service: Service) -> APIRouter:
 
 async def _read(service: Service, request: Request, model: type[CountTokensBody]) -> ChatRequest:
     """What the body of a request asks for."""
-    value = await read_object(request, service.config)
-    with refusing():
-        body = validated(model, value)
+    value = await read_json_object(request, service.config)
+    with http_errors():
+        body = validate(model, value)
     if isinstance(body, MessagesBody) and body.thread is not None:
         said = "thread must be absent: conversations are not stored here, send all messages"
-        raise refusal(400, said, param="thread", code="thread_unsupported_request")
-    with refusing(NAMES):
+        raise http_error(400, said, param="thread", code="thread_unsupported_request")
+    with http_errors(NAMES):
         chat = chat_body(body)
         return chat_request(chat, service.defaults, strict=service.config.strict_fields, names=NAMES)
 
@@ -66,7 +65,7 @@ async def _read(service: Service, request: Request, model: type[CountTokensBody]
 async def _events(answered: Answer, writer: MessageWriter) -> AsyncGenerator[dict[str, Any], None]:
     begun = False
     try:
-        with refusing():
+        with http_errors():
             async with aclosing(answered.reports()) as reports:
                 async for report in reports:
                     if not begun:
@@ -83,7 +82,7 @@ async def _events(answered: Answer, writer: MessageWriter) -> AsyncGenerator[dic
 
 def _usage(answered: Answer) -> Block:
     """`input_tokens` are those that were not found in the prefix cache."""
-    told = answered.usage.told()
+    told = answered.usage.as_dict()
     cached = told["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": told["prompt_tokens"] - cached,

@@ -9,7 +9,7 @@ from typing import Any
 from bateleur.runner.serve.messages.body import Block
 from bateleur.runner.serve.parsers.events import Arguments, Content, End, Event, Reasoning, ToolCall
 
-Sent = dict[str, Any]
+StreamEvent = dict[str, Any]
 """An event of the stream."""
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -31,13 +31,13 @@ class MessageWriter:
         self._open: Block | None = None
         self._json = ""
 
-    def begin(self, usage: Block) -> Iterator[Sent]:
+    def begin(self, usage: Block) -> Iterator[StreamEvent]:
         """The first events, when the prompt has been read."""
         self.message["usage"] = usage
         yield {"type": "message_start", "message": {**self.message, "content": []}}
         yield {"type": "ping"}
 
-    def write(self, events: Sequence[Event]) -> Iterator[Sent]:
+    def write(self, events: Sequence[Event]) -> Iterator[StreamEvent]:
         """What the next events of the answer add."""
         for event in events:
             match event:
@@ -57,14 +57,14 @@ class MessageWriter:
                     self.message["stop_reason"] = _STOP_REASONS.get(reason, told)
                     self.message["stop_sequence"] = stop if isinstance(stop, str) else None
 
-    def end(self, usage: Block) -> Iterator[Sent]:
+    def end(self, usage: Block) -> Iterator[StreamEvent]:
         """The last events."""
         self.message["usage"] = usage
         delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": delta, "usage": usage}
         yield {"type": "message_stop"}
 
-    def _text(self, kind: str, text: str) -> Iterator[Sent]:
+    def _text(self, kind: str, text: str) -> Iterator[StreamEvent]:
         if self._open is None or self._open["type"] != kind:
             signature = {"signature": ""} if kind == "thinking" else {}
             yield from self._begin({"type": kind, kind: "", **signature})
@@ -72,13 +72,13 @@ class MessageWriter:
         self._open[kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _begin(self, block: Block) -> Iterator[Sent]:
+    def _begin(self, block: Block) -> Iterator[StreamEvent]:
         yield from self._close()
         self._open, self._json = block, ""
         self.message["content"].append(block)
         yield {"type": "content_block_start", "index": self._index, "content_block": dict(block)}
 
-    def _close(self) -> Iterator[Sent]:
+    def _close(self) -> Iterator[StreamEvent]:
         """The block that is open is complete."""
         if self._open is None:
             return
@@ -89,7 +89,7 @@ class MessageWriter:
         yield {"type": "content_block_stop", "index": self._index}
         self._open = None
 
-    def _delta(self, delta: Block) -> Sent:
+    def _delta(self, delta: Block) -> StreamEvent:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     @property

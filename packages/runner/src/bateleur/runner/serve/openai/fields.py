@@ -50,7 +50,7 @@ REFUSED = table(
     ("guided_json guided_regex guided_choice guided_grammar", (), "say structured_outputs"),
 )
 """Fields that ask for something else than what is done, but for these values; and why."""
-_NOT_OF_A_BODY = frozenset(("output_kind", "detokenize", "return_tags"))
+_ENGINE_ONLY = frozenset(("output_kind", "detokenize", "return_tags"))
 """Parameters that decide in which form the engine reports, which is up to whoever answers the body."""
 
 _INTEGERS = frozenset(each.name for each in options_of(SamplingParams) if each.type.startswith("int"))
@@ -125,7 +125,7 @@ def split(
     if unknown := given.keys() - known.keys() - sampling - IGNORED.keys():
         report_unknown(unknown, strict=strict)
     own = {
-        name: field.check(name, whole(given[name]) if field.kind == "integer" else given[name])
+        name: field.check(name, as_integer(given[name]) if field.kind == "integer" else given[name])
         for name, field in known.items()
         if name in given
     }
@@ -137,7 +137,7 @@ def split(
 
 def sampling_names() -> frozenset[str]:
     """Sampling parameters that a body may hold."""
-    return frozenset(SamplingParams.names()) - _NOT_OF_A_BODY
+    return frozenset(SamplingParams.names()) - _ENGINE_ONLY
 
 
 def report_unknown(names: Iterable[str], *, strict: bool) -> None:
@@ -150,7 +150,7 @@ def report_unknown(names: Iterable[str], *, strict: bool) -> None:
         )
 
 
-def whole(value: Any) -> Any:
+def as_integer(value: Any) -> Any:
     """1.0 as an integer, because JSON has one kind of numbers; everything else as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -158,7 +158,7 @@ def whole(value: Any) -> Any:
 def _plain_value(name: str, value: Any) -> Any:
     """A sampling parameter as other servers read it: 1.0 is an integer, and an empty stop string is none."""
     if name in _INTEGERS:
-        return whole(value)
+        return as_integer(value)
     if name == "stop" and not isinstance(value, str) and isinstance(value, Sequence):
         return [each for each in value if each != ""]
     return None if name == "stop" and value == "" else value

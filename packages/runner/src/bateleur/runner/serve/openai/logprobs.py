@@ -34,19 +34,19 @@ def completion_logprobs(
         offsets.append(offset)
         text = beginning if place is None else _text(place[token])
         tokens.append(_id_name(token) if as_ids else text)
-        chosen.append(None if place is None else _number(place[token]))
-        likely.append(None if place is None else _likely(place, token, most, as_ids))
+        chosen.append(None if place is None else _finite(place[token]))
+        likely.append(None if place is None else _top_logprobs(place, token, most, as_ids))
         offset += len(text)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": likely, "text_offset": offsets}
 
 
-def _likely(place: Mapping[int, Logprob], token: int, most: int, as_ids: bool) -> dict[str, float]:
+def _top_logprobs(place: Mapping[int, Logprob], token: int, most: int, as_ids: bool) -> dict[str, float]:
     """By text, or by bytes for parts of characters; of tokens that read alike the most likely counts."""
     told: dict[str, float] = {}
     for i, each in enumerate(sorted(place, key=lambda each: place[each].rank)):
         if i < most or most < 0 or each == token:
             name = _text(place[each]) if each == token else _name(place[each])
-            told.setdefault(_id_name(each) if as_ids else name, _number(place[each]))
+            told.setdefault(_id_name(each) if as_ids else name, _finite(place[each]))
     return told
 
 
@@ -71,7 +71,7 @@ def prompt_logprobs(known: Sequence[Mapping[int, Logprob] | None]) -> list[dict[
         None
         if place is None
         else {
-            str(token): {"logprob": _number(each), "rank": each.rank, "decoded_token": each.decoded_token}
+            str(token): {"logprob": _finite(each), "rank": each.rank, "decoded_token": each.decoded_token}
             for token, each in place.items()
         }
         for place in known
@@ -80,7 +80,7 @@ def prompt_logprobs(known: Sequence[Mapping[int, Logprob] | None]) -> list[dict[
 
 def _told(known: Logprob) -> dict[str, Any]:
     data = known.token_bytes or _text(known).encode("utf-8", "replace")
-    return {"token": _text(known), "logprob": _number(known), "bytes": list(data)}
+    return {"token": _text(known), "logprob": _finite(known), "bytes": list(data)}
 
 
 def _id_name(token: int) -> str:
@@ -97,6 +97,6 @@ def _name(known: Logprob) -> str:
     return known.decoded_token or "".join(["bytes:", *(f"\\x{byte:02x}" for byte in known.token_bytes)])
 
 
-def _number(known: Logprob) -> float:
+def _finite(known: Logprob) -> float:
     """JSON has no infinity; vLLM tells this in its place."""
     return max(known.logprob, -9999.0)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 from bateleur.runner.serve.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from bateleur.runner.serve.openai.requests import Asked, ChatRequest, CompletionRequest
+from bateleur.runner.serve.openai.requests import APIRequest, ChatRequest, CompletionRequest
 
 
 class Decode(Protocol):
@@ -47,7 +47,7 @@ def usage(outputs: Sequence[RequestOutput], *, only_prompt: bool = False) -> dic
 
 
 def completion_reply(
-    asked: CompletionRequest,
+    parsed: CompletionRequest,
     outputs: Sequence[RequestOutput],
     *,
     reply_id: str,
@@ -65,14 +65,14 @@ def completion_reply(
         "object": "text_completion",
         "created": created,
         "model": model,
-        "choices": [completion_choice(asked, *pair, i, decode=decode) for i, pair in enumerate(ended)],
-        "usage": usage(outputs, only_prompt=asked.only_prompt),
+        "choices": [completion_choice(parsed, *pair, i, decode=decode) for i, pair in enumerate(ended)],
+        "usage": usage(outputs, only_prompt=parsed.only_prompt),
         "metrics": request_metrics(outputs[0]) if len(outputs) == 1 else None,
     }
 
 
 def completion_choice(
-    asked: CompletionRequest,
+    parsed: CompletionRequest,
     output: RequestOutput,
     completion: CompletionOutput,
     index: int,
@@ -86,38 +86,38 @@ def completion_choice(
     decode: for what has no text yet. first: this is the reply, or the first chunk; it tells of the prompt. offset:
     characters of the tokens in the chunks before.
     """
-    drawn = [] if asked.only_prompt else list(completion.token_ids)
-    text = "" if asked.only_prompt else completion.text
-    echoed = first and asked.echo
+    drawn = [] if parsed.only_prompt else list(completion.token_ids)
+    text = "" if parsed.only_prompt else completion.text
+    echoed = first and parsed.echo
     if echoed:
         text = (decode(output.prompt_token_ids) if output.prompt is None else output.prompt) + text
     choice: dict[str, Any] = {
         "index": index,
         "text": text,
         "logprobs": None,
-        "finish_reason": "length" if asked.only_prompt else completion.finish_reason,
-        "stop_reason": None if asked.only_prompt else completion.stop_reason,
+        "finish_reason": "length" if parsed.only_prompt else completion.finish_reason,
+        "stop_reason": None if parsed.only_prompt else completion.stop_reason,
     }
-    if asked.params.logprobs is not None:
+    if parsed.params.logprobs is not None:
         ids, beginning = drawn, ""
         known: list[dict[int, Logprob] | None] = [*(completion.logprobs or ())[: len(drawn)]]
         if echoed and output.prompt_logprobs is not None:
             ids, known = [*output.prompt_token_ids, *drawn], [*output.prompt_logprobs, *known]
             beginning = decode(ids[:1])
-        most = asked.params.logprobs
+        most = parsed.params.logprobs
         choice["logprobs"] = completion_logprobs(
-            ids, known, most, offset=offset, beginning=beginning, as_ids=asked.return_tokens_as_token_ids
+            ids, known, most, offset=offset, beginning=beginning, as_ids=parsed.return_tokens_as_token_ids
         )
-    if asked.return_token_ids:
-        choice |= _marked(completion, drawn, decode)
+    if parsed.return_token_ids:
+        choice |= _token_fields(completion, drawn, decode)
     if first:
-        told = asked.echo and asked.params.logprobs is not None
-        choice |= of_prompt(asked, output, decode, logprobs=not told)
+        told = parsed.echo and parsed.params.logprobs is not None
+        choice |= prompt_fields(parsed, output, decode, logprobs=not told)
     return choice
 
 
 def chat_reply(
-    asked: ChatRequest,
+    parsed: ChatRequest,
     output: RequestOutput,
     *,
     reply_id: str,
@@ -137,14 +137,14 @@ def chat_reply(
         "object": "chat.completion",
         "created": created,
         "model": model,
-        "choices": [chat_choice(asked, each, said(each), decode=decode) for each in output.outputs],
+        "choices": [chat_choice(parsed, each, said(each), decode=decode) for each in output.outputs],
         "usage": usage([output]),
         "metrics": request_metrics(output),
-    } | of_prompt(asked, output, decode)
+    } | prompt_fields(parsed, output, decode)
 
 
 def chat_choice(
-    asked: ChatRequest,
+    parsed: ChatRequest,
     completion: CompletionOutput,
     said: Mapping[str, Any],
     *,
@@ -165,16 +165,16 @@ def chat_choice(
         "finish_reason": reason,
         "stop_reason": completion.stop_reason,
     }
-    if asked.params.logprobs is not None:
+    if parsed.params.logprobs is not None:
         known = completion.logprobs or ()
-        most, as_ids = asked.params.logprobs, asked.return_tokens_as_token_ids
+        most, as_ids = parsed.params.logprobs, parsed.return_tokens_as_token_ids
         choice["logprobs"] = chat_logprobs(completion.token_ids, known, most, as_ids=as_ids)
-    if asked.return_token_ids:
-        choice |= _marked(completion, list(completion.token_ids), decode)
+    if parsed.return_token_ids:
+        choice |= _token_fields(completion, list(completion.token_ids), decode)
     return choice
 
 
-def _marked(completion: CompletionOutput, token_ids: list[int], decode: Decode) -> dict[str, Any]:
+def _token_fields(completion: CompletionOutput, token_ids: list[int], decode: Decode) -> dict[str, Any]:
     """The tokens, what each alone reads, and which of them were drafts that verification confirmed."""
     texts = [decode.name_of(each) for each in token_ids]
     return {"token_ids": token_ids, "token_texts": texts, "drafted": completion.drafted[: len(token_ids)]}
@@ -200,14 +200,38 @@ def request_metrics(output: RequestOutput) -> dict[str, float | None] | None:
     }
 
 
-def of_prompt(
-    asked: Asked, output: RequestOutput, decode: Decode, *, logprobs: bool = True
+def prompt_fields(
+    parsed: APIRequest, output: RequestOutput, decode: Decode, *, logprobs: bool = True
 ) -> dict[str, Any]:
     """What a body wants to know of its prompt: tokens, what each alone reads, and log probabilities of these."""
     told: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
-    if asked.return_token_ids:
+    if parsed.return_token_ids:
         ids = output.prompt_token_ids
         told |= {"prompt_token_ids": ids, "prompt_token_texts": [decode.name_of(each) for each in ids]}
     if logprobs and output.prompt_logprobs is not None:
         told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
     return told
+
+
+class Usage:
+    """What `usage` tells, of reports that hold what is new."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, tuple[int, int]] = {}
+        self._written = 0
+
+    def count(self, output: RequestOutput, *, only_prompt: bool = False) -> None:
+        """Take in a report."""
+        self._prompts[output.request_id] = len(output.prompt_token_ids), output.num_cached_tokens
+        if not only_prompt:
+            self._written += sum(len(each.token_ids) for each in output.outputs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it stands in a reply; `cached_tokens` are those of prompts that were found in the caches."""
+        read = sum(length for length, _ in self._prompts.values())
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": self._written,
+            "total_tokens": read + self._written,
+            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
+        }

@@ -27,7 +27,7 @@ from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, Check, Integer, fla
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class APIRequest:
     """What bodies of every kind ask for."""
 
     params: SamplingParams
@@ -49,7 +49,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest(Asked):
+class CompletionRequest(APIRequest):
     """What a body of `/v1/completions` asks for."""
 
     prompts: tuple[dict[str, Any], ...]
@@ -65,7 +65,7 @@ class CompletionRequest(Asked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest(Asked):
+class ChatRequest(APIRequest):
     """What a body of `/v1/chat/completions` asks for."""
 
     messages: tuple[dict[str, Any], ...]
@@ -134,7 +134,7 @@ def chat_request(
     """Read a body of `/v1/chat/completions`; without a limit a reply may be as long as the model's context.
 
     defaults: sampling parameters where the body is silent. strict: refuse unknown fields and tools that are not
-    functions. names: see `Asked`. Raises ValueError as the module says.
+    functions. names: see `APIRequest`. Raises ValueError as the module says.
     """
     own, sampling = split(body, CHAT_FIELDS, strict=strict)
     if "messages" not in own:
@@ -186,14 +186,14 @@ def chat_request(
 def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
     """Names for the template, of which two switch the thinking: templates call that differently."""
     names = {"documents": own["documents"]} if "documents" in own else {}
-    effort, thinks = own.get("reasoning_effort"), own.get("enable_thinking")
+    effort, reasons = own.get("reasoning_effort"), own.get("enable_thinking")
     if effort is not None:
-        names["reasoning_effort"], thinks = effort, effort != "none" if thinks is None else thinks
-    return names if thinks is None else names | {"enable_thinking": thinks, "thinking": thinks}
+        names["reasoning_effort"], reasons = effort, effort != "none" if reasons is None else reasons
+    return names if reasons is None else names | {"enable_thinking": reasons, "thinking": reasons}
 
 
 def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "") -> dict[str, Any]:
-    """Fields of `Asked`. grammar: the field that asks for a grammar, if `response_format` does not."""
+    """Fields of `APIRequest`. grammar: the field that asks for a grammar, if `response_format` does not."""
     if (form := own.get("response_format")) is not None:
         if sampling.get("structured_outputs") is not None:
             refuse("response_format", form, "absent beside structured_outputs")

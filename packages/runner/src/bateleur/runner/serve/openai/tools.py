@@ -17,13 +17,13 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedTool:
     """This very tool must be called."""
 
     name: str
 
 
-ToolChoice = Literal["none", "auto", "required"] | Named
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 """No call is looked for; the model decides; at least one call; that call."""
 
 
@@ -70,7 +70,7 @@ def tool_choice(value: Any, known: Tools) -> ToolChoice:
         names = [each["function"]["name"] for each in known]
         if called not in names:
             refuse("tool_choice.function.name", called, f"one of the tools: {shown(names)}")
-        return Named(called)
+        return NamedTool(called)
     if value not in ("auto", "required"):
         refuse("tool_choice", value, "none, auto, required, or {type: function, function: {name: ...}}")
     if not known:
@@ -98,7 +98,7 @@ def forced_schema(choice: ToolChoice, known: Tools, *, parallel: bool) -> dict[s
     It is the arguments of the tool that is named; else a list of calls, of one where they may not be parallel.
     """
     functions = [each["function"] for each in known]
-    if isinstance(choice, Named):
+    if isinstance(choice, NamedTool):
         return next(_arguments(each) for each in functions if each["name"] == choice.name)
     if choice != "required":
         return None

@@ -4,7 +4,7 @@
 report of the engine:
 
     chat_format = ChatFormat.of(options, tokenizer)          # once
-    turn = chat_format.turn(params, prompt, tools=tools, tool_choice="auto")
+    turn = chat_format.prepare(params, prompt, tools=tools, tool_choice="auto")
     ...                                                      # submit the prompt with turn.params
     reader = turn.reader()                                   # one for each continuation
     for completion in reports:                               # CompletionOutput, each with what is new

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from bateleur.runner.outputs import TextTag
 from bateleur.runner.serve.parsers.arguments import Calls, new_call_id
 from bateleur.runner.serve.parsers.events import Content, Event, Reasoning, ToolCall, merged
+from bateleur.runner.serve.parsers.reasoning import Think
 from bateleur.runner.serve.parsers.source import Reader, Search, Source, TagTable, skip_space
-from bateleur.runner.serve.parsers.think import Think
 from bateleur.runner.serve.parsers.tool_format import ToolFormat
 
 _LONGEST_PIECE = 512
@@ -36,20 +36,24 @@ class AnswerParser:
         self._events: list[Event] = []
         self._space = ""
         """White space that is reported with the text behind it, or dropped if a tag follows."""
-        self._behind_call = self._said = False
-        tools, most, closers = ((), None, ()) if calls is None else (calls.tools, calls.most, calls.closers)
-        self._calls = Calls(tools, most, self._table, self._report, make_id, closers)
-        openers = () if calls is None else calls.openers
-        begin, end = (self._table.of(Think.BEGIN), self._table.of(Think.END)) if reasoning else ("", "")
+        self._after_call = self._has_content = False
+        tools, most, end_tags = (
+            ((), None, ()) if calls is None else (calls.tools, calls.max_calls, calls.end_tags)
+        )
+        self._calls = Calls(tools, most, self._table, self._report, make_id, end_tags)
+        start_tags = () if calls is None else calls.start_tags
+        begin, end = (
+            (self._table.marker(Think.BEGIN), self._table.marker(Think.END)) if reasoning else ("", "")
+        )
         again = begin if self._table.is_token(Think.BEGIN) else ""
         self._begin, self._end = begin, end
-        self._in_reasoning = Search(filter(None, (end, *openers)))
-        self._in_content = Search(filter(None, (again, end, *openers)))
+        self._in_reasoning = Search(filter(None, (end, *start_tags)))
+        self._in_content = Search(filter(None, (again, end, *start_tags)))
         self._read = self._answer()
 
     def feed(self, text: str, tags: Sequence[TextTag] = ()) -> list[Event]:
         """Read the next piece of text, with the places of tags in it; returns the events that are certain by now."""
-        marked = self._table.marked(text, tags)
+        marked = self._table.mark(text, tags)
         for at in range(0, len(marked), _LONGEST_PIECE):
             self._source.text += marked[at : at + _LONGEST_PIECE]
             next(self._read, None)
@@ -60,7 +64,7 @@ class AnswerParser:
         self._source.final, self._source.cut = True, cut
         for _ in self._read:
             raise AssertionError("a reader waits although nothing more will come")
-        if not self._behind_call:
+        if not self._after_call:
             self._say("", whole=True)
         return self._taken()
 
@@ -70,7 +74,7 @@ class AnswerParser:
 
     def _report(self, event: Event) -> None:
         if isinstance(event, ToolCall):
-            self._space, self._behind_call = "", True
+            self._space, self._after_call = "", True
         self._events.append(event)
 
     # --- parts of an answer ---------------------------------------------------------------------------------
@@ -80,9 +84,9 @@ class AnswerParser:
             opened = yield from self._takes_begin()
             if opened or self._think.opened:
                 yield from self._reasoning()
-        if self._format is not None and self._format.BARE:
+        if self._format is not None and self._format.BARE_STARTS:
             source, at = self._source, (yield from skip_space(self._source, 0))
-            if source.text.startswith(tuple(self._format.BARE), at):
+            if source.text.startswith(tuple(self._format.BARE_STARTS), at):
                 self._space += source.take(at)
                 yield from self._format.read(source, self._calls)
         yield from self._content()
@@ -140,7 +144,7 @@ class AnswerParser:
         """Whether the text, which is whole, begins with a call."""
         assert self._format is not None
         form = self._format
-        calls = Calls(form.tools, form.most, self._table, lambda event: None, closers=form.closers)
+        calls = Calls(form.tools, form.max_calls, self._table, lambda event: None, end_tags=form.end_tags)
         reader = form.read(Source(source.text, final=True), calls)
         try:
             next(reader)
@@ -160,7 +164,7 @@ class AnswerParser:
                 yield
             elif tag == self._end:
                 source.take(len(tag))
-                if not self._said:
+                if not self._has_content:
                     self._space = ""
                     source.take((yield from skip_space(source, 0)))
             elif tag == self._begin:
@@ -176,13 +180,13 @@ class AnswerParser:
     def _say(self, text: str, *, whole: bool = False) -> None:
         """Report content. White space at its end waits for what follows, unless this is the end of it."""
         if text := self._without_space(text, whole=whole):
-            self._behind_call, self._said = False, True
-            self._events.append(Content(self._table.plain(text)))
+            self._after_call, self._has_content = False, True
+            self._events.append(Content(self._table.unmark(text)))
 
     def _reason(self, text: str, *, whole: bool = False) -> None:
         """Report reasoning in the same way."""
         if text := self._without_space(text, whole=whole):
-            self._events.append(Reasoning(self._table.plain(text)))
+            self._events.append(Reasoning(self._table.unmark(text)))
 
     def _without_space(self, text: str, *, whole: bool) -> str:
         text = self._space + text

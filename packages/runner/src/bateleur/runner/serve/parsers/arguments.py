@@ -20,11 +20,11 @@ def new_call_id() -> str:
 class ArgumentsWriter:
     """Writes the arguments of one call as a JSON object, a key and its value at a time."""
 
-    def __init__(self, write: Callable[[str], None], schema: Mapping[str, Any], closers: Search) -> None:
+    def __init__(self, write: Callable[[str], None], schema: Mapping[str, Any], end_tags: Search) -> None:
         """`schema`: the parameters of the tool."""
         self.write, self._schema = write, schema
         """`write` takes the next part of the JSON text."""
-        self.closers = closers
+        self.end_tags = end_tags
         """Tags that end a call."""
         self.keys: list[str] = []
         """Keys that were written."""
@@ -76,19 +76,19 @@ class Calls:
     def __init__(
         self,
         tools: Tools,
-        most: int | None,
+        max_calls: int | None,
         table: TagTable,
         emit: Callable[[Event], None],
         make_id: Callable[[], str] = new_call_id,
-        closers: Sequence[str] = (),
+        end_tags: Sequence[str] = (),
     ) -> None:
-        """`most`: calls that are looked for, None for any number; `emit` takes the events; `closers`: ends of calls."""
-        self._closers = Search(closers)
+        """`max_calls`: None for no limit. `emit`: receives the events. `end_tags`: tags that end a call."""
+        self._end_tags = Search(end_tags)
         functions = [tool["function"] for tool in tools]
         self._schemas: dict[str, Mapping[str, Any]] = {
             each["name"]: each.get("parameters") or {} for each in functions
         }
-        self._most, self._table, self._emit, self._make_id = most, table, emit, make_id
+        self._max_calls, self._table, self._emit, self._make_id = max_calls, table, emit, make_id
         self.num_calls = 0
 
     @property
@@ -96,9 +96,9 @@ class Calls:
         """Names of the tools."""
         return list(self._schemas)
 
-    def knows(self, name: str) -> bool:
+    def may_call(self, name: str) -> bool:
         """Whether a call of this tool may come now."""
-        return name in self._schemas and (self._most is None or self.num_calls < self._most)
+        return name in self._schemas and (self._max_calls is None or self.num_calls < self._max_calls)
 
     def begin(self, name: str, call_id: str = "") -> ArgumentsWriter:
         """A call begins; returns what writes its arguments."""
@@ -107,10 +107,10 @@ class Calls:
         self._emit(ToolCall(index, call_id or self._make_id(), name))
 
         def write(text: str) -> None:
-            self._emit(Arguments(index, self._table.plain(text)))
+            self._emit(Arguments(index, self._table.unmark(text)))
 
-        return ArgumentsWriter(write, self._schemas[name], self._closers)
+        return ArgumentsWriter(write, self._schemas[name], self._end_tags)
 
-    def say(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         """Text between the parts of a call, which is content."""
-        self._emit(Content(self._table.plain(text)))
+        self._emit(Content(self._table.unmark(text)))

@@ -9,24 +9,23 @@ from typing import Any
 from bateleur.runner.outputs import CompletionOutput
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.requests import ChatRequest
-from bateleur.runner.serve.openai.tools import Named, ToolChoice, Tools, arguments_of, is_strict
+from bateleur.runner.serve.openai.tools import NamedTool, ToolChoice, Tools, arguments_of, is_strict
 from bateleur.runner.serve.parsers.answer import AnswerParser
 from bateleur.runner.serve.parsers.events import Arguments, End, Event, ToolCall
-from bateleur.runner.serve.parsers.forced import ListedCalls, NamedCall
-from bateleur.runner.serve.parsers.names import (
+from bateleur.runner.serve.parsers.json_calls import ListedCalls, NamedCall
+from bateleur.runner.serve.parsers.options import (
     AUTO,
     NONE,
     TOOL_PARSERS,
+    ParserOptions,
     reasoning_parser_of,
     template_text,
     tool_parser_of,
 )
-from bateleur.runner.serve.parsers.options import ParserOptions
-from bateleur.runner.serve.parsers.phases import ReasoningPhase, answer_grammar
+from bateleur.runner.serve.parsers.reasoning import ReasoningPhase, Think, answer_grammar
 from bateleur.runner.serve.parsers.source import TagTable
-from bateleur.runner.serve.parsers.think import Think
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
-from bateleur.runner.serve.parsers.values import is_whole
+from bateleur.runner.serve.parsers.values import is_complete
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.chat import ChatPrompt
 from bateleur.runner.text.tokenizer import Tokenizer, special_token_ids, tag_tokens
@@ -58,13 +57,13 @@ class AnswerReader:
                 assert self._arguments is not None
                 self._arguments += event.text
         if reason is not None:
-            called = self._arguments is not None and (not cuts or is_whole(self._arguments))
+            called = self._arguments is not None and (not cuts or is_complete(self._arguments))
             events.append(End("tool_calls" if reason == "stop" and called else reason, stop))
         return events
 
 
 @dataclass(frozen=True, slots=True)
-class ChatTurn:
+class PreparedChat:
     """One request for an answer to a conversation."""
 
     params: SamplingParams
@@ -75,11 +74,11 @@ class ChatTurn:
     _reasoning: Think | None
     _format: type[ToolFormat] | None
     _tools: Tools
-    _most: int | None
+    _max_calls: int | None
 
     def reader(self) -> AnswerReader:
         """What reads one continuation."""
-        calls = None if self._format is None else self._format(self._tools, self._most, self._table)
+        calls = None if self._format is None else self._format(self._tools, self._max_calls, self._table)
         return AnswerReader(AnswerParser(reasoning=self._reasoning, calls=calls, table=self._table))
 
 
@@ -107,7 +106,7 @@ class ChatFormat:
         """Tokens that begin and end the reasoning; None if they are no single tokens."""
         self.special_ids = special_token_ids(tokenizer)
 
-    def turn(
+    def prepare(
         self,
         params: SamplingParams,
         prompt: ChatPrompt,
@@ -116,19 +115,19 @@ class ChatFormat:
         tool_choice: ToolChoice = "none",
         parallel_tool_calls: bool = True,
         thinking: bool = True,
-    ) -> ChatTurn:
+    ) -> PreparedChat:
         """A request that answers this prompt with these parameters.
 
         tools: those that the model may call; tool_choice: whether it may or must. thinking: whether the model may begin
         its answer with reasoning if the prompt has not begun it, which matters to grammars. Raises ValueError for calls
         in a notation that is not known.
         """
-        phase: ReasoningPhase = "none" if self.reasoning_parser is None else self._phase_behind(prompt)
+        phase: ReasoningPhase = "none" if self.reasoning_parser is None else self._reasoning_phase(prompt)
         if phase == "possible" and not thinking:
             phase = "none"
         reasoning = None if self.reasoning_parser is None else Think(opened=phase == "opened")
         kind: type[ToolFormat] | None = None
-        if isinstance(tool_choice, Named):
+        if isinstance(tool_choice, NamedTool):
             kind, tools = NamedCall, [each for each in tools if each["function"]["name"] == tool_choice.name]
         elif tool_choice == "required":
             kind = ListedCalls
@@ -140,16 +139,18 @@ class ChatFormat:
         most = None if parallel_tool_calls else 1
         params = replace(params, return_tags=True)
         decides = kind if tool_choice == "auto" else None
-        asked = params.structured_outputs
-        assert asked is None or isinstance(asked, StructuredOutputsParams), "parameters are checked when made"
-        if asked is not None or (decides is not None and any(map(is_strict, tools))):
+        parsed = params.structured_outputs
+        assert parsed is None or isinstance(parsed, StructuredOutputsParams), (
+            "parameters are checked when made"
+        )
+        if parsed is not None or (decides is not None and any(map(is_strict, tools))):
             functions = [Function(each["function"]["name"], arguments_of(each)) for each in tools]
             params = replace(
-                params, structured_outputs=answer_grammar(asked, phase, decides, functions, once=most == 1)
+                params, structured_outputs=answer_grammar(parsed, phase, decides, functions, once=most == 1)
             )
-        return ChatTurn(params, phase, self._table, reasoning, kind, tools, most)
+        return PreparedChat(params, phase, self._table, reasoning, kind, tools, most)
 
-    def _phase_behind(self, prompt: ChatPrompt) -> ReasoningPhase:
+    def _reasoning_phase(self, prompt: ChatPrompt) -> ReasoningPhase:
         """Whether the answer has reasoning, as far as the part of the answer tells that the prompt gives."""
         begin, end = self._think_ids.get(Think.BEGIN), self._think_ids.get(Think.END)
         if begin is None or end is None:
@@ -165,25 +166,25 @@ class ChatFormat:
         return "possible"
 
 
-def with_options(asked: ChatRequest, options: ParserOptions) -> ChatRequest:
+def with_options(parsed: ChatRequest, options: ParserOptions) -> ChatRequest:
     """The same body, with the template and the names for it that the options give."""
-    names = {**(options.default_chat_template_kwargs or {}), **asked.template}
-    return replace(asked, chat_template=options.chat_template, template=names)
+    names = {**(options.default_chat_template_kwargs or {}), **parsed.template}
+    return replace(parsed, chat_template=options.chat_template, template=names)
 
 
-def turn_of(chat_format: ChatFormat, asked: ChatRequest, prompt: ChatPrompt) -> ChatTurn:
+def prepare_chat(chat_format: ChatFormat, parsed: ChatRequest, prompt: ChatPrompt) -> PreparedChat:
     """The turn of a body of `/v1/chat/completions`."""
-    return chat_format.turn(
-        asked.params,
+    return chat_format.prepare(
+        parsed.params,
         prompt,
-        tools=asked.tools,
-        tool_choice=asked.tool_choice,
-        parallel_tool_calls=asked.parallel_tool_calls,
-        thinking=thinks(asked.template),
+        tools=parsed.tools,
+        tool_choice=parsed.tool_choice,
+        parallel_tool_calls=parsed.parallel_tool_calls,
+        thinking=reasoning_enabled(parsed.template),
     )
 
 
-def thinks(template: Mapping[str, Any]) -> bool:
+def reasoning_enabled(template: Mapping[str, Any]) -> bool:
     """Whether arguments of a chat template leave the model's reasoning on."""
     off = any(template.get(name) is False for name in ("enable_thinking", "thinking"))
     return not off and template.get("reasoning_effort") != "none"

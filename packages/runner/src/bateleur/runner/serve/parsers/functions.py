@@ -17,7 +17,7 @@ from typing import Literal
 
 from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
 from bateleur.runner.serve.parsers.source import Reader, Source, TagTable, skip_space
-from bateleur.runner.serve.parsers.values import is_whole
+from bateleur.runner.serve.parsers.values import is_complete
 
 FUNCTION, _PARAMETER = "<function=", "<parameter="
 _BEGIN_FUNCTION = r"<\s{0,4}function\s{0,4}=\s{0,4}[^<>\n]{0,200}>"
@@ -42,7 +42,7 @@ class _Function:
 
     def __init__(self, source: Source, calls: Calls, table: TagTable, *, bare: bool) -> None:
         self._source, self._calls, self._bare = source, calls, bare
-        begin, end = table.of("<tool_call>"), table.of("</tool_call>")
+        begin, end = table.marker("<tool_call>"), table.marker("</tool_call>")
         self._tags = (FUNCTION, _PARAMETER, "</function>", "</parameter>", begin, end)
         self._tag = re.compile(
             rf"(?P<parameter>{_BEGIN_PARAMETER})|(?P<call>{_BEGIN_FUNCTION}|{re.escape(begin)})"
@@ -57,7 +57,7 @@ class _Function:
         source = self._source
         found = yield from self._tag_at(at)
         name = _name(found[0]) if found is not None and found[0].lstrip("< ").startswith("function") else ""
-        if found is None or not self._calls.knows(name):
+        if found is None or not self._calls.may_call(name):
             return False
         source.take(found.end())
         writer = self._calls.begin(name)
@@ -88,7 +88,7 @@ class _Function:
             text = self._source.take(self._num_outside(self._source.text) if found is None else found.start())
             if text := text if begun else text.lstrip():
                 begun = True
-                self._calls.say(text)
+                self._calls.add_content(text)
             if found is not None or self._source.final:
                 self._source.take(0 if found is not None else len(self._source.text))  # a tag that is cut off
                 return
@@ -177,7 +177,7 @@ class _Function:
         source, start = self._source, found.start()
         at_line_start = source.text[start - 1] == "\n" if start else value.empty
         on_line = at_line_start or not value.own_line
-        if value.is_whole(source.text[:start]):
+        if value.is_complete(source.text[:start]):
             return "end"
         if found["call"]:
             value.holds_call = value.holds_call or "function" in found[0]
@@ -211,7 +211,7 @@ class _Function:
             if self._source.text.startswith("{", behind) or behind == len(self._source.text):
                 return True
             found = yield from self._tag_at(behind)
-        return found is not None and found["call"] is not None and self._calls.knows(_name(found[0]))
+        return found is not None and found["call"] is not None and self._calls.may_call(_name(found[0]))
 
     def _ends_at(self, at: int) -> Reader[tuple[re.Match[str], re.Match[str] | None]]:
         """All end tags from a position on, as many as follow each other in their order, and the tag behind them."""
@@ -246,9 +246,9 @@ class _Value:
         known = self._writer.properties
         return not self.holds_call and key not in self._writer.keys and (key in known or not known)
 
-    def is_whole(self, text: str) -> bool:
+    def is_complete(self, text: str) -> bool:
         """Whether the value is no string, and whole with this text at its end."""
-        return not self._is_text and is_whole("".join(self._parts) + text)
+        return not self._is_text and is_complete("".join(self._parts) + text)
 
     def add(self, text: str) -> None:
         """More of the value."""

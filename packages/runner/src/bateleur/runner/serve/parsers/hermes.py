@@ -24,20 +24,20 @@ from bateleur.runner.structured.formats import Format, json_of, listed, tagged
 class Hermes(ToolFormat):
     """JSON objects, or functions, between tags."""
 
-    OPENERS: ClassVar[tuple[str, ...]] = ("<tool_call>",)
-    CLOSERS = ("</tool_call>",)
+    START_TAGS: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    END_TAGS = ("</tool_call>",)
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
         """See `ToolFormat`."""
-        opener = self.opener_of(source)
-        bare = opener == FUNCTION
-        at = 0 if bare else (yield from skip_space(source, len(opener)))
+        start_tag = self.start_tag_of(source)
+        bare = start_tag == FUNCTION
+        at = 0 if bare else (yield from skip_space(source, len(start_tag)))
         if source.text.startswith(("[", "{"), at):
             found = yield from read_calls(source, at, calls)
         else:
             found = yield from read_functions(source, at, calls, self.table, bare=bare)
         if found:
-            yield from take_tags(source, self.closers)
+            yield from take_tags(source, self.end_tags)
         return found
 
     @classmethod
@@ -56,7 +56,7 @@ class Hermes(ToolFormat):
 class Qwen3Coder(Hermes):
     """The same, and functions without the tags around them."""
 
-    OPENERS = ("<tool_call>", FUNCTION)
+    START_TAGS = ("<tool_call>", FUNCTION)
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
@@ -81,7 +81,7 @@ class Qwen3Coder(Hermes):
 class Granite(Hermes):
     """The same, or a list of JSON objects behind <|tool_call|>, as Granite 3 writes it."""
 
-    OPENERS = ("<|tool_call|>", "<tool_call>")
+    START_TAGS = ("<|tool_call|>", "<tool_call>")
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
 from bateleur.runner.serve.parsers.source import Reader, Source, skip_space
+from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.serve.parsers.values import unescaped
+from bateleur.runner.structured.formats import Format, json_of, tagged
 
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _NAMES = ("name", "function")
@@ -78,7 +82,7 @@ def _read_call(source: Source, at: int, calls: Calls) -> Reader[bool]:
         end = yield from value_end(source, at)
         if key in _NAMES:
             name = _as_text(source.text[at:end])
-            if not calls.knows(name):
+            if not calls.may_call(name):
                 return False
         elif key in _ARGUMENTS:
             arguments = source.text[at:end]
@@ -222,12 +226,12 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
         quote += source.take(2)
     writer.begin_text()
     while True:
-        start, tag = writer.closers.first(source)
+        start, tag = writer.end_tags.first(source)
         if found := _IN_STRING[quote].match(source.text, 0, start):
             writer.text(unescaped(source.take(found.end())))
         elif source.text.startswith(quote):
             at = yield from skip_space(source, len(quote))
-            behind = yield from behind_call(source, at, writer)
+            behind = yield from skip_end_tags(source, at, writer)
             if behind == len(source.text) or (_ENDS_VALUE if at == behind else _TAG).match(
                 source.text, behind
             ):
@@ -236,7 +240,7 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
                 return True
             writer.text(source.take(len(quote)))
         elif tag and not start:
-            if (yield from behind_call(source, 0, writer)) == len(source.text):
+            if (yield from skip_end_tags(source, 0, writer)) == len(source.text):
                 writer.end_text()
                 return True
             writer.text(source.take(len(tag)))
@@ -253,10 +257,10 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
             yield
 
 
-def behind_call(source: Source, at: int, writer: ArgumentsWriter) -> Reader[int]:
+def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Reader[int]:
     """Position behind the tags that stand at a position and end a call."""
     while at < len(source.text):
-        start, tag = writer.closers.first(source, at)
+        start, tag = writer.end_tags.first(source, at)
         if start > at or (not tag and source.final):
             break
         if tag:
@@ -309,3 +313,60 @@ def value_end(source: Source, at: int) -> Reader[int]:
             at += 1
         else:
             return at
+
+
+class Llama3Json(ToolFormat):
+    """JSON objects, separated by semicolons."""
+
+    START_TAGS = ("<|python_tag|>",)
+    BARE_STARTS = "{["
+    SEPARATOR = "; "
+
+    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+        """See `ToolFormat`."""
+        return (yield from read_calls(source, len(self.start_tag_of(source)), calls))
+
+    @classmethod
+    def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
+        """See `ToolFormat`. None of them has an start_tag."""
+        return [
+            tagged(f'{{"name": {json.dumps(each.name)}, "parameters": ', json_of(each.schema), "}")
+            for each in functions
+        ]
+
+
+_BEGUN = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)$')
+
+
+class NamedCall(ToolFormat):
+    """All of the answer is the arguments of the only tool."""
+
+    BARE_STARTS = "{"
+
+    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+        """See `ToolFormat`."""
+        (name,) = calls.names
+        writer = calls.begin(name)
+        while True:
+            writer.write(source.take(len(source.text)))
+            if source.final:
+                return True
+            yield
+
+
+class ListedCalls(ToolFormat):
+    """All of the answer is a JSON list of calls."""
+
+    BARE_STARTS = "["
+
+    def read(self, source: Source, calls: Calls) -> Reader[bool]:
+        """See `ToolFormat`. An answer that is cut in a name is a call if only one tool's name begins so."""
+        yield from read_calls(source, 0, calls)
+        while not source.final:
+            yield
+        if begun := _BEGUN.search(source.text):
+            names = [name for name in calls.names if name.startswith(begun[1])]
+            if len(names) == 1:
+                calls.begin(names[0])
+        source.take(len(source.text))
+        return True

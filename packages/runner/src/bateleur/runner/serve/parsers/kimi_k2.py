@@ -29,13 +29,13 @@ _ID = re.compile(r"\s*((?:functions\.)?([\w.-]+?)(?::\d+)?)\s*")
 class KimiK2(ToolFormat):
     """Calls with ids of the model, such as functions.weather:0."""
 
-    OPENERS = (_SECTION, _CALL)
-    CLOSERS = (_END, _END_SECTION)
-    INNER = (_ARGUMENTS,)
+    START_TAGS = (_SECTION, _CALL)
+    END_TAGS = (_END, _END_SECTION)
+    INNER_TAGS = (_ARGUMENTS,)
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
         """See `ToolFormat`."""
-        section, call, begin = (self.table.of(tag) for tag in (_SECTION, _CALL, _ARGUMENTS))
+        section, call, begin = (self.table.marker(tag) for tag in (_SECTION, _CALL, _ARGUMENTS))
         at, found = 0, False
         while True:
             for tag in (section, call):
@@ -53,7 +53,7 @@ class KimiK2(ToolFormat):
                 yield
             head, tag, _ = source.text[at : at + _LONGEST].partition(begin)
             named = _ID.fullmatch(head)
-            if not tag or named is None or not calls.knows(named[2]):
+            if not tag or named is None or not calls.may_call(named[2]):
                 return found
             source.take(at + len(head) + len(begin))
             writer, found = calls.begin(named[2], named[1] if ":" in named[1] else ""), True
@@ -62,7 +62,7 @@ class KimiK2(ToolFormat):
                 yield from read_object(source, writer)
             elif not (source.final and source.cut):
                 writer.close()
-            yield from take_tags(source, self.closers)
+            yield from take_tags(source, self.end_tags)
             at = 0
 
     @classmethod

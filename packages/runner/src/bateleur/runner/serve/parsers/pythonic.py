@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
-from bateleur.runner.serve.parsers.json_calls import behind_call, read_calls, read_value
+from bateleur.runner.serve.parsers.json_calls import read_calls, read_value, skip_end_tags
 from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.structured.formats import (
@@ -33,19 +33,21 @@ _MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
 class Pythonic(ToolFormat):
     """Function calls with keyword arguments between tags, or JSON objects there."""
 
-    AROUND: ClassVar[tuple[str, str, str]]
+    DELIMITERS: ClassVar[tuple[str, str, str]]
     """Text before, between and behind calls, inside of the tags."""
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
         """See `ToolFormat`."""
         calls = [tagged(f"{each.name}(", _keywords(each.schema), ")") for each in functions]
-        before, between, behind = cls.AROUND
-        return [tagged(cls.OPENERS[0] + before, listed(calls, between, once=once), behind + cls.CLOSERS[0])]
+        before, between, behind = cls.DELIMITERS
+        return [
+            tagged(cls.START_TAGS[0] + before, listed(calls, between, once=once), behind + cls.END_TAGS[0])
+        ]
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
         """See `ToolFormat`."""
-        start = yield from skip_space(source, len(self.opener_of(source)))
+        start = yield from skip_space(source, len(self.start_tag_of(source)))
         in_list = source.text.startswith("[", start)
         at = (yield from skip_space(source, start + 1)) if in_list else start
         if source.text.startswith("{", at):
@@ -55,24 +57,24 @@ class Pythonic(ToolFormat):
             if found and in_list:
                 yield from take_tags(source, ("]",))
         if found:
-            yield from take_tags(source, self.closers)
+            yield from take_tags(source, self.end_tags)
         return found
 
 
 class Lfm2(Pythonic):
     """<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>, as LFM2 writes it."""
 
-    OPENERS = ("<|tool_call_start|>",)
-    CLOSERS = ("<|tool_call_end|>",)
-    AROUND = ("[", ", ", "]")
+    START_TAGS = ("<|tool_call_start|>",)
+    END_TAGS = ("<|tool_call_end|>",)
+    DELIMITERS = ("[", ", ", "]")
 
 
 class Olmo3(Pythonic):
     """<function_calls>, a call on each line, and </function_calls>, as OLMo 3 writes it."""
 
-    OPENERS = ("<function_calls>",)
-    CLOSERS = ("</function_calls>",)
-    AROUND = ("\n", "\n", "\n")
+    START_TAGS = ("<function_calls>",)
+    END_TAGS = ("</function_calls>",)
+    DELIMITERS = ("\n", "\n", "\n")
 
 
 def _read_functions(source: Source, at: int, calls: Calls) -> Reader[bool]:
@@ -85,7 +87,7 @@ def _read_functions(source: Source, at: int, calls: Calls) -> Reader[bool]:
                 return found
             yield
             continue
-        if not calls.knows(named[1]):
+        if not calls.may_call(named[1]):
             return found
         found = True
         source.take(named.end())
@@ -102,7 +104,7 @@ def _read_keywords(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
         at = yield from skip_space(source, 0)
         if at == len(source.text):
             break
-        if source.text[at] in ")]" or (yield from behind_call(source, at, writer)) > at:
+        if source.text[at] in ")]" or (yield from skip_end_tags(source, at, writer)) > at:
             source.take(at + (source.text[at] == ")"))
             writer.close()
             return True

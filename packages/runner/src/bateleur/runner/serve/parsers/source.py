@@ -96,7 +96,7 @@ class TagTable:
         self._by_text = {known[token]: char for token, char in self._stand_ins.items()}
         self._texts = {ord(char): tag for tag, char in self._by_text.items()}
 
-    def of(self, tag: str) -> str:
+    def marker(self, tag: str) -> str:
         """What stands for a tag in marked text: its character, or the tag itself if it is not one token."""
         return self._by_text.get(tag, tag)
 
@@ -104,7 +104,7 @@ class TagTable:
         """Whether the tag is one token."""
         return tag in self._by_text
 
-    def marked(self, text: str, tags: Sequence[TextTag]) -> str:
+    def mark(self, text: str, tags: Sequence[TextTag]) -> str:
         """The text with the characters of known tags in the places of these tags."""
         parts, at = [], 0
         for tag in tags:
@@ -114,6 +114,6 @@ class TagTable:
                 at = tag.end
         return "".join(parts) + text[at:]
 
-    def plain(self, text: str) -> str:
+    def unmark(self, text: str) -> str:
         """Marked text as the model wrote it."""
         return text.translate(self._texts)

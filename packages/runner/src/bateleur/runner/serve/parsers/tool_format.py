@@ -21,29 +21,29 @@ class Function(NamedTuple):
 class ToolFormat:
     """Reads the calls of one answer in one notation."""
 
-    OPENERS: ClassVar[tuple[str, ...]] = ()
+    START_TAGS: ClassVar[tuple[str, ...]] = ()
     """Tags that may begin a call."""
-    CLOSERS: ClassVar[tuple[str, ...]] = ()
+    END_TAGS: ClassVar[tuple[str, ...]] = ()
     """Tags that stand behind a call; repeated ones count as one."""
-    INNER: ClassVar[tuple[str, ...]] = ()
+    INNER_TAGS: ClassVar[tuple[str, ...]] = ()
     """Other tags within a call."""
-    BARE: ClassVar[str] = ""
+    BARE_STARTS: ClassVar[str] = ""
     """Characters with which a call may begin the answer, without a tag."""
 
     SEPARATOR: ClassVar[str] = "\n"
     """Text between two calls, as the model writes it."""
 
-    def __init__(self, tools: Tools, most: int | None = None, table: TagTable | None = None) -> None:
-        """`most`: calls that are looked for, None for any number; `table`: which tags are tokens."""
-        self.tools, self.most = tools, most
+    def __init__(self, tools: Tools, max_calls: int | None = None, table: TagTable | None = None) -> None:
+        """`max_calls`: calls that are looked for, None for any number; `table`: which tags are tokens."""
+        self.tools, self.max_calls = tools, max_calls
         self.table = TagTable() if table is None else table
-        self.openers = tuple(map(self.table.of, self.OPENERS))
-        self.closers = tuple(map(self.table.of, self.CLOSERS))
+        self.start_tags = tuple(map(self.table.marker, self.START_TAGS))
+        self.end_tags = tuple(map(self.table.marker, self.END_TAGS))
 
     @classmethod
     def tags(cls) -> tuple[str, ...]:
         """Every tag of the notation."""
-        return (*cls.OPENERS, *cls.CLOSERS, *cls.INNER)
+        return (*cls.START_TAGS, *cls.END_TAGS, *cls.INNER_TAGS)
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
         """Read the calls that the text begins with, and take them. False, and nothing taken, if there are none."""
@@ -53,15 +53,15 @@ class ToolFormat:
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
         """Calls of these functions as tags of a grammar, each of which begins with a trigger if there are any.
 
-        once: one call at most.
+        once: one call at max_calls.
         """
         raise NotImplementedError
 
     @classmethod
     def triggers(cls, functions: Sequence[Function]) -> list[str]:
         """Texts that begin calls of these functions in free text."""
-        return [*cls.OPENERS[:1]]
+        return [*cls.START_TAGS[:1]]
 
-    def opener_of(self, source: Source) -> str:
+    def start_tag_of(self, source: Source) -> str:
         """The tag that the text begins with; empty if it is none that may begin a call."""
-        return next((tag for tag in self.openers if source.text.startswith(tag)), "")
+        return next((tag for tag in self.start_tags if source.text.startswith(tag)), "")

@@ -141,7 +141,7 @@ def _finite(text: str) -> float:
     return float(text) if isfinite(float(text)) else _no_value(text)
 
 
-def is_whole(text: str) -> bool:
+def is_complete(text: str) -> bool:
     """Whether the text is a value in JSON or Python notation, with nothing open at its end."""
     try:
         literal(text.strip(), whole=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bateleur.runner.serve.body import Whole
+from bateleur.runner.serve.body import IntegerLike
 from bateleur.runner.utils.arguments import refuse, shown
 from bateleur.runner.utils.log_once import log_once
 
@@ -52,7 +52,7 @@ class ResponsesBody(BaseModel):
         None, description="Return at once; read the response by its id. Default: false."
     )
     stream: bool | None = Field(None, description="Send events as they happen. Default: false.")
-    max_output_tokens: Whole | None = Field(
+    max_output_tokens: IntegerLike | None = Field(
         None, ge=1, description="Most tokens of reasoning and answer together."
     )
     tools: list[Item] | None = Field(
@@ -66,7 +66,7 @@ class ResponsesBody(BaseModel):
     reasoning: Item | None = Field(
         None, description="`effort`: none switches thinking off. There are no summaries."
     )
-    top_logprobs: Whole | None = Field(
+    top_logprobs: IntegerLike | None = Field(
         None, ge=0, description="Most likely tokens that are reported at each place."
     )
     include: list[str] | None = Field(
@@ -77,7 +77,7 @@ class ResponsesBody(BaseModel):
     conversation: Any = Field(None, description="Refused: say previous_response_id.")
     prompt: Any = Field(None, description="Refused: prompt templates are not stored here.")
     stream_options: Item | None = Field(None, description="Accepted; there is nothing to obfuscate.")
-    max_tool_calls: Whole | None = Field(
+    max_tool_calls: IntegerLike | None = Field(
         None, description="Accepted: it counts tools that servers run themselves."
     )
 

@@ -13,15 +13,14 @@ from uuid import uuid4
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response
 
-from bateleur.runner.serve.api_docs import described_by
-from bateleur.runner.serve.body import read_object, validated
-from bateleur.runner.serve.conversation import Answer, answer, prompt_of
-from bateleur.runner.serve.errors import error_of, refusal, refusing
+from bateleur.runner.serve.body import openapi_model, read_json_object, validate
+from bateleur.runner.serve.conversation import Answer, answer, render_prompt
+from bateleur.runner.serve.errors import error_of, http_error, http_errors
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.openai.logprobs import chat_logprobs
 from bateleur.runner.serve.openai.requests import ChatRequest, chat_request
 from bateleur.runner.serve.responses.body import NAMES, Item, ResponsesBody, chat_body
-from bateleur.runner.serve.responses.store import ResponseStore, Stored
+from bateleur.runner.serve.responses.store import ResponseStore, StoredResponse
 from bateleur.runner.serve.responses.writer import ResponseWriter
 from bateleur.runner.serve.service import Service
 from bateleur.runner.serve.sse import EventStream
@@ -33,18 +32,18 @@ _RUNNING = ("queued", "in_progress")
 
 def router(service: Service) -> APIRouter:
     """The endpoints."""
-    routes, responses = APIRouter(), _Responses(service)
+    routes, responses = APIRouter(), _ResponseHandler(service)
 
-    @routes.post("/v1/responses", openapi_extra=described_by(ResponsesBody))
+    @routes.post("/v1/responses", openapi_extra=openapi_model(ResponsesBody))
     async def create(request: Request) -> Response:
         """Answer a conversation of items."""
         return await responses.create(request)
 
-    @routes.post("/v1/responses/input_tokens", openapi_extra=described_by(ResponsesBody))
+    @routes.post("/v1/responses/input_tokens", openapi_extra=openapi_model(ResponsesBody))
     async def count(request: Request) -> Response:
         """Count the tokens of a conversation of items."""
-        _, asked, _ = await responses.read(request)
-        _, prompt = await prompt_of(service, asked)
+        _, parsed, _ = await responses.read(request)
+        _, prompt = await render_prompt(service, parsed)
         return JSONText({"object": "response.input_tokens", "input_tokens": len(prompt["prompt_token_ids"])})
 
     @routes.get("/v1/responses/{response_id}")
@@ -86,7 +85,7 @@ class _Running:
     """Writes it in the background."""
 
 
-class _Responses:
+class _ResponseHandler:
     """The responses of one server."""
 
     def __init__(self, service: Service) -> None:
@@ -94,7 +93,7 @@ class _Responses:
         self.store = ResponseStore(service.config.response_store_bytes)
         self._running: dict[str, _Running] = {}
 
-    def stored(self, response_id: str) -> Stored:
+    def stored(self, response_id: str) -> StoredResponse:
         """A stored response. HTTPException if there is none."""
         stored = self.store.get(response_id)
         if stored is None:
@@ -102,32 +101,32 @@ class _Responses:
                 f"response {response_id[:100]!r} is not stored here: --response-store-bytes bounds how many are, and "
                 "each of several --replicas has its own; send the whole conversation as input instead"
             )
-            raise refusal(404, said, param="previous_response_id", code="response_not_found")
+            raise http_error(404, said, param="previous_response_id", code="response_not_found")
         return stored
 
-    async def read(self, request: Request) -> tuple[ResponsesBody, ChatRequest, Stored | None]:
+    async def read(self, request: Request) -> tuple[ResponsesBody, ChatRequest, StoredResponse | None]:
         """The body of a request, what it asks for, and what it continues."""
-        value = await read_object(request, self._service.config)
-        with refusing():
-            body = validated(ResponsesBody, value)
+        value = await read_json_object(request, self._service.config)
+        with http_errors():
+            body = validate(ResponsesBody, value)
             if body.background and (body.stream or not body.stored):
                 raise ValueError("background is True; it must be False with stream, and without store")
         earlier = None if body.previous_response_id is None else self.stored(body.previous_response_id)
         if earlier is not None and earlier.response["status"] in _RUNNING:
-            raise refusal(
+            raise http_error(
                 400, "previous_response_id names a response that has not ended", param="previous_response_id"
             )
         strict = self._service.config.strict_fields
-        with refusing(NAMES):
+        with http_errors(NAMES):
             chat = chat_body(body, earlier.items if earlier else [])
-            asked = chat_request(chat, self._service.defaults, strict=strict, names=NAMES)
-        return body, asked, earlier
+            parsed = chat_request(chat, self._service.defaults, strict=strict, names=NAMES)
+        return body, parsed, earlier
 
     async def create(self, request: Request) -> Response:
         """Answer a request."""
-        body, asked, earlier = await self.read(request)
-        response = _response(self._service, body, asked)
-        answered = await answer(self._service, asked, response["id"])
+        body, parsed, earlier = await self.read(request)
+        response = _response(self._service, body, parsed)
+        answered = await answer(self._service, parsed, response["id"])
         running = _Running(response)
         events = self._events(answered, body, earlier, running)
         if body.stream:
@@ -135,11 +134,11 @@ class _Responses:
         if body.background:
             self._running[response["id"]] = running
             self.store.put(response, body.items, earlier)
-            running.task = asyncio.create_task(_last(events))
+            running.task = asyncio.create_task(_last_event_of(events))
             return JSONText(response)
-        last = await self._service.unless_gone(_last(events), request)
+        last = await self._service.cancel_on_disconnect(_last_event_of(events), request)
         if last["type"] == "response.failed":
-            raise refusal(running.status, response["error"]["message"], code=response["error"]["code"])
+            raise http_error(running.status, response["error"]["message"], code=response["error"]["code"])
         return JSONText(response)
 
     async def cancel(self, response_id: str) -> Item:
@@ -152,7 +151,7 @@ class _Responses:
         return running.response
 
     async def _events(
-        self, answered: Answer, body: ResponsesBody, earlier: Stored | None, running: _Running
+        self, answered: Answer, body: ResponsesBody, earlier: StoredResponse | None, running: _Running
     ) -> AsyncGenerator[dict[str, Any], None]:
         writer, response = ResponseWriter(running.response, body.custom_tools), running.response
         self._running[response["id"]] = running
@@ -160,10 +159,10 @@ class _Responses:
             async with aclosing(answered.reports()) as reports:
                 for sent in writer.begin():
                     yield sent
-                with refusing():
+                with http_errors():
                     async for report in reports:
                         logprobs = None
-                        if (most := answered.asked.params.logprobs) is not None:
+                        if (most := answered.parsed.params.logprobs) is not None:
                             known = report.completion.logprobs or ()
                             logprobs = chat_logprobs(report.completion.token_ids, known, most)["content"]
                         for sent in writer.write(report.events, logprobs):
@@ -183,7 +182,7 @@ class _Responses:
             running.ended.set()
 
 
-async def _last(events: AsyncGenerator[dict[str, Any], None]) -> Item:
+async def _last_event_of(events: AsyncGenerator[dict[str, Any], None]) -> Item:
     last: Item = {}
     async with aclosing(events):
         async for event in events:
@@ -191,9 +190,9 @@ async def _last(events: AsyncGenerator[dict[str, Any], None]) -> Item:
     return last
 
 
-def _response(service: Service, body: ResponsesBody, asked: ChatRequest) -> Item:
+def _response(service: Service, body: ResponsesBody, parsed: ChatRequest) -> Item:
     """A response that has no output yet."""
-    params = asked.params
+    params = parsed.params
     return {
         "id": f"resp_{uuid4().hex}",
         "object": "response",
@@ -208,7 +207,7 @@ def _response(service: Service, body: ResponsesBody, asked: ChatRequest) -> Item
         "max_tool_calls": body.max_tool_calls,
         "model": service.names[0],
         "output": [],
-        "parallel_tool_calls": asked.parallel_tool_calls,
+        "parallel_tool_calls": parsed.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": None,
         "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
@@ -229,7 +228,7 @@ def _response(service: Service, body: ResponsesBody, asked: ChatRequest) -> Item
 
 
 def _usage(answered: Answer) -> Item:
-    told = answered.usage.told()
+    told = answered.usage.as_dict()
     return {
         "input_tokens": told["prompt_tokens"],
         "input_tokens_details": told["prompt_tokens_details"],

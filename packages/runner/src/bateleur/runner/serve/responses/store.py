@@ -10,7 +10,7 @@ from bateleur.runner.serve.responses.body import Item
 
 
 @dataclass(slots=True)
-class Stored:
+class StoredResponse:
     """A response and the conversation that it ends."""
 
     response: Item
@@ -28,22 +28,22 @@ class ResponseStore:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
 
-    def get(self, response_id: str) -> Stored | None:
+    def get(self, response_id: str) -> StoredResponse | None:
         """The response with this id; None if there is none."""
         stored = self._stored.get(response_id)
         if stored is not None:
             self._stored.move_to_end(response_id)
         return stored
 
-    def put(self, response: Item, inputs: list[Item], earlier: Stored | None) -> None:
+    def put(self, response: Item, inputs: list[Item], earlier: StoredResponse | None) -> None:
         """Keep a response that has begun or ended, under its id."""
         self.drop(response["id"])
         output: list[Item] = response["output"]
         items = [*(earlier.items if earlier else ()), *inputs, *output]
         size = len(dumps((response, inputs))) + (earlier.num_bytes if earlier else 0)
-        self._stored[response["id"]] = Stored(response, inputs, items, size)
+        self._stored[response["id"]] = StoredResponse(response, inputs, items, size)
         self._num_bytes += size
         while self._num_bytes > self._max_bytes:
             self.drop(next(iter(self._stored)))

@@ -11,7 +11,7 @@ from uuid import uuid4
 from bateleur.runner.serve.parsers.events import Arguments, Content, End, Event, Reasoning, ToolCall
 from bateleur.runner.serve.responses.body import Item
 
-Sent = dict[str, Any]
+StreamEvent = dict[str, Any]
 """An event of the stream."""
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 """The type of the part that holds the text of an item, which is the name of the events of its text, too."""
@@ -28,13 +28,13 @@ class ResponseWriter:
         self._open: Item | None = None
         self._arguments = ""
 
-    def begin(self) -> Iterator[Sent]:
+    def begin(self) -> Iterator[StreamEvent]:
         """The first events."""
         self.response["status"] = "in_progress"
-        yield self._sent("response.created", response=self._snapshot())
-        yield self._sent("response.in_progress", response=self._snapshot())
+        yield self._event("response.created", response=self._snapshot())
+        yield self._event("response.in_progress", response=self._snapshot())
 
-    def write(self, events: Sequence[Event], logprobs: list[Any] | None = None) -> Iterator[Sent]:
+    def write(self, events: Sequence[Event], logprobs: list[Any] | None = None) -> Iterator[StreamEvent]:
         """What the next events of the answer add. logprobs: of the tokens of these events."""
         for event in events:
             match event:
@@ -52,19 +52,19 @@ class ResponseWriter:
                     yield from self._close("incomplete" if reason in ("length", "abort") else "completed")
                     self._end(reason)
 
-    def end(self, usage: Item) -> Iterator[Sent]:
+    def end(self, usage: Item) -> Iterator[StreamEvent]:
         """The last event."""
         self.response |= {"usage": usage, "completed_at": int(time.time())}
         status = self.response["status"]
-        yield self._sent(
+        yield self._event(
             f"response.{'incomplete' if status == 'cancelled' else status}", response=self._snapshot()
         )
 
-    def fail(self, error: Item) -> Iterator[Sent]:
+    def fail(self, error: Item) -> Iterator[StreamEvent]:
         """The last event of a response that can't be completed. error: `code` and `message`."""
         told = {"code": error.get("code") or "server_error", "message": error["message"]}
         self.response |= {"status": "failed", "error": told}
-        yield self._sent("response.failed", response=self._snapshot())
+        yield self._event("response.failed", response=self._snapshot())
 
     def _end(self, reason: str) -> None:
         status = {"length": "incomplete", "abort": "cancelled"}.get(reason, "completed")
@@ -73,7 +73,7 @@ class ResponseWriter:
 
     # --- items ----------------------------------------------------------------------------------------------
 
-    def _text(self, kind: str, text: str, logprobs: list[Any]) -> Iterator[Sent]:
+    def _text(self, kind: str, text: str, logprobs: list[Any]) -> Iterator[StreamEvent]:
         if self._open is None or self._open["type"] != kind:
             yield from self._close("completed")
             yield from self._begin_text(kind)
@@ -84,9 +84,9 @@ class ResponseWriter:
         if kind == "message":
             part["logprobs"] += logprobs
             more = {"logprobs": logprobs}
-        yield self._of_item(f"response.{_PARTS[kind]}.delta", content_index=0, delta=text, **more)
+        yield self._item_event(f"response.{_PARTS[kind]}.delta", content_index=0, delta=text, **more)
 
-    def _begin_text(self, kind: str) -> Iterator[Sent]:
+    def _begin_text(self, kind: str) -> Iterator[StreamEvent]:
         item: Item = {"type": kind, "content": [], "status": "in_progress"}
         if kind == "message":
             part: Item = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -96,9 +96,9 @@ class ResponseWriter:
             item |= {"id": _new_id("rs"), "summary": [], "encrypted_content": None}
         yield from self._add(item)
         item["content"].append(part)
-        yield self._of_item("response.content_part.added", content_index=0, part=_copy(part))
+        yield self._item_event("response.content_part.added", content_index=0, part=_copy(part))
 
-    def _begin_call(self, call: ToolCall) -> Iterator[Sent]:
+    def _begin_call(self, call: ToolCall) -> Iterator[StreamEvent]:
         self._arguments = ""
         item: Item = {"call_id": call.id, "name": call.name, "status": "in_progress"}
         if call.name in self._custom:
@@ -107,49 +107,49 @@ class ResponseWriter:
             item |= {"type": "function_call", "id": _new_id("fc"), "arguments": ""}
         yield from self._add(item)
 
-    def _add_arguments(self, text: str) -> Iterator[Sent]:
+    def _add_arguments(self, text: str) -> Iterator[StreamEvent]:
         assert self._open is not None
         self._arguments += text
         if self._open["type"] == "function_call":
-            yield self._of_item("response.function_call_arguments.delta", delta=text)
+            yield self._item_event("response.function_call_arguments.delta", delta=text)
 
-    def _add(self, item: Item) -> Iterator[Sent]:
+    def _add(self, item: Item) -> Iterator[StreamEvent]:
         self._open = item
         self.response["output"].append(item)
-        yield self._of_item("response.output_item.added", item=_copy(item), item_id=None)
+        yield self._item_event("response.output_item.added", item=_copy(item), item_id=None)
 
-    def _close(self, status: str) -> Iterator[Sent]:
+    def _close(self, status: str) -> Iterator[StreamEvent]:
         """The item that is open is complete."""
         if (item := self._open) is None:
             return
         if item["type"] == "function_call":
             item["arguments"] = self._arguments
             told = {"name": item["name"], "arguments": self._arguments}
-            yield self._of_item("response.function_call_arguments.done", **told)
+            yield self._item_event("response.function_call_arguments.done", **told)
         elif item["type"] == "custom_tool_call":
-            item["input"] = _input_of(self._arguments)
-            yield self._of_item("response.custom_tool_call_input.delta", delta=item["input"])
-            yield self._of_item("response.custom_tool_call_input.done", input=item["input"])
+            item["input"] = _custom_input(self._arguments)
+            yield self._item_event("response.custom_tool_call_input.delta", delta=item["input"])
+            yield self._item_event("response.custom_tool_call_input.done", input=item["input"])
         else:
             part = item["content"][0]
             more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             done = f"response.{_PARTS[item['type']]}.done"
-            yield self._of_item(done, content_index=0, text=part["text"], **more)
-            yield self._of_item("response.content_part.done", content_index=0, part=_copy(part))
+            yield self._item_event(done, content_index=0, text=part["text"], **more)
+            yield self._item_event("response.content_part.done", content_index=0, part=_copy(part))
         item["status"] = status
-        yield self._of_item("response.output_item.done", item=_copy(item), item_id=None)
+        yield self._item_event("response.output_item.done", item=_copy(item), item_id=None)
         self._open = None
 
     # --- events ---------------------------------------------------------------------------------------------
 
-    def _of_item(self, kind: str, **fields: Any) -> Sent:
+    def _item_event(self, kind: str, **fields: Any) -> StreamEvent:
         assert self._open is not None
         place = {"output_index": len(self.response["output"]) - 1, "item_id": self._open["id"], **fields}
-        return self._sent(
+        return self._event(
             kind, **{name: value for name, value in place.items() if name != "item_id" or value}
         )
 
-    def _sent(self, kind: str, **fields: Any) -> Sent:
+    def _event(self, kind: str, **fields: Any) -> StreamEvent:
         number, self._number = self._number, self._number + 1
         return {"type": kind, "sequence_number": number, **fields}
 
@@ -163,7 +163,7 @@ def _copy(item: Item) -> Item:
     return {name: parts(value) for name, value in item.items()}
 
 
-def _input_of(arguments: str) -> str:
+def _custom_input(arguments: str) -> str:
     """The text for a custom tool."""
     try:
         value = json.loads(arguments)

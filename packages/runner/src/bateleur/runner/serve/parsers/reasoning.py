@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
 
-from bateleur.runner.serve.parsers.think import Think
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.structured.formats import (
     Format,
@@ -28,6 +28,17 @@ _SPACE = pattern(r"[ \t\r\n]{0,8}")
 """Behind the reasoning. Without a bound a weak model may write nothing else."""
 
 
+@dataclass(frozen=True, slots=True)
+class Think:
+    """Reasoning at the beginning of an answer."""
+
+    BEGIN: ClassVar[str] = "<think>"
+    END: ClassVar[str] = "</think>"
+
+    opened: bool = False
+    """The prompt ends within the reasoning, so that the answer begins there."""
+
+
 def answer_grammar(
     answer: StructuredOutputsParams | None,
     reasoning: ReasoningPhase,
@@ -44,7 +55,7 @@ def answer_grammar(
     if tools is None:
         if answer is None or reasoning == "none":
             return answer
-        found = _behind_reasoning(reasoning, _answer_format(answer))
+        found = _after_reasoning(reasoning, _answer_format(answer))
     elif answer is None:
         found = _calls_in_text(reasoning, tools, functions, once=once)
     else:
@@ -54,7 +65,7 @@ def answer_grammar(
     return StructuredOutputsParams(structural_tag=whole, disable_any_whitespace=compact)
 
 
-def _behind_reasoning(reasoning: ReasoningPhase, answer: Format) -> Format:
+def _after_reasoning(reasoning: ReasoningPhase, answer: Format) -> Format:
     """Reasoning up to its end tag, and an answer."""
     begin = "" if reasoning == "opened" else Think.BEGIN
     thought = tagged(begin, {"type": "any_text"}, Think.END)
@@ -67,12 +78,12 @@ def _calls_in_text(
 ) -> Format:
     """Any text, with calls that follow the tools' schemas. Calls in the reasoning follow them, too."""
     tags = tools.call_tags(functions, once=once)
-    if not tools.BARE:
+    if not tools.BARE_STARTS:
         return triggered(tags, tools.triggers(functions))
-    barred = "".join(f"\\{each}" for each in tools.BARE)
+    barred = "".join(f"\\{each}" for each in tools.BARE_STARTS)
     text = pattern(rf"(\s*[^\s{barred}](?s:.*))?")
     found = either(listed(tags, tools.SEPARATOR, once=once), text)
-    return found if reasoning == "none" else _behind_reasoning(reasoning, found)
+    return found if reasoning == "none" else _after_reasoning(reasoning, found)
 
 
 def _calls_or_answer(
@@ -88,8 +99,8 @@ def _calls_or_answer(
     body = either(listed(tags, tools.SEPARATOR, once=once), answer)
     if reasoning == "none":
         return body
-    if tools.BARE:
-        return _behind_reasoning(reasoning, body)
+    if tools.BARE_STARTS:
+        return _after_reasoning(reasoning, body)
     closed = sequence(tagged("", triggered(tags, tools.triggers(functions)), Think.END), _SPACE, body)
     unclosed = up_to_tag(tags, tools.triggers(functions), [Think.END])
     opened = either(closed, unclosed)

@@ -14,9 +14,9 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from bateleur.runner import AsyncLLM
-from bateleur.runner.serve.address import address_of, bound
+from bateleur.runner.serve.address import bound_socket, client_url
 from bateleur.runner.serve.config import ServeConfig
-from bateleur.runner.serve.gate import Gate
+from bateleur.runner.serve.middleware import AccessMiddleware
 
 PATH = "/v1/completions"
 JSON = {"content-type": "application/json"}
@@ -147,14 +147,14 @@ def test_options_are_checked(options: dict[str, Any], said: str) -> None:
 
 def test_a_socket_of_a_killed_server_is_in_nobodys_way(tmp_path: Path) -> None:
     config = ServeConfig(uds=tmp_path / "socket")
-    with bound(config) as place:
-        assert address_of(place, config) == f"unix:{tmp_path}/socket"
+    with bound_socket(config) as place:
+        assert client_url(place, config) == f"unix:{tmp_path}/socket"
         os.link(tmp_path / "socket", tmp_path / "left")
         place.listen()
-        with pytest.raises(OSError, match="socket"), bound(config):
+        with pytest.raises(OSError, match="socket"), bound_socket(config):
             pass
     assert not (tmp_path / "socket").exists()
-    with bound(ServeConfig(uds=tmp_path / "left")):
+    with bound_socket(ServeConfig(uds=tmp_path / "left")):
         pass
 
 
@@ -173,7 +173,7 @@ def test_a_token_does_not_wait_until_the_head_of_its_reply_is_acknowledged() -> 
             await reader.read()
             writer.close()
 
-    with bound(ServeConfig(port=0)) as place:
+    with bound_socket(ServeConfig(port=0)) as place:
         asyncio.run(meet(place))
     assert seen == [1]
 
@@ -201,7 +201,7 @@ def test_a_whole_address_goes_by_the_gate_as_its_path_does(target: str, path: st
     async def nothing() -> Message:
         return {"type": "http.disconnect"}
 
-    gate = Gate(app, SimpleNamespace(config=ServeConfig(api_key=["k"]), stopping=False))
+    gate = AccessMiddleware(app, SimpleNamespace(config=ServeConfig(api_key=["k"]), stopping=False))
     asyncio.run(gate({"type": "http", "path": target, "method": "GET", "headers": []}, nothing, ignore))
     assert seen == ([] if path is None else [path])
 

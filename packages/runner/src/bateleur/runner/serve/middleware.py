@@ -12,10 +12,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bateleur.runner.serve.config import ServeConfig
-from bateleur.runner.serve.errors import add_handlers, refusal, response_of
+from bateleur.runner.serve.errors import add_handlers, http_error, response_of
 
 
-class Guarded(Protocol):
+class ProtectedService(Protocol):
     """What stands behind a gate."""
 
     config: ServeConfig
@@ -23,18 +23,18 @@ class Guarded(Protocol):
     """Whether it is about to end, and lets nobody in."""
 
 
-def guard(app: FastAPI, service: Guarded) -> None:
+def add_middleware(app: FastAPI, service: ProtectedService) -> None:
     """Tell errors of an app in OpenAI's form, and let in whom the configuration says."""
     add_handlers(app)
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(AccessMiddleware, service=service)
     if origins := list(service.config.allowed_origins):
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
-class Gate:
+class AccessMiddleware:
     """In front of the app: a key for `/v1`, and nobody new once the server is about to end."""
 
-    def __init__(self, app: ASGIApp, service: Guarded) -> None:
+    def __init__(self, app: ASGIApp, service: ProtectedService) -> None:
         self._app, self._service = app, service
         self._keys = [key.encode() for key in service.config.api_key]
 
@@ -48,9 +48,14 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> Response | None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path.startswith("/v1") and self._keys and scope["method"] != "OPTIONS" and not self._knows(scope):
+        if (
+            path.startswith("/v1")
+            and self._keys
+            and scope["method"] != "OPTIONS"
+            and not self._has_valid_key(scope)
+        ):
             return response_of(
-                refusal(
+                http_error(
                     401,
                     "incorrect API key provided: Authorization (Bearer) or x-api-key must be a key of --api-key",
                     code="invalid_api_key",
@@ -60,10 +65,10 @@ class Gate:
             )
         if self._service.stopping and scope["method"] == "POST":
             said = "the server is about to end and takes no more requests"
-            return response_of(refusal(503, said, code="stopping", headers={"Retry-After": "1"}), path)
+            return response_of(http_error(503, said, code="stopping", headers={"Retry-After": "1"}), path)
         return None
 
-    def _knows(self, scope: Scope) -> bool:
+    def _has_valid_key(self, scope: Scope) -> bool:
         """Compares with every key, each in constant time."""
         headers = Headers(scope=scope)
         kind, _, given = headers.get("authorization", "").partition(" ")
