@@ -265,7 +265,7 @@ def test_tools_that_are_too_deep_are_refused() -> None:
         ({"tool_choice": "required"}, "tool_choice is 'required'; it must be absent without tools"),
         (
             {"chat_template": "{{ 1 }}"},
-            "chat_template is '{{ 1 }}'; it must be absent: a template is a program",
+            "chat_template is '{{ 1 }}'; it must be absent: clients may not send templates",
         ),
         (
             {"modalities": ["text", "audio"]},
@@ -273,9 +273,9 @@ def test_tools_that_are_too_deep_are_refused() -> None:
         ),
         (
             {"add_special_tokens": True},
-            "add_special_tokens is True; it must be False: the chat template writes them",
+            "add_special_tokens is True; it must be False: the chat template adds them",
         ),
-        ({"length_penalty": 2.0}, "length_penalty is 2.0; it must be 1 or 1.0: it belongs to beam search"),
+        ({"length_penalty": 2.0}, "length_penalty is 2.0; it must be 1 or 1.0: beam search is not supported"),
         ({"tools": {}}, "tools is {}; it must be a list of tools"),
         ({"tools": [TOOL], "tool_choice": "g"}, "tool_choice is 'g'; it must be none, auto, required"),
         (
@@ -345,7 +345,7 @@ def test_replies_are_openais() -> None:
     assert ChatCompletion.model_validate(called).choices[0].finish_reason == "tool_calls"
 
 
-def test_log_probabilities_of_a_prompt_are_told_where_they_were_asked_for() -> None:
+def test_prompt_logprobs_are_reported_if_requested() -> None:
     known = {"prompt_logprobs": [None, {121: Logprob(-3.0, 5, "y")}]}
     asked = completion_request({"prompt": "xy", "prompt_logprobs": 0}, {})
     whole = output("a", **known)
@@ -414,7 +414,7 @@ def test_an_answer_may_leave_out_its_reasoning_and_begin_with_the_last_message()
     assert (asked.echo, asked.include_reasoning, asked.template) == (True, False, {"documents": [{"a": 1}]})
 
 
-def test_tokens_may_be_told_by_their_ids() -> None:
+def test_tokens_as_token_ids() -> None:
     told = completion_logprobs([97, 98], PLACES, 1, as_ids=True)
     assert told["tokens"] == ["token_id:97", "token_id:98"]
     assert told["top_logprobs"] == [{"token_id:98": -0.5, "token_id:97": -1.0}, {"token_id:98": -0.1}]
@@ -441,7 +441,7 @@ def test_fields_without_a_value_are_null() -> None:
     assert [choice[name] for name in ("prompt_logprobs", "prompt_token_ids")] == [None, None]
 
 
-def test_times_of_a_request_are_told_in_milliseconds() -> None:
+def test_request_metrics_are_in_milliseconds() -> None:
     times = RequestTimes(
         arrival_time=1.0, first_scheduled_time=1.5, first_token_time=2.0, last_token_time=4.0
     )

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls in what models write: what is found, wherever the text is cut."""
+"""Parsers of reasoning and tool calls, with the text divided at every position."""
 
 from __future__ import annotations
 
@@ -677,7 +677,7 @@ def test_a_call_that_is_cut_has_the_arguments_so_far(name: str, text: str, argum
 # --- messages and values ------------------------------------------------------------------------------------------
 
 
-def test_a_message_is_told_in_deltas() -> None:
+def test_message_deltas() -> None:
     ids = count()
     answer = AnswerParser(reasoning=Think(), calls=Hermes(TOOLS), make_id=lambda: f"call_{next(ids)}")
     text = '<think>a b</think>Hi <tool_call>{"name": "we", "arguments": {"a": 1}}</tool_call>'

@@ -1,4 +1,4 @@
-"""One engine for the tests of what stands in front of it."""
+"""Fixtures: one engine shared by the tests of the server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scripted_model import write_scripted_model
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[AsyncLLM]:
-    """The shipped model, small; with drafts and shared prefixes, which change no token."""
+    """The shipped model with small limits, drafts and prefix caching."""
     llm = AsyncLLM(
         device="cpu",
         dtype="float32",
@@ -44,7 +44,7 @@ def engine() -> Iterator[AsyncLLM]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test ends when the engine that all share has nothing to do."""
+    """Wait at the end of each test until the shared engine is idle."""
     yield
     if "engine" in request.fixturenames:
         llm: AsyncLLM = request.getfixturevalue("engine")
@@ -54,15 +54,15 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Client:
-    """Asks an app in this process; every call is an event loop of its own."""
+    """Client of an app in this process; every call runs its own event loop."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
         self.service = app.state.service
 
     def ask(self, path: str, body: Any = None, method: str = "", **options: Any) -> httpx.Response:
-        """The whole reply; a POST where there is a body."""
-        if body is not None:  # in the standard library's words, which can say what is no JSON
+        """Return the whole reply; a POST if there is a body."""
+        if body is not None:  # the standard library's json can also write NaN
             options |= {"content": json.dumps(body), "headers": {"content-type": "application/json"}}
         kind = method or ("POST" if "content" in options else "GET")
 
@@ -74,7 +74,7 @@ class Client:
         return asyncio.run(call())
 
     def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The events of a stream that ends well."""
+        """Return the events of a stream that ends without an error."""
         reply = self.ask(path, body | {"stream": True})
         assert reply.status_code == 200, reply.text
         assert reply.headers["content-type"].startswith("text/event-stream")
@@ -83,7 +83,7 @@ class Client:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The events of a stream whose events have names."""
+        """Return the events of a stream with event names."""
         reply = self.ask(path, body | {"stream": True})
         assert reply.status_code == 200, reply.text
         *events, rest = reply.text.split("\n\n")
@@ -100,7 +100,7 @@ class Client:
         )
 
     def error(self, status: int, path: str, body: Any = None, **options: Any) -> dict[str, Any]:
-        """The error of a request that is refused with this status."""
+        """Return the error of a request that is rejected with this status."""
         reply = self.ask(path, body, **options)
         assert reply.status_code == status, reply.text
         error: dict[str, Any] = reply.json()["error"]
@@ -110,12 +110,12 @@ class Client:
 
 @pytest.fixture(scope="session")
 def client_of() -> type[Client]:
-    """For an application of one's own."""
+    """Factory of clients for a given application."""
     return Client
 
 
 def behind_a_front(engine: AsyncLLM, config: ServeConfig) -> FastAPI:
-    """The server as it is with replicas, of which there is one in this process."""
+    """The frontend of replicas, with one replica in this process."""
     replica = EngineReplica("only", engine, replace(config, api_key=(), allowed_origins=()))
 
     async def metrics() -> dict[str, str]:
@@ -156,7 +156,7 @@ TEXTS: dict[str, Any] = {
     ),
     "default": "Hello hello.",
 }
-"""What the scripted model writes, by the first message of the user."""
+"""Output of the scripted model, by the first user message."""
 
 
 @pytest.fixture(scope="session")
@@ -177,19 +177,19 @@ def make_scripted(request: pytest.FixtureRequest, scripted_engine: AsyncLLM) -> 
 
 @pytest.fixture(scope="session")
 def scripted(make_scripted: Callable[..., Client]) -> Client:
-    """The server of the scripted model as it is without options."""
+    """Client of the scripted model's server with default options."""
     return make_scripted()
 
 
 @pytest.fixture(scope="session")
 def client(make_client: Callable[..., Client]) -> Client:
-    """The server in this process as it is without options."""
+    """Client of the server with default options."""
     return make_client()
 
 
 @pytest.fixture(scope="session")
 def live_server() -> Iterator[str]:
-    """The address of a server in a process of its own, which ends well in the end."""
+    """Address of a server in its own process, which must exit with code 0."""
     call = [sys.executable, "-m", "bateleur.runner", "serve", "--port", "0", "--num-threads", "1"]
     call += ["--max-model-len", "512", "--max-num-seqs", "8", "--timeout-read", "1"]
     with subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""What the server tells of itself, and text and ids without the model."""
+"""Endpoints about the server, and tokenization endpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_ids_of_a_text_and_back(client: Any, text: str) -> None:
     assert special == [0, *told["tokens"]]
 
 
-def test_the_tokenizer_is_told_to_who_has_none(client: Any) -> None:
+def test_tokenizer_info(client: Any) -> None:
     info = client.ask("/tokenizer_info").json()
     assert info["eos_token"] == "<|endoftext|>"
     assert info["chat_template"] is None

@@ -1,4 +1,4 @@
-"""Whatever stands in whatever place of a body: it is read, or refused by a ValueError that names a field."""
+"""Any value in any field of a body is accepted or raises a ValueError that names a field."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
 
 
 def changed(body: Any) -> Iterator[Any]:
-    """The body with each value of it replaced by each of `VALUES`, and without it."""
+    """Yield the body with each field replaced by each of `VALUES`, and without each field."""
     for key in body if isinstance(body, dict) else range(len(body)):
         for value in VALUES:
             other = copy.copy(body)

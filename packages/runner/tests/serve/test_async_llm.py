@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many callers, one engine; whoever leaves frees what he had, and nobody hangs."""
+"""`AsyncLLM`: many callers share an engine; a caller that leaves frees its requests, and no caller hangs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ async def last(llm: AsyncLLM, prompt: str, params: SamplingParams = GREEDY) -> R
 
 
 async def idle(llm: AsyncLLM) -> bool:
-    """Whether no request is left, between two steps."""
+    """Whether the engine has no requests, checked between two steps."""
     return not await llm.inspect(lambda inner: inner.engine.requests)
 
 
 @contextmanager
 def stepping(llm: AsyncLLM, step: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    """Each step of the engine goes through a function of the test."""
+    """Replace the step of the engine by a function of the test."""
     inner = llm.llm.engine
     original = inner.step
     inner.step = lambda: step(original)  # type: ignore[method-assign]
@@ -63,7 +63,7 @@ def test_text_grows_and_a_slow_reader_gets_it_in_fewer_parts(engine: AsyncLLM) -
         async for output in engine.generate("import os", SamplingParams(temperature=0, max_tokens=40)):
             outputs.append(output)
             while len(outputs) == 2 and not await idle(engine):
-                time.sleep(0.002)  # holds the loop up, as a busy server would
+                time.sleep(0.002)  # blocks the event loop as a busy server does
         return outputs
 
     outputs = asyncio.run(read())
@@ -79,7 +79,7 @@ def test_text_grows_and_a_slow_reader_gets_it_in_fewer_parts(engine: AsyncLLM) -
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancel", "abort"])
-def test_whoever_leaves_frees_the_row(engine: AsyncLLM, how: str) -> None:
+def test_a_caller_that_leaves_frees_its_request(engine: AsyncLLM, how: str) -> None:
     async def leave() -> None:
         outputs = engine.generate("class A:", LONG, request_id="mine")
         await anext(outputs)
@@ -243,7 +243,7 @@ def test_one_that_is_forgotten_ends_by_itself() -> None:
     assert not thread.is_alive()
 
 
-def test_a_text_of_any_length_holds_nobody_up(engine: AsyncLLM) -> None:
+def test_a_long_text_does_not_delay_others(engine: AsyncLLM) -> None:
     released = threading.Event()
 
     async def ask() -> None:
@@ -259,10 +259,8 @@ def test_a_text_of_any_length_holds_nobody_up(engine: AsyncLLM) -> None:
     asyncio.run(ask())
 
 
-def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(
-    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More of them than threads for anything; requests without go past."""
+def test_a_slow_grammar_does_not_delay_others(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More slow requests than threads do not delay other requests."""
     grammars, released = engine.llm._input_processor.grammars, threading.Event()
     original = grammars.matcher
 
@@ -285,7 +283,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_up(
 
 
 def test_the_model_is_made_in_the_thread_that_runs_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenMP keeps a team for each thread that computes: two of them on two cores take turns."""
+    """OpenMP keeps a thread team per computing thread; two teams on two cores slow each other down."""
     seen: list[tuple[str, int]] = []
     make, step = LLM.__init__, LLM.step
 

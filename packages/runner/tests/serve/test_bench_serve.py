@@ -1,4 +1,4 @@
-"""`bateleur bench serve` against a server that is there already."""
+"""`bateleur bench serve` against a running server."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_a_server_is_asked_as_requests_arrive(
         assert (figures["cached_tokens"] > 0) == (kind == "conversations"), "what is shared is found"
 
 
-def test_what_a_server_says_instead_is_told(live_server: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_server_are_shown(live_server: str, capsys: pytest.CaptureFixture[str]) -> None:
     call = ["bench", "serve", "--base-url", live_server, "--served-model-name", "nobody", *SHORT]
     assert main(call) == 1
     assert "404: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: the template's prompt, the message whole or in parts."""
+"""`/v1/chat/completions`: the rendered prompt, and whole and streamed replies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def template(engine: AsyncLLM) -> Iterator[None]:
     tokenizer.chat_template = None
 
 
-def test_a_checkpoint_without_a_template_is_told(client: Any) -> None:
+def test_a_checkpoint_without_a_template_is_an_error(client: Any) -> None:
     error = client.error(400, PATH, {"messages": HELLO})
     assert error["message"].startswith("the checkpoint has no chat template")
 
@@ -38,7 +38,7 @@ def test_a_checkpoint_without_a_template_is_told(client: Any) -> None:
 def test_a_template_may_be_given_beside_the_checkpoint(
     make_client: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """As text or in a file; the one of the checkpoint, which has none here, is not asked."""
+    """The option takes text or a file, and works without a template in the checkpoint."""
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     for given in (TEMPLATE, str(tmp_path / "chat.jinja")):
         client = make_client(chat_template=given)
@@ -52,7 +52,7 @@ def test_a_template_may_be_given_beside_the_checkpoint(
 
 @pytest.mark.parametrize("given", ["nowhere.jinja", "\0", "/"])
 def test_what_is_no_template_and_no_file_is_refused(given: str) -> None:
-    rule = "it must be a template, which has {{ or {% in it, or a file with one ("
+    rule = "it must be a template with {{ or {%, or a template file ("
     with pytest.raises(ValueError, match=rf"^chat_template is {re.escape(repr(given))}; {re.escape(rule)}"):
         ServeConfig(chat_template=given)
 
@@ -105,7 +105,7 @@ def test_what_is_refused_names_its_place(client: Any) -> None:
 
 
 def test_errors_have_openais_codes_and_phrases(make_client: Callable[..., Any]) -> None:
-    """Agents compact a conversation when they see one of these."""
+    """Agents compact a conversation when they read one of these phrases."""
     client = make_client(chat_template=TEMPLATE)
     long = "word " * 3000
     for path, body, field in [
@@ -231,7 +231,7 @@ LONG = [{"role": "user", "content": "long"}]
 
 
 def answers(client: Any, **body: Any) -> tuple[Any, Any, Any, int]:
-    """Reasoning, content, finish reason and tokens of a reply, which are those of the stream as well."""
+    """Return reasoning, content, finish reason and tokens of a reply, and check that the stream has the same."""
     body = {"messages": LONG, **OPENED, **body}
     reply = client.ask(PATH, body).json()
     (choice,) = reply["choices"]
@@ -292,7 +292,7 @@ def test_a_budget_changes_no_answer_without_reasoning(scripted: Any) -> None:
 
 
 def test_a_budget_and_the_end_of_the_context(scripted: Any) -> None:
-    """What the prompt leaves of the context is a limit like max_tokens."""
+    """The rest of the context limits the answer as max_tokens does."""
     text = scripted.ask("/tokenize", {"messages": LONG}).json()["count"]
     asked = {"messages": [*LONG, {"role": "system", "content": "x" * (1024 - text - 60)}]}
     left = 1024 - scripted.ask("/tokenize", asked | {"chat_template_kwargs": OPENED}).json()["count"]
@@ -313,7 +313,7 @@ def test_a_budget_that_no_token_can_end_is_refused(scripted: Any, make_client: C
     assert scripted.error(400, PATH, many)["param"] == "thinking_token_budget"
     client = make_client(chat_template="{{ messages[0].content ~ '<think>' }}", reasoning_parser="think")
     error = client.error(400, PATH, {"messages": HELLO, "thinking_token_budget": 3})
-    assert "</think> is no single token of this model" in error["message"]
+    assert "</think> is not a single token of this model" in error["message"]
     plain = make_client(chat_template="{{ messages[0].content }}", reasoning_parser="think")
     asked = {"messages": HELLO, "max_tokens": 8, "seed": 1}
     bounded, free = (plain.ask(PATH, asked | more) for more in ({"thinking_token_budget": 3}, {}))

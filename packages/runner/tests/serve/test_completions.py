@@ -1,4 +1,4 @@
-"""`/v1/completions`: what is asked for is what comes, whole or in parts."""
+"""`/v1/completions`: whole and streamed replies."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_log_probabilities_have_the_places_of_the_text(client: Any, more: dict[s
     (choice,) = client.ask(PATH, body).json()["choices"]
     parts = [each["choices"][0] for each in client.stream(PATH, body)]
     told = choice["logprobs"]
-    # An echo's tokens begin with one that has no text.
+    # The first token of an echo has no text.
     assert "".join(told["tokens"]).endswith(choice["text"])
     for name in ("tokens", "text_offset"):
         assert [each for part in parts for each in part["logprobs"][name]] == told[name]
@@ -71,7 +71,7 @@ def test_log_probabilities_have_the_places_of_the_text(client: Any, more: dict[s
     assert told["text_offset"][0] == 0
 
 
-def test_cached_tokens_are_told(client: Any) -> None:
+def test_usage_has_cached_tokens(client: Any) -> None:
     body = {"prompt": list(range(100, 180)), **GREEDY}
     client.ask(PATH, body)
     assert client.ask(PATH, body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64

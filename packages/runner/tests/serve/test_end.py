@@ -1,4 +1,4 @@
-"""How a server ends, and how it takes a client that reads nothing."""
+"""Shutdown of the server, and clients that do not read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask(address, kind):
         try:
             then = client.post("/v1/completions", json=BODY).status_code
         except httpx.HTTPError:
-            then = 503  # it has closed its door already
+            then = 503  # it no longer accepts requests
         told[kind + ", then"] = then
 
 def run(kind, *options):

@@ -1,4 +1,4 @@
-"""What clients are told when the engine fails."""
+"""Errors that clients get when the engine fails."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_logits_that_are_not_numbers_fail_their_request(
     assert asking.ask("/health").status_code == 200
 
 
-def test_a_mistake_of_ours_is_told_without_its_words(
+def test_an_internal_error_hides_its_message(
     asking: Any, frail: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(prompts: Any, *args: Any, **options: Any) -> None:
@@ -58,7 +58,7 @@ def test_a_mistake_of_ours_is_told_without_its_words(
     assert (error["type"], error["message"]) == ("server_error", "an error inside the server: KeyError")
 
 
-def test_a_dead_engine_is_told_to_those_who_wait_and_those_who_come(
+def test_a_dead_engine_fails_running_and_new_requests(
     asking: Any, frail: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone() -> None:

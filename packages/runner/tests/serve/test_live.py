@@ -1,4 +1,4 @@
-"""A server in a process of its own, over a socket: clients that behave, and clients that do not."""
+"""A server in its own process: well-behaved and misbehaving clients."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def connected(address: str) -> socket.socket:
 
 
 def received(place: socket.socket) -> bytes:
-    """All until the server closes."""
+    """Read until the server closes the connection."""
     parts = []
     try:
         while part := place.recv(65536):
@@ -84,7 +84,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
     [
         (b"", b"", b""),
         (b"POST /v1/compl", b"", b""),
-        (HEAD + b"Content-Length: 100\r\n\r\n{", b"408", b"the body has not come within 1 seconds"),
+        (HEAD + b"Content-Length: 100\r\n\r\n{", b"408", b"the body was not received within 1 seconds"),
         (HEAD + b"Content-Length: 99999999999\r\n\r\n{", b"413", b"max_body_bytes = 16777216"),
         (HEAD + b"Content-Length: -1\r\n\r\n{", b"400", b"Invalid HTTP request received."),
         (b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 100_000, b"400", b"Invalid HTTP request received."),

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's blocks in and out; streamed events join to the same message."""
+"""`/v1/messages`: conversion of content blocks; streamed events join to the whole message."""
 
 from __future__ import annotations
 

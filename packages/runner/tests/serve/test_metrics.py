@@ -1,4 +1,4 @@
-"""What Prometheus reads."""
+"""The text of `/metrics`."""
 
 import json
 import re
@@ -17,7 +17,7 @@ parser = pytest.importorskip("prometheus_client.parser", reason="the extra serve
 
 
 def busy() -> EngineStats:
-    """Counters of an engine in which everything has happened."""
+    """Engine statistics with every counter set."""
     stats = EngineStats(num_running=3, num_waiting=4, kv_cache_usage=0.25, num_preemptions=7)
     stats.num_prefix_queries, stats.num_prefix_hits = 100, 64
     stats.num_prefill_tokens, stats.num_emitted_tokens = 36, 50
@@ -36,7 +36,7 @@ def busy() -> EngineStats:
 
 
 def samples(text: bytes) -> dict[tuple[str, ...], float]:
-    """Values by name and labels but the model's, as a Prometheus would read them."""
+    """Parse metrics to values by name and labels, without the model's label."""
     return {
         (
             each.name,
@@ -47,7 +47,7 @@ def samples(text: bytes) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_counters_are_told_under_the_names_of_vllm() -> None:
+def test_counters_have_the_names_of_vllm() -> None:
     read = samples(render(busy(), "a model", queued=5))
     expected = {
         ("bateleur:num_requests_running",): 3,
@@ -98,7 +98,7 @@ def test_a_model_name_may_hold_anything() -> None:
     assert {sample.labels["model_name"] for family in families for sample in family.samples} == {name}
 
 
-def test_every_histogram_is_told() -> None:
+def test_every_histogram_is_rendered() -> None:
     assert {each.name for each in fields(RequestHistograms)} == {
         name.replace("iteration_tokens_total", "iteration_tokens") for name in HELP
     }

@@ -1,4 +1,4 @@
-"""Who gets in, and what is said to those who do not."""
+"""API keys, CORS, limits on requests, and the errors for rejected requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_key_is_asked_for_under_v1_alone(make_client: Callable[..., Any]) -> N
 def test_other_origins_are_let_in_where_it_is_said(client: Any, make_client: Callable[..., Any]) -> None:
     asks = {"origin": "http://there", "access-control-request-method": "POST"}
     assert client.error(405, PATH, method="OPTIONS", headers=asks)["message"].startswith(
-        "this path takes no such"
+        "this path does not support the"
     )
     assert "access-control-allow-origin" not in client.ask("/health", headers=asks).headers
     opened = make_client(allowed_origins=["http://there"], api_key=["secret"])
@@ -67,8 +67,8 @@ def test_a_server_that_is_about_to_end_takes_no_requests(make_client: Callable[.
 @pytest.mark.parametrize(
     ("status", "path", "options", "said"),
     [
-        (404, "/v2", {}, "there is no such path: GET /v2"),
-        (405, PATH, {}, f"this path takes no such method: GET {PATH}"),
+        (404, "/v2", {}, "this path does not exist: GET /v2"),
+        (405, PATH, {}, f"this path does not support the method: GET {PATH}"),
         (415, PATH, {"content": b"{}"}, "Content-Type is absent"),
         (
             415,
@@ -80,13 +80,18 @@ def test_a_server_that_is_about_to_end_takes_no_requests(make_client: Callable[.
             400,
             PATH,
             {"content": b"", "headers": JSON},
-            "the body is no JSON: Expecting value, line 1, column 1",
+            "the body is not JSON: Expecting value, line 1, column 1",
         ),
         (400, PATH, {"content": b"[1]", "headers": JSON}, "the body is an array; it must be an object"),
-        (400, PATH, {"content": b'{"n": NaN}', "headers": JSON}, "the body holds NaN, which is no JSON"),
-        (400, PATH, {"content": b'"\xff"', "headers": JSON}, "the body is no UTF-8: byte 1"),
+        (400, PATH, {"content": b'{"n": NaN}', "headers": JSON}, "the body holds NaN, which is not JSON"),
+        (400, PATH, {"content": b'"\xff"', "headers": JSON}, "the body is not UTF-8: byte 1"),
         (400, PATH, {"content": b"[" * 10**5, "headers": JSON}, "the body is nested too deeply"),
-        (400, PATH, {"content": b"9" * 5000, "headers": JSON}, "the body holds a number of too many digits"),
+        (
+            400,
+            PATH,
+            {"content": b"9" * 5000, "headers": JSON},
+            "the body holds a number with too many digits",
+        ),
         (
             413,
             PATH,
@@ -135,8 +140,8 @@ def test_a_full_queue_says_when_to_come_again(client: Any, engine: AsyncLLM) -> 
         ({"root_path": "x"}, "root_path is 'x'"),
         ({"ssl_keyfile": "k"}, "ssl_certfile is None"),
         ({"ssl_ca_certs": "k"}, "ssl_ca_certs is"),
-        ({"api_key": [""]}, "api_key holds what is no key"),
-        ({"api_key": ["a\u00e9"]}, "api_key holds what is no key"),
+        ({"api_key": [""]}, "api_key holds an invalid key"),
+        ({"api_key": ["a\u00e9"]}, "api_key holds an invalid key"),
         ({"timeout_read": 0}, "timeout_read is 0"),
     ],
 )
@@ -145,7 +150,7 @@ def test_options_are_checked(options: dict[str, Any], said: str) -> None:
         ServeConfig(**options)
 
 
-def test_a_socket_of_a_killed_server_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_the_socket_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
     config = ServeConfig(uds=tmp_path / "socket")
     with bound_socket(config) as place:
         assert client_url(place, config) == f"unix:{tmp_path}/socket"
@@ -159,7 +164,7 @@ def test_a_socket_of_a_killed_server_is_in_nobodys_way(tmp_path: Path) -> None:
 
 
 def test_a_token_does_not_wait_until_the_head_of_its_reply_is_acknowledged() -> None:
-    """Nagle's algorithm is off in what uvicorn accepts; with it first tokens came 40 ms late."""
+    """Accepted connections have Nagle's algorithm off; with it, first tokens were 40 ms late."""
     seen: list[int] = []
 
     async def meet(place: socket.socket) -> None:
@@ -188,8 +193,8 @@ def test_a_token_does_not_wait_until_the_head_of_its_reply_is_acknowledged() -> 
         ("/http://v1", "/http://v1"),
     ],
 )
-def test_a_whole_address_goes_by_the_gate_as_its_path_does(target: str, path: str | None) -> None:
-    """None where a key is asked for."""
+def test_a_url_as_target_is_treated_as_its_path(target: str, path: str | None) -> None:
+    """path: the path that the app receives; None if the request is rejected without an API key."""
     seen: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

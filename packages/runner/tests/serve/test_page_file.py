@@ -1,4 +1,4 @@
-"""The page as a file: whole by itself, and allowed to do no more than it needs."""
+"""The web page: it loads nothing from other servers, and its security policy allows only its own parts."""
 
 import re
 from base64 import b64encode

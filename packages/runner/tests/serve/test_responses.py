@@ -1,4 +1,4 @@
-"""`/v1/responses`: items in, items out; streamed events join to the same response."""
+"""`/v1/responses`: conversion of items; streamed events join to the whole response."""
 
 from __future__ import annotations
 

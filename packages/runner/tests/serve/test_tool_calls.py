@@ -1,4 +1,4 @@
-"""Calls of tools and reasoning over HTTP, as the `openai` client sees them: of a text that a script writes."""
+"""Tool calls and reasoning over HTTP with the `openai` client and a scripted model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def template(engine: AsyncLLM) -> Iterator[None]:
 
 
 class Script:
-    """What a server reads of its engine: a text in pieces, as one request."""
+    """Reader double: one request whose text arrives in pieces."""
 
     def __init__(self, prompt: str, pieces: list[str], stream: bool) -> None:
         self._prompt, self._kind = prompt, RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
@@ -65,7 +65,7 @@ Scripted = Callable[..., AsyncOpenAI]
 
 @pytest.fixture
 def scripted(make_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Scripted:
-    """`scripted(text, **options)` is a client of a server whose model writes this text, in pieces of 5."""
+    """`scripted(text, **options)` creates a client of a server whose model writes this text in pieces of 5."""
 
     def make(text: str, **options: Any) -> AsyncOpenAI:
         client = make_client(**OPTIONS, **options)
@@ -90,7 +90,7 @@ def whole(client: AsyncOpenAI, **more: Any) -> Any:
 
 
 def streamed(client: AsyncOpenAI, **more: Any) -> dict[str, Any]:
-    """The parts of a streamed message, joined as clients do."""
+    """Join the deltas of a streamed message as clients do."""
 
     async def run() -> dict[str, Any]:
         told: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}, "reasons": []}
@@ -112,7 +112,7 @@ def streamed(client: AsyncOpenAI, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("parser", "call"), [("hermes", HERMES), ("qwen3_coder", CODER)])
-def test_calls_are_told_whole_and_in_parts(scripted: Scripted, parser: str, call: str) -> None:
+def test_calls_whole_and_streamed(scripted: Scripted, parser: str, call: str) -> None:
     text = f"<think>\nHm.\n</think>\n\nLet me look.\n{call}\n{call}"
     choice = whole(scripted(text, tool_call_parser=parser), tools=TOOLS)
     assert choice.finish_reason == "tool_calls"
@@ -161,7 +161,7 @@ def test_a_model_may_call_only_where_its_calls_are_read(client: Any) -> None:
 
 
 def test_a_forced_call_follows_the_schema_of_its_tool(client: Any) -> None:
-    """Whatever the model, which is the shipped one here, would write by itself."""
+    """A forced call is valid even from the shipped model, which never writes calls."""
     parameters = {"properties": {"days": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"enum": [3]}}}
     closed = {"required": ["days"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters | closed}}
@@ -178,6 +178,6 @@ def test_a_forced_call_follows_the_schema_of_its_tool(client: Any) -> None:
         assert not any(part.get("content") for part in parts)
 
 
-def test_the_client_is_told_what_is_wrong_with_its_tools(scripted: Scripted) -> None:
+def test_invalid_tools_are_rejected(scripted: Scripted) -> None:
     with pytest.raises(BadRequestError, match=r"tools\[0\]\.function"):
         whole(scripted("", tool_call_parser="hermes"), tools=[{"type": "function"}])

@@ -1,1 +1,1 @@
-"""An HTTP server that speaks the protocol of OpenAI."""
+"""HTTP server with the APIs of OpenAI and Anthropic."""

@@ -1,4 +1,4 @@
-"""What the server is, and how it is."""
+"""Endpoints about the server: models, health, version, metrics and the web page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bateleur.runner.utils.version import package_version
 
 
 def router(service: Service) -> APIRouter:
-    """`/`, `/v1/models`, `/health`, `/ping`, `/version` and `/metrics`."""
+    """Create the routes `/`, `/v1/models`, `/health`, `/ping`, `/version` and `/metrics`."""
     routes = APIRouter()
 
     @routes.get("/v1/models")
@@ -34,8 +34,8 @@ def router(service: Service) -> APIRouter:
     async def health(request: Request) -> Response:
         error = service.llm.error
         if error is not None:
-            said = f"the engine died of {type(error).__name__}: {error}"
-            raise http_error(503, said, code="engine_dead")
+            message = f"the engine died of {type(error).__name__}: {error}"
+            raise http_error(503, message, code="engine_dead")
         return Response(status_code=200)
 
     @routes.get("/version")
@@ -56,7 +56,7 @@ def router(service: Service) -> APIRouter:
 
     for route in list(routes.routes):
         if isinstance(route, APIRoute) and route.methods is not None and "GET" in route.methods:
-            # As HTTP has it; health checkers ask so.
+            # HTTP requires HEAD wherever GET works, and health checks use it.
             routes.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     return routes
 

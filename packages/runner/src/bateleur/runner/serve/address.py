@@ -1,4 +1,4 @@
-"""Where the server listens. Nothing here takes long to import, so that all of it is known before a model is read."""
+"""Listening socket and TLS files. Imports are light, so that errors appear before the model is loaded."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from bateleur.runner.serve.config import ServeConfig
 
 @contextmanager
 def bound_socket(config: ServeConfig) -> Iterator[socket.socket]:
-    """The socket to listen on, bound before anything that takes long. OSError, naming the address, if it can't be."""
+    """Bind the socket to listen on. Raises OSError with the address if that fails."""
     if config.uds is not None:
         _clear(config.uds)
-        place, where = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), str(config.uds)
+        listener, where = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), str(config.uds)
     else:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        # asyncio turns off Nagle's algorithm only where the protocol is named: else a token that comes behind the head
-        # of its reply may wait 40 ms until the client acknowledges that.
-        place = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        # asyncio disables Nagle's algorithm only if the protocol is given. With Nagle, the first token waits up to
+        # 40 ms for the acknowledgement of the reply's head.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         where = f"{config.host}:{config.port}"
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with place:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with listener:
         try:
-            place.bind(where if config.uds is not None else (config.host, config.port))
+            listener.bind(where if config.uds is not None else (config.host, config.port))
         except OSError as error:
             raise OSError(error.errno, error.strerror, where) from error
         try:
-            yield place
+            yield listener
         finally:
             if config.uds is not None:
                 config.uds.unlink(missing_ok=True)
 
 
-def client_url(place: socket.socket, config: ServeConfig) -> str:
-    """Where clients find it."""
+def client_url(listener: socket.socket, config: ServeConfig) -> str:
+    """Return the URL that clients connect to."""
     if config.uds is not None:
         return f"unix:{config.uds}"
-    host, port = place.getsockname()[:2]
+    host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def check_tls(config: ServeConfig) -> None:
-    """ValueError, naming the files, if the certificate, its key or the authorities can't be read."""
+    """Raise ValueError with the file names if the certificate, its key or the CA certificates cannot be loaded."""
     if config.ssl_certfile is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # No terminal is asked for a passphrase.
+        # An empty password prevents a prompt for the passphrase.
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
         if config.ssl_ca_certs is not None:
             context.load_verify_locations(config.ssl_ca_certs)
@@ -62,12 +62,12 @@ def check_tls(config: ServeConfig) -> None:
             if (path := getattr(config, name)) is not None
         ]
         raise ValueError(
-            f"{', '.join(names)}; they must be PEM files that fit, and ask for no passphrase: {error}"
+            f"{', '.join(names)}; they must be matching PEM files without a passphrase: {error}"
         ) from error
 
 
 def _clear(path: Path) -> None:
-    """Remove a socket at which nobody listens any more, since its server was killed."""
+    """Remove the socket file of a server that no longer runs."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:

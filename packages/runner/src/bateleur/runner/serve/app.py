@@ -1,4 +1,4 @@
-"""The endpoints together, as an ASGI application."""
+"""The ASGI application with all endpoints."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from bateleur.runner.utils.version import package_version
 
 
 def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
-    """The server without a socket; closing `llm` is up to the caller.
-
-    `app.state.service` is what its endpoints share.
-    """
+    """Create the application. The caller closes `llm`. `app.state.service` is the `Service` of the endpoints."""
     service = Service(llm, config or ServeConfig())
     documents = not service.config.disable_fastapi_docs
     app = FastAPI(

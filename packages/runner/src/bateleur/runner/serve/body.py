@@ -1,4 +1,4 @@
-"""The body of a request: bounded in bytes and in time, and strict JSON."""
+"""Request bodies: limits on size and time, strict JSON, and their OpenAPI schemas."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from bateleur.runner.utils.options import options_of
 
 Model = TypeVar("Model", bound=BaseModel)
 IntegerLike: TypeAlias = Annotated[int, BeforeValidator(as_integer)]
-"""An integer, which may be written as 1.0."""
+"""An integer; 1.0 is accepted."""
 _CLOSE = {"Connection": "close"}
-"""What comes of such a body is not waited for."""
+"""Close the connection instead of reading the rest of the body."""
 _DRAIN_FACTOR = 4
-"""A body of up to so many times the limit is read and dropped: many a client reads an answer only when all is sent."""
+"""Read and discard bodies up to this multiple of the limit: many clients read the reply only after sending all."""
 
 
 async def read_json_object(request: Request, config: ServeConfig) -> dict[str, Any]:
-    """The JSON object that a request holds. HTTPException for any other, for one too long, and for one too late."""
+    """Read the body as a JSON object. Raises HTTPException if it is anything else, too long or too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        said = f"Content-Type is {kind!r}; it must be application/json" if kind else "Content-Type is absent"
-        raise http_error(415, said, headers=_CLOSE)
+        message = (
+            f"Content-Type is {kind!r}; it must be application/json" if kind else "Content-Type is absent"
+        )
+        raise http_error(415, message, headers=_CLOSE)
     data = await read_bytes(request, config)
     with http_errors():
         value = loads(data)
@@ -41,7 +43,7 @@ async def read_json_object(request: Request, config: ServeConfig) -> dict[str, A
 
 
 def validate(model: type[Model], body: dict[str, Any]) -> Model:
-    """The body as a model. Raises ValueError that names the first field with a wrong value."""
+    """Validate the body. Raises ValueError that names the first invalid field."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -54,30 +56,30 @@ def validate(model: type[Model], body: dict[str, Any]) -> Model:
 
 
 async def read_bytes(request: Request, config: ServeConfig) -> bytes:
-    """The body. HTTPException for one too long, and for one too late."""
+    """Read the body. Raises HTTPException if it is too long or too slow."""
     try:
         async with asyncio.timeout(config.timeout_read):
             return await _read(request, config.max_body_bytes)
     except TimeoutError as error:
-        said = f"the body has not come within {config.timeout_read:g} seconds"
-        raise http_error(408, said, headers=_CLOSE) from error
+        message = f"the body was not received within {config.timeout_read:g} seconds"
+        raise http_error(408, message, headers=_CLOSE) from error
 
 
-async def _read(request: Request, most: int) -> bytes:
-    """The bytes, counted as they come: a head may say less, or nothing."""
-    said = request.headers.get("content-length", "")
-    body, count = bytearray(), int(said[:20]) if said.isdigit() else 0
-    if count <= _DRAIN_FACTOR * most:
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """Read and count the bytes: Content-Length may be missing or too small."""
+    length = request.headers.get("content-length", "")
+    body, count = bytearray(), int(length[:20]) if length.isdigit() else 0
+    if count <= _DRAIN_FACTOR * max_bytes:
         count = 0
         async for part in request.stream():
             count += len(part)
-            if count <= most:
+            if count <= max_bytes:
                 body += part
-            elif count > _DRAIN_FACTOR * most:
+            elif count > _DRAIN_FACTOR * max_bytes:
                 break
-        if count <= most:
+        if count <= max_bytes:
             return bytes(body)
-    raise http_error(413, f"the body has more than max_body_bytes = {most} bytes", headers=_CLOSE)
+    raise http_error(413, f"the body has more than max_body_bytes = {max_bytes} bytes", headers=_CLOSE)
 
 
 def _json_type(value: object) -> str:
@@ -86,11 +88,11 @@ def _json_type(value: object) -> str:
 
 
 _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "Mapping": "object"}
-"""JSON types by what the annotation of a sampling parameter begins with; others are of several types."""
+"""JSON type by the prefix of a sampling parameter's annotation. Other parameters accept several types."""
 
 
 def openapi_body(fields: Mapping[str, Field], *required: str, sampled: bool = True) -> dict[str, Any]:
-    """OpenAPI's part of a route whose body has these fields, and sampling parameters if `sampled`."""
+    """Build the OpenAPI entry of a body with these fields, and with the sampling parameters if `sampled`."""
     properties = {name: _property(field.about, field.kind) for name, field in fields.items()}
     for option in options_of(SamplingParams) if sampled else ():
         if option.name in sampling_names() and option.name not in fields:
@@ -100,7 +102,7 @@ def openapi_body(fields: Mapping[str, Field], *required: str, sampled: bool = Tr
 
 
 def openapi_model(model: type[BaseModel]) -> dict[str, Any]:
-    """The same of a model."""
+    """Build the OpenAPI entry of a body that pydantic validates."""
     return _body(model.model_json_schema())
 
 

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: a conversation is answered, by the checkpoint's template."""
+"""`/v1/chat/completions`: answers to conversations, with the checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bateleur.runner.serve.sse import EventStream, chunks
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoint."""
+    """Create the routes."""
     routes = APIRouter()
 
     @routes.post("/v1/chat/completions", openapi_extra=openapi_body(CHAT_FIELDS, "messages"))
@@ -33,7 +33,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/invocations", openapi_extra=openapi_body({**COMPLETION_FIELDS, **CHAT_FIELDS}))
     async def invoke(request: Request) -> Response:
-        """Answer a conversation if the body has messages, or else continue prompts; the name is SageMaker's."""
+        """SageMaker's endpoint: a chat completion if the body has messages, else a completion."""
         body = await read_json_object(request, service.config)
         reply = completion if body.get("messages") is None else chat_completion
         return await reply(service, request, body)
@@ -42,7 +42,7 @@ def router(service: Service) -> APIRouter:
 
 
 async def chat_completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    """The reply to a body of `/v1/chat/completions`."""
+    """Answer a body of `/v1/chat/completions`."""
     with http_errors():
         parsed = chat_request(body, service.defaults, strict=service.config.strict_fields)
         parsed = service.with_server_options(parsed)
@@ -69,15 +69,15 @@ async def chat_completion(service: Service, request: Request, body: dict[str, An
 
 
 async def _parts(service: Service, answered: Answer) -> AsyncGenerator[dict[str, Any], None]:
-    """Fields of each chunk. The first of a continuation has the role, and the very first what the prompt was."""
+    """Yield the fields of each chunk. The first chunk of each choice has the role, the first of all the prompt."""
     begun: set[int] = set()
     parsed = answered.parsed
     async with aclosing(answered.reports()) as reports:
         async for report in reports:
-            index, said = report.completion.index, chat_delta(report.events)
+            index, new_fields = report.completion.index, chat_delta(report.events)
             first, beginning = index not in begun, not begun
             begun.add(index)
-            delta = {"role": "assistant", "content": "", **said} if first else said
+            delta = {"role": "assistant", "content": "", **new_fields} if first else new_fields
             choice = chat_choice(parsed, report.completion, delta, decode=service.decode, chunk=True)
             choice["finish_reason"] = report.finish_reason
             if delta or choice["finish_reason"] or choice["logprobs"] or parsed.return_token_ids:

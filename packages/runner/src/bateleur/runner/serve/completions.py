@@ -1,11 +1,10 @@
-"""`/v1/completions`: prompts are continued."""
+"""`/v1/completions`: continuations of prompts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,7 +21,7 @@ from bateleur.runner.serve.sse import EventStream, chunks
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoint."""
+    """Create the routes."""
     routes = APIRouter()
 
     @routes.post("/v1/completions", openapi_extra=openapi_body(COMPLETION_FIELDS, "prompt"))
@@ -42,24 +41,22 @@ async def completion(service: Service, request: Request, body: dict[str, Any]) -
     reply_id, created = new_id("cmpl", parsed), int(time.time())
     reader = await service.submit(parsed.prompts, parsed, reply_id)
     if parsed.stream:
-        head = {
-            "id": reply_id,
-            "object": "text_completion",
-            "created": created,
-            "model": service.names[0],
-        }
+        head = {"id": reply_id, "object": "text_completion", "created": created, "model": service.names[0]}
         usage = Usage()
         return EventStream(chunks(_parts(service, parsed, reader, usage), parsed, head, usage))
     outputs = await service.finish(reader, request)
-    told = partial(completion_reply, reply_id=reply_id, model=service.names[0], created=created)
-    return JSONText(told(parsed, outputs, decode=service.decode))
+    model, decode = service.names[0], service.decode
+    reply = completion_reply(parsed, outputs, reply_id=reply_id, model=model, created=created, decode=decode)
+    return JSONText(reply)
 
 
 async def _parts(
     service: Service, parsed: CompletionRequest, reader: Reader, usage: Usage
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Fields of each chunk: text, by prompt and continuation."""
-    offsets: dict[int, int] = {}  # characters of the tokens so far, by choice; text may lag behind them
+    """Yield the fields of each chunk: one choice per prompt and continuation."""
+    offsets: dict[
+        int, int
+    ] = {}  # characters of all tokens so far, per choice; the reported text may be shorter
     async with aclosing(service.outputs(reader)) as outputs:
         async for output in outputs:
             usage.count(output, only_prompt=parsed.only_prompt)
@@ -67,8 +64,9 @@ async def _parts(
                 index = prompt_index(output.request_id) * parsed.params.n + completion.index
                 first = index not in offsets
                 offset = offsets.setdefault(index, 0)
-                told = partial(completion_choice, decode=service.decode, first=first, offset=offset)
-                choice = told(parsed, output, completion, index)
+                choice = completion_choice(
+                    parsed, output, completion, index, decode=service.decode, first=first, offset=offset
+                )
                 if choice["logprobs"]:
                     offsets[index] += sum(map(len, choice["logprobs"]["tokens"]))
                 if choice["text"] or choice["finish_reason"] or choice["logprobs"] or parsed.return_token_ids:

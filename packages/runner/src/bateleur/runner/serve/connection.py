@@ -1,4 +1,4 @@
-"""A connection that waits for nobody without end."""
+"""HTTP connections with read and write timeouts."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from bateleur.runner.serve.openai.replies import error_body
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which waits for ever for a client that stops in the middle of a head, or stops reading."""
+    """uvicorn's connection, closed if the client stops in the middle of a head or stops reading the reply."""
 
     def __init__(self, *args: Any, timeout_read: float, timeout_write: float, **options: Any) -> None:
         super().__init__(*args, **options)
         self._read_timer = _Timer(timeout_read)
-        """Closes it while a head is to come."""
+        """Runs while the head of a request is awaited."""
         self._write_timer = _Timer(timeout_write)
-        """Closes it while nothing is read of a reply."""
+        """Runs while the client does not read the reply."""
 
     @classmethod
     def factory(cls, *, timeout_read: float, timeout_write: float) -> Any:
-        """What uvicorn makes connections with."""
+        """Return the connection factory for uvicorn."""
         return partial(cls, timeout_read=timeout_read, timeout_write=timeout_write)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The head of a request is to come."""
+        """Start the read timer for the first head."""
         super().connection_made(transport)
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Some of a head or of a body, or of what nobody waits for any more."""
+        """Process received bytes and update the read timer."""
         super().data_received(data)
         self._expect_head()
 
@@ -47,28 +47,28 @@ class Connection(H11Protocol):
             self._read_timer.clear()
 
     def on_response_complete(self) -> None:
-        """From here on uvicorn waits for the next request, until its first byte comes."""
+        """Stop the read timer: uvicorn's keep-alive timeout applies until the next request."""
         self._read_timer.clear()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as is written."""
+        """Start the write timer: the client reads too slowly."""
         super().pause_writing()
         self._write_timer.set(self.loop, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Stop the write timer."""
         super().resume_writing()
         self._write_timer.clear()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
+        """Stop both timers."""
         self._read_timer.clear()
         self._write_timer.clear()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is told so in the form of all errors."""
+        """Answer invalid HTTP with an error in OpenAI's form."""
         body = dumps(error_body(msg))
         head = [
             ("content-type", "application/json"),
@@ -81,19 +81,19 @@ class Connection(H11Protocol):
 
 
 class _Timer:
-    """Calls something after so many seconds, unless it is cleared before."""
+    """Calls a function after a number of seconds, unless cleared before."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._handle: asyncio.TimerHandle | None = None
 
     def set(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-        """From now on, unless it is set already."""
+        """Start the timer if it does not run."""
         if self._handle is None:
             self._handle = loop.call_later(self._seconds, call)
 
     def clear(self) -> None:
-        """Not any more."""
+        """Stop the timer."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

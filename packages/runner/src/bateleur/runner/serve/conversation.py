@@ -21,7 +21,7 @@ from bateleur.runner.text.chat import ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is new of one continuation."""
+    """New output of one continuation."""
 
     output: RequestOutput
     completion: CompletionOutput
@@ -29,23 +29,23 @@ class Report:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the continuation ended; None while it goes on."""
+        """Finish reason; None while the continuation is running."""
         return next((each.finish_reason for each in self.events if isinstance(each, End)), None)
 
 
 class Answer:
-    """A conversation that the engine answers."""
+    """The answer to a conversation, while the engine generates it."""
 
     def __init__(
         self,
         service: Service,
         parsed: ChatRequest,
-        turn: PreparedChat,
+        prepared: PreparedChat,
         outputs: AsyncGenerator[RequestOutput, None],
     ) -> None:
-        """outputs: reports of the engine."""
+        """outputs: outputs of the engine."""
         self.parsed, self.usage = parsed, Usage()
-        self._service, self._turn, self._outputs = service, turn, outputs
+        self._service, self._prepared, self._outputs = service, prepared, outputs
         self._readers: dict[int, AnswerReader] = {}
         self._num_reasoning: dict[int, int] = {}
         self._answering: set[int] = set()
@@ -53,11 +53,11 @@ class Answer:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens so far of the reasoning, with the tag that ends it."""
+        """Number of reasoning tokens so far, including the end tag."""
         return sum(self._num_reasoning.values()) if self._has_reasoning else 0
 
     async def reports(self) -> AsyncGenerator[Report, None]:
-        """Every report of every continuation. To leave the generator aborts the request."""
+        """Yield the reports of all continuations. Closing the generator aborts the request."""
         async with aclosing(self._outputs) as outputs:
             async for output in outputs:
                 self.usage.count(output)
@@ -65,7 +65,7 @@ class Answer:
                     yield self._read(output, completion)
 
     async def whole(self, request: Request) -> list[Report]:
-        """One report for each continuation, if the request does not stream. ClientDisconnect if the client leaves."""
+        """Return one report per continuation, without streaming. Raises ClientDisconnect if the client disconnects."""
         output = await self._service.cancel_on_disconnect(merge_outputs(self._outputs), request)
         self.usage.count(output)
         return [self._read(output, completion) for completion in output.outputs]
@@ -73,7 +73,7 @@ class Answer:
     def _read(self, output: RequestOutput, completion: CompletionOutput) -> Report:
         first = completion.index not in self._readers
         if first:
-            self._readers[completion.index] = self._turn.reader()
+            self._readers[completion.index] = self._prepared.reader()
         events = self._readers[completion.index].read(completion)
         self._count_reasoning(completion, events)
         if not self.parsed.include_reasoning:
@@ -97,26 +97,26 @@ class Answer:
 
 
 async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
-    """The request with the server's options, and its prompt. HTTPException for one that the template refuses."""
+    """Apply the server's options and render the prompt. Raises HTTPException if the template rejects the request."""
     service.check_model(parsed.model)
     parsed = with_options(parsed, service.config)
     with http_errors(parsed.names):
-        long = service.exceeds_context(len(repr((parsed.messages, parsed.tools))))
+        too_long = service.exceeds_context(len(repr((parsed.messages, parsed.tools))))
         (prompt,) = await service.llm.run_in_thread(
-            lambda: parsed.prompts_for(service.llm.llm.tokenizer), long=long
+            lambda: parsed.prompts_for(service.llm.llm.tokenizer), long=too_long
         )
     return parsed, prompt
 
 
 async def answer(service: Service, parsed: ChatRequest, reply_id: str) -> Answer:
-    """Begin to answer a conversation. HTTPException if that is not possible."""
+    """Submit a conversation. Raises HTTPException if it is invalid or the queue is full."""
     parsed, prompt = await render_prompt(service, parsed)
     with http_errors(parsed.names):
-        turn = prepare_chat(service.chat_format, parsed, prompt)
-        budget = ThinkingBudget.of(service, parsed, prompt, turn)
+        prepared = prepare_chat(service.chat_format, parsed, prompt)
+        budget = ThinkingBudget.of(service, parsed, prompt, prepared)
     if budget is not None:
         reader = await budget.submit(reply_id)
-        return Answer(service, parsed, turn, budget.outputs(reader, reply_id))
-    parsed = replace(parsed, params=turn.params)
+        return Answer(service, parsed, prepared, budget.outputs(reader, reply_id))
+    parsed = replace(parsed, params=prepared.params)
     reader = await service.submit([prompt], parsed, reply_id)
-    return Answer(service, parsed, turn, service.outputs(reader))
+    return Answer(service, parsed, prepared, service.outputs(reader))

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, in OpenAI's form, with the status that fits."""
+"""Errors as HTTP statuses and bodies in OpenAI's and Anthropic's forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.openai.replies import error_body
 
 CLIENT_GONE = 499
-"""Nobody reads it; it stands in logs."""
+"""Status in the log for a client that disconnected."""
 _KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -35,7 +35,7 @@ def http_error(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> HTTPException:
-    """An error to raise, which is told in OpenAI's form. param: the field that is wrong; code: a word for programs."""
+    """Create an exception with a body in OpenAI's form. param: the invalid field. code: OpenAI's error code."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return HTTPException(status, error_body(message, kind=kind, param=param, code=code), headers)
 
@@ -53,29 +53,29 @@ _ANTHROPIC_KINDS = {
 
 @contextmanager
 def http_errors(names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
-    """What a request is refused for in this block has the status that fits; what is a mistake of ours is not told.
+    """Turn known errors of this block into HTTPException with the right status.
 
-    names: what the client calls fields, if not as chat completions do.
+    names: the client's names of fields, by their names in chat completions.
     """
     try:
         yield
     except QueueFull as error:
-        said = f"rate limit exceeded: {error}"
-        raise http_error(429, said, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from error
+        message = f"rate limit exceeded: {error}"
+        raise http_error(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from error
     except EngineDead as error:
         raise engine_dead_error(error) from error
     except ValueError as error:
-        said = _renamed(str(error), names)
-        raise http_error(400, said, param=_field_of(said), code=_code_of(error)) from error
+        message = _renamed(str(error), names)
+        raise http_error(400, message, param=_field_of(message), code=_code_of(error)) from error
 
 
 def engine_dead_error(error: EngineDead) -> HTTPException:
-    """The engine has died, or the server is about to end."""
+    """Create the error for a dead engine or a stopping server."""
     return http_error(503, str(error), code="engine_dead")
 
 
 def _code_of(error: ValueError) -> str | None:
-    """OpenAI's code, by which programs tell errors apart; None for a value that breaks a rule."""
+    """Return OpenAI's error code; None for an invalid value."""
     if isinstance(error, ContextLengthExceeded):
         return "context_length_exceeded"
     if "no such field is known here" in str(error):
@@ -84,7 +84,7 @@ def _code_of(error: ValueError) -> str | None:
 
 
 def _renamed(message: str, names: Mapping[str, str]) -> str:
-    """The message with the client's name of the field. Messages have other numbers there, which are left out."""
+    """Replace the field in the message by the client's name. The index of a message is dropped because it differs."""
     found = re.match(r"(\w+)(\[\d+\])?", message)
     if found is None or found[1] not in names:
         return message
@@ -92,49 +92,51 @@ def _renamed(message: str, names: Mapping[str, str]) -> str:
 
 
 def _field_of(message: str) -> str | None:
-    """The field that a message is about: it begins with it."""
+    """Return the field that begins the message; None if there is none."""
     found = re.match(r"(?:(?:a key|keys) of )?(\w+)[\w.\[\]'\"]* (?:is|are|has|holds|must)\b", message)
     return found[1] if found else None
 
 
 def response_of(error: AnyHTTPException, path: str) -> Response:
-    """An error as it is sent to a client of a path: in Anthropic's form under /v1/messages, else in OpenAI's."""
+    """Return the response for an error: in Anthropic's form under /v1/messages, else in OpenAI's."""
     return JSONText(detail_of(error, path), error.status_code, error.headers)
 
 
 def detail_of(error: AnyHTTPException, path: str) -> dict[str, Any]:
-    """What `response_of` sends."""
+    """Return the body that `response_of` sends."""
     return anthropic_error(error) if "/v1/messages" in path else {"error": error_of(error)}
 
 
 def error_of(error: AnyHTTPException) -> dict[str, Any]:
-    """`message`, `type`, `param` and `code` of an error."""
-    told: Any = error.detail
-    if not isinstance(told, dict):
-        told = http_error(error.status_code, str(told)).detail
-    inner: dict[str, Any] = told["error"]
+    """Return `message`, `type`, `param` and `code` of an error."""
+    body: Any = error.detail
+    if not isinstance(body, dict):
+        body = http_error(error.status_code, str(body)).detail
+    inner: dict[str, Any] = body["error"]
     return inner
 
 
 def anthropic_error(error: AnyHTTPException) -> dict[str, Any]:
-    """An error in Anthropic's form, which is also the last event of a stream."""
-    told, status = error_of(error), error.status_code
+    """Return an error in Anthropic's form, which is also the last event of a failed stream."""
+    body, status = error_of(error), error.status_code
     kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     # Claude Code compacts a conversation when it reads this phrase.
-    too_long = "prompt is too long: " if told["code"] == "context_length_exceeded" else ""
-    inner: dict[str, Any] = {"type": kind, "message": f"{too_long}{told['message']}"}
-    if told["code"] == "thread_unsupported_request":  # clients then go on without threads
-        inner["details"] = {"error_code": told["code"], "unsupported": [told["param"]]}
+    too_long = "prompt is too long: " if body["code"] == "context_length_exceeded" else ""
+    inner: dict[str, Any] = {"type": kind, "message": f"{too_long}{body['message']}"}
+    if body["code"] == "thread_unsupported_request":  # clients then retry without threads
+        inner["details"] = {"error_code": body["code"], "unsupported": [body["param"]]}
     return {"type": "error", "error": inner}
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Every error that leaves a handler of this app is told in OpenAI's form."""
+    """Register handlers that answer every error of the app in the client's form."""
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, AnyHTTPException)
         if error.status_code in (404, 405) and not isinstance(error.detail, dict):
-            found = {404: "there is no such path", 405: "this path takes no such method"}[error.status_code]
+            found = {404: "this path does not exist", 405: "this path does not support the method"}[
+                error.status_code
+            ]
             where = f"{request.method} {request.url.path[:100]}"
             error = http_error(error.status_code, f"{found}: {where}", headers=error.headers)
         return response_of(error, request.url.path)

@@ -1,4 +1,4 @@
-"""JSON as it is sent and as it is read."""
+"""Reading and writing of JSON."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from fastapi.responses import Response
 
 
 def dumps(value: Any) -> bytes:
-    """JSON on one line, in UTF-8; halves of surrogate pairs are escaped."""
+    """Encode a value as one line of JSON in UTF-8. Lone surrogates are escaped."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
 
 
 def loads(data: bytes) -> Any:
-    """Strict JSON. ValueError, on one line, for anything else, and for what no program could hold."""
+    """Parse strict JSON. Raises ValueError with one line for invalid, too deep or too large values."""
     try:
         return json.loads(data.decode(), parse_constant=_refuse)
     except UnicodeDecodeError as error:
-        raise ValueError(f"the body is no UTF-8: byte {error.start}") from error
+        raise ValueError(f"the body is not UTF-8: byte {error.start}") from error
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"the body is no JSON: {error.msg}, {where}") from error
+        raise ValueError(f"the body is not JSON: {error.msg}, {where}") from error
     except RecursionError as error:
         raise ValueError("the body is nested too deeply") from error
     except ValueError as error:
-        said = (
-            str(error) if str(error).startswith("the body") else "the body holds a number of too many digits"
+        message = (
+            str(error)
+            if str(error).startswith("the body")
+            else "the body holds a number with too many digits"
         )
-        raise ValueError(said) from error
+        raise ValueError(message) from error
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"the body holds {name}, which is no JSON")
+    raise ValueError(f"the body holds {name}, which is not JSON")
 
 
 class JSONText(Response):
-    """A reply in JSON."""
+    """JSON response."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """What is sent."""
+        """Encode the content."""
         return dumps(content)

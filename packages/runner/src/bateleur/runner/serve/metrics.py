@@ -1,7 +1,4 @@
-"""What Prometheus reads: the names of vLLM's metrics behind `bateleur:`, and what is counted of graphs.
-
-Nothing is kept here: `collect` reads the counters of the engine when it is asked.
-"""
+"""Prometheus metrics: vLLM's names with the prefix `bateleur:`, and counters of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render(stats: EngineStats, model_name: str, queued: int = 0) -> bytes:
-    """The text that `/metrics` answers with.
-
-    queued: requests that wait before the engine has seen them.
-    """
+    """Return the text of `/metrics`. queued: requests that have not reached the engine yet."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
@@ -32,7 +26,7 @@ def render(stats: EngineStats, model_name: str, queued: int = 0) -> bytes:
 
 
 class _Collector:
-    """The counters of an engine as Prometheus' families."""
+    """Converts the counters of an engine to Prometheus metric families."""
 
     def __init__(self, stats: EngineStats, model_name: str, queued: int) -> None:
         self._stats = stats
@@ -40,7 +34,7 @@ class _Collector:
         self._queued = queued
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, with its help."""
+        """Yield every metric family."""
         yield from self._gauges()
         yield from self._counters()
         yield from self._offload()
@@ -54,47 +48,59 @@ class _Collector:
 
     def _gauges(self) -> Iterator[Metric]:
         stats = self._stats
-        yield self._gauge("num_requests_running", "Requests that have a row.", stats.num_running)
+        yield self._gauge("num_requests_running", "Running requests.", stats.num_running)
         waiting = stats.num_waiting + self._queued
-        yield self._gauge("num_requests_waiting", "Requests that wait for one.", waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks held, 1 is all.", stats.kv_cache_usage)
+        yield self._gauge("num_requests_waiting", "Queued requests.", waiting)
+        yield self._gauge(
+            "kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", stats.kv_cache_usage
+        )
 
     def _counters(self) -> Iterator[Metric]:
         stats = self._stats
-        yield self._counter("num_preemptions", "Requests that lost their cache.", stats.num_preemptions)
+        yield self._counter("num_preemptions", "Preemptions of requests.", stats.num_preemptions)
         yield self._counter(
-            "prefix_cache_queries", "Prompt tokens looked for in the caches.", stats.num_prefix_queries
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries
         )
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in them.", stats.num_prefix_hits)
-        yield self._counter("prompt_tokens", "Prompt tokens that steps computed.", stats.num_prefill_tokens)
+        yield self._counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_hits
+        )
+        yield self._counter("prompt_tokens", "Prompt tokens computed.", stats.num_prefill_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.num_emitted_tokens)
-        yield self._counter("dummy_steps", "Steps of other ranks, run without work.", stats.num_dummy_steps)
-        yield self._counter("dummy_drafts", "Passes of a head behind these.", stats.num_dummy_drafts)
+        yield self._counter("dummy_steps", "Steps run only for other ranks.", stats.num_dummy_steps)
+        yield self._counter("dummy_drafts", "Draft passes in dummy steps.", stats.num_dummy_drafts)
         ended = {reason: float(count) for reason, count in list(stats.finished.items())}
-        yield self._by_label("request_success", "Requests that ended.", "finished_reason", ended)
+        yield self._by_label("request_success", "Finished requests.", "finished_reason", ended)
 
     def _offload(self) -> Iterator[Metric]:
         if (below := self._stats.offload) is None:
             return
         found = {"host": float(below.host_hit_tokens), "disk": float(below.disk_hit_tokens)}
-        yield self._by_label("kv_offload_hit_tokens", "Prompt tokens found below the device.", "tier", found)
+        yield self._by_label(
+            "kv_offload_hit_tokens", "Prompt tokens found in host memory or on disk.", "tier", found
+        )
         moved = {"store": float(below.stored_bytes), "load": float(below.loaded_bytes)}
         moved |= {"drop": float(below.dropped_bytes), "write": float(below.written_bytes)}
         moved["read"] = float(below.read_bytes)
-        help_text = "Bytes stored from the device, loaded to it, dropped for want of room, written and read."
+        help_text = "Bytes of offloaded KV cache stored, loaded, evicted, and written to and read from disk."
         yield self._by_label("kv_offload_bytes", help_text, "direction", moved)
         refused = {reason: float(count) for reason, count in list(below.refused.items())}
-        yield self._by_label("kv_offload_refused_files", "Files that were passed over.", "reason", refused)
-        yield self._counter("kv_offload_unwritten_files", "Files that were given up.", below.unwritten_files)
+        yield self._by_label(
+            "kv_offload_refused_files", "Files on disk that were rejected.", "reason", refused
+        )
+        yield self._counter(
+            "kv_offload_unwritten_files", "Files that could not be written.", below.unwritten_files
+        )
 
     def _drafts(self) -> Iterator[Metric]:
         if (accepted := self._stats.acceptance) is None:
             return
-        yield self._counter("spec_decode_num_drafts", "Rows that tested drafts.", accepted.num_steps)
-        yield self._counter("spec_decode_num_draft_tokens", "Drafts tested.", accepted.num_drafts)
-        yield self._counter("spec_decode_num_accepted_tokens", "Of these, accepted.", accepted.num_accepted)
+        yield self._counter("spec_decode_num_drafts", "Verified drafts.", accepted.num_steps)
+        yield self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.", accepted.num_drafts)
+        yield self._counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens accepted.", accepted.num_accepted
+        )
         places = {str(place): float(count) for place, count in enumerate(accepted.kept.tolist())}
-        help_text = "Drafts accepted, by place."
+        help_text = "Draft tokens accepted, by position."
         yield self._by_label("spec_decode_num_accepted_tokens_per_pos", help_text, "position", places)
 
     def _steps(self, decisions: DispatchCounter) -> Iterator[Metric]:
@@ -105,10 +111,14 @@ class _Collector:
                 eager[reason] = float(count)
             else:
                 graphs[kind] = float(count)
-        yield self._by_label("graph_steps", "Steps on graphs, by kind.", "graph", graphs)
-        yield self._by_label("eager_steps", "Steps without a graph, by reason.", "reason", eager)
-        yield self._counter("graph_tokens", "Tokens on graphs, padding included.", decisions.num_graph_tokens)
-        yield self._counter("graph_padding_tokens", "Of these, padding.", decisions.num_pad_tokens)
+        yield self._by_label("graph_steps", "Steps that replayed a CUDA graph, by kind.", "graph", graphs)
+        yield self._by_label("eager_steps", "Steps without a CUDA graph, by reason.", "reason", eager)
+        yield self._counter(
+            "graph_tokens", "Tokens in CUDA graphs, including padding.", decisions.num_graph_tokens
+        )
+        yield self._counter(
+            "graph_padding_tokens", "Padding tokens in CUDA graphs.", decisions.num_pad_tokens
+        )
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         from prometheus_client.core import GaugeMetricFamily
@@ -147,7 +157,7 @@ class _Collector:
 
 HELP = {
     "time_to_first_token_seconds": "From arrival to the first token.",
-    "inter_token_latency_seconds": "Time per token behind the first.",
+    "inter_token_latency_seconds": "Time per token after the first.",
     "e2e_request_latency_seconds": "From arrival to the last token.",
     "request_queue_time_seconds": "From arrival to the first step.",
     "request_prefill_time_seconds": "From the first step to the first token.",

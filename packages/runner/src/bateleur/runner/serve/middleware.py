@@ -1,4 +1,4 @@
-"""Who is let in, before anything of a request is read."""
+"""Middleware: API keys, CORS, and rejection of requests while the server stops."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from bateleur.runner.serve.errors import add_handlers, http_error, response_of
 
 
 class ProtectedService(Protocol):
-    """What stands behind a gate."""
+    """State that the middleware reads."""
 
     config: ServeConfig
     stopping: bool
-    """Whether it is about to end, and lets nobody in."""
+    """Whether the server is stopping and rejects new requests."""
 
 
 def add_middleware(app: FastAPI, service: ProtectedService) -> None:
-    """Tell errors of an app in OpenAI's form, and let in whom the configuration says."""
+    """Add error handlers, access checks and CORS to an app."""
     add_handlers(app)
     app.add_middleware(AccessMiddleware, service=service)
     if origins := list(service.config.allowed_origins):
@@ -32,14 +32,14 @@ def add_middleware(app: FastAPI, service: ProtectedService) -> None:
 
 
 class AccessMiddleware:
-    """In front of the app: a key for `/v1`, and nobody new once the server is about to end."""
+    """Requires an API key for `/v1`, and rejects new requests while the server stops."""
 
     def __init__(self, app: ASGIApp, service: ProtectedService) -> None:
         self._app, self._service = app, service
         self._keys = [key.encode() for key in service.config.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer in place of the app, or let the app answer."""
+        """Reject the request, or pass it to the app."""
         answer = None
         if scope["type"] == "http":
             scope["path"] = _path(scope["path"])
@@ -64,23 +64,23 @@ class AccessMiddleware:
                 path,
             )
         if self._service.stopping and scope["method"] == "POST":
-            said = "the server is about to end and takes no more requests"
-            return response_of(http_error(503, said, code="stopping", headers={"Retry-After": "1"}), path)
+            message = "the server is stopping and accepts no more requests"
+            return response_of(http_error(503, message, code="stopping", headers={"Retry-After": "1"}), path)
         return None
 
     def _has_valid_key(self, scope: Scope) -> bool:
-        """Compares with every key, each in constant time."""
+        """Whether the request has a valid key. Every key is compared in constant time."""
         headers = Headers(scope=scope)
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer":
-            given = headers.get("x-api-key", "")  # of Anthropic's clients
+            given = headers.get("x-api-key", "")  # Anthropic's clients send this header
         token = given.strip().encode("utf-8", "surrogateescape")
         found = [compare_digest(token, key) for key in self._keys]
         return any(found)
 
 
 def _path(target: str) -> str:
-    """The path of a target without a slash at its end. Proxies are asked for a whole address (RFC 9112, 3.2.2)."""
+    """Return the path of a request target without a final slash. A target may be a URL (RFC 9112, 3.2.2)."""
     scheme, _, rest = target.partition("://")
     path = "/" + rest.partition("/")[2] if scheme in ("http", "https") else target
     return path.rstrip("/") or "/"

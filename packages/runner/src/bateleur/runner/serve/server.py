@@ -1,4 +1,4 @@
-"""The server as a process: its signals, its end."""
+"""The server process: signals and shutdown."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from bateleur.runner.serve.service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ABORT_SECONDS = 5
-"""Seconds in which aborted requests are told so, before their connections are cut."""
+"""Seconds for aborted requests to send their last event before connections are closed."""
 
 
-def run(llm: AsyncLLM, config: ServeConfig, place: socket.socket, ready: Callable[[], None]) -> bool:
-    """Answer at this socket until a signal comes and what runs has ended; whether the engine lived to see it.
+def run(llm: AsyncLLM, config: ServeConfig, listener: socket.socket, ready: Callable[[], None]) -> bool:
+    """Serve on a socket until a signal arrives and running requests end. Returns False if the engine failed.
 
-    ready: called when it answers.
+    ready: called when the server accepts requests.
     """
     app = build_app(llm, config)
     service: Service = app.state.service
@@ -35,7 +35,7 @@ def run(llm: AsyncLLM, config: ServeConfig, place: socket.socket, ready: Callabl
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gc.collect()
-        gc.freeze()  # looking through what stays here anyway would stop every stream for a quarter of a second
+        gc.freeze()  # a full collection would pause every stream for about 0.25 s (measured)
         yield
         gc.unfreeze()
         await llm.close()
@@ -57,19 +57,19 @@ def run(llm: AsyncLLM, config: ServeConfig, place: socket.socket, ready: Callabl
         ssl_cert_reqs=2 if config.ssl_ca_certs is not None else 0,
         h11_max_incomplete_event_size=config.h11_max_incomplete_event_size,
     )
-    Server(settings, service, ready).run([place])
+    Server(settings, service, ready).run([listener])
     return llm.error is None
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with an end that lets nobody in, and exit code 0."""
+    """uvicorn's server with a graceful shutdown and exit code 0."""
 
     def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._service, self._ready = service, ready
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """What has not ended in time is aborted, so that every stream has an end that says so."""
+        """Wait for running requests; abort the rest after the timeout, so that every stream gets a last event."""
         end = asyncio.create_task(self._abort_after_timeout())
         try:
             await super().shutdown(sockets)
@@ -81,22 +81,22 @@ class Server(uvicorn.Server):
         await self._service.llm.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say when it is done."""
+        """Start, then call `ready`."""
         await super().startup(sockets)
         if self.started:
             self._ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The first signal ends it in order, a second one at once."""
-        before = {each: signal.signal(each, self._end) for each in _SIGNALS}
+        """Shut down gracefully at the first signal; the second one ends the process."""
+        before = {each: signal.signal(each, self._handle_signal) for each in _SIGNALS}
         try:
             yield
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
 
-    def _end(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self._service.stopping = self.should_exit = True
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the names of its model, and how a request gets in and out."""
+"""State and methods that all endpoints share: the engine, model names, and submission of requests."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ A = TypeVar("A", bound=APIRequest)
 
 
 class Service:
-    """An engine that is asked over HTTP."""
+    """An engine served over HTTP."""
 
     def __init__(self, llm: AsyncLLM, config: ServeConfig) -> None:
         self.llm, self.config = llm, config
         model = llm.llm.config.model.model
         folder = None if model is None else Path(model)
         self.names = served_names(folder, config.served_model_name)
-        """Names of the model; the first is told."""
+        """Names of the model; replies have the first."""
         self.defaults: dict[str, Any] = llm.llm.default_sampling
-        """Sampling parameters where a request is silent."""
+        """Default sampling parameters of requests."""
         self.created = int(time.time())
         self.stopping = False
-        """Whether the server is about to end, and lets nobody in."""
+        """Whether the server is stopping and rejects new requests."""
 
     def with_server_options(self, parsed: A) -> A:
-        """The request with what the server's options add to every request."""
+        """Return the request with the server's options applied."""
         config = self.config
         return replace(
             parsed,
@@ -58,25 +58,25 @@ class Service:
         )
 
     def check_model(self, name: str | None) -> None:
-        """HTTPException for a model that is not this one; none is this one."""
+        """Raise HTTPException if the model is not served. None is the served model."""
         try:
             require_served(name, self.names)
         except ValueError as error:
-            said = f"the model {shown(name)} does not exist: {error}"
-            raise http_error(404, said, param="model", code="model_not_found") from error
+            message = f"the model {shown(name)} does not exist: {error}"
+            raise http_error(404, message, param="model", code="model_not_found") from error
 
     @cached_property
     def decode(self) -> TokenText:
-        """Decodes tokens, special ones included."""
+        """Decoder of token ids, including special tokens."""
         return TokenText(self.llm.llm.tokenizer)
 
     @cached_property
     def chat_format(self) -> ChatFormat:
-        """How the model writes reasoning and tool calls."""
+        """Format of the model's reasoning and tool calls."""
         return ChatFormat(self.config, self.llm.llm.tokenizer)
 
     async def metrics(self) -> bytes:
-        """What is told to Prometheus."""
+        """Return the metrics as Prometheus text."""
         stats = await self.llm.get_metrics()
         queued = max(0, self.llm.num_unfinished - stats.num_running - stats.num_waiting)
         return metrics.render(stats, self.names[0], queued)
@@ -84,12 +84,12 @@ class Service:
     # --- requests -----------------------------------------------------------------------------------------
 
     async def submit(self, prompts: Sequence[Mapping[str, Any]], parsed: APIRequest, reply_id: str) -> Reader:
-        """Queue the prompts of one request, all or none; HTTPException where that can't be."""
+        """Queue all prompts of a request. Raises HTTPException, and queues none, if any is invalid."""
         kind = RequestOutputKind.DELTA if parsed.stream else RequestOutputKind.FINAL_ONLY
         params = replace(parsed.params, output_kind=kind)
         with http_errors(parsed.names):
             self._check_counts(len(prompts), params)
-            # What holds one thing goes by itself: errors call text and ids what the body does.
+            # A prompt with one field is passed as its value, so that errors name it as the body does.
             given: list[Any] = [next(iter(each.values())) if len(each) == 1 else each for each in prompts]
             if params.truncate_prompt_tokens is None:
                 for each in given:
@@ -98,7 +98,7 @@ class Service:
             return await self.llm.submit(given, params, request_ids=ids, priority=parsed.priority)
 
     def _check_counts(self, num_prompts: int, params: SamplingParams) -> None:
-        """What would make a reply without end of a short body."""
+        """Reject too many prompts, continuations or log probabilities."""
         room = self.llm.llm.limits.max_num_seqs + self.config.max_queued_requests
         if num_prompts * params.n > room:
             raise ValueError(
@@ -112,7 +112,7 @@ class Service:
                 refuse(name, parsed, f"at most max_logprobs = {most}")
 
     def _check_length(self, prompt: object) -> None:
-        """Before it is tokenised or looked through, which takes time: what has too many tokens, whatever they are."""
+        """Reject a prompt that is certainly too long, before tokenizing it."""
         longest = self.llm.llm.limits.max_model_len
         if isinstance(prompt, list) and len(prompt) >= longest:
             raise ContextLengthExceeded(f"{len(prompt)} tokens", longest)
@@ -121,18 +121,18 @@ class Service:
             raise ContextLengthExceeded(length, longest)
 
     def exceeds_context(self, characters: int) -> bool:
-        """Whether a text has too many tokens for the model, whatever they are."""
+        """Whether a text exceeds the model's context even if every token has the maximum length."""
         most = self._longest_token
         return 0 < most * self.llm.llm.limits.max_model_len < characters
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters; 0 where that is not known."""
+        """Maximum characters of a token; 0 if unknown."""
         vocabulary: dict[str, int] = getattr(self.llm.llm.tokenizer, "get_vocab", dict)()
         return max(map(len, vocabulary), default=0)
 
     async def outputs(self, reader: Reader) -> AsyncGenerator[RequestOutput, None]:
-        """Every report, as it comes; to leave the generator aborts what has not ended. HTTPException for a failure."""
+        """Yield outputs. Closing the generator aborts unfinished requests. Raises HTTPException for a failure."""
         try:
             while outputs := await reader.read():
                 for output in outputs:
@@ -142,7 +142,7 @@ class Service:
             self.llm.abort_unfinished(reader)
 
     async def finish(self, reader: Reader, request: Request) -> list[RequestOutput]:
-        """What became of the prompts, in their order, or ClientDisconnect if nobody waits for it any more."""
+        """Return the final outputs in the order of the prompts. Raises ClientDisconnect if the client disconnects."""
         try:
             ended = await self.cancel_on_disconnect(_last_of(reader), request)
         finally:
@@ -152,7 +152,7 @@ class Service:
         return sorted(ended, key=lambda output: prompt_index(output.request_id))
 
     async def cancel_on_disconnect(self, work: Awaitable[T], request: Request) -> T:
-        """The result of some work, which is cancelled when the client hangs up: ClientDisconnect then."""
+        """Await `work`. Cancels it and raises ClientDisconnect if the client disconnects."""
         task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
         try:
             with http_errors():
@@ -166,7 +166,7 @@ class Service:
 
 
 async def merge_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    """All reports of a request as one."""
+    """Merge all outputs of a request into one."""
     merged: RequestOutput | None = None
     async with aclosing(outputs):
         async for output in outputs:
@@ -174,14 +174,14 @@ async def merge_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> Request
                 merged = output
             else:
                 merged.add(output)
-    assert merged is not None, "every request is reported"
+    assert merged is not None, "every request has an output"
     return merged
 
 
 def raise_failure(output: RequestOutput) -> None:
-    """HTTPException for a request that the engine could not finish.
+    """Raise HTTPException for a request that the engine could not finish.
 
-    Where its own parameters leave no token the client is to change them; after a 500 many a client asks again.
+    The status is 400 if its parameters exclude every token, because many clients retry after a 500.
     """
     for each in output.outputs:
         if each.finish_reason == "error":
@@ -190,12 +190,12 @@ def raise_failure(output: RequestOutput) -> None:
 
 
 def new_id(kind: str, parsed: APIRequest) -> str:
-    """An id for a reply, with what the body calls it."""
+    """Create the id of a reply, with the body's `request_id` if given."""
     return f"{kind}-{parsed.request_id or uuid4().hex}"
 
 
 def prompt_index(request_id: str) -> int:
-    """Which of the prompts of a reply it is."""
+    """Return the index of the prompt in its reply."""
     return int(request_id.rpartition("-")[2])
 
 

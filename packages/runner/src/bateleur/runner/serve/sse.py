@@ -1,4 +1,4 @@
-"""Server-sent events: a reply in parts, as OpenAI's clients read them."""
+"""Streaming replies as server-sent events."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
-    """A reply whose events are sent as they are made; their generator is closed at once when the client leaves.
+    """Streaming response. Its generator is closed when the client disconnects.
 
-    named: each event is preceded by its type, and nothing follows the last one; else they end with `DONE`.
+    named: write the type of each event before it, without `DONE` at the end.
     """
 
     media_type = "text/event-stream"
@@ -31,7 +31,7 @@ class EventStream(StreamingResponse):
         super().__init__(self._bytes, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it, or as much as somebody reads."""
+        """Send events until the end or until the client disconnects."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -39,15 +39,15 @@ class EventStream(StreamingResponse):
 
 
 def error_event(error: HTTPException, path: str) -> bytes:
-    """The event that ends a stream of a path because of an error, if the path's own events can't be continued."""
-    told = detail_of(error, path)
+    """Encode the last event of a stream that failed, in the form of the path."""
+    body = detail_of(error, path)
     if "/v1/responses" in path:
-        told = {**error_of(error), "type": "error"}
-    return b"event: error\n" * ("type" in told) + b"data: " + dumps(told) + b"\n\n"
+        body = {**error_of(error), "type": "error"}
+    return b"event: error\n" * ("type" in body) + b"data: " + dumps(body) + b"\n\n"
 
 
 async def _encode(events: AsyncGenerator[dict[str, Any], None], named: bool) -> AsyncGenerator[bytes, None]:
-    """An error is the last event; else an event that says so is."""
+    """Encode events. The last one is an error, or `DONE` unless `named`."""
     try:
         with http_errors():
             async for event in events:
@@ -64,9 +64,9 @@ async def _encode(events: AsyncGenerator[dict[str, Any], None], named: bool) -> 
 async def chunks(
     parts: AsyncGenerator[dict[str, Any], None], parsed: APIRequest, head: dict[str, Any], usage: Usage
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Every chunk, and the usage behind them if it is asked for.
+    """Yield every chunk of a stream, then the usage if requested.
 
-    parts: fields of each chunk, `choices` and others. head: fields of every chunk. usage: is counted by `parts`.
+    parts: fields that differ between chunks. head: fields of every chunk. usage: updated by `parts`.
     """
     async with aclosing(parts):
         async for part in parts:

@@ -1,8 +1,8 @@
-"""Reasoning of at most so many tokens: the tag that ends it is written for the model, which then answers.
+"""Thinking budget: limits the reasoning tokens by writing the end tag for the model.
 
-The engine runs a request up to the end of the reasoning and one for the answer. If the prompt has not begun the
-reasoning, a request of one token shows whether the model does. Draws depend on the seed and the position, so a budget
-that is not used up changes no token of a request with a seed.
+The engine runs one request for the reasoning and one for the answer. If the prompt does not open the reasoning, a
+request of one token shows whether the model does. Sampling depends on the seed and the position, so an unused budget
+changes no token of a seeded request.
 """
 
 from __future__ import annotations
@@ -29,35 +29,37 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """One request whose reasoning is bounded."""
+    """A request with a limit on its reasoning tokens."""
 
     service: Service
     parsed: ChatRequest
     prompt: ChatPrompt
     params: SamplingParams
-    """Of the whole request."""
+    """Parameters of the whole request."""
     budget: int
     opened: bool
-    """The prompt has begun the reasoning."""
+    """Whether the prompt opens the reasoning."""
     begin: int | None
-    """The token that begins the reasoning."""
+    """Id of the token that begins the reasoning."""
     end: int
-    """The token that ends the reasoning."""
+    """Id of the token that ends the reasoning."""
 
     @classmethod
     def of(
-        cls, service: Service, parsed: ChatRequest, prompt: ChatPrompt, turn: PreparedChat
+        cls, service: Service, parsed: ChatRequest, prompt: ChatPrompt, prepared: PreparedChat
     ) -> ThinkingBudget | None:
-        """None if nothing is to be bounded: no budget, one that the whole answer can't exceed, or no reasoning."""
-        budget, params, opened = parsed.thinking_token_budget, turn.params, turn.phase == "opened"
-        if budget is None or turn.phase == "none":
+        """Create a budget; None without a budget, without reasoning, or if max_tokens is at most the budget."""
+        budget, params, opened = parsed.thinking_token_budget, prepared.params, prepared.phase == "opened"
+        if budget is None or prepared.phase == "none":
             return None
         end = service.chat_format.reasoning_end_id
         if end is None and not opened:
-            log_once(_log, f"thinking_token_budget is ignored: {Think.END} is no single token of this model")
+            log_once(
+                _log, f"thinking_token_budget is ignored: {Think.END} is not a single token of this model"
+            )
             return None
         if end is None:
-            rule = f"absent: {Think.END} is no single token of this model"
+            rule = f"absent: {Think.END} is not a single token of this model"
             refuse("thinking_token_budget", budget, rule)
         if params.n > 1:
             refuse("thinking_token_budget", budget, f"absent with n = {params.n}")
@@ -66,20 +68,20 @@ class ThinkingBudget:
             params = replace(params, max_tokens=min(left, params.max_tokens or left))
         if params.max_tokens is not None and params.max_tokens <= budget + (not opened):
             return None
-        if params.seed is None:  # the first token may be drawn again
+        if params.seed is None:  # the first token may be sampled twice
             params = replace(params, seed=secrets.randbits(63))
         begin = service.chat_format.reasoning_begin_id
         return cls(service, parsed, prompt, params, budget, opened, begin, end)
 
     async def submit(self, reply_id: str) -> Reader:
-        """Queue the reasoning, or the token that may begin it."""
+        """Submit the reasoning, or one token to see whether the model begins it."""
         if self.opened:
             return await self._submit_reasoning(self.prompt, reply_id)
         params = replace(self.params, max_tokens=1, min_tokens=min(1, self.params.min_tokens))
         return await self._submit(self.prompt, params, reply_id)
 
     async def outputs(self, reader: Reader, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
-        """Reports of the reasoning and the answer, as if they were one request."""
+        """Yield the outputs of reasoning and answer as those of one request."""
         written: list[int] = []
         answer_follows, first, bounded = False, None, True
         if not self.opened:
@@ -113,15 +115,18 @@ class ThinkingBudget:
             return
         assert first is not None
         prompt = _extended_prompt(first, written)
-        turn, most = prepare_chat(self.service.chat_format, self.parsed, prompt), self.params.max_tokens
+        prepared, max_tokens = (
+            prepare_chat(self.service.chat_format, self.parsed, prompt),
+            self.params.max_tokens,
+        )
         params = replace(
-            turn.params,
+            prepared.params,
             seed=self.params.seed,
-            max_tokens=None if most is None else most - len(written),
+            max_tokens=None if max_tokens is None else max_tokens - len(written),
             min_tokens=max(0, self.params.min_tokens - len(written)),
         )
-        later = await self._submit(prompt, _without_prompt(params), reply_id)
-        async with aclosing(self.service.outputs(later)) as reports:
+        answer_reader = await self._submit(prompt, _without_prompt(params), reply_id)
+        async with aclosing(self.service.outputs(answer_reader)) as reports:
             async for output in reports:
                 yield _as_one_request(output, first)
 
@@ -137,13 +142,13 @@ class ThinkingBudget:
         return await self.service.submit([prompt], replace(self.parsed, params=params, stream=True), reply_id)
 
     def _answer_follows(self, completion: CompletionOutput, written: list[int]) -> bool:
-        """Whether the reasoning ended, by itself or by its budget, and not the whole answer."""
+        """Whether only the reasoning ended, by its end tag or the budget, and max_tokens leaves room for an answer."""
         room = self.params.max_tokens is None or len(written) + 1 < self.params.max_tokens
         ended = completion.finish_reason == "stop" and written[-1:] == [self.end]
         return room and (ended or completion.finish_reason == "length")
 
     def _close(self, completion: CompletionOutput, written: list[int]) -> None:
-        """End the reasoning at the end of this report, by the tag that the model wrote or by one that is added."""
+        """End the reasoning after this output: keep the model's end tag, or add one."""
         if written[-1:] != [self.end]:
             written.append(self.end)
             completion.token_ids.append(self.end)
@@ -158,17 +163,17 @@ class ThinkingBudget:
 
 
 def _extended_prompt(first: RequestOutput, written: list[int]) -> ChatPrompt:
-    """The prompt that goes on with these tokens."""
+    """Return the prompt of the first output, extended by the generated tokens."""
     return ChatPrompt(prompt=first.prompt or "", prompt_token_ids=[*first.prompt_token_ids, *written])
 
 
 def _without_prompt(params: SamplingParams) -> SamplingParams:
-    """Parameters of a request whose prompt has been cut and reported."""
+    """Return parameters that neither truncate nor report the prompt again."""
     return replace(params, truncate_prompt_tokens=None, prompt_logprobs=None)
 
 
 def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
-    """The same without its tokens, as if a limit had ended it."""
+    """Return the completion without tokens, with finish reason `length`."""
     logprobs: list[dict[int, Logprob]] | None = None if completion.logprobs is None else []
     return replace(
         completion, text="", token_ids=[], logprobs=logprobs, drafted=[], tags=[], finish_reason="length"
@@ -176,7 +181,7 @@ def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
 
 
 def _as_one_request(output: RequestOutput, first: RequestOutput) -> RequestOutput:
-    """A report as the first one's request would make it."""
+    """Copy prompt fields and start times from the first output."""
     for name in ("prompt", "prompt_token_ids", "num_cached_tokens", "prompt_logprobs"):
         setattr(output, name, getattr(first, name))
     output.metrics = replace(first.metrics, last_token_time=output.metrics.last_token_time)

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`: text and ids, without the model."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: conversion between text and token ids."""
 
 from __future__ import annotations
 
@@ -15,25 +15,18 @@ from bateleur.runner.serve.openai.fields import COMMON, Field
 from bateleur.runner.serve.openai.requests import CHAT_FIELDS, chat_request
 from bateleur.runner.serve.parsers.chat_format import with_options
 from bateleur.runner.serve.service import Service
-from bateleur.runner.utils.arguments import (
-    Integer,
-    Several,
-    flag,
-    listed,
-    refuse,
-    require_unicode,
-)
+from bateleur.runner.utils.arguments import Integer, Several, flag, listed, refuse, require_unicode
 
 _TOKENIZER_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Create the routes."""
     routes = APIRouter()
 
     @routes.post("/tokenize", openapi_extra=openapi_body(_TOKENIZE, sampled=False))
     async def tokenize(request: Request) -> Response:
-        """Tokens of a text, or of a conversation."""
+        """Tokenize a text or a conversation."""
         body = await read_json_object(request, service.config)
         with http_errors():
             parsed = _checked(body, _TOKENIZE)
@@ -42,7 +35,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/detokenize", openapi_extra=openapi_body(_DETOKENIZE, "tokens", sampled=False))
     async def detokenize(request: Request) -> Response:
-        """The text of tokens."""
+        """Convert token ids to text."""
         body = await read_json_object(request, service.config)
         with http_errors():
             return JSONText(await service.llm.run_in_thread(lambda: _text(service, body), long=True))
@@ -50,11 +43,11 @@ def router(service: Service) -> APIRouter:
     @routes.get("/tokenizer_info")
     async def info(request: Request) -> Response:
         tokenizer = service.llm.llm.tokenizer
-        told = {name: getattr(tokenizer, name, None) for name in _TOKENIZER_FIELDS}
+        info_fields = {name: getattr(tokenizer, name, None) for name in _TOKENIZER_FIELDS}
         if service.config.chat_template is not None:
-            told["chat_template"] = service.config.chat_template
-        about = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": service.llm.llm.spec.vocab_size}
-        return JSONText({**about, **told, "model_max_length": service.llm.llm.limits.max_model_len})
+            info_fields["chat_template"] = service.config.chat_template
+        facts = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": service.llm.llm.spec.vocab_size}
+        return JSONText({**facts, **info_fields, "model_max_length": service.llm.llm.limits.max_model_len})
 
     return routes
 
@@ -62,16 +55,20 @@ def router(service: Service) -> APIRouter:
 def _tokens(service: Service, parsed: dict[str, Any]) -> dict[str, Any]:
     tokenizer = service.llm.llm.tokenizer
     if ("prompt" in parsed) == ("messages" in parsed):
-        raise ValueError("prompt is given with messages, or none of them; there must be one")
+        raise ValueError("prompt is given with messages, or both are absent; send exactly one of them")
     if "prompt" in parsed:
         ids = tokenizer.encode(parsed["prompt"], add_special_tokens=parsed.get("add_special_tokens", True))
     else:
         chat = chat_request({name: parsed[name] for name in _CHAT_FIELDS if name in parsed}, {})
         chat = with_options(chat, service.config)
         ids = chat.prompts_for(tokenizer)[0]["prompt_token_ids"]
-    told = {"count": len(ids), "max_model_len": service.llm.llm.limits.max_model_len, "tokens": list(ids)}
+    info_fields = {
+        "count": len(ids),
+        "max_model_len": service.llm.llm.limits.max_model_len,
+        "tokens": list(ids),
+    }
     strings = parsed.get("return_token_strs", False)
-    return told | {"token_strs": [service.decode([each]) for each in ids] if strings else None}
+    return info_fields | {"token_strs": [service.decode([each]) for each in ids] if strings else None}
 
 
 def _text(service: Service, body: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +106,7 @@ _CHAT_FIELDS = (
 _TOKENIZE = {
     "model": COMMON["model"],
     "prompt": Field(_any_text, "The text.", "string"),
-    "add_special_tokens": Field(flag, "Tokens that the tokenizer adds to a text. Default: true.", "boolean"),
+    "add_special_tokens": Field(flag, "Add the tokenizer's special tokens. Default: true.", "boolean"),
     "return_token_strs": Field(flag, "Add the text of each token.", "boolean"),
     **{name: CHAT_FIELDS[name] for name in _CHAT_FIELDS},
 }

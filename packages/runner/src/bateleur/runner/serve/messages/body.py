@@ -1,4 +1,4 @@
-"""The body of `/v1/messages`, and what it asks for as a body of chat completions."""
+"""The body of `/v1/messages`, and its conversion to a body of chat completions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NAMES = {
     "enable_thinking": "thinking.type",
     "thinking_token_budget": "thinking.budget_tokens",
 }
-"""Fields of chat completions by their names here."""
-_IGNORED = (
+"""Names of fields in this API, by their names in chat completions."""
+_IGNORED = [
     "metadata",
     "service_tier",
     "container",
@@ -30,44 +30,38 @@ _IGNORED = (
     "mcp_servers",
     "betas",
     "inference_geo",
-)
-"""Fields of Anthropic's API that change nothing here."""
+]
+"""Fields of Anthropic's API without effect."""
 
 
 class CountTokensBody(BaseModel):
-    """A conversation whose tokens are counted."""
+    """Body of `/v1/messages/count_tokens`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    messages: list[dict[str, Any]] = Field(description="Messages of the roles user and assistant.")
-    model: str | None = Field(None, description="Name of the model; default: the one that is served.")
-    system: str | list[Block] | None = Field(None, description="System message: text, or blocks of text.")
+    messages: list[dict[str, Any]] = Field(description="Messages with the roles user and assistant.")
+    model: str | None = Field(None, description="Name of the model. Default: the served model.")
+    system: str | list[Block] | None = Field(None, description="System message: text or text blocks.")
     tools: list[Block] | None = Field(
-        None, description="Tools with a name and an input_schema; others are left out."
+        None, description="Tools with name and input_schema; others are ignored."
     )
     tool_choice: Block | None = Field(None, description="type: auto, any, tool (with name) or none.")
-    thinking: Block | None = Field(
-        None, description="type: enabled (with budget_tokens), adaptive or disabled."
-    )
-    output_config: Block | None = Field(
-        None, description="effort, and format: a JSON schema that the text follows."
-    )
-    output_format: Block | None = Field(None, description="The same format, in an older place.")
+    thinking: Block | None = Field(None, description="type: enabled (budget_tokens), adaptive, disabled.")
+    output_config: Block | None = Field(None, description="effort; format: JSON schema of the text.")
+    output_format: Block | None = Field(None, description="Older name of output_config.format.")
 
 
 class MessagesBody(CountTokensBody):
-    """A request for a message. Further fields are those of chat completions, such as `seed` and `min_p`."""
+    """Body of `/v1/messages`. Fields of chat completions, such as `seed` and `min_p`, are accepted too."""
 
-    thread: Block | None = Field(None, description="Refused, so that clients send the whole conversation.")
-    max_tokens: IntegerLike | None = Field(
-        None, ge=1, description="Most tokens of the answer; default: what is left."
-    )
-    stream: bool | None = Field(None, description="Send events as they happen. Default: false.")
-    stop_sequences: list[str] | None = Field(None, description="Texts that end the answer.")
+    thread: Block | None = Field(None, description="Rejected: send the whole conversation.")
+    max_tokens: IntegerLike | None = Field(None, ge=1, description="Maximum tokens of the answer.")
+    stream: bool | None = Field(None, description="Stream events. Default: false.")
+    stop_sequences: list[str] | None = Field(None, description="Stop strings.")
 
 
 def chat_body(body: CountTokensBody) -> dict[str, Any]:
-    """The same request as a body of chat completions. Raises ValueError for what this server does not have."""
+    """Convert to a body of chat completions. Raises ValueError for unsupported values."""
     chat = {name: value for name, value in (body.model_extra or {}).items() if name not in _IGNORED}
     messages = [*_system(body.system), *(each for message in body.messages for each in _messages(message))]
     form = (body.output_config or {}).get("format") or body.output_format
@@ -85,7 +79,7 @@ def chat_body(body: CountTokensBody) -> dict[str, Any]:
         chat["thinking_token_budget"] = body.thinking.get("budget_tokens")
     if isinstance(body, MessagesBody):
         chat |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
-        if messages and messages[-1]["role"] == "assistant":  # the answer goes on with this text
+        if messages and messages[-1]["role"] == "assistant":  # the answer continues this text
             chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat
 
@@ -95,7 +89,7 @@ def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
 
 
 def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One message as messages of a chat: results of tools are messages of their own, before the user's text."""
+    """Yield one message as chat messages: tool results become separate messages before the user's text."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):
         yield {"role": role, "content": content}
@@ -116,7 +110,7 @@ def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _parts(content: Any) -> Any:
-    """Blocks as parts of a chat's message."""
+    """Convert content blocks to parts of a chat message."""
     if not isinstance(content, list):
         return content
     parts = []
@@ -139,7 +133,7 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Block) -> dict[str, Any]:
-    """Tools without a schema are those that Anthropic's servers run; their type says so."""
+    """Convert a tool. Tools of other types run on Anthropic's servers and stay as they are."""
     if tool.get("type") not in (None, "custom", "function"):
         return tool
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}

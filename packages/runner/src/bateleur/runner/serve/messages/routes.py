@@ -1,4 +1,4 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`, in Anthropic's form."""
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bateleur.runner.serve.sse import EventStream
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Create the routes."""
     routes = APIRouter()
 
     @routes.post("/v1/messages", openapi_extra=openapi_model(MessagesBody))
@@ -50,13 +50,13 @@ def router(service: Service) -> APIRouter:
 
 
 async def _read(service: Service, request: Request, model: type[CountTokensBody]) -> ChatRequest:
-    """What the body of a request asks for."""
+    """Parse the body of a request."""
     value = await read_json_object(request, service.config)
     with http_errors():
         body = validate(model, value)
     if isinstance(body, MessagesBody) and body.thread is not None:
-        said = "thread must be absent: conversations are not stored here, send all messages"
-        raise http_error(400, said, param="thread", code="thread_unsupported_request")
+        message = "thread must be absent: this server stores no conversations; send all messages"
+        raise http_error(400, message, param="thread", code="thread_unsupported_request")
     with http_errors(NAMES):
         chat = chat_body(body)
         return chat_request(chat, service.defaults, strict=service.config.strict_fields, names=NAMES)
@@ -70,23 +70,23 @@ async def _events(answered: Answer, writer: MessageWriter) -> AsyncGenerator[dic
                 async for report in reports:
                     if not begun:
                         begun = True
-                        for sent in writer.begin(_usage(answered)):
-                            yield sent
-                    for sent in writer.write(report.events):
-                        yield sent
-        for sent in writer.end(_usage(answered)):
-            yield sent
+                        for event in writer.begin(_usage(answered)):
+                            yield event
+                    for event in writer.write(report.events):
+                        yield event
+        for event in writer.end(_usage(answered)):
+            yield event
     except HTTPException as error:
         yield anthropic_error(error)
 
 
 def _usage(answered: Answer) -> Block:
-    """`input_tokens` are those that were not found in the prefix cache."""
-    told = answered.usage.as_dict()
-    cached = told["prompt_tokens_details"]["cached_tokens"]
+    """Return Anthropic's `usage`. `input_tokens` excludes prefix cache hits."""
+    usage = answered.usage.as_dict()
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
-        "input_tokens": told["prompt_tokens"] - cached,
+        "input_tokens": usage["prompt_tokens"] - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": told["completion_tokens"],
+        "output_tokens": usage["completion_tokens"],
     }

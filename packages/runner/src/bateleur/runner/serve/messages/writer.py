@@ -1,4 +1,4 @@
-"""Events of an answer as the content blocks of a message, and as the events of its stream."""
+"""Conversion of answer events to Anthropic's content blocks and stream events."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from bateleur.runner.serve.messages.body import Block
 from bateleur.runner.serve.parsers.events import Arguments, Content, End, Event, Reasoning, ToolCall
 
 StreamEvent = dict[str, Any]
-"""An event of the stream."""
+"""Body of one server-sent event."""
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageWriter:
-    """Builds a message out of the events of an answer, and reports each step as an event of a stream."""
+    """Builds a message from the events of an answer, and yields stream events for every change."""
 
     def __init__(self, message_id: str, model: str) -> None:
         self.message: Block = {
@@ -32,13 +32,13 @@ class MessageWriter:
         self._json = ""
 
     def begin(self, usage: Block) -> Iterator[StreamEvent]:
-        """The first events, when the prompt has been read."""
+        """Yield the first events, once the prompt tokens are counted."""
         self.message["usage"] = usage
         yield {"type": "message_start", "message": {**self.message, "content": []}}
         yield {"type": "ping"}
 
     def write(self, events: Sequence[Event]) -> Iterator[StreamEvent]:
-        """What the next events of the answer add."""
+        """Add events of the answer."""
         for event in events:
             match event:
                 case Reasoning(text):
@@ -53,12 +53,12 @@ class MessageWriter:
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
                 case End(reason, stop):
                     yield from self._close()
-                    told = "stop_sequence" if isinstance(stop, str) else "end_turn"
-                    self.message["stop_reason"] = _STOP_REASONS.get(reason, told)
+                    default = "stop_sequence" if isinstance(stop, str) else "end_turn"
+                    self.message["stop_reason"] = _STOP_REASONS.get(reason, default)
                     self.message["stop_sequence"] = stop if isinstance(stop, str) else None
 
     def end(self, usage: Block) -> Iterator[StreamEvent]:
-        """The last events."""
+        """Yield the last events."""
         self.message["usage"] = usage
         delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": delta, "usage": usage}
@@ -79,7 +79,7 @@ class MessageWriter:
         yield {"type": "content_block_start", "index": self._index, "content_block": dict(block)}
 
     def _close(self) -> Iterator[StreamEvent]:
-        """The block that is open is complete."""
+        """Complete the open block, if any."""
         if self._open is None:
             return
         if self._open["type"] == "tool_use":
@@ -98,7 +98,7 @@ class MessageWriter:
 
 
 def _object(arguments: str) -> Any:
-    """The input of a call. Arguments that were cut are no JSON: the stop reason says so, and the input is empty."""
+    """Parse the arguments of a call. Truncated arguments give an empty input; the stop reason shows the truncation."""
     try:
         return json.loads(arguments) if arguments else {}
     except ValueError:

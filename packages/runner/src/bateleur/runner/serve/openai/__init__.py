@@ -1,1 +1,1 @@
-"""OpenAI's words: what a request body asks for, and how a reply is told. Plain dictionaries in and out."""
+"""Request and reply bodies of OpenAI's API, as plain dictionaries."""

@@ -1,4 +1,4 @@
-"""The fields of a request body: which are known, which change nothing, which are refused, and the rules of values."""
+"""Fields of request bodies: known, ignored and rejected ones, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ _log = logging.getLogger(__name__)
 
 IGNORED = {
     "user": "it names the caller",
-    "metadata": "it is for the caller's own books",
-    "client_metadata": "it is for the caller's own books",
+    "metadata": "it is for the caller's records",
+    "client_metadata": "it is for the caller's records",
     "store": "chat completions are not stored",
-    "service_tier": "there is one",
+    "service_tier": "there is only one",
     "safety_identifier": "it names the caller",
     "prompt_cache_key": "prompts are matched with the prefix cache by their tokens",
-    "prompt_cache_retention": "the prefix cache keeps what it has room for",
+    "prompt_cache_retention": "the prefix cache decides what it evicts",
     "prompt_cache_options": "prompts are matched with the prefix cache by their tokens",
-    "context_management": "conversations are answered as they are sent",
-    "background_options": "responses in the background run like others",
-    "access_programs": "every client may use everything",
+    "context_management": "conversations are not shortened",
+    "background_options": "background responses have no options",
+    "access_programs": "all clients have the same access",
     "image": "answers are text",
     "moderation": "this server does not moderate",
-    "prediction": "it makes answers faster at most, and changes none",
-    "verbosity": "models that were not trained for it know nothing of it",
+    "prediction": "it could only make answers faster",
+    "verbosity": "most models are not trained for it",
     "web_search_options": "this server does not search",
 }
-"""Fields that are accepted and change nothing, and why."""
+"""Fields without effect, and the reason."""
 REFUSED = table(
     ("modalities", (["text"],), "answers are text"),
     ("audio", (None,), "answers are text"),
-    ("functions function_call", ([], "none"), "this form is out of use: say tools and tool_choice"),
-    ("use_beam_search", (False,), "there is no beam search"),
-    ("length_penalty", (1, 1.0), "it belongs to beam search"),
-    ("early_stopping", (False,), "it belongs to beam search"),
-    ("logprob_token_ids", ([],), "the most likely tokens are reported: say logprobs or top_logprobs"),
-    ("chat_template", (), "a template is a program, and clients may not bring one: see --chat-template"),
+    ("functions function_call", ([], "none"), "deprecated: use tools and tool_choice"),
+    ("use_beam_search", (False,), "beam search is not supported"),
+    ("length_penalty", (1, 1.0), "beam search is not supported"),
+    ("early_stopping", (False,), "beam search is not supported"),
+    ("logprob_token_ids", ([],), "use logprobs or top_logprobs for the most likely tokens"),
+    ("chat_template", (), "clients may not send templates, which are programs: see --chat-template"),
     ("cache_salt", (), "the prefix cache is shared by all requests: see --no-enable-prefix-caching"),
-    ("vllm_xargs kv_transfer_params", ({},), "this server has no plug-ins that read it"),
+    ("vllm_xargs kv_transfer_params", ({},), "there are no plug-ins that read it"),
     ("mm_processor_kwargs", ({},), "prompts are text or token ids"),
-    ("guided_json guided_regex guided_choice guided_grammar", (), "say structured_outputs"),
+    ("guided_json guided_regex guided_choice guided_grammar", (), "use structured_outputs"),
 )
-"""Fields that ask for something else than what is done, but for these values; and why."""
+"""Unsupported fields: name, values that are accepted because they change nothing, and the reason."""
 _ENGINE_ONLY = frozenset(("output_kind", "detokenize", "return_tags"))
-"""Parameters that decide in which form the engine reports, which is up to whoever answers the body."""
+"""Sampling parameters that the server sets itself."""
 
 _INTEGERS = frozenset(each.name for each in options_of(SamplingParams) if each.type.startswith("int"))
 
@@ -59,14 +59,14 @@ _PRIORITY = Integer(-(1 << 31), (1 << 31) - 1)
 
 
 def mapping(name: str, value: Any) -> dict[str, Any]:
-    """A JSON object."""
+    """Check that a value is a JSON object."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         refuse(name, value, "an object")
     return dict(value)
 
 
 def _name(name: str, value: Any) -> str:
-    """Short, since it stands in every part of a reply."""
+    """Check a request id. It is short because every chunk contains it."""
     if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
         refuse(name, value, "1 to 200 printable characters")
     return value
@@ -74,7 +74,7 @@ def _name(name: str, value: Any) -> str:
 
 def _stream_options(name: str, value: Any) -> dict[str, bool]:
     options = mapping(name, value)
-    known = ("include_usage", "continuous_usage_stats", "include_obfuscation")  # nothing obfuscates here
+    known = ("include_usage", "continuous_usage_stats", "include_obfuscation")  # the last one has no effect
     if unknown := options.keys() - {*known}:
         raise ValueError(f"{name} has {listed(unknown)}; the known ones are {', '.join(known)}")
     return {key: flag(f"{name}.{key}", each) for key, each in options.items()}
@@ -82,42 +82,40 @@ def _stream_options(name: str, value: Any) -> dict[str, bool]:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a request body that is no sampling parameter."""
+    """A field of a request body that is not a sampling parameter."""
 
     check: Check
     about: str
-    """What it does, for documents."""
+    """Description for the API documentation."""
     kind: str | None = None
-    """Its type in JSON Schema; None for several."""
+    """JSON Schema type; None if several types are accepted."""
 
 
 COMMON: dict[str, Field] = {
-    "model": Field(
-        text, "Name of the model; another one than those of /v1/models gets status 404.", "string"
-    ),
-    "request_id": Field(_name, "What the id of the reply ends with.", "string"),
-    "priority": Field(_PRIORITY, "Lower runs first, under --scheduling-policy priority.", "integer"),
-    "stream": Field(flag, "Send chunks as tokens are drawn.", "boolean"),
+    "model": Field(text, "Name of the model, see /v1/models; unknown names get HTTP 404.", "string"),
+    "request_id": Field(_name, "Suffix of the reply's id.", "string"),
+    "priority": Field(_PRIORITY, "Lower values run first with --scheduling-policy priority.", "integer"),
+    "stream": Field(flag, "Send chunks as tokens are sampled.", "boolean"),
     "stream_options": Field(
         _stream_options,
-        "include_usage: the last chunk has the usage; continuous_usage_stats: every chunk.",
+        "include_usage: usage in the last chunk; continuous_usage_stats: in every chunk.",
         "object",
     ),
-    "return_tokens_as_token_ids": Field(flag, "Write tokens of log probabilities as token_id:ID.", "boolean"),
+    "return_tokens_as_token_ids": Field(flag, "Write tokens as token_id:ID in log probabilities.", "boolean"),
     "return_token_ids": Field(
-        flag, "Add token_ids, token_texts and drafted to choices, and the prompt's.", "boolean"
+        flag, "Add token_ids, token_texts and drafted to choices, and the tokens of the prompt.", "boolean"
     ),
 }
-"""What bodies of every kind may hold in addition to sampling parameters."""
+"""Fields of all bodies, in addition to sampling parameters."""
 
 
 def split(
     body: Mapping[str, Any], known: Mapping[str, Field], *, strict: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields that `known` has, checked, and those for `SamplingParams`.
+    """Split a body into the checked fields of `known` and the fields of `SamplingParams`.
 
-    A field that holds null counts as absent. An unknown field is logged once, and ignored unless `strict`. Raises
-    ValueError that names the field for a wrong value.
+    null counts as absent. Unknown fields are logged once and ignored, or rejected if `strict`. Raises ValueError that
+    names the field for an invalid value.
     """
     given = {name: value for name, value in mapping("the body", body).items() if value is not None}
     given = drop_unsupported(REFUSED, given, keep=known)
@@ -136,7 +134,7 @@ def split(
 
 
 def sampling_names() -> frozenset[str]:
-    """Sampling parameters that a body may hold."""
+    """Return the names of sampling parameters that a body may have."""
     return frozenset(SamplingParams.names()) - _ENGINE_ONLY
 
 
@@ -151,12 +149,12 @@ def report_unknown(names: Iterable[str], *, strict: bool) -> None:
 
 
 def as_integer(value: Any) -> Any:
-    """1.0 as an integer, because JSON has one kind of numbers; everything else as it is."""
+    """Convert 1.0 to 1, because JSON has one number type. Other values are returned as they are."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _plain_value(name: str, value: Any) -> Any:
-    """A sampling parameter as other servers read it: 1.0 is an integer, and an empty stop string is none."""
+    """Normalize a sampling parameter as other servers do: 1.0 is an integer, empty stop strings are dropped."""
     if name in _INTEGERS:
         return as_integer(value)
     if name == "stop" and not isinstance(value, str) and isinstance(value, Sequence):
@@ -165,7 +163,7 @@ def _plain_value(name: str, value: Any) -> Any:
 
 
 def response_format(name: str, value: Any) -> dict[str, Any] | None:
-    """What a `response_format` asks of the text, in the words of `structured_outputs`; None for plain text."""
+    """Convert `response_format` to `structured_outputs`; None for plain text."""
     fields = mapping(name, value)
     match fields.get("type"):
         case "text":

@@ -1,7 +1,7 @@
-"""Log probabilities in the two forms of OpenAI's replies, and in vLLM's for prompts.
+"""Log probabilities in the forms of OpenAI's completions and chat completions, and vLLM's prompt logprobs.
 
-token_ids: those of a reply or a chunk; known: for each of them what is known in its place, the token itself included;
-most: how many of the most likely are told, -1 for all.
+token_ids: tokens of a reply or chunk. known: for each token, the log probabilities at its position, including its own.
+most: number of most likely tokens to report, -1 for all.
 """
 
 from __future__ import annotations
@@ -21,60 +21,60 @@ def completion_logprobs(
     beginning: str = "",
     as_ids: bool = False,
 ) -> dict[str, Any]:
-    """The form of `/v1/completions`. The token itself is told beside the most likely ones.
+    """Return `logprobs` of `/v1/completions`: the most likely tokens, and the token itself.
 
-    known: None for the first token of a prompt, which nothing predicts; `beginning` is its text. offset: characters
-    before the first token. as_ids: tokens are told as token_id:ID.
+    known: None for the first token of a prompt, whose text is `beginning`. offset: characters before the first token.
+    as_ids: write tokens as token_id:ID.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
     likely: list[dict[str, float] | None] = []
     offsets: list[int] = []
-    for token, place in zip(token_ids, known, strict=True):
+    for token, position in zip(token_ids, known, strict=True):
         offsets.append(offset)
-        text = beginning if place is None else _text(place[token])
+        text = beginning if position is None else _text(position[token])
         tokens.append(_id_name(token) if as_ids else text)
-        chosen.append(None if place is None else _finite(place[token]))
-        likely.append(None if place is None else _top_logprobs(place, token, most, as_ids))
+        chosen.append(None if position is None else _finite(position[token]))
+        likely.append(None if position is None else _top_logprobs(position, token, most, as_ids))
         offset += len(text)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": likely, "text_offset": offsets}
 
 
-def _top_logprobs(place: Mapping[int, Logprob], token: int, most: int, as_ids: bool) -> dict[str, float]:
-    """By text, or by bytes for parts of characters; of tokens that read alike the most likely counts."""
-    told: dict[str, float] = {}
-    for i, each in enumerate(sorted(place, key=lambda each: place[each].rank)):
+def _top_logprobs(position: Mapping[int, Logprob], token: int, most: int, as_ids: bool) -> dict[str, float]:
+    """Return log probabilities by text, or by bytes for partial characters. The likeliest of equal texts counts."""
+    entry: dict[str, float] = {}
+    for i, each in enumerate(sorted(position, key=lambda each: position[each].rank)):
         if i < most or most < 0 or each == token:
-            name = _text(place[each]) if each == token else _name(place[each])
-            told.setdefault(_id_name(each) if as_ids else name, _finite(place[each]))
-    return told
+            name = _text(position[each]) if each == token else _name(position[each])
+            entry.setdefault(_id_name(each) if as_ids else name, _finite(position[each]))
+    return entry
 
 
 def chat_logprobs(
     token_ids: Sequence[int], known: Sequence[Mapping[int, Logprob]], most: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """The form of `/v1/chat/completions`."""
+    """Return `logprobs` of `/v1/chat/completions`."""
 
-    def told(token: int, place: Mapping[int, Logprob]) -> dict[str, Any]:
-        return _told(place[token]) | ({"token": _id_name(token)} if as_ids else {})
+    def entry(token: int, position: Mapping[int, Logprob]) -> dict[str, Any]:
+        return _told(position[token]) | ({"token": _id_name(token)} if as_ids else {})
 
     content = []
-    for token, place in zip(token_ids, known, strict=True):
-        ranked = sorted(place, key=lambda each: place[each].rank)[: None if most < 0 else most]
-        content.append(told(token, place) | {"top_logprobs": [told(each, place) for each in ranked]})
+    for token, position in zip(token_ids, known, strict=True):
+        ranked = sorted(position, key=lambda each: position[each].rank)[: None if most < 0 else most]
+        content.append(entry(token, position) | {"top_logprobs": [entry(each, position) for each in ranked]})
     return {"content": content}
 
 
 def prompt_logprobs(known: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
-    """Those of a prompt as vLLM tells them, by token; None where nothing predicts one."""
+    """Return `prompt_logprobs` in vLLM's form, by token id; None for the first token."""
     return [
         None
-        if place is None
+        if position is None
         else {
             str(token): {"logprob": _finite(each), "rank": each.rank, "decoded_token": each.decoded_token}
-            for token, each in place.items()
+            for token, each in position.items()
         }
-        for place in known
+        for position in known
     ]
 
 
@@ -84,7 +84,7 @@ def _told(known: Logprob) -> dict[str, Any]:
 
 
 def _id_name(token: int) -> str:
-    """vLLM's name of a token that has no other like it."""
+    """Return vLLM's unique name of a token."""
     return f"token_id:{token}"
 
 
@@ -93,10 +93,10 @@ def _text(known: Logprob) -> str:
 
 
 def _name(known: Logprob) -> str:
-    """The text of a token, or its bytes as OpenAI writes them if it adds no text."""
+    """Return the text of a token, or its bytes in OpenAI's notation if it has no text."""
     return known.decoded_token or "".join(["bytes:", *(f"\\x{byte:02x}" for byte in known.token_bytes)])
 
 
 def _finite(known: Logprob) -> float:
-    """JSON has no infinity; vLLM tells this in its place."""
+    """Return the log probability, at least -9999.0 as in vLLM, because JSON has no infinity."""
     return max(known.logprob, -9999.0)

@@ -1,4 +1,4 @@
-"""Replies as OpenAI's clients read them, made of what the engine reports: whole ones, and the parts of chunks."""
+"""Reply bodies and stream chunks in OpenAI's form, from the outputs of the engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bateleur.runner.serve.openai.requests import APIRequest, ChatRequest, Compl
 
 
 class Decode(Protocol):
-    """Token ids as text, special tokens included."""
+    """Decoder of token ids, including special tokens."""
 
     def __call__(self, token_ids: list[int]) -> str:
-        """The text of some tokens."""
+        """Decode tokens to text."""
         ...
 
     def name_of(self, token: int) -> str:
-        """The text of one token, or its bytes if it is a part of a character."""
+        """Return the text of one token, or its bytes if it is a part of a character."""
         ...
 
 
@@ -29,21 +29,16 @@ def error_body(
     param: str | None = None,
     code: str | int | None = None,
 ) -> dict[str, Any]:
-    """What went wrong, in the one form that clients know."""
+    """Return an error body in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def usage(outputs: Sequence[RequestOutput], *, only_prompt: bool = False) -> dict[str, Any]:
-    """Tokens read and written by the requests of one reply; `cached_tokens` are those of prompts that were shared."""
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    drawn = sum(len(each.token_ids) for output in outputs for each in output.outputs)
-    written = 0 if only_prompt else drawn
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
-    }
+    """Return `usage` of a reply from its final outputs. only_prompt: do not count completion tokens."""
+    read = sum(len(output.prompt_token_ids) for output in outputs)
+    written = sum(len(each.token_ids) for output in outputs for each in output.outputs) * (not only_prompt)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return _usage_fields(read, written, cached)
 
 
 def completion_reply(
@@ -55,9 +50,9 @@ def completion_reply(
     created: int,
     decode: Decode,
 ) -> dict[str, Any]:
-    """The reply to a body of `/v1/completions`.
+    """Return the reply to a body of `/v1/completions`.
 
-    outputs: the finished requests of its prompts, in their order. created: seconds since 1970.
+    outputs: final outputs in the order of the prompts. created: seconds since 1970.
     """
     ended = [(output, each) for output in outputs for each in output.outputs]
     return {
@@ -81,10 +76,10 @@ def completion_choice(
     first: bool = True,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """One of the choices of a reply, or of a chunk.
+    """Return one choice of a reply or chunk.
 
-    decode: for what has no text yet. first: this is the reply, or the first chunk; it tells of the prompt. offset:
-    characters of the tokens in the chunks before.
+    first: this is the reply or the first chunk, which has the fields of the prompt. offset: characters of the tokens in
+    earlier chunks.
     """
     drawn = [] if parsed.only_prompt else list(completion.token_ids)
     text = "" if parsed.only_prompt else completion.text
@@ -104,15 +99,15 @@ def completion_choice(
         if echoed and output.prompt_logprobs is not None:
             ids, known = [*output.prompt_token_ids, *drawn], [*output.prompt_logprobs, *known]
             beginning = decode(ids[:1])
-        most = parsed.params.logprobs
+        num_top = parsed.params.logprobs
         choice["logprobs"] = completion_logprobs(
-            ids, known, most, offset=offset, beginning=beginning, as_ids=parsed.return_tokens_as_token_ids
+            ids, known, num_top, offset=offset, beginning=beginning, as_ids=parsed.return_tokens_as_token_ids
         )
     if parsed.return_token_ids:
         choice |= _token_fields(completion, drawn, decode)
     if first:
-        told = parsed.echo and parsed.params.logprobs is not None
-        choice |= prompt_fields(parsed, output, decode, logprobs=not told)
+        fields = parsed.echo and parsed.params.logprobs is not None
+        choice |= prompt_fields(parsed, output, decode, logprobs=not fields)
     return choice
 
 
@@ -126,18 +121,20 @@ def chat_reply(
     decode: Decode,
     message: Callable[[CompletionOutput], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The reply to a body of `/v1/chat/completions`.
+    """Return the reply to a body of `/v1/chat/completions`.
 
-    output: its finished request. created: seconds since 1970. message: what is made of the text of a continuation,
-    where calls or reasoning are looked for in it; without it all text is `content`.
+    output: the final output. created: seconds since 1970. message: parses the text of a continuation into message
+    fields; default: all text is `content`.
     """
-    said = message or (lambda each: {"content": each.text})
+    message_fields = message or (lambda each: {"content": each.text})
     return {
         "id": reply_id,
         "object": "chat.completion",
         "created": created,
         "model": model,
-        "choices": [chat_choice(parsed, each, said(each), decode=decode) for each in output.outputs],
+        "choices": [
+            chat_choice(parsed, each, message_fields(each), decode=decode) for each in output.outputs
+        ],
         "usage": usage([output]),
         "metrics": request_metrics(output),
     } | prompt_fields(parsed, output, decode)
@@ -146,46 +143,46 @@ def chat_reply(
 def chat_choice(
     parsed: ChatRequest,
     completion: CompletionOutput,
-    said: Mapping[str, Any],
+    message_fields: Mapping[str, Any],
     *,
     decode: Decode,
     chunk: bool = False,
 ) -> dict[str, Any]:
-    """One of the choices of a reply, or of a chunk, where `said` is what is new.
+    """Return one choice of a reply or chunk.
 
-    said: fields of the message beside its role. With tool calls in it, "stop" is told as "tool_calls".
+    message_fields: new fields of the message without its role. With tool calls, "stop" becomes "tool_calls".
     """
     reason: str | None = completion.finish_reason
-    if reason == "stop" and said.get("tool_calls"):
+    if reason == "stop" and message_fields.get("tool_calls"):
         reason = "tool_calls"
     choice: dict[str, Any] = {
         "index": completion.index,
-        "delta" if chunk else "message": dict(said) if chunk else {**_NO_FIELDS, **said},
+        "delta" if chunk else "message": dict(message_fields) if chunk else {**_NO_FIELDS, **message_fields},
         "logprobs": None,
         "finish_reason": reason,
         "stop_reason": completion.stop_reason,
     }
     if parsed.params.logprobs is not None:
         known = completion.logprobs or ()
-        most, as_ids = parsed.params.logprobs, parsed.return_tokens_as_token_ids
-        choice["logprobs"] = chat_logprobs(completion.token_ids, known, most, as_ids=as_ids)
+        num_top, as_ids = parsed.params.logprobs, parsed.return_tokens_as_token_ids
+        choice["logprobs"] = chat_logprobs(completion.token_ids, known, num_top, as_ids=as_ids)
     if parsed.return_token_ids:
         choice |= _token_fields(completion, list(completion.token_ids), decode)
     return choice
 
 
 def _token_fields(completion: CompletionOutput, token_ids: list[int], decode: Decode) -> dict[str, Any]:
-    """The tokens, what each alone reads, and which of them were drafts that verification confirmed."""
+    """Return the token ids, the text of each token, and whether each was an accepted draft."""
     texts = [decode.name_of(each) for each in token_ids]
     return {"token_ids": token_ids, "token_texts": texts, "drafted": completion.drafted[: len(token_ids)]}
 
 
 _NO_FIELDS = {"role": "assistant", "refusal": None, "reasoning": None, "reasoning_content": None}
-"""Of a message: clients read fields that have no value, too."""
+"""Default fields of a message: clients expect them even without a value."""
 
 
 def request_metrics(output: RequestOutput) -> dict[str, float | None] | None:
-    """Times of a finished request in milliseconds, by vLLM's names; None for several continuations."""
+    """Return times of a finished request in milliseconds, with vLLM's names; None for several continuations."""
     times, count = output.metrics, sum(len(each.token_ids) for each in output.outputs)
     if len(output.outputs) > 1 or not times.first_token_time:
         return None
@@ -203,35 +200,40 @@ def request_metrics(output: RequestOutput) -> dict[str, float | None] | None:
 def prompt_fields(
     parsed: APIRequest, output: RequestOutput, decode: Decode, *, logprobs: bool = True
 ) -> dict[str, Any]:
-    """What a body wants to know of its prompt: tokens, what each alone reads, and log probabilities of these."""
-    told: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
+    """Return the requested fields of the prompt: token ids, token texts and log probabilities."""
+    fields: dict[str, Any] = {"prompt_token_ids": None, "prompt_logprobs": None}
     if parsed.return_token_ids:
         ids = output.prompt_token_ids
-        told |= {"prompt_token_ids": ids, "prompt_token_texts": [decode.name_of(each) for each in ids]}
+        fields |= {"prompt_token_ids": ids, "prompt_token_texts": [decode.name_of(each) for each in ids]}
     if logprobs and output.prompt_logprobs is not None:
-        told["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-    return told
+        fields["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    return fields
 
 
 class Usage:
-    """What `usage` tells, of reports that hold what is new."""
+    """Counts the prompt and completion tokens of one reply from its outputs, whole or deltas."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, tuple[int, int]] = {}
         self._written = 0
 
     def count(self, output: RequestOutput, *, only_prompt: bool = False) -> None:
-        """Take in a report."""
+        """Add an output. only_prompt: do not count its completion tokens."""
         self._prompts[output.request_id] = len(output.prompt_token_ids), output.num_cached_tokens
         if not only_prompt:
             self._written += sum(len(each.token_ids) for each in output.outputs)
 
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in a reply; `cached_tokens` are those of prompts that were found in the caches."""
+        """Return `usage` of a reply. `cached_tokens` are prompt tokens found in the prefix cache."""
         read = sum(length for length, _ in self._prompts.values())
-        return {
-            "prompt_tokens": read,
-            "completion_tokens": self._written,
-            "total_tokens": read + self._written,
-            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
-        }
+        cached = sum(cached for _, cached in self._prompts.values())
+        return _usage_fields(read, self._written, cached)
+
+
+def _usage_fields(read: int, written: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -1,7 +1,7 @@
-"""What a body of `/v1/completions` or `/v1/chat/completions` asks for, in the words of the engine.
+"""Parsing of the bodies of `/v1/completions` and `/v1/chat/completions`.
 
-Names are OpenAI's, those of `SamplingParams`, and vLLM's `priority`, `request_id` and `return_token_ids`. A value that
-breaks a rule is a ValueError that begins with the name of the field.
+Fields are OpenAI's, those of `SamplingParams`, and vLLM's `priority`, `request_id` and `return_token_ids`. An invalid
+value raises ValueError that begins with the name of the field.
 """
 
 from __future__ import annotations
@@ -28,66 +28,66 @@ from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, Check, Integer, fla
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class APIRequest:
-    """What bodies of every kind ask for."""
+    """Parsed fields of all bodies."""
 
     params: SamplingParams
     model: str | None = None
     request_id: str | None = None
-    """What the id of the reply ends with."""
+    """Suffix of the reply's id."""
     priority: int = 0
-    """Lower runs first."""
+    """Lower values run first."""
     stream: bool = False
     include_usage: bool = False
-    """Of a stream: its last chunk tells the usage."""
+    """Whether the last chunk of a stream has the usage."""
     continuous_usage: bool = False
-    """Of a stream: every chunk tells the usage so far."""
+    """Whether every chunk of a stream has the usage so far."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    """Of log probabilities: tokens are token_id:ID."""
+    """Whether log probabilities name tokens as token_id:ID."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What the client calls fields, for errors: those of chat completions, and `structured_outputs`."""
+    """The client's names of fields, by their names in chat completions; for errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(APIRequest):
-    """What a body of `/v1/completions` asks for."""
+    """Parsed body of `/v1/completions`."""
 
     prompts: tuple[dict[str, Any], ...]
-    """Each {"prompt": text} or {"prompt_token_ids": ids}."""
+    """Prompts, each {"prompt": text} or {"prompt_token_ids": ids}."""
     echo: bool = False
-    """The text begins with the prompt."""
+    """Whether the text begins with the prompt."""
     only_prompt: bool = False
-    """No token is wanted: one is drawn, since a request has one at least, and left out of the reply."""
+    """Whether max_tokens is 0. The engine generates at least one token, which the reply leaves out."""
 
     def prompts_for(self, tokenizer: Tokenizer) -> tuple[dict[str, Any], ...]:
-        """Each as `LLM.add_request` takes it."""
+        """Return the prompts for `LLM.add_request`."""
         return self.prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(APIRequest):
-    """What a body of `/v1/chat/completions` asks for."""
+    """Parsed body of `/v1/chat/completions`."""
 
     messages: tuple[dict[str, Any], ...]
-    """As chat templates want them: content is text, arguments of tool calls are objects."""
+    """Messages for the chat template: content is text, arguments of tool calls are objects."""
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: ToolChoice = "none"
     parallel_tool_calls: bool = True
     chat_template: str | None = None
-    """In place of the checkpoint's."""
+    """Chat template that replaces the checkpoint's."""
     template: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the template."""
+    """Additional arguments of the template."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     echo: bool = False
-    """The answer begins with the last message, if that is the assistant's."""
+    """Whether the answer begins with the last message, if its role is assistant."""
     thinking_token_budget: int | None = None
-    """Most tokens of reasoning; None for no limit."""
+    """Maximum number of reasoning tokens; None for no limit."""
     include_reasoning: bool = True
-    """Whether the reply has the reasoning."""
+    """Whether the reply contains the reasoning."""
 
     def prompts_for(self, tokenizer: Tokenizer) -> tuple[ChatPrompt]:
-        """As of a completion; ValueError as `render`. The model isn't told of tools where none may be called."""
+        """Render the prompt, without tools if tool_choice is none. Raises ValueError as `render`."""
         prompt = render(
             tokenizer,
             self.messages,
@@ -103,10 +103,9 @@ class ChatRequest(APIRequest):
 def completion_request(
     body: Mapping[str, Any], defaults: Mapping[str, Any], *, strict: bool = False
 ) -> CompletionRequest:
-    """Read a body of `/v1/completions`.
+    """Parse a body of `/v1/completions`. Raises ValueError that begins with the field.
 
-    defaults: sampling parameters where the body is silent. strict: refuse unknown fields. Raises ValueError as the
-    module says.
+    defaults: sampling parameters for absent fields. strict: reject unknown fields.
     """
     own, sampling = split(body, COMPLETION_FIELDS, strict=strict)
     if isinstance(sampling.get("logprobs"), bool):
@@ -131,10 +130,10 @@ def chat_request(
     strict: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> ChatRequest:
-    """Read a body of `/v1/chat/completions`; without a limit a reply may be as long as the model's context.
+    """Parse a body of `/v1/chat/completions`. Without max_tokens the model's context is the limit.
 
-    defaults: sampling parameters where the body is silent. strict: refuse unknown fields and tools that are not
-    functions. names: see `APIRequest`. Raises ValueError as the module says.
+    defaults: sampling parameters for absent fields. strict: reject unknown fields and tools that are not functions.
+    names: see `APIRequest`. Raises ValueError that begins with the field.
     """
     own, sampling = split(body, CHAT_FIELDS, strict=strict)
     if "messages" not in own:
@@ -150,13 +149,13 @@ def chat_request(
     continued = own.get("continue_final_message", False)
     prompted = own.get("add_generation_prompt", not continued)
     if continued and prompted:
-        refuse("add_generation_prompt", prompted, "false where continue_final_message is true")
+        refuse("add_generation_prompt", prompted, "false if continue_final_message is true")
     choice, parallel = tool_choice(chosen, known), own.get("parallel_tool_calls", True)
     schema = forced_schema(choice, known, parallel=parallel)
     if schema is not None:
-        own.pop("response_format", None)  # the answer is a call, and has no text
+        own.pop("response_format", None)  # the answer is a call without text
         if (given := sampling.get("structured_outputs")) is not None:
-            refuse("structured_outputs", given, f"absent where tool_choice is {shown(choice)}")
+            refuse("structured_outputs", given, f"absent with tool_choice = {shown(choice)}")
         sampling["structured_outputs"] = {"json": schema, "disable_any_whitespace": True}
     strict_calls = schema is not None or (choice == "auto" and any(map(is_strict, known)))
     common = _common(own, {"max_tokens": None, **defaults, **sampling}, "tools" if strict_calls else "")
@@ -184,21 +183,21 @@ def chat_request(
 
 
 def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Names for the template, of which two switch the thinking: templates call that differently."""
+    """Return template arguments. Templates use one of two names to enable thinking, so both are set."""
     names = {"documents": own["documents"]} if "documents" in own else {}
-    effort, reasons = own.get("reasoning_effort"), own.get("enable_thinking")
+    effort, thinking = own.get("reasoning_effort"), own.get("enable_thinking")
     if effort is not None:
-        names["reasoning_effort"], reasons = effort, effort != "none" if reasons is None else reasons
-    return names if reasons is None else names | {"enable_thinking": reasons, "thinking": reasons}
+        names["reasoning_effort"], thinking = effort, effort != "none" if thinking is None else thinking
+    return names if thinking is None else names | {"enable_thinking": thinking, "thinking": thinking}
 
 
 def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "") -> dict[str, Any]:
-    """Fields of `APIRequest`. grammar: the field that asks for a grammar, if `response_format` does not."""
+    """Return the fields of `APIRequest`. grammar: the field that sets a grammar, if not `response_format`."""
     if (form := own.get("response_format")) is not None:
         if sampling.get("structured_outputs") is not None:
-            refuse("response_format", form, "absent beside structured_outputs")
+            refuse("response_format", form, "absent if structured_outputs is given")
         sampling["structured_outputs"], grammar = form, "response_format"
-    told = own.get("stream_options", {})
+    stream_options = own.get("stream_options", {})
     return {
         "params": SamplingParams.from_dict(sampling),
         "names": {"structured_outputs": grammar or "structured_outputs"},
@@ -206,15 +205,15 @@ def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "")
         "request_id": own.get("request_id"),
         "priority": own.get("priority", 0),
         "stream": own.get("stream", False),
-        "include_usage": told.get("include_usage", False),
-        "continuous_usage": told.get("continuous_usage_stats", False),
+        "include_usage": stream_options.get("include_usage", False),
+        "continuous_usage": stream_options.get("continuous_usage_stats", False),
         "return_token_ids": own.get("return_token_ids", False),
         "return_tokens_as_token_ids": own.get("return_tokens_as_token_ids", False),
     }
 
 
 def _prompts(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """Text, ids, or a list of either. What is wrong within the ids is said by who admits them."""
+    """Parse text, token ids, or a list of either. The engine checks the ids themselves."""
     if isinstance(value, str):
         return ({"prompt": value},)
     if not isinstance(value, Sequence) or isinstance(value, TEXTS_AND_BYTES) or not value:
@@ -231,7 +230,7 @@ def _messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _as_it_is(name: str, value: Any) -> Any:
-    """What is read together with other fields."""
+    """Accept a value that is checked later, together with other fields."""
     return value
 
 
@@ -246,7 +245,7 @@ def _only(value: bool, why: str) -> Check:
 
 def _no_suffix(name: str, value: Any) -> None:
     if value != "":
-        refuse(name, value, "absent: text is written at the end alone")
+        refuse(name, value, "absent: text is only generated at the end")
 
 
 COMPLETION_FIELDS: dict[str, Field] = {
@@ -254,51 +253,43 @@ COMPLETION_FIELDS: dict[str, Field] = {
     "prompt": Field(_prompts, "Text, token ids, or a list of either."),
     "add_special_tokens": Field(
         _only(True, "send token ids for a prompt without them"),
-        "Only true: send token ids otherwise.",
+        "Only true; send token ids instead of false.",
         "boolean",
     ),
-    "echo": Field(
-        flag, "The text begins with the prompt; with max_tokens 0 it is the prompt alone.", "boolean"
-    ),
-    "suffix": Field(_no_suffix, "Only the empty text: texts are written at the end alone.", "string"),
-    "response_format": Field(
-        response_format, "text, json_object or json_schema: what the text must be.", "object"
-    ),
+    "echo": Field(flag, "Begin the text with the prompt; max_tokens 0 returns only the prompt.", "boolean"),
+    "suffix": Field(_no_suffix, "Only empty: text is only generated at the end.", "string"),
+    "response_format": Field(response_format, "text, json_object, json_schema or structural_tag.", "object"),
 }
-"""Of `/v1/completions`."""
+"""Fields of `/v1/completions`."""
 CHAT_FIELDS: dict[str, Field] = {
     **COMMON,
-    "messages": Field(_messages, "The conversation; contents are texts, or lists of parts of text.", "array"),
-    "tools": Field(
-        _as_it_is, "Functions that the model may call; tools of other types are left out.", "array"
-    ),
+    "messages": Field(_messages, "The conversation; contents are text or lists of text parts.", "array"),
+    "tools": Field(_as_it_is, "Functions that the model may call; other tools are ignored.", "array"),
     "tool_choice": Field(_as_it_is, "none, auto, required, a function, or allowed_tools."),
     "add_special_tokens": Field(
-        _only(False, "the chat template writes them"), "Only false: the template writes them.", "boolean"
+        _only(False, "the chat template adds them"), "Only false: the template adds them.", "boolean"
     ),
-    "parallel_tool_calls": Field(flag, "Whether an answer may have several calls. Default: true.", "boolean"),
+    "parallel_tool_calls": Field(flag, "Allow several calls per answer. Default: true.", "boolean"),
     "logprobs": Field(flag, "Report the log probability of each token.", "boolean"),
     "top_logprobs": Field(
-        Integer(-1), "Most likely tokens that are reported at each place; -1 for all.", "integer"
+        Integer(-1), "Number of most likely tokens to report per position; -1 for all.", "integer"
     ),
-    "max_completion_tokens": Field(Integer(1), "max_tokens by its newer name.", "integer"),
+    "max_completion_tokens": Field(Integer(1), "Newer name of max_tokens.", "integer"),
     "reasoning_effort": Field(
-        text, "Passed to the template; none switches thinking off, others on.", "string"
+        text, "Passed to the template; none turns thinking off, other values on.", "string"
     ),
-    "enable_thinking": Field(flag, "Switch thinking, if the template can.", "boolean"),
+    "enable_thinking": Field(flag, "Turn thinking on or off, if the template supports it.", "boolean"),
     "thinking_token_budget": Field(
-        Integer(0), "Most tokens of reasoning; then the tag that ends it is written for the model.", "integer"
+        Integer(0), "Maximum reasoning tokens; then the reasoning is ended.", "integer"
     ),
-    "include_reasoning": Field(flag, "Whether the reply has the reasoning. Default: true.", "boolean"),
+    "include_reasoning": Field(flag, "Include the reasoning in the reply. Default: true.", "boolean"),
     "documents": Field(_as_it_is, "Passed to the template.", "array"),
-    "chat_template_kwargs": Field(mapping, "Names for the template, and their values.", "object"),
+    "chat_template_kwargs": Field(mapping, "Additional arguments of the template.", "object"),
     "add_generation_prompt": Field(
-        flag, "End the prompt with the beginning of an answer. Default: true.", "boolean"
+        flag, "End the prompt with the start of an answer. Default: true.", "boolean"
     ),
-    "echo": Field(flag, "The reply begins with the last message, if that is the assistant's.", "boolean"),
-    "continue_final_message": Field(flag, "The answer goes on with the last message.", "boolean"),
-    "response_format": Field(
-        response_format, "text, json_object or json_schema: what the answer must be.", "object"
-    ),
+    "echo": Field(flag, "Begin the reply with the last message if its role is assistant.", "boolean"),
+    "continue_final_message": Field(flag, "Continue the last message.", "boolean"),
+    "response_format": Field(response_format, "text, json_object, json_schema or structural_tag.", "object"),
 }
-"""Of `/v1/chat/completions`."""
+"""Fields of `/v1/chat/completions`."""

@@ -1,4 +1,4 @@
-"""Types of JSON Schema by the names that tools give them, which are often those of Python."""
+"""Standard names of JSON Schema types: tools often use Python's names."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _NAMES = {
 }
 _STANDARD = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 _VALUES = frozenset(("const", "enum", "default", "examples"))
-"""Fields of a schema that hold values, and no schemas."""
+"""Schema fields that hold values, not schemas."""
 
 
 def standard_type(name: object) -> str | None:
-    """JSON Schema's name of a type, such as integer for `int` and array for `list[str]`; None for no type's name."""
+    """Return JSON Schema's name of a type, such as array for `list[str]`; None if `name` is not a type."""
     return _STANDARD.get(name.partition("[")[0].strip().lower()) if isinstance(name, str) else None
 
 
 def standard_types(schema: Any) -> Any:
-    """The schema with JSON Schema's names of types."""
+    """Return the schema with standard type names."""
     if isinstance(schema, list):
         return [standard_types(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The tools that a chat may call, and whether it may, or must."""
+"""Parsing of `tools` and `tool_choice`."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
-    """This very tool must be called."""
+    """A tool choice that forces a call of one tool."""
 
     name: str
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-"""No call is looked for; the model decides; at least one call; that call."""
+"""No calls; the model decides; at least one call; a call of one tool."""
 
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""{"type": "function", "function": {"name": ..., "parameters": ...}}, each."""
+"""List of {"type": "function", "function": {"name": ..., "parameters": ...}}."""
 
 
 def tools(value: Any, *, strict: bool = False) -> tuple[dict[str, Any], ...]:
-    """The functions among tools, each under a name of its own. Raises ValueError that names the place.
+    """Return the function tools, with unique names. Raises ValueError with the position of an invalid tool.
 
-    Other tools, which only their vendor's servers run, and a second tool of one name are left out, and logged once;
-    they are refused if `strict`.
+    Other tools, which only run on their vendor's servers, and duplicates are ignored and logged once, or rejected if
+    `strict`.
     """
     functions: dict[str, dict[str, Any]] = {}
     for i, each in enumerate(value if isinstance(value, list | tuple) else ()):
         kind = each.get("type") if isinstance(each, Mapping) else "function"
         if kind != "function" and isinstance(kind, str) and not strict:
-            log_once(_log, f"tools of the type {shown(kind)} are left out: this server runs none itself")
+            log_once(_log, f"tools of type {shown(kind)} are ignored: this server does not run tools")
             continue
         try:
             checked = (checked_tools([each]) or [{}])[0]
@@ -49,16 +49,16 @@ def tools(value: Any, *, strict: bool = False) -> tuple[dict[str, Any], ...]:
             raise ValueError(str(error).replace("tools[0]", f"tools[{i}]", 1)) from error
         called = checked["function"]["name"]
         if called in functions and strict:
-            refuse(f"tools[{i}].function.name", called, "another: a tool before has it")
+            refuse(f"tools[{i}].function.name", called, "another: an earlier tool has this name")
         if functions.setdefault(called, checked) is not checked:
-            log_once(_log, f"of several tools with the name {shown(called)} the first is used")
+            log_once(_log, f"several tools have the name {shown(called)}; the first one is used")
     if not isinstance(value, list | tuple):
         checked_tools(value)
     return tuple(functions.values())
 
 
 def tool_choice(value: Any, known: Tools) -> ToolChoice:
-    """Read a `tool_choice` beside the tools that are known; silent means auto where there are any."""
+    """Parse `tool_choice`. The default is auto with tools and none without."""
     if value is None or (value == "auto" and not known):
         return "auto" if known else "none"
     if value == "none":
@@ -79,7 +79,7 @@ def tool_choice(value: Any, known: Tools) -> ToolChoice:
 
 
 def allowed_tools(choice: Any, known: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
-    """Of {type: allowed_tools, allowed_tools: {mode, tools}} the mode and the tools; else what was given."""
+    """Return mode and tools of {type: allowed_tools, allowed_tools: {mode, tools}}; other choices unchanged."""
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return choice, known
     name = "tool_choice.allowed_tools"
@@ -93,9 +93,9 @@ def allowed_tools(choice: Any, known: tuple[dict[str, Any], ...]) -> tuple[Any, 
 
 
 def forced_schema(choice: ToolChoice, known: Tools, *, parallel: bool) -> dict[str, Any] | None:
-    """What the text must be where a call is forced; None where none is.
+    """Return the JSON schema of an answer with a forced call; None if no call is forced.
 
-    It is the arguments of the tool that is named; else a list of calls, of one where they may not be parallel.
+    The answer is the arguments of the named tool, or a list of calls, with one call unless `parallel`.
     """
     functions = [each["function"] for each in known]
     if isinstance(choice, NamedTool):
@@ -105,7 +105,7 @@ def forced_schema(choice: ToolChoice, known: Tools, *, parallel: bool) -> dict[s
     try:
         calls = [_call_schema(each, i) for i, each in enumerate(functions)]
     except RecursionError as error:
-        raise ValueError("tools is nested too deeply; a call of them can't be forced") from error
+        raise ValueError("tools is nested too deeply to force a call; use tool_choice auto") from error
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
 
@@ -116,7 +116,7 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments of a call must be if the model decides: any object, unless the tool is strict."""
+    """Return the schema of arguments with tool_choice auto: any object unless the tool is strict."""
     return _arguments(tool["function"]) if is_strict(tool) else {"type": "object"}
 
 
@@ -131,7 +131,7 @@ def _call_schema(function: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of the arguments of a function. One without parameters takes no arguments."""
+    """Return the schema of a function's arguments; without `parameters` there are none."""
     parameters = function.get("parameters")
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -139,7 +139,7 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """The schema as it reads at another place: references within it follow."""
+    """Move a schema to another JSON pointer: adjust its local references."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict):

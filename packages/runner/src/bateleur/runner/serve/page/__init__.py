@@ -1,4 +1,4 @@
-"""The page at `/`: a prompt, the text it makes, and the engine meanwhile. One file, nothing from elsewhere."""
+"""The web page at `/`: a prompt, its completion and engine statistics. It loads nothing from other servers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from importlib.resources import files
 
 @cache
 def html() -> bytes:
-    """The page, in UTF-8."""
+    """Return the page in UTF-8."""
     return files(__name__).joinpath("index.html").read_bytes()
 
 
 @cache
 def content_security_policy() -> str:
-    """The header that lets the page run its own script and style, ask its own server, and nothing else."""
+    """Return a header that allows only the page's own script, style and server."""
     script, style = (
         " ".join(f"'sha256-{b64encode(sha256(text).digest()).decode()}'" for text in _texts(tag))
         for tag in ("script", "style")

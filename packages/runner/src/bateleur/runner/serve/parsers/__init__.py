@@ -1,14 +1,14 @@
-"""From what a model writes to events: reasoning, content and calls of tools.
+"""Parsers of model output: reasoning, content and tool calls as events.
 
-`ChatFormat` knows how one model writes. Its `turn` prepares a request, and the turn's `reader` makes events of each
-report of the engine:
+`ChatFormat` describes the output format of a model. `prepare` returns the parameters of a request and a reader that
+turns the engine's outputs into events:
 
-    chat_format = ChatFormat.of(options, tokenizer)          # once
-    turn = chat_format.prepare(params, prompt, tools=tools, tool_choice="auto")
-    ...                                                      # submit the prompt with turn.params
-    reader = turn.reader()                                   # one for each continuation
-    for completion in reports:                               # CompletionOutput, each with what is new
-        for event in reader.read(completion): ...            # Content, Reasoning, ToolCall, Arguments, End
+    chat_format = ChatFormat(options, tokenizer)             # once per model
+    prepared = chat_format.prepare(params, prompt, tools=tools, tool_choice="auto")
+    ...                                                     # submit with prepared.params
+    reader = prepared.reader()                              # one per continuation
+    for completion in outputs:                              # CompletionOutput, deltas or whole
+        for event in reader.read(completion): ...           # Content, Reasoning, ToolCall, Arguments, End
 
-Every API is a translation of these events. Each modules of a format, such as `hermes`, finds calls in one notation.
+Every API translates these events. Each module of a format, such as `hermes`, parses calls in one notation.
 """

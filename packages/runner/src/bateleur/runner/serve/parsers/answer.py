@@ -1,4 +1,4 @@
-"""From the text of one answer to its events: reasoning first, then content and calls of tools."""
+"""Parser of one answer: reasoning first, then content and tool calls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bateleur.runner.serve.parsers.source import Reader, Search, Source, TagTabl
 from bateleur.runner.serve.parsers.tool_format import ToolFormat
 
 _LONGEST_PIECE = 512
-"""Characters that are read at once. Taking text from the front of a longer one would copy the rest each time."""
+"""Characters parsed at once: removing text from the front of a longer string would copy the rest each time."""
 
 
 class AnswerParser:
-    """Reads one answer that comes in pieces. How it is cut changes no event, but for how texts are divided.
+    """Incremental parser of one answer. The division of the text changes only the division of text events.
 
-    Reasoning ends at its end tag, or at a call of a tool that no end tag follows. White space around tags is dropped.
+    Reasoning ends at its end tag, or at a tool call without a later end tag. White space around tags is dropped.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class AnswerParser:
         table: TagTable | None = None,
         make_id: Callable[[], str] = new_call_id,
     ) -> None:
-        """`reasoning` and `calls`: what is looked for; None is content. `table`: which tags are tokens of the model."""
+        """`reasoning`, `calls`: formats to parse; None leaves the text in content. `table`: tags that are tokens."""
         self._think, self._format = reasoning, calls
         self._table = TagTable() if table is None else table
         self._source = Source()
         self._events: list[Event] = []
         self._space = ""
-        """White space that is reported with the text behind it, or dropped if a tag follows."""
+        """White space that is reported with the next text, or dropped if a tag follows."""
         self._after_call = self._has_content = False
         tools, most, end_tags = (
             ((), None, ()) if calls is None else (calls.tools, calls.max_calls, calls.end_tags)
@@ -52,7 +52,7 @@ class AnswerParser:
         self._read = self._answer()
 
     def feed(self, text: str, tags: Sequence[TextTag] = ()) -> list[Event]:
-        """Read the next piece of text, with the places of tags in it; returns the events that are certain by now."""
+        """Parse the next piece of text, with the positions of its tags. Returns the events that are certain."""
         marked = self._table.mark(text, tags)
         for at in range(0, len(marked), _LONGEST_PIECE):
             self._source.text += marked[at : at + _LONGEST_PIECE]
@@ -60,10 +60,10 @@ class AnswerParser:
         return self._taken()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """Nothing more will come; returns the remaining events. `cut`: the text ends at a limit."""
+        """End the text. Returns the remaining events. `cut`: the text ended at a limit."""
         self._source.final, self._source.cut = True, cut
         for _ in self._read:
-            raise AssertionError("a reader waits although nothing more will come")
+            raise AssertionError("a parser waits for text after the end")
         if not self._after_call:
             self._say("", whole=True)
         return self._taken()
@@ -92,7 +92,7 @@ class AnswerParser:
         yield from self._content()
 
     def _takes_begin(self) -> Reader[bool]:
-        """Take the tag that begins the reasoning, if the text begins with it."""
+        """Consume the begin tag of the reasoning, if the text starts with it. Returns whether it does."""
         source = self._source
         at = yield from skip_space(source, 0)
         while (
@@ -131,7 +131,7 @@ class AnswerParser:
                 yield
 
     def _wait_for_end(self) -> Reader[int]:
-        """Position of the tag that ends the reasoning; -1 if none comes."""
+        """Return the position of the end tag of the reasoning; -1 if there is none."""
         source, at = self._source, 0
         while (found := source.text.find(self._end, at)) < 0:
             if source.final:
@@ -141,7 +141,7 @@ class AnswerParser:
         return found
 
     def _begins_call(self, source: Source) -> bool:
-        """Whether the text, which is whole, begins with a call."""
+        """Whether the complete text starts with a call."""
         assert self._format is not None
         form = self._format
         calls = Calls(form.tools, form.max_calls, self._table, lambda event: None, end_tags=form.end_tags)
@@ -150,10 +150,10 @@ class AnswerParser:
             next(reader)
         except StopIteration as end:
             return bool(end.value)
-        raise AssertionError("a reader waits although nothing more will come")
+        raise AssertionError("a parser waits for text after the end")
 
     def _content(self) -> Reader[None]:
-        """Content and calls. A second end of the reasoning is dropped, and a second beginning of it is one."""
+        """Parse content and calls. Another end tag of the reasoning is dropped, another begin tag starts reasoning."""
         source = self._source
         while True:
             start, tag = self._in_content.first(source)
@@ -178,13 +178,13 @@ class AnswerParser:
     # --- texts ----------------------------------------------------------------------------------------------
 
     def _say(self, text: str, *, whole: bool = False) -> None:
-        """Report content. White space at its end waits for what follows, unless this is the end of it."""
+        """Report content. Trailing white space waits for the next text, unless `whole` ends the content."""
         if text := self._without_space(text, whole=whole):
             self._after_call, self._has_content = False, True
             self._events.append(Content(self._table.unmark(text)))
 
     def _reason(self, text: str, *, whole: bool = False) -> None:
-        """Report reasoning in the same way."""
+        """Report reasoning, with white space as in `_say`."""
         if text := self._without_space(text, whole=whole):
             self._events.append(Reasoning(self._table.unmark(text)))
 

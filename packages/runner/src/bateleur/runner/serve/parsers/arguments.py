@@ -1,4 +1,4 @@
-"""Calls of tools that a format has found: their arguments become valid JSON of the schema's types, piece by piece."""
+"""Tool calls that a parser found: their arguments are written as valid JSON with the schema's types."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from bateleur.runner.serve.parsers.values import as_json, as_string, literal_as_
 
 
 def new_call_id() -> str:
-    """An id for a call that the model did not name."""
+    """Create an id for a call without an id from the model."""
     return f"call_{uuid4().hex[:24]}"
 
 
 class ArgumentsWriter:
-    """Writes the arguments of one call as a JSON object, a key and its value at a time."""
+    """Incremental writer of the arguments of one call, as a JSON object."""
 
     def __init__(self, write: Callable[[str], None], schema: Mapping[str, Any], end_tags: Search) -> None:
-        """`schema`: the parameters of the tool."""
+        """`write`: receives pieces of JSON text. `schema`: parameters of the tool."""
         self.write, self._schema = write, schema
-        """`write` takes the next part of the JSON text."""
         self.end_tags = end_tags
         """Tags that end a call."""
         self.keys: list[str] = []
-        """Keys that were written."""
+        """Keys written so far."""
 
     @property
     def properties(self) -> list[str]:
@@ -36,42 +35,42 @@ class ArgumentsWriter:
         return list(properties) if isinstance(properties, Mapping) else []
 
     def types(self, key: str) -> frozenset[str]:
-        """JSON types of the key's value; none if the schema says nothing."""
+        """Return the JSON types of the key's value; empty if the schema does not define them."""
         return types_of(self._schema, key)
 
     def key(self, key: str, *, before: str = "", colon: str = ": ") -> None:
-        """Write a key. `before`: white space, with the comma or brace, in place of ", " or "{"."""
+        """Write a key. `before`: text that replaces the ", " or "{" before the key."""
         self.write(before or (", " if self.keys else "{"))
         self.write(as_string(key) + colon)
         self.keys.append(key)
 
     def begin_text(self) -> None:
-        """Begin a value that is a string; `text` writes it and `end_text` ends it."""
+        """Begin a string value, which `text` writes and `end_text` ends."""
         self.write('"')
 
     def text(self, text: str) -> None:
-        """Write more of a string."""
+        """Write a part of a string value."""
         self.write(as_string(text)[1:-1])
 
     def end_text(self) -> None:
-        """End a string."""
+        """End a string value."""
         self.write('"')
 
     def bare(self, key: str, text: str) -> None:
-        """Write the value of a key from text without quotes."""
+        """Write a value from unquoted text, converted to the type of the key."""
         self.write(as_json(text, self.types(key) or frozenset(("string",))))
 
     def literal(self, key: str, text: str) -> None:
-        """Write the value of a key from text in the notation of JSON or Python."""
+        """Write a value from a JSON or Python literal, converted to the type of the key."""
         self.write(literal_as_json(text, self.types(key)))
 
     def close(self, before: str = "") -> None:
-        """End the object. `before`: white space in front of its brace."""
+        """End the object. `before`: white space before its brace."""
         self.write((before if self.keys else "{") + "}")
 
 
 class Calls:
-    """The tools that may be called, and the calls that were found."""
+    """The available tools, and the calls found in one answer."""
 
     def __init__(
         self,
@@ -93,15 +92,15 @@ class Calls:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tools."""
+        """Names of the available tools."""
         return list(self._schemas)
 
     def may_call(self, name: str) -> bool:
-        """Whether a call of this tool may come now."""
+        """Whether the tool exists and the limit of calls is not reached."""
         return name in self._schemas and (self._max_calls is None or self.num_calls < self._max_calls)
 
     def begin(self, name: str, call_id: str = "") -> ArgumentsWriter:
-        """A call begins; returns what writes its arguments."""
+        """Begin a call. Returns the writer of its arguments."""
         index = self.num_calls
         self.num_calls += 1
         self._emit(ToolCall(index, call_id or self._make_id(), name))
@@ -112,5 +111,5 @@ class Calls:
         return ArgumentsWriter(write, self._schemas[name], self._end_tags)
 
     def add_content(self, text: str) -> None:
-        """Text between the parts of a call, which is content."""
+        """Report text between the parts of a call as content."""
         self._emit(Content(self._table.unmark(text)))

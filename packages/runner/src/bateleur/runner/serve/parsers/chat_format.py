@@ -1,4 +1,4 @@
-"""How one model writes reasoning and tool calls: what its requests need, and what its answers become."""
+"""Output format of a model: request parameters and parsing of its reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ from bateleur.runner.utils.arguments import refuse
 
 
 class AnswerReader:
-    """Makes events of the reports of one continuation: of deltas as they come, or of one report of all."""
+    """Converts the outputs of one continuation, deltas or whole, to events."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
         self._arguments: str | None = None
-        """Of the last call so far; None if there is no call."""
+        """Arguments of the last call so far; None without calls."""
 
     def read(self, completion: CompletionOutput) -> list[Event]:
-        """Events of the next report. The last one ends with `End`.
+        """Return the events of the next output. The last event is `End`.
 
-        A stop string cuts a call as a limit does, unless it is a tag. A call that was cut is not the reason of the end.
+        A stop string that is not a tag truncates a call as a limit does. The finish reason of a truncated call is not
+        "tool_calls".
         """
         events = self._parser.feed(completion.text, completion.tags)
         reason, stop = completion.finish_reason, completion.stop_reason
@@ -64,12 +65,12 @@ class AnswerReader:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """One request for an answer to a conversation."""
+    """A prepared request: its parameters and the parsing of its answer."""
 
     params: SamplingParams
-    """The parameters to submit."""
+    """Parameters to submit."""
     phase: ReasoningPhase
-    """Whether the answer has reasoning."""
+    """Whether the answer contains reasoning."""
     _table: TagTable
     _reasoning: Think | None
     _format: type[ToolFormat] | None
@@ -77,25 +78,25 @@ class PreparedChat:
     _max_calls: int | None
 
     def reader(self) -> AnswerReader:
-        """What reads one continuation."""
+        """Create the reader of one continuation."""
         calls = None if self._format is None else self._format(self._tools, self._max_calls, self._table)
         return AnswerReader(AnswerParser(reasoning=self._reasoning, calls=calls, table=self._table))
 
 
 class ChatFormat:
-    """Notation of one model. Immutable; any thread may use it."""
+    """Format of a model's reasoning and tool calls. Immutable and thread-safe."""
 
     def __init__(self, options: ParserOptions, tokenizer: Tokenizer) -> None:
-        """Choose parsers by the options, and by the chat template if they say `auto`."""
+        """Select parsers by the options; `auto` selects by the chat template."""
         template = options.chat_template or template_text(getattr(tokenizer, "chat_template", None))
         tags = tag_tokens(tokenizer)
         named = options.tool_call_parser, options.reasoning_parser
         calls = tool_parser_of(template, tags.values()) if named[0] == AUTO else named[0]
         think = reasoning_parser_of(template, tags.values()) if named[1] == AUTO else named[1]
         self.tool_call_parser: str | None = None if calls == NONE else calls
-        """Name of the notation of tool calls; None if there is none."""
+        """Name of the tool parser, or None."""
         self.reasoning_parser: str | None = None if think == NONE else think
-        """Name of the marks of reasoning; None if there are none."""
+        """Name of the reasoning parser, or None."""
         self._format = None if self.tool_call_parser is None else TOOL_PARSERS[self.tool_call_parser]
         self._may_decide = options.enable_auto_tool_choice
         wanted = {Think.BEGIN, Think.END, *(() if self._format is None else self._format.tags())}
@@ -103,7 +104,7 @@ class ChatFormat:
         self._think_ids = {tag: token for token, tag in tags.items() if tag in (Think.BEGIN, Think.END)}
         self.reasoning_begin_id = self._think_ids.get(Think.BEGIN)
         self.reasoning_end_id = self._think_ids.get(Think.END)
-        """Tokens that begin and end the reasoning; None if they are no single tokens."""
+        """Token ids that begin and end the reasoning; None if the tags are not single tokens."""
         self.special_ids = special_token_ids(tokenizer)
 
     def prepare(
@@ -116,11 +117,10 @@ class ChatFormat:
         parallel_tool_calls: bool = True,
         thinking: bool = True,
     ) -> PreparedChat:
-        """A request that answers this prompt with these parameters.
+        """Prepare a request for this prompt.
 
-        tools: those that the model may call; tool_choice: whether it may or must. thinking: whether the model may begin
-        its answer with reasoning if the prompt has not begun it, which matters to grammars. Raises ValueError for calls
-        in a notation that is not known.
+        thinking: whether the answer may begin with reasoning if the prompt does not open it; used by grammars.
+        Raises ValueError for tool_choice auto without a tool parser.
         """
         phase: ReasoningPhase = "none" if self.reasoning_parser is None else self._reasoning_phase(prompt)
         if phase == "possible" and not thinking:
@@ -134,24 +134,23 @@ class ChatFormat:
         elif tool_choice == "auto":
             if self._format is None or not self._may_decide:
                 flag = "--tool-call-parser" if self._may_decide else "--enable-auto-tool-choice"
-                refuse("tool_choice", "auto", f"none, required or a tool, unless {flag} is given")
+                refuse("tool_choice", "auto", f"none, required or a tool unless {flag} is given")
             kind = self._format
-        most = None if parallel_tool_calls else 1
+        max_calls = None if parallel_tool_calls else 1
         params = replace(params, return_tags=True)
         decides = kind if tool_choice == "auto" else None
         parsed = params.structured_outputs
-        assert parsed is None or isinstance(parsed, StructuredOutputsParams), (
-            "parameters are checked when made"
-        )
+        assert parsed is None or isinstance(parsed, StructuredOutputsParams), "SamplingParams converts it"
         if parsed is not None or (decides is not None and any(map(is_strict, tools))):
             functions = [Function(each["function"]["name"], arguments_of(each)) for each in tools]
             params = replace(
-                params, structured_outputs=answer_grammar(parsed, phase, decides, functions, once=most == 1)
+                params,
+                structured_outputs=answer_grammar(parsed, phase, decides, functions, once=max_calls == 1),
             )
-        return PreparedChat(params, phase, self._table, reasoning, kind, tools, most)
+        return PreparedChat(params, phase, self._table, reasoning, kind, tools, max_calls)
 
     def _reasoning_phase(self, prompt: ChatPrompt) -> ReasoningPhase:
-        """Whether the answer has reasoning, as far as the part of the answer tells that the prompt gives."""
+        """Return whether the answer contains reasoning, judged by the last tags of the prompt."""
         begin, end = self._think_ids.get(Think.BEGIN), self._think_ids.get(Think.END)
         if begin is None or end is None:
             text = prompt["prompt"].rstrip()
@@ -161,19 +160,19 @@ class ChatFormat:
         for token in reversed(prompt["prompt_token_ids"]):
             if token in (begin, end):
                 return "opened" if token == begin else "none"
-            if token in self.special_ids:  # it ends another message
+            if token in self.special_ids:  # end of another message
                 return "possible"
         return "possible"
 
 
 def with_options(parsed: ChatRequest, options: ParserOptions) -> ChatRequest:
-    """The same body, with the template and the names for it that the options give."""
+    """Return the request with the chat template and template arguments of the options."""
     names = {**(options.default_chat_template_kwargs or {}), **parsed.template}
     return replace(parsed, chat_template=options.chat_template, template=names)
 
 
 def prepare_chat(chat_format: ChatFormat, parsed: ChatRequest, prompt: ChatPrompt) -> PreparedChat:
-    """The turn of a body of `/v1/chat/completions`."""
+    """Call `ChatFormat.prepare` with the fields of a parsed chat request."""
     return chat_format.prepare(
         parsed.params,
         prompt,
@@ -185,6 +184,6 @@ def prepare_chat(chat_format: ChatFormat, parsed: ChatRequest, prompt: ChatPromp
 
 
 def reasoning_enabled(template: Mapping[str, Any]) -> bool:
-    """Whether arguments of a chat template leave the model's reasoning on."""
+    """Whether the template arguments leave reasoning enabled."""
     off = any(template.get(name) is False for name in ("enable_thinking", "thinking"))
     return not off and template.get("reasoning_effort") != "none"

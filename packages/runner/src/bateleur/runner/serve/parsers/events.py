@@ -1,6 +1,6 @@
-"""Events: the parts of a model's answer, in the order in which they were written.
+"""Events: the parts of a model's answer, in order, and their conversion to OpenAI's message form.
 
-Texts of neighbouring events of one kind join. What a stream reports joins to what one report of the whole answer says.
+Adjacent text events of one kind can be joined. The events of a stream join to those of the whole answer.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool begins. Its arguments follow."""
+    """Start of a tool call, followed by its arguments."""
 
     index: int
-    """Its number among the calls of the answer, from 0."""
+    """Index of the call in the answer, from 0."""
     id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The next part of the arguments of a call, as JSON text.
+    """A part of the arguments of a call, as JSON text.
 
-    All parts together are a JSON object, unless `End` says that the answer was cut.
+    All parts together are a JSON object, unless the answer was truncated.
     """
 
     index: int
-    """Of the call."""
+    """Index of the call."""
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The answer ends. Nothing follows."""
+    """End of the answer, the last event."""
 
     finish_reason: str
     """`stop`, `tool_calls`, `length`, `abort` or `error`."""
     stop_reason: int | str | None
-    """The stop token or stop string that ended it, or what went wrong."""
+    """Stop token id, stop string, or error message."""
 
 
 Event: TypeAlias = Content | Reasoning | ToolCall | Arguments | End
 
 
 def merged(events: Sequence[Event]) -> list[Event]:
-    """The same with neighbours of one kind joined, and without empty texts."""
+    """Join adjacent text events of one kind, and drop empty ones."""
     result: list[Event] = []
     for event in events:
         if isinstance(event, ToolCall | End):
@@ -76,7 +76,7 @@ def merged(events: Sequence[Event]) -> list[Event]:
 
 
 def chat_delta(events: Sequence[Event]) -> dict[str, Any]:
-    """What events add to a message, as the `delta` of a chunk; empty if they add nothing."""
+    """Convert events to the `delta` of a chunk; empty if they add nothing."""
     content = "".join(each.text for each in events if isinstance(each, Content))
     reasoning = "".join(each.text for each in events if isinstance(each, Reasoning))
     calls: list[dict[str, Any]] = []
@@ -90,14 +90,14 @@ def chat_delta(events: Sequence[Event]) -> dict[str, Any]:
             calls[-1]["function"]["arguments"] += each.text
     delta: dict[str, Any] = {}
     if reasoning:
-        delta = {"reasoning": reasoning, "reasoning_content": reasoning}  # both names are in use
+        delta = {"reasoning": reasoning, "reasoning_content": reasoning}  # clients use both names
     if content:
         delta["content"] = content
     return delta | ({"tool_calls": calls} if calls else {})
 
 
 def chat_message(events: Sequence[Event]) -> dict[str, Any]:
-    """All events of an answer as a message, but for its role."""
+    """Convert all events of an answer to a message, without its role."""
     delta = chat_delta(events)
     for call in delta.get("tool_calls", ()):
         del call["index"]

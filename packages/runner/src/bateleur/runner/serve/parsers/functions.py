@@ -1,4 +1,4 @@
-"""Functions with values in the open, as Qwen3-Coder writes them:
+"""Parser of XML-like calls, as Qwen3-Coder writes them:
 
 <function=name>
 <parameter=key>
@@ -6,8 +6,8 @@ value
 </parameter>
 </function>
 
-Models leave tags out, repeat them, put spaces into them, and write values that contain the same tags. So an end tag in
-a value ends it only if what follows fits: another parameter, further end tags, another call, or the end of the text.
+Models omit tags, repeat them, add spaces to them, and write values that contain the same tags. So an end tag ends a
+value only before another parameter, more end tags, another call, or the end of the text.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _BEGIN_PARAMETER = r"<\s{0,4}parameter\s{0,4}=\s{0,4}[^<>\n]{0,200}>"
 _END_FUNCTION = r"<\s{0,4}/\s{0,4}function\s{0,4}>"
 _END_PARAMETER = r"<\s{0,4}/\s{0,4}parameter\s{0,4}>"
 _LONGEST = 240
-"""Characters of a tag."""
+"""Maximum characters of a tag."""
 _REPEATED_END = re.compile(rf"(\s*{_END_PARAMETER})+\s*$")
 
 
 def read_functions(source: Source, at: int, calls: Calls, table: TagTable, *, bare: bool) -> Reader[bool]:
-    """Read the function that stands at a position, and take it; False, and nothing taken, if there is no call.
+    """Parse and consume the call at a position. Returns False, and consumes nothing, if there is none.
 
-    bare: no <tool_call> stands before it.
+    bare: there is no <tool_call> before it.
     """
     return (yield from _Function(source, calls, table, bare=bare).read(at))
 
 
 class _Function:
-    """Reads one function."""
+    """Parser of one call."""
 
     def __init__(self, source: Source, calls: Calls, table: TagTable, *, bare: bool) -> None:
         self._source, self._calls, self._bare = source, calls, bare
@@ -81,7 +81,7 @@ class _Function:
         return True
 
     def _say(self) -> Reader[None]:
-        """Take the text in front of the next tag. It is content, but for white space at its beginning."""
+        """Consume the text before the next tag, and report it as content without leading white space."""
         begun = False
         while True:
             found = self._tag.search(self._source.text)
@@ -90,12 +90,12 @@ class _Function:
                 begun = True
                 self._calls.add_content(text)
             if found is not None or self._source.final:
-                self._source.take(0 if found is not None else len(self._source.text))  # a tag that is cut off
+                self._source.take(0 if found is not None else len(self._source.text))  # a truncated tag
                 return
             yield
 
     def _tag_at(self, at: int) -> Reader[re.Match[str] | None]:
-        """The tag at a position, if there is one."""
+        """Return the tag at a position, or None."""
         while True:
             found = self._tag.match(self._source.text, at)
             if found is not None or self._num_certain() > at or self._source.final:
@@ -103,12 +103,12 @@ class _Function:
             yield
 
     def _num_certain(self) -> int:
-        """Characters of the text without an end that may become a tag, unless nothing more will come."""
+        """Return the length of the text without a possible start of a tag at its end."""
         text = self._source.text
         return len(text) if self._source.final else self._num_outside(text)
 
     def _num_outside(self, text: str) -> int:
-        """Characters of a text without an end that is the beginning of a tag."""
+        """Return the length of a text without an incomplete tag at its end."""
         at = text.rfind("<", max(0, len(text) - _LONGEST))
         if at < 0:
             return len(text)
@@ -117,7 +117,7 @@ class _Function:
         return at if opens and ">" not in end else len(text)
 
     def _take_ends(self) -> Reader[None]:
-        """Take the end tags of the function."""
+        """Consume the end tags of the function."""
         while (found := (yield from self._tag_at(0))) is not None and found["end"] and "function" in found[0]:
             self._source.take(found.end())
             at = yield from skip_space(self._source, 0)
@@ -126,7 +126,7 @@ class _Function:
             self._source.take(at)
 
     def _value(self, writer: ArgumentsWriter, key: str) -> Reader[bool]:
-        """Take the value of a parameter. False if it was cut."""
+        """Consume and write the value of a parameter. Returns False if it was truncated."""
         source = self._source
         while not source.text and not source.final:
             yield
@@ -143,7 +143,7 @@ class _Function:
                 if possible_end < 0:
                     certain = (
                         source.text[:at].removesuffix("\n").removesuffix("\n")
-                    )  # the end tag may have both
+                    )  # both newlines may belong to the end tag
                     value.add(source.take(len(certain)))
                     at = 0
                 yield
@@ -173,7 +173,7 @@ class _Function:
         return found is not None and bool(found["parameter"])
 
     def _verdict(self, found: re.Match[str], value: _Value) -> Reader[Literal["end", "possible end", "text"]]:
-        """Whether a tag in a value ends it."""
+        """Decide whether a tag ends the value."""
         source, start = self._source, found.start()
         at_line_start = source.text[start - 1] == "\n" if start else value.empty
         on_line = at_line_start or not value.own_line
@@ -204,20 +204,20 @@ class _Function:
         return "possible end" if function and (parameter or call) else "text"
 
     def _is_call(self, at: int) -> Reader[bool]:
-        """Whether a call of a known function stands at a position, as far as there is text."""
+        """Whether a call of an available tool starts at a position."""
         found = yield from self._tag_at(at)
         if found is not None and found["call"] and "function" not in found[0]:
-            behind = yield from skip_space(self._source, found.end())
-            if self._source.text.startswith("{", behind) or behind == len(self._source.text):
+            after = yield from skip_space(self._source, found.end())
+            if self._source.text.startswith("{", after) or after == len(self._source.text):
                 return True
-            found = yield from self._tag_at(behind)
+            found = yield from self._tag_at(after)
         return found is not None and found["call"] is not None and self._calls.may_call(_name(found[0]))
 
     def _ends_at(self, at: int) -> Reader[tuple[re.Match[str], re.Match[str] | None]]:
-        """All end tags from a position on, as many as follow each other in their order, and the tag behind them."""
+        """Return the sequence of end tags at a position, and the tag after them."""
         while True:
             ends = self._ends.match(self._source.text, at)
-            assert ends is not None, "it matches nothing as well"
+            assert ends is not None, "the pattern matches the empty text"
             following = yield from self._tag_at(ends.end())
             if ends.end() < len(self._source.text) or self._source.final:
                 again = self._ends.match(self._source.text, at)
@@ -228,10 +228,10 @@ class _Function:
 
 
 class _Value:
-    """The value of one parameter, which is written as it comes if it is a string."""
+    """The value of one parameter. Strings are written incrementally."""
 
     def __init__(self, writer: ArgumentsWriter, key: str, *, own_line: bool) -> None:
-        """`own_line`: the value begins on a line of its own, so that its end tag should stand on one, too."""
+        """own_line: whether the value starts on its own line; its end tag is then expected on its own line."""
         self._writer, self._key, self.own_line = writer, key, own_line
         self._is_text = (writer.types(key) or {"string"}) == {"string"}
         self._parts: list[str] = []
@@ -242,16 +242,16 @@ class _Value:
             writer.begin_text()
 
     def may_precede(self, key: str) -> bool:
-        """Whether a parameter of this name may follow, although no end tag does."""
+        """Whether a parameter with this name may follow without an end tag before it."""
         known = self._writer.properties
         return not self.holds_call and key not in self._writer.keys and (key in known or not known)
 
     def is_complete(self, text: str) -> bool:
-        """Whether the value is no string, and whole with this text at its end."""
+        """Whether the value is not a string, and complete with this text at its end."""
         return not self._is_text and is_complete("".join(self._parts) + text)
 
     def add(self, text: str) -> None:
-        """More of the value."""
+        """Add text to the value."""
         self.empty = self.empty and not text
         self.blank = self.blank and not text.strip()
         if self._is_text:
@@ -260,13 +260,13 @@ class _Value:
             self._parts.append(text)
 
     def cut(self, text: str) -> None:
-        """The value ends at a limit. Newlines at its end may belong to the end tag."""
+        """End a truncated value. Its last newlines may belong to the end tag."""
         self.add(text.removesuffix("\n").removesuffix("\n"))
 
     def end(self, text: str, *, lacks_tag: bool = False) -> None:
-        """The last of the value, in front of a newline that belongs to the end tag.
+        """End the value with its last text, and drop the newline of the end tag.
 
-        lacks_tag: the end tag is left out, so that there may be two of these newlines.
+        lacks_tag: the end tag is missing, so two newlines are dropped.
         """
         self.add(text.removesuffix("\n").removesuffix("\n" if lacks_tag else ""))
         if self._is_text:
@@ -276,5 +276,5 @@ class _Value:
 
 
 def _name(tag: str) -> str:
-    """What a tag such as <function=name> names."""
+    """Return the name in a tag such as <function=name>."""
     return tag.partition("=")[2].removesuffix(">").strip(" \t\"'")

@@ -1,4 +1,4 @@
-"""Calls between <tool_call> and </tool_call>: JSON objects, or functions as `qwen3_coder` has them.
+"""Calls between <tool_call> and </tool_call>: JSON objects, or functions in Qwen3-Coder's notation.
 
 <tool_call>
 {"name": "weather", "arguments": {"city": "Oslo"}}
@@ -22,7 +22,7 @@ from bateleur.runner.structured.formats import Format, json_of, listed, tagged
 
 
 class Hermes(ToolFormat):
-    """JSON objects, or functions, between tags."""
+    """Hermes: JSON objects or functions between <tool_call> tags."""
 
     START_TAGS: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     END_TAGS = ("</tool_call>",)
@@ -54,7 +54,7 @@ class Hermes(ToolFormat):
 
 
 class Qwen3Coder(Hermes):
-    """The same, and functions without the tags around them."""
+    """Qwen3-Coder, Qwen3.5 and Nemotron 3: as `Hermes`, and functions without <tool_call> tags."""
 
     START_TAGS = ("<tool_call>", FUNCTION)
 
@@ -74,12 +74,12 @@ class Qwen3Coder(Hermes):
 
     @classmethod
     def triggers(cls, functions: Sequence[Function]) -> list[str]:
-        """See `ToolFormat`. Other functions may be written about."""
+        """See `ToolFormat`. Free text may contain other function tags."""
         return ["<tool_call>", *(f"{FUNCTION}{each.name}>" for each in functions)]
 
 
 class Granite(Hermes):
-    """The same, or a list of JSON objects behind <|tool_call|>, as Granite 3 writes it."""
+    """Granite: as `Hermes`, or a list of JSON objects after <|tool_call|> (Granite 3)."""
 
     START_TAGS = ("<|tool_call|>", "<tool_call>")
 

@@ -1,4 +1,7 @@
-"""Calls that are JSON objects: {"name": ..., "arguments": {...}}, or a list of them."""
+"""Tool calls that are JSON objects, {"name": ..., "arguments": {...}}, or a list of them.
+
+Llama 3 writes them without tags. `NamedCall` and `ListedCalls` parse answers to a forced tool_choice.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from bateleur.runner.structured.formats import Format, json_of, tagged
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _NAMES = ("name", "function")
 _MEMBERS = (*_NAMES, "type", "id", "index", *_ARGUMENTS)
-"""Members of a call. An object that begins with another one is no call."""
+"""Keys of a call. An object that begins with another key is not a call."""
 _QUOTES = "\"'"
 _PAIRS = {"[": "]", "{": "}", "(": ")"}
 _PLAIN = re.compile(r"[^\"'\[\](){},<\ud800-\udfff]+")
-"""What a value holds outside of strings and brackets: no tag, and no character that stands for one."""
+"""Text of a value outside of strings and brackets, without tags and tag markers."""
 _HEX = "[0-9a-fA-F]"
 _HIGH = f"[dD][89abAB]{_HEX}{_HEX}"
-"""Digits of the first half of a surrogate pair."""
+"""Hex digits of a high surrogate."""
 _ESCAPE = "|".join(
     (
         r"\\[^u]",
@@ -32,7 +35,7 @@ _ESCAPE = "|".join(
         rf"\\u(?={_HEX}{{0,3}}[^0-9a-fA-F])",
     )
 )
-"""An escape that is whole, whatever follows."""
+"""A complete escape sequence."""
 _IN_STRING = {quote: re.compile(rf"(?:[^{quote}\\]|{_ESCAPE})+", re.DOTALL) for quote in _QUOTES}
 _IN_STRING |= {
     quote * 3: re.compile(rf"(?:[^{quote}\\]|{_ESCAPE}|{quote}{{1,2}}(?=[^{quote}]))+", re.DOTALL)
@@ -40,14 +43,14 @@ _IN_STRING |= {
 }
 _TAG = re.compile("[<\ud800-\udfff]")
 _ENDS_KEY, _ENDS_VALUE = re.compile(r"[:,}\])]"), re.compile(r"[,}\])]")
-"""What follows a quote that ends a string."""
+"""Characters that follow the closing quote of a string."""
 _KEY = re.compile(r"[A-Za-z_$][\w$.-]*")
 
 
 def read_calls(source: Source, at: int, calls: Calls) -> Reader[bool]:
-    """Read an object with a call, several of them, or a list of them, from a position on.
+    """Parse and consume calls from a position on: objects, or a list of objects.
 
-    They are taken. If the first is no call, nothing is taken and the result is False.
+    Returns False, and consumes nothing, if the first object is not a call.
     """
     found = False
     at = yield from skip_space(source, at)
@@ -67,7 +70,7 @@ def read_calls(source: Source, at: int, calls: Calls) -> Reader[bool]:
 
 
 def _read_call(source: Source, at: int, calls: Calls) -> Reader[bool]:
-    """Take one call; False, and nothing taken, if it is none."""
+    """Consume one call. Returns False, and consumes nothing, if the object is not a call."""
     name, arguments = "", ""
     member = yield from _next_member(source, at + 1)
     while member.key is not None:
@@ -95,24 +98,24 @@ def _read_call(source: Source, at: int, calls: Calls) -> Reader[bool]:
     writer = calls.begin(name)
     if ended or arguments or not source.cut:
         for _ in read_object(Source(whole, final=True), writer):
-            raise AssertionError("a reader waits although nothing more will come")
+            raise AssertionError("a parser waits for text after the end")
     return True
 
 
 class _Member(NamedTuple):
-    """A member of an object; without a key the place where the members end."""
+    """A member of an object. key=None marks the end of the members."""
 
     key: str | None
     start: int
-    """Position of the key, of what ends the object, or of the end of the text."""
+    """Position of the key, of the closing brace, or of the end of the text."""
     end: int
-    """Position behind the key."""
+    """Position after the key."""
     value: int
-    """Position of the value, or behind the brace that ends the object."""
+    """Position of the value, or after the closing brace."""
 
 
 def _next_member(source: Source, at: int) -> Reader[_Member]:
-    """The member that stands at a position, behind white space and commas."""
+    """Parse the next member after white space and commas."""
     at = yield from skip_space(source, at)
     while source.text.startswith(",", at):
         at = yield from skip_space(source, at + 1)
@@ -128,13 +131,13 @@ def _next_member(source: Source, at: int) -> Reader[_Member]:
 
 
 def _as_text(value: str) -> str:
-    """The text that a value is; empty for everything else."""
+    """Return the text of a string literal; empty for other values."""
     value = value.strip()
     return unescaped(value[1:-1]) if len(value) > 1 and value[0] in _QUOTES and value[-1] == value[0] else ""
 
 
 def _as_object(value: str) -> str:
-    """Arguments as an object: one, one that was written as a string, or none; empty for everything else."""
+    """Return arguments as the text of an object, also from a string or null; empty for other values."""
     value = value.strip()
     if value[:1] and value[0] in _QUOTES:
         value = _as_text(value).strip()
@@ -144,7 +147,7 @@ def _as_object(value: str) -> str:
 
 
 def _skip_members(source: Source) -> Reader[None]:
-    """Take the rest of an object behind its arguments: other members, and its brace."""
+    """Consume the rest of an object after its arguments."""
     while True:
         at = yield from skip_space(source, 0)
         first = source.text[at : at + 1]
@@ -160,9 +163,9 @@ def _skip_members(source: Source) -> Reader[None]:
 
 
 def read_object(source: Source, writer: ArgumentsWriter) -> Reader[None]:
-    """Take an object, which the text begins with, and write it as the arguments of a call.
+    """Consume the object at the start of the text, and write it as the arguments of a call.
 
-    An object that the model left open is closed. One that was cut stays as it is.
+    An object that the model left open is closed, a truncated one is not.
     """
     before = source.take(1)
     while True:
@@ -188,7 +191,7 @@ def read_object(source: Source, writer: ArgumentsWriter) -> Reader[None]:
 
 
 def _read_key(source: Source, at: int) -> Reader[tuple[str | None, int]]:
-    """A key with or without quotes, and where it ends; None if there is none."""
+    """Parse a key with or without quotes. Returns the key, or None, and its end."""
     first = source.text[at : at + 1]
     if first and first in _QUOTES:
         end = yield from _string_end(source, at + 1, first, _ENDS_KEY)
@@ -201,7 +204,7 @@ def _read_key(source: Source, at: int) -> Reader[tuple[str | None, int]]:
 
 
 def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Reader[bool]:
-    """Take the value of a key, which the text begins with. False if it was cut."""
+    """Consume and write the value at the start of the text. Returns False if it was truncated."""
     first, types = source.text[0], writer.types(key)
     if first in _QUOTES and (not types or "string" in types):
         return (yield from _read_string(source, writer))
@@ -214,15 +217,15 @@ def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Reader[bool
 
 
 def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
-    """Take a string in quotes, and write it as it comes. False if it was cut.
+    """Consume a quoted string, and write it incrementally. Returns False if it was truncated.
 
-    A quote ends the string only if a comma, a bracket, or the end of the call or of the text follows. Without such a
-    quote the end of the call ends it, if nothing else follows.
+    A quote ends the string only before a comma, a bracket, or the end of the call or text. Without such a quote, the
+    string ends at the end tags of the call if no text follows them.
     """
     quote = source.take(1)
     while source.text in ("", quote) and not source.final:
         yield
-    if source.text.startswith(quote * 2):  # three quotes of Python
+    if source.text.startswith(quote * 2):  # Python's triple quotes
         quote += source.take(2)
     writer.begin_text()
     while True:
@@ -231,10 +234,8 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
             writer.text(unescaped(source.take(found.end())))
         elif source.text.startswith(quote):
             at = yield from skip_space(source, len(quote))
-            behind = yield from skip_end_tags(source, at, writer)
-            if behind == len(source.text) or (_ENDS_VALUE if at == behind else _TAG).match(
-                source.text, behind
-            ):
+            after = yield from skip_end_tags(source, at, writer)
+            if after == len(source.text) or (_ENDS_VALUE if at == after else _TAG).match(source.text, after):
                 source.take(len(quote))
                 writer.end_text()
                 return True
@@ -258,7 +259,7 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
 
 
 def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Reader[int]:
-    """Position behind the tags that stand at a position and end a call."""
+    """Return the position after the end tags of a call at `at`."""
     while at < len(source.text):
         start, tag = writer.end_tags.first(source, at)
         if start > at or (not tag and source.final):
@@ -271,13 +272,13 @@ def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Reader[in
 
 
 def _string_end(source: Source, at: int, quote: str, follows: re.Pattern[str]) -> Reader[int]:
-    """Position of the quote that ends a string; the end of the text if none comes."""
+    """Return the position of the closing quote of a string, or the end of the text."""
     while True:
         if found := _IN_STRING[quote].match(source.text, at):
             at = found.end()
         if source.text.startswith(quote, at):
-            behind = yield from skip_space(source, at + 1)
-            if behind == len(source.text) or follows.match(source.text, behind):
+            after = yield from skip_space(source, at + 1)
+            if after == len(source.text) or follows.match(source.text, after):
                 return at
             at += 1
         elif source.final:
@@ -287,7 +288,7 @@ def _string_end(source: Source, at: int, quote: str, follows: re.Pattern[str]) -
 
 
 def value_end(source: Source, at: int) -> Reader[int]:
-    """Position of the comma or bracket behind a value in the notation of JSON or Python, or the end of the text."""
+    """Return the position of the comma or bracket after a JSON or Python value, or the end of the text."""
     opened: list[str] = []
     while True:
         if found := _PLAIN.match(source.text, at):
@@ -316,7 +317,7 @@ def value_end(source: Source, at: int) -> Reader[int]:
 
 
 class Llama3Json(ToolFormat):
-    """JSON objects, separated by semicolons."""
+    """Llama 3: JSON objects separated by semicolons, bare or after <|python_tag|>."""
 
     START_TAGS = ("<|python_tag|>",)
     BARE_STARTS = "{["
@@ -328,7 +329,7 @@ class Llama3Json(ToolFormat):
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """See `ToolFormat`. None of them has an start_tag."""
+        """See `ToolFormat`. The calls have no start tag."""
         return [
             tagged(f'{{"name": {json.dumps(each.name)}, "parameters": ', json_of(each.schema), "}")
             for each in functions
@@ -339,7 +340,7 @@ _BEGUN = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)$')
 
 
 class NamedCall(ToolFormat):
-    """All of the answer is the arguments of the only tool."""
+    """The whole answer is the arguments of one tool."""
 
     BARE_STARTS = "{"
 
@@ -355,12 +356,12 @@ class NamedCall(ToolFormat):
 
 
 class ListedCalls(ToolFormat):
-    """All of the answer is a JSON list of calls."""
+    """The whole answer is a JSON list of calls."""
 
     BARE_STARTS = "["
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
-        """See `ToolFormat`. An answer that is cut in a name is a call if only one tool's name begins so."""
+        """See `ToolFormat`. An answer truncated in a tool name is a call if the prefix is unique."""
         yield from read_calls(source, 0, calls)
         while not source.final:
             yield

@@ -22,12 +22,12 @@ _ARGUMENTS, _END, _END_SECTION = (
     "<|tool_calls_section_end|>",
 )
 _LONGEST = 300
-"""Characters of the name of a call."""
+"""Maximum characters of a call id."""
 _ID = re.compile(r"\s*((?:functions\.)?([\w.-]+?)(?::\d+)?)\s*")
 
 
 class KimiK2(ToolFormat):
-    """Calls with ids of the model, such as functions.weather:0."""
+    """Kimi K2: calls with ids from the model, such as functions.weather:0."""
 
     START_TAGS = (_SECTION, _CALL)
     END_TAGS = (_END, _END_SECTION)

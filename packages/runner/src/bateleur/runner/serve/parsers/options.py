@@ -1,4 +1,4 @@
-"""How chats are written for a model, and its answers read: flags of the command line. The names are vLLM's."""
+"""Options of chat templates and parsers, and the registry of parsers. The names are vLLM's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOOL_PARSERS: dict[str, type[ToolFormat]] = {
     "olmo3": Olmo3,
     "qwen3_coder": Qwen3Coder,
 }
-"""Notations of tool calls by name. The names are vLLM's."""
+"""Tool parsers by vLLM's names."""
 TOOL_PARSER_ALIASES = {
     alias: name
     for name, aliases in {
@@ -37,18 +37,18 @@ TOOL_PARSER_ALIASES = {
     }.items()
     for alias in aliases.split()
 }
-"""Other names of the same notations, in vLLM and SGLang."""
+"""Other names of tool parsers in vLLM and SGLang."""
 REASONING_PARSERS: dict[str, type[Think]] = {"think": Think}
-"""Marks of reasoning by name."""
+"""Reasoning parsers by name."""
 REASONING_PARSER_ALIASES = {
     alias: name
     for name, aliases in {
         "think": "qwen3 qwen3-thinking deepseek_r1 deepseek-r1 nemotron_v3 nemotron_3 nano_v3 super_v3 olmo3 "
-        "kimi_k2 kimi_linear lfm2 glm45 holo2 granite4",
+        "kimi_k2 kimi_linear lfm2 glm45 holo2 granite4"
     }.items()
     for alias in aliases.split()
 }
-"""Other names of <think> and </think>, in vLLM and SGLang."""
+"""Other names of reasoning parsers in vLLM and SGLang."""
 _CALLS_IN_TEMPLATE = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<|tool_call_start|>", "lfm2"),
@@ -60,13 +60,13 @@ _CALLS_IN_TEMPLATE = (
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": ', "llama3_json"),
 )
-"""Texts in a chat template, the first of which tells the notation."""
+"""Text in a chat template and its tool parser. The first match counts."""
 
 
 def tool_parser_of(template: str, tags: Collection[str]) -> str | None:
-    """Name of the notation of a chat template; None if the template tells the model of no tools, or of another one.
+    """Return the tool parser for a chat template; None without tools or with an unknown format.
 
-    tags: those of the tokenizer, which LFM2's templates leave out.
+    tags: special tokens of the tokenizer, because LFM2's templates lack them.
     """
     if "tools" not in template:
         return None
@@ -77,35 +77,35 @@ def tool_parser_of(template: str, tags: Collection[str]) -> str | None:
 
 
 def reasoning_parser_of(template: str, tags: Collection[str]) -> str | None:
-    """Name of the marks of reasoning of a model; None if it has none."""
+    """Return the reasoning parser for a chat template and tokenizer tags, or None."""
     return "think" if Think.END in template or Think.END in tags else None
 
 
 def template_text(template: Any) -> str:
-    """A chat template as one text. It may be several by name."""
+    """Return a chat template, or several named ones, as one text."""
     if isinstance(template, Mapping):
         return "\n".join(map(str, template.values()))
     return template if isinstance(template, str) else ""
 
 
 def _template(name: str, value: Any) -> str:
-    """A template, or the contents of a file with one."""
+    """Return a template given as text or as a file."""
     if "{{" in text(name, value) or "{%" in value:
         return str(value)
     try:
         return Path(value).read_text("utf-8")
     except (OSError, ValueError) as error:
-        refuse(name, value, f"a template, which has {{{{ or {{% in it, or a file with one ({error})")
+        refuse(name, value, f"a template with {{{{ or {{%, or a template file ({error})")
 
 
 def _names(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        refuse(name, value, "an object: names for the chat template, and their values")
+        refuse(name, value, "an object with arguments of the chat template")
     return dict(value)
 
 
 def _parser(parsers: Collection[str], aliases: Mapping[str, str]) -> Callable[[str, Any], str]:
-    """The check of a parser's name; returns our name of it. None is `none`."""
+    """Create the check of a parser name, which resolves aliases. None means `none`."""
     check = OneOf((AUTO, NONE, *parsers, *aliases))
 
     def checked(name: str, value: Any) -> str:
@@ -117,17 +117,17 @@ def _parser(parsers: Collection[str], aliases: Mapping[str, str]) -> Callable[[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParserOptions(Checked):
-    """How chats are written, and their answers read."""
+    """Options of chat templates and output parsers."""
 
     chat_template: str | None = option(None, maybe(_template))
-    """Jinja template that writes chats, or a file with one (default: the checkpoint's)."""
+    """Jinja chat template, or a file with one (default: the checkpoint's)."""
     default_chat_template_kwargs: Mapping[str, Any] | None = option(None, maybe(_names), hashed=False)
-    """Names for the chat template if a request does not give them, such as {"enable_thinking": false}."""
+    """Default arguments of the chat template, such as {"enable_thinking": false}."""
     tool_call_parser: str = option(AUTO, _parser(TOOL_PARSERS, TOOL_PARSER_ALIASES))
-    """Notation of the model's tool calls: granite, hermes, kimi_k2, lfm2, llama3_json, olmo3, qwen3_coder, none, or
-    auto, which chooses by the chat template (default: auto)."""
+    """Parser of tool calls: granite, hermes, kimi_k2, lfm2, llama3_json, olmo3, qwen3_coder, none, or auto, which
+    selects by the chat template (default: auto)."""
     reasoning_parser: str = option(AUTO, _parser(REASONING_PARSERS, REASONING_PARSER_ALIASES))
-    """Marks of the model's reasoning: think for <think>, none, which leaves the reasoning in the content, or auto,
-    which chooses by the chat template (default: auto)."""
+    """Parser of reasoning: think for <think> tags, none to leave the reasoning in the content, or auto, which
+    selects by the chat template (default: auto)."""
     enable_auto_tool_choice: bool = option(True, flag)
-    """Let the model decide whether it calls a tool, if a request has tools and no tool_choice (default: true)."""
+    """Allow tool_choice auto, the default of requests with tools (default: true)."""

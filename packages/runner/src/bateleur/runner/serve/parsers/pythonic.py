@@ -31,18 +31,18 @@ _MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
 
 
 class Pythonic(ToolFormat):
-    """Function calls with keyword arguments between tags, or JSON objects there."""
+    """Python calls with keyword arguments, or JSON objects, between tags."""
 
     DELIMITERS: ClassVar[tuple[str, str, str]]
-    """Text before, between and behind calls, inside of the tags."""
+    """Text before, between and after calls, inside of the tags."""
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
         """See `ToolFormat`."""
         calls = [tagged(f"{each.name}(", _keywords(each.schema), ")") for each in functions]
-        before, between, behind = cls.DELIMITERS
+        before, between, after = cls.DELIMITERS
         return [
-            tagged(cls.START_TAGS[0] + before, listed(calls, between, once=once), behind + cls.END_TAGS[0])
+            tagged(cls.START_TAGS[0] + before, listed(calls, between, once=once), after + cls.END_TAGS[0])
         ]
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
@@ -78,7 +78,7 @@ class Olmo3(Pythonic):
 
 
 def _read_functions(source: Source, at: int, calls: Calls) -> Reader[bool]:
-    """Take calls from a position on; False, and nothing taken, if the first is none."""
+    """Consume calls from a position on. Returns False, and consumes nothing, if the first is not a call."""
     found = False
     while True:
         named = _CALL.match(source.text, at)
@@ -99,7 +99,7 @@ def _read_functions(source: Source, at: int, calls: Calls) -> Reader[bool]:
 
 
 def _read_keywords(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
-    """Take arguments up to their bracket. False if they were cut. An argument without a name has the next one's."""
+    """Consume arguments up to `)`. Returns False if they were truncated. Positional arguments get the next name."""
     while True:
         at = yield from skip_space(source, 0)
         if at == len(source.text):
@@ -126,9 +126,9 @@ def _read_keywords(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
 
 
 def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> Reader[tuple[str, int]]:
-    """Name of an argument and the position of its value; no name if there is none left."""
+    """Return an argument's name and the position of its value; an empty name if no parameter is left."""
     while _MAY_KEYWORD.match(source.text, at):
-        if source.final:  # it is cut off
+        if source.final:  # truncated
             return "", at
         yield
     if found := _KEYWORD.match(source.text, at):
@@ -137,7 +137,7 @@ def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> Reader[tu
 
 
 def _keywords(schema: Mapping[str, Any]) -> Format:
-    """Keyword arguments as a part of a grammar: required ones in the order of the schema, then the others."""
+    """Build the grammar of keyword arguments: required ones in the order of the schema, then optional ones."""
     properties = schema.get("properties") or {}
     if not properties and schema.get("additionalProperties") is False:
         return const("")
@@ -151,21 +151,21 @@ def _keywords(schema: Mapping[str, Any]) -> Format:
     if required:
         return sequence(*_with_commas([known[key] for key in required], [known[key] for key in others]))
     rest = [
-        _with_commas([known[key]], [known[later] for later in others[i + 1 :]])
+        _with_commas([known[key]], [known[other] for other in others[i + 1 :]])
         for i, key in enumerate(others)
     ]
     return optional(either(*(sequence(*each) for each in rest)))
 
 
 def _with_commas(required: Sequence[Format], others: Sequence[Format]) -> list[Format]:
-    """Arguments with commas in front of all but the first, and those that may be left out."""
+    """Join required and optional arguments with commas."""
     first, *more = required
-    behind = [sequence(const(", "), each) for each in more]
-    return [first, *behind, *(optional(sequence(const(", "), each)) for each in others)]
+    after = [sequence(const(", "), each) for each in more]
+    return [first, *after, *(optional(sequence(const(", "), each)) for each in others)]
 
 
 def _value(schema: Mapping[str, Any]) -> Format:
-    """A value as a part of a grammar. Python and JSON have different words only for booleans and null."""
+    """Build the grammar of a value: JSON, with Python's words for booleans."""
     if schema.get("type") == "boolean":
         return either(const("True"), const("False"))
     return json_of(schema)

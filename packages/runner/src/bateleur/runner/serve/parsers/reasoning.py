@@ -1,4 +1,4 @@
-"""Grammars of whole answers: free reasoning first, then calls of tools, or the text that a request asks for."""
+"""Reasoning tags, and grammars of answers: free reasoning, then tool calls or structured output."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from bateleur.runner.structured.formats import (
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 
 ReasoningPhase: TypeAlias = Literal["none", "possible", "opened"]
-"""Whether an answer has reasoning: it has none, it may begin with some, or the prompt has begun it."""
+"""Reasoning of an answer: none, possible at its start, or opened by the prompt."""
 _SPACE = pattern(r"[ \t\r\n]{0,8}")
-"""Behind the reasoning. Without a bound a weak model may write nothing else."""
+"""White space after the reasoning. Without a limit, a weak model may write nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Think:
-    """Reasoning at the beginning of an answer."""
+    """Reasoning between <think> and </think> at the start of an answer."""
 
     BEGIN: ClassVar[str] = "<think>"
     END: ClassVar[str] = "</think>"
 
     opened: bool = False
-    """The prompt ends within the reasoning, so that the answer begins there."""
+    """Whether the prompt opens the reasoning, so that the answer starts inside of it."""
 
 
 def answer_grammar(
@@ -47,10 +47,10 @@ def answer_grammar(
     *,
     once: bool,
 ) -> StructuredOutputsParams | None:
-    """The grammar of an answer; None if every answer is right.
+    """Build the grammar of an answer; None if every answer is valid.
 
-    answer: what the text without reasoning and calls must be; tools: notation of the calls that the model may write in
-    place of the answer, None for none; functions: those that it may call; once: one call at most.
+    answer: constraint of the content. tools: format of calls that the model may write instead of the content, or None.
+    functions: callable functions. once: allow one call at most.
     """
     if tools is None:
         if answer is None or reasoning == "none":
@@ -66,17 +66,17 @@ def answer_grammar(
 
 
 def _after_reasoning(reasoning: ReasoningPhase, answer: Format) -> Format:
-    """Reasoning up to its end tag, and an answer."""
+    """Build the format of reasoning followed by an answer."""
     begin = "" if reasoning == "opened" else Think.BEGIN
     thought = tagged(begin, {"type": "any_text"}, Think.END)
-    behind = sequence(thought, _SPACE, answer)
-    return behind if reasoning == "opened" else either(answer, behind)
+    after = sequence(thought, _SPACE, answer)
+    return after if reasoning == "opened" else either(answer, after)
 
 
 def _calls_in_text(
     reasoning: ReasoningPhase, tools: type[ToolFormat], functions: Sequence[Function], *, once: bool
 ) -> Format:
-    """Any text, with calls that follow the tools' schemas. Calls in the reasoning follow them, too."""
+    """Build the format of free text with calls, which must follow the tools' schemas, also in the reasoning."""
     tags = tools.call_tags(functions, once=once)
     if not tools.BARE_STARTS:
         return triggered(tags, tools.triggers(functions))
@@ -94,7 +94,7 @@ def _calls_or_answer(
     *,
     once: bool,
 ) -> Format:
-    """Calls or an answer behind the reasoning. Reasoning that has no end may end with calls."""
+    """Build the format of reasoning followed by calls or an answer. Calls may also end unclosed reasoning."""
     tags = tools.call_tags(functions, once=once)
     body = either(listed(tags, tools.SEPARATOR, once=once), answer)
     if reasoning == "none":
@@ -110,7 +110,7 @@ def _calls_or_answer(
 
 
 def _answer_format(params: StructuredOutputsParams) -> Format:
-    """What the parameters ask for, as a part of a structural tag."""
+    """Convert structured output parameters to a part of a structural tag."""
     if params.json is not None:
         return json_of(json.loads(str(params.json)))
     if params.regex is not None:

@@ -1,7 +1,7 @@
-"""Text that is read while it is still being written.
+"""Incremental text source of the parsers.
 
-Readers are generators: one that needs more text than there is yields, and goes on when there is more. They return what
-they found. Positions are those in `Source.text`, and stay right until text is taken from it.
+Parsers are generators that yield when they need more text, and return their result. Positions are indices into
+`Source.text`, valid until text is consumed.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _FIRST_STAND_IN = 0xD800
 
 
 class Source:
-    """What has been written and not been taken yet."""
+    """Received text that is not consumed yet."""
 
     def __init__(self, text: str = "", *, final: bool = False) -> None:
         self.text = text
         self.final = final
-        """Nothing more will come."""
+        """Whether the text has ended."""
         self.cut = False
-        """The text ends at a limit, and not where the model ended it."""
+        """Whether the text was truncated by a limit."""
 
     def take(self, end: int) -> str:
-        """Remove the text before a position; returns it."""
+        """Consume and return the text before a position."""
         taken, self.text = self.text[:end], self.text[end:]
         return taken
 
 
 def skip_space(source: Source, at: int) -> Reader[int]:
-    """Position of the next character that is no white space; the end of the text if there is none."""
+    """Return the position of the next character that is not white space, or the end of the text."""
     while True:
         found = _SPACE.match(source.text, at)
-        assert found is not None, "it matches nothing as well"
+        assert found is not None, "the pattern matches the empty text"
         at = found.end()
         if at < len(source.text) or source.final:
             return at
@@ -47,7 +47,7 @@ def skip_space(source: Source, at: int) -> Reader[int]:
 
 
 def take_tags(source: Source, tags: Sequence[str]) -> Reader[None]:
-    """Take any number of these tags, and the white space before each of them."""
+    """Consume any number of these tags, with the white space before each."""
     while True:
         at = yield from skip_space(source, 0)
         found = next((tag for tag in tags if source.text.startswith(tag, at)), "")
@@ -60,7 +60,7 @@ def take_tags(source: Source, tags: Sequence[str]) -> Reader[None]:
 
 
 class Search:
-    """Looks for the first of several tags."""
+    """Search for the first of several tags."""
 
     def __init__(self, tags: Iterable[str]) -> None:
         known = sorted(tags, key=len, reverse=True)
@@ -69,9 +69,9 @@ class Search:
         self._longest = max(map(len, known), default=1) - 1
 
     def first(self, source: Source, at: int = 0) -> tuple[int, str]:
-        """Where the first tag begins, and the tag; if there is none, where text begins that may become one.
+        """Return the position of the first tag from `at` on, and the tag.
 
-        at: the position from which to look.
+        Without a tag, returns the position of a possible start of a tag at the end of the text, and "".
         """
         text = source.text
         if (found := self._pattern.search(text, at)) is not None:
@@ -83,29 +83,29 @@ class Search:
 
 
 class TagTable:
-    """Tags that are one token of a model, and a character that stands for each.
+    """Tags that are single tokens of a model, with a marker character for each.
 
-    The character is a lone surrogate, which decoded text never holds. So a tag is never taken for the same text in
-    other tokens, and readers look for tags of both kinds in the same way.
+    A marker is a lone surrogate, which decoded text never contains. It distinguishes the token of a tag from the same
+    text in other tokens, and parsers search for both in the same way.
     """
 
     def __init__(self, tokens: Mapping[int, str] | None = None) -> None:
-        """`tokens`: ids and texts of these tags."""
+        """`tokens`: tags by token id."""
         known = tokens or {}
         self._stand_ins = {token: chr(_FIRST_STAND_IN + i) for i, token in enumerate(known)}
         self._by_text = {known[token]: char for token, char in self._stand_ins.items()}
         self._texts = {ord(char): tag for tag, char in self._by_text.items()}
 
     def marker(self, tag: str) -> str:
-        """What stands for a tag in marked text: its character, or the tag itself if it is not one token."""
+        """Return the marker of a tag, or the tag itself if it is not a single token."""
         return self._by_text.get(tag, tag)
 
     def is_token(self, tag: str) -> bool:
-        """Whether the tag is one token."""
+        """Whether the tag is a single token."""
         return tag in self._by_text
 
     def mark(self, text: str, tags: Sequence[TextTag]) -> str:
-        """The text with the characters of known tags in the places of these tags."""
+        """Replace known tags in the text by their markers."""
         parts, at = [], 0
         for tag in tags:
             char = self._stand_ins.get(tag.token_id)
@@ -115,5 +115,5 @@ class TagTable:
         return "".join(parts) + text[at:]
 
     def unmark(self, text: str) -> str:
-        """Marked text as the model wrote it."""
+        """Replace markers by their tags."""
         return text.translate(self._texts)

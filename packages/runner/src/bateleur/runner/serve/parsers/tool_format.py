@@ -1,4 +1,4 @@
-"""What every notation of tool calls has: the tags that begin and end a call, and a reader."""
+"""Interface of tool call formats."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from bateleur.runner.structured.formats import Format
 
 
 class Function(NamedTuple):
-    """A tool that may be called, and what its arguments must be."""
+    """A callable function and the JSON schema of its arguments."""
 
     name: str
     schema: Mapping[str, Any]
 
 
 class ToolFormat:
-    """Reads the calls of one answer in one notation."""
+    """Base class of tool call formats: parses the calls of an answer, and builds their grammar."""
 
     START_TAGS: ClassVar[tuple[str, ...]] = ()
-    """Tags that may begin a call."""
+    """Tags that can start a call."""
     END_TAGS: ClassVar[tuple[str, ...]] = ()
-    """Tags that stand behind a call; repeated ones count as one."""
+    """Tags that end a call; repetitions are ignored."""
     INNER_TAGS: ClassVar[tuple[str, ...]] = ()
-    """Other tags within a call."""
+    """Other tags inside of a call."""
     BARE_STARTS: ClassVar[str] = ""
-    """Characters with which a call may begin the answer, without a tag."""
+    """Characters that start a call without a tag, at the start of the answer."""
 
     SEPARATOR: ClassVar[str] = "\n"
-    """Text between two calls, as the model writes it."""
+    """Text between two calls."""
 
     def __init__(self, tools: Tools, max_calls: int | None = None, table: TagTable | None = None) -> None:
-        """`max_calls`: calls that are looked for, None for any number; `table`: which tags are tokens."""
+        """`max_calls`: None for no limit. `table`: tags that are single tokens."""
         self.tools, self.max_calls = tools, max_calls
         self.table = TagTable() if table is None else table
         self.start_tags = tuple(map(self.table.marker, self.START_TAGS))
@@ -42,11 +42,11 @@ class ToolFormat:
 
     @classmethod
     def tags(cls) -> tuple[str, ...]:
-        """Every tag of the notation."""
+        """Return all tags of the format."""
         return (*cls.START_TAGS, *cls.END_TAGS, *cls.INNER_TAGS)
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
-        """Read the calls that the text begins with, and take them. False, and nothing taken, if there are none."""
+        """Parse and consume the calls at the start of the text. Returns False, and consumes nothing, without calls."""
         raise NotImplementedError
 
     @classmethod
@@ -59,9 +59,9 @@ class ToolFormat:
 
     @classmethod
     def triggers(cls, functions: Sequence[Function]) -> list[str]:
-        """Texts that begin calls of these functions in free text."""
+        """Return texts that start a call in free text."""
         return [*cls.START_TAGS[:1]]
 
     def start_tag_of(self, source: Source) -> str:
-        """The tag that the text begins with; empty if it is none that may begin a call."""
+        """Return the start tag at the start of the text, or ""."""
         return next((tag for tag in self.start_tags if source.text.startswith(tag)), "")

@@ -1,4 +1,4 @@
-"""Values that a model wrote in JSON, in Python or as bare text, as JSON of the types that a schema wants."""
+"""Conversion of values in JSON, Python or bare text to JSON with the types of a schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from bateleur.runner.serve.openai.schema_types import standard_type
 
 _DEEPEST = 16
-"""Levels of nested schemas that are looked at for types."""
+"""Maximum depth of nested schemas that are searched for types."""
 _KINDS: dict[type, str] = {
     **{str: "string", bool: "boolean", int: "integer", float: "number"},
     **{dict: "object", list: "array", type(None): "null"},
@@ -35,7 +35,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """JSON types that an object's schema allows for a key; none if it says nothing."""
+    """Return the JSON types of a key in an object schema; empty if undefined."""
     properties = schema.get("properties")
     found: set[str] = set()
     if isinstance(properties, Mapping):
@@ -64,14 +64,14 @@ def _collect(part: Any, root: Mapping[str, Any], found: set[str], depth: int) ->
 
 
 def _at(root: Any, pointer: str) -> Any:
-    """What a reference within the schema points at."""
+    """Resolve a local reference of a schema."""
     for step in pointer.removeprefix("#/").split("/"):
         root = root.get(step) if isinstance(root, Mapping) else None
     return root
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Bare text as JSON of one of these types; as a string if it is of none of them."""
+    """Convert bare text to JSON of one of these types, or else to a string."""
     bare = text.strip()
     small = bare.lower()
     if small in ("null", "none") and ("null" in types or "string" not in types):
@@ -93,7 +93,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 
 def literal_as_json(text: str, types: frozenset[str]) -> str:
-    """A value that was written as JSON or Python, as JSON: of one of these types if it can be read so."""
+    """Convert a JSON or Python literal to JSON, of one of these types if possible."""
     try:
         written = literal(text)
     except ValueError:
@@ -109,14 +109,14 @@ def literal_as_json(text: str, types: frozenset[str]) -> str:
 
 
 def as_string(text: str) -> str:
-    """Text as a JSON string."""
+    """Encode text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def literal(text: str, *, whole: bool = False) -> str:
-    """A value in JSON or Python notation as JSON text. What is open at the end is closed, unless `whole` refuses it.
+    """Convert a JSON or Python literal to JSON. Open strings and brackets are closed, or rejected if `whole`.
 
-    Raises ValueError for text that is no value, such as NaN, which JSON does not have.
+    Raises ValueError for invalid values and for values that JSON does not have, such as NaN.
     """
     try:
         try:
@@ -125,7 +125,7 @@ def literal(text: str, *, whole: bool = False) -> str:
             text = _repaired(text, whole=whole)
             _check(text)
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("the value is nested too deeply") from error
     return text
 
 
@@ -134,7 +134,7 @@ def _check(text: str) -> None:
 
 
 def _no_value(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no value in JSON")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _finite(text: str) -> float:
@@ -142,7 +142,7 @@ def _finite(text: str) -> float:
 
 
 def is_complete(text: str) -> bool:
-    """Whether the text is a value in JSON or Python notation, with nothing open at its end."""
+    """Whether the text is a complete JSON or Python literal."""
     try:
         literal(text.strip(), whole=True)
     except ValueError:
@@ -151,7 +151,7 @@ def is_complete(text: str) -> bool:
 
 
 def _repaired(text: str, *, whole: bool) -> str:
-    """The same in JSON's notation: quotes, words, brackets and commas."""
+    """Convert quotes, words, brackets and commas to JSON."""
     parts: list[str] = []
     opened: list[str] = []
     for found in _PARTS.finditer(text):
@@ -168,7 +168,7 @@ def _repaired(text: str, *, whole: bool) -> str:
             case "close":
                 wanted = "}" if part == "}" else "]"
                 if wanted not in opened:
-                    raise ValueError("a bracket is closed that was not opened")
+                    raise ValueError("a closing bracket has no opening bracket")
                 while opened[-1] != wanted:
                     _close(parts, opened.pop())
                 _close(parts, opened.pop())
@@ -184,7 +184,7 @@ def _repaired(text: str, *, whole: bool) -> str:
 
 
 def _close(parts: list[str], bracket: str) -> None:
-    """Close a bracket behind the last whole value in it."""
+    """Append a closing bracket, and replace a missing last value by null."""
     while parts and (parts[-1].isspace() or parts[-1] == ","):
         parts.pop()
     if parts and parts[-1] == ":":
@@ -200,13 +200,13 @@ def _close(parts: list[str], bracket: str) -> None:
 
 
 def unescaped(text: str) -> str:
-    """The text that a string in JSON or Python stands for, without its quotes."""
+    """Resolve the escapes of a JSON or Python string without quotes."""
     return _ESCAPE.sub(_character, text)
 
 
 def _character(found: re.Match[str]) -> str:
     escape = found[1]
-    if len(escape) > 6:  # two halves of a surrogate pair
+    if len(escape) > 6:  # a surrogate pair
         return str(json.loads(f'"\\{escape}"'))
     if len(escape) > 1:
         code = int(escape[1:], 16)

@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`, and what it asks for as a body of chat completions."""
+"""The body of `/v1/responses`, and its conversion to a body of chat completions."""
 
 from __future__ import annotations
 
@@ -24,78 +24,62 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
     "truncate_prompt_tokens": "truncation",
 }
-"""Fields of chat completions by their names here."""
+"""Names of fields in this API, by their names in chat completions."""
 _CUSTOM_PARAMETERS = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
     "additionalProperties": False,
 }
-"""A custom tool takes one text."""
+"""Schema of a custom tool, which has one text as input."""
 
 
 class ResponsesBody(BaseModel):
-    """A request for a response. Further fields are those of chat completions, such as `top_k` and `stop`."""
+    """Body of `/v1/responses`. Fields of chat completions, such as `top_k` and `stop`, are accepted too."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    input: str | list[Item] = Field(
-        description="Text, or items: messages, calls, outputs of tools, reasoning."
-    )
-    model: str | None = Field(None, description="Name of the model; default: the one that is served.")
-    instructions: str | None = Field(None, description="System message before the input; it is not kept.")
-    previous_response_id: str | None = Field(
-        None, description="Id of a stored response that this one continues."
-    )
-    store: bool | None = Field(None, description="Keep the response for later requests. Default: true.")
-    background: bool | None = Field(
-        None, description="Return at once; read the response by its id. Default: false."
-    )
-    stream: bool | None = Field(None, description="Send events as they happen. Default: false.")
+    input: str | list[Item] = Field(description="Text, or items: messages, calls, tool outputs, reasoning.")
+    model: str | None = Field(None, description="Name of the model. Default: the served model.")
+    instructions: str | None = Field(None, description="System message, which is not stored.")
+    previous_response_id: str | None = Field(None, description="Id of a stored response to continue.")
+    store: bool | None = Field(None, description="Store the response. Default: true.")
+    background: bool | None = Field(None, description="Return at once. Default: false.")
+    stream: bool | None = Field(None, description="Stream events. Default: false.")
     max_output_tokens: IntegerLike | None = Field(
-        None, ge=1, description="Most tokens of reasoning and answer together."
+        None, ge=1, description="Maximum tokens, including reasoning."
     )
-    tools: list[Item] | None = Field(
-        None, description="Tools of the types function and custom; others are left out."
-    )
+    tools: list[Item] | None = Field(None, description="function and custom tools; others are ignored.")
     tool_choice: str | Item | None = Field(None, description="none, auto, required, or a tool.")
-    parallel_tool_calls: bool | None = Field(
-        None, description="Whether there may be several calls. Default: true."
-    )
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls. Default: true.")
     text: Item | None = Field(None, description="`format`: text, json_object or json_schema.")
-    reasoning: Item | None = Field(
-        None, description="`effort`: none switches thinking off. There are no summaries."
-    )
+    reasoning: Item | None = Field(None, description="`effort`: none turns thinking off.")
     top_logprobs: IntegerLike | None = Field(
-        None, ge=0, description="Most likely tokens that are reported at each place."
+        None, ge=0, description="Number of most likely tokens to report."
     )
-    include: list[str] | None = Field(
-        None, description="message.output_text.logprobs; others have no effect."
-    )
-    truncation: str | None = Field(None, description="auto drops the beginning of an input that is too long.")
-    metadata: dict[str, Any] | None = Field(None, description="Is returned as it is.")
-    conversation: Any = Field(None, description="Refused: say previous_response_id.")
-    prompt: Any = Field(None, description="Refused: prompt templates are not stored here.")
-    stream_options: Item | None = Field(None, description="Accepted; there is nothing to obfuscate.")
-    max_tool_calls: IntegerLike | None = Field(
-        None, description="Accepted: it counts tools that servers run themselves."
-    )
+    include: list[str] | None = Field(None, description="message.output_text.logprobs, or no effect.")
+    truncation: str | None = Field(None, description="auto drops the start of an input that is too long.")
+    metadata: dict[str, Any] | None = Field(None, description="Returned unchanged.")
+    conversation: Any = Field(None, description="Rejected: use previous_response_id.")
+    prompt: Any = Field(None, description="Rejected: prompt templates are not stored.")
+    stream_options: Item | None = Field(None, description="Accepted without effect.")
+    max_tool_calls: IntegerLike | None = Field(None, description="Accepted without effect.")
 
     @property
     def stored(self) -> bool:
-        """Whether the response is kept."""
+        """Whether the response is stored."""
         return self.store is not False
 
     @property
     def items(self) -> list[Item]:
-        """The input as items."""
+        """Input as a list of items."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         return self.input
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """Names of the tools that take a text in place of arguments."""
+        """Names of the custom tools, which take text instead of arguments."""
         return frozenset(str(each.get("name")) for each in self.tools or () if each.get("type") == "custom")
 
     @property
@@ -105,13 +89,13 @@ class ResponsesBody(BaseModel):
 
 
 def chat_body(body: ResponsesBody, earlier: Sequence[Item]) -> dict[str, Any]:
-    """The same request as a body of chat completions. earlier: items of the responses that this one continues.
+    """Convert to a body of chat completions. earlier: items of the previous responses.
 
-    Raises ValueError for what this server does not have.
+    Raises ValueError for unsupported values.
     """
     for name in ("conversation", "prompt"):
         if getattr(body, name) is not None:
-            refuse(name, getattr(body, name), "absent: say previous_response_id, or send all items as input")
+            refuse(name, getattr(body, name), "absent: use previous_response_id, or send all items as input")
     messages = messages_of([*earlier, *body.items])
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
@@ -135,7 +119,7 @@ def chat_body(body: ResponsesBody, earlier: Sequence[Item]) -> dict[str, Any]:
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Items as messages of a chat: reasoning, text and calls of one turn are one message of the assistant."""
+    """Convert items to chat messages. Adjacent reasoning, text and calls become one assistant message."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         match item.get("type", "message" if "role" in item else None):
@@ -153,8 +137,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
                 refuse(f"input[{i}].type", None, "the type of an item, such as message")
             case kind:
                 log_once(
-                    _log,
-                    f"items of the type {shown(kind)} are left out: they belong to tools of other servers",
+                    _log, f"items of type {shown(kind)} are ignored: they belong to tools of other servers"
                 )
     return messages
 
@@ -167,7 +150,7 @@ def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]], new: Sequence[str] = ()) -> dict[str, Any]:
-    """The last message, if it is the assistant's and has none of the fields `new`; else another one."""
+    """Return the last message if its role is assistant and it has none of the fields `new`; else append one."""
     if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(name) for name in new):
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
@@ -211,7 +194,7 @@ def _tool_choice(choice: str | Item | None) -> Any:
             chosen = [_tool_choice(each) for each in tools if "name" in each]
             allowed = {"mode": choice.get("mode", "auto"), "tools": chosen}
             return {"type": "allowed_tools", "allowed_tools": allowed}
-    return "auto"  # a tool that another server would run
+    return "auto"  # a tool that runs on other servers
 
 
 def _objects(name: str, value: Any) -> list[Item]:

@@ -1,4 +1,4 @@
-"""`/v1/responses`: conversations as items, which the server stores if it is asked to."""
+"""`/v1/responses`: OpenAI's Responses API, with stored responses."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ from bateleur.runner.serve.service import Service
 from bateleur.runner.serve.sse import EventStream
 
 _CANCEL_SECONDS = 10
-"""Time for an aborted request to end; a client that does not read its stream may hold it up."""
+"""Seconds for an aborted request to end; a client that does not read its stream may delay the end."""
 _RUNNING = ("queued", "in_progress")
 
 
 def router(service: Service) -> APIRouter:
-    """The endpoints."""
+    """Create the routes."""
     routes, responses = APIRouter(), _ResponseHandler(service)
 
     @routes.post("/v1/responses", openapi_extra=openapi_model(ResponsesBody))
     async def create(request: Request) -> Response:
-        """Answer a conversation of items."""
+        """Create a response."""
         return await responses.create(request)
 
     @routes.post("/v1/responses/input_tokens", openapi_extra=openapi_model(ResponsesBody))
     async def count(request: Request) -> Response:
-        """Count the tokens of a conversation of items."""
+        """Count the tokens of an input."""
         _, parsed, _ = await responses.read(request)
         _, prompt = await render_prompt(service, parsed)
         return JSONText({"object": "response.input_tokens", "input_tokens": len(prompt["prompt_token_ids"])})
 
     @routes.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
-        """A stored response."""
+        """Return a stored response."""
         return JSONText(responses.stored(response_id).response)
 
     @routes.delete("/v1/responses/{response_id}")
     async def delete(request: Request, response_id: str) -> Response:
-        """Forget a stored response."""
+        """Delete a stored response."""
         responses.stored(response_id)
         responses.store.drop(response_id)
         return JSONText({"id": response_id, "object": "response", "deleted": True})
 
     @routes.post("/v1/responses/{response_id}/cancel")
     async def cancel(request: Request, response_id: str) -> Response:
-        """Abort a response that is being written."""
+        """Abort a running response."""
         return JSONText(await responses.cancel(response_id))
 
     @routes.get("/v1/responses/{response_id}/input_items")
     async def inputs(request: Request, response_id: str) -> Response:
-        """The items of the input of a stored response."""
+        """Return the input items of a stored response, newest first."""
         items = [{"id": f"item_{i}", **each} for i, each in enumerate(responses.stored(response_id).inputs)]
         ids = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
         return JSONText({"object": "list", "data": items[::-1], "has_more": False, **ids})
@@ -75,18 +75,18 @@ def router(service: Service) -> APIRouter:
 
 @dataclass(slots=True)
 class _Running:
-    """A response that is being written."""
+    """A response that is being generated."""
 
     response: Item
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     status: int = 200
-    """Of HTTP, if it fails."""
+    """HTTP status, if the response fails."""
     task: asyncio.Task[Item] | None = None
-    """Writes it in the background."""
+    """Task that generates a background response."""
 
 
 class _ResponseHandler:
-    """The responses of one server."""
+    """Creates, stores and cancels the responses of one server."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -94,46 +94,46 @@ class _ResponseHandler:
         self._running: dict[str, _Running] = {}
 
     def stored(self, response_id: str) -> StoredResponse:
-        """A stored response. HTTPException if there is none."""
+        """Return a stored response. Raises HTTPException if it does not exist."""
         stored = self.store.get(response_id)
         if stored is None:
-            said = (
-                f"response {response_id[:100]!r} is not stored here: --response-store-bytes bounds how many are, and "
-                "each of several --replicas has its own; send the whole conversation as input instead"
+            message = (
+                f"response {response_id[:100]!r} is not stored: --response-store-bytes limits the store, and "
+                "each of --replicas has its own store; send the whole conversation as input instead"
             )
-            raise http_error(404, said, param="previous_response_id", code="response_not_found")
+            raise http_error(404, message, param="previous_response_id", code="response_not_found")
         return stored
 
     async def read(self, request: Request) -> tuple[ResponsesBody, ChatRequest, StoredResponse | None]:
-        """The body of a request, what it asks for, and what it continues."""
+        """Parse a request. Returns its body, the chat request, and the previous response."""
         value = await read_json_object(request, self._service.config)
         with http_errors():
             body = validate(ResponsesBody, value)
             if body.background and (body.stream or not body.stored):
-                raise ValueError("background is True; it must be False with stream, and without store")
-        earlier = None if body.previous_response_id is None else self.stored(body.previous_response_id)
-        if earlier is not None and earlier.response["status"] in _RUNNING:
+                raise ValueError("background is True; it must be False with stream or without store")
+        previous = None if body.previous_response_id is None else self.stored(body.previous_response_id)
+        if previous is not None and previous.response["status"] in _RUNNING:
             raise http_error(
-                400, "previous_response_id names a response that has not ended", param="previous_response_id"
+                400, "previous_response_id is a response that is still running", param="previous_response_id"
             )
         strict = self._service.config.strict_fields
         with http_errors(NAMES):
-            chat = chat_body(body, earlier.items if earlier else [])
+            chat = chat_body(body, previous.items if previous else [])
             parsed = chat_request(chat, self._service.defaults, strict=strict, names=NAMES)
-        return body, parsed, earlier
+        return body, parsed, previous
 
     async def create(self, request: Request) -> Response:
         """Answer a request."""
-        body, parsed, earlier = await self.read(request)
+        body, parsed, previous = await self.read(request)
         response = _response(self._service, body, parsed)
         answered = await answer(self._service, parsed, response["id"])
         running = _Running(response)
-        events = self._events(answered, body, earlier, running)
+        events = self._events(answered, body, previous, running)
         if body.stream:
             return EventStream(events, named=True)
         if body.background:
             self._running[response["id"]] = running
-            self.store.put(response, body.items, earlier)
+            self.store.put(response, body.items, previous)
             running.task = asyncio.create_task(_last_event_of(events))
             return JSONText(response)
         last = await self._service.cancel_on_disconnect(_last_event_of(events), request)
@@ -142,7 +142,7 @@ class _ResponseHandler:
         return JSONText(response)
 
     async def cancel(self, response_id: str) -> Item:
-        """Abort a response that is being written; returns it."""
+        """Abort a running response. Returns the response."""
         running = self._running.get(response_id)
         if running is None:
             return self.stored(response_id).response
@@ -151,33 +151,33 @@ class _ResponseHandler:
         return running.response
 
     async def _events(
-        self, answered: Answer, body: ResponsesBody, earlier: StoredResponse | None, running: _Running
+        self, answered: Answer, body: ResponsesBody, previous: StoredResponse | None, running: _Running
     ) -> AsyncGenerator[dict[str, Any], None]:
         writer, response = ResponseWriter(running.response, body.custom_tools), running.response
         self._running[response["id"]] = running
         try:
             async with aclosing(answered.reports()) as reports:
-                for sent in writer.begin():
-                    yield sent
+                for event in writer.begin():
+                    yield event
                 with http_errors():
                     async for report in reports:
                         logprobs = None
-                        if (most := answered.parsed.params.logprobs) is not None:
+                        if (num_top := answered.parsed.params.logprobs) is not None:
                             known = report.completion.logprobs or ()
-                            logprobs = chat_logprobs(report.completion.token_ids, known, most)["content"]
-                        for sent in writer.write(report.events, logprobs):
-                            yield sent
-            for sent in writer.end(_usage(answered)):
-                yield sent
+                            logprobs = chat_logprobs(report.completion.token_ids, known, num_top)["content"]
+                        for event in writer.write(report.events, logprobs):
+                            yield event
+            for event in writer.end(_usage(answered)):
+                yield event
         except HTTPException as error:
             running.status = error.status_code
-            for sent in writer.fail(error_of(error)):
-                yield sent
+            for event in writer.fail(error_of(error)):
+                yield event
         finally:
-            if response["status"] in _RUNNING:  # the client has left
+            if response["status"] in _RUNNING:  # the client disconnected
                 response["status"] = "cancelled"
             if body.stored:
-                self.store.put(response, body.items, earlier)
+                self.store.put(response, body.items, previous)
             del self._running[response["id"]]
             running.ended.set()
 
@@ -191,7 +191,7 @@ async def _last_event_of(events: AsyncGenerator[dict[str, Any], None]) -> Item:
 
 
 def _response(service: Service, body: ResponsesBody, parsed: ChatRequest) -> Item:
-    """A response that has no output yet."""
+    """Create a response without output."""
     params = parsed.params
     return {
         "id": f"resp_{uuid4().hex}",
@@ -228,11 +228,11 @@ def _response(service: Service, body: ResponsesBody, parsed: ChatRequest) -> Ite
 
 
 def _usage(answered: Answer) -> Item:
-    told = answered.usage.as_dict()
+    usage = answered.usage.as_dict()
     return {
-        "input_tokens": told["prompt_tokens"],
-        "input_tokens_details": told["prompt_tokens_details"],
-        "output_tokens": told["completion_tokens"],
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": answered.num_reasoning_tokens},
-        "total_tokens": told["total_tokens"],
+        "total_tokens": usage["total_tokens"],
     }

@@ -1,4 +1,4 @@
-"""Events of an answer as the output items of a response, and as the events of its stream."""
+"""Conversion of answer events to output items and stream events of the Responses API."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from bateleur.runner.serve.parsers.events import Arguments, Content, End, Event,
 from bateleur.runner.serve.responses.body import Item
 
 StreamEvent = dict[str, Any]
-"""An event of the stream."""
+"""Body of one server-sent event."""
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-"""The type of the part that holds the text of an item, which is the name of the events of its text, too."""
+"""Type of an item's text part, which is also the name of its text events."""
 
 
 class ResponseWriter:
-    """Builds a response out of the events of an answer, and reports each step as an event of a stream."""
+    """Builds a response from the events of an answer, and yields stream events for every change."""
 
     def __init__(self, response: Item, custom_tools: frozenset[str] = frozenset()) -> None:
-        """response: its fields; `output` and `status` change. custom_tools: names of tools that take a text."""
+        """response: fields of the response, updated in place. custom_tools: names of the custom tools."""
         self.response = response
         self._custom = custom_tools
         self._number = 0
@@ -29,13 +29,13 @@ class ResponseWriter:
         self._arguments = ""
 
     def begin(self) -> Iterator[StreamEvent]:
-        """The first events."""
+        """Yield the first events."""
         self.response["status"] = "in_progress"
         yield self._event("response.created", response=self._snapshot())
         yield self._event("response.in_progress", response=self._snapshot())
 
     def write(self, events: Sequence[Event], logprobs: list[Any] | None = None) -> Iterator[StreamEvent]:
-        """What the next events of the answer add. logprobs: of the tokens of these events."""
+        """Add events of the answer. logprobs: log probabilities of the tokens of these events."""
         for event in events:
             match event:
                 case Reasoning(text):
@@ -53,7 +53,7 @@ class ResponseWriter:
                     self._end(reason)
 
     def end(self, usage: Item) -> Iterator[StreamEvent]:
-        """The last event."""
+        """Yield the last event."""
         self.response |= {"usage": usage, "completed_at": int(time.time())}
         status = self.response["status"]
         yield self._event(
@@ -61,9 +61,9 @@ class ResponseWriter:
         )
 
     def fail(self, error: Item) -> Iterator[StreamEvent]:
-        """The last event of a response that can't be completed. error: `code` and `message`."""
-        told = {"code": error.get("code") or "server_error", "message": error["message"]}
-        self.response |= {"status": "failed", "error": told}
+        """Yield the last event of a failed response. error: `code` and `message`."""
+        fields = {"code": error.get("code") or "server_error", "message": error["message"]}
+        self.response |= {"status": "failed", "error": fields}
         yield self._event("response.failed", response=self._snapshot())
 
     def _end(self, reason: str) -> None:
@@ -119,13 +119,13 @@ class ResponseWriter:
         yield self._item_event("response.output_item.added", item=_copy(item), item_id=None)
 
     def _close(self, status: str) -> Iterator[StreamEvent]:
-        """The item that is open is complete."""
+        """Complete the open item, if any."""
         if (item := self._open) is None:
             return
         if item["type"] == "function_call":
             item["arguments"] = self._arguments
-            told = {"name": item["name"], "arguments": self._arguments}
-            yield self._item_event("response.function_call_arguments.done", **told)
+            fields = {"name": item["name"], "arguments": self._arguments}
+            yield self._item_event("response.function_call_arguments.done", **fields)
         elif item["type"] == "custom_tool_call":
             item["input"] = _custom_input(self._arguments)
             yield self._item_event("response.custom_tool_call_input.delta", delta=item["input"])
@@ -158,13 +158,13 @@ class ResponseWriter:
 
 
 def _copy(item: Item) -> Item:
-    """Of an item or part, which grows while earlier events wait to be sent."""
+    """Copy an item or part, which may grow before an earlier event is sent."""
     parts: Callable[[Any], Any] = lambda value: [*map(dict, value)] if isinstance(value, list) else value  # noqa: E731
     return {name: parts(value) for name, value in item.items()}
 
 
 def _custom_input(arguments: str) -> str:
-    """The text for a custom tool."""
+    """Return the text input of a custom tool from its JSON arguments."""
     try:
         value = json.loads(arguments)
     except ValueError:
