@@ -18,6 +18,7 @@ from bateleur.runner.checkpoint.families import FAMILIES
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.lora.adapter_file import read_adapter
+from bateleur.runner.lora.adapter_manager import AdapterManager, LoRARequest
 from bateleur.runner.lora.adapter_pool import AdapterPool
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.operators import FORMS
@@ -134,6 +135,41 @@ def test_tensors_that_do_not_fit_are_listed(tiny_checkpoint: Any, tmp_path: Path
         read(write_adapter(tmp_path / "wide", folder, modules_of(folder)[:1]), folder, max_rank=2)
     with pytest.raises(ValueError, match=r"must hold adapter_config\.json"):
         read(tmp_path, folder)
+
+
+@in_torch
+def test_adapters_take_the_slots_of_idle_ones(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """The least recently used goes; none that an unfinished request uses, and none twice under one name."""
+    folder, _ = tiny_checkpoint("llama")
+    checkpoint = open_checkpoint(folder)
+    pool = AdapterPool(load_model(checkpoint, torch.float32, "cpu"), checkpoint.names, 2, 4, 8)
+    manager = AdapterManager(pool, checkpoint.names, shapes_of(checkpoint), ())
+    modules = modules_of(folder)[:3]
+    a, b, c = (
+        LoRARequest(name, seed + 1, str(write_adapter(tmp_path / name, folder, modules, seed=seed)))
+        for seed, name in enumerate("abc")
+    )
+    slot, digest = manager.acquire(a)
+    assert manager.acquire(b) != (slot, digest)
+    with pytest.raises(ValueError, match="max_loras=2: unfinished requests use all slots"):
+        manager.load(c)
+    with pytest.raises(ValueError, match="'a': 1 unfinished requests use it"):
+        manager.unload("a")
+    manager.release("b")
+    manager.release("a")
+    assert manager.acquire(a) == (slot, digest)
+    manager.load(c)
+    assert manager.loaded == {"a": tmp_path / "a", "c": tmp_path / "c"}
+    with pytest.raises(ValueError, match="'c': is loaded from"):
+        manager.load(LoRARequest("c", 1, a.lora_path))
+    with pytest.raises(ValueError, match="'b': is not loaded; give its folder"):
+        manager.load(LoRARequest("b"))
+    manager.release("a")
+    manager.unload("a")
+    with pytest.raises(ValueError, match="'a': is not loaded; loaded are c"):
+        manager.unload("a")
+    again = write_adapter(tmp_path / "again", folder, modules, seed=0)
+    assert manager.acquire(LoRARequest("again", 1, str(again))) == (slot, digest)
 
 
 def some(num_tokens: int, rank: int, columns: int, rows: int, dtype: torch.dtype) -> list[torch.Tensor]:

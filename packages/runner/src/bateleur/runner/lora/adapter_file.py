@@ -23,6 +23,8 @@ _REFUSED = (
     *("modules_to_save", "target_parameters", "trainable_token_indices"),
 )
 """Fields of `adapter_config.json` that ask for more than two matrices for each projection."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of an adapter."""
 _LISTED = 20
 """Tensors that an error names."""
 Prefixes = Sequence[tuple[str, str]]
@@ -50,9 +52,9 @@ def read_adapter(
         ValueError: the folder is no adapter, asks for what is not supported, has a rank above `max_rank`, or a tensor
             that does not fit the model. All such tensors are listed.
     """
-    config_file, weights_file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     if not (config_file.is_file() and weights_file.is_file()):
-        raise ValueError(f"lora_path={folder}: must hold adapter_config.json and adapter_model.safetensors")
+        raise ValueError(f"lora_path={folder}: must hold {CONFIG} and {WEIGHTS}")
     config = read_json(config_file)
     _check_config(config_file, config)
     modules, problems = _read_modules(weights_file, other_prefixes)

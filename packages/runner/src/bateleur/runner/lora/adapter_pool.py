@@ -29,6 +29,7 @@ class AdapterPool:
             max_rank: `max_lora_rank`. A projection has that many lanes for each of its modules (q, k and v).
             max_num_tokens: tokens of the largest step, with padding.
         """
+        self.num_slots, self.max_rank = num_slots, max_rank
         self._cuts = {} if model.ranks.alone else model.share.cuts
         num_modules, like = Counter(part.target for part in names.values()), model.embedding
         self.weights: dict[str, LoraWeights] = {}

@@ -1,0 +1,133 @@
+"""Which adapters are on the device, and which requests use them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from bateleur.runner.checkpoint.names import Names
+from bateleur.runner.lora.adapter_file import CONFIG, WEIGHTS, Prefixes, read_adapter
+from bateleur.runner.lora.adapter_pool import AdapterPool
+from bateleur.runner.utils.arguments import folder, shown, text
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """The adapter of a request, as in vLLM.
+
+    Attributes:
+        lora_name: name of the adapter; one name means one adapter until it is unloaded.
+        lora_int_id: accepted for vLLM's sake, and not used: adapters are told apart by name.
+        lora_path: folder that PEFT wrote. It is read when the first request uses the adapter.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the types. Raises ValueError."""
+        text("lora_name", self.lora_name)
+        if self.lora_path:
+            folder("lora_path", self.lora_path)
+
+
+@dataclass(slots=True)
+class _Loaded:
+    slot: int
+    folder: Path
+    digest: bytes
+    """Of both files: prefixes of two adapters are never shared."""
+    num_requests: int = 0
+    last_use: int = 0
+
+
+class AdapterManager:
+    """Loads adapters into the slots of a pool. If all slots are taken, the least recently used idle one is replaced."""
+
+    def __init__(
+        self, pool: AdapterPool, names: Names, shapes: Mapping[str, tuple[int, ...]], other_prefixes: Prefixes
+    ) -> None:
+        """names, shapes, other_prefixes: see `read_adapter`."""
+        self.pool = pool
+        self._names, self._shapes, self._prefixes = names, shapes, other_prefixes
+        self._loaded: dict[str, _Loaded] = {}
+        self._num_uses = 0
+
+    @property
+    def loaded(self) -> dict[str, Path]:
+        """Folders of the adapters on the device, by name."""
+        return {name: each.folder for name, each in self._loaded.items()}
+
+    def load(self, adapter: LoRARequest) -> None:
+        """Read an adapter into a slot, unless it is in one.
+
+        Raises:
+            ValueError: the folder is no adapter that fits (see `read_adapter`), the name is taken by another folder,
+                or unfinished requests use all slots.
+        """
+        source = Path(adapter.lora_path)
+        known = self._loaded.get(adapter.lora_name)
+        if known is not None and (known.folder == source or not adapter.lora_path):
+            return
+        if known is not None:
+            raise ValueError(
+                f"lora_name={shown(adapter.lora_name)}: is loaded from {known.folder}; unload it first"
+            )
+        if not adapter.lora_path:
+            raise ValueError(
+                f"lora_name={shown(adapter.lora_name)}: is not loaded; give its folder as lora_path"
+            )
+        matrices = read_adapter(source, self._names, self._shapes, self._prefixes, self.pool.max_rank)
+        digest = _digest(source)
+        slot = self._free_slot()
+        self.pool.fill(slot, matrices)
+        self._loaded[adapter.lora_name] = _Loaded(slot, source, digest)
+
+    def unload(self, name: str) -> None:
+        """Give the slot of an adapter back. Raises ValueError if it is not loaded, or unfinished requests use it."""
+        known = self._loaded.get(name)
+        if known is None:
+            raise ValueError(
+                f"lora_name={shown(name)}: is not loaded; loaded are {', '.join(self._loaded) or 'none'}"
+            )
+        if known.num_requests:
+            raise ValueError(
+                f"lora_name={shown(name)}: {known.num_requests} unfinished requests use it; abort them first"
+            )
+        del self._loaded[name]
+
+    def acquire(self, adapter: LoRARequest) -> tuple[int, bytes]:
+        """Load the adapter if necessary, and count a request that uses it. Return its slot and its digest."""
+        self.load(adapter)
+        known = self._loaded[adapter.lora_name]
+        self._num_uses += 1
+        known.num_requests, known.last_use = known.num_requests + 1, self._num_uses
+        return known.slot, known.digest
+
+    def release(self, name: str) -> None:
+        """A request that used the adapter has ended."""
+        self._loaded[name].num_requests -= 1
+
+    def _free_slot(self) -> int:
+        taken = {each.slot for each in self._loaded.values()}
+        free = [slot for slot in range(1, self.pool.num_slots + 1) if slot not in taken]
+        if free:
+            return free[0]
+        idle = {name: each.last_use for name, each in self._loaded.items() if not each.num_requests}
+        if not idle:
+            raise ValueError(
+                f"max_loras={self.pool.num_slots}: unfinished requests use all slots; raise max_loras, or wait"
+            )
+        return self._loaded.pop(min(idle, key=idle.__getitem__)).slot
+
+
+def _digest(folder: Path) -> bytes:
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    for name in (CONFIG, WEIGHTS):
+        digest.update((folder / name).read_bytes())
+    return digest.digest()
