@@ -124,7 +124,7 @@ def test_interrupted_ones_are_all_recomputed(sharing: LLM, monkeypatch: pytest.M
         for _ in range(steps):
             sharing.step()
         with monkeypatch.context() as patch:
-            patch.setattr(sharing.engine, "_run", broken)
+            patch.setattr(sharing.engine, "_step", broken)
             with pytest.raises(RuntimeError, match="by design"):
                 sharing.step()
         (report,) = run(sharing)
