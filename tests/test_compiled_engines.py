@@ -83,6 +83,8 @@ def _cases() -> Iterator[Case]:
         policy = {} if model.startswith("Llama") else {"mamba_state_policy": OTHER_POLICY[model]}
         if model in ("Llama-3.1-8B", "Qwen3.5-9B"):
             yield Case(f"{model} FP8 cache", model, options=drafting | SIZES | {"kv_cache_dtype": "fp8"})
+        if model in ("Llama-3.1-8B", "Nemotron-3-Nano-30B-A3B"):
+            yield Case(f"{model} adapters", model, options=drafting | SIZES | {"enable_lora": True})
         yield Case(f"{model} eager", model, options={"cudagraph_mode": "NONE"} | policy)
         yield Case(f"{model} two ranks", model, options=SIZES | policy, ranks=Ranks(1, 2, "two", (0, 1)))
 

@@ -29,6 +29,18 @@ in_torch = pytest.mark.skipif(INTERPRETED, reason="torch forms only")
 KINDS = (
     *("llama", "nemotron_h", "qwen3_5_text", "qwen3_next", "kimi_linear"),
     *("falcon_h1", "lfm2", "olmo_hybrid", "granitemoehybrid", "bamba"),
+    *(
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "mistral",
+        "smollm3",
+        "granite",
+        "olmo3",
+        "phi3",
+        "gemma3_text",
+        "mamba2",
+    ),
 )
 
 

@@ -44,8 +44,7 @@ def test_every_flag_of_vllm_is_known() -> None:
     [
         "--trust-remote-code",
         "--calculate-kv-scales",
-        "--enable-lora",
-        "--lora-modules a=b c=d",
+        "--max-cpu-loras 4",
         "--pipeline-parallel-size 2",
         "--no-enable-chunked-prefill",
         '--compilation-config {"mode":3}',

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bateleur.runner.async_llm import AsyncLLM
     from bateleur.runner.llm import LLM
+    from bateleur.runner.lora.adapter_manager import LoRARequest
     from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
     from bateleur.runner.sampling_params import SamplingParams
     from bateleur.runner.stats import EngineStats
@@ -25,6 +26,7 @@ else:
         "AsyncLLM": "async_llm",
         "CompletionOutput": "outputs",
         "EngineStats": "stats",
+        "LoRARequest": "lora.adapter_manager",
         "Logprob": "outputs",
         "RequestOutput": "outputs",
         "RequestOutputKind": "outputs",
@@ -43,6 +45,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EngineStats",
+    "LoRARequest",
     "Logprob",
     "RequestOutput",
     "RequestOutputKind",

@@ -16,6 +16,7 @@ from bateleur.runner.engine.input_processor import Prompt
 from bateleur.runner.engine_thread import EngineThread, Reader
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.llm import LLM
+from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request_group import RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
@@ -85,6 +86,7 @@ class AsyncLLM:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs after each step of the request, as `output_kind` says, until it ends.
 
@@ -93,7 +95,13 @@ class AsyncLLM:
 
         Raises ValueError if the request could never run, QueueFull, EngineDead; RuntimeError in a forked process.
         """
-        reader = await self.submit([prompt], sampling_params, request_ids=[request_id], priority=priority)
+        reader = await self.submit(
+            [prompt],
+            sampling_params,
+            request_ids=[request_id],
+            priority=priority,
+            lora_request=lora_request,
+        )
         try:
             while outputs := await reader.read():
                 for output in outputs:
@@ -108,6 +116,7 @@ class AsyncLLM:
         *,
         request_ids: Sequence[str | None] | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Reader:
         """Queue requests, all or none, and return the `Reader` of their outputs. End with `abort_unfinished`.
 
@@ -125,7 +134,9 @@ class AsyncLLM:
 
         def prepare() -> list[RequestGroup]:
             return [
-                self.llm.prepare(prompt, sampling_params, request_id=name, priority=priority)
+                self.llm.prepare(
+                    prompt, sampling_params, request_id=name, priority=priority, lora_request=lora_request
+                )
                 for prompt, name in zip(prompts, names, strict=True)
             ]
 
@@ -140,7 +151,13 @@ class AsyncLLM:
             self._thread.release(names)
             raise
         reader = Reader(requests)
-        self._thread.add(requests, reader)
+        queued = self._thread.add(requests, reader)
+        if lora_request is not None:  # which is loaded now
+            try:
+                await asyncio.wrap_future(queued)
+            except asyncio.CancelledError:
+                self.abort_unfinished(reader)
+                raise
         return reader
 
     def abort_unfinished(self, reader: Reader) -> None:
@@ -162,6 +179,18 @@ class AsyncLLM:
     @staticmethod
     async def _run_in(threads: ThreadPoolExecutor, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(threads, function)
+
+    async def add_lora(self, lora_request: LoRARequest) -> None:
+        """As `LLM.add_lora`."""
+        await self.inspect(lambda llm: llm.add_lora(lora_request))
+
+    async def remove_lora(self, lora_name: str) -> None:
+        """As `LLM.remove_lora`."""
+        await self.inspect(lambda llm: llm.remove_lora(lora_name))
+
+    async def list_loras(self) -> dict[str, Path]:
+        """As `LLM.list_loras`."""
+        return await self.inspect(lambda llm: llm.list_loras())
 
     # --- the engine ---------------------------------------------------------------------------------------
 

@@ -134,10 +134,19 @@ class EngineThread(Thread):
 
     # --- from any thread ----------------------------------------------------------------------------------
 
-    def add(self, requests: list[RequestGroup], reader: Reader) -> None:
-        """Run requests with unused ids and deliver their outputs to `reader`."""
-        names = tuple(reader.unfinished)
-        self._post(partial(self._add, requests, names, reader), partial(self._refuse, names, reader))
+    def add(self, requests: list[RequestGroup], reader: Reader) -> Future[None]:
+        """Run these requests, whose ids nobody else has, and report to this reader.
+
+        The future ends when they are queued; it raises the ValueError of a LoRA adapter that can't be loaded.
+        """
+        names, queued = tuple(reader.unfinished), Future[None]()
+
+        def refuse(dead: EngineDead) -> None:
+            self._refuse(names, reader, dead)
+            _set(queued, None)
+
+        self._post(partial(self._add, requests, names, reader, queued), refuse)
+        return queued
 
     def release(self, names: Iterable[str]) -> None:
         """Free ids of requests that will not be added."""
@@ -256,9 +265,20 @@ class EngineThread(Thread):
             if not _wake_all(loop, readers):
                 self.abort(name for name, reader in self._readers.items() if reader.loop is loop)
 
-    def _add(self, requests: list[RequestGroup], names: tuple[str, ...], reader: Reader) -> None:
+    def _add(
+        self, requests: list[RequestGroup], names: tuple[str, ...], reader: Reader, queued: Future[None]
+    ) -> None:
         self._readers |= dict.fromkeys(names, reader)
-        self.llm.add_prepared(*requests)
+        try:
+            self.llm.add_prepared(*requests)
+        except ValueError as error:
+            if all(request.lora_request is None for request in requests):
+                raise
+            for name in names:
+                self._forget(name)
+            _set(queued, error)
+        else:
+            _set(queued, None)
 
     def _abort(self, names: tuple[str, ...]) -> None:
         self._deliver([self.llm.abort(name) for name in names if name in self._readers])
@@ -288,6 +308,16 @@ class EngineThread(Thread):
             self._refuse((name,), reader, dead)
         self._inbox.clear()
         self._readers.clear()
+
+
+def _set(future: Future[None], error: Exception | None) -> None:
+    """End a future that its owner may have cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 def _wake_all(loop: asyncio.AbstractEventLoop, readers: list[Reader]) -> bool:

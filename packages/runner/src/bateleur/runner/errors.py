@@ -118,6 +118,10 @@ class QueueFull(RuntimeError):
     """The maximum number of requests is queued; a later request may succeed."""
 
 
+class AdaptersBusy(ValueError):
+    """Unfinished requests use all slots of LoRA adapters; a request that comes later may find one."""
+
+
 class ContextLengthExceeded(ValueError):
     """A prompt leaves no room for an output token within `max_model_len`.
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from inspect import Parameter, Signature
-from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
@@ -18,12 +17,13 @@ from bateleur.runner.config.engine_config import EngineConfig, all_options
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.exclusive_access import ExclusiveAccess, exclusive
-from bateleur.runner.engine.input_processor import InputProcessor, Prompt, as_prompts
+from bateleur.runner.engine.input_processor import InputProcessor, OneOrMoreAdapters, Prompt
 from bateleur.runner.engine.memory_profile import needed_bytes
 from bateleur.runner.engine.request_registry import RequestRegistry
 from bateleur.runner.engine.setup import EngineSetup, device_of
 from bateleur.runner.errors import EngineDead
 from bateleur.runner.generation_config import recommended_sampling
+from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.model_runner.graph_costs import GraphCosts
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request_group import RequestGroup
@@ -31,11 +31,12 @@ from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.text.chat import ChatOptions, render
 from bateleur.runner.text.messages import Message, is_conversation
-from bateleur.runner.utils.arguments import Check, Integer, Several, file, flag, refuse, text
+from bateleur.runner.utils.arguments import Integer, Several, file, flag, text
 from bateleur.runner.utils.device import explain_out_of_memory, use_device
 from bateleur.runner.workers.data_parallel import DataParallelCoordinator
 from bateleur.runner.workers.leader import Leader
 
+_FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 _log = logging.getLogger(__name__)
 
 
@@ -136,6 +137,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
         priority: Sequence[int] | int | None = None,
+        lora_request: OneOrMoreAdapters = None,
     ) -> list[RequestOutput]:
         """Run all prompts to their end and return outputs in the order of the prompts.
 
@@ -144,10 +146,10 @@ class LLM:
         requests of this call.
 
         priority: of each prompt, or of all; lower values run first with scheduling_policy "priority".
+        lora_request: LoRA adapter of each prompt, or of all; None for the base model.
         """
         flag("use_tqdm", use_tqdm)
-        kind = RequestOutputKind.FINAL_ONLY
-        requests = self._requests(prompts, sampling_params, kind=kind, priority=priority)
+        requests = self._requests(prompts, sampling_params, _FINAL_ONLY, priority, lora_request)
         results: dict[str, RequestOutput] = {}
         from tqdm import tqdm
 
@@ -163,6 +165,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
+        lora_request: OneOrMoreAdapters = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Apply the checkpoint's chat template to one or several conversations, and `generate`.
@@ -172,13 +175,15 @@ class LLM:
         """
         several = [messages] if is_conversation(messages) else messages
         prompts = [render(self.tokenizer, cast(Sequence[Message], each), **options) for each in several]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     @exclusive
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: OneOrMoreAdapters = None,
     ) -> Iterator[RequestOutput]:
         """Run all prompts and yield each request's output after each of its steps, with all text so far.
 
@@ -186,7 +191,9 @@ class LLM:
         still change (an incomplete character, the start of a stop string) is held back. Closing the iterator aborts
         unfinished requests.
         """
-        return self._one_at_a_time(self._run(self._requests(prompts, sampling_params)))
+        return self._one_at_a_time(
+            self._run(self._requests(prompts, sampling_params, lora_request=lora_request))
+        )
 
     def _one_at_a_time(self, outputs: Generator[RequestOutput]) -> Iterator[RequestOutput]:
         """Yield outputs; other calls are allowed between two of them."""
@@ -235,6 +242,7 @@ class LLM:
         request_id: str | None = None,
         priority: int = 0,
         stream: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue a request and return its id; `step` returns its outputs.
 
@@ -247,16 +255,17 @@ class LLM:
             prompt,
             given,
             request_id=request_id,
-            kind=None if streams else RequestOutputKind.FINAL_ONLY,
+            kind=None if streams else _FINAL_ONLY,
             priority=priority,
             taken=self._registry,
+            lora_request=lora_request,
         )
         self._registry.add(request)
         return request.request_id
 
     @exclusive
     def add_prepared(self, *requests: RequestGroup) -> None:
-        """Queue requests made by `prepare`, all or none. Raises ValueError for an id in use."""
+        """Queue requests made by `prepare`, all or none. Raises ValueError for an id in use or a bad adapter."""
         self._registry.add(*requests)
 
     @exclusive
@@ -288,6 +297,22 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of requests that give none: those that the checkpoint recommends."""
         return self._default_params
+
+    @exclusive
+    def add_lora(self, lora_request: LoRARequest) -> None:
+        """Load a LoRA adapter before a request does. Raises ValueError as `AdapterManager.load`."""
+        self.engine.operations.load_adapter(lora_request)
+
+    @exclusive
+    def remove_lora(self, lora_name: str) -> None:
+        """Unload a LoRA adapter. Raises ValueError if it is not loaded, or unfinished requests use it."""
+        self.engine.operations.unload_adapter(text("lora_name", lora_name))
+
+    @exclusive
+    def list_loras(self) -> dict[str, Path]:
+        """Folders of the loaded LoRA adapters, by name."""
+        adapters = self.engine.setup.adapters
+        return {} if adapters is None else adapters.loaded
 
     # --- prefixes -----------------------------------------------------------------------------------------
 
@@ -322,13 +347,16 @@ class LLM:
         *,
         request_id: str,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> RequestGroup:
         """Return a request for `add_prepared`. Raises ValueError if it could never run.
 
         Any thread may call this at any time. The caller keeps request ids unique.
         """
         params = self._default_params if sampling_params is None else sampling_params
-        return self._input_processor.request(prompt, params, request_id=request_id, priority=priority)
+        return self._input_processor.request(
+            prompt, params, request_id=request_id, priority=priority, lora_request=lora_request
+        )
 
     def prepare_structured_outputs(self) -> bool:
         """Load what requests with `structured_outputs` need, which otherwise the first of them does.
@@ -349,46 +377,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         kind: RequestOutputKind | None = None,
         priority: Sequence[int] | int | None = None,
+        lora_request: OneOrMoreAdapters = None,
     ) -> list[RequestGroup]:
-        listed = as_prompts(prompts)
-        given = self._default_params if sampling_params is None else sampling_params
-        params = _for_each(listed, "sampling_params", given, SamplingParams, _PARAMS)
-        priorities = _for_each(listed, "priority", 0 if priority is None else priority, Integral, _PRIORITIES)
-        requests, taken = [], self._registry
-        for index, (prompt, p, first) in enumerate(zip(listed, params, priorities, strict=True)):
-            try:
-                requests.append(
-                    self._input_processor.request(prompt, p, kind=kind, priority=first, taken=taken)
-                )
-            except ValueError as error:
-                raise ValueError(f"prompts[{index}]: {error}") from error
-        return requests
-
-
-def _sampling(name: str, value: object) -> SamplingParams:
-    return value if isinstance(value, SamplingParams) else refuse(name, value, "SamplingParams")
+        params = self._default_params if sampling_params is None else sampling_params
+        return self._input_processor.requests(prompts, params, kind, priority, lora_request, self._registry)
 
 
 _TOKEN_IDS = Several(Integer(0, 2**31 - 1), "a sequence of token ids")
-_PARAMS = Several(_sampling, "SamplingParams, or a list of them")
-_PRIORITIES = Several(Integer(), "an integer, or a list of them")
-
-
-def _for_each(prompts: Sequence[Prompt], name: str, given: Any, kind: type, several: Check) -> Sequence[Any]:
-    """Return one value per prompt, from a single value for all or a list with one for each."""
-    listed: Sequence[Any] = (given,) * len(prompts) if isinstance(given, kind) else several(name, given)
-    if len(listed) != len(prompts):
-        raise ValueError(f"{name} has {len(listed)} entries for {len(prompts)} prompts")
-    return listed
 
 
 # The signature that `help(LLM)` shows: every option with its default.
-_KINDS = {"model": Parameter.POSITIONAL_OR_KEYWORD}
 LLM.__signature__ = Signature(  # type: ignore[attr-defined]
     [
         Parameter(
             each.name,
-            _KINDS.get(each.name, Parameter.KEYWORD_ONLY),
+            Parameter.POSITIONAL_OR_KEYWORD if each.name == "model" else Parameter.KEYWORD_ONLY,
             default=each.default,
             annotation=each.type,
         )

@@ -217,5 +217,5 @@ class PrefixCache:
 
     def _keys(self, request: Request) -> PrefixKeys:
         if request.keys is None:
-            request.keys = PrefixKeys(self.block_size)
+            request.keys = PrefixKeys(self.block_size, request.adapter_digest)
         return request.keys

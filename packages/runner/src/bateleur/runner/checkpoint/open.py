@@ -64,6 +64,8 @@ class Checkpoint:
     """Fields that replace those of `config.json`."""
     dequantize: bool = False
     """Whether quantised weights are converted to the dtype of the model when they are loaded."""
+    other_prefixes: tuple[tuple[str, str], ...] = ()
+    """See `Family.other_prefixes`."""
 
 
 def open_checkpoint(
@@ -118,6 +120,7 @@ def open_checkpoint(
         unused,
         dict(overrides or {}),
         dequantize,
+        family.other_prefixes,
     )
 
 

@@ -76,6 +76,7 @@ _TITLES = {
     "speculative": "speculative decoding",
     "graphs": "CUDA graphs",
     "parallel": "tensor and data parallelism",
+    "lora": "LoRA adapters",
 }
 _NOT_FLAGS = ("model", "drafter", "seed")
 """Options of `LLM` without a generated flag: MODEL is an argument, a drafter is an object, requests have seeds."""
@@ -106,7 +107,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "Mapping": {"metavar": "JSON", "type": json_value},
 }
 """Arguments of `add_argument` by the beginning of an option's type; other types take a name."""
-_LISTS = ("served_model_name", "api_key", "allowed_origins", "peers")
+_LISTS = ("served_model_name", "api_key", "allowed_origins", "lora_modules", "peers")
 """Options that take several values after one flag, as in vLLM."""
 _FOLDER: dict[str, Any] = {"metavar": "DIR", "type": Path, "default": None}
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": False}

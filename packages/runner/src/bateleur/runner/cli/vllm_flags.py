@@ -23,7 +23,6 @@ SERVER = table(
     ("config", (None,), "give the options on the command line"),
     ("grpc", (False,), "the server has HTTP only"),
     ("grpc_port tool_server", (None,), "the server has HTTP only, and clients run the tools"),
-    ("lora_modules", (None,), "LoRA is not supported: merge adapters into the checkpoint"),
     ("chat_template_content_format", ("auto", "string"), "templates get message contents as strings"),
     ("trust_request_chat_template", (False,), "a template is a program: use --chat-template"),
     ("trust_request_mm_kwargs", (False,), "only text models are served"),
@@ -54,10 +53,7 @@ SERVER = table(
     ("max_num_queued_tokens max_num_active_seqs", (None,), "use --max-queued-requests, --max-num-seqs"),
 )
 """Flag names, accepted values (`...` is any), and what to do instead of another value."""
-_LISTS = (
-    *("allowed_media_domains", "collect_detailed_traces", "device_ids", "logits_processors"),
-    "lora_modules",
-)
+_LISTS = (*("allowed_media_domains", "collect_detailed_traces", "device_ids", "logits_processors"),)
 """Flags that take several values."""
 _SHORT = {"tensor_parallel_size": "-tp", "data_parallel_size": "-dp"}
 

@@ -314,6 +314,19 @@ class ParallelConfig(Checked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig(Checked):
+    """LoRA adapters, which requests choose."""
+
+    enable_lora: bool = option(False, flag)
+    """Let requests name a LoRA adapter, a folder that PEFT wrote (`lora_request`)."""
+    max_loras: int = option(1, Integer(1))
+    """Adapters on the device at once, each of which takes memory; another takes the place of one that no unfinished
+    request uses."""
+    max_lora_rank: int = option(16, Integer(1))
+    """Largest rank of an adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All options of an engine, by topic."""
 
@@ -323,6 +336,12 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+
+    def __post_init__(self) -> None:
+        if self.lora.enable_lora and self.parallel.data_parallel_size > 1:
+            rule = f"false with data_parallel_size = {self.parallel.data_parallel_size}"
+            refuse("enable_lora", self.lora.enable_lora, rule)
 
     @classmethod
     def of(cls, /, **options: Any) -> EngineConfig:

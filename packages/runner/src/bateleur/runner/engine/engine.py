@@ -61,7 +61,12 @@ class Engine:
         self._outputs = OutputProcessor(setup.tokenizer, self.table, self.model.spec.vocab_size)
         self._clock = RequestClock(self.stats, self.table)
         self.registry = RequestRegistry(
-            self.scheduler, self._outputs, self.stats, self._clock, self.runner.producer.buffers.forget
+            self.scheduler,
+            self._outputs,
+            self.stats,
+            self._clock,
+            self.runner.producer.buffers.forget,
+            setup.adapters,
         )
         self._collector = StepCollector(
             self.scheduler, self._outputs, self.registry, self.stats, self._clock, self.runner.proposer
@@ -102,7 +107,9 @@ class Engine:
     @property
     def operations(self) -> EngineOperations:
         """Long operations between steps."""
-        return EngineOperations(self.registry, self.offload, self._verify_graphs, self.model)
+        return EngineOperations(
+            self.registry, self.offload, self._verify_graphs, self.model, self.setup.adapters
+        )
 
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
         """Check on `fuzz` random steps per graph that replays equal eager runs.

@@ -14,6 +14,7 @@ from torch import Tensor
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.errors import ContextLengthExceeded
+from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.outputs import RequestOutputKind
 from bateleur.runner.requests.request import Request
@@ -30,10 +31,22 @@ from bateleur.runner.text.tokenizer import (
     special_token_ids,
     tag_tokens,
 )
-from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, Integer, refuse, require_unicode, text
+from bateleur.runner.utils.arguments import (
+    TEXTS_AND_BYTES,
+    Check,
+    Integer,
+    Several,
+    maybe,
+    refuse,
+    require_unicode,
+    shown,
+    text,
+)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt`, `prompt_token_ids` or both; then the ids run, and the text is shown."""
+OneOrMoreAdapters = LoRARequest | Sequence[LoRARequest | None] | None
+"""LoRA adapter of all prompts, or of each; None for the base model."""
 
 _PRIORITY = Integer(-(1 << 63), (1 << 63) - 1, rule="an integer of 64 bits")
 
@@ -55,6 +68,7 @@ class InputProcessor:
         self._spec = spec
         self._limits = limits
         self._seed = config.model.seed
+        self._enable_lora = config.lora.enable_lora
         self._by_priority = config.scheduler.scheduling_policy == "priority"
         self.grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
         self._tags = tag_tokens(tokenizer)
@@ -74,6 +88,7 @@ class InputProcessor:
         kind: RequestOutputKind | None = None,
         priority: int = 0,
         taken: Container[str] = (),
+        lora_request: LoRARequest | None = None,
     ) -> RequestGroup:
         """Make a request. Raises ValueError, naming argument, value and rule, if it could never run.
 
@@ -83,6 +98,7 @@ class InputProcessor:
             refuse("sampling_params", params, "SamplingParams")
         if request_id is not None:
             text("request_id", request_id)
+        self._check_adapter(lora_request)
         params = self._counted(params)
         priority = self._check_priority(priority)
         words, ids = self._tokens_of(prompt)
@@ -119,8 +135,36 @@ class InputProcessor:
             max_total_tokens=limit,
             bad_words=bad_words,
             seeds=seeds,
+            lora_request=lora_request,
         )
         return self._group(admitted, matchers)
+
+    def requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        kind: RequestOutputKind | None,
+        priority: Sequence[int] | int | None,
+        lora_request: OneOrMoreAdapters,
+        taken: Container[str],
+    ) -> list[RequestGroup]:
+        """`request` for each prompt; parameters, priorities and adapters are one for all prompts, or one for each."""
+        listed = as_prompts(prompts)
+        each_params = _for_each(listed, "sampling_params", params, SamplingParams, _PARAMS)
+        priorities = _for_each(listed, "priority", 0 if priority is None else priority, Integral, _PRIORITIES)
+        adapters = _for_each(listed, "lora_request", lora_request, LoRARequest | None, _ADAPTERS)
+        requests = []
+        for index, (prompt, own, first, adapter) in enumerate(
+            zip(listed, each_params, priorities, adapters, strict=True)
+        ):
+            try:
+                request = self.request(
+                    prompt, own, kind=kind, priority=first, taken=taken, lora_request=adapter
+                )
+            except ValueError as error:
+                raise ValueError(f"prompts[{index}]: {error}") from error
+            requests.append(request)
+        return requests
 
     def follow(self, admitted: AdmittedRequest) -> RequestGroup:
         """Make a request that the first rank has admitted, without checks."""
@@ -146,7 +190,17 @@ class InputProcessor:
             request.rope_length = self._spec.rope_length(len(ids))
             request.leader = members[0] if members else None
             members.append(request)
-        return RequestGroup(admitted.request_id, admitted.prompt, list(ids), admitted.kind, members)
+        lora = admitted.lora_request
+        return RequestGroup(admitted.request_id, admitted.prompt, list(ids), admitted.kind, members, lora)
+
+    def _check_adapter(self, lora_request: object) -> None:
+        if lora_request is None:
+            return
+        checked_adapter("lora_request", lora_request)
+        if not self._enable_lora:
+            raise ValueError(
+                f"lora_request is {shown(lora_request)}; it must be None without enable_lora=True"
+            )
 
     def _check_priority(self, priority: object) -> int:
         number = _PRIORITY("priority", priority)
@@ -271,6 +325,28 @@ class InputProcessor:
         if len(ids) >= longest:
             raise ContextLengthExceeded(f"{len(ids)} tokens", longest)
         return longest if params.max_tokens is None else min(longest, len(ids) + params.max_tokens)
+
+
+def _sampling(name: str, value: object) -> SamplingParams:
+    return value if isinstance(value, SamplingParams) else refuse(name, value, "SamplingParams")
+
+
+def checked_adapter(name: str, value: object) -> LoRARequest:
+    """The value, if it is a LoRARequest. Raises ValueError that names it."""
+    return value if isinstance(value, LoRARequest) else refuse(name, value, "a LoRARequest")
+
+
+_ADAPTERS = Several(maybe(checked_adapter), "a LoRARequest, None, or a list of them")
+_PARAMS = Several(_sampling, "SamplingParams, or a list of them")
+_PRIORITIES = Several(Integer(), "an integer, or a list of them")
+
+
+def _for_each(prompts: Sequence[Prompt], name: str, given: Any, kind: Any, several: Check) -> Sequence[Any]:
+    """One for all of them, or a list with one for each."""
+    listed: Sequence[Any] = (given,) * len(prompts) if isinstance(given, kind) else several(name, given)
+    if len(listed) != len(prompts):
+        raise ValueError(f"{name} has {len(listed)} entries for {len(prompts)} prompts")
+    return listed
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

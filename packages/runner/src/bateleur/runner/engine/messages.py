@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.outputs import RequestOutput
 from bateleur.runner.requests.request_group import AdmittedRequest, RequestGroup
 from bateleur.runner.stats import EngineStats
@@ -78,6 +79,20 @@ class VerifyGraphs:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Load a LoRA adapter."""
+
+    adapter: LoRARequest
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Give the slot of a LoRA adapter back."""
+
+    lora_name: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReportStats:
     """Let data-parallel ranks reply with their counters."""
 
@@ -90,7 +105,7 @@ class Reply:
     stats: EngineStats | None
 
 
-EngineOperation = ExportPrefix | ImportPrefix | FlushDisk | VerifyGraphs
+EngineOperation = ExportPrefix | ImportPrefix | FlushDisk | VerifyGraphs | LoadAdapter | UnloadAdapter
 """Operations between steps, which may take long."""
 Message = AddRequests | AbortRequest | AbandonRequests | RunStep | EngineOperation
 WireMessage = AbortRequest | AddAdmittedRequests | EngineOperation | AbandonRequests | RunStep | ReportStats

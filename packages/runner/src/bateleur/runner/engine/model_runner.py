@@ -51,7 +51,8 @@ class ModelRunner:
         self.model_state = ModelState(self.model, caches, setup.backend, limits, setup.prompt_scan)
         self.sampler = Sampler(limits.max_num_seqs, self.model.spec.vocab_size, device, self.model.shard)
         checks, num_drafts = setup.graphs.checks, limits.num_speculative_tokens
-        self.producer = StepProducer(self.model_state, limits.buffers, device, checks, table.blocks)
+        pool = None if setup.adapters is None else setup.adapters.pool
+        self.producer = StepProducer(self.model_state, limits.buffers, device, checks, table.blocks, pool)
         drafter = self._make_drafter()
         self.head = drafter if isinstance(drafter, EagleSpeculator) else None
         lens = query_lens_of(setup.policy, num_drafts)
@@ -196,7 +197,12 @@ class ModelRunner:
             lengths = self.lengths.of(batch.index.rows)
         rows = batch.step_rows(self.table, sampler.input_ids(batch), lengths)
         metadata = self.producer.buffers.stage(rows, shape)
-        return self.producer.prepare(metadata, decision.descriptor, batch_id=rows.batch_id)
+        slots = None
+        if self.setup.adapters is not None:
+            slots = np.repeat(self.table.adapter_slot[batch.rows], batch.query_lens)
+        return self.producer.prepare(
+            metadata, decision.descriptor, batch_id=rows.batch_id, adapter_slots=slots
+        )
 
     def _fields_of(self, batch: StepBatch, decision: DispatchDecision) -> dict[str, NDArray[Any]]:
         """Everything that must be equal on all ranks."""

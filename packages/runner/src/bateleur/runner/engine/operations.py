@@ -1,4 +1,4 @@
-"""Long operations between steps: prefix export and import, disk flush, graph verification."""
+"""Long operations between steps: prefix export and import, disk flush, graph verification, LoRA adapters."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bateleur.cudagraph import VerifyReport
+from bateleur.runner.engine.input_processor import checked_adapter
 from bateleur.runner.engine.messages import (
     EngineOperation,
     ExportPrefix,
     FlushDisk,
     ImportPrefix,
+    LoadAdapter,
+    UnloadAdapter,
     VerifyGraphs,
 )
 from bateleur.runner.engine.prefix_offload import PrefixOffload
 from bateleur.runner.engine.request_registry import RequestRegistry
+from bateleur.runner.lora.adapter_manager import AdapterManager, LoRARequest
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.utils.device import use_device
 
@@ -32,8 +36,10 @@ class EngineOperations:
         offload: PrefixOffload,
         verify: Callable[[int], VerifyReport],
         model: HybridDecoder,
+        adapters: AdapterManager | None,
     ) -> None:
-        """verify: compares replays with eager runs on so many random steps."""
+        """verify: compares replays with eager runs on so many random steps. adapters: None without `enable_lora`."""
+        self._adapters = adapters
         self._registry, self._offload, self._verify_here, self._model = registry, offload, verify, model
 
     def export_prefix(self, token_ids: NDArray[np.int32], path: Path) -> int:
@@ -54,6 +60,14 @@ class EngineOperations:
         report = self._run(VerifyGraphs(fuzz))
         assert isinstance(report, VerifyReport)
         return report
+
+    def load_adapter(self, adapter: LoRARequest) -> None:
+        """See `AdapterManager.load`. Also raises ValueError without `enable_lora`."""
+        self._run(LoadAdapter(checked_adapter("lora_request", adapter)))
+
+    def unload_adapter(self, lora_name: str) -> None:
+        """See `AdapterManager.unload`. Also raises ValueError without `enable_lora`."""
+        self._run(UnloadAdapter(lora_name))
 
     def _count(self, operation: EngineOperation) -> int:
         count = self._run(operation)
@@ -86,8 +100,20 @@ class EngineOperations:
                     return None
                 case VerifyGraphs(fuzz):
                     return self._verify(fuzz)
+                case LoadAdapter(adapter):
+                    self._enabled.load_everywhere(adapter)
+                    return None
+                case UnloadAdapter(lora_name):
+                    self._enabled.unload_everywhere(lora_name)
+                    return None
         except (ValueError, OSError) as error:
             return error
+
+    @property
+    def _enabled(self) -> AdapterManager:
+        if self._adapters is None:
+            raise ValueError("enable_lora is False; it must be True for LoRA adapters")
+        return self._adapters
 
     def _verify(self, fuzz: int) -> VerifyReport:
         report = self._verify_here(fuzz)

@@ -16,6 +16,7 @@ from bateleur.runner.engine.messages import (
 from bateleur.runner.engine.output_processor import NO_NUMBERS, OutputProcessor
 from bateleur.runner.engine.request_times import RequestClock
 from bateleur.runner.engine.step_in_flight import StepInFlight
+from bateleur.runner.lora.adapter_manager import AdapterManager
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import ReportedState, RequestGroup
@@ -41,8 +42,14 @@ class RequestRegistry:
         stats: EngineStats,
         clock: RequestClock,
         reset: Callable[[], None],
+        adapters: AdapterManager | None = None,
     ) -> None:
-        """reset: resets all other state that an interrupted step may have left half written."""
+        """
+        Args:
+            scheduler, outputs, stats, clock: of the engine.
+            reset: resets all other state that an interrupted step may have left half written.
+            adapters: LoRA adapters that requests may use.
+        """
         self.requests: dict[str, RequestGroup] = {}
         """Waiting and running requests."""
         self.consistent = True
@@ -59,7 +66,7 @@ class RequestRegistry:
         self._reported: dict[RequestGroup, tuple[ReportedState, ...]] = {}
         """How much of each DELTA request was taken."""
         self._scheduler, self._outputs, self._stats, self._clock = scheduler, outputs, stats, clock
-        self._reset = reset
+        self._reset, self._adapters = reset, adapters
 
     def __contains__(self, request_id: object) -> bool:
         """Whether a request with this id is waiting, running, or has output that was not taken yet."""
@@ -67,15 +74,42 @@ class RequestRegistry:
         return request_id in self.requests or request_id in self._undelivered
 
     def add(self, *groups: RequestGroup) -> None:
-        """Queue requests, all or none. Raises ValueError for an id that is in use, or twice among them."""
+        """Queue requests, all or none.
+
+        Raises ValueError for an id that is in use, or twice among them, and for a LoRA adapter that cannot be loaded,
+        see `AdapterManager.load`.
+        """
         require_new((group.request_id for group in groups), self)
         with self.sending(AddRequests(groups)):
-            self.consistent = False
+            refused = self.add_here(*groups)
+        if refused is not None:
+            raise refused
+
+    def add_here(self, *groups: RequestGroup) -> ValueError | None:
+        """`add` on this rank. Returns why none was queued, which all ranks find."""
+        self.consistent = False
+        refused = self._acquire_adapters(groups)
+        if refused is None:
             for group in groups:
                 for request in group.members:
                     self._scheduler.add(request)
             self.requests |= {group.request_id: group for group in groups}
-            self.consistent = True
+        self.consistent = True
+        return refused
+
+    def _acquire_adapters(self, groups: Sequence[RequestGroup]) -> ValueError | None:
+        adapted = [(group, group.lora_request) for group in groups if group.lora_request is not None]
+        if not adapted:
+            return None
+        assert self._adapters is not None, "the input processor refuses adapters"
+        try:
+            found = self._adapters.acquire_all([adapter for _, adapter in adapted])
+        except ValueError as error:
+            return error
+        for (group, _), held in zip(adapted, found, strict=True):
+            for request in group.members:
+                request.adapter_slot, request.adapter_digest = held
+        return None
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now; returns its output so far. Raises ValueError for an unknown id."""
@@ -119,6 +153,8 @@ class RequestRegistry:
             self._undelivered[group.request_id] = group
         if finished:
             del self.requests[group.request_id]
+            if self._adapters is not None and group.lora_request is not None:
+                self._adapters.release(group.lora_request.lora_name)
             if not self.requests:
                 self.in_flight = ()
             for each in group.members:
@@ -206,6 +242,9 @@ class RequestRegistry:
                     self._outputs.close(each)
             if group.finished:
                 self._queue_output(group)
+        if self._adapters is not None:
+            live = (group.lora_request for group in self.requests.values())
+            self._adapters.recount(adapter.lora_name for adapter in live if adapter is not None)
         self._scheduler.restart(waiting)
         self._reset()
         self.in_flight = ()

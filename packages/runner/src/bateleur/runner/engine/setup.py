@@ -34,6 +34,7 @@ from bateleur.runner.config.kv_cache_dtype import warn_of_missing_scales
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.prompt_scan import choose_scan
 from bateleur.runner.distributed.ranks import ALONE, Ranks
+from bateleur.runner.lora.adapter_manager import AdapterManager
 from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
@@ -80,6 +81,8 @@ class EngineSetup:
     """Rows of host memory for what leaves the device's caches; None where it is forgotten."""
     disk: tuple[Path, int | None] | None = None
     """Where what requests leave is written, and how much of it, if somebody said so; None where it is not."""
+    adapters: AdapterManager | None = None
+    """LoRA adapters on the device; None without `enable_lora`."""
 
     @classmethod
     def of(
@@ -119,6 +122,7 @@ class EngineSetup:
             warn_of_missing_scales(checkpoint.spec)
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
         network = load_model(checkpoint, dtype=dtype, device=device, ranks=layers, data_ranks=data)
+        adapters = AdapterManager.of(config.lora, checkpoint, network, limits.max_num_batched_tokens)
         drafter: DraftHead | Drafter | None = config.speculative.drafter
         if (draft := config.speculative.draft) == NGRAM:
             caches = replace(caches, draft=lookup_costs(limits.max_model_len))
@@ -143,6 +147,7 @@ class EngineSetup:
             rule=rule,
             async_scheduling=ahead,
             prompt_scan=scan,
+            adapters=adapters,
         )
         return _CacheSizes(made, config, network, caches, drafter, ranks, data).sized(limits, graphs, measure)
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 from bateleur.runner.checkpoint.names import Names
+from bateleur.runner.checkpoint.open import Checkpoint
+from bateleur.runner.config.engine_config import LoRAConfig
+from bateleur.runner.distributed.agreement import run_on_all_ranks
+from bateleur.runner.distributed.ranks import ALONE, Ranks
+from bateleur.runner.errors import AdaptersBusy
 from bateleur.runner.lora.adapter_file import CONFIG, WEIGHTS, Prefixes, read_adapter
 from bateleur.runner.lora.adapter_pool import AdapterPool
+from bateleur.runner.models import HybridDecoder
 from bateleur.runner.utils.arguments import folder, shown, text
 
 _DIGEST_BYTES = 16
@@ -50,13 +57,31 @@ class AdapterManager:
     """Loads adapters into the slots of a pool. If all slots are taken, the least recently used idle one is replaced."""
 
     def __init__(
-        self, pool: AdapterPool, names: Names, shapes: Mapping[str, tuple[int, ...]], other_prefixes: Prefixes
+        self,
+        pool: AdapterPool,
+        names: Names,
+        shapes: Mapping[str, tuple[int, ...]],
+        other_prefixes: Prefixes,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """names, shapes, other_prefixes: see `read_adapter`."""
-        self.pool = pool
+        """names, shapes, other_prefixes: see `read_adapter`. ranks: those that load every adapter together."""
+        self.pool, self._ranks = pool, ranks
         self._names, self._shapes, self._prefixes = names, shapes, other_prefixes
         self._loaded: dict[str, _Loaded] = {}
         self._num_uses = 0
+
+    @classmethod
+    def of(
+        cls, config: LoRAConfig, checkpoint: Checkpoint, model: HybridDecoder, max_num_tokens: int
+    ) -> AdapterManager | None:
+        """Slots of `config` on a model, or on what this rank has of it; None without `enable_lora`."""
+        if not config.enable_lora:
+            return None
+        names = checkpoint.names
+        pool = AdapterPool(model, names, config.max_loras, config.max_lora_rank, max_num_tokens)
+        whole = HybridDecoder(checkpoint.spec, dtype=model.dtype, device="meta").weights()
+        shapes = {name: tuple(weight.shape) for name, weight in whole.items()}
+        return cls(pool, names, shapes, checkpoint.other_prefixes, model.ranks)
 
     @property
     def loaded(self) -> dict[str, Path]:
@@ -82,8 +107,11 @@ class AdapterManager:
             raise ValueError(
                 f"lora_name={shown(adapter.lora_name)}: is not loaded; give its folder as lora_path"
             )
-        matrices = read_adapter(source, self._names, self._shapes, self._prefixes, self.pool.max_rank)
-        digest = _digest(source)
+        try:
+            matrices = read_adapter(source, self._names, self._shapes, self._prefixes, self.pool.max_rank)
+            digest = _digest(source)
+        except OSError as error:
+            raise ValueError(f"lora_path={source}: {error}") from error
         slot = self._free_slot()
         self.pool.fill(slot, matrices)
         self._loaded[adapter.lora_name] = _Loaded(slot, source, digest)
@@ -113,6 +141,30 @@ class AdapterManager:
         """A request that used the adapter has ended."""
         self._loaded[name].num_requests -= 1
 
+    def acquire_all(self, adapters: Sequence[LoRARequest]) -> list[tuple[int, bytes]]:
+        """`acquire` on every rank, all or none. Raises on all ranks the ValueError of one."""
+        before = {name: each.num_requests for name, each in self._loaded.items()}
+        try:
+            return run_on_all_ranks(self._ranks, lambda: [self.acquire(each) for each in adapters])
+        except ValueError:
+            for name, each in self._loaded.items():
+                each.num_requests = before.get(name, 0)
+            raise
+
+    def load_everywhere(self, adapter: LoRARequest) -> None:
+        """`load` on every rank. Raises on all ranks the ValueError of one."""
+        run_on_all_ranks(self._ranks, lambda: self.load(adapter))
+
+    def unload_everywhere(self, name: str) -> None:
+        """`unload` on every rank. Raises on all ranks the ValueError of one."""
+        run_on_all_ranks(self._ranks, lambda: self.unload(name))
+
+    def recount(self, names: Iterable[str]) -> None:
+        """Set the requests that use each adapter, after an interruption. names: of each request's adapter."""
+        counts = Counter(names)
+        for name, each in self._loaded.items():
+            each.num_requests = counts[name]
+
     def _free_slot(self) -> int:
         taken = {each.slot for each in self._loaded.values()}
         free = [slot for slot in range(1, self.pool.num_slots + 1) if slot not in taken]
@@ -120,7 +172,7 @@ class AdapterManager:
             return free[0]
         idle = {name: each.last_use for name, each in self._loaded.items() if not each.num_requests}
         if not idle:
-            raise ValueError(
+            raise AdaptersBusy(
                 f"max_loras={self.pool.num_slots}: unfinished requests use all slots; raise max_loras, or wait"
             )
         return self._loaded.pop(min(idle, key=idle.__getitem__)).slot

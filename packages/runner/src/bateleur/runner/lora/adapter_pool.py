@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Names
 from bateleur.runner.lora.adapter_file import LowRank
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.lora import LoraWeights
+from bateleur.runner.utils.device import pinned
 
 
 class AdapterPool:
@@ -46,6 +49,15 @@ class AdapterPool:
     def num_bytes(self) -> int:
         """Bytes of all matrices."""
         return sum(each.a_ARK.nbytes + each.b_ANR.nbytes for each in self.weights.values())
+
+    def stage(self, num_tokens: int, slots: NDArray[np.int32] | None) -> Tensor:
+        """Write the slots of a step's tokens, 0 behind them; all 0 for None. Return those of its `num_tokens`."""
+        staged = pinned((num_tokens,), torch.int32, self.token_slots.device)
+        num_known = 0 if slots is None else len(slots)
+        if slots is not None:
+            staged.numpy()[:num_known] = slots
+        staged[num_known:] = 0
+        return self.token_slots[:num_tokens].copy_(staged, non_blocking=True)
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
         """Write an adapter, see `read_adapter`, to a slot that no running request uses."""

@@ -173,17 +173,20 @@ class ModelState:
         *,
         pieces: bool = False,
         batch_id: object = None,
+        adapters: Tensor | None = None,
     ) -> StepContext:
         """Build the metadata of each group.
 
-        pieces: for a piecewise graph. batch_id: of the rows, see `StepRows`.
+        pieces: for a piecewise graph. batch_id: of the rows, see `StepRows`. adapters: see `StepContext`.
         """
         attention = None if self._attention is None else self._attention.build(batch, 0, phase)
         mamba = None if self._mamba is None else self._recurrent(self._mamba, batch, phase, batch_id)
         if pieces and self._mamba is not None and mamba is not None:
             mamba = self._mamba.with_piecewise_decodes(mamba, batch)
         caches = self.caches
-        return StepContext(batch, self.backend, attention, mamba, caches.kv, caches.states, caches.rings)
+        return StepContext(
+            batch, self.backend, attention, mamba, caches.kv, caches.states, caches.rings, adapters
+        )
 
     def _recurrent(
         self,

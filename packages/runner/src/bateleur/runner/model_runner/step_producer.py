@@ -23,6 +23,7 @@ from bateleur.metadata import (
     movable,
     validate,
 )
+from bateleur.runner.lora.adapter_pool import AdapterPool
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.models import StepContext
 
@@ -42,12 +43,13 @@ class StepProducer:
         device: torch.device,
         checks: ReplayChecks,
         kv_blocks: BlockTable,
+        adapters: AdapterPool | None = None,
     ) -> None:
         self.model_state = model_state
         tables = model_state.tables(kv_blocks)
         fill = model_state.seq_len_fill
         self.buffers = InputBuffers(limits, model_state.groups, device, fill, tables=tables)
-        self._checks = checks
+        self._checks, self._adapters = checks, adapters
 
     def prepare(
         self,
@@ -55,17 +57,22 @@ class StepProducer:
         key: BatchExecutionDescriptor | None,
         phase: BuildPhase = BuildPhase.RUN,
         batch_id: object = None,
+        adapter_slots: NDArray[np.int32] | None = None,
     ) -> StagedBatch[StepContext]:
         """Build the metadata of a batch that was staged for `key`. Replays accept only the latest one.
 
-        batch_id: of the staged rows, see `StepRows`; None for rows that do not repeat.
+        batch_id: of the staged rows, see `StepRows`; None for rows that do not repeat. adapter_slots: slots of the
+            LoRA adapters of its tokens without padding; None for no adapter.
         """
         if self._checks >= ReplayChecks.PARANOID:
             x = self.buffers
             level: Literal["host", "device"] = "device" if x.device.type == "cpu" else "host"
             validate(batch, x.limits, x.groups, level=level, seq_len_fill=x.seq_len_fill)
+        adapters = None
+        if self._adapters is not None:
+            adapters = self._adapters.stage(batch.num_tokens, adapter_slots)
         pieces = key is not None and key.mode is CudaGraphMode.PIECEWISE
-        context = self.model_state.prepare(batch, phase, pieces=pieces, batch_id=batch_id)
+        context = self.model_state.prepare(batch, phase, pieces=pieces, batch_id=batch_id, adapters=adapters)
         # Only FULL graphs freeze host scalars; the eager parts of a PIECEWISE graph get this context.
         signed = self._checks >= ReplayChecks.CHEAP and key is not None and key.mode is CudaGraphMode.FULL
         signature = self.model_state.signature(context) if signed else None
@@ -123,7 +130,8 @@ class StepProducer:
 
     def addresses(self) -> Mapping[str, int]:
         """Data pointers of buffers, builders and caches."""
-        return {**self.buffers.addresses(), **self.model_state.addresses()}
+        slots = {} if self._adapters is None else {"adapter slots": self._adapters.token_slots.data_ptr()}
+        return {**self.buffers.addresses(), **self.model_state.addresses(), **slots}
 
     def poison(self) -> None:
         """Fill all buffers with invalid values; the next staging defines every entry again."""
@@ -157,7 +165,10 @@ class StepProducer:
                 rings.request_conv[used].normal_(generator=generator)
                 for entry, spec in zip(rings.entries, caches.pool.specs[layer].ring_entry, strict=True):
                     spec.randomize_(entry[used], generator)
-        return self.prepare(self.buffers.stage(rows, shape), key)
+        slots = None
+        if self._adapters is not None:
+            slots = rng.integers(0, self._adapters.num_slots + 1, rows.query_lens.sum(), np.int32)
+        return self.prepare(self.buffers.stage(rows, shape), key, adapter_slots=slots)
 
     def written(self, context: StepContext) -> dict[str, torch.Tensor]:
         """What a step writes besides its output (slots, pages, ring rows), and a checksum of all other cache contents,

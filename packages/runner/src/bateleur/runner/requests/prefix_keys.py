@@ -17,10 +17,11 @@ class PrefixKeys:
     collision by chance is out of reach, and keys never leave the process).
     """
 
-    __slots__ = ("_keys", "block_size")
+    __slots__ = ("_keys", "block_size", "root")
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, root: bytes = b"") -> None:
+        """root: start of the chain, the digest of a LoRA adapter; b"" for the base model."""
+        self.block_size, self.root = block_size, root
         self._keys: list[bytes] = []
 
     def of(self, token_ids: NDArray[np.int32], num_tokens: int) -> bytes:
@@ -55,14 +56,14 @@ class PrefixKeys:
         if (first := len(keys)) < end:
             ids = np.ascontiguousarray(token_ids[: end * self.block_size], np.int32)
             assert len(ids) == end * self.block_size, "blocks are full"
-            keys += block_keys(ids, first, end, self.block_size, keys[-1] if keys else b"")
+            keys += block_keys(ids, first, end, self.block_size, keys[-1] if keys else self.root)
         return keys
 
 
 def block_keys(ids: NDArray[np.int32], first: int, end: int, size: int, before: bytes) -> list[bytes]:
     """Keys of the blocks `first` to `end` - 1 of tokens (T,): digests of the key before and the tokens of the block.
 
-    before: key of the block before them.
+    before: key of the block before them, or the root of the chain.
     """
     keys = []
     for block in range(first, end):

@@ -51,6 +51,10 @@ class Request:
     """Token ids of forbidden words."""
     rope_length: int = 0
     """See `ModelSpec.rope_length`; equal for all running requests."""
+    adapter_slot: int = 0
+    """Slot of its LoRA adapter, see `AdapterPool`; 0 for none. Set when it is queued."""
+    adapter_digest: bytes = b""
+    """Digest of its LoRA adapter, with which the keys of its prefixes start."""
     matcher: Matcher | None = None
     """State of the grammar that it follows."""
     index: int = 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.outputs import CompletionOutput, RequestOutput, RequestOutputKind, TextTag
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling_params import SamplingParams
@@ -26,6 +27,7 @@ class AdmittedRequest:
     bad_words: tuple[tuple[int, ...], ...]
     seeds: tuple[int, ...]
     """Seed of each continuation."""
+    lora_request: LoRARequest | None
 
 
 class ReportedState(NamedTuple):
@@ -49,6 +51,8 @@ class RequestGroup:
     """For outputs only; requests have their own."""
     kind: RequestOutputKind
     members: list[Request]
+    lora_request: LoRARequest | None = None
+    """LoRA adapter of all members; None for the base model."""
 
     @property
     def finished(self) -> bool:
@@ -69,6 +73,7 @@ class RequestGroup:
             max_total_tokens=first.max_total_tokens,
             bad_words=first.bad_words,
             seeds=tuple(each.seed for each in self.members),
+            lora_request=self.lora_request,
         )
 
     def output(

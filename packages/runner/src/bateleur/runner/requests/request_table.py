@@ -26,6 +26,7 @@ _COUNTS = (
     "num_known",
     "check_from",
     "num_proposed",
+    "adapter_slot",
 )
 
 
@@ -61,6 +62,7 @@ class RequestTable:
     * `num_proposed`: drafts after the last known token, which are on the device;
     * `num_drafts`, `num_draft_slots`: how many of them the next step tests, and tokens that it computes for them (more
       if rows are padded to one length). `DraftPlanner` writes both before each step is scheduled;
+    * `adapter_slot`: slot of the LoRA adapter, 0 for none;
     * `num_blocks`: KV blocks in `block_table`, which is written through `blocks`.
     """
 
@@ -77,6 +79,7 @@ class RequestTable:
     num_known: Int32s
     check_from: Int32s
     num_proposed: Int32s
+    adapter_slot: Int32s
 
     def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
@@ -118,6 +121,7 @@ class RequestTable:
         self.num_proposed[row] = self.num_drafts[row] = self.num_draft_slots[row] = num_drafts
         self.prompt_len[row] = len(request.prompt_token_ids)
         self.limit[row] = request.max_total_tokens
+        self.adapter_slot[row] = request.adapter_slot
         check_all = request.stream or request.detokenizer is not None or request.matcher is not None
         self.check_from[row] = 0 if check_all else request.max_total_tokens
         self.last_token_time[row] = request.times.last_token_time

@@ -31,12 +31,14 @@ class RowKeys:
         self._ids, self._table, self._size, self._ahead = token_ids, block_table, block_size, int(ahead)
         self._latest = np.zeros((len(token_ids), KEY_BYTES), np.uint8)
         self._num_keys = np.zeros(len(token_ids), np.int32)
+        self._roots = [b""] * len(token_ids)
         self._behind: dict[int, int] = {}
         self._found: list[bytes] = []
 
     def begin(self, row: int, keys: PrefixKeys, num_tokens: int) -> None:
         """Start a row for a request with these keys, whose first `num_tokens` tokens are cached."""
         self._num_keys[row] = count = num_tokens // self._size
+        self._roots[row] = keys.root
         if count:
             self._latest[row] = np.frombuffer(keys.upto(self._ids[row], count)[count - 1], np.uint8)
 
@@ -51,7 +53,8 @@ class RowKeys:
             ids, first = self._ids[row], int(self._num_keys[row])
             assert end * size + ahead <= len(ids), f"row {i} has tokens that are not in the table"
             self._behind[i] = len(names) - first
-            keys = block_keys(ids, first, end, size, self._latest[row].tobytes() if first else b"")
+            before = self._latest[row].tobytes() if first else self._roots[row]
+            keys = block_keys(ids, first, end, size, before)
             self._latest[row], self._num_keys[row] = np.frombuffer(keys[-1], np.uint8), end
             for block, key in enumerate(keys, first):
                 behind = ids[(block + 1) * size : (block + 1) * size + ahead].astype("<i4")

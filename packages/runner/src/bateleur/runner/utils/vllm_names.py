@@ -18,7 +18,7 @@ def table(*rows: tuple[str, tuple[Any, ...], str]) -> Refusals:
 
 _RANKS = "ranks are processes of one machine: use tensor_parallel_size or data_parallel_size; torchrun places others"
 _KERNELS = "kernels are chosen by device, dtype and shape: see attention_backend and prompt_scan"
-_ADAPTERS = "LoRA adapters are not loaded: merge them into the checkpoint"
+_ADAPTERS = "see enable_lora, max_loras and max_lora_rank for what there is of adapters"
 _MEDIA = "only text models are supported"
 _FILES = "a checkpoint is a local folder: fetch it with hf download"
 _OFFLOAD = "weights stay on the device; see kv_offload_bytes for the prefix cache"
@@ -78,8 +78,8 @@ ENGINE = table(
     ("kv_transfer_config ec_transfer_config kv_events_config weight_transfer_config",
      (None, {}), "use kv_offload_path"),
     ("num_gpu_blocks_override", (None,), "use kv_cache_memory_bytes"),
-    ("enable_lora fully_sharded_loras enable_tower_connector_lora specialize_active_lora", (None, False), _ADAPTERS),
-    ("max_loras max_lora_rank max_cpu_loras lora_dtype lora_target_modules default_mm_loras", (None,), _ADAPTERS),
+    ("fully_sharded_loras enable_tower_connector_lora specialize_active_lora", (None, False), _ADAPTERS),
+    ("max_cpu_loras lora_dtype lora_target_modules default_mm_loras", (None,), _ADAPTERS),
     ("limit_mm_per_prompt mm_processor_kwargs media_io_kwargs", (None, {}), _MEDIA),
     ("allowed_local_media_path allowed_media_domains", (None, "", []), _MEDIA),
     ("enable_mm_embeds enable_prompt_embeds interleave_mm_strings mm_encoder_only", (None, False), _MEDIA),

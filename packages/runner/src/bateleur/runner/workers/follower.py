@@ -101,7 +101,7 @@ class Follower:
             case RunStep(seconds):
                 self.engine.step(None if self._data_parallel else seconds)
             case AddAdmittedRequests(requests):
-                registry.add(*map(self._group_of, requests))
+                registry.add_here(*map(self._group_of, requests))
             case AbortRequest(request_id):
                 outputs.append(registry.abort(request_id))
             case AbandonRequests(request_ids):
