@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,11 +33,15 @@ def run(args: argparse.Namespace) -> int:
             **given_options(args, {*ENGINE_OPTIONS, "seed", "enforce_eager", "speculative_config"}),
         }
     )
-    EngineConfig.of(**engine)
+    lora = EngineConfig.of(**engine).lora
+    if config.lora_modules and not lora.enable_lora:
+        refuse("lora_modules", config.lora_modules, "left out without enable_lora")
     check_num_threads(args)
     _check_installed()
     check_tls(config)
     if not replicas.is_single:
+        if lora.enable_lora:
+            refuse("enable_lora", True, "false with replicas, which do not load adapters together")
         return _run_replicas(args, engine, config, replicas)
     if is_follower_rank(args):
         from bateleur.runner.llm import LLM
@@ -47,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         from bateleur.runner.async_llm import AsyncLLM
+        from bateleur.runner.lora.adapter_manager import LoRARequest
         from bateleur.runner.serve.server import run as run_server
 
         if "num_threads" in args:
@@ -55,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         del engine["model"]
         llm = AsyncLLM(args.model, max_queued_requests=config.max_queued_requests, **engine)
         print_graph_costs(llm.llm)
+        for name, folder in config.lora_modules:
+            asyncio.run(llm.add_lora(LoRARequest(name, lora_path=folder)))
         llm.llm.prepare_structured_outputs()  # now, so that no request has to wait for it
         address = client_url(place, config)
         engine_alive = run_server(llm, config, place, ready=lambda: write_text(f"{address}\n"))

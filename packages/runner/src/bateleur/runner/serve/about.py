@@ -21,11 +21,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models(request: Request) -> Response:
-        return JSONText({"object": "list", "data": [_model(service, name) for name in service.names]})
+        names = (*service.names, *service.adapters)
+        return JSONText({"object": "list", "data": [_model(service, name) for name in names]})
 
     @routes.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        service.check_model(name)
+        service.adapter_of(name)
         return JSONText(_model(service, name))
 
     @routes.get("/health")
@@ -62,12 +63,13 @@ def router(service: Service) -> APIRouter:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "bateleur",
-        "root": service.names[0],
-        "parent": None,
+        "root": service.names[0] if adapter is None else adapter.lora_path,
+        "parent": None if adapter is None else service.names[0],
         "max_model_len": service.llm.llm.limits.max_model_len,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from bateleur.runner.async_llm import AsyncLLM
-from bateleur.runner.serve import about, chat, completions, tokens
+from bateleur.runner.serve import about, adapters, chat, completions, tokens
 from bateleur.runner.serve.config import ServeConfig
 from bateleur.runner.serve.messages import routes as messages
 from bateleur.runner.serve.middleware import add_middleware
@@ -27,7 +27,7 @@ def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.service = service
-    for endpoints in (about, chat, completions, messages, responses, tokens):
+    for endpoints in (about, adapters, chat, completions, messages, responses, tokens):
         app.include_router(endpoints.router(service))
     add_middleware(app, service)
     return app

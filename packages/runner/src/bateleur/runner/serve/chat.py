@@ -46,11 +46,10 @@ async def chat_completion(service: Service, request: Request, body: dict[str, An
     with http_errors():
         parsed = chat_request(body, service.defaults, strict=service.config.strict_fields)
         parsed = service.with_server_options(parsed)
-    reply_id, created = new_id("chatcmpl", parsed), int(time.time())
+    reply_id, created, model = new_id("chatcmpl", parsed), int(time.time()), service.reply_model(parsed.model)
     answered = await answer(service, parsed, reply_id)
     if parsed.stream:
-        kind, model = "chat.completion.chunk", service.names[0]
-        head = {"id": reply_id, "object": kind, "created": created, "model": model}
+        head = {"id": reply_id, "object": "chat.completion.chunk", "created": created, "model": model}
         return EventStream(chunks(_parts(service, answered), answered.parsed, head, answered.usage))
     reports = await answered.whole(request)
     messages = {each.completion.index: chat_message(each.events) for each in reports}
@@ -58,7 +57,7 @@ async def chat_completion(service: Service, request: Request, body: dict[str, An
         answered.parsed,
         reports[0].output,
         reply_id=reply_id,
-        model=service.names[0],
+        model=model,
         created=created,
         decode=service.decode,
         message=lambda each: messages[each.index],

@@ -37,15 +37,15 @@ async def completion(service: Service, request: Request, body: dict[str, Any]) -
     with http_errors():
         parsed = completion_request(body, service.defaults, strict=service.config.strict_fields)
         parsed = service.with_server_options(parsed)
-    service.check_model(parsed.model)
-    reply_id, created = new_id("cmpl", parsed), int(time.time())
+    service.adapter_of(parsed.model)
+    reply_id, created, model = new_id("cmpl", parsed), int(time.time()), service.reply_model(parsed.model)
     reader = await service.submit(parsed.prompts, parsed, reply_id)
     if parsed.stream:
-        head = {"id": reply_id, "object": "text_completion", "created": created, "model": service.names[0]}
+        head = {"id": reply_id, "object": "text_completion", "created": created, "model": model}
         usage = Usage()
         return EventStream(chunks(_parts(service, parsed, reader, usage), parsed, head, usage))
     outputs = await service.finish(reader, request)
-    model, decode = service.names[0], service.decode
+    decode = service.decode
     reply = completion_reply(parsed, outputs, reply_id=reply_id, model=model, created=created, decode=decode)
     return JSONText(reply)
 

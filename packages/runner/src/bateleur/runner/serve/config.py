@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,29 @@ def _keys(name: str, value: Any) -> tuple[str, ...]:
     return keys
 
 
+def _module(name: str, value: Any) -> tuple[str, str]:
+    """The name and the folder of a LoRA adapter."""
+    rule = 'NAME=FOLDER, or {"name": NAME, "path": FOLDER}'
+    if isinstance(value, str) and value.startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            refuse(name, value, rule)
+    if isinstance(value, Mapping):
+        value = (value.get("name"), value.get("path"))
+    pair = value.partition("=")[::2] if isinstance(value, str) else value
+    if (
+        not isinstance(pair, tuple)
+        or len(pair) != 2
+        or not all(isinstance(each, str) and each for each in pair)
+    ):
+        refuse(name, value, rule)
+    return pair[0], pair[1]
+
+
+_MODULES = Several(_module, "a sequence of names and folders")
+
+
 def _path(name: str, value: Any) -> str:
     if not isinstance(value, str) or (value and (not value.startswith("/") or value.endswith("/"))):
         refuse(name, value, "empty, or a path that begins with / and does not end with /")
@@ -63,6 +87,9 @@ class ServeConfig(ParserOptions):
     """Path of a Unix domain socket to listen on instead of an address."""
     served_model_name: Sequence[str] = option((), _NAMES)
     """Names of the model in requests; replies have the first (default: the folder as given)."""
+    lora_modules: Sequence[tuple[str, str]] = option((), _MODULES)
+    """LoRA adapters to load at the start, each NAME=FOLDER or a JSON object {"name": NAME, "path": FOLDER}; a request
+    chooses one by its name as `model` (needs enable_lora)."""
     api_key: Sequence[str] = option((), _keys)
     """API keys. Requests to /v1 must send one of them as a bearer token; as in vLLM, other paths stay open (default:
     no key is required)."""

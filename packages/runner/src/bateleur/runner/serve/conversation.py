@@ -98,7 +98,7 @@ class Answer:
 
 async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:
     """Apply the server's options and render the prompt. Raises HTTPException if the template rejects the request."""
-    service.check_model(parsed.model)
+    service.adapter_of(parsed.model)
     parsed = with_options(parsed, service.config)
     with http_errors(parsed.names):
         too_long = service.exceeds_context(len(repr((parsed.messages, parsed.tools))))

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.requests import ClientDisconnect
 
-from bateleur.runner.errors import ContextLengthExceeded, EngineDead, QueueFull
+from bateleur.runner.errors import AdaptersBusy, ContextLengthExceeded, EngineDead, QueueFull
 from bateleur.runner.serve.json_text import JSONText
 from bateleur.runner.serve.openai.replies import error_body
 
@@ -62,6 +62,8 @@ def http_errors(names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
     except QueueFull as error:
         message = f"rate limit exceeded: {error}"
         raise http_error(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"}) from error
+    except AdaptersBusy as error:
+        raise http_error(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"}) from error
     except EngineDead as error:
         raise engine_dead_error(error) from error
     except ValueError as error:

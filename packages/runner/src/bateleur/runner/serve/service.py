@@ -19,6 +19,7 @@ from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.engine.output_processor import NO_NUMBERS
 from bateleur.runner.engine_thread import Reader
 from bateleur.runner.errors import ContextLengthExceeded
+from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve import metrics
@@ -42,6 +43,11 @@ class Service:
         folder = None if model is None else Path(model)
         self.names = served_names(folder, config.served_model_name)
         """Names of the model; replies have the first."""
+        self.adapters: dict[str, LoRARequest] = {}
+        """LoRA adapters by the names that requests use as `model`."""
+        for name, path in config.lora_modules:
+            self._check_name(name)
+            self.adapters[name] = LoRARequest(name, lora_path=path)
         self.defaults: dict[str, Any] = llm.llm.default_sampling
         """Default sampling parameters of requests."""
         self.created = int(time.time())
@@ -57,13 +63,48 @@ class Service:
             return_tokens_as_token_ids=parsed.return_tokens_as_token_ids or config.return_tokens_as_token_ids,
         )
 
-    def check_model(self, name: str | None) -> None:
-        """Raise HTTPException if the model is not served. None is the served model."""
+    def adapter_of(self, name: str | None) -> LoRARequest | None:
+        """Return the LoRA adapter that a request's `model` names; None for the base model, also if `model` is None.
+
+        Raises HTTPException for an unknown name.
+        """
+        if name is not None and name in self.adapters:
+            return self.adapters[name]
         try:
-            require_served(name, self.names)
+            require_served(name, (*self.names, *self.adapters))
         except ValueError as error:
             message = f"the model {shown(name)} does not exist: {error}"
             raise http_error(404, message, param="model", code="model_not_found") from error
+        return None
+
+    def reply_model(self, name: str | None) -> str:
+        """Return `model` of the reply to a request with this `model`."""
+        return self.names[0] if name is None or name in self.names else name
+
+    def _check_name(self, name: str) -> None:
+        if name in self.names or name in self.adapters:
+            refuse("lora_name", name, "a name that no other model has; unload the other adapter first")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter and serve it. Raises ValueError as `LLM.add_lora`, and for a name in use."""
+        self._check_name(name)
+        adapter = LoRARequest(name, lora_path=path)
+        if name in await self.llm.list_loras():  # loaded again by a request that was queued before the unload
+            await self.llm.remove_lora(name)
+        await self.llm.add_lora(adapter)
+        self.adapters[name] = adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter.
+
+        Raises HTTPException for an unknown name, and ValueError if unfinished requests use the adapter.
+        """
+        if name not in self.adapters:
+            message = f"the adapter {shown(name)} does not exist"
+            raise http_error(404, message, param="lora_name", code="model_not_found")
+        if name in await self.llm.list_loras():
+            await self.llm.remove_lora(name)
+        self.adapters.pop(name, None)
 
     @cached_property
     def decode(self) -> TokenText:
@@ -95,7 +136,10 @@ class Service:
                 for each in given:
                     self._check_length(each)
             ids = [f"{reply_id}-{i}" for i in range(len(prompts))]
-            return await self.llm.submit(given, params, request_ids=ids, priority=parsed.priority)
+            adapter = self.adapter_of(parsed.model)
+            return await self.llm.submit(
+                given, params, request_ids=ids, priority=parsed.priority, lora_request=adapter
+            )
 
     def _check_counts(self, num_prompts: int, params: SamplingParams) -> None:
         """Reject too many prompts, continuations or log probabilities."""

@@ -30,7 +30,7 @@ def router(service: Service) -> APIRouter:
         body = await read_json_object(request, service.config)
         with http_errors():
             parsed = _checked(body, _TOKENIZE)
-            service.check_model(parsed.get("model"))
+            service.adapter_of(parsed.get("model"))
             return JSONText(await service.llm.run_in_thread(lambda: _tokens(service, parsed), long=True))
 
     @routes.post("/detokenize", openapi_extra=openapi_body(_DETOKENIZE, "tokens", sampled=False))
@@ -73,7 +73,7 @@ def _tokens(service: Service, parsed: dict[str, Any]) -> dict[str, Any]:
 
 def _text(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     parsed = _checked(body, _DETOKENIZE)
-    service.check_model(parsed.get("model"))
+    service.adapter_of(parsed.get("model"))
     if "tokens" not in parsed:
         raise ValueError("tokens is absent; it must be a list of token ids")
     size = service.llm.llm.spec.vocab_size

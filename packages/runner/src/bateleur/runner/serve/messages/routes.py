@@ -31,7 +31,7 @@ def router(service: Service) -> APIRouter:
         parsed = await _read(service, request, MessagesBody)
         message_id = f"msg_{uuid4().hex}"
         answered = await answer(service, parsed, message_id)
-        writer = MessageWriter(message_id, service.names[0])
+        writer = MessageWriter(message_id, service.reply_model(parsed.model))
         if parsed.stream:
             return EventStream(_events(answered, writer), named=True)
         (report,) = await answered.whole(request)

@@ -205,7 +205,7 @@ def _response(service: Service, body: ResponsesBody, parsed: ChatRequest) -> Ite
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
-        "model": service.names[0],
+        "model": service.reply_model(parsed.model),
         "output": [],
         "parallel_tool_calls": parsed.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
