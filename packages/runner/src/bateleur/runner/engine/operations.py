@@ -36,7 +36,7 @@ class EngineOperations:
         offload: PrefixOffload,
         verify: Callable[[int], VerifyReport],
         model: HybridDecoder,
-        adapters: AdapterManager | None,
+        adapters: AdapterManager | None = None,
     ) -> None:
         """verify: compares replays with eager runs on so many random steps. adapters: None without `enable_lora`."""
         self._adapters = adapters
