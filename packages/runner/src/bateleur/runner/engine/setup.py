@@ -102,12 +102,7 @@ class EngineSetup:
         layers, data = (ranks, ALONE) if config.parallel.data_parallel_size == 1 else (ALONE, ranks)
         graphs = GraphOptions.of(config.graphs, device)
         folder, ahead = config.model.model, config.runs_async(device)
-        checkpoint = open_checkpoint(
-            folder or shipped_model(),
-            config.model.hf_overrides,
-            dequantize=config.model.dequantizes,
-            method=config.model.quantization_method,
-        )
+        checkpoint = _open(config.model)
         config = without_prefix_caching(config) if checkpoint.spec.has_length_dependent_rope else config
         dtype = resolve_dtype(config.model.dtype, checkpoint, device)
         recorded = graphs.mode is not CudaGraphMode.NONE
@@ -150,6 +145,15 @@ class EngineSetup:
             adapters=adapters,
         )
         return _CacheSizes(made, config, network, caches, drafter, ranks, data).sized(limits, graphs, measure)
+
+
+def _open(config: ModelConfig) -> Checkpoint:
+    return open_checkpoint(
+        config.model or shipped_model(),
+        config.hf_overrides,
+        dequantize=config.dequantizes,
+        method=config.quantization_method,
+    )
 
 
 def _with_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> tuple[Checkpoint, Tokenizer]:
