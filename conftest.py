@@ -23,11 +23,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """What compiled kernels take of a multiprocessor, as their tests recorded it: in the log of every run."""
     reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
     recorded = [
-        value
-        for each in reports
-        if each.when == "call"
-        for key, value in each.user_properties
-        if key == "kernel"
+        value for each in reports if each.when == "call" for key, value in each.user_properties if key == "kernel"
     ]
     if not recorded:
         return
@@ -305,9 +301,7 @@ def _check_integrity(engine: Any) -> None:
     engine.registry.restore()
     scheduler, table = engine.scheduler, engine.table
     queued = {request.request_id for request in (*scheduler.waiting, *scheduler.running, *scheduler.fetching)}
-    assert queued == engine.requests.keys(), (
-        f"requests {sorted(queued ^ engine.requests.keys())} are in one place only"
-    )
+    assert queued == engine.requests.keys(), f"requests {sorted(queued ^ engine.requests.keys())} are in one place only"
     assert all(request.row < 0 for request in scheduler.waiting), "a request that waits has a row"
     running = [request.row for request in scheduler.running]
     _check_rows(table, running)
@@ -316,9 +310,7 @@ def _check_integrity(engine: Any) -> None:
     if scheduler.states is not None:
         others = np.delete(np.arange(len(scheduler.states.table)), running)
         assert not scheduler.states.table[others].any(), "state pages: a row without a request holds some"
-        assert not scheduler.states._last_published[others].any(), (
-            "state pages: a row without a request published some"
-        )
+        assert not scheduler.states._last_published[others].any(), "state pages: a row without a request published some"
         _check_pool(scheduler.states.pool, scheduler.states.table, "state pages")
 
 

@@ -84,9 +84,7 @@ def backends(device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Attent
     return usable, refused
 
 
-def bench(
-    case: tuple[str, int, int, int], device: torch.device, dtype: torch.dtype, rounds: int
-) -> dict[str, Any]:
+def bench(case: tuple[str, int, int, int], device: torch.device, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     kind, rows, query_len, computed = case
     length = query_len + computed
     width = -(-length // BLOCK)
@@ -117,9 +115,7 @@ def bench(
         meta = backend.builder().build(batch, 0)
         loose = replace(meta, max_seq_len=model_len)
         for label, each in ((name, meta), (f"{name} loose", loose)):
-            work = backend.build_work_list(
-                each, (kv[0], kv[1]), HEADS
-            )  # shared by all layers, so not part of a call
+            work = backend.build_work_list(each, (kv[0], kv[1]), HEADS)  # shared by all layers, so not part of a call
             calls[label] = lambda b=backend, m=each, w=work: b.attend(  # type: ignore[misc]
                 q, k, v, (kv[0], kv[1]), m, HEAD_DIM**-0.5, work=w
             )

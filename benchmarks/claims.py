@@ -141,18 +141,10 @@ CLAIMS = (
     Claim("host-cpu", "looking up a prefix", False, 100.0, prefixes("lookup_us"), " us"),
     Claim("host-cpu", "hashing a prefix", False, 400.0, prefixes("hash_us"), " us"),
     Claim("sampling-cpu", "sampling beside an argmax", False, 2.0, sampling),
-    Claim(
-        "start-cpu",
-        "CPU time beside importing torch",
-        False,
-        1.5,
-        start("bateleur generate, first token"),
-    ),
+    Claim("start-cpu", "CPU time beside importing torch", False, 1.5, start("bateleur generate, first token")),
     Claim("start-cpu", "CPU time beside importing torch", False, 1.5, start("import bateleur.runner")),
     Claim("growth-cpu", "100,000 cached blocks beside 1,000", False, 1.25, growth("cached", "lookup_us")),
-    Claim(
-        "growth-cpu", "10,000 requests that wait beside none", False, 1.25, growth("waiting", "schedule_us")
-    ),
+    Claim("growth-cpu", "10,000 requests that wait beside none", False, 1.25, growth("waiting", "schedule_us")),
 )
 
 
@@ -181,9 +173,7 @@ def commands(out: Path, vllm: str | None, llama_cpp: str | None) -> dict[str, li
         "throughput-llama-cpu": script(
             "throughput", "throughput-llama-cpu", "--family", "llama", "--new", "32", "--rounds", "2"
         ),
-        "host-cpu": script(
-            "host", "host-cpu", "--rounds", "80", *(["--vllm", vllm] if vllm is not None else [])
-        ),
+        "host-cpu": script("host", "host-cpu", "--rounds", "80", *(["--vllm", vllm] if vllm is not None else [])),
         "sampling-cpu": script("sampling", "sampling-cpu", "--rounds", "11"),
         "start-cpu": script("start", "start-cpu", "--rounds", "5"),
         "growth-cpu": script("growth", "growth-cpu"),
@@ -211,8 +201,7 @@ def judge(out: Path) -> list[dict[str, Any]]:
 def told(row: dict[str, Any]) -> str:
     """Format a row for the terminal."""
     figures = ", ".join(
-        f"{name} {figure:.2f}{' (!)' if name in row['off'] else ''}"
-        for name, figure in row["measured"].items()
+        f"{name} {figure:.2f}{' (!)' if name in row['off'] else ''}" for name, figure in row["measured"].items()
     )
     return f"{row['what']}: {row['bound']}: {figures or 'not measured'}"
 
@@ -232,9 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--vllm", help="Python interpreter of an environment with vLLM for CPU")
-    parser.add_argument(
-        "--llama-cpp", help="Python interpreter of an environment with llama-cpp-python and gguf"
-    )
+    parser.add_argument("--llama-cpp", help="Python interpreter of an environment with llama-cpp-python and gguf")
     parser.add_argument("--only", nargs="+", metavar="PART")
     parser.add_argument("--judge", action="store_true", help="only evaluate the results in OUT")
     args = parser.parse_args()

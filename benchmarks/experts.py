@@ -57,10 +57,7 @@ def theirs(name: str, sizes: dict[str, int]) -> tuple[Any, Callable[[Tensor], Te
         )
         block = Qwen3_5MoeSparseMoeBlock(config)
         return block, lambda x: block(x[None])[0]
-    from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
-        GraniteMoeHybridMLP,
-        GraniteMoeHybridMoE,
-    )
+    from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMLP, GraniteMoeHybridMoE
 
     config = AutoConfig.for_model(
         "granitemoehybrid",
@@ -115,9 +112,7 @@ def ours(sizes: dict[str, int], module: Any) -> Experts:
     return layer
 
 
-def measure(
-    name: str, sizes: dict[str, int], batches: list[int], rounds: int, settle_s: float
-) -> list[dict[str, Any]]:
+def measure(name: str, sizes: dict[str, int], batches: list[int], rounds: int, settle_s: float) -> list[dict[str, Any]]:
     """A row per batch: median microseconds of each implementation, and ratios."""
     module, branch = theirs(name, sizes)
     config = next(each.config for each in module.modules() if hasattr(each, "has_gate"))
@@ -179,12 +174,7 @@ def main() -> None:
     results = []
     for name, sizes in MODELS.items():
         results += measure(name, QUICK if args.quick else sizes, args.batches, rounds, settle_s)
-    about = {
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "threads": args.threads,
-        "rounds": rounds,
-    }
+    about = {"torch": torch.__version__, "machine": platform.machine(), "threads": args.threads, "rounds": rounds}
     if args.output:
         args.output.write_text(json.dumps(about | {"results": results}, indent=2) + "\n")
 

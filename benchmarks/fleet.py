@@ -126,9 +126,7 @@ class Fleet:
         self.at(now + session.pause(), lambda then: self.speak(session, then))
 
 
-def simulate(
-    kind: Kind, router: str, count: int, traffic: Traffic, seconds: float, seed: int
-) -> dict[str, Any]:
+def simulate(kind: Kind, router: str, count: int, traffic: Traffic, seconds: float, seed: int) -> dict[str, Any]:
     """Simulate so many seconds of arrivals, and serve the requests that arrived by then to their end."""
     fleet = Fleet({f"replica {i}": Replica(kind) for i in range(count)}, ROUTERS[router](), {}, [])
     began = time.perf_counter()
@@ -161,9 +159,7 @@ def simulate(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=int, nargs="+", default=list(REPLICAS))
-    parser.add_argument(
-        "--sessions-per-s", type=float, default=2.0, help="new sessions per second and replica"
-    )
+    parser.add_argument("--sessions-per-s", type=float, default=2.0, help="new sessions per second and replica")
     parser.add_argument("--seconds", type=float, default=10.0, help="simulated seconds with new sessions")
     parser.add_argument("--cache-mb", type=int, default=96, help="MB of KV cache per replica")
     parser.add_argument("--rows", type=int, default=16, help="concurrent requests per replica")
@@ -173,9 +169,7 @@ def main() -> None:
     args = parser.parse_args()
     costs, traffic = StepTable.read(args.costs), Traffic(sessions_per_s=args.sessions_per_s)
     kind = Kind.of(str(shipped_model()), costs, args.cache_mb << 20, args.rows, traffic.longest)
-    print(
-        f"steps: {costs.source}; a replica has {kind.plan.num_blocks * kind.plan.block_size} tokens of keys"
-    )
+    print(f"steps: {costs.source}; a replica has {kind.plan.num_blocks * kind.plan.block_size} tokens of keys")
     results = []
     for count in args.replicas:
         spoken = replace(traffic, sessions_per_s=traffic.sessions_per_s * count)

@@ -52,9 +52,7 @@ class StepTable:
 
     def seconds(self, num_decodes: int, prompt_tokens: int) -> float:
         """Seconds of a step. For a mixed step the sum of both parts, an upper bound."""
-        return _between(num_decodes, self.rows, self.rows_s) + _between(
-            prompt_tokens, self.prompt, self.prompt_s
-        )
+        return _between(num_decodes, self.rows, self.rows_s) + _between(prompt_tokens, self.prompt, self.prompt_s)
 
 
 def _between(size: int, sizes: tuple[int, ...], seconds: tuple[float, ...]) -> float:
@@ -67,9 +65,7 @@ def _between(size: int, sizes: tuple[int, ...], seconds: tuple[float, ...]) -> f
     return float(np.interp(size, sizes, seconds))
 
 
-def measured(
-    rounds: int, rows: tuple[int, ...], prompt: tuple[int, ...]
-) -> dict[str, list[dict[str, float]]]:
+def measured(rounds: int, rows: tuple[int, ...], prompt: tuple[int, ...]) -> dict[str, list[dict[str, float]]]:
     """Milliseconds of CPU time by size."""
     from bateleur.runner import LLM, SamplingParams
 
@@ -108,11 +104,7 @@ def measured(
             times.setdefault(("tokens", count), []).append(prefill(count))
 
     def listed(kind: str) -> list[dict[str, float]]:
-        return [
-            {kind: n, "ms": statistics.median(found) * 1e3}
-            for (name, n), found in times.items()
-            if name == kind
-        ]
+        return [{kind: n, "ms": statistics.median(found) * 1e3} for (name, n), found in times.items() if name == kind]
 
     return {"rows": listed("rows"), "prompt": listed("tokens")}
 

@@ -125,9 +125,7 @@ class Replica:
         requests, rows = plan.sampled
         ones = np.ones(len(rows), np.int64)
         # Any id will do: it only has to differ between conversations.
-        self.table.append_tokens(
-            rows, (self.table.num_known[rows] + 1 + rows)[:, None].astype(np.int64), ones
-        )
+        self.table.append_tokens(rows, (self.table.num_known[rows] + 1 + rows)[:, None].astype(np.int64), ones)
         self.scheduler.commit(plan)
         over = self.table.num_known[rows] >= self.table.limit[rows]
         answered = []

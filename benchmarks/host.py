@@ -41,15 +41,7 @@ from bateleur.cudagraph import (
 )
 from bateleur.cudagraph.backends import get_backend as get_graph_backend
 from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder
-from bateleur.metadata import (
-    BatchLimits,
-    BatchShape,
-    BlockTable,
-    InputBuffers,
-    KVCacheGroup,
-    StepRows,
-    get_backend,
-)
+from bateleur.metadata import BatchLimits, BatchShape, BlockTable, InputBuffers, KVCacheGroup, StepRows, get_backend
 from bateleur.runner.bench.peers import run_script
 from bateleur.runner.model_runner.graph_dispatcher import default_capture_sizes
 
@@ -66,9 +58,7 @@ CASES: dict[str, tuple[int, list[int]]] = {
 }
 
 
-def microseconds(
-    calls: Mapping[str, Callable[[], object]], rounds: int, repeats: int = 20
-) -> dict[str, float]:
+def microseconds(calls: Mapping[str, Callable[[], object]], rounds: int, repeats: int = 20) -> dict[str, float]:
     """Time of each call, in interleaved rounds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -202,9 +192,7 @@ def main() -> None:
     print("8,000 tokens:", ", ".join(f"{name[:-3]} {value:.0f} us" for name, value in prefixes.items()))
     result = {
         "date": date.today().isoformat(),
-        "command": " ".join(
-            ["python", *("VENV/bin/python" if arg == args.vllm else arg for arg in sys.argv)]
-        ),
+        "command": " ".join(["python", *("VENV/bin/python" if arg == args.vllm else arg for arg in sys.argv)]),
         "machine": f"{platform.machine()}, 1 thread",
         "python": platform.python_version(),
         "torch": torch.__version__,

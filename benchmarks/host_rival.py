@@ -24,14 +24,7 @@ BLOCK, PROMPT, STEPS, SKIPPED = 16, 512, 200, 30
 def scheduler(num_requests: int, folder: str) -> Any:
     """vLLM's scheduler without workers."""
     import torch
-    from vllm.config import (
-        CacheConfig,
-        DeviceConfig,
-        ModelConfig,
-        ParallelConfig,
-        SchedulerConfig,
-        VllmConfig,
-    )
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -42,10 +35,7 @@ def scheduler(num_requests: int, folder: str) -> Any:
         model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", **sizes),
         cache_config=cache,
         scheduler_config=SchedulerConfig(
-            max_num_seqs=num_requests,
-            max_num_batched_tokens=8192,
-            is_encoder_decoder=False,
-            **sizes,
+            max_num_seqs=num_requests, max_num_batched_tokens=8192, is_encoder_decoder=False, **sizes
         ),
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),

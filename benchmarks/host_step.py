@@ -75,9 +75,7 @@ class Run:
 
     def __init__(self, num_requests: int, drafts: int) -> None:
         self.num_requests = num_requests
-        speculation = (
-            {"drafter": IdleDrafter(num_requests), "num_speculative_tokens": drafts} if drafts else {}
-        )
+        speculation = {"drafter": IdleDrafter(num_requests), "num_speculative_tokens": drafts} if drafts else {}
         settings: Any = {"enable_prefix_caching": True, **speculation}
         self.llm = LLM(
             shipped_model(),

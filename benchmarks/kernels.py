@@ -71,9 +71,7 @@ def rows_of(launches: Sequence[Launch]) -> list[dict[str, Any]]:
     return rows
 
 
-def steps_of(
-    fake: CompiledCuda, llm: LLM, prompts: list[list[int]], params: SamplingParams
-) -> list[list[Launch]]:
+def steps_of(fake: CompiledCuda, llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[Launch]]:
     """The launches of each step of a run."""
     steps: list[list[Launch]] = []
     step = llm.engine.step
@@ -135,9 +133,7 @@ def main() -> None:
         head |= {"torch": torch.__version__, "triton": triton.__version__, "target": "sm_90"}
         before = {} if args.before is None else json.loads(args.before.read_text())
         found = head | {"models": models, "before": before.get("models", {})}
-        args.json.write_text(
-            json.dumps(found, separators=(",", ":")).replace('{"kernel"', '\n{"kernel"') + "\n"
-        )
+        args.json.write_text(json.dumps(found, separators=(",", ":")).replace('{"kernel"', '\n{"kernel"') + "\n")
 
 
 if __name__ == "__main__":

@@ -54,9 +54,7 @@ class Count(TorchDispatchMode):
         found, name = func(*args, **(kwargs or {})), func._schema.name
         memory = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
         results = [each for each in tree_leaves(found) if isinstance(each, torch.Tensor)]
-        writes = any(
-            each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments
-        )
+        writes = any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
         made = any(each.untyped_storage().data_ptr() not in memory for each in results)
         if (writes or made) and "empty" not in name:
             self.found[name] += 1
@@ -86,12 +84,7 @@ def operators(name: str, folder: Path) -> Counter[str]:
     """Operators of one decode step of two rows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {
-        **MODELS[name],
-        **NARROW[MODELS[name]["model_type"]],
-        "vocab_size": 64,
-        "max_position_embeddings": 128,
-    }
+    fields = {**MODELS[name], **NARROW[MODELS[name]["model_type"]], "vocab_size": 64, "max_position_embeddings": 128}
     kind = fields.pop("model_type")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), dtype=torch.float32)

@@ -99,11 +99,7 @@ def of_rows(changes: list[tuple[int, int, int, Role]], first: Role = Role.TARGET
     """One lane in two rows: changes of seed, position and place, and the role of the second row."""
 
     def of(some: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        seed, position, place = (
-            rows * 0x9E3779B97F4A7C1,
-            rows * 0x9E3779B1 & 0xFFFFFFFF,
-            rows * 0x9E37 & 0xFFF,
-        )
+        seed, position, place = (rows * 0x9E3779B97F4A7C1, rows * 0x9E3779B1 & 0xFFFFFFFF, rows * 0x9E37 & 0xFFF)
         second = [
             bits(Keys(seed ^ change, position ^ moved, place ^ turned), Role(role), 1)
             for change, moved, turned, role in some.tolist()
@@ -125,9 +121,7 @@ def scans(most: int) -> dict[str, Scan]:
         **{f"vocabulary {size:,}": of_vocabulary(size) for size in VOCABULARIES},
         "seeds": of_rows([(change, 0, 0, target) for change in differences(64, counts)]),
         "positions": of_rows([(0, change, 0, target) for change in differences(32, counts)]),
-        "places": of_rows(
-            [(0, c & 0xFFFFFFFF, c >> 32, target) for c in differences(44, range(1, min(most, 2) + 1))]
-        ),
+        "places": of_rows([(0, c & 0xFFFFFFFF, c >> 32, target) for c in differences(44, range(1, min(most, 2) + 1))]),
         **{
             f"{first.name} and {second.name}": of_rows(
                 [(0, change, 0, second) for change in [0, *differences(32, (1, 2))]], first
@@ -182,9 +176,7 @@ class Sizes(NamedTuple):
     suspects: int
 
 
-def run(
-    scan: Scan, pairs: Tensor, test: Callable[[Tensor, Tensor], Tensor], rows: Tensor, old: bool
-) -> Tensor:
+def run(scan: Scan, pairs: Tensor, test: Callable[[Tensor, Tensor], Tensor], rows: Tensor, old: bool) -> Tensor:
     """Absolute z of a test, (P, ..), computed in batches of pairs."""
     step = max(1, 1_600_000 // len(rows))
     found = []
@@ -218,11 +210,7 @@ def examine(scan: Scan, sizes: Sizes, *, old: bool = False) -> dict[str, Any]:
         pairs = pairs[z.amax(1).topk(sizes.suspects).indices]
     z = run(scan, pairs, drawn, torch.arange(sizes.rows), old)
     at = int(z.amax(1).argmax())
-    return result | {
-        "draws": summary(z),
-        "pair": pairs[at].tolist(),
-        "split": SPLITS[int(z[at].argmax())],
-    }
+    return result | {"draws": summary(z), "pair": pairs[at].tolist(), "split": SPLITS[int(z[at].argmax())]}
 
 
 def quadruples(count: int, *, old: bool = False) -> dict[str, Any]:
@@ -250,9 +238,7 @@ def line(name: str, result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="run fewer rows and only differences of one and two bits"
-    )
+    parser.add_argument("--quick", action="store_true", help="run fewer rows and only differences of one and two bits")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     sizes = Sizes(20_000, 512, 64, 64) if args.quick else Sizes(400_000, 4096, 6000, 1000)

@@ -34,13 +34,7 @@ def compare(python: str, folder: Path, tokens: int, rounds: int, threads: int) -
     run_script(python, Path(__file__).with_name("write_gguf.py"), str(folder), str(gguf))
     weights = (folder / "model.safetensors").stat().st_size
     options = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 1}
-    settings = {
-        "model": str(folder),
-        "gguf": str(gguf),
-        "num_threads": threads,
-        "options": options,
-        **options,
-    }
+    settings = {"model": str(folder), "gguf": str(gguf), "num_threads": threads, "options": options, **options}
     engines = [EngineProcess("bateleur", settings), EngineProcess("llama.cpp", settings, python)]
     reader = EngineProcess("read", {**settings, "read_bytes": weights})
     task = Task([[(13 * j) % 1000 + 5 for j in range(32)]], [tokens])
@@ -50,9 +44,7 @@ def compare(python: str, folder: Path, tokens: int, rounds: int, threads: int) -
         run = run_task(reader, Task([], [PASSES]))
         speeds.append(run.ids[0][0] / run.seconds)
 
-    whole, first = run_interleaved(
-        engines, [task, task.first_token_only()], rounds, warm_ups=1, after_round=read
-    )
+    whole, first = run_interleaved(engines, [task, task.first_token_only()], rounds, warm_ups=1, after_round=read)
     result: dict[str, Any] = {"weight_bytes": weights, "read_GB_per_s": max(speeds) / 1e9, "engines": {}}
     for engine in engines:
         if fault := whole[engine.name].fault(task):

@@ -165,12 +165,9 @@ def texts(llm: LLM, count: int) -> Tensor:
     """
     prompts: Any = [{"prompt_token_ids": [0]}] * count
     params = [
-        SamplingParams(temperature=1.0, seed=seed, max_tokens=1 + LENGTH + K, ignore_eos=True)
-        for seed in range(count)
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=1 + LENGTH + K, ignore_eos=True) for seed in range(count)
     ]
-    return torch.tensor([each.outputs[0].token_ids for each in llm.generate(prompts, params)])[
-        :, 1 : 1 + LENGTH
-    ]
+    return torch.tensor([each.outputs[0].token_ids for each in llm.generate(prompts, params)])[:, 1 : 1 + LENGTH]
 
 
 def position_alone(rule: Rule, seeds: Tensor, positions: Tensor, place: int | Tensor) -> Keys:
@@ -178,18 +175,14 @@ def position_alone(rule: Rule, seeds: Tensor, positions: Tensor, place: int | Te
     return Keys(seeds, positions)
 
 
-def of_loop(
-    rule: Rule, count: int, kind: type[Logits] | type[OneHot], *, ragged: bool = False
-) -> dict[str, Any]:
+def of_loop(rule: Rule, count: int, kind: type[Logits] | type[OneHot], *, ragged: bool = False) -> dict[str, Any]:
     """About a million sequences without an engine; the first token is drafted, too."""
     run = simulate(TOY, rule, count, LENGTH, K, kind=kind, ragged=ragged)
     fit = chi_square(run.tokens, exact_law(TOY.target, LENGTH), V)
     return {"z": round(fit.z, 2), "chi2/df": round(fit.statistic / fit.freedom, 3), "texts": count}
 
 
-def of_engine(
-    target: Path, rule: str, kind: str, count: int, first: Tensor | None
-) -> tuple[dict[str, Any], Tensor]:
+def of_engine(target: Path, rule: str, kind: str, count: int, first: Tensor | None) -> tuple[dict[str, Any], Tensor]:
     """Tokens of an engine, in two runs. `first` are those of another engine."""
     settings = dict(KINDS[kind])
     if kind == "ragged":
@@ -227,9 +220,7 @@ def measure(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--requests", type=int, default=30_000, help="requests per engine; loops run ten times as many"
-    )
+    parser.add_argument("--requests", type=int, default=30_000, help="requests per engine; loops run ten times as many")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -105,10 +105,7 @@ def counted(model: Model, drafts: int) -> dict[str, Any]:
     """Megabytes per row and layer, and mebibytes per request in all layers."""
     slots, fold = (model.spec(drafts, policy) for policy in (SLOTS, FOLD))
     tokens, cycle = 1 + drafts, cycle_of(drafts)
-    whole, ours = (
-        memory_traffic.slots_step_bytes(slots, tokens),
-        memory_traffic.fold_step_bytes(fold, tokens, cycle),
-    )
+    whole, ours = (memory_traffic.slots_step_bytes(slots, tokens), memory_traffic.fold_step_bytes(fold, tokens, cycle))
     memory = {
         f"{policy.value}_{mode.value}_MiB": model.layers
         * model.spec(drafts, policy).max_memory_usage_bytes(layout_of(drafts, policy, mode))
@@ -152,8 +149,7 @@ class Layer:
         self.conv, self.windows = rand(pages, *self.slots.conv_shape), rand(1 + rows, *spec.conv_shape)
         self.request_conv = rand(1 + rows, *spec.request_conv_shape)
         self.ring = tuple(
-            rand(1 + rows, capacity, *each.shape, dtype=each.dtype, sign=each.sign)
-            for each in spec.ring_entry
+            rand(1 + rows, capacity, *each.shape, dtype=each.dtype, sign=each.sign) for each in spec.ring_entry
         )
         row = torch.arange(rows, device=device)
         self.row, write = 1 + row, 1 + self.tokens * row[:, None] + torch.arange(self.tokens, device=device)
@@ -185,9 +181,7 @@ class Layer:
         conv, state, request_conv, *ring = (
             each[None] for each in (self.windows, self.state, self.request_conv, *self.ring)
         )
-        self.fold.fold(
-            tuple(each[None] for each in self.params), conv, state, request_conv, tuple(ring), self.at
-        )
+        self.fold.fold(tuple(each[None] for each in self.params), conv, state, request_conv, tuple(ring), self.at)
 
     def by_update(self) -> None:
         self.slots.update(self.params, self.channels, self.gates, self.state, self.by_slot)
@@ -197,9 +191,7 @@ class Layer:
 
     def _conv(self, windows: Tensor, where: Tensor) -> None:
         loc, offset = self.by_slot.query_start_loc, self.at.page_offset
-        causal_conv1d_update(
-            self.channels, self.weight, None, windows, loc, self.tokens, where, offset, where, "silu"
-        )
+        causal_conv1d_update(self.channels, self.weight, None, windows, loc, self.tokens, where, offset, where, "silu")
 
     def bytes_moved(self) -> dict[str, float]:
         """Bytes of the step of each method, all rows together."""
@@ -286,9 +278,7 @@ def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
     """All planners on a decode batch, with the request states that they update. Each has the implementation that an
     engine uses on a CPU; if that is numpy, the torch implementation of CUDA graphs as well.
     """
-    computed = torch.randint(
-        300, 3000, (rows,), generator=torch.Generator().manual_seed(0), dtype=torch.int32
-    )
+    computed = torch.randint(300, 3000, (rows,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     computed[0] = 2 * BLOCK - 1  # in most steps some row crosses a block boundary
     lens = torch.full((rows,), 1 + drafts, dtype=torch.int32)
     accepted, row = torch.arange(rows) % (1 + drafts) + 1, 1 + torch.arange(rows)
@@ -317,9 +307,7 @@ def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
     add("plan_fold", done)
     add("plan_fold mixed", partial(done, flush=flags, scanned=flags))
     starts = np.arange(1 + rows, dtype=np.int32) * BLOCK
-    calls["cut prompts"] = partial(
-        PrefillChunker(layout, BLOCK // 2, rows).split, starts, computed.numpy(), table
-    )
+    calls["cut prompts"] = partial(PrefillChunker(layout, BLOCK // 2, rows).split, starts, computed.numpy(), table)
     calls["gather"] = partial(states.gather, row)
     calls["scatter"] = partial(states.scatter, row, accepted, base=base)
     return calls
@@ -367,24 +355,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument(
-        "--quick", action="store_true", help="run a tiny model on any device, to test the script"
-    )
+    parser.add_argument("--quick", action="store_true", help="run a tiny model on any device, to test the script")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device, models = torch.device(args.device), TINY if args.quick else MODELS
     torch.set_num_threads(1)
     rounds = 3 if args.quick else args.rounds
     with torch.inference_mode():
-        counts = [
-            {"model": name, **counted(model, drafts)} for name, model in models.items() for drafts in DRAFTS
-        ]
+        counts = [{"model": name, **counted(model, drafts)} for name, model in models.items() for drafts in DRAFTS]
         print_counts(counts)
         plans = {f"{drafts} drafts": planning(PLANNED_ROWS, drafts, 5 * rounds) for drafts in (0, 5)}
         for name, micros in plans.items():
             figures = ", ".join(
-                f"{call} {us:.1f}"
-                + (f" (torch {micros[form]:.1f})" if (form := f"{call}, torch") in micros else "")
+                f"{call} {us:.1f}" + (f" (torch {micros[form]:.1f})" if (form := f"{call}, torch") in micros else "")
                 for call, us in micros.items()
                 if not call.endswith(", torch")
             )

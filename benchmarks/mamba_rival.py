@@ -58,9 +58,7 @@ class Rows:
         self.gates = tuple(rand(rows * tokens, *gate.shape) for gate in spec.gates)
         self.params = tuple(each.random(each.shape, generator).float() for each in spec.parameters)
         self.state = rand(1 + rows * tokens, *spec.state_shape)
-        self.ring = tuple(
-            each.random((1 + rows, RING, *each.shape), generator).float() for each in spec.ring_entry
-        )
+        self.ring = tuple(each.random((1 + rows, RING, *each.shape), generator).float() for each in spec.ring_entry)
         self.loc = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32)
         self.row = torch.arange(1, 1 + rows)
 
@@ -76,16 +74,12 @@ class Rows:
 
     def _step(self, plan: SlotPlan | ReplayPlan) -> MambaMetadata:
         none = PrefillChunks.empty("cpu")
-        return MambaMetadata(
-            self.rows, len(self.channels), 0, plan, self.loc, none, CHUNK, self.tokens, self.row
-        )
+        return MambaMetadata(self.rows, len(self.channels), 0, plan, self.loc, none, CHUNK, self.tokens, self.row)
 
     def scan(self) -> Call:
         layout = CacheLayout(MambaCacheMode.NONE, self.tokens, 0, self.tokens)
         before = torch.zeros(self.rows, dtype=torch.int32).numpy()
-        cut = PrefillChunker(layout, CHUNK, self.rows).split(
-            self.loc.numpy(), before, self.row[:, None].int()
-        )
+        cut = PrefillChunker(layout, CHUNK, self.rows).split(self.loc.numpy(), before, self.row[:, None].int())
         args = (self.params, self.channels, self.gates, self.state, cut, CHUNK, self.row)
         return partial(self.spec.scan, *args)
 
@@ -144,11 +138,7 @@ def race(name: str, spec: Callable[[int, StatePolicy], Recurrence], quick: bool)
     found = []
     for rows, tokens in ((1, 1), (2, 2)) if quick else DECODES:
         slots, fold = (Rows(spec(tokens - 1, policy), rows, tokens) for policy in (SLOTS, FOLD))
-        calls = {
-            "update": slots.update(),
-            "replay": fold.replay(),
-            "transformers": theirs(slots, prompt=False),
-        }
+        calls = {"update": slots.update(), "replay": fold.replay(), "transformers": theirs(slots, prompt=False)}
         found.append({"model": name, "batch": rows, "tokens": tokens, "us": timed(calls, 3 if quick else 50)})
     for rows, tokens in ((2, 40),) if quick else PROMPTS:
         batch = Rows(spec(0, SLOTS), rows, tokens)
@@ -175,7 +165,5 @@ def print_race(rows: list[dict[str, Any]]) -> None:
     print(f"{'us on the CPU':<24}{'batch':>6}{'tokens':>7}{'transformers':>14}  ours (times as fast)")
     for row in rows:
         rival = row["us"]["transformers"]
-        ours = ", ".join(
-            f"{k} {us:.0f} ({rival / us:.1f})" for k, us in row["us"].items() if k != "transformers"
-        )
+        ours = ", ".join(f"{k} {us:.0f} ({rival / us:.1f})" for k, us in row["us"].items() if k != "transformers")
         print(f"{row['model']:<24}{row['batch']:>6}{row['tokens']:>7}{rival:14.0f}  {ours}")

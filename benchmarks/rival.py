@@ -79,17 +79,13 @@ def write_checkpoint(folder: Path, family: str = "nemotron_h") -> None:
         shutil.copy(Path(shipped_model()) / name, folder)
 
 
-def compare(
-    python: str, model: Path, dtype: str, batch: int, tokens: int, rounds: int
-) -> tuple[dict[str, Any], str]:
+def compare(python: str, model: Path, dtype: str, batch: int, tokens: int, rounds: int) -> tuple[dict[str, Any], str]:
     """A row of the result, and vLLM's version."""
     options = {"device": "cpu", "dtype": dtype, "max_model_len": 1024, "max_num_seqs": max(batch, 16)}
     settings = {"model": str(model), "options": options, **options}
     pythons = {"bateleur": sys.executable, "vllm": python}
     engines = [EngineProcess(name, settings, each) for name, each in pythons.items()]
-    task = Task(
-        [[(7 * i + 13 * j) % 1000 + 5 for j in range(32 + i)] for i in range(batch)], [tokens] * batch
-    )
+    task = Task([[(7 * i + 13 * j) % 1000 + 5 for j in range(32 + i)] for i in range(batch)], [tokens] * batch)
     (runs,) = run_interleaved(engines, [task], rounds, warm_ups=1)
     for engine in engines:
         engine.close()
@@ -121,18 +117,11 @@ def main() -> None:
         for batch in args.batches:
             row, rival = compare(args.python, Path(folder), args.dtype, batch, args.tokens, args.rounds)
             rows.append(row)
-            figures = "   ".join(
-                f"{name} {figure:7.1f} tok/s" for name, figure in row["tokens_per_s"].items()
-            )
-            print(
-                f"batch {batch:3}: same tokens {row['equal_requests']}   {figures}   {row['ratio']:.2f}x",
-                flush=True,
-            )
+            figures = "   ".join(f"{name} {figure:7.1f} tok/s" for name, figure in row["tokens_per_s"].items())
+            print(f"batch {batch:3}: same tokens {row['equal_requests']}   {figures}   {row['ratio']:.2f}x", flush=True)
     result = {
         "date": date.today().isoformat(),
-        "command": " ".join(
-            ["python", *("VENV/bin/python" if arg == args.python else arg for arg in sys.argv)]
-        ),
+        "command": " ".join(["python", *("VENV/bin/python" if arg == args.python else arg for arg in sys.argv)]),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "rival": rival,
         "results": rows,

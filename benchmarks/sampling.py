@@ -80,15 +80,11 @@ def drawn(logits: Tensor, metadata: SamplingMetadata, names: list[Keys], lanes: 
     return sample(logits, metadata, names[i], lanes=lanes).token_ids
 
 
-def drawn_whole(
-    logits: Tensor, metadata: SamplingMetadata, names: list[Keys], lanes: Lanes, i: int
-) -> Tensor:
+def drawn_whole(logits: Tensor, metadata: SamplingMetadata, names: list[Keys], lanes: Lanes, i: int) -> Tensor:
     return draw(metadata.apply(logits.float()), metadata.temperature, names[i], lanes=lanes).token_ids
 
 
-def measure(
-    kind: str, dtype: str, num_rows: int, size: int, options: argparse.Namespace
-) -> list[dict[str, Any]]:
+def measure(kind: str, dtype: str, num_rows: int, size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one shape."""
     device = options.device
     logits = logits_of(kind, num_rows, size).to(device, getattr(torch, dtype))
@@ -106,9 +102,7 @@ def measure(
         calls[name] = partial(drawn, logits, metadata, names, lanes)
         if options.whole:
             calls[f"{name} (whole)"] = partial(drawn_whole, logits, metadata, names, lanes)
-        if not torch.equal(
-            drawn(logits, metadata, names, lanes, 0), drawn_whole(logits, metadata, names, lanes, 0)
-        ):
+        if not torch.equal(drawn(logits, metadata, names, lanes, 0), drawn_whole(logits, metadata, names, lanes, 0)):
             raise SystemExit(f"{kind} {dtype} {num_rows} x {size}, {name}: not the tokens of the whole law")
     us = microseconds(calls, options.rounds, device != "cpu")
     print(f"{kind:<7}{dtype:<9}{num_rows:>4}{size:>8}{us['argmax']:>10.0f} us  " + "  ".join(

@@ -40,9 +40,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--ours", default="--enable-prefix-caching", help="further arguments of bateleur serve"
-    )
+    parser.add_argument("--ours", default="--enable-prefix-caching", help="further arguments of bateleur serve")
     parser.add_argument("--theirs", default=THEIRS, help="further arguments of vllm serve")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

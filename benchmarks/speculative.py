@@ -140,9 +140,7 @@ def counts(llm: LLM) -> NDArray[np.int64]:
 def verified(stats: EngineStats) -> NDArray[np.int64]:
     """Rows that decoded, their tokens, steps, and drafts."""
     assert stats.acceptance is not None
-    return np.array(
-        [stats.num_verify_rows, stats.num_verified_tokens, stats.num_steps, stats.acceptance.num_drafts]
-    )
+    return np.array([stats.num_verify_rows, stats.num_verified_tokens, stats.num_steps, stats.acceptance.num_drafts])
 
 
 def weights_read(llm: LLM, drafts: float) -> float:

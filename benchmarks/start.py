@@ -57,10 +57,7 @@ def main() -> None:
         first = rows[0] if rows else {"cpu_s": cpu, "wall_s": wall}
         ratios = {"ratio_cpu": cpu / first["cpu_s"], "ratio_wall": wall / first["wall_s"]}
         rows.append({"case": name, "cpu_s": cpu, "wall_s": wall, **ratios})
-        print(
-            f"{name:<34}{cpu:7.2f} s CPU{wall:8.2f} s wall   {ratios['ratio_cpu']:.2f} of import torch",
-            flush=True,
-        )
+        print(f"{name:<34}{cpu:7.2f} s CPU{wall:8.2f} s wall   {ratios['ratio_cpu']:.2f} of import torch", flush=True)
     result = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),

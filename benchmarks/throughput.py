@@ -41,10 +41,7 @@ def workload(kind: str, batch: int, new: int, vocab: int) -> list[tuple[list[int
     if kind == "decode":
         return [([(7 * i + 13 * j) % (vocab - 8) + 5 for j in range(32)], new) for i in range(batch)]
     return [
-        (
-            [(7 * i + 13 * j) % (vocab - 8) + 5 for j in range(16 + 37 * i % 160)],
-            max(1, new * (1 + i % 4) // 4),
-        )
+        ([(7 * i + 13 * j) % (vocab - 8) + 5 for j in range(16 + 37 * i % 160)], max(1, new * (1 + i % 4) // 4))
         for i in range(batch)
     ]
 
@@ -114,9 +111,7 @@ def host_cost(model: Path, num_requests: int, steps: int, idle: bool) -> dict[st
         if step == 10 and idle:
             idle_model = IdleModel(llm.engine.model, num_requests)
             engine: Any = llm.engine
-            engine.runner.model = engine.runner.graphs.model = engine.runner.rejection_sampler.model = (
-                idle_model
-            )
+            engine.runner.model = engine.runner.graphs.model = engine.runner.rejection_sampler.model = idle_model
         before = dict(stats.seconds)
         llm.step()
         if step >= 20:
@@ -159,17 +154,13 @@ def memory(model: Path) -> dict[str, Any]:
         [sys.executable, "-c", MEMORY_PROBE, str(model)], check=True, capture_output=True, text=True
     ).stdout
     facts: dict[str, Any] = json.loads(out.splitlines()[-1])
-    facts["ratio"] = round(
-        facts["peak_above_idle_bytes"] / (facts["weights_bytes"] + facts["cache_budget_bytes"]), 3
-    )
+    facts["ratio"] = round(facts["peak_above_idle_bytes"] / (facts["weights_bytes"] + facts["cache_budget_bytes"]), 3)
     print(f"peak memory / (weights + cache budget): {facts['ratio']}")
     return facts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=shipped_model())
     parser.add_argument("--family", choices=["llama"], help="random parameters, instead of --model")
     parser.add_argument("--rounds", type=int, default=3)

@@ -53,9 +53,7 @@ class Server:
     def __init__(self, model: Mamba2ForCausalLM) -> None:
         self.model, self.running, self.published = model, list[Request](), dict[tuple[int, ...], int]()
         columns = LAYOUT.columns()
-        pages = 1 + torch.arange(
-            ROWS * columns, dtype=torch.int32, device=DEVICE
-        )  # row 0 and page 0 are reserved
+        pages = 1 + torch.arange(ROWS * columns, dtype=torch.int32, device=DEVICE)  # row 0 and page 0 are reserved
         self.table = torch.cat((torch.zeros_like(pages[:columns]), pages)).view(1 + ROWS, columns)
         mixers = [mixer_of(block.mixer) for block in model.backbone.layers]
         self.cache = FoldCache(LAYOUT, mixers, num_slots=1 + len(pages), num_rows=1 + ROWS, chunk_size=BLOCK)
@@ -81,12 +79,8 @@ class Server:
         ids = [token for each in batch for token in each.tokens[each.computed :]]
         logits = forward(self.model, torch.tensor(ids, device=DEVICE), step)
         step.commit(lens)
-        for request, token in zip(
-            batch, logits[torch.tensor(lens).cumsum(0) - 1].argmax(-1).tolist(), strict=True
-        ):
-            for column in range(
-                request.computed // BLOCK, len(request.tokens) // BLOCK
-            ):  # blocks that are full now
+        for request, token in zip(batch, logits[torch.tensor(lens).cumsum(0) - 1].argmax(-1).tolist(), strict=True):
+            for column in range(request.computed // BLOCK, len(request.tokens) // BLOCK):  # blocks that are full now
                 page = int(self.table[request.row, column])
                 self.published.setdefault(tuple(request.tokens[: (column + 1) * BLOCK]), page)
             request.computed = len(request.tokens)
@@ -95,14 +89,7 @@ class Server:
 
 def main() -> None:
     torch.manual_seed(1)
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "num_heads": 8,
-        "head_dim": 16,
-        "state_size": 32,
-        "n_groups": 2,
-    }
+    sizes = {"vocab_size": 128, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 32, "n_groups": 2}
     config = Mamba2Config(**sizes, num_hidden_layers=2, initializer_range=0.3, eos_token_id=None)
     server = Server(model := Mamba2ForCausalLM(config).to(DEVICE).eval())  # random weights, for this example
     prefix = torch.randint(128, (40,)).tolist()

@@ -84,10 +84,7 @@ def make_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             "vocab_size": vocab_size,
             "draft_vocab_size": drafts,
             "torch_dtype": "float32",
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": list(taps),
-            },
+            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(taps)},
         }
         generator = torch.Generator().manual_seed(1)
 

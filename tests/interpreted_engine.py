@@ -36,10 +36,7 @@ ATTENTION = {
 
 PREFIXES = {"enable_prefix_caching": True, "mamba_block_size": 8}
 PROMPTS = [[(7 * i + 13 * j) % 150 + 3 for j in range(n)] for i, n in enumerate((5, 17, 1))]
-PARAMS = [
-    SamplingParams(temperature=t, seed=3 + i, max_tokens=7, ignore_eos=True)
-    for i, t in enumerate((0, 0.8, 0.8))
-]
+PARAMS = [SamplingParams(temperature=t, seed=3 + i, max_tokens=7, ignore_eos=True) for i, t in enumerate((0, 0.8, 0.8))]
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +115,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Counter[
 
         monkeypatch.setattr(NativeChain, "fits", lambda *_: False)
         for name, forms in geometry.FORMS.items():
-            monkeypatch.setitem(
-                geometry.FORMS, name, Implementations(counted(name, load(forms.triton or "")))
-            )
+            monkeypatch.setitem(geometry.FORMS, name, Implementations(counted(name, load(forms.triton or ""))))
         verify = import_module("bateleur.eagle.rejection_sampler")
         coupled = Implementations(counted("verify", load(verify.COUPLED.triton)))
         monkeypatch.setattr(verify, "COUPLED", coupled)
@@ -203,11 +198,7 @@ OTHERS = {
 @pytest.mark.parametrize(
     ("name", "policy", "own"),
     [
-        (
-            "gated_delta",
-            "fold",
-            {"delta_scan_varlen", "delta_replay_update", "delta_fold_ring", *EXPERTS, "gate"},
-        ),
+        ("gated_delta", "fold", {"delta_scan_varlen", "delta_replay_update", "delta_fold_ring", *EXPERTS, "gate"}),
         ("kimi_delta", "slots", {"delta_scan_varlen", "delta_state_update", "join_heads"}),
         ("short_conv", "fold", {"fold_window"}),
         ("short_conv", "slots", {"copy_states"}),
@@ -234,9 +225,7 @@ def test_other_recurrences_say_the_tokens_of_their_torch_forms(
     )  # fmt: skip
     assert talk(llm) == texts
     assert own <= set(calls)
-    others = (
-        FORMS.keys() - own - {"causal_conv1d_varlen", "causal_conv1d_update", "copy_states", "gated_rms_norm"}
-    )
+    others = FORMS.keys() - own - {"causal_conv1d_varlen", "causal_conv1d_update", "copy_states", "gated_rms_norm"}
     assert not others & set(calls)
     assert llm.get_metrics().num_cached_tokens >= 8 + 16
 
@@ -248,12 +237,9 @@ def test_a_nan_in_a_state_ends_its_request_alone(
     calls = by_triton()
     llm = make(attention_backend="triton", dtype="float16", mamba_state_policy="fold")
     expected = [
-        o.outputs[0].token_ids
-        for o in llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
+        o.outputs[0].token_ids for o in llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
     ]
-    names = [
-        llm.add_request({"prompt_token_ids": prompt}, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)
-    ]
+    names = [llm.add_request({"prompt_token_ids": prompt}, p) for prompt, p in zip(PROMPTS, PARAMS, strict=True)]
     while not llm.engine.scheduler.batch:  # until all prompts are computed
         llm.step()
     states = llm.engine.runner.model_state
@@ -280,9 +266,7 @@ def kernels_of(policy: str, drafts: str) -> set[str]:
         "activation",
         *ATTENTION,
     }
-    expected |= (
-        {"plan_step"} if policy == "slots" else {"plan_replay", "plan_fold", "replay_update", "fold_ring"}
-    )
+    expected |= {"plan_step"} if policy == "slots" else {"plan_replay", "plan_fold", "replay_update", "fold_ring"}
     if policy == "slots":
         expected.add("selective_state_update")
     if drafts != "none":

@@ -20,12 +20,7 @@ from scripted_model import EOS, TAGS, write_scripted_model
 
 pytest.importorskip("llguidance")
 
-NUMBER = {
-    "type": "object",
-    "properties": {"n": {"type": "integer"}},
-    "required": ["n"],
-    "additionalProperties": False,
-}
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": NUMBER}}
 CITY = {
     "type": "object",
@@ -135,34 +130,20 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
         [{"So."}, ["weather", '{"city":"Oslo"}'], "tool_calls"],
     ),
-    (
-        "forced",
-        {"tools": TOOLS, "tool_choice": "required", "max_tokens": 8},
-        [{"So."}, ["ping", ""], "length"],
-    ),
+    ("forced", {"tools": TOOLS, "tool_choice": "required", "max_tokens": 8}, [{"So."}, ["ping", ""], "length"]),
     (
         "named",
-        {
-            "tools": TOOLS,
-            "tool_choice": {"type": "function", "function": {"name": "weather"}},
-            "max_tokens": 5,
-        },
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 5},
         [{"So."}, ["weather", '{"city":"O'], "length"],
     ),
-    (
-        "strict",
-        {"tools": STRICT},
-        [{"I look."}, "Now:", ["weather", '{"city": "Rome"}'], " Then.", "tool_calls"],
-    ),
+    ("strict", {"tools": STRICT}, [{"I look."}, "Now:", ["weather", '{"city": "Rome"}'], " Then.", "tool_calls"]),
     ("free", {"tools": STRICT}, [{"I think."}, "It is five.", "stop"]),
     ("loose", {"tools": TOOLS}, [{"Hm."}, ["weather", '{"town": 5}'], "tool_calls"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "body", "found"), CASES)
-def test_reasoning_is_free_and_the_answer_is_not(
-    llm: LLM, name: str, body: dict[str, Any], found: list[Any]
-) -> None:
+def test_reasoning_is_free_and_the_answer_is_not(llm: LLM, name: str, body: dict[str, Any], found: list[Any]) -> None:
     assert answer(llm, name, **body) == found
 
 
@@ -178,9 +159,7 @@ def test_an_answer_that_does_not_follow_is_made_to(llm: LLM) -> None:
     assert re.match(r'\{\s*"c', arguments)
 
 
-@pytest.mark.parametrize(
-    "off", [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}]
-)
+@pytest.mark.parametrize("off", [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}])
 def test_no_reasoning_comes_before_an_answer_if_it_is_off(llm: LLM, off: dict[str, Any]) -> None:
     """With reasoning off, the model must not begin with it, although it does when reasoning is on."""
     begun = {"response_format": FORMAT, "enable_thinking": None, "max_tokens": 40}
@@ -213,9 +192,7 @@ def tagged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize(("name", "body", "found"), WITHOUT_GRAMMAR)
-def test_tags_are_known_by_their_tokens(
-    tagged: LLM, name: str, body: dict[str, Any], found: list[Any]
-) -> None:
+def test_tags_are_known_by_their_tokens(tagged: LLM, name: str, body: dict[str, Any], found: list[Any]) -> None:
     """The result must not depend on whether special tokens are shown."""
     assert answer(tagged, name, **body) == found
 
@@ -237,7 +214,7 @@ def run(llm: LLM, n: int = 1) -> list[RequestOutput]:
 ENGINES: dict[str, dict[str, Any]] = {
     "drafts": {"draft": "ngram", "num_speculative_tokens": 3},
     "drafts and shared prefixes": {
-        **{"draft": "ngram", "num_speculative_tokens": 3, "enable_prefix_caching": True, "block_size": 8},
+        **{"draft": "ngram", "num_speculative_tokens": 3, "enable_prefix_caching": True, "block_size": 8}
     },
     "preempted": {"max_num_seqs": 6, "block_size": 8, "enable_prefix_caching": True, "max_model_len": 128},
     "in chunks": {"max_num_batched_tokens": 16, "max_num_seqs": 3},
@@ -254,9 +231,7 @@ def alone(llm: LLM) -> list[tuple[int, ...]]:
 
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("name", ENGINES)
-def test_tokens_are_the_same(
-    folder: Path, alone: list[tuple[int, ...]], sized: Callable[..., LLM], name: str
-) -> None:
+def test_tokens_are_the_same(folder: Path, alone: list[tuple[int, ...]], sized: Callable[..., LLM], name: str) -> None:
     settings = {"device": "cpu", "max_model_len": 512, **ENGINES[name]}
     llm = sized(partial(LLM, folder), 20, **settings) if name == "preempted" else LLM(folder, **settings)
     for output, expected in zip(run(llm, n=2), alone, strict=True):

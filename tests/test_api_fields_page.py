@@ -34,9 +34,7 @@ def test_every_field_of_the_openai_client_has_a_line() -> None:
     chat = chat_params.CompletionCreateParamsBase.__annotations__
     assert {*chat} - EVERYWHERE - CHAT_FIELDS.keys() == set()
     assert {*CompletionCreateParamsBase.__annotations__} - EVERYWHERE - COMPLETION_FIELDS.keys() == set()
-    assert {
-        *ResponseCreateParamsBase.__annotations__
-    } - EVERYWHERE - ResponsesBody.model_fields.keys() == set()
+    assert {*ResponseCreateParamsBase.__annotations__} - EVERYWHERE - ResponsesBody.model_fields.keys() == set()
 
 
 @pytest.mark.parametrize("name", sorted({*EVERYWHERE, *CHAT_FIELDS, *COMPLETION_FIELDS} - {"output_kind"}))

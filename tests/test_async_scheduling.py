@@ -20,13 +20,7 @@ from scripted import Partly, Script
 Make = Callable[..., LLM]
 """Makes an engine with `async_scheduling` on or off, and other options."""
 
-SIZES = {
-    "device": "cpu",
-    "max_model_len": 64,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 24,
-    "block_size": 4,
-}
+SIZES = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4}
 PREFIXES = {"enable_prefix_caching": True, "mamba_block_size": 8}
 
 
@@ -49,9 +43,7 @@ def requests(
     stems = [[rng.randrange(1, 97) for _ in range(30)] for _ in range(2)]
     made = []
     for i in range(count):
-        prompt = rng.choice(stems)[: rng.randrange(1, 30)] + [
-            rng.randrange(1, 97) for _ in range(rng.randrange(1, 9))
-        ]
+        prompt = rng.choice(stems)[: rng.randrange(1, 30)] + [rng.randrange(1, 97) for _ in range(rng.randrange(1, 9))]
         params: dict[str, Any] = {"max_tokens": rng.choice(lengths), "seed": i}
         params |= rng.choice([{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}])
         params |= rng.choice(
@@ -79,10 +71,7 @@ def told(output: RequestOutput) -> list[Any]:
     prompt = output.prompt_logprobs
     return [
         [list(map(sorted, prompt[1:])) if prompt else None],
-        *[
-            (each.token_ids, each.text, each.finish_reason, each.stop_reason, scored(each))
-            for each in output.outputs
-        ],
+        *[(each.token_ids, each.text, each.finish_reason, each.stop_reason, scored(each)) for each in output.outputs],
     ]
 
 
@@ -154,13 +143,9 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("case", DRAFTS)
-def test_tokens_are_the_same_with_drafts(
-    make: Make, check_integrity: Callable[[Engine], None], case: str
-) -> None:
+def test_tokens_are_the_same_with_drafts(make: Make, check_integrity: Callable[[Engine], None], case: str) -> None:
     settings, asked, script = DRAFTS[case], requests(14, seed=1), Script()
-    plain = {
-        name: value for name, value in settings.items() if name not in ("draft", "num_speculative_tokens")
-    }
+    plain = {name: value for name, value in settings.items() if name not in ("draft", "num_speculative_tokens")}
     plain.pop("prompt_lookup_min", None)
     if case == "mtp":
         plain |= settings | {"draft_policy": {1: 0}}
@@ -179,9 +164,7 @@ def test_tokens_are_the_same_with_drafts(
 
 
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
-def test_tokens_are_the_same(
-    make: Make, check_integrity: Callable[[Engine], None], settings: dict[str, Any]
-) -> None:
+def test_tokens_are_the_same(make: Make, check_integrity: Callable[[Engine], None], settings: dict[str, Any]) -> None:
     asked = requests(14, seed=1)
     expected = serve(make(False, **settings), asked, seed=2)
     llm = make(True, **settings)
@@ -235,9 +218,7 @@ def test_places_without_a_draft_end_no_request_before_its_length(make: Make) -> 
         assert serve(llm, asked, seed) == expected
 
 
-def test_vllm_53919_accepted_counts_travel_with_their_rows(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_53919_accepted_counts_travel_with_their_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows move in the batch between steps that accept different numbers of drafts. Only the device knows their lengths
     at first.
     """
@@ -285,9 +266,7 @@ def test_drafts_up_to_max_model_len_and_steps_that_fail_in_flight(
     again.
     """
     asked, script = requests(10, seed=9, lengths=(22,)), Script()
-    asked += [
-        (prompt[:20], SamplingParams(max_tokens=None, ignore_eos=True, seed=3)) for prompt, _ in asked[:3]
-    ]
+    asked += [(prompt[:20], SamplingParams(max_tokens=None, ignore_eos=True, seed=3)) for prompt, _ in asked[:3]]
     expected = serve(make(False), asked, seed=10, script=script)
     assert sum(len(text) == SIZES["max_model_len"] for text in script.texts) == 3
     drafting = {"num_speculative_tokens": 4, "drafter": Partly(script, 4, 97), "mamba_state_policy": "slots"}
@@ -295,10 +274,7 @@ def test_drafts_up_to_max_model_len_and_steps_that_fail_in_flight(
     assert serve(llm, asked, seed=10) == expected
     assert (llm.get_metrics().num_preemptions > 0) == (blocks < 64)
     check_integrity(llm.engine)
-    names, calls = (
-        [llm.add_request({"prompt_token_ids": each}, how) for each, how in asked],
-        iter(range(1000)),
-    )
+    names, calls = ([llm.add_request({"prompt_token_ids": each}, how) for each, how in asked], iter(range(1000)))
     logits, ended = llm.engine.model.logits, {}
 
     def fails_sometimes(hidden: Any) -> Any:

@@ -43,9 +43,7 @@ def test_parts_of_a_step_are_measured_by_requests(drafts: int) -> None:
 
 
 @pytest.mark.slow
-def test_speculation_is_compared_with_requests_in_a_queue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_speculation_is_compared_with_requests_in_a_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = tmp_path / "speculative.json"
     short = ["--batches", "1", "--queue", "2", "--tokens", "12", "--rounds", "1", "--sets", "2"]
     short += ["--least", "100"]
@@ -53,10 +51,7 @@ def test_speculation_is_compared_with_requests_in_a_queue(
     monkeypatch.setattr("torch.set_num_threads", lambda number: None)
     load("speculative").main()
     rows = json.loads(result.read_text())["results"]
-    assert [(row["batch"], row["requests"], row["temperature"]) for row in rows] == [
-        (1, 8, 0.0),
-        (1, 8, 0.8),
-    ]
+    assert [(row["batch"], row["requests"], row["temperature"]) for row in rows] == [(1, 8, 0.0), (1, 8, 0.8)]
     for row in rows:
         assert row["rounds"] == 2, "96 tokens are fewer than 100"
         assert row["equal_requests"] == [row["rounds"] * row["requests"]] * 2
@@ -88,11 +83,7 @@ def test_claims_are_judged_by_what_was_measured(
     with pytest.raises(SystemExit) as ended:
         claims.main()
     judged = json.loads((tmp_path / "claims-cpu.json").read_text())["claims"]
-    assert [row["off"] for row in judged if row["off"]] == [
-        ["batch 32"],
-        ["each further request"],
-        ["8,000 tokens"],
-    ]
+    assert [row["off"] for row in judged if row["off"]] == [["batch 32"], ["each further request"], ["8,000 tokens"]]
     missing = sum(not row["measured"] for row in judged)
     assert missing == len(claims.CLAIMS) - 6
     assert ended.value.code == 3 + missing

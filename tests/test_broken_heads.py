@@ -14,8 +14,7 @@ from bateleur.runner import LLM, SamplingParams
 
 PROMPTS: list[Any] = [{"prompt_token_ids": list(ids)} for ids in (range(5, 12), range(5, 28), [30])]
 PARAMS = [
-    SamplingParams(max_tokens=9, temperature=temperature, seed=7, ignore_eos=True)
-    for temperature in (0.0, 0.8, 0.0)
+    SamplingParams(max_tokens=9, temperature=temperature, seed=7, ignore_eos=True) for temperature in (0.0, 0.8, 0.0)
 ]
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

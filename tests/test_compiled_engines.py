@@ -35,9 +35,7 @@ from performance.published import MODELS  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"
-    ),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="nothing compiles in Triton's interpreter"),
 ]
 
 EAGLE3 = replace(
@@ -133,10 +131,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Compiled], CompiledCuda]:
 @pytest.mark.filterwarnings("ignore:kv_cache_dtype is fp8, and the checkpoint has no k_scale:RuntimeWarning")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_an_engine_launches_what_an_h100_takes(
-    case: Case,
-    make: Callable[[Compiled], CompiledCuda],
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    case: Case, make: Callable[[Compiled], CompiledCuda], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """No error, no register spill, no grid out of bounds, the stated occupancy, and no compilation in a step."""
     with compiling(on_device=True) as compiled:
@@ -170,9 +165,7 @@ def test_what_the_warm_up_leaves_out_is_compiled_late(
 def _kernels_of(package: ModuleType) -> set[JITFunction[Any]]:
     """The kernels that a package defines: functions under `triton.jit` whose names end with _kernel."""
     names = [each.name for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
-    modules = [
-        importlib.import_module(name) for name in names if "conformance" not in name and ".native" not in name
-    ]
+    modules = [importlib.import_module(name) for name in names if "conformance" not in name and ".native" not in name]
     return {
         each
         for module in modules

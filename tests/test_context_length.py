@@ -28,11 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefix caching": {"enable_prefix_caching": True},
     "drafts": {"draft": "ngram", "num_speculative_tokens": 3},
-    "drafts and prefix caching": {
-        "draft": "ngram",
-        "num_speculative_tokens": 3,
-        "enable_prefix_caching": True,
-    },
+    "drafts and prefix caching": {"draft": "ngram", "num_speculative_tokens": 3, "enable_prefix_caching": True},
 }
 
 
@@ -41,21 +37,13 @@ def options(tiny: Callable[[str], Path]) -> Callable[..., dict[str, Any]]:
     """Options of an engine whose KV cache holds fewer tokens than the model has positions."""
 
     def make(model: Path | None = None, **more: Any) -> dict[str, Any]:
-        common = {
-            "model": model or tiny("nemotron_h"),
-            "device": "cpu",
-            "max_num_seqs": 1,
-            "block_size": BLOCK,
-            **more,
-        }
+        common = {"model": model or tiny("nemotron_h"), "device": "cpu", "max_num_seqs": 1, "block_size": BLOCK, **more}
         if "enable_prefix_caching" in more:
             common |= {"mamba_block_size": BLOCK}
         with LLM(**common) as llm:
             costs = llm.cache_plan.costs
         tokens = costs.fixed_bytes(1) + 13 * costs.block_bytes
-        return common | {
-            "kv_cache_memory_bytes": tokens + ("enable_prefix_caching" in more) * costs.page_bytes
-        }
+        return common | {"kv_cache_memory_bytes": tokens + ("enable_prefix_caching" in more) * costs.page_bytes}
 
     return make
 
@@ -79,9 +67,7 @@ def lowered(options: dict[str, Any]) -> LLM:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_request_may_use_what_the_cache_holds_and_no_more(
-    options: Callable[..., dict[str, Any]], way: str
-) -> None:
+def test_a_request_may_use_what_the_cache_holds_and_no_more(options: Callable[..., dict[str, Any]], way: str) -> None:
     small = options(**WAYS[way])
     llm = lowered(small)
     holds = llm.limits.max_model_len
@@ -97,9 +83,7 @@ def test_a_request_may_use_what_the_cache_holds_and_no_more(
         llm.generate([[5] * holds], GREEDY)
     with pytest.raises(ValueError, match=rf"^max_model_len={LONGEST}: ") as error:
         LLM(**small, max_model_len=LONGEST)
-    (told,) = re.findall(
-        r"set max_model_len to at most (\d+), or raise kv_cache_memory_bytes", str(error.value)
-    )
+    (told,) = re.findall(r"set max_model_len to at most (\d+), or raise kv_cache_memory_bytes", str(error.value))
     most = int(told)  # an explicit length has priority over prefix caching
     assert most == holds if "enable_prefix_caching" not in small else most >= holds
     with LLM(**small, max_model_len=holds) as chosen:
@@ -119,9 +103,7 @@ def test_tokens_are_those_of_an_engine_with_more_memory(options: Callable[..., d
 def test_rows_that_nobody_chose_make_room_for_a_chosen_length(options: Callable[..., dict[str, Any]]) -> None:
     small = options() | {"max_num_seqs": None}
     with pytest.warns(RuntimeWarning, match="max_num_seqs is"):
-        llm = LLM(
-            **small | {"kv_cache_memory_bytes": 3 * small["kv_cache_memory_bytes"]}, max_model_len=LONGEST
-        )
+        llm = LLM(**small | {"kv_cache_memory_bytes": 3 * small["kv_cache_memory_bytes"]}, max_model_len=LONGEST)
     assert llm.limits.max_model_len == LONGEST
 
 
@@ -138,9 +120,7 @@ def test_the_server_and_info_report_it(options: Callable[..., dict[str, Any]]) -
     engine = AsyncLLM(**small)
     holds = engine.llm.limits.max_model_len
     assert holds < LONGEST
-    facts = describe_checkpoint(
-        **{("path" if name == "model" else name): value for name, value in small.items()}
-    )
+    facts = describe_checkpoint(**{("path" if name == "model" else name): value for name, value in small.items()})
     assert facts.max_model_len == holds
     assert re.search(rf"^longest request +{holds} tokens", facts.table(), re.MULTILINE)
     client = TestClient(build_app(engine, ServeConfig(served_model_name=["tiny"])))

@@ -185,9 +185,7 @@ def test_heads_share_their_experts(with_head: tuple[Path, Any], how: str) -> Non
     assert stats.num_draft_tokens > 0
 
 
-def test_heads_without_experts_are_each_ranks_own(
-    tiny: Callable[..., Path], make_head: Callable[..., Path]
-) -> None:
+def test_heads_without_experts_are_each_ranks_own(tiny: Callable[..., Path], make_head: Callable[..., Path]) -> None:
     """With the policy SLOTS on four ranks, some of which never have work."""
     folder = tiny("granitemoehybrid-experts")
     spec = open_checkpoint(folder).spec
@@ -255,8 +253,7 @@ def test_a_rank_that_is_killed_is_named(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "cause"),
-    [("raises", "raised ZeroDivisionError: nothing left"), ("sleeps", "< lengths, rank_pool.py")],
+    ("how", "cause"), [("raises", "raised ZeroDivisionError: nothing left"), ("sleeps", "< lengths, rank_pool.py")]
 )
 def test_a_rank_that_raises_or_hangs_is_named(tiny: Callable[..., Path], how: str, cause: str) -> None:
     """The rank fails after the last collective of a step, while the first rank waits for its reply."""
@@ -313,8 +310,7 @@ def test_ranks_read_their_experts_alone(tiny: Callable[..., Path]) -> None:
     checkpoint = open_checkpoint(tiny("nemotron_h-experts"))
     whole = load_model(checkpoint, torch.float32, "cpu").weights()
     parts = [
-        load_model(checkpoint, torch.float32, "cpu", data_ranks=Ranks(rank, 5, "none")).weights()
-        for rank in range(5)
+        load_model(checkpoint, torch.float32, "cpu", data_ranks=Ranks(rank, 5, "none")).weights() for rank in range(5)
     ]
     for name, weight in whole.items():
         shared = weight.ndim == 3
@@ -338,17 +334,13 @@ def test_ranks_read_their_experts_alone(tiny: Callable[..., Path]) -> None:
         ),
     ],
 )
-def test_what_is_refused(
-    tiny: Callable[..., Path], family: str, options: dict[str, Any], message: str
-) -> None:
+def test_what_is_refused(tiny: Callable[..., Path], family: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         LLM(tiny(family), **SIZES | {"data_parallel_size": 2} | options)
 
 
 def test_what_several_ranks_do_not_do(llm: LLM) -> None:
     for call in (llm.engine.verify_graphs, lambda: llm.export_prefix([5] * 9, "/nowhere")):
-        with pytest.raises(
-            ValueError, match=r"^data_parallel_size is 2; prefixes in files and comparisons of"
-        ):
+        with pytest.raises(ValueError, match=r"^data_parallel_size is 2; prefixes in files and comparisons of"):
             call()
     assert llm.engine.runner.graphs.dispatcher.mode.decode_mode is CudaGraphMode.NONE

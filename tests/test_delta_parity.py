@@ -14,18 +14,12 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from bateleur.mamba import delta_replay_update, delta_scan_varlen, delta_state_update
 
-BY_HEAD = pytest.param(
-    (2, 4, 16, 8), False, qwen.torch_chunk_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule
-)
-BY_CHANNEL = pytest.param(
-    (3, 3, 8, 8), True, kimi.chunk_kimi_delta_attention, kimi.recurrent_kimi_delta_attention
-)
+BY_HEAD = pytest.param((2, 4, 16, 8), False, qwen.torch_chunk_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule)
+BY_CHANNEL = pytest.param((3, 3, 8, 8), True, kimi.chunk_kimi_delta_attention, kimi.recurrent_kimi_delta_attention)
 TOKENS = 75
 
 
-def theirs(
-    function: Callable[..., Any], tokens: dict[str, Tensor], A: Tensor, bias: Tensor, state: Tensor
-) -> Any:
+def theirs(function: Callable[..., Any], tokens: dict[str, Tensor], A: Tensor, bias: Tensor, state: Tensor) -> Any:
     """Outputs of one sequence, and the final state in our layout, (H, Dv, Dk)."""
     A = A if bias.dim() == 1 else A[:, None]
     gates = {"g": A * F.softplus(tokens["a"] + bias), "beta": tokens["b"].sigmoid()}
@@ -39,10 +33,7 @@ def theirs(
 
 @pytest.mark.parametrize(("sizes", "by_channel", "chunked", "recurrent"), [BY_HEAD, BY_CHANNEL])
 def test_scan_update_and_replay_give_what_transformers_does(
-    sizes: tuple[int, int, int, int],
-    by_channel: bool,
-    chunked: Callable[..., Any],
-    recurrent: Callable[..., Any],
+    sizes: tuple[int, int, int, int], by_channel: bool, chunked: Callable[..., Any], recurrent: Callable[..., Any]
 ) -> None:
     """A prompt, and tokens after it one by one, under SLOTS and under FOLD."""
     torch.manual_seed(0)
@@ -69,7 +60,5 @@ def test_scan_update_and_replay_give_what_transformers_does(
         o = delta_state_update(state, *inputs, slot[:, None], 1.0)
         torch.testing.assert_close(o, want, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(state[1], final, rtol=1e-4, atol=1e-5)
-        replayed = delta_replay_update(
-            frozen, *rings, *inputs, slot, torch.tensor([2]), torch.tensor([t]), 1.0
-        )
+        replayed = delta_replay_update(frozen, *rings, *inputs, slot, torch.tensor([2]), torch.tensor([t]), 1.0)
         torch.testing.assert_close(replayed, want, rtol=1e-4, atol=1e-5)

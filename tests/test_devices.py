@@ -74,9 +74,7 @@ def second(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_an_engine_works_on_its_device_and_leaves_the_callers_current(
-    second: Any, settings: dict[str, Any]
-) -> None:
+def test_an_engine_works_on_its_device_and_leaves_the_callers_current(second: Any, settings: dict[str, Any]) -> None:
     llm = second.make(**settings)
     assert llm.device == llm.engine.device == ONE
     assert second.gpus.current() == 0
@@ -101,9 +99,7 @@ def test_an_engine_goes_from_thread_to_thread(second: Any) -> None:
     assert second.gpus.current() == 0
 
 
-def test_a_device_without_an_index_is_the_callers(
-    harness: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_without_an_index_is_the_callers(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = harness.FakeCuda(monkeypatch, "cuda")
     with torch.cuda.device(1):
         llm = cuda.make()
@@ -113,9 +109,7 @@ def test_a_device_without_an_index_is_the_callers(
     assert cuda.gpus.contexts == {1}
 
 
-def test_an_engine_in_a_thread_of_its_own_is_made_on_the_callers_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_in_a_thread_of_its_own_is_made_on_the_callers_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread starts with device 0 as current device."""
     gpus, seen = Gpus(monkeypatch), []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -148,11 +142,7 @@ def test_verifying_graphs_works_on_the_engines_device(second: Any) -> None:
 def test_threads_that_read_and_write_prefixes_open_no_other_context(
     second: Any, sized: Callable[..., LLM], tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {
-        "enable_prefix_caching": True,
-        "mamba_block_size": 16,
-        "kv_offload_bytes": 1 << 20,
-    }
+    settings: dict[str, Any] = {"enable_prefix_caching": True, "mamba_block_size": 16, "kv_offload_bytes": 1 << 20}
     prompts = [[seed * 7 + i for i in range(40)] for seed in (1, 2, 3, 1)]
     first, other = (sized(second.make, 13, 1, kv_offload_path=str(tmp_path), **settings) for _ in range(2))
     second.run(first, prompts, params(4))

@@ -17,14 +17,7 @@ from bateleur.runner import LLM
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "packages/runner/src/bateleur/runner/assets/draft"
-PROMPTS = (
-    "import os\n",
-    "def main():\n",
-    "class Stack:\n",
-    "def test_",
-    "if __name__ ==",
-    "import sys\n\n\ndef ",
-)
+PROMPTS = ("import os\n", "def main():\n", "class Stack:\n", "def test_", "if __name__ ==", "import sys\n\n\ndef ")
 
 
 @pytest.fixture
@@ -68,9 +61,7 @@ def rope(x: Tensor, position: int) -> Tensor:
     return out
 
 
-def one_row(
-    w: dict[str, Tensor], head_dim: int, embedded: Tensor, hidden: Tensor, cache: list[Any]
-) -> Tensor:
+def one_row(w: dict[str, Tensor], head_dim: int, embedded: Tensor, hidden: Tensor, cache: list[Any]) -> Tensor:
     """The head's forward pass for one token with a KV cache, computed from the tensors of a checkpoint."""
     x = torch.cat(
         [norm(embedded, w["midlayer.input_layernorm.weight"]), norm(hidden, w["midlayer.hidden_norm.weight"])]
@@ -90,9 +81,7 @@ def one_row(
     return h + down @ (F.silu(gate @ y) * (up @ y))
 
 
-def chain(
-    w: dict[str, Tensor], head_dim: int, embedded: Tensor, taps: Tensor, tokens: list[Tensor]
-) -> list[Tensor]:
+def chain(w: dict[str, Tensor], head_dim: int, embedded: Tensor, taps: Tensor, tokens: list[Tensor]) -> list[Tensor]:
     """States of the draft chain after rows 0 .. n-2 of a text of n tokens. `tokens` are the input embeddings."""
     cache: list[Any] = []
     for i in range(len(embedded) - 1):
@@ -200,15 +189,7 @@ def test_training_lowers_the_loss_and_a_resumed_run_ends_like_an_unbroken_one(
         return loss, shown
 
     monkeypatch.setattr(train_draft, "loss_of", loss_of)
-    settings = {
-        "warm_steps": 12,
-        "batch": 4,
-        "chains": 8,
-        "unroll": 3,
-        "lr": 0.05,
-        "seed": 0,
-        "save_every": 6,
-    }
+    settings = {"warm_steps": 12, "batch": 4, "chains": 8, "unroll": 3, "lr": 0.05, "seed": 0, "save_every": 6}
 
     def run(head: Any, folder: str, steps: int) -> dict[str, Tensor]:
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -338,11 +319,7 @@ def test_measured_acceptance_is_that_of_chains_fed_with_their_own_drafts(opened:
     head, target, text, target_ids = opened
     w = {name: p.detach() for name, p in head.state_dict().items()}
     for index in (0, 1):
-        ids, prompt_len, heat = (
-            text.sequence(index),
-            int(text.prompt_len[index]),
-            float(text.temperature[index]),
-        )
+        ids, prompt_len, heat = (text.sequence(index), int(text.prompt_len[index]), float(text.temperature[index]))
         lanes, seed = Lanes.of(target_ids, torch.device("cpu")), int(text.seed[index])
         got = accepted_drafts(head, target, ids, prompt_len, 4, heat, seed, lanes, target_ids)
         taps = torch.from_numpy(_taps(target, ids)).float()

@@ -52,9 +52,7 @@ def script() -> Any:
 
 
 lossless = script()
-TOY, LAW, Ragged, V, K, LENGTH = (
-    getattr(lossless, name) for name in ("TOY", "LAW", "Ragged", "V", "K", "LENGTH")
-)
+TOY, LAW, Ragged, V, K, LENGTH = (getattr(lossless, name) for name in ("TOY", "LAW", "Ragged", "V", "K", "LENGTH"))
 MANY, FEW = 12_000, 4000
 RULES = ("ratio", "block")
 REDUCED = torch.tensor([4, 0, 2])
@@ -69,9 +67,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LLM]:
     target = tmp_path_factory.mktemp("markov")
     lossless.write_target(target)
 
-    def made(
-        rule: str | None = None, law: Tensor = TOY.draft, ids: Tensor | None = None, **settings: Any
-    ) -> LLM:
+    def made(rule: str | None = None, law: Tensor = TOY.draft, ids: Tensor | None = None, **settings: Any) -> LLM:
         llm: LLM = lossless.engine(target, rule, law, ids=ids, **settings)
         return llm
 
@@ -150,17 +146,13 @@ def test_control_drafts_from_another_law_than_declared_are_found(
     """Declaring one-hot drafts is no such fault: it is exact for drafts from any independent noise."""
     uniform = Logits(torch.zeros(512, K, V))
     monkeypatch.setattr(
-        EagleSpeculator,
-        "distribution",
-        lambda self, rows: replace(uniform, logits=uniform.logits[: len(rows)]),
+        EagleSpeculator, "distribution", lambda self, rows: replace(uniform, logits=uniform.logits[: len(rows)])
     )
     assert z_of(sample(make(rule), FEW)) > WRONG
 
 
 @pytest.mark.parametrize("case", ["few rows", "ragged", "preempted"])
-def test_no_number_of_block_is_used_twice(
-    make: Callable[..., LLM], case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_number_of_block_is_used_twice(make: Callable[..., LLM], case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """BLOCK reads numbers after the position where it stops, so every step needs new draft noise. Samples of this size
     do not show a fault.
     """
@@ -181,13 +173,7 @@ def test_no_number_of_block_is_used_twice(
         assert len(set(named)) == len(named) > 100
 
 
-HARD = {
-    "temperature": 0.7,
-    "top_k": 4,
-    "top_p": 0.95,
-    "repetition_penalty": 1.4,
-    "frequency_penalty": 0.5,
-}
+HARD = {"temperature": 0.7, "top_k": 4, "top_p": 0.95, "repetition_penalty": 1.4, "frequency_penalty": 0.5}
 
 
 def histogram(llm: LLM, **changes: Any) -> Tensor:
@@ -348,10 +334,7 @@ def engine_for(make: Callable[..., LLM], rule: str, case: str, law: Tensor, **mo
 def drive(llm: LLM, aborted: Callable[[int], bool] = lambda i: False) -> Iterator[RequestOutput]:
     """Run requests of all lengths, some greedy; some are aborted between a proposal and its verification."""
     waiting = [
-        (
-            [0, *(1 + np.arange(i % 7) % 3).tolist()],
-            params(i, max_tokens=1 + 4 * (1 + i % 5), temperature=heat),
-        )
+        ([0, *(1 + np.arange(i % 7) % 3).tolist()], params(i, max_tokens=1 + 4 * (1 + i % 5), temperature=heat))
         for i, heat in enumerate([0.7, 1.0, 0.0, 1.5] * 9)
     ]
     number = 0
@@ -451,9 +434,7 @@ def test_steps_that_are_prepared_ahead_test_the_same_drafts(
 @pytest.mark.parametrize("policy", ["auto", {1: 3, 4: 1}, Ragged()])
 def test_policies_under_which_seeds_do_not_decide_are_named(make: Callable[..., LLM], policy: Any) -> None:
     for rule in RULES:
-        with pytest.warns(
-            UserWarning, match=f"draft_policy is .* with speculative_rule '{rule}', under which"
-        ):
+        with pytest.warns(UserWarning, match=f"draft_policy is .* with speculative_rule '{rule}', under which"):
             make(rule, draft_policy=policy)
     make("coupled", draft_policy=policy)
 
@@ -525,9 +506,7 @@ def test_drafters_that_do_not_fit_the_rule_are_refused(make: Callable[..., LLM])
 def test_who_says_nothing_is_one_hot_or_coupled() -> None:
     rows = torch.zeros(1, dtype=torch.int64)
     assert distribution_of(NoDrafts(K), Rule.COUPLED)(rows) == Coupled()
-    assert (
-        distribution_of(NoDrafts(K), Rule.BLOCK)(rows) == distribution_of(None, Rule.RATIO)(rows) == OneHot()
-    )
+    assert distribution_of(NoDrafts(K), Rule.BLOCK)(rows) == distribution_of(None, Rule.RATIO)(rows) == OneHot()
 
 
 def test_coupled_keeps_no_logits(make: Callable[..., LLM]) -> None:

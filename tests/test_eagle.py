@@ -61,9 +61,7 @@ def expected(make_llm: Callable[..., LLM]) -> dict[str, Any]:
     return {"mixed": ids(plain.generate(PROMPTS, PARAMS)), "hard": hard}
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*batch sizes have no graph for rows:RuntimeWarning"
-)  # few sizes on purpose
+@pytest.mark.filterwarnings("ignore:.*batch sizes have no graph for rows:RuntimeWarning")  # few sizes on purpose
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize(
     "settings",
@@ -78,11 +76,7 @@ def expected(make_llm: Callable[..., LLM]) -> dict[str, Any]:
     ids=lambda settings: "-".join(map(str, settings.values())) or "plain",
 )
 def test_the_tokens_are_those_of_plain_decoding(
-    make_llm: Callable[..., LLM],
-    expected: dict[str, Any],
-    random_head: Path,
-    settings: dict[str, Any],
-    k: int,
+    make_llm: Callable[..., LLM], expected: dict[str, Any], random_head: Path, settings: dict[str, Any], k: int
 ) -> None:
     graphs = {"cudagraph_backend": "recorded", "cudagraph_capture_sizes": [1 + k, 2 + 2 * k, 12]}
     llm = make_llm(
@@ -96,16 +90,10 @@ def test_the_tokens_are_those_of_plain_decoding(
         assert ids(llm.generate(PROMPTS, PARAMS)) == expected["mixed"]
     for got, wanted in zip(llm.generate(PROMPTS, HARD), expected["hard"], strict=True):
         mine, theirs = got.outputs[0], wanted.outputs[0]
-        assert (mine.token_ids, mine.text, mine.finish_reason) == (
-            theirs.token_ids,
-            theirs.text,
-            theirs.finish_reason,
-        )
+        assert (mine.token_ids, mine.text, mine.finish_reason) == (theirs.token_ids, theirs.text, theirs.finish_reason)
         for entry, other in zip(mine.logprobs, theirs.logprobs, strict=True):
             assert list(entry) == list(other)
-            assert [e.logprob for e in entry.values()] == pytest.approx(
-                [e.logprob for e in other.values()], abs=1e-4
-            )
+            assert [e.logprob for e in entry.values()] == pytest.approx([e.logprob for e in other.values()], abs=1e-4)
 
 
 class Switching:
@@ -119,19 +107,12 @@ class Switching:
         return np.minimum(rows.most, 3 if self.steps // 4 % 2 else 0).astype(np.int32)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*batch sizes have no graph for rows:RuntimeWarning"
-)  # few sizes on purpose
+@pytest.mark.filterwarnings("ignore:.*batch sizes have no graph for rows:RuntimeWarning")  # few sizes on purpose
 @pytest.mark.parametrize("graphs", ["NONE", "FULL_DECODE_ONLY"])
 def test_f2_drafts_may_differ_by_request_and_step(
     make_llm: Callable[..., LLM], expected: dict[str, Any], random_head: Path, graphs: str
 ) -> None:
-    policies: list[Any] = [
-        Switching(),
-        {1: 3, 2: 1, 4: 0},
-        BySurvival(StepCost([1, 64], [1.0, 2.0])),
-        "auto",
-    ]
+    policies: list[Any] = [Switching(), {1: 3, 2: 1, 4: 0}, BySurvival(StepCost([1, 64], [1.0, 2.0])), "auto"]
     for policy in policies:
         llm = make_llm(
             max_model_len=128,
@@ -192,13 +173,10 @@ def test_a1_rules_have_the_target_s_law(make_llm: Callable[..., LLM], random_hea
         llm = make_llm(**settings, **drafts)
         counts[rule] = Counter(tuple(each) for each in ids(llm.generate(prompts, params)))
     for rule in ("ratio", "block"):
-        both = {
-            pair for pair in counts["plain"] | counts[rule] if counts["plain"][pair] + counts[rule][pair] > 15
-        }
+        both = {pair for pair in counts["plain"] | counts[rule] if counts["plain"][pair] + counts[rule][pair] > 15}
         assert len(both) > 4
         worst = max(
-            abs(counts["plain"][pair] - counts[rule][pair])
-            / (counts["plain"][pair] + counts[rule][pair]) ** 0.5
+            abs(counts["plain"][pair] - counts[rule][pair]) / (counts["plain"][pair] + counts[rule][pair]) ** 0.5
             for pair in both
         )
         assert worst < 4.5
@@ -211,27 +189,15 @@ def test_a1_rules_have_the_target_s_law(make_llm: Callable[..., LLM], random_hea
         ({"draft": "auto", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; with a draft"),
         ({"draft": "nowhere"}, "holds no config.json"),
         ({"draft": "auto", "drafter": NoDrafts(4)}, "it must be None with draft = 'auto'"),
-        (
-            {"num_speculative_tokens": 3},
-            "num_speculative_tokens is 3; it must be 0 without a draft or a drafter",
-        ),
-        (
-            {"draft": "auto", "num_speculative_tokens": 2.5},
-            "num_speculative_tokens is 2.5; it must be an integer",
-        ),
-        (
-            {"draft": "auto", "num_speculative_tokens": "4"},
-            "num_speculative_tokens is '4'; it must be an integer",
-        ),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens is 3; it must be 0 without a draft or a drafter"),
+        ({"draft": "auto", "num_speculative_tokens": 2.5}, "num_speculative_tokens is 2.5; it must be an integer"),
+        ({"draft": "auto", "num_speculative_tokens": "4"}, "num_speculative_tokens is '4'; it must be an integer"),
         (
             {"draft": "auto", "num_speculative_tokens": 63, "max_model_len": 64},
             "num_speculative_tokens is 63; it must be at least 0, and below max_model_len - 1 = 63",
         ),
         ({"drafter": object()}, "drafter is .*; it must be a bateleur.eagle.Drafter"),
-        (
-            {"draft": "auto", "draft_policy": "sometimes"},
-            "draft_policy is 'sometimes'; it must be fixed, auto",
-        ),
+        ({"draft": "auto", "draft_policy": "sometimes"}, "draft_policy is 'sometimes'; it must be fixed, auto"),
         ({"draft": "auto", "draft_policy": 5}, "draft_policy is 5; it must be fixed, auto"),
         (
             {"draft": "auto", "draft_policy": {1: 9}},
@@ -240,10 +206,7 @@ def test_a1_rules_have_the_target_s_law(make_llm: Callable[..., LLM], random_hea
         ({"draft": ""}, "draft is ''; it must be the path of a folder"),
         ({"seed": "x"}, "seed is 'x'; it must be an integer"),
         ({"block_size": 1.5}, "block_size is 1.5; it must be an integer"),
-        (
-            {"enable_prefix_caching": True, "mamba_block_size": 0},
-            "^mamba_block_size is 0; it must be an integer >= 1",
-        ),
+        ({"enable_prefix_caching": True, "mamba_block_size": 0}, "^mamba_block_size is 0; it must be an integer >= 1"),
     ],
 )
 def test_drafts_that_cannot_be_are_refused(
@@ -253,17 +216,10 @@ def test_drafts_that_cannot_be_are_refused(
         make_llm(model=None, **settings)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*batch sizes have no graph for rows:RuntimeWarning"
-)  # few sizes on purpose
+@pytest.mark.filterwarnings("ignore:.*batch sizes have no graph for rows:RuntimeWarning")  # few sizes on purpose
 @pytest.mark.parametrize(
     ("policy", "lens"),
-    [
-        ("fixed", {1, 5}),
-        ({1: 4, 2: 1, 4: 0}, {1, 2, 5}),
-        ("auto", {1, 5}),
-        (FixedDrafts(2), {1, 3, 5}),
-    ],
+    [("fixed", {1, 5}), ({1: 4, 2: 1, 4: 0}, {1, 2, 5}), ("auto", {1, 5}), (FixedDrafts(2), {1, 3, 5})],
 )
 def test_every_length_of_a_policy_has_graphs(
     make_llm: Callable[..., LLM], random_head: Path, policy: Any, lens: set[int]
@@ -277,11 +233,7 @@ def test_every_length_of_a_policy_has_graphs(
     )
     assert {key.uniform_query_len for key in llm.engine.runner.graphs.dispatcher.keys} == lens
     drafter = llm.engine.runner.proposer.drafter
-    assert {key.num_tokens for key in drafter.decode.dispatcher.keys} == {
-        2,
-        4,
-        6,
-    }  # rows: 2, 4, 6, and 10 / 5
+    assert {key.num_tokens for key in drafter.decode.dispatcher.keys} == {2, 4, 6}  # rows: 2, 4, 6, and 10 / 5
 
 
 def test_a_draft_without_graphs_is_warned_about(
@@ -300,10 +252,7 @@ def test_a_draft_without_graphs_is_warned_about(
 
 
 def test_a_target_without_graphs_leaves_its_draft_eager(
-    make_llm: Callable[..., LLM],
-    expected: dict[str, Any],
-    random_head: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_llm: Callable[..., LLM], expected: dict[str, Any], random_head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If no graph of the target could be captured, the drafter has no captured states and must run eagerly without an
     error.
@@ -362,9 +311,7 @@ def test_a_prompt_that_goes_on_gets_no_drafts(make_llm: Callable[..., LLM], rand
             return FixedDrafts(3).lengths(rows)
 
     wanted: list[int] = []
-    llm = make_llm(
-        draft=random_head, num_speculative_tokens=3, draft_policy=Listening(), max_num_batched_tokens=32
-    )
+    llm = make_llm(draft=random_head, num_speculative_tokens=3, draft_policy=Listening(), max_num_batched_tokens=32)
     drafter = llm.engine.runner.proposer.drafter
     propose = drafter.propose
 
@@ -375,6 +322,4 @@ def test_a_prompt_that_goes_on_gets_no_drafts(make_llm: Callable[..., LLM], rand
     drafter.propose = listens
     llm.generate({"prompt_token_ids": [5] * 80}, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     assert asked[:3] == [0, 0, 1]
-    assert wanted[:3] == [0, 0, 3], (
-        "the head stores keys of the first parts of the prompt, and makes no drafts"
-    )
+    assert wanted[:3] == [0, 0, 3], "the head stores keys of the first parts of the prompt, and makes no drafts"

@@ -263,12 +263,8 @@ def test_b6_a_prompt_that_ends_beside_decodes_emits_one_token(told: list[Any]) -
     assert met
 
 
-def test_b7_penalties_count_what_was_accepted_and_nothing_else(
-    make: Callable[..., LLM], texts: Texts
-) -> None:
-    params = SamplingParams(
-        temperature=0, frequency_penalty=0.9, presence_penalty=0.4, max_tokens=40, ignore_eos=True
-    )
+def test_b7_penalties_count_what_was_accepted_and_nothing_else(make: Callable[..., LLM], texts: Texts) -> None:
+    params = SamplingParams(temperature=0, frequency_penalty=0.9, presence_penalty=0.4, max_tokens=40, ignore_eos=True)
     prompt = tokens_of(31, 4) * 3
     wanted = texts.of(prompt, params)
     drafter = Patterned(texts, K, [K, 0, 2, 1])
@@ -291,15 +287,11 @@ def test_b8_a_stop_inside_a_run_ends_the_request_there(make: Callable[..., LLM],
     prompt = tokens_of(41, 13)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
     whole = texts.of(prompt, params)
-    llm = make(
-        drafter=ScriptedDrafter(texts, 7, None, VOCAB), num_speculative_tokens=7, enable_prefix_caching=True
-    )
+    llm = make(drafter=ScriptedDrafter(texts, 7, None, VOCAB), num_speculative_tokens=7, enable_prefix_caching=True)
     for place in (3, 5, 9, 12):  # of 8 tokens that a step emits; the prompt's step emits the first
         stop = whole[len(prompt) + place]
         end = whole.index(stop, len(prompt)) + 1
-        stopped = SamplingParams(
-            temperature=0.8, seed=1, max_tokens=24, ignore_eos=True, stop_token_ids=[stop]
-        )
+        stopped = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True, stop_token_ids=[stop])
         (output,) = llm.generate(asked([prompt]), stopped)
         assert (ids([output])[0], output.outputs[0].finish_reason) == (whole[:end], "stop")
         turn = [*whole[:end], 50 + place, 51]

@@ -159,12 +159,7 @@ def traffic(seed: int) -> list[tuple[list[int], SamplingParams]]:
         prompt = shared[: random.choice([0, 8, 17, 30])] + tail
         heat = random.choice([0, 0.8])
         made.append(
-            (
-                prompt,
-                SamplingParams(
-                    temperature=heat, seed=index, max_tokens=random.randint(4, 22), ignore_eos=True
-                ),
-            )
+            (prompt, SamplingParams(temperature=heat, seed=index, max_tokens=random.randint(4, 22), ignore_eos=True))
         )
     return made
 
@@ -210,17 +205,11 @@ def truth(make_llm: Callable[..., LLM], build: Callable[..., LLM]) -> Truth:
 def requests(plain: LLM) -> list[tuple[list[int], SamplingParams, list[int]]]:
     """Prompts, parameters, and the texts of plain decoding."""
     asked = traffic(3)
-    outputs = plain.generate(
-        [{"prompt_token_ids": prompt} for prompt, _ in asked], [params for _, params in asked]
-    )
-    return [
-        (*pair, pair[0] + output.outputs[0].token_ids) for pair, output in zip(asked, outputs, strict=True)
-    ]
+    outputs = plain.generate([{"prompt_token_ids": prompt} for prompt, _ in asked], [params for _, params in asked])
+    return [(*pair, pair[0] + output.outputs[0].token_ids) for pair, output in zip(asked, outputs, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("policy", "graphs"), [("fold", "NONE"), ("slots", "NONE"), ("fold", "FULL_AND_PIECEWISE")]
-)
+@pytest.mark.parametrize(("policy", "graphs"), [("fold", "NONE"), ("slots", "NONE"), ("fold", "FULL_AND_PIECEWISE")])
 def test_f1_draft_keys_and_values_are_those_of_a_prefill_after_every_step(
     build: Callable[..., LLM], truth: Truth, requests: list[Any], policy: str, graphs: str
 ) -> None:
@@ -261,11 +250,7 @@ def test_f1_draft_keys_and_values_are_those_of_a_prefill_after_every_step(
 
 
 def test_f2_a_step_that_drafts_nothing_keeps_up(
-    build: Callable[..., LLM],
-    plain: LLM,
-    truth: Truth,
-    requests: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
+    build: Callable[..., LLM], plain: LLM, truth: Truth, requests: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`num_drafts` is 0 until the last steps of a request: the head's cache must be complete then."""
     llm = build(max_num_batched_tokens=7, max_num_seqs=1)
@@ -274,9 +259,7 @@ def test_f2_a_step_that_drafts_nothing_keeps_up(
     assert drafting is not None
     propose = EagleSpeculator.propose
     wanted = [0]
-    monkeypatch.setattr(
-        EagleSpeculator, "propose", lambda self, c: propose(self, replace(c, num_drafts=wanted[0]))
-    )
+    monkeypatch.setattr(EagleSpeculator, "propose", lambda self, c: propose(self, replace(c, num_drafts=wanted[0])))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     text = prompt + plain.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0].token_ids
     name = llm.add_request({"prompt_token_ids": prompt}, params)
@@ -356,13 +339,9 @@ def test_f5_accepted_counts_drive_the_states_of_a_hybrid(
     table = llm.engine.table
     seen: set[int] = set()
     for _ in range(2):
-        names = {
-            llm.add_request({"prompt_token_ids": prompt}, params): text for prompt, params, text in requests
-        }
+        names = {llm.add_request({"prompt_token_ids": prompt}, params): text for prompt, params, text in requests}
         while llm.has_unfinished_requests:
-            before = {
-                r.request_id: (r.row, int(table.num_computed[r.row])) for r in llm.engine.scheduler.running
-            }
+            before = {r.request_id: (r.row, int(table.num_computed[r.row])) for r in llm.engine.scheduler.running}
             for output in llm.step():
                 assert output.prompt_token_ids + output.outputs[0].token_ids == names[output.request_id]
             for request in llm.engine.scheduler.running:
@@ -371,10 +350,7 @@ def test_f5_accepted_counts_drive_the_states_of_a_hybrid(
                     accepted = states.gather(torch.tensor([1 + row])).accepted.item()
                     after = int(table.num_computed[row])
                     if policy == "slots" and computed // 8 != after // 8:
-                        assert accepted in (
-                            1,
-                            after - computed,
-                        )  # at a boundary the state has its own block
+                        assert accepted in (1, after - computed)  # at a boundary the state has its own block
                     else:
                         assert accepted == after - computed
                     seen.add(after - computed)

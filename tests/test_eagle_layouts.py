@@ -109,10 +109,7 @@ def speculators(made: Any) -> Path:
         "speculators_model_type": "eagle3",
         "target_hidden_size": None,
         "tie_word_embeddings": False,
-        "transformer_layer_config": {
-            **inside,
-            "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
-        },
+        "transformer_layer_config": {**inside, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
     }
     named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     return made.write(config, own_embedding(made, named))

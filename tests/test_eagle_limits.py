@@ -101,14 +101,10 @@ PARAMS = [
 
 
 @pytest.mark.parametrize("k", [1, 7])
-def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(
-    make: Callable[..., LLM], texts: Texts, k: int
-) -> None:
+def test_c4_nothing_is_drafted_or_stored_beyond_max_model_len(make: Callable[..., LLM], texts: Texts, k: int) -> None:
     llm = make(num_speculative_tokens=k, max_model_len=40)
     for prompt in (tokens_of(61, 30), tokens_of(62, 21)):
-        llm.add_request(
-            {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True)
-        )
+        llm.add_request({"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=99, ignore_eos=True))
     table, verifier = llm.engine.table, llm.engine.runner.rejection_sampler
     drafting = llm.engine.runner.proposer
     assert drafting is not None
@@ -177,9 +173,7 @@ def test_nothing_is_drafted_for_a_request_that_ends(
 
 
 @pytest.mark.parametrize("rule", ["coupled", "block"])
-def test_rows_near_their_end_stay_on_the_graph_of_the_others(
-    make: Callable[..., LLM], texts: Texts, rule: str
-) -> None:
+def test_rows_near_their_end_stay_on_the_graph_of_the_others(make: Callable[..., LLM], texts: Texts, rule: str) -> None:
     """Rows are padded with positions without a draft. Tokens and counts equal those of eager steps."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 12, 16, 21)]
     wanted = [texts.of(*pair) for pair in zip(PROMPTS, params, strict=True)]
@@ -225,10 +219,7 @@ def test_where_a_heads_positions_end_nothing_is_drafted_nor_counted(
     assert before > 0
     assert ids(llm.generate(asked([long]), params)) == [texts.of(long, params)]
     assert llm.get_metrics().num_draft_tokens == before
-    assert ids(llm.generate(asked([short, long]), params)) == [
-        texts.of(short, params),
-        texts.of(long, params),
-    ]
+    assert ids(llm.generate(asked([short, long]), params)) == [texts.of(short, params), texts.of(long, params)]
     if graphs:
         decisions = llm.engine.runner.graphs.decisions
         assert decisions.by_reason[DispatchReason.QUERY_LEN] == 0
@@ -258,11 +249,7 @@ def test_c6_a_chunk_of_exactly_1_plus_k_tokens_is_no_decode(
 
 def test_c7_capture_sizes_need_not_be_multiples_of_1_plus_k(make: Callable[..., LLM], texts: Texts) -> None:
     wanted = [texts.of(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
-    llm = make(
-        cudagraph_mode="FULL_AND_PIECEWISE",
-        cudagraph_capture_sizes=[3, 5, 7, 14],
-        max_num_batched_tokens=16,
-    )
+    llm = make(cudagraph_mode="FULL_AND_PIECEWISE", cudagraph_capture_sizes=[3, 5, 7, 14], max_num_batched_tokens=16)
     assert ids(llm.generate(asked(PROMPTS), PARAMS)) == wanted
     uniform = [key for key in llm.engine.runner.graphs.dispatcher.keys if key.uniform_query_len == 1 + K]
     assert uniform

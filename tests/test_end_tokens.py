@@ -25,9 +25,7 @@ def write(folder: Path, tokenizer: dict[str, Any], **config: Any) -> Path:
     write_scripted_model(folder, TEXTS, tags={END: True}, eos_token_id=5, **config)
     file = folder / "tokenizer_config.json"
     given = json.loads(file.read_text())
-    file.write_text(
-        json.dumps({**{key: each for key, each in given.items() if key != "eos_token"}, **tokenizer})
-    )
+    file.write_text(json.dumps({**{key: each for key, each in given.items() if key != "eos_token"}, **tokenizer}))
     return folder
 
 
@@ -48,8 +46,7 @@ def test_the_end_of_the_tokenizer_ends_a_text(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokenizer",
-    [{"eos_token": "<|im_start|>", "eot_token": END}, {"eot_token": {"content": END, "special": True}}],
+    "tokenizer", [{"eos_token": "<|im_start|>", "eot_token": END}, {"eot_token": {"content": END, "special": True}}]
 )
 def test_a_second_end_of_the_tokenizer_ends_a_text(tmp_path: Path, tokenizer: dict[str, Any]) -> None:
     llm = LLM(write(tmp_path, tokenizer), device="cpu", max_model_len=128)

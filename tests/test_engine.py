@@ -103,9 +103,7 @@ def test_tokens_do_not_depend_on_the_schedule(
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_tokens_survive_preemption(
-    make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]], kind: str
-) -> None:
+def test_tokens_survive_preemption(make_llm: Callable[..., LLM], alone: dict[str, list[list[int]]], kind: str) -> None:
     """A cache so small that requests are preempted and recomputed."""
     one_block = 8 * make_llm().cache_plan.kv_bytes // (make_llm().cache_plan.num_blocks * 8)
     state = make_llm().cache_plan.state_bytes
@@ -225,9 +223,7 @@ def test_nan_logits_end_their_request_only(
     assert is_idle(llm)
 
 
-def test_kernels_are_told_the_batchs_own_bound(
-    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_told_the_batchs_own_bound(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM #43991: max_model_len is the bound under capture only."""
     llm = make_llm()
     state = llm.engine.runner.model_state

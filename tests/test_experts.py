@@ -71,9 +71,7 @@ def test_tokens_do_not_depend_on_what_runs_beside(tiny: Callable[[str], Path], f
     assert ids(build(tiny(family), max_num_batched_tokens=5).generate(PROMPTS, PARAMS)) == wanted
 
 
-def test_packed_experts_give_the_same_tokens(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_experts_give_the_same_tokens(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ids(build(tiny(FAMILIES[1]), cudagraph_mode="NONE").generate(PROMPTS, PARAMS))
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch is built without oneDNN")

@@ -141,14 +141,10 @@ def test_a_steady_step_sends_one_copy_of_counts_and_new_blocks(cuda: Any, settin
 
 
 @pytest.mark.parametrize("settings", [PREFIX, PREFIX | DRAFTS], ids=["plain", "drafts"])
-def test_a_step_in_which_all_rows_begin_blocks_and_pages_sends_their_cells(
-    cuda: Any, settings: dict[str, Any]
-) -> None:
+def test_a_step_in_which_all_rows_begin_blocks_and_pages_sends_their_cells(cuda: Any, settings: dict[str, Any]) -> None:
     """All rows cross a block boundary in the same step: the most that a decode step can send."""
     rows = 256
-    llm = cuda.make(
-        max_num_seqs=rows, max_num_batched_tokens=1 << 13, kv_cache_memory_bytes=1 << 30, **settings
-    )
+    llm = cuda.make(max_num_seqs=rows, max_num_batched_tokens=1 << 13, kv_cache_memory_bytes=1 << 30, **settings)
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     cuda.run(llm, [[1 + i % 90] * 3 for i in range(rows)], [params] * rows, max_steps=20)
     assert not cuda.faults, "\n".join(cuda.faults)
@@ -190,17 +186,13 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
     monkeypatch.setattr(Scheduler, "schedule", planned)
     monkeypatch.setattr(Engine, "_launch", noted)
     monkeypatch.setattr(StepCollector, "_emit", waited)
-    monkeypatch.setattr(
-        Fetch, "__init__", lambda fetch, tensors: copies.append(tensors) or init(fetch, tensors)
-    )
+    monkeypatch.setattr(Fetch, "__init__", lambda fetch, tensors: copies.append(tensors) or init(fetch, tensors))
     finish(cuda, cuda.make(**settings))
     drawing = [flight for flight in launched if flight.output is not None]
     assert len(copies) == len(drawing)
     assert [step for step, _ in waits] == sorted({step for step, _ in waits})
     ahead = [known - step - 1 for step, known in waits]
-    assert ahead == [int(step in followed) for step, _ in waits], (
-        "the next step, where there is one, and no more"
-    )
+    assert ahead == [int(step in followed) for step, _ in waits], "the next step, where there is one, and no more"
     assert sum(ahead) > 3
 
 
@@ -218,9 +210,7 @@ def test_no_step_with_prompts_by_fla_waits(cuda: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("settings", [{}, DRAFTS], ids=["plain", "drafts"])
-def test_no_request_makes_a_step_wait(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
-) -> None:
+def test_no_request_makes_a_step_wait(cuda: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     """All optional outputs are requested at once: each is handled separately."""
     words = ((5,), (6, 7), (1, 2, 3, 4))
     monkeypatch.setattr("bateleur.runner.engine.input_processor.bad_words_token_ids", lambda *_: words)
@@ -240,9 +230,7 @@ def test_no_request_makes_a_step_wait(
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, DRAFTS, DRAFTS | DECODES | {"cudagraph_capture_sizes": [6]}],
-    ids=["plain", "drafts", "graphs"],
+    "settings", [{}, DRAFTS, DRAFTS | DECODES | {"cudagraph_capture_sizes": [6]}], ids=["plain", "drafts", "graphs"]
 )
 def test_no_grammar_makes_a_step_wait(cuda: Any, settings: dict[str, Any]) -> None:
     """Masks are sent to the device without a wait. Drafts are read when the next step is planned."""
@@ -357,23 +345,13 @@ FAULTS = [
         lambda x: x.copy_(torch.zeros(x.shape), non_blocking=True), "copy from pageable memory", id="pageable"
     ),
     pytest.param(lambda x: x.cpu(), "blocking copy from cuda to cpu by aten::_to_copy", id="cpu"),
+    pytest.param(lambda x: torch.zeros(2).to(x.device), "blocking copy from cpu to cuda by aten::_to_copy", id="to"),
+    pytest.param(lambda x: x.new_tensor([2.0]), "blocking copy from cpu to cuda by aten::_to_copy", id="new_tensor"),
     pytest.param(
-        lambda x: torch.zeros(2).to(x.device), "blocking copy from cpu to cuda by aten::_to_copy", id="to"
+        lambda x: torch.tensor(2.0, device=x.device), "blocking copy from cpu to cuda by aten::_to_copy", id="tensor"
     ),
-    pytest.param(
-        lambda x: x.new_tensor([2.0]), "blocking copy from cpu to cuda by aten::_to_copy", id="new_tensor"
-    ),
-    pytest.param(
-        lambda x: torch.tensor(2.0, device=x.device),
-        "blocking copy from cpu to cuda by aten::_to_copy",
-        id="tensor",
-    ),
-    pytest.param(
-        lambda x: x.copy_(torch.zeros(x.shape)), "blocking copy from cpu to cuda by aten::copy_", id="copy_"
-    ),
-    pytest.param(
-        lambda x: torch.zeros(x.shape).copy_(x), "blocking copy from cuda to cpu by aten::copy_", id="fetch"
-    ),
+    pytest.param(lambda x: x.copy_(torch.zeros(x.shape)), "blocking copy from cpu to cuda by aten::copy_", id="copy_"),
+    pytest.param(lambda x: torch.zeros(x.shape).copy_(x), "blocking copy from cuda to cpu by aten::copy_", id="fetch"),
     pytest.param(lambda x: x[0, 0].item(), "read by aten::_local_scalar_dense", id="item"),
     pytest.param(lambda x: x[0].tolist(), "read by aten::_local_scalar_dense", id="tolist"),
     pytest.param(condition, "read by aten::_local_scalar_dense", id="condition"),
@@ -383,9 +361,7 @@ FAULTS = [
     pytest.param(into_mask, "read by aten::index_put_ with a mask", id="into-mask"),
     pytest.param(lambda x: x + torch.zeros(x.shape), "CPU and CUDA tensors in aten::add", id="add"),
     pytest.param(lambda x: x[torch.tensor([0])], "CPU and CUDA tensors in aten::index", id="index"),
-    pytest.param(
-        lambda x: torch.cat((x, torch.zeros(x.shape))), "CPU and CUDA tensors in aten::cat", id="cat"
-    ),
+    pytest.param(lambda x: torch.cat((x, torch.zeros(x.shape))), "CPU and CUDA tensors in aten::cat", id="cat"),
 ]
 NO_FAULTS = [
     pytest.param(lambda x: x.to("cpu", non_blocking=True), id="to"),
@@ -465,15 +441,7 @@ def test_what_is_remembered_is_what_torch_says(call: Callable[[Tensor], Any]) ->
             told: list[Any] = [type(found)]
             for each in [found] if isinstance(found, Tensor) else found:
                 own = each.untyped_storage()._cdata != x.untyped_storage()._cdata
-                told += [
-                    each is x,
-                    own,
-                    each.shape,
-                    each.stride(),
-                    each.storage_offset(),
-                    each.dtype,
-                    each.device,
-                ]
+                told += [each is x, own, each.shape, each.stride(), each.storage_offset(), each.dtype, each.device]
         return told
 
     class Remembering(QuickFakes):
@@ -490,8 +458,6 @@ def test_nothing_stays_replaced(harness: ModuleType) -> None:
     before = (torch.inference_mode, Engine.step, StepCollector._emit, Fetch.__init__)
     with pytest.MonkeyPatch.context() as patch:
         cuda = harness.FakeCuda(patch)
-        assert all(
-            old is not new for old, new in zip(before, (torch.inference_mode, Engine.step), strict=False)
-        )
+        assert all(old is not new for old, new in zip(before, (torch.inference_mode, Engine.step), strict=False))
         cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])
     assert before == (torch.inference_mode, Engine.step, StepCollector._emit, Fetch.__init__)

@@ -57,15 +57,7 @@ def test_64_shared_tokens_are_a_hit_by_default(family: tuple[Path, list[list[int
     assert [output.num_cached_tokens for output in outputs] == [0] + [64] * 5
 
 
-LARGE = (
-    "falcon_h1",
-    "kimi_linear",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-)
+LARGE = ("falcon_h1", "kimi_linear", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -97,12 +89,9 @@ class Either(NoDrafts):
 
 
 @pytest.mark.parametrize(
-    ("policy", "graphs"),
-    [("fold", "FULL_AND_PIECEWISE"), pytest.param("slots", "NONE", marks=pytest.mark.slow)],
+    ("policy", "graphs"), [("fold", "FULL_AND_PIECEWISE"), pytest.param("slots", "NONE", marks=pytest.mark.slow)]
 )
-def test_prefixes_drafts_and_graphs_at_once(
-    family: tuple[Path, list[list[int]]], policy: str, graphs: str
-) -> None:
+def test_prefixes_drafts_and_graphs_at_once(family: tuple[Path, list[list[int]]], policy: str, graphs: str) -> None:
     folder, wanted = family
     texts = [
         [*prompt["prompt_token_ids"], *tokens]

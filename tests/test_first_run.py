@@ -38,20 +38,8 @@ ANNOUNCED = "bateleur: compiling CPU kernels once, about 7 s"
 
 def generate(home: Path, *options: str) -> list[str]:
     """Run `bateleur generate` with an empty or a filled cache in `home`; return the lines on stderr."""
-    call = [
-        sys.executable,
-        "-c",
-        SCRIPT,
-        "generate",
-        "def f(x):",
-        "--max-tokens",
-        "40",
-        "--ignore-eos",
-        *options,
-    ]
-    done = subprocess.run(
-        call, env=os.environ | {"HOME": str(home)}, capture_output=True, text=True, check=True
-    )
+    call = [sys.executable, "-c", SCRIPT, "generate", "def f(x):", "--max-tokens", "40", "--ignore-eos", *options]
+    done = subprocess.run(call, env=os.environ | {"HOME": str(home)}, capture_output=True, text=True, check=True)
     return done.stderr.splitlines()
 
 

@@ -11,12 +11,7 @@ from bateleur.cudagraph import DispatchReason
 from bateleur.metadata.backends.flashinfer import FlashInferBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 
-SIZES: dict[str, Any] = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "max_model_len": 48,
-    "block_size": 4,
-}
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 48, "block_size": 4}
 GRAPHS: dict[str, Any] = {
     "cudagraph_mode": "FULL_AND_PIECEWISE",
     "cudagraph_backend": "recorded",
@@ -27,21 +22,13 @@ GRAPHS: dict[str, Any] = {
 
 def say(llm: LLM) -> list[RequestOutput]:
     prompts = [{"prompt_token_ids": [(5 * i + n) % 90 + 3 for i in range(n)]} for n in (7, 20, 3)]
-    params = [
-        SamplingParams(temperature=0.8, seed=i, max_tokens=9 + i, ignore_eos=True)
-        for i in range(len(prompts))
-    ]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=9 + i, ignore_eos=True) for i in range(len(prompts))]
     return llm.generate(prompts, params)
 
 
-@pytest.mark.parametrize(
-    "drafts", [{}, {"draft": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 2}]
-)
+@pytest.mark.parametrize("drafts", [{}, {"draft": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 2}])
 def test_replays_follow_the_plan_of_their_step(
-    make_llm: Callable[..., LLM],
-    tiny_hybrid: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    drafts: dict[str, Any],
+    make_llm: Callable[..., LLM], tiny_hybrid: Path, monkeypatch: pytest.MonkeyPatch, drafts: dict[str, Any]
 ) -> None:
     expected = [output.outputs[0].token_ids for output in say(make_llm(**SIZES, model=tiny_hybrid))]
     made = install(monkeypatch)

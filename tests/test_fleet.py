@@ -63,9 +63,7 @@ def test_every_turn_is_served_and_prefixes_are_found_where_they_are(kind: Any) -
 
     traffic = Traffic(sessions_per_s=6.0, system_prompts=4, system_tokens=200, think_s=1.0)
     found = {name: simulate(kind, name, 3, traffic, 4.0, seed=3) for name in ROUTERS}
-    assert len({row["requests"] for row in found.values()}) == 1, (
-        "who serves a turn does not change the trace"
-    )
+    assert len({row["requests"] for row in found.values()}) == 1, "who serves a turn does not change the trace"
     assert found["by prefix"]["requests"] > 50
     assert found["by prefix"]["hit_rate"] > found["round robin"]["hit_rate"] + 0.1
     assert found["by prefix"]["busy_s"] < found["round robin"]["busy_s"]

@@ -42,13 +42,8 @@ def with_scales(folder: Path, home: Path, spelling: str = "{}_scale", per_head: 
     for name in [name for name in tensors if name.endswith("self_attn.v_proj.weight")]:
         stem, config = name.removesuffix("v_proj.weight"), json.loads((copy / "config.json").read_text())
         heads = config["num_key_value_heads"]
-        values = (
-            0.01 * torch.arange(1, heads + 1).float().view(heads, 1, 1) if per_head else torch.tensor(0.02)
-        )
-        tensors |= {
-            stem + spelling.format("k", "k"): torch.tensor([K_SCALE]),
-            stem + spelling.format("v", "v"): values,
-        }
+        values = 0.01 * torch.arange(1, heads + 1).float().view(heads, 1, 1) if per_head else torch.tensor(0.02)
+        tensors |= {stem + spelling.format("k", "k"): torch.tensor([K_SCALE]), stem + spelling.format("v", "v"): values}
     save_file(tensors, copy / "model.safetensors")
     return copy
 
@@ -57,12 +52,7 @@ def with_scales(folder: Path, home: Path, spelling: str = "{}_scale", per_head: 
 def folders(
     tiny: Callable[..., Path], tiny_hybrid: Path, tiny_mtp: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    found = {
-        "llama": tiny("llama"),
-        "mamba2": tiny_hybrid,
-        "mtp": tiny_mtp,
-        "ranks": tiny("bamba", **EVEN["bamba"]),
-    }
+    found = {"llama": tiny("llama"), "mamba2": tiny_hybrid, "mtp": tiny_mtp, "ranks": tiny("bamba", **EVEN["bamba"])}
     return {name: with_scales(folder, tmp_path_factory.mktemp(name)) for name, folder in found.items()}
 
 
@@ -160,19 +150,13 @@ def test_requests_without_room_are_computed_again(
 
 @pytest.mark.parametrize("model", MODELS)
 def test_what_has_left_the_device_comes_back(
-    make: Callable[..., LLM],
-    sized: Callable[..., LLM],
-    plain: dict[str, list[list[int]]],
-    model: str,
-    tmp_path: Path,
+    make: Callable[..., LLM], sized: Callable[..., LLM], plain: dict[str, list[list[int]]], model: str, tmp_path: Path
 ) -> None:
     options = {"kv_offload_bytes": 1 << 20, "kv_offload_path": tmp_path, "max_num_seqs": 1, **SHARING}
     with sized(make, 26, 2, model=model, **options) as llm:
         assert said(llm) == plain[model]
         for seed in range(3):
-            llm.generate(
-                [{"prompt_token_ids": np.random.default_rng(seed).integers(3, 60, 80).tolist()}], GREEDY
-            )
+            llm.generate([{"prompt_token_ids": np.random.default_rng(seed).integers(3, 60, 80).tolist()}], GREEDY)
         assert said(llm) == plain[model]
         stats = llm.get_metrics().offload
         assert stats is not None
@@ -201,9 +185,7 @@ def test_prefixes_of_another_dtype_or_other_scales_are_refused(
     same = make("llama", **SHARING)
     assert same.import_prefix(tmp_path / "it") == 44
     assert said(same) == expected
-    with pytest.raises(
-        PrefixRefused, match="its kv_cache_dtype is 'float8_e4m3fn', and this engine's is 'float32'"
-    ):
+    with pytest.raises(PrefixRefused, match="its kv_cache_dtype is 'float8_e4m3fn', and this engine's is 'float32'"):
         make("llama", kv_cache_dtype="float32", **SHARING).import_prefix(tmp_path / "it")
     other = Path(shutil.copytree(folders["llama"], tmp_path / "other"))
     tensors = load_file(other / "model.safetensors")
@@ -216,15 +198,11 @@ def test_prefixes_of_another_dtype_or_other_scales_are_refused(
 
 
 @pytest.mark.parametrize("backend", ["native", "torch", "reference"])
-def test_the_bytes_of_a_cache_are_those_of_the_scale_in_the_file(
-    make: Callable[..., LLM], backend: str
-) -> None:
+def test_the_bytes_of_a_cache_are_those_of_the_scale_in_the_file(make: Callable[..., LLM], backend: str) -> None:
     """vLLM #54623 lost k_scale of Qwen3.5. The first layer sees the same in any cache."""
     caches = {}
     for dtype in ("fp8", "float32"):
-        llm = make(
-            "llama", attention_backend=backend, **({} if dtype == "fp8" else {"kv_cache_dtype": dtype})
-        )
+        llm = make("llama", attention_backend=backend, **({} if dtype == "fp8" else {"kv_cache_dtype": dtype}))
         llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=1))
         caches[dtype] = llm.engine.caches.kv[0]
     k_scale, v_scale = torch.full((2,), K_SCALE), torch.tensor([0.01, 0.02])
@@ -250,9 +228,7 @@ def test_one_old_scale_serves_keys_and_values(tiny: Callable[..., Path], tmp_pat
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_is_not_positive_is_refused(
-    tiny: Callable[..., Path], tmp_path: Path, value: float
-) -> None:
+def test_a_scale_that_is_not_positive_is_refused(tiny: Callable[..., Path], tmp_path: Path, value: float) -> None:
     folder = with_scales(tiny("llama"), tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.self_attn.k_scale"] = torch.tensor(value)
@@ -330,8 +306,7 @@ def test_auto_refuses_a_cache_that_is_not_supported(folders: dict[str, Path], tm
 def test_bytes_are_those_of_the_cache(make: Callable[..., LLM], folders: dict[str, Path]) -> None:
     """Of plans, and of `bateleur info`."""
     facts = {
-        each: describe_checkpoint(folders["llama"], device="cpu", kv_cache_dtype=each)
-        for each in ("fp8", "float32")
+        each: describe_checkpoint(folders["llama"], device="cpu", kv_cache_dtype=each) for each in ("fp8", "float32")
     }
     assert facts["float32"].kv_bytes_per_token == 4 * facts["fp8"].kv_bytes_per_token
     assert "bytes, as float8_e4m3fn" in facts["fp8"].table()

@@ -37,9 +37,7 @@ ENGINES = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.ke
     ],
     ids=["greedy", "sampled"],
 )
-def test_same_tokens_as_on_cpu(
-    make_llm: Callable[..., LLM], params: SamplingParams, settings: dict[str, Any]
-) -> None:
+def test_same_tokens_as_on_cpu(make_llm: Callable[..., LLM], params: SamplingParams, settings: dict[str, Any]) -> None:
     on_cpu = make_llm().generate(PROMPTS, params)
     llm = make_llm(device="cuda", max_num_batched_tokens=40, **settings)
     for _ in range(2):  # the second time with prefix hits

@@ -39,17 +39,7 @@ def run(importable: None) -> ModuleType:
 
 def command(output: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m benchmarks.gpu --quick` without the workspace's path: it has to find the packages itself."""
-    line = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--quick",
-        "--seconds",
-        "280",
-        "--output",
-        str(output),
-        *more,
-    ]
+    line = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--seconds", "280", "--output", str(output), *more]
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -236,26 +226,15 @@ def test_the_summary_is_one_page_with_failures_first() -> None:
     lines: list[dict[str, Any]] = []
     for step in range(60):
         lines += [
-            {"step": f"step {step}", "name": f"check {i}", "status": "failed", "why": "y" * 400}
-            for i in range(30)
+            {"step": f"step {step}", "name": f"check {i}", "status": "failed", "why": "y" * 400} for i in range(30)
         ]
         facts = {"us": 1 / 3, "of_bound": 0.5}
-        lines += [
-            {"step": f"step {step}", "name": f"time {i}", "status": "figure", "facts": facts}
-            for i in range(30)
-        ]
-        lines += [
-            {"step": f"step {step}", "name": f"gone {i}", "status": "skipped", "why": f"{i}"}
-            for i in range(30)
-        ]
-        lines.append(
-            {"event": "end", "step": f"step {step}", "how": "ended", "took": 3.0, "unfinished": False}
-        )
+        lines += [{"step": f"step {step}", "name": f"time {i}", "status": "figure", "facts": facts} for i in range(30)]
+        lines += [{"step": f"step {step}", "name": f"gone {i}", "status": "skipped", "why": f"{i}"} for i in range(30)]
+        lines.append({"event": "end", "step": f"step {step}", "how": "ended", "took": 3.0, "unfinished": False})
     text = summary(lines, [f"step {step}" for step in range(61)])
     assert len(text) <= MOST_CHARACTERS == 11_000
-    assert text.startswith(
-        "60 steps failed; 60 ended, 1 are not done; 1800 checks failed, 0 hold, 1800 skipped"
-    )
+    assert text.startswith("60 steps failed; 60 ended, 1 are not done; 1800 checks failed, 0 hold, 1800 skipped")
     assert text.index("check 0") < text.index("gone 0") < text.index("us 0.3333")
     assert "step 0: 26 more failures" in text
     assert "more failures\n\nSKIPPED" in text

@@ -39,10 +39,7 @@ PROMPTS = [
     "for:line:in:open(path):",
 ]
 # Different lengths, so that the batch shrinks: large keys before small ones (T-A5).
-SAMPLED = [
-    SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=6 + 4 * i, ignore_eos=True)
-    for i in range(5)
-]
+SAMPLED = [SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=6 + 4 * i, ignore_eos=True) for i in range(5)]
 SIZES = [1, 2, 4, 8]
 FULL_4 = BatchExecutionDescriptor(CudaGraphMode.FULL, 4, 4, 1, 1)
 
@@ -98,11 +95,7 @@ def eager_tokens(make_llm: Callable[..., LLM]) -> list[list[int]]:
             {"max_num_seqs": 2, "max_num_batched_tokens": 8, "cudagraph_capture_sizes": [3, 8]},
             {DispatchReason.PIECEWISE},
         ),
-        (
-            "FULL_AND_PIECEWISE",
-            {"max_num_batched_tokens": 8},
-            {DispatchReason.DECODE, DispatchReason.PIECEWISE},
-        ),
+        ("FULL_AND_PIECEWISE", {"max_num_batched_tokens": 8}, {DispatchReason.DECODE, DispatchReason.PIECEWISE}),
     ],
 )
 def test_recorded_graphs_give_the_tokens_of_eager_steps(
@@ -122,9 +115,7 @@ def test_recorded_graphs_give_the_tokens_of_eager_steps(
     assert decisions.num_pad_tokens > 0
 
 
-def test_the_eager_backend_runs_the_same_path(
-    make: Callable[..., LLM], eager_tokens: list[list[int]]
-) -> None:
+def test_the_eager_backend_runs_the_same_path(make: Callable[..., LLM], eager_tokens: list[list[int]]) -> None:
     llm = make(cudagraph_backend="auto")
     assert llm.engine.runner.graphs.manager is not None
     assert llm.engine.runner.graphs.manager.report.backend == "eager"
@@ -270,9 +261,7 @@ class Draws(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("policy", ["slots", "fold"])
-def test_noise_for_caches_has_their_dtype_and_is_only_where_rows_are(
-    make: Callable[..., LLM], policy: str
-) -> None:
+def test_noise_for_caches_has_their_dtype_and_is_only_where_rows_are(make: Callable[..., LLM], policy: str) -> None:
     """Float32 noise on the host for whole caches would take hours for those of a GPU."""
     settings = {"dtype": "bfloat16", "max_num_seqs": 16, "mamba_state_policy": policy}
     engine = make(cudagraph_capture_sizes=[2], **settings).engine
@@ -438,9 +427,7 @@ def test_bad_arguments(make_llm: Callable[..., LLM], arguments: dict[str, Any], 
 
 
 def test_a_user_who_names_the_enum_gets_it(make: Callable[..., LLM]) -> None:
-    llm = make(
-        CudaGraphMode.FULL_DECODE_ONLY, cudagraph_checks=ReplayChecks.OFF, cudagraph_capture_sizes=None
-    )
+    llm = make(CudaGraphMode.FULL_DECODE_ONLY, cudagraph_checks=ReplayChecks.OFF, cudagraph_capture_sizes=None)
     assert [key.num_reqs for key in llm.engine.runner.graphs.dispatcher.keys] == [8, 4, 2, 1]
 
 
@@ -452,9 +439,7 @@ def test_info_prints_what_runs_on_which_graph(capsys: pytest.CaptureFixture[str]
     assert "mode FULL_AND_PIECEWISE, 6 graphs" in text
     assert "5-6  FULL 6 tokens, 6 requests, 1 each" in text
     assert "17-20  eager: more tokens than the largest graph" in text
-    (shared,) = re.findall(
-        r"^all graphs share about ([\d,]+) bytes; the driver keeps more for each$", text, re.M
-    )
+    (shared,) = re.findall(r"^all graphs share about ([\d,]+) bytes; the driver keeps more for each$", text, re.M)
     assert main([*command, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["mode"] == "FULL_AND_PIECEWISE"
@@ -489,17 +474,11 @@ def test_the_start_says_what_graphs_took(
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_all_graphs_of_an_engine_keep_little_more_than_the_largest(
-    make: Callable[..., LLM], mode: str
-) -> None:
+def test_all_graphs_of_an_engine_keep_little_more_than_the_largest(make: Callable[..., LLM], mode: str) -> None:
     """If every key kept its outputs and those of eager parts, memory would be 12 times the largest key's."""
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
-    engines = [
-        make(mode, cudagraph_capture_sizes=sizes, **settings).engine for sizes in ([64], [*range(2, 65, 2)])
-    ]
-    one, all_of_them = (
-        engine.runner.graphs.manager.report for engine in engines if engine.runner.graphs.manager
-    )
+    engines = [make(mode, cudagraph_capture_sizes=sizes, **settings).engine for sizes in ([64], [*range(2, 65, 2)])]
+    one, all_of_them = (engine.runner.graphs.manager.report for engine in engines if engine.runner.graphs.manager)
     largest = sum(row.nbytes for row in one.captured)
     assert len(all_of_them.captured) > 30
     assert 0 < all_of_them.nbytes <= 1.2 * largest

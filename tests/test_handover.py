@@ -31,9 +31,7 @@ def say(llm: LLM, tokens: list[int]) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_engine_goes_on_with_the_same_tokens(
-    engine: Callable[..., LLM], tmp_path: Path, kind: str
-) -> None:
+def test_another_engine_goes_on_with_the_same_tokens(engine: Callable[..., LLM], tmp_path: Path, kind: str) -> None:
     """The importing engine has other blocks and pages, and unused ones hold NaN."""
     ours, theirs = engine(kind), engine(kind)
     for tensor in theirs.engine.caches.named().values():
@@ -64,9 +62,7 @@ def test_it_may_be_forgotten_like_anything_that_nobody_holds(
     assert say(small, TOKENS) == (say(ours, TOKENS)[0], 0)
 
 
-def test_what_does_not_fit_is_refused(
-    engine: Callable[..., LLM], sized: Callable[..., LLM], tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_refused(engine: Callable[..., LLM], sized: Callable[..., LLM], tmp_path: Path) -> None:
     ours, small = engine("attention"), sized(engine, 21, kind="attention")
     say(ours, TOKENS)
     ours.export_prefix(TOKENS, tmp_path / "it")
@@ -159,10 +155,7 @@ def test_a_file_of_other_tokens_is_refused(engine: Callable[..., LLM], tmp_path:
     [
         (lambda llm, path: llm.export_prefix([], path), "0 tokens; a hit needs at least 5"),
         (lambda llm, path: llm.export_prefix(TOKENS, path), "no request computed this prefix"),
-        (
-            lambda llm, path: llm.export_prefix([1, -1], path),
-            r"token_ids\[1\] is -1; it must be an integer in",
-        ),
+        (lambda llm, path: llm.export_prefix([1, -1], path), r"token_ids\[1\] is -1; it must be an integer in"),
         (lambda llm, path: llm.export_prefix("text", path), "token_ids is 'text'; it must be a sequence"),
         (lambda llm, path: llm.export_prefix(TOKENS, 3), "path is 3; it must be the path of a file"),
         (lambda llm, path: llm.import_prefix("a\0b"), "it must be the path of a file"),

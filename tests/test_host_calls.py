@@ -84,9 +84,7 @@ class SameDrafts:
 
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("prefixes", [False, True])
-def test_the_calls_of_a_steady_step_do_not_grow_with_the_requests(
-    tiny: Any, prefixes: bool, drafts: bool
-) -> None:
+def test_the_calls_of_a_steady_step_do_not_grow_with_the_requests(tiny: Any, prefixes: bool, drafts: bool) -> None:
     found = {}
     for num_requests in (2, 12):
         drafting: dict[str, Any] = {}
@@ -135,11 +133,7 @@ def test_tokens_are_in_the_table_until_somebody_asks(tiny: Any) -> None:
                 known = int(table.num_known[each.row])
                 assert each.token_ids == table.token_ids[each.row, :known].tolist()
                 assert each.drafted == [False] * len(each.output_token_ids)
-                assert (
-                    each.times.last_token_time
-                    == table.last_token_time[each.row]
-                    > each.times.first_token_time
-                )
+                assert each.times.last_token_time == table.last_token_time[each.row] > each.times.first_token_time
             llm.step()
         drain(llm)
         outputs.append([(each.output_token_ids, each.text) for each in requests])

@@ -79,9 +79,7 @@ def _packed_for_one_call(function: ast.AST) -> set[str]:
 def test_public_namespace_is_flat_and_sorted(name: str) -> None:
     package = __import__(f"bateleur.{name}", fromlist=["__all__"])
     names = list(package.__all__)
-    assert names == sorted(names, key=lambda n: (not n.isupper(), not n[0].isupper(), n)) or names == sorted(
-        names
-    )
+    assert names == sorted(names, key=lambda n: (not n.isupper(), not n[0].isupper(), n)) or names == sorted(names)
     for public in names:
         assert hasattr(package, public)
 

@@ -92,9 +92,7 @@ def test_attention_is_divided_once_for_all_layers_of_a_kind(
     steps = [Counter(each.split(" at ")[0] for each in step) for step in cuda.launched]
     assert len(steps) > 2
     if mode != "NONE":
-        assert not any(step["work_kernel"] or step["attention_kernel"] for step in steps), (
-            "they are on graphs"
-        )
+        assert not any(step["work_kernel"] or step["attention_kernel"] for step in steps), "they are on graphs"
         return
     num_passes = sum(step["attention_kernel"] - 4 for step in steps)  # of the draft head
     assert num_passes > len(steps)

@@ -59,9 +59,7 @@ class Adapted:
             return tokens(llm.generate(prompts(), GREEDY))
 
     def open(self, **options: Any) -> LLM:
-        return LLM(
-            self.checkpoint, **SIZES | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4} | options
-        )
+        return LLM(self.checkpoint, **SIZES | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4} | options)
 
     def check(self, llm: LLM) -> list[RequestOutput]:
         """Every prompt under the base model and both adapters, in one batch."""

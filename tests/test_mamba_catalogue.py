@@ -150,9 +150,7 @@ def test_m07_a_preempted_request_resumes_from_a_shorter_hit(
     ask(llm, *prompts, params=params)
 
     def preempt() -> None:
-        victims = [
-            each for each in scheduler.running if table.num_proposed[each.row] and random.random() < 0.2
-        ]
+        victims = [each for each in scheduler.running if table.num_proposed[each.row] and random.random() < 0.2]
         for request in victims:
             lost[request.request_id] = computed = int(table.num_computed[request.row])
             keys = request.keys
@@ -170,9 +168,7 @@ def test_m07_a_preempted_request_resumes_from_a_shorter_hit(
 
 
 @POLICIES
-def test_m11_boundaries_are_right_for_any_chunking(
-    make: Callable[..., LLM], texts: Texts, policy: str
-) -> None:
+def test_m11_boundaries_are_right_for_any_chunking(make: Callable[..., LLM], texts: Texts, policy: str) -> None:
     """A prompt may be split anywhere: a scan keeps every boundary in a chunk; rows with few tokens fold up to it."""
     llm = make(policy, drafter=Patterned(texts, 2, [2, 0]), max_num_seqs=1)
     params = greedy(3)
@@ -223,13 +219,7 @@ def test_m14_kv_blocks_and_states_of_two_sizes_in_long_requests(
     make: Callable[..., LLM], texts: Texts, policy: str, size: int
 ) -> None:
     """vLLM #53142: each cache counts blocks of its own size."""
-    llm = make(
-        policy,
-        drafter=Patterned(texts, 3, [3, 2, 1]),
-        mamba_block_size=size,
-        max_model_len=236,
-        max_num_seqs=2,
-    )
+    llm = make(policy, drafter=Patterned(texts, 3, [3, 2, 1]), mamba_block_size=size, max_model_len=236, max_num_seqs=2)
     params = greedy(60)
     prompts = [tokens_of(301, 170), tokens_of(302, 99), [*tokens_of(301, 165), 5, 6]]
     wanted = [texts.of(prompt, params) for prompt in prompts]
@@ -268,9 +258,7 @@ def test_m16_what_a_request_carries_follows_it_when_others_come_and_go(
                 assert int(kept.base) == -1 or 0 <= computed - int(kept.base) < 16
             if request.request_id in before and before[request.request_id] >= table.prefill_len[request.row]:
                 stayed = computed - before[request.request_id]
-                at_boundary = (
-                    policy == "slots" and mode == "all" and computed // 8 != (computed - stayed) // 8
-                )
+                at_boundary = policy == "slots" and mode == "all" and computed // 8 != (computed - stayed) // 8
                 assert int(kept.accepted) in ((1, stayed) if at_boundary else (stayed,))
         if len(running) == 4 and aborted < 2:
             llm.abort(running[1].request_id)
@@ -317,10 +305,7 @@ def test_m29_m33_nothing_of_what_was_there_before_reaches_a_request(
     caches, scheduler = llm.engine.caches, llm.engine.scheduler
     params = greedy(15)
     for turn in range(3):  # from the second turn on, requests get used rows
-        for pairs, pool in (
-            (caches.kv, scheduler.pool),
-            (caches.states, getattr(scheduler.states, "pool", None)),
-        ):
+        for pairs, pool in ((caches.kv, scheduler.pool), (caches.states, getattr(scheduler.states, "pool", None))):
             for tensor in (each for pair in pairs for each in pair):
                 free = range(1, len(tensor)) if pool is None else pool._free
                 tensor[torch.tensor(list(free), dtype=torch.int64)] = torch.nan

@@ -185,9 +185,7 @@ def test_m24_a_step_gets_the_same_metadata_after_profiling_and_verifying(
         assert not others or engine.verify_graphs(fuzz=1).ok
         for key in engine.runner.graphs.dispatcher.keys:
             if others:
-                engine.runner.producer.prepare(
-                    engine.runner.producer.buffers.dummy(BatchShape.of(3, 11, 9)), None
-                )
+                engine.runner.producer.prepare(engine.runner.producer.buffers.dummy(BatchShape.of(3, 11, 9)), None)
             context = engine.runner.producer.fuzz(key, 11).state
             found[key] = [leaves(context.batch), leaves(context.mamba), leaves(context.attention)]
     for key, (batch, mamba, attention) in seen[0].items():
@@ -292,9 +290,7 @@ class NoSync(TorchDispatchMode):
         self.calls += 1
         name = func.overloadpacket.__name__
         masks = args[1] if name in ("index", "index_put_") else ()
-        if name.startswith(self.WAITS) or any(
-            each is not None and each.dtype == torch.bool for each in masks
-        ):
+        if name.startswith(self.WAITS) or any(each is not None and each.dtype == torch.bool for each in masks):
             raise Waits(f"{name} waits for the device")
         self.inside = func.namespace != "aten"
         try:

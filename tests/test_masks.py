@@ -108,9 +108,7 @@ def ruled(text: str) -> list[SamplingParams]:
     ]
     rules.append({name: value for rule in rules for name, value in rule.items()} | {"min_tokens": 9})
     rules[-1]["repetition_penalty"] = 1.2
-    return [
-        SamplingParams(temperature=0.0 if i % 2 else 0.9, **common, **rule) for i, rule in enumerate(rules)
-    ]
+    return [SamplingParams(temperature=0.0 if i % 2 else 0.9, **common, **rule) for i, rule in enumerate(rules)]
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +121,7 @@ def answers(texts: Texts, asked: list[tuple[str, SamplingParams]]) -> list[Reque
     return texts.plain.generate(*map(list, zip(*asked, strict=True)))
 
 
-def test_rules_hold(
-    texts: Texts, asked: list[tuple[str, SamplingParams]], answers: list[RequestOutput]
-) -> None:
+def test_rules_hold(texts: Texts, asked: list[tuple[str, SamplingParams]], answers: list[RequestOutput]) -> None:
     free = [replace(params, logit_bias=None, allowed_token_ids=None, bad_words=()) for _, params in asked]
     others = texts.plain.generate([text for text, _ in asked], free)
     changed, encode = 0, texts.plain.tokenizer.encode
@@ -143,10 +139,7 @@ def test_rules_hold(
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_are_the_same_with_drafts(
-    make_llm: Callable[..., LLM],
-    asked: list[tuple[str, SamplingParams]],
-    answers: list[RequestOutput],
-    drafter: str,
+    make_llm: Callable[..., LLM], asked: list[tuple[str, SamplingParams]], answers: list[RequestOutput], drafter: str
 ) -> None:
     """Few rows and small steps, so that requests join and leave, and prompts run together with drafts."""
     llm = make_llm(max_num_seqs=5, max_num_batched_tokens=24, num_speculative_tokens=3, **DRAFTERS[drafter])
@@ -165,15 +158,7 @@ def test_tokens_are_the_same_after_preemption_and_when_a_step_breaks_off(
     for (_, params), answer in zip(asked, answers, strict=True):
         texts.of(answer.prompt_token_ids, params)
     drafter = Patterned(texts, 3, [3, 2, 0, 3])
-    llm = sized(
-        make_llm,
-        21,
-        block_size=4,
-        max_model_len=64,
-        drafter=drafter,
-        num_speculative_tokens=3,
-        max_num_seqs=6,
-    )
+    llm = sized(make_llm, 21, block_size=4, max_model_len=64, drafter=drafter, num_speculative_tokens=3, max_num_seqs=6)
     for text, params in asked:
         llm.add_request(text, params)
     found: list[RequestOutput] = []

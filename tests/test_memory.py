@@ -56,8 +56,7 @@ def peak_pages(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("k", [0, 1, 5])
 @pytest.mark.parametrize("policy", ["slots", "fold"])
 @pytest.mark.parametrize(
-    ("mode", "retention"),
-    [("none", None), *product(("align", "all"), (None, "all", "none", "last+prompt_end"))],
+    ("mode", "retention"), [("none", None), *product(("align", "all"), (None, "all", "none", "last+prompt_end"))]
 )
 def test_info_says_what_a_running_request_holds(
     make_llm: Callable[..., LLM],
@@ -101,11 +100,7 @@ def weights_of(part: object, seen: set[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("rule", ["coupled", "ratio"])
 @pytest.mark.parametrize("head", ["random", "auto"])
 def test_info_counts_a_draft_head(
-    make_llm: Callable[..., LLM],
-    random_head: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    head: str,
-    rule: str,
+    make_llm: Callable[..., LLM], random_head: Path, monkeypatch: pytest.MonkeyPatch, head: str, rule: str
 ) -> None:
     """Weights that are not shared with the target, keys and values, and draft logits."""
     if head == "auto" and not shipped_draft().is_dir():
@@ -203,6 +198,4 @@ def test_the_longest_request_runs_in_any_budget_that_it_ran_in(make_llm: Callabl
             assert bool(said) == (not plan.share_prefixes or plan.max_num_seqs < rows)
             outputs = llm.generate([longest] * 3, GREEDY)
             assert [output.outputs[0].token_ids for output in outputs] == [wanted] * 3
-        assert (
-            seen == {1: {(False, 1), (True, 1)}, 2: {(True, 1), (True, 2)}, 5: {(True, 2), (True, 3)}}[rows]
-        )
+        assert seen == {1: {(False, 1), (True, 1)}, 2: {(True, 1), (True, 2)}, 5: {(True, 2), (True, 3)}}[rows]

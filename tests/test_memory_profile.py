@@ -137,9 +137,7 @@ def test_a_step_that_does_not_fit_names_what_to_choose(
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
     monkeypatch.setattr(memory_profile.Engine, "run_largest", full)
-    with pytest.raises(
-        ValueError, match=r"^max_num_batched_tokens=32, max_num_seqs=6: a step does not fit .*2 GiB"
-    ):
+    with pytest.raises(ValueError, match=r"^max_num_batched_tokens=32, max_num_seqs=6: a step does not fit .*2 GiB"):
         needed_bytes(setup, device)
     gc.collect()
     assert not device.caches
@@ -157,9 +155,7 @@ def test_the_largest_steps_are_run(
     def watched(engine: Any) -> None:
         forward = engine.runner.graphs.run
         monkeypatch.setattr(
-            engine.runner.graphs,
-            "run",
-            lambda staged: (seen.add(staged.state.batch.num_tokens), forward(staged))[1],
+            engine.runner.graphs, "run", lambda staged: (seen.add(staged.state.batch.num_tokens), forward(staged))[1]
         )
         run(engine)
 
@@ -180,9 +176,7 @@ class Own:
 
 
 @pytest.mark.slow
-def test_a_drafter_of_the_users_own_does_not_take_part(
-    open_setup: Callable[..., EngineSetup], device: Device
-) -> None:
+def test_a_drafter_of_the_users_own_does_not_take_part(open_setup: Callable[..., EngineSetup], device: Device) -> None:
     setup = open_setup(drafter=Own(), num_speculative_tokens=2)
     assert not isinstance(trial_setup(setup).drafter, Own)
     assert needed_bytes(setup, device) > STEPS

@@ -133,11 +133,7 @@ def test_between_pieces_run_prompts_alone(
 
 @pytest.mark.parametrize("policy", ["slots", "fold"])
 def test_a_draft_pass_is_one_graph_wherever_attention_ignores_bounds(
-    make_llm: Callable[..., LLM],
-    tiny_hybrid: Path,
-    tiny_head: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
+    make_llm: Callable[..., LLM], tiny_hybrid: Path, tiny_head: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """With drafts, prefix hits and async scheduling: the tokens of eager steps without these."""
     expected = talk(make_llm(**SMALL, model=tiny_hybrid))
@@ -174,16 +170,11 @@ def test_decodes_and_prompts_are_launches_of_their_own(monkeypatch: pytest.Monke
     rows, tokens, sms = 64, 63 + 300, 132
     monkeypatch.setattr(_launch_config, "device_sizes", lambda device: (sms, 227 << 10))
     _launch_config._work_shape.cache_clear()
-    q, cache = (
-        torch.empty(tokens, 32, 128, dtype=torch.bfloat16),
-        torch.empty(2, 16, 8, 128, dtype=torch.bfloat16),
-    )
+    q, cache = (torch.empty(tokens, 32, 128, dtype=torch.bfloat16), torch.empty(2, 16, 8, 128, dtype=torch.bfloat16))
     ints = torch.zeros(rows, 1, dtype=torch.int32)
     shape = _launch_config.work_shape(32, cache, rows, tokens, 300, 0)
     _launch_config._work_shape.cache_clear()
-    attention.attend(
-        attention.Batch(q, cache, cache, ints, ints), shape, torch.empty_like(q), 4096, 1.0, None
-    )
+    attention.attend(attention.Batch(q, cache, cache, ints, ints), shape, torch.empty_like(q), 4096, 1.0, None)
     splits, short, long = (
         _launch_config.split_limit(8, sms),
         _launch_config.MAX_SHORT_QUERY_LEN,

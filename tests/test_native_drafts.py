@@ -21,9 +21,7 @@ from bateleur.metadata.native import unavailable_reason
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.scheduling.step_batch import StepBatch
 
-pytestmark = pytest.mark.skipif(
-    unavailable_reason() is not None, reason=f"no kernels in C: {unavailable_reason()}"
-)
+pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=f"no kernels in C: {unavailable_reason()}")
 PROMPTS = ["def:fibonacci(n):", "import_os;def:walk(path):", "x", "class:Stack:def:__init__(self"]
 TEMPERATURES = (0.0, 0.8, 0.0, 1.3)
 
@@ -143,9 +141,7 @@ def test_the_shipped_head_is_drafted_so(make_llm: Callable[..., LLM]) -> None:
     assert len({int(draft) for drafts in made for draft in drafts.flatten()}) > 30
 
 
-def test_nothing_before_the_first_token_that_was_shown_is_read(
-    make_llm: Callable[..., LLM], tiny_head: Path
-) -> None:
+def test_nothing_before_the_first_token_that_was_shown_is_read(make_llm: Callable[..., LLM], tiny_head: Path) -> None:
     llm = make_llm(draft=tiny_head)
     drafter, others = speculator_of(llm), 0
     native, propose = drafter._native, drafter.propose

@@ -95,10 +95,7 @@ def test_tokens_are_those_of_an_engine_that_shares_nothing(
 
 @pytest.mark.parametrize("kind", ["attention", "fold"])
 def test_host_memory_may_be_short_as_well(
-    engine: Callable[..., LLM],
-    sized: Callable[..., LLM],
-    cold: Callable[[str], list[list[list[int]]]],
-    kind: str,
+    engine: Callable[..., LLM], sized: Callable[..., LLM], cold: Callable[[str], list[list[list[int]]]], kind: str
 ) -> None:
     llm = sized(engine, 24, 2, kind=kind, kv_offload_bytes=60_000)
     tier = llm.engine.scheduler.prefixes.below  # type: ignore[union-attr]
@@ -108,9 +105,7 @@ def test_host_memory_may_be_short_as_well(
     assert llm.get_metrics().offload.stored_bytes > 120_000  # type: ignore[union-attr]
 
 
-def test_requests_end_and_are_aborted_meanwhile(
-    engine: Callable[..., LLM], sized: Callable[..., LLM]
-) -> None:
+def test_requests_end_and_are_aborted_meanwhile(engine: Callable[..., LLM], sized: Callable[..., LLM]) -> None:
     llm, plain = sized(engine, 24, 2, kind="fold"), engine("fold", kv_offload_bytes=0)
     rng, done = np.random.default_rng(1), {}
     texts = [each["prompt_token_ids"] for seed in range(4) for each in prompts(30, 38, seed=seed)]

@@ -171,9 +171,7 @@ def test_files_under_each_others_names_are_not_believed(engine: Callable[..., LL
     assert set(stats.refused) == {"misnamed"}
 
 
-def test_files_of_another_engine_are_not_believed_where_they_lie(
-    engine: Callable[..., LLM], tmp_path: Path
-) -> None:
+def test_files_of_another_engine_are_not_believed_where_they_lie(engine: Callable[..., LLM], tmp_path: Path) -> None:
     """Each layout has its own folder, and a file that was moved to another folder still names its layout."""
     with engine() as first:
         first.generate(PROMPTS, GREEDY)
@@ -202,9 +200,7 @@ def test_what_one_engine_writes_another_finds(engine: Callable[..., LLM]) -> Non
     assert (ids(again), found(again)) == (said[:1], [48])
 
 
-def test_others_go_on_while_files_are_read(
-    engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_go_on_while_files_are_read(engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     with engine() as first:
         said = ids(first.generate(PROMPTS, GREEDY))
     second = engine()
@@ -262,10 +258,7 @@ def test_a_step_that_breaks_off_meanwhile_loses_nobody(
 
 
 def test_a_full_disk_is_counted_and_changes_nothing(
-    engine: Callable[..., LLM],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    engine: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = ids(engine(kv_offload_path=None).generate(PROMPTS, GREEDY))
     llm = engine()
@@ -322,16 +315,10 @@ def test_what_went_wrong_is_not_on_the_disk(engine: Callable[..., LLM], tmp_path
     ("options", "message"),
     [
         ({"kv_offload_bytes": 0}, "it must be None without kv_offload_bytes"),
-        (
-            {"kv_offload_path": None, "kv_offload_disk_bytes": 5},
-            "kv_offload_disk_bytes is 5; it must be None without",
-        ),
+        ({"kv_offload_path": None, "kv_offload_disk_bytes": 5}, "kv_offload_disk_bytes is 5; it must be None without"),
         ({"kv_offload_disk_bytes": -5}, "kv_offload_disk_bytes is -5; it must be an integer >= 0"),
         ({"kv_offload_path": 7}, "kv_offload_path is 7; it must be the path of a folder"),
-        (
-            {"kv_offload_path": "/dev/null/cache"},
-            "kv_offload_path is '/dev/null/cache'; it must be a writable folder",
-        ),
+        ({"kv_offload_path": "/dev/null/cache"}, "kv_offload_path is '/dev/null/cache'; it must be a writable folder"),
         ({"kv_offload_path": "a\0b"}, "it must be a writable folder"),
         ({"kv_offload_path": "/proc"}, "kv_offload_path is '/proc'; it must be a writable folder"),
     ],
@@ -343,9 +330,7 @@ def test_what_cannot_be_is_refused_at_the_start(
         engine(**options)
 
 
-def test_weights_are_read_once_for_their_digest(
-    engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_read_once_for_their_digest(engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Later starts remember which files are invalid, until the files change or that record is damaged."""
     with engine() as first:
         first.generate(PROMPTS, GREEDY)

@@ -26,12 +26,7 @@ def make(tiny: Callable[..., Path]) -> Callable[..., LLM]:
     """An engine of two ranks with states and keys, which shares blocks of 4 tokens and states of 8."""
 
     def made(**options: Any) -> LLM:
-        sizes: dict[str, Any] = {
-            "max_num_seqs": 3,
-            "max_model_len": 96,
-            "block_size": 4,
-            "mamba_block_size": 8,
-        }
+        sizes: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 96, "block_size": 4, "mamba_block_size": 8}
         sizes |= {"device": "cpu", "skip_tokenizer_init": True, "enable_prefix_caching": True}
         sizes |= {"tensor_parallel_size": 2, "rank_timeout": 20, "cudagraph_checks": "ADDRESSES"}
         return LLM(tiny("bamba", **EVEN["bamba"]), **(sizes | options))
@@ -83,9 +78,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def cache(
-    make: Callable[..., LLM], wanted: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def cache(make: Callable[..., LLM], wanted: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the prefixes of an engine."""
     folder = tmp_path_factory.mktemp("cache")
     with make(kv_offload_bytes=1 << 20, kv_offload_path=folder) as llm:
@@ -105,8 +98,7 @@ def spoiled(cache: Path, at: Path, rank: int, spoil: Callable[[Path], None]) -> 
 
 
 @pytest.mark.parametrize(
-    ("rank", "spoil", "reasons"),
-    [(1, None, set()), (1, flip, {"corrupt"}), (0, Path.unlink, set())],
+    ("rank", "spoil", "reasons"), [(1, None, set()), (1, flip, {"corrupt"}), (0, Path.unlink, set())]
 )
 def test_what_one_rank_cannot_read_is_a_miss_for_all(
     make: Callable[..., LLM],
@@ -162,9 +154,7 @@ def test_a_disk_that_takes_nothing_of_one_rank(
         assert ids(llm.generate(PROMPTS, GREEDY)) == wanted
 
 
-def test_a_prefix_goes_from_engine_to_engine(
-    make: Callable[..., LLM], wanted: list[list[int]], tmp_path: Path
-) -> None:
+def test_a_prefix_goes_from_engine_to_engine(make: Callable[..., LLM], wanted: list[list[int]], tmp_path: Path) -> None:
     """Every file of an exported folder must be intact and belong to the same prefix."""
     path = tmp_path / "it"
     with make() as ours, make() as theirs:

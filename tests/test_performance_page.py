@@ -13,10 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools"
-PAGES = {
-    "performance_page.py": ROOT / "docs" / "performance.md",
-    "scaling_page.py": ROOT / "docs" / "scaling.md",
-}
+PAGES = {"performance_page.py": ROOT / "docs" / "performance.md", "scaling_page.py": ROOT / "docs" / "scaling.md"}
 
 
 @pytest.fixture(scope="module")

@@ -125,9 +125,7 @@ def test_a_prefix_whose_states_were_not_kept_says_so(policy: str) -> None:
     llm.generate(prompts(60), GREEDY)
     (output,) = llm.generate(prompts(21), GREEDY)
     assert output.num_cached_tokens == 0
-    assert output.cache_miss.startswith(
-        "the KV cache has 16 of its tokens, but no Mamba state at a multiple of 8"
-    )
+    assert output.cache_miss.startswith("the KV cache has 16 of its tokens, but no Mamba state at a multiple of 8")
 
 
 def test_a_conversation_hits_its_own_answers(make: Callable[..., LLM]) -> None:
@@ -149,10 +147,7 @@ def traffic() -> Iterator[tuple[list[dict[str, Any]], SamplingParams]]:
     rng = np.random.default_rng(5)
     for _ in range(6):
         chosen = prompts(*rng.integers(1, 40, 6).tolist(), seed=int(rng.integers(2)))
-        yield (
-            chosen,
-            SamplingParams(temperature=0.9, seed=3, max_tokens=int(rng.integers(5, 25)), ignore_eos=True),
-        )
+        yield (chosen, SamplingParams(temperature=0.9, seed=3, max_tokens=int(rng.integers(5, 25)), ignore_eos=True))
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +158,7 @@ def cold() -> dict[str, list[list[list[int]]]]:
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
 def test_any_traffic_gets_the_tokens_of_a_cold_engine(
-    make: Callable[..., LLM],
-    sized: Callable[..., LLM],
-    cold: dict[str, list[list[list[int]]]],
-    kind: str,
-    mode: str,
+    make: Callable[..., LLM], sized: Callable[..., LLM], cold: dict[str, list[list[list[int]]]], kind: str, mode: str
 ) -> None:
     """Few blocks, so that prefixes are shared, evicted and recomputed, and running requests preempted."""
     same = "all" if kind == "align" else kind  # without prefix caching all modes are equal
@@ -202,10 +193,7 @@ def test_any_traffic_gets_the_tokens_of_a_cold_engine(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"enable_prefix_caching": True, "mamba_cache_mode": "none"},
-            "mamba_cache_mode is 'none' and enable_pre",
-        ),
+        ({"enable_prefix_caching": True, "mamba_cache_mode": "none"}, "mamba_cache_mode is 'none' and enable_pre"),
         ({"mamba_cache_mode": "all"}, "mamba_cache_mode is 'all' and enable_prefix_caching False"),
         ({"mamba_cache_mode": "some"}, "mamba_cache_mode is 'some'; it must be one of none, align, all"),
         (
@@ -279,10 +267,7 @@ def test_retention_says_which_states_others_find(retention: str | None, publishe
     assert states.pool.num_published == published
     again = llm.generate(prompts(41), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert ids(again) == ids([output])
-    assert (
-        again[0].num_cached_tokens
-        == {None: 40, "every=16": 32, "prompt_end": 40, "last+every=24": 24}[retention]
-    )
+    assert again[0].num_cached_tokens == {None: 40, "every=16": 32, "prompt_end": 40, "last+every=24": 24}[retention]
 
 
 @pytest.mark.parametrize("policy", ["slots", "fold"])

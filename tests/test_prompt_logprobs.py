@@ -21,9 +21,7 @@ LENGTHS = (23, 1, 2, 40, 17, 9)
 ASKED = (3, 0, 5, 2, None, 0)
 """Number of most likely tokens requested for each prompt."""
 PARAMS = [
-    SamplingParams(
-        temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=asked, logprobs=i % 2 or None
-    )
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=asked, logprobs=i % 2 or None)
     for i, asked in enumerate(ASKED)
 ]
 CASES: dict[str, dict[str, Any]] = {
@@ -68,10 +66,7 @@ def laws(folder: Path, prompts: list[Any]) -> list[torch.Tensor]:
     """(length, V) float64 log probabilities of the next token at each position, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
-        return [
-            model(torch.tensor([each["prompt_token_ids"]])).logits[0].double().log_softmax(-1)
-            for each in prompts
-        ]
+        return [model(torch.tensor([each["prompt_token_ids"]])).logits[0].double().log_softmax(-1) for each in prompts]
 
 
 def check(outputs: Sequence[RequestOutput], laws: Sequence[torch.Tensor]) -> None:

@@ -62,15 +62,11 @@ def test_tokens_are_those_of_our_own_scan(
     assert llm.engine.setup.prompt_scan is PromptScan.FLA
 
 
-def test_steps_that_keep_a_state_inside_a_prompt_are_ours(
-    double: Double, recurrent: Callable[[str], Any]
-) -> None:
+def test_steps_that_keep_a_state_inside_a_prompt_are_ours(double: Double, recurrent: Callable[[str], Any]) -> None:
     folder, _ = recurrent("gated_delta")
     params = SamplingParams(max_tokens=1, temperature=0.0)
     for ids, whole in ((range(1, 9), True), (range(1, 10), False), (range(1, 4), True)):
-        llm = LLM(
-            folder, device="cpu", max_model_len=64, max_num_seqs=1, block_size=8, prompt_scan="fla", **CACHED
-        )
+        llm = LLM(folder, device="cpu", max_model_len=64, max_num_seqs=1, block_size=8, prompt_scan="fla", **CACHED)
         double.calls = 0
         llm.generate([{"prompt_token_ids": list(ids)}], params)
         assert (double.calls > 0) == whole
@@ -104,9 +100,7 @@ def test_a_version_that_it_does_not_know_is_refused(
 ) -> None:
     monkeypatch.setattr(sys.modules["fla.ops.kda"], "chunk_kda", lambda q, **rest: None)
     fla.kernel.cache_clear()
-    with pytest.raises(
-        ValueError, match=r"^prompt_scan is 'fla'; fla\.ops\.kda\.chunk_kda .* has no argument k, "
-    ):
+    with pytest.raises(ValueError, match=r"^prompt_scan is 'fla'; fla\.ops\.kda\.chunk_kda .* has no argument k, "):
         LLM(recurrent("kimi_delta")[0], device="cpu", prompt_scan="fla")
 
 

@@ -16,17 +16,8 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True),
 ]
-SIZES: dict[str, Any] = {
-    "max_num_seqs": 3,
-    "max_model_len": 64,
-    "block_size": 4,
-    "max_num_batched_tokens": 23,
-}
-GRAPHS = {
-    "cudagraph_mode": "FULL_AND_PIECEWISE",
-    "cudagraph_backend": "recorded",
-    "cudagraph_capture_sizes": [4, 12],
-}
+SIZES: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 64, "block_size": 4, "max_num_batched_tokens": 23}
+GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_backend": "recorded", "cudagraph_capture_sizes": [4, 12]}
 DRAFTS = {"qwen": {"draft": "mtp", "num_speculative_tokens": 2}, "nemotron": {"draft": "ngram"}}
 
 
@@ -74,9 +65,7 @@ def test_tokens_do_not_depend_on_how_they_are_computed(
 
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(("model", "kind"), CASES)
-def test_two_ranks_say_what_one_says(
-    folders: Callable[[str, str], tuple[Path, Path]], model: str, kind: str
-) -> None:
+def test_two_ranks_say_what_one_says(folders: Callable[[str, str], tuple[Path, Path]], model: str, kind: str) -> None:
     """With cached prefixes and drafts."""
     folder, _ = folders(model, kind)
     ranks = {"tensor_parallel_size": 2, "rank_timeout": 20}

@@ -177,9 +177,7 @@ def test_requests_hear_of_it_where_the_first_rank_hangs(settings: dict[str, Any]
     async def main() -> None:
         llm = AsyncLLM(**settings, **NGRAM, draft_policy=policy, rank_timeout=1)
         try:
-            with pytest.raises(
-                EngineDead, match=r"rank 0 has stood still for 1.* s in .* < lengths, rank_pool.py"
-            ):
+            with pytest.raises(EngineDead, match=r"rank 0 has stood still for 1.* s in .* < lengths, rank_pool.py"):
                 async for _ in llm.generate(PROMPT, LONG):
                     pass
         finally:
@@ -193,9 +191,7 @@ def test_an_interrupt_waits_for_the_end_of_a_step_and_the_engine_goes_on(llm: LL
     wanted = llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids
     steps = llm.get_metrics().num_steps
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    ctrl_c = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # background jobs ignore SIGINT by default
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT by default
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -213,9 +209,7 @@ def test_a_request_that_cannot_be_sent_is_refused_and_the_others_go_on(llm: LLM)
 
     wanted = llm.generate([PROMPT], SHORT)[0].outputs[0].token_ids
     llm.add_request(PROMPT, SHORT, request_id="kept")
-    with pytest.raises(
-        ValueError, match="request_id is 'lost'; it and its params must be what pickle can send"
-    ):
+    with pytest.raises(ValueError, match="request_id is 'lost'; it and its params must be what pickle can send"):
         llm.add_request(PROMPT, Local(max_tokens=2), request_id="lost")
     reports = [report for _ in range(40) for report in llm.step()]
     assert [report.request_id for report in reports if report.finished] == ["kept"]
@@ -225,19 +219,14 @@ def test_a_request_that_cannot_be_sent_is_refused_and_the_others_go_on(llm: LLM)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"tensor_parallel_size": 3},
-            "tensor_parallel_size is 3; it must divide num_attention_heads = 8: 1, 2, 4, 8",
-        ),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3; it must divide num_attention_heads = 8: 1, 2, 4, 8"),
         (
             NGRAM | {"draft_policy": type("Local", (), {"lengths": None})()},
             "it must be something that pickle can send to other ranks",
         ),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(
-    settings: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+def test_what_ranks_cannot_share_is_refused(settings: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         LLM(**(settings | options))
 

@@ -194,9 +194,7 @@ def test_53505_a_copy_that_would_run_backwards(
     monkeypatch.setattr(pool, "copy", copies)
     monkeypatch.setattr(pool, "fold", folds)
     said = say(llm, texts, [tokens_of(40 + n, n) for n in (4, 5, 6, 7)], greedy(30))
-    thrown_back = {
-        last - after for before, after, last in strides(drafter) if (after - 1) // 8 < (last - 1) // 8
-    }
+    thrown_back = {last - after for before, after, last in strides(drafter) if (after - 1) // 8 < (last - 1) // 8}
     assert thrown_back >= {1, 2, 3}
     assert (back > 3) == (policy == "slots")
     for text in said:
@@ -222,9 +220,7 @@ def test_5004_a_boundary_at_which_no_step_ends(make: Make, name: str, mode: str,
 @POLICIES
 @MODES
 @NAMES
-def test_53912_the_label_of_a_page_under_a_stride_of_two(
-    make: Make, name: str, mode: str, policy: str
-) -> None:
+def test_53912_the_label_of_a_page_under_a_stride_of_two(make: Make, name: str, mode: str, policy: str) -> None:
     """One of the causes in that issue: at even and odd positions, a page is the state after exactly as many tokens as
     it says.
     """
@@ -243,13 +239,7 @@ def test_53912_the_label_of_a_page_under_a_stride_of_two(
 def test_a_request_that_ends_inside_an_accepted_run(make: Make, name: str, mode: str, policy: str) -> None:
     """Drafts accepted after a stop are not emitted, not published, and not in the next turn."""
     prompt = tokens_of(70, 5)
-    for end in (
-        7,
-        8,
-        11,
-        15,
-        16,
-    ):  # in steps from 5 tokens to 9, 13 and 17: most of these ends are before a boundary
+    for end in (7, 8, 11, 15, 16):  # in steps from 5 tokens to 9, 13 and 17: most of these ends are before a boundary
         llm, texts, _ = make(name, policy, mode, [K], max_num_seqs=1)
         whole, params = with_a_new_token(texts, prompt, end)
         (output,) = llm.generate(asked([prompt]), replace(params, stop_token_ids=[whole[end - 1]]))

@@ -133,7 +133,5 @@ def expect(llm: LLM, k: int, graphs: str) -> None:
         assert stats.acceptance.num_drafts > 1.5 * stats.acceptance.num_accepted
     kinds = (DispatchReason.DECODE, DispatchReason.PIECEWISE)
     assert (
-        min(decisions[why] for why in kinds) > 3
-        if graphs == "recorded"
-        else not any(decisions[why] for why in kinds)
+        min(decisions[why] for why in kinds) > 3 if graphs == "recorded" else not any(decisions[why] for why in kinds)
     )

@@ -16,12 +16,7 @@ def test_times_of_a_request_are_in_order_and_all_are_counted(llm: LLM) -> None:
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     for output in outputs:
         times = output.metrics
-        marks = [
-            times.arrival_time,
-            times.first_scheduled_time,
-            times.first_token_time,
-            times.last_token_time,
-        ]
+        marks = [times.arrival_time, times.first_scheduled_time, times.first_token_time, times.last_token_time]
         assert marks == sorted(marks)
         assert marks[0] < marks[2] < marks[3]
     assert outputs[-1].metrics.first_scheduled_time > outputs[0].metrics.last_token_time, "two run at once"

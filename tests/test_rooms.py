@@ -24,15 +24,7 @@ PACKAGES = {
 """The packages that each package may import."""
 
 ROOMS = (
-    *(
-        "assets",
-        "utils",
-        "errors",
-        "outputs",
-        "stats",
-        "structured_outputs",
-        "sampling_params",
-    ),
+    *("assets", "utils", "errors", "outputs", "stats", "structured_outputs", "sampling_params"),
     "generation_config",
     *(
         "distributed",

@@ -76,7 +76,4 @@ def test_log_probabilities_have_the_bytes_of_tokens(folder: Path, options: dict[
     texts = [place[token].decoded_token for token, place in zip(ids, known[1:], strict=True) if place]
     assert "".join(map(str, texts)) == prompt[1:]
     (bare,) = llm.generate(prompt, SamplingParams(max_tokens=2, logprobs=0, detokenize=False))
-    assert [each.decoded_token for place in bare.outputs[0].logprobs or () for each in place.values()] == [
-        None,
-        None,
-    ]
+    assert [each.decoded_token for place in bare.outputs[0].logprobs or () for each in place.values()] == [None, None]

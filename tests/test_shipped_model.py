@@ -114,12 +114,7 @@ def code_lines(text: str) -> list[str]:
 def parses(line: str) -> bool:
     """Whether a line is valid Python by itself, with a body added if it opens a block."""
     body = line + " pass" if line.endswith(":") else line
-    openings = {
-        "elif": "if x: pass\n",
-        "else": "if x: pass\n",
-        "except": "try: pass\n",
-        "finally": "try: pass\n",
-    }
+    openings = {"elif": "if x: pass\n", "else": "if x: pass\n", "except": "try: pass\n", "finally": "try: pass\n"}
     before = next((text for word, text in openings.items() if body.startswith(word)), "")
     try:
         ast.parse(before + body)
@@ -131,26 +126,15 @@ def parses(line: str) -> bool:
 def test_its_text_has_the_look_of_python() -> None:
     """Most lines of code that it writes parse by themselves; of its lines with shuffled words, few do."""
     llm = LLM(device="cpu", max_model_len=512)
-    heads = [
-        "def add(self, value):",
-        "class Stack:",
-        "import os",
-        "for line in open(path):",
-        "try:",
-        "def main():",
-    ]
+    heads = ["def add(self, value):", "class Stack:", "import os", "for line in open(path):", "try:", "def main():"]
     params = [
-        SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=150)
-        for seed in range(4)
-        for _ in heads
+        SamplingParams(temperature=0.8, top_p=0.95, seed=seed, max_tokens=150) for seed in range(4) for _ in heads
     ]
     texts = [o.outputs[0].text for o in llm.generate(heads * 4, params)]
     # max_tokens may cut the last line of a text.
     lines = [line for text in texts for line in code_lines(text.rpartition("\n")[0])]
     assert len(lines) > 100
-    shuffled = [
-        " ".join(Random(0).sample(line.split(), len(line.split()))) for line in lines if len(line.split()) > 2
-    ]
+    shuffled = [" ".join(Random(0).sample(line.split(), len(line.split()))) for line in lines if len(line.split()) > 2]
     share = sum(map(parses, lines)) / len(lines)
     assert share > 0.8
     assert sum(map(parses, shuffled)) / len(shuffled) < share - 0.3

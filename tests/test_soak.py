@@ -106,9 +106,7 @@ def test_random_traffic(
     if mode != "none":
         settings |= {"enable_prefix_caching": True, "mamba_cache_mode": mode, "mamba_block_size": 8}
     if k:
-        texts = [
-            prompt + completion.token_ids for (prompt, _), completion in zip(requests, expected, strict=True)
-        ]
+        texts = [prompt + completion.token_ids for (prompt, _), completion in zip(requests, expected, strict=True)]
         settings |= {"num_speculative_tokens": k, "drafter": Guesser(texts, k, random)}
     # 9 blocks of 8 tokens for six rows of up to 64, and with prefix caching two spare pages.
     llm = sized(make_llm, num_blocks=10, spare_pages=2, **settings)
@@ -136,9 +134,7 @@ def test_random_traffic(
         assert (completion.text, completion.finish_reason) == (wanted.text, wanted.finish_reason)
         assert (completion.logprobs is None) == (wanted.logprobs is None)
         if wanted.logprobs is not None:
-            assert [list(entry) for entry in completion.logprobs] == [
-                list(entry) for entry in wanted.logprobs
-            ]
+            assert [list(entry) for entry in completion.logprobs] == [list(entry) for entry in wanted.logprobs]
     scheduler = llm.engine.scheduler
     assert (llm.get_metrics().tokens_per_step > 1.2) == (k > 0)
     assert (llm.get_metrics().num_cached_tokens > 0) == (mode != "none")

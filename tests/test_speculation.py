@@ -90,9 +90,7 @@ def test_what_a_drafter_leaves_out_was_not_verified(make: Callable[..., LLM]) ->
         return drafts
 
     drafter.propose = with_holes  # type: ignore[method-assign]
-    llm.generate(
-        PROMPTS, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in range(9, 14)]
-    )
+    llm.generate(PROMPTS, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in range(9, 14)])
     counts = llm.get_metrics().acceptance
     counted = counts.tried.tolist()
     assert counts.num_drafts == counted[0] == counts.num_steps > 0, "one draft at most"
@@ -119,9 +117,7 @@ def test_the_tokens_are_those_of_plain_decoding(
     assert stats.num_draft_tokens >= stats.acceptance.tried.sum()
     assert bool(stats.acceptance.tried.sum()) == (drafter != "none")
     if drafter == "wrong":
-        assert stats.num_draft_tokens > stats.acceptance.tried.sum(), (
-            "what lies behind a rejected draft counts"
-        )
+        assert stats.num_draft_tokens > stats.acceptance.tried.sum(), "what lies behind a rejected draft counts"
     if drafter in ("wrong", "none"):
         assert stats.tokens_per_step == 1.0
     elif drafter == "right":
@@ -207,9 +203,7 @@ def test_g_a_drafter_that_is_right_up_to_s_gives_s_plus_1_tokens(
         assert llm.get_metrics().tokens_per_step == right + 1
 
 
-def test_m33_a_hit_that_leaves_one_token_finds_its_window_in_the_ring(
-    make: Callable[..., LLM], plain: LLM
-) -> None:
+def test_m33_a_hit_that_leaves_one_token_finds_its_window_in_the_ring(make: Callable[..., LLM], plain: LLM) -> None:
     """A prompt of one token after a cached state is a decode row, whose ring another request has used."""
     llm = make("none", mode="all", max_num_seqs=1)
     for seed in (21, 22):
@@ -223,21 +217,13 @@ def test_m33_a_hit_that_leaves_one_token_finds_its_window_in_the_ring(
 
 
 def test_drafters_that_do_not_fit_are_refused(make_llm: Callable[..., LLM]) -> None:
-    with pytest.raises(
-        ValueError, match=r"num_speculative_tokens is 3; it must be num_speculative_tokens = 2"
-    ):
+    with pytest.raises(ValueError, match=r"num_speculative_tokens is 3; it must be num_speculative_tokens = 2"):
         make_llm(num_speculative_tokens=2, drafter=NoDrafts(3))
     with pytest.raises(ValueError, match="num_speculative_tokens is -1; it must be an integer >= 0"):
         make_llm(num_speculative_tokens=-1)
     with pytest.raises(ValueError, match=r"max_num_seqs = 8 rows of 3 tokens each"):
         make_llm(num_speculative_tokens=2, drafter=NoDrafts(2), max_num_batched_tokens=20)
-    with pytest.raises(
-        ValueError, match=r"^mamba_block_size is 8; it must be at least 9, the tokens of a step"
-    ):
+    with pytest.raises(ValueError, match=r"^mamba_block_size is 8; it must be at least 9, the tokens of a step"):
         make_llm(
-            num_speculative_tokens=8,
-            drafter=NoDrafts(8),
-            enable_prefix_caching=True,
-            block_size=4,
-            mamba_block_size=8,
+            num_speculative_tokens=8, drafter=NoDrafts(8), enable_prefix_caching=True, block_size=4, mamba_block_size=8
         )

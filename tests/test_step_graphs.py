@@ -28,11 +28,7 @@ GRAPHS = {
 SIZES = {"device": "cpu", "max_model_len": 64, "max_num_seqs": 3, "block_size": 4}
 PREFIXES = {"enable_prefix_caching": True, "mamba_block_size": 8}
 PROMPTS = [[5, 7, 9, 7, 9], [11] * 14, [3]]
-DRAWS = [
-    {"temperature": 0.8, "top_p": 0.9},
-    {"temperature": 0.0},
-    {"temperature": 1.2, "top_k": 9, "min_p": 0.02},
-]
+DRAWS = [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.0}, {"temperature": 1.2, "top_k": 9, "min_p": 0.02}]
 
 
 def params(kinds: Sequence[dict[str, Any]], **more: Any) -> list[SamplingParams]:
@@ -106,9 +102,7 @@ def test_what_no_row_asks_for_is_in_no_graph_of_the_step(
     held, ran = {}, []
     real = rejection_sampler.verify
 
-    def noted(
-        logits: Tensor, *args: Any, metadata: SamplingMetadata | None, **options: Any
-    ) -> RejectionOutput:
+    def noted(logits: Tensor, *args: Any, metadata: SamplingMetadata | None, **options: Any) -> RejectionOutput:
         held[None if metadata is None else metadata.truncates(logits.shape[1])] = True
         return real(logits, *args, metadata=metadata, **options)
 
@@ -117,9 +111,7 @@ def test_what_no_row_asks_for_is_in_no_graph_of_the_step(
     assert set(held) == {None, False, True}
     ends = llm.engine.runner.ends
     run = ends.graphs.run
-    monkeypatch.setattr(
-        ends.graphs, "run", lambda staged, hidden, kind: ran.append(kind) or run(staged, hidden, kind)
-    )
+    monkeypatch.setattr(ends.graphs, "run", lambda staged, hidden, kind: ran.append(kind) or run(staged, hidden, kind))
     wanted, eager = {}, make()
     for kind, draws in (
         ("greedy", {"temperature": 0.0}),
@@ -172,9 +164,7 @@ def test_behind_a_step_that_ends_eagerly_nothing_stale_is_read(make: Callable[..
     assert spoiled > 5, "rows of requests that have ended"
 
 
-@pytest.mark.parametrize(
-    "case", [HEAD | SLOTS | PREFIXES, HEAD | FOLD | AHEAD | {"speculative_rule": "ratio"}]
-)
+@pytest.mark.parametrize("case", [HEAD | SLOTS | PREFIXES, HEAD | FOLD | AHEAD | {"speculative_rule": "ratio"}])
 def test_replays_of_every_kind_of_graph_equal_eager_runs(
     make: Callable[..., LLM], tiny_hybrid: Path, tiny_head: Path, case: dict[str, Any]
 ) -> None:
@@ -274,14 +264,10 @@ class InTurn:
 
 @pytest.mark.parametrize("policy", [Uneven, InTurn])
 def test_35387_rows_of_unequal_draft_lengths_keep_their_graph(
-    make: Callable[..., LLM],
-    plain: Callable[[bool, bool], list[list[int]]],
-    policy: type[Uneven] | type[InTurn],
+    make: Callable[..., LLM], plain: Callable[[bool, bool], list[list[int]]], policy: type[Uneven] | type[InTurn]
 ) -> None:
     """Also for steps with other numbers of drafts than a graph was captured for."""
-    llm = make(
-        "head", num_speculative_tokens=3, draft_policy=policy(), **GRAPHS | {"cudagraph_capture_sizes": [12]}
-    )
+    llm = make("head", num_speculative_tokens=3, draft_policy=policy(), **GRAPHS | {"cudagraph_capture_sizes": [12]})
     assert tokens(llm, params(DRAWS)) == plain(False, False)
     assert set(llm.engine.runner.ends.by_reason) == {EndReason.GRAPH, EndReason.FORWARD}
     assert llm.engine.runner.ends.by_reason[EndReason.FORWARD] <= 2, "prompts"

@@ -34,21 +34,12 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
         {"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}, "seed": 3, "max_tokens": 40},
     ),
     ("x = ", {"structured_outputs": {"regex": r"[a-z]{2,6}(, [a-z]{2,6}){3}"}, "seed": 4, "top_k": 30}),
-    (
-        "import ",
-        {"structured_outputs": {"choice": ["os", "os.path", "json"]}, "temperature": 0, "logprobs": 2},
-    ),
-    (
-        "y = 1 +",
-        {"structured_outputs": {"grammar": SUM}, "seed": 5, "max_tokens": 12, "presence_penalty": 1.0},
-    ),
+    ("import ", {"structured_outputs": {"choice": ["os", "os.path", "json"]}, "temperature": 0, "logprobs": 2}),
+    ("y = 1 +", {"structured_outputs": {"grammar": SUM}, "seed": 5, "max_tokens": 12, "presence_penalty": 1.0}),
     ("def f(x):", {"seed": 6, "max_tokens": 20}),
     ("z =", {"structured_outputs": {"regex": "a{1,9}b"}, "seed": 7, "min_tokens": 9, "max_tokens": 30}),
     ("w =", {"structured_outputs": {"regex": "(ab){2}"}, "seed": 8, "ignore_eos": True, "max_tokens": 30}),
-    (
-        "v =",
-        {"structured_outputs": {"regex": "[0-9]+"}, "seed": 9, "stop": ["77"], "repetition_penalty": 1.1},
-    ),
+    ("v =", {"structured_outputs": {"regex": "[0-9]+"}, "seed": 9, "stop": ["77"], "repetition_penalty": 1.1}),
 ]
 PROMPTS = [prompt for prompt, _ in ASKED]
 PARAMS = [SamplingParams(**params) for _, params in ASKED]
@@ -96,9 +87,7 @@ def test_text_follows_what_was_asked(plain: list[RequestOutput]) -> None:
     assert whole[3].text in ("os", "os.path", "json")
     assert set(whole[4].text) <= set("0123456789()+")
     assert whole[3].token_ids[-1] == 0
-    assert whole[7].token_ids[-1] != 0, (
-        "where the end of the sequence is ignored, that of the grammar is the end"
-    )
+    assert whole[7].token_ids[-1] != 0, "where the end of the sequence is ignored, that of the grammar is the end"
 
 
 GRAPHS = {
@@ -207,18 +196,14 @@ def test_what_is_refused_leaves_the_others(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"structured_outputs\.regex is '\(a'; .*unclosed group"):
         llm.add_request("x", SamplingParams(structured_outputs={"regex": "(a"}))
     with pytest.raises(ValueError, match=r"prompts\[1\]: structured_outputs\.json is"):
-        llm.generate(
-            ["x", "y"], [SamplingParams(), SamplingParams(structured_outputs={"json": {"$ref": "#"}})]
-        )
+        llm.generate(["x", "y"], [SamplingParams(), SamplingParams(structured_outputs={"json": {"$ref": "#"}})])
     done = []
     while llm.has_unfinished_requests:
         done += llm.step()
     assert [output.request_id for output in done] == [good]
 
 
-def test_steps_without_a_grammar_fetch_nothing(
-    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_without_a_grammar_fetch_nothing(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a grammar, drafts are not copied to the host and masks not to the device; with one, drafts are copied
     once per step.
     """
@@ -226,9 +211,7 @@ def test_steps_without_a_grammar_fetch_nothing(
     fetched: list[tuple[int, ...]] = []
     proposed = llm.engine.runner.rejection_sampler.drafts_of
     monkeypatch.setattr(
-        llm.engine.runner.rejection_sampler,
-        "proposed",
-        lambda rows: fetched.append(rows.shape) or proposed(rows),
+        llm.engine.runner.rejection_sampler, "proposed", lambda rows: fetched.append(rows.shape) or proposed(rows)
     )
     llm.generate(["x = 1", "y = 2"], SamplingParams(max_tokens=6, seed=1))
     assert not fetched
@@ -243,9 +226,7 @@ def test_continuations_have_a_grammar_each(make_llm: Callable[..., LLM]) -> None
     """Three continuations of one prompt equal three requests."""
     asked = {"structured_outputs": {"regex": "([a-z]{3} ){3}"}, "max_tokens": 20}
     apart = make_llm().generate(["x ="] * 3, [SamplingParams(seed=5 + i, **asked) for i in range(3)])
-    (output,) = make_llm(draft="ngram", num_speculative_tokens=3).generate(
-        "x =", SamplingParams(n=3, seed=5, **asked)
-    )
+    (output,) = make_llm(draft="ngram", num_speculative_tokens=3).generate("x =", SamplingParams(n=3, seed=5, **asked))
     assert [each.text for each in output.outputs] == [each.outputs[0].text for each in apart]
     assert all(re.fullmatch("([a-z]{3} ){3}", each.text) for each in output.outputs)
 

@@ -86,10 +86,7 @@ def test_m1_a_number_of_the_host_fills_and_one_of_the_device_is_counted() -> Non
     ):
         there = {id(tensor) for tensor in on_device}
         args = (x, [mask], number, accumulate)
-        assert (
-            _host_sync.waits_for_device(put, args, {}, lambda tensor, there=there: id(tensor) in there)
-            is waits
-        )
+        assert _host_sync.waits_for_device(put, args, {}, lambda tensor, there=there: id(tensor) in there) is waits
 
 
 def test_the_rule_stands_in_both_packages() -> None:

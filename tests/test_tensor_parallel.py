@@ -110,9 +110,7 @@ def test_laws_that_truncate_end_on_graphs_of_ranks_with_a_part_each(
     found = []
     ranks = {"tensor_parallel_size": 2, "num_speculative_tokens": 2, "cudagraph_checks": "PARANOID"}
     for options in ({}, ALL_AT_ONCE | ranks):
-        with LLM(
-            folder, device="cpu", skip_tokenizer_init=True, max_num_seqs=4, max_model_len=64, **options
-        ) as llm:
+        with LLM(folder, device="cpu", skip_tokenizer_init=True, max_num_seqs=4, max_model_len=64, **options) as llm:
             found.append(tokens(llm.generate(asked, params)))
     assert found[0] == found[1]
     assert kinds == {TRUNCATED}
@@ -122,21 +120,12 @@ def test_grammars_rules_and_steps_ahead_are_those_of_one_process() -> None:
     """With drafts of the shipped head, which the ranks sample together."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     params = [
-        SamplingParams(
-            temperature=0.8, seed=5, max_tokens=16, structured_outputs=StructuredOutputsParams(json=schema)
-        ),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=16, structured_outputs=StructuredOutputsParams(json=schema)),
         SamplingParams(temperature=0, max_tokens=16, bad_words=["self"], logprobs=2),
-        SamplingParams(
-            temperature=0.7, seed=1, top_p=0.9, repetition_penalty=1.2, max_tokens=16, stop=["\n"]
-        ),
+        SamplingParams(temperature=0.7, seed=1, top_p=0.9, repetition_penalty=1.2, max_tokens=16, stop=["\n"]),
     ]
     asked = ["x = ", "def f(self):", "import os\ndef main():"]
-    ahead: dict[str, Any] = {
-        "async_scheduling": True,
-        "draft": "auto",
-        "num_speculative_tokens": 3,
-        "rank_timeout": 20,
-    }
+    ahead: dict[str, Any] = {"async_scheduling": True, "draft": "auto", "num_speculative_tokens": 3, "rank_timeout": 20}
     texts = []
     kinds: list[dict[str, Any]] = [{}, {"tensor_parallel_size": 2, **ahead}]
     for options in kinds:
@@ -203,10 +192,7 @@ def test_drafts_of_heads(
     """
     verify = graphs != "NONE"  # poison the inputs of steps and end graphs between steps
     head = make_head(hidden_size=48, vocab_size=97, head_dim=16, taps=(1, 2, 3))
-    for folder, draft in (
-        (make_mtp(**EVEN["qwen3_5_text"]), "mtp"),
-        (tiny("bamba", **EVEN["bamba"]), str(head)),
-    ):
+    for folder, draft in ((make_mtp(**EVEN["qwen3_5_text"]), "mtp"), (tiny("bamba", **EVEN["bamba"]), str(head))):
         wanted = said(folder, mamba_state_policy="slots")
         drafts: dict[str, Any] = {"draft": draft, "num_speculative_tokens": 2}
         drafts["cudagraph_checks"] = "PARANOID" if verify else "ADDRESSES"

@@ -52,9 +52,7 @@ def run(train: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, 
     return state
 
 
-def test_a_resumed_run_ends_like_an_unbroken_one(
-    train: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_resumed_run_ends_like_an_unbroken_one(train: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = run(train, monkeypatch, tmp_path / "whole")
     batches = train.batch_at
 

@@ -36,17 +36,9 @@ from together import OneOf, Together, at_once, parts_of
 
 CPU = torch.device("cpu")
 V, N, R, K = 1003, 8, 2, 3
-SIZES = {
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 8,
-    "intermediate_size": 96,
-    "vocab_size": 97,
-}
+SIZES = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "intermediate_size": 96, "vocab_size": 97}
 LOGITS = normal(N, V, 2.0)
-ROWS = Rows(
-    torch.tensor([0, 4, 8], dtype=torch.int32), torch.arange(R), torch.arange(R) * 5, torch.full((R,), 0.8)
-)
+ROWS = Rows(torch.tensor([0, 4, 8], dtype=torch.int32), torch.arange(R), torch.arange(R) * 5, torch.full((R,), 0.8))
 DRAFTS = LOGITS.argmax(1).view(R, K + 1)[:, :K].contiguous()
 
 
@@ -90,9 +82,7 @@ def penalised(own: Tensor, shard: VocabShard) -> object:
     """Rows with penalties."""
     state = Sampler(N, V, CPU, shard)
     for row in range(N):
-        state.admit(
-            row, SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3), row, (1, 700), (5, 1002)
-        )
+        state.admit(row, SamplingParams(repetition_penalty=1.2, frequency_penalty=0.3), row, (1, 700), (5, 1002))
     return state.process(own, np.arange(N), np.full(N, 2))
 
 
@@ -228,11 +218,7 @@ def test_heads_draft_what_those_of_one_do(
     monkeypatch.setattr(EagleSpeculator, "propose", seen)
     folder = make_mtp(num_attention_heads=4, linear_num_key_heads=2, linear_num_value_heads=8)
     draft = "mtp" if kind == "mtp" else make_head(40, 103, 16, (1, 2, 3))
-    settings = {
-        "draft": draft,
-        "num_speculative_tokens": 2,
-        "speculative_rule": rule,
-    }
+    settings = {"draft": draft, "num_speculative_tokens": 2, "speculative_rule": rule}
     want = said(folder, PARAMS, **settings)
     assert said_together(together, 2, folder, PARAMS, **settings) == [want] * 2
     assert sum(draft >= 0 for step in want.drafts for row in step for draft in row) > 30

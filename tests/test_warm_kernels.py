@@ -57,9 +57,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Record launches of attention kernels, with the tile sizes of a large GPU."""
     pytest.importorskip("triton", reason="triton is not installed")
     home, tiles = "bateleur.metadata.kernels", import_module("bateleur.metadata.backends._launch_config")
-    attention, forms, work = (
-        import_module(f"{home}.{name}") for name in ("attention", "cuda_ops", "work_list")
-    )
+    attention, forms, work = (import_module(f"{home}.{name}") for name in ("attention", "cuda_ops", "work_list"))
     seen, stage = Launches(), manager.stage_batch
     for module, kernel, out in (
         (attention, "attention_kernel", 6),
@@ -107,18 +105,13 @@ def test_k1_a_warm_up_launches_what_its_capture_launches(
     assert {name for name, _ in captured} == {"StepProducer"} | behind
     for name, key in captured:
         warm = launches.by_stage[name, key, Phase.WARMUP]
-        attends = name != "EndSteps" and key.variant != (
-            0,
-        )  # a draft pass that only stores keys does not attend
+        attends = name != "EndSteps" and key.variant != (0,)  # a draft pass that only stores keys does not attend
         assert bool(warm) == attends
         assert warm == launches.by_stage[name, key, Phase.CAPTURE], f"{name} {key}"
 
 
 def test_prompts_that_a_head_sees_load_no_kernel(
-    make_llm: Callable[..., LLM],
-    make_head: Callable[..., Path],
-    launches: Launches,
-    monkeypatch: pytest.MonkeyPatch,
+    make_llm: Callable[..., LLM], make_head: Callable[..., Path], launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A draft head with another head size than the target's: its prompt kernels are in no graph."""
     monkeypatch.setattr(NativeChain, "fits", lambda *_: False)
@@ -147,11 +140,7 @@ def test_prompts_that_a_head_sees_load_no_kernel(
 @pytest.mark.parametrize("policy", ["slots", "fold"])
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_what_follows_a_forward_pass_has_run_once_for_every_size(
-    make_llm: Callable[..., LLM],
-    random_head: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: str,
-    num_drafts: int,
+    make_llm: Callable[..., LLM], random_head: Path, monkeypatch: pytest.MonkeyPatch, policy: str, num_drafts: int
 ) -> None:
     """Verification and the commit of states, with the rows and drafts of each decode graph."""
     seen: Counter[tuple[Any, ...]] = Counter()
@@ -192,12 +181,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
 
 def test_nothing_of_the_rehearsal_remains(make_llm: Callable[..., LLM], random_head: Path) -> None:
     """Neither in rows of the request table nor in the noise: RATIO draws again in every step."""
-    options = {
-        "draft": random_head,
-        "num_speculative_tokens": 2,
-        "speculative_rule": "ratio",
-        "max_num_seqs": 4,
-    }
+    options = {"draft": random_head, "num_speculative_tokens": 2, "speculative_rule": "ratio", "max_num_seqs": 4}
     params = SamplingParams(max_tokens=9, temperature=0.8, seed=5, ignore_eos=True)
     texts = []
     for graphs in ({}, GRAPHS):

@@ -21,13 +21,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a device that this machine has"),
     pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning"),
 ]
-PROMPTS = (
-    [range(10, 43), [5], range(10, 43)],
-    [[5]],
-    [[5, 6, 7]],
-    [[3, 4, 5, 6, 7, 8], [1, 2]],
-    [range(9, 20)],
-)
+PROMPTS = ([range(10, 43), [5], range(10, 43)], [[5]], [[5, 6, 7]], [[3, 4, 5, 6, 7, 8], [1, 2]], [range(9, 20)])
 
 
 def _kind(arg: Any) -> Any:
@@ -74,9 +68,7 @@ def test_no_step_is_the_first_to_launch_a_kernel(
     monkeypatch.setattr(type(cuda._watch), "__torch_dispatch__", noted)
     for name, forms in geometry.FORMS.items():
         monkeypatch.setitem(geometry.FORMS, name, noting(name, forms.torch))
-    llm = cuda.make(
-        draft="auto", num_speculative_tokens=3, max_num_seqs=3, cudagraph_mode=mode, draft_policy=policy
-    )
+    llm = cuda.make(draft="auto", num_speculative_tokens=3, max_num_seqs=3, cudagraph_mode=mode, draft_policy=policy)
     warm = launched.copy()
     launched.clear()
     for temperature in (0.0, 0.8):

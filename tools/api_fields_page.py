@@ -40,11 +40,7 @@ def api_fields_page() -> str:
             _section("Accepted, without an effect", IGNORED.items(), "why"),
             _section(
                 "Refused",
-                (
-                    (name, _refusal(*rule))
-                    for name, rule in {**REFUSED, **SAMPLING}.items()
-                    if name not in own
-                ),
+                ((name, _refusal(*rule)) for name, rule in {**REFUSED, **SAMPLING}.items() if name not in own),
                 "accepted values, and why no others",
             ),
         )

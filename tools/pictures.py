@@ -79,15 +79,7 @@ def _fill(at: Any, panel: Panel) -> None:
             drawn = at.bar(middle, values, width * 0.94, label=name, color=colour)
             at.bar_label(drawn, [_brief(value) for value in values], fontsize=7, padding=1)
         else:
-            at.plot(
-                places,
-                values,
-                panel.dashes[index % len(panel.dashes)],
-                label=name,
-                color=colour,
-                marker="o",
-                ms=3,
-            )
+            at.plot(places, values, panel.dashes[index % len(panel.dashes)], label=name, color=colour, marker="o", ms=3)
     if panel.log:
         at.set_yscale("log")
         at.set_ylim(1, 1000)

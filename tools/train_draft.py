@@ -59,9 +59,7 @@ def draft_vocabulary(count: Tensor, size: int) -> Tensor:
     return count.argsort(descending=True, stable=True)[:size].sort().values
 
 
-def first_head(
-    target: Target, count: Tensor, args: argparse.Namespace
-) -> tuple[Head, Tensor, dict[str, Any] | None]:
+def first_head(target: Target, count: Tensor, args: argparse.Namespace) -> tuple[Head, Tensor, dict[str, Any] | None]:
     """(head, target id of every draft id, record of the run that it comes from, if there was one), before training."""
     if args.begin is not None:
         return *open_head(args.begin), json.loads((args.begin / "training.json").read_text())
@@ -128,9 +126,7 @@ def loss_of(
     ids, taps, begin = batch
     with torch.autocast(ids.device.type, torch.bfloat16):
         states = head.unroll(F.embedding(ids, target.embedding), taps, begin, chains, steps)
-    thought = target.net.model.norm_f(
-        take(taps[:, :, -1], begin[:, None] + 1 + torch.arange(chains + steps - 1))
-    )
+    thought = target.net.model.norm_f(take(taps[:, :, -1], begin[:, None] + 1 + torch.arange(chains + steps - 1)))
     loss, shown = torch.zeros(()), []
     if not warm:
         law = target.law(thought, LOSS_TEMPERATURE)[..., lesson.target_ids]
@@ -194,18 +190,12 @@ def train(head: Head, lesson: Lesson, args: argparse.Namespace) -> float:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
-    parser.add_argument(
-        "--work", type=Path, default=Path("runs/draft"), help="folder for text and resumable state"
-    )
-    parser.add_argument(
-        "--begin", type=Path, help="folder of a head to train on from, with what it may draft"
-    )
+    parser.add_argument("--work", type=Path, default=Path("runs/draft"), help="folder for text and resumable state")
+    parser.add_argument("--begin", type=Path, help="folder of a head to train on from, with what it may draft")
     parser.add_argument("--requests", type=int, default=6144, help="continuations that the target writes")
     parser.add_argument("--new-tokens", type=int, default=192, help="most tokens of a continuation")
     parser.add_argument("--steps", type=int, default=2770)
-    parser.add_argument(
-        "--warm-steps", type=int, default=150, help="of them, steps that learn states, not laws"
-    )
+    parser.add_argument("--warm-steps", type=int, default=150, help="of them, steps that learn states, not laws")
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--chains", type=int, default=128, help="chains of drafts per sequence, side by side")
     parser.add_argument("--unroll", type=int, default=4, help="draft steps of a chain")
@@ -222,22 +212,16 @@ def require_own(work: Path, args: argparse.Namespace) -> None:
     one's; else write them down there.
     """
     free = ("out", "work", "threads", "save_every")
-    mine = {
-        name: None if value is None else str(value) for name, value in vars(args).items() if name not in free
-    }
+    mine = {name: None if value is None else str(value) for name, value in vars(args).items() if name not in free}
     work.mkdir(parents=True, exist_ok=True)
     known = work / "arguments.json"
     theirs = json.loads(known.read_text()) if known.exists() else {} if any(work.iterdir()) else mine
     if other := {name: theirs.get(name) for name, value in mine.items() if theirs.get(name, "") != value}:
-        raise ValueError(
-            f"--work is {str(work)!r}; it must be new or of this run, and is of one with {other}"
-        )
+        raise ValueError(f"--work is {str(work)!r}; it must be new or of this run, and is of one with {other}")
     known.write_text(json.dumps(mine, indent=2) + "\n")
 
 
-def held_out_record(
-    head: Head, target: Target, target_ids: Tensor, args: argparse.Namespace
-) -> dict[str, Any]:
+def held_out_record(head: Head, target: Target, target_ids: Tensor, args: argparse.Namespace) -> dict[str, Any]:
     """What the shipped weights are worth at K = 4, by temperature."""
     text = written_text(args.work / "held_out", HELD_OUT, 128, HELD_OUT_SEED, held_out=True)
     return {

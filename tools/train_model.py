@@ -71,9 +71,7 @@ def bits_per_byte(net: Network, stream: np.ndarray, num_bytes: int, length: int)
     return nats / math.log(2) / (windows * length * bytes_per_token)
 
 
-def prepare(
-    args: argparse.Namespace, shape: Shape
-) -> tuple[Tokenizer, np.ndarray, np.ndarray, dict[str, Any]]:
+def prepare(args: argparse.Namespace, shape: Shape) -> tuple[Tokenizer, np.ndarray, np.ndarray, dict[str, Any]]:
     """Corpus, tokenizer and token streams, with the facts that the record of the run keeps."""
     root = Path(sysconfig.get_paths()["stdlib"])
     train, held_out, digest = read_corpus(root)

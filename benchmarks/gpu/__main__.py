@@ -25,21 +25,15 @@ def parser() -> argparse.ArgumentParser:
         description="Checks the project on a GPU and measures it. The exit status is the number of failed steps. "
         "A machine without a GPU runs what it can at small sizes and lists the rest as skipped.",
     )
-    made.add_argument(
-        "steps", nargs="*", metavar="STEP", help="steps to run, such as attention or decode:Qwen3.5-9B"
-    )
-    made.add_argument(
-        "--seconds", type=float, default=540.0, help="time limit of the whole run (default: 540)"
-    )
+    made.add_argument("steps", nargs="*", metavar="STEP", help="steps to run, such as attention or decode:Qwen3.5-9B")
+    made.add_argument("--seconds", type=float, default=540.0, help="time limit of the whole run (default: 540)")
     made.add_argument(
         "--output",
         type=Path,
         default=ROOT / "runs" / "gpu",
         help="folder for results.jsonl, summary.txt and log.txt; a run that is there is resumed (default: runs/gpu)",
     )
-    made.add_argument(
-        "--again", action="store_true", help="run steps again that have ended in the output folder"
-    )
+    made.add_argument("--again", action="store_true", help="run steps again that have ended in the output folder")
     made.add_argument("--quick", action="store_true", help="small sizes, to see that every step runs")
     made.add_argument("--list", action="store_true", help="list the steps and end")
     return made

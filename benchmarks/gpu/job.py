@@ -107,9 +107,7 @@ class Job:
         """Record a time in microseconds, and the share of it that its bytes take at the copy rate (`of_bound`)."""
         bound = num_bytes / self.copy_rate * 1e6
         rate = self.copy_rate / 1e9
-        self.record.figure(
-            name, key=True, us=us, of_bound=bound / us, **facts, bound_us=bound, copy_GB_per_s=rate
-        )
+        self.record.figure(name, key=True, us=us, of_bound=bound / us, **facts, bound_us=bound, copy_GB_per_s=rate)
 
     def microseconds(self, call: Callable[[], object], *, seconds: float = 0.1, graph: bool = True) -> float:
         """Return the median time of a call: replays of a CUDA graph between events; on a CPU plain calls.

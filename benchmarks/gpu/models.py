@@ -53,9 +53,7 @@ def layers_of(job: Job, name: str, layers: int | None = None) -> int:
 
 
 @contextmanager
-def engine(
-    job: Job, name: str, layers: int | None = None, *, mtp: bool = False, **options: Any
-) -> Iterator[LLM]:
+def engine(job: Job, name: str, layers: int | None = None, *, mtp: bool = False, **options: Any) -> Iterator[LLM]:
     """Open an engine of a published model with random weights, and close it at the end.
 
     layers: see `layers_of`; in a quick job they are small. mtp: give the checkpoint an MTP head, for `draft="mtp"`.

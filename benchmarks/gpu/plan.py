@@ -63,9 +63,7 @@ def waves(quick: bool) -> list[Wave]:
         *cases("tokens", ("plain", "drafts"), "the shipped model's tokens equal the CPU's, {}", 180),
     )
     packages = (("metadata", 5), ("mamba", 4), ("cudagraph", 1), ("eagle", 2), ("runner", 3))
-    compiled = cases(
-        "compile", MODELS, "kernels that an engine of {} compiles; later steps find them cached", 150
-    )
+    compiled = cases("compile", MODELS, "kernels that an engine of {} compiles; later steps find them cached", 150)
     return [
         Wave("environment", (own("environment", "versions, missing packages, ceilings of the card", 60),)),
         Wave("correctness", compared),
@@ -75,12 +73,7 @@ def waves(quick: bool) -> list[Wave]:
         *alone(*cases("prompts", MODELS, "prompts of {} in steps of 2,048 and 8,192 tokens", 75)),
         *alone(*cases("drafts", (LLAMA, QWEN), "steps of {} that verify 4 drafts", 75)),
         *alone(
-            *cases(
-                "kernels",
-                ("attention", "recurrences", "sampling", "experts", "quantized"),
-                "kernels alone: {}",
-                60,
-            )
+            *cases("kernels", ("attention", "recurrences", "sampling", "experts", "quantized"), "kernels alone: {}", 60)
         ),
         *alone(own("peers", "FlashInfer, torch varlen attention, fla and vLLM, if installed", 120)),
         *alone(*cases("sanitizer", ("memcheck", "racecheck"), "{} over a small eager run", 150)),
@@ -130,10 +123,7 @@ def select(every: list[Wave], names: list[str]) -> list[Wave]:
     if not names:
         return every
     chosen = [
-        Wave(
-            wave.title,
-            tuple(step for step in wave.steps if {step.name, step.name.partition(":")[0]} & {*names}),
-        )
+        Wave(wave.title, tuple(step for step in wave.steps if {step.name, step.name.partition(":")[0]} & {*names}))
         for wave in every
     ]
     return [wave for wave in chosen if wave.steps]

@@ -40,9 +40,7 @@ def summary(lines: Sequence[Line], planned: Sequence[str]) -> str:
     parts = [
         *head,
         *_section("FAILED", [*_failures(failed)], FAILURE_CHARACTERS, "more failures"),
-        *_section(
-            "SKIPPED OR NOT DONE", [*_skipped(skipped, ends, missing)], SKIPPED_CHARACTERS, "more reasons"
-        ),
+        *_section("SKIPPED OR NOT DONE", [*_skipped(skipped, ends, missing)], SKIPPED_CHARACTERS, "more reasons"),
     ]
     tail = _section("TIME", took, TIME_CHARACTERS, "more steps")
     key = [_figure(line) for line in lines if line.get("key") and line["status"] != "failed"]

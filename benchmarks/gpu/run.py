@@ -93,18 +93,14 @@ class Runner:
         earlier = {line["quick"] for line in self.lines if line.get("event") == "run"}
         if earlier - {quick}:
             kind = "with" if earlier.pop() else "without"
-            raise ValueError(
-                f"output={output}: holds a run {kind} --quick; choose another folder, or delete this one"
-            )
+            raise ValueError(f"output={output}: holds a run {kind} --quick; choose another folder, or delete this one")
         self.lines = latest(self.lines)
         (output / RESULTS).write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         self._results = (output / RESULTS).open("a")
         self._log = (output / LOG).open("ab")
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._stopped = False
-        self._keep(
-            event="run", quick=quick, time=time.strftime("%Y-%m-%d %H:%M:%S"), command=" ".join(sys.argv[1:])
-        )
+        self._keep(event="run", quick=quick, time=time.strftime("%Y-%m-%d %H:%M:%S"), command=" ".join(sys.argv[1:]))
 
     @property
     def ended(self) -> set[str]:
@@ -208,9 +204,7 @@ class Runner:
 
     def _ended(self, step: Step, how: str, took: float, *, unfinished: bool) -> None:
         self._keep(event="end", step=step.name, how=how, took=round(took, 1), unfinished=unfinished)
-        failed = any(
-            line.get("status") == "failed" for line in latest(self.lines) if line.get("step") == step.name
-        )
+        failed = any(line.get("status") == "failed" for line in latest(self.lines) if line.get("step") == step.name)
         word = "FAILED" if failed else how if unfinished else "ok"
         print(f"{step.name:<40}{took:6.1f} s  {max(self.left(), 0):5.0f} s left  {word}", flush=True)
 
@@ -253,11 +247,7 @@ def environment(seconds: float) -> dict[str, str]:
     """Return the environment of a step that may take `seconds`."""
     found = dict(os.environ)
     found["PYTHONPATH"] = os.pathsep.join([*paths(), *filter(None, [found.get("PYTHONPATH")])])
-    found |= {
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        DEADLINE: f"{time.time() + seconds:.1f}",
-    }
+    found |= {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", DEADLINE: f"{time.time() + seconds:.1f}"}
     found.setdefault("OMP_NUM_THREADS", "1")
     return found
 

@@ -17,15 +17,7 @@ from scripted_model import CHAT, write_scripted_model
 
 OPTIONS = (
     *("--port", "0", "--device", "cpu", "--dtype", "float32", "--num-threads", "1"),
-    *(
-        "--max-model-len",
-        "512",
-        "--max-num-seqs",
-        "8",
-        "--draft",
-        str(shipped_draft()),
-        "--enable-prefix-caching",
-    ),
+    *("--max-model-len", "512", "--max-num-seqs", "8", "--draft", str(shipped_draft()), "--enable-prefix-caching"),
     *("--served-model-name", "shipped"),
 )
 TEMPLATE = """{% for tool in tools or [] %}# tool: {{ tool["function"]["name"] }}

@@ -19,12 +19,7 @@ def test_a_tool_is_called_and_its_result_is_read(agent_server: str, script: Path
         pytest.skip("libraries of agents are not installed: run .ci/clients")
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # litellm asks GitHub for prices
     done = subprocess.run(
-        [PYTHON, script, agent_server],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        [PYTHON, script, agent_server], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.endswith(ANSWER)]

@@ -13,11 +13,7 @@ pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is no
 
 def curl(*arguments: str) -> str:
     done = subprocess.run(
-        ["curl", "--silent", "--show-error", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
+        ["curl", "--silent", "--show-error", *arguments], capture_output=True, text=True, timeout=60, check=True
     )
     return done.stdout
 
@@ -38,8 +34,7 @@ def test_a_client_that_hangs_up_leaves_nothing_running(server: str) -> None:
         {"model": "shipped", "prompt": "def parse(", "max_tokens": 400, "ignore_eos": True, "stream": True}
     )
     with subprocess.Popen(
-        ["curl", "--silent", "--no-buffer", f"{server}/v1/completions", "--json", body],
-        stdout=subprocess.PIPE,
+        ["curl", "--silent", "--no-buffer", f"{server}/v1/completions", "--json", body], stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"data: ")
@@ -54,9 +49,9 @@ def test_a_client_that_hangs_up_leaves_nothing_running(server: str) -> None:
 
 
 def test_tokens_there_and_back(server: str) -> None:
-    ids = json.loads(
-        curl(f"{server}/tokenize", "--json", '{"prompt": "def parse(", "add_special_tokens": false}')
-    )["tokens"]
+    ids = json.loads(curl(f"{server}/tokenize", "--json", '{"prompt": "def parse(", "add_special_tokens": false}'))[
+        "tokens"
+    ]
     reply = json.loads(curl(f"{server}/detokenize", "--json", json.dumps({"tokens": ids})))
     assert reply["prompt"] == "def parse("
 

@@ -78,10 +78,7 @@ async def crowd(url: str, count: int, seed: int) -> dict[str, int]:
     address = urlsplit(url)
     assert address.hostname is not None
     assert address.port is not None
-    calls = [
-        client(address.hostname, address.port, random.Random(seed + i), count // AT_ONCE)
-        for i in range(AT_ONCE)
-    ]
+    calls = [client(address.hostname, address.port, random.Random(seed + i), count // AT_ONCE) for i in range(AT_ONCE)]
     ended = await asyncio.gather(*calls)
     return {name: sum(each[name] for each in ended) for name in ended[0]}
 

@@ -20,14 +20,8 @@ for _ in range(300):
 
 WRONG_FIELDS: list[tuple[str, Any]] = [
     *(("model", value) for value in (5, [], {}, True)),
-    *(
-        ("prompt", value)
-        for value in (None, {}, [], "", 5, True, [[]], [1, "a"], ["a", 1], [-1], [10**9], [1.5])
-    ),
-    *(
-        ("prompt", value)
-        for value in ([True], [[[1]]], [None], {"prompt": "x"}, "x" * 100_000, [5] * 100_000)
-    ),
+    *(("prompt", value) for value in (None, {}, [], "", 5, True, [[]], [1, "a"], ["a", 1], [-1], [10**9], [1.5])),
+    *(("prompt", value) for value in ([True], [[[1]]], [None], {"prompt": "x"}, "x" * 100_000, [5] * 100_000)),
     *(("max_tokens", value) for value in (-1, 0, "5", 1.5, True, [])),
     *(("temperature", value) for value in (-1, "hot", [], True, 10**400)),
     *(("top_p", value) for value in (0, -1, 1.1, "x", {})),
@@ -43,10 +37,7 @@ WRONG_FIELDS: list[tuple[str, Any]] = [
     *(("allowed_token_ids", value) for value in ([], [-1], [10**9], "a", 5)),
     *(("bad_words", value) for value in ([""], 5, [5], {})),
     *(("stream", value) for value in ("yes", 1, [])),
-    *(
-        ("stream_options", value)
-        for value in (5, {"include_usage": "x"}, {"unknown": 1}, {"include_usage": True})
-    ),
+    *(("stream_options", value) for value in (5, {"include_usage": "x"}, {"unknown": 1}, {"include_usage": True})),
     *(("echo", value) for value in ("x", 1)),
     *(("presence_penalty", value) for value in (5, "x")),
     *(("frequency_penalty", value) for value in (-5, [])),
@@ -56,10 +47,7 @@ WRONG_FIELDS: list[tuple[str, Any]] = [
     *(("truncate_prompt_tokens", value) for value in (0, -5, "x")),
     *(("best_of", 3), ("suffix", "x"), ("use_beam_search", True)),
     *(("response_format", value) for value in (5, {}, {"type": "nonsense"}, {"type": "json_schema"})),
-    *(
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": s}})
-        for s in (5, {"type": 5}, LOOP, DEEP)
-    ),
+    *(("response_format", {"type": "json_schema", "json_schema": {"schema": s}}) for s in (5, {"type": 5}, LOOP, DEEP)),
     *(
         ("structured_outputs", value)
         for value in (5, {}, {"regex": "("}, {"regex": 5}, {"choice": []}, {"choice": [5]})
@@ -118,9 +106,7 @@ class Talk:
 
     def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any]:
         """Status and JSON of the reply."""
-        headers = {"Content-Type": "application/json"} | {
-            name.replace("_", "-"): v for name, v in headers.items()
-        }
+        headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): v for name, v in headers.items()}
         try:
             self._http.request(method, path, body, headers)
             reply = self._http.getresponse()
@@ -218,11 +204,7 @@ RAW: list[tuple[str, bytes, bytes]] = [
     ("a TLS hello", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\r\n\r\n", b"400"),
     ("no HTTP", b"HELLO\r\n\r\n", b"400"),
     ("a negative length", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n", b"400"),
-    (
-        "a length that is none",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: many\r\n\r\n",
-        b"400",
-    ),
+    ("a length that is none", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: many\r\n\r\n", b"400"),
     (
         "two lengths",
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n",
@@ -234,11 +216,7 @@ RAW: list[tuple[str, bytes, bytes]] = [
         b"400",
     ),
     ("a head without end", b"GET / HTTP/1.1\r\n" + b"X-Many: " + b"y" * 300_000, b"4"),
-    (
-        "a length of 10 GB",
-        HEAD + b"Content-Length: 10000000000\r\n\r\n{",
-        b"413",
-    ),
+    ("a length of 10 GB", HEAD + b"Content-Length: 10000000000\r\n\r\n{", b"413"),
 ]
 
 

@@ -74,28 +74,15 @@ def test_its_scores_are_those_of_the_model(server: str, clients: Path, tmp_path:
     command = [
         str(clients / "lm_eval"),
         *("--model", "local-completions", "--model_args", arguments, "--batch_size", "2"),
-        *(
-            "--include_path",
-            str(tmp_path),
-            "--tasks",
-            "choices,texts",
-            "--output_path",
-            str(tmp_path / "out"),
-        ),
+        *("--include_path", str(tmp_path), "--tasks", "choices,texts", "--output_path", str(tmp_path / "out")),
     ]
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(tmp_path),
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = (tmp_path / "out").rglob("results_*.json")
     results = json.loads(file.read_text())["results"]
     best = [
-        max(range(len(choices)), key=lambda i: likelihood(llm, context, choices[i]))
-        for context, choices, _ in CHOICES
+        max(range(len(choices)), key=lambda i: likelihood(llm, context, choices[i])) for context, choices, _ in CHOICES
     ]
     right = [found == label for found, (_, _, label) in zip(best, CHOICES, strict=True)]
     assert results["choices"]["acc,none"] == sum(right) / len(right)

@@ -10,10 +10,7 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs the package openai")
 pydantic = pytest.importorskip("pydantic", reason="needs the package pydantic")
 
-MESSAGES: Any = [
-    {"role": "system", "content": "You write Python."},
-    {"role": "user", "content": "def area(self):"},
-]
+MESSAGES: Any = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "def area(self):"}]
 TOOL: Any = {
     "type": "function",
     "function": {

@@ -80,12 +80,7 @@ def test_drafts_and_cached_tokens_can_be_told_apart(page: Page) -> None:
 
 
 def test_words_can_be_read_in_light_and_dark(page: Page) -> None:
-    for selector, ground in (
-        ("body", "body"),
-        ("#curves h2", "#curves"),
-        ("#run", "#run"),
-        ("#model", "body"),
-    ):
+    for selector, ground in (("body", "body"), ("#curves h2", "#curves"), ("#run", "#run"), ("#model", "body")):
         ink, paper = style(page, selector, "color"), style(page, ground, "backgroundColor")
         assert contrast(ink, paper) >= 4.5, selector
 

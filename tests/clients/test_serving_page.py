@@ -24,9 +24,7 @@ def test_python_runs(server: str, block: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed: run .ci/clients")
 @pytest.mark.parametrize("line", re.findall(r"```console\n(.*?)\n```", PAGE, re.DOTALL))
 def test_commands_answer(server: str, line: str) -> None:
-    done = subprocess.run(
-        shlex.split(line.replace(HOST, server)), capture_output=True, check=True, timeout=60
-    )
+    done = subprocess.run(shlex.split(line.replace(HOST, server)), capture_output=True, check=True, timeout=60)
     reply = json.loads(done.stdout)
     if "error" in reply:
         shown = re.search(r"^    (\{\"error\".*?\}\})$", PAGE, re.DOTALL | re.MULTILINE)

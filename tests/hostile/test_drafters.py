@@ -49,9 +49,7 @@ def shared(tiny: Callable[[str], Path]) -> tuple[LLM, Answering, Deciding]:
 
 
 @pytest.fixture
-def engine(
-    shared: tuple[LLM, Answering, Deciding], monkeypatch: pytest.MonkeyPatch
-) -> tuple[LLM, Answering, Deciding]:
+def engine(shared: tuple[LLM, Answering, Deciding], monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Answering, Deciding]:
     """Shared; what was told is forgotten behind each test."""
     llm, drafter, policy = shared
     monkeypatch.setattr(drafter, "answer", drafter.answer)
@@ -119,9 +117,7 @@ def test_decisions(engine: Any, refused: Any, decision: Callable[[int], Any], sh
         llm.generate("abc", GREEDY)
 
 
-@pytest.mark.parametrize(
-    "decision", [lambda r: [1] * r, lambda r: np.full(r, 2), lambda r: np.zeros(r, np.int8)]
-)
+@pytest.mark.parametrize("decision", [lambda r: [1] * r, lambda r: np.full(r, 2), lambda r: np.zeros(r, np.int8)])
 def test_integers_of_any_kind(engine: Any, decision: Callable[[int], Any]) -> None:
     llm, _, policy = engine
     policy.decision = decision
@@ -172,10 +168,7 @@ def test_drafters(tiny: Any, refused: Any, name: str, value: Any, message: str) 
 
 @pytest.mark.parametrize("name", ["admit", "propose"])
 def test_methods_that_are_none(tiny: Any, name: str) -> None:
-    drafter, rule = (
-        Answering(),
-        "it must be a bateleur.eagle.Drafter, which has admit, needs, num_speculative",
-    )
+    drafter, rule = (Answering(), "it must be a bateleur.eagle.Drafter, which has admit, needs, num_speculative")
     setattr(drafter, name, 5)
     with pytest.raises(ValueError, match=rule):
         LLM(tiny("llama"), device="cpu", drafter=drafter, num_speculative_tokens=2)

@@ -32,14 +32,8 @@ TEXT = [None, 5, [], "", True]
 
 RULES: dict[str, tuple[str, list[Any]]] = {
     "model": ("the path of a folder", [5, "", b"x", [], True]),
-    "quantization": (
-        f"one of dequantize, {', '.join(QUANTIZATION_METHODS)}",
-        ["bitsandbytes", "", 5, True, []],
-    ),
-    "kv_cache_dtype": (
-        "one of auto, fp8, fp8_e4m3, bfloat16, float16, float32",
-        ["fp8_e5m2", "int8", "", 5, None],
-    ),
+    "quantization": (f"one of dequantize, {', '.join(QUANTIZATION_METHODS)}", ["bitsandbytes", "", 5, True, []]),
+    "kv_cache_dtype": ("one of auto, fp8, fp8_e4m3, bfloat16, float16, float32", ["fp8_e5m2", "int8", "", 5, None]),
     "dtype": ("one of auto, float32, bfloat16, float16", ["float8", "", None, 5, [], np.float32, "float64"]),
     "device": ("auto, cpu, cuda or cuda:N", [None, 5, [], True]),
     "max_model_len": ("an integer >= 2, or None", [*WHOLE, 1]),
@@ -100,10 +94,7 @@ HEAD: dict[str, Any] = {"model": None, "draft": "auto"}
 
 MORE: list[tuple[dict[str, Any], str]] = [
     ({"max_model_len": 257}, "max_model_len is 257; it must be at least 2 and at most the model's 256"),
-    (
-        {"max_model_len": 10**30},
-        f"max_model_len is {10**30}; it must be at least 2 and at most the model's 256",
-    ),
+    ({"max_model_len": 10**30}, f"max_model_len is {10**30}; it must be at least 2 and at most the model's 256"),
     (
         {"max_num_batched_tokens": 1},
         "max_num_batched_tokens is 1; it must be at least max_num_seqs = 2 rows, or a step could not decode all "
@@ -134,10 +125,7 @@ MORE: list[tuple[dict[str, Any], str]] = [
         (CACHED | {"mamba_retention": text}, f"mamba_retention is {text!r}; {RETENTION}")
         for text in ("most", "every=", "every=0", "every=x", "all+", "none+last", "every=16+every=32", " ")
     ),
-    (
-        CACHED | {"mamba_retention": "every=7"},
-        "mamba_retention is 'every=7'; it must be a multiple of block_size = 16",
-    ),
+    (CACHED | {"mamba_retention": "every=7"}, "mamba_retention is 'every=7'; it must be a multiple of block_size = 16"),
     ({"prompt_scan": "fla"}, "prompt_scan is 'fla'; fla-core scans delta rules, and the model has none"),
     (
         {"mamba_retention": "last"},
@@ -175,14 +163,8 @@ MORE: list[tuple[dict[str, Any], str]] = [
         HEAD | {"num_speculative_tokens": 63},
         "num_speculative_tokens is 63; it must be at least 0, and below max_model_len - 1 = 63",
     ),
-    (
-        {"draft": "auto"},
-        "draft is 'auto'; the shipped head fits the shipped model only, name a folder",
-    ),
-    (
-        {"draft": "/nowhere"},
-        "/nowhere: holds no config.json; a draft head is a folder with config.json and weights",
-    ),
+    ({"draft": "auto"}, "draft is 'auto'; the shipped head fits the shipped model only, name a folder"),
+    ({"draft": "/nowhere"}, "/nowhere: holds no config.json; a draft head is a folder with config.json and weights"),
     ({"draft": "none"}, "none: holds no config.json; a draft head is a folder with config.json and weights"),
     ({"prompt_lookup_min": 2}, "prompt_lookup_min is 2; it must be None without draft = 'ngram'"),
     (
@@ -195,10 +177,7 @@ MORE: list[tuple[dict[str, Any], str]] = [
         NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
         "prompt_lookup_min is 4; it must be at most prompt_lookup_max = 3",
     ),
-    (
-        NGRAM | {"num_speculative_tokens": 0},
-        "num_speculative_tokens is 0; with a draft it must be at least 1",
-    ),
+    (NGRAM | {"num_speculative_tokens": 0}, "num_speculative_tokens is 0; with a draft it must be at least 1"),
     (
         {"speculative_config": {"method": "medusa"}},
         "speculative_config['method'] is 'medusa'; it must be one of ngram, mtp, qwen3_next_mtp, qwen3_5_mtp, "
@@ -222,29 +201,17 @@ MORE: list[tuple[dict[str, Any], str]] = [
         "draft is 'auto'; it must be absent with speculative_config, which sets it to 'ngram'",
     ),
     (HEAD | {"draft_policy": {}}, "draft_policy is {}; it must be a mapping that has a number for 1 request"),
-    (
-        HEAD | {"draft_policy": {2: 1}},
-        "draft_policy is {2: 1}; it must be a mapping that has a number for 1 request",
-    ),
+    (HEAD | {"draft_policy": {2: 1}}, "draft_policy is {2: 1}; it must be a mapping that has a number for 1 request"),
     (HEAD | {"draft_policy": {1: "x"}}, "draft_policy[1] is 'x'; it must be an integer >= 0"),
     (HEAD | {"draft_policy": {1: -1}}, "draft_policy[1] is -1; it must be an integer >= 0"),
     (HEAD | {"draft_policy": {1: True}}, "draft_policy[1] is True; it must be an integer >= 0"),
     (HEAD | {"draft_policy": {1: 1, 2: None}}, "draft_policy[2] is None; it must be an integer >= 0"),
     (HEAD | {"draft_policy": {0: 1}}, "draft_policy: a batch size is 0; it must be an integer >= 1"),
     (HEAD | {"draft_policy": {"1": 1}}, "draft_policy: a batch size is '1'; it must be an integer >= 1"),
-    (
-        HEAD | {"draft_policy": {1: 9}},
-        "draft_policy is {1: 9}; it must be at most num_speculative_tokens = 4",
-    ),
+    (HEAD | {"draft_policy": {1: 9}}, "draft_policy is {1: 9}; it must be at most num_speculative_tokens = 4"),
     ({"draft_policy": {1: 1}}, "draft_policy is {1: 1}; it must be at most num_speculative_tokens = 0"),
-    (
-        {"cudagraph_backend": "cuda"},
-        "cudagraph_backend is 'cuda'; it must be another one on device cpu",
-    ),
-    (
-        {"cudagraph_capture_sizes": []},
-        "cudagraph_capture_sizes is (); it must be None, or have at least one size",
-    ),
+    ({"cudagraph_backend": "cuda"}, "cudagraph_backend is 'cuda'; it must be another one on device cpu"),
+    ({"cudagraph_capture_sizes": []}, "cudagraph_capture_sizes is (); it must be None, or have at least one size"),
     ({"cudagraph_capture_sizes": [1, "2"]}, "cudagraph_capture_sizes[1] is '2'; it must be an integer >= 1"),
     ({"cudagraph_capture_sizes": [0]}, "cudagraph_capture_sizes[0] is 0; it must be an integer >= 1"),
     ({"cudagraph_capture_sizes": [4, -1]}, "cudagraph_capture_sizes[1] is -1; it must be an integer >= 1"),
@@ -263,11 +230,7 @@ NOT_READ = "a checkpoint is a local folder: fetch it with hf download"
 OWN = "the tokenizer is the one that its files describe, see tokenizer"
 FOREIGN: list[tuple[str, Any, str]] = [
     ("pipeline_parallel_size", 2, f"1: {RANKS}"),
-    (
-        "distributed_executor_backend",
-        "ray",
-        "None or 'mp': ranks are processes; under torchrun it starts them",
-    ),
+    ("distributed_executor_backend", "ray", "None or 'mp': ranks are processes; under torchrun it starts them"),
     ("disable_custom_all_reduce", False, "True: sums over ranks are those of NCCL and gloo"),
     (
         "quantization_config",
@@ -360,9 +323,7 @@ HUB = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", ["nvidia/Nemotron-H-8B-Base-8K", "/nowhere", "a\0b", "x" * 5000, "~", __file__]
-)
+@pytest.mark.parametrize("name", ["nvidia/Nemotron-H-8B-Base-8K", "/nowhere", "a\0b", "x" * 5000, "~", __file__])
 def test_a_model_that_is_no_folder(refused: Any, name: str) -> None:
     with refused(f"{name}: is no folder; {HUB}"):
         LLM(name, device="cpu")
@@ -393,15 +354,9 @@ def test_what_is_more_than_can_be_used_is_taken(make: Callable[..., LLM], argume
     assert len(output.outputs[0].token_ids) == 2
 
 
-def test_an_engine_that_does_not_fit_into_memory(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_does_not_fit_into_memory(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever allocates: numpy, torch on the CPU, torch on a GPU."""
-    for error in (
-        MemoryError("none"),
-        RuntimeError("can't allocate memory"),
-        torch.OutOfMemoryError("allocate 9 GiB"),
-    ):
+    for error in (MemoryError("none"), RuntimeError("can't allocate memory"), torch.OutOfMemoryError("allocate 9 GiB")):
         monkeypatch.setattr("bateleur.runner.llm.Engine", _raising(error))
         with pytest.raises(
             ValueError, match="max_num_seqs = 2, max_num_batched_tokens = 128; there is not enough memory"

@@ -66,15 +66,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_block_size": 8,
         },
     ),
-    "mtp": (
-        "mtp",
-        {
-            "draft": "mtp",
-            "num_speculative_tokens": 2,
-            "enable_prefix_caching": True,
-            "mamba_block_size": 8,
-        },
-    ),
+    "mtp": ("mtp", {"draft": "mtp", "num_speculative_tokens": 2, "enable_prefix_caching": True, "mamba_block_size": 8}),
     "latent": ("kimi_linear", {"enable_prefix_caching": True, "mamba_cache_mode": "align"}),
     "ratio": ("llama", {"draft": "head", "num_speculative_tokens": 3, "speculative_rule": "ratio"}),
     "block": ("llama", {"draft": "head", "num_speculative_tokens": 3, "speculative_rule": "block"}),
@@ -257,9 +249,7 @@ def everywhere() -> Interrupter:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_step_interrupted_at_every_place(
-    make: Callable[[str], LLM], everywhere: Interrupter, name: str
-) -> None:
+def test_a_step_interrupted_at_every_place(make: Callable[[str], LLM], everywhere: Interrupter, name: str) -> None:
     """Then at random ones; both in the middle of putting right what broke off as well."""
     llm = make(name)
     names = start(llm)
@@ -279,15 +269,7 @@ def test_a_step_interrupted_at_every_place(
 
 # --- other calls --------------------------------------------------------------------------------------------------
 
-OUTER = (
-    "llm.py",
-    "ledger.py",
-    "turn.py",
-    "input_processor.py",
-    "request.py",
-    "scheduler.py",
-    "block_pool.py",
-)
+OUTER = ("llm.py", "ledger.py", "turn.py", "input_processor.py", "request.py", "scheduler.py", "block_pool.py")
 
 
 def interrupted(call: Callable[[], Any], check: Callable[[], None]) -> Any:

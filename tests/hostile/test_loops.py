@@ -104,9 +104,7 @@ def test_a_stream_that_nobody_began_claims_nothing(llm: LLM, refused: Any) -> No
     assert not llm.has_unfinished_requests
     assert len(list(outputs)) == 12
     later = llm.stream("one", PARAMS)
-    (name,) = {
-        request.request_id for request in later.gi_frame.f_locals["outputs"].gi_frame.f_locals["requests"]
-    }
+    (name,) = {request.request_id for request in later.gi_frame.f_locals["outputs"].gi_frame.f_locals["requests"]}
     llm.add_request("two", PARAMS, request_id=name)
     with refused(f"request_id is '{name}'; a request of that id is already waiting or running"):
         next(later)

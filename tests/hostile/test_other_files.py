@@ -139,18 +139,14 @@ def test_a_tokenizer_larger_than_its_model(folder: Path, refused: Any) -> None:
     said = json.loads(file.read_text())
     said["model"]["vocab"] |= {chr(1000 + i): 101 + i for i in range(9)}
     file.write_text(json.dumps(said))
-    with pytest.warns(
-        RuntimeWarning, match="its tokenizer has 110 tokens, the model 101; text with the others is ref"
-    ):
+    with pytest.warns(RuntimeWarning, match="its tokenizer has 110 tokens, the model 101; text with the others is ref"):
         llm = LLM(folder, device="cpu", max_model_len=32, max_num_seqs=1)
     with refused("prompts[0]: prompt holds a word whose token is 103; the model has 101 tokens"):
         llm.generate("abc" + chr(1002))
     assert llm.generate("abc", SamplingParams(max_tokens=1))
 
 
-def test_a_long_prompt_is_measured_here(
-    folder: Path, refused: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_prompt_is_measured_here(folder: Path, refused: Any, capfd: pytest.CaptureFixture[str]) -> None:
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 5}))
     llm = LLM(folder, device="cpu", max_model_len=32, max_num_seqs=1)
@@ -165,9 +161,7 @@ def test_a_long_prompt_is_measured_here(
 # --- weights ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "contents", [b"", b"\xff" * 100, b"\x08\0\0\0\0\0\0\0{}      "[:12], b"PK\x03\x04pickle"]
-)
+@pytest.mark.parametrize("contents", [b"", b"\xff" * 100, b"\x08\0\0\0\0\0\0\0{}      "[:12], b"PK\x03\x04pickle"])
 def test_weights(folder: Path, refused: Any, contents: bytes) -> None:
     (folder / "model.safetensors").write_bytes(contents)
     with refused(f"{folder / 'model.safetensors'}: is no complete safetensors file"):
@@ -214,21 +208,11 @@ LARGEST = "it must be a whole number in [1, 16777216]"
 HEADS: list[tuple[str, Any, str]] = [
     *(
         (name, value, f"{name} is {value!r}; {LARGEST}")
-        for name in (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-        )
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
         for value in (0, -1, 1.5, "4", True, [], 10**30)
     ),
     *(
-        (
-            "num_hidden_layers",
-            value,
-            f"num_hidden_layers is {value!r}; it must be a whole number in [1, 1024]",
-        )
+        ("num_hidden_layers", value, f"num_hidden_layers is {value!r}; it must be a whole number in [1, 1024]")
         for value in (0, "1", 10**9, 10**30)
     ),
     *(
@@ -237,11 +221,7 @@ HEADS: list[tuple[str, Any, str]] = [
         for value in (0, -1, "1", True, [], 10**400)
     ),
     ("rope_scaling", "linear", "rope_scaling is 'linear'; it must be an object"),
-    (
-        "rope_scaling",
-        {"type": "dynamic"},
-        "rope_type is 'dynamic'; supported is 'default', 'linear', 'llama3', 'yarn'",
-    ),
+    ("rope_scaling", {"type": "dynamic"}, "rope_type is 'dynamic'; supported is 'default', 'linear', 'llama3', 'yarn'"),
 ]
 
 

@@ -95,14 +95,8 @@ PROMPTS: list[tuple[Any, str]] = [
     ({}, must("prompt", "{}", KEYS)),
     ({"text": "x"}, must("prompt", "{'text': 'x'}", KEYS)),
     ({1: "x"}, must("prompt", "{1: 'x'}", KEYS)),
-    (
-        {"prompt": "x", "multi_modal_data": None},
-        must("prompt", "{'multi_modal_data': None, 'prompt': 'x'}", KEYS),
-    ),
-    (
-        {"prompt": ["x"], "prompt_token_ids": [1]},
-        must("prompt", "['x']", "text"),
-    ),
+    ({"prompt": "x", "multi_modal_data": None}, must("prompt", "{'multi_modal_data': None, 'prompt': 'x'}", KEYS)),
+    ({"prompt": ["x"], "prompt_token_ids": [1]}, must("prompt", "['x']", "text")),
     ([1, VOCAB], must("prompt[1]", "101", TOKEN)),
     ([1, -1], must("prompt[1]", "-1", TOKEN)),
     ([1, 2.5], must("prompt[1]", "2.5", TOKEN)),
@@ -126,18 +120,9 @@ PROMPTS: list[tuple[Any, str]] = [
     (np.array(["a"]), must("prompt[0]", "'a'", TOKEN)),
     (torch.tensor([1.5]), must("prompt[0]", "1.5", TOKEN)),
     (torch.tensor([1, -1]), must("prompt[1]", "-1", TOKEN)),
-    (
-        "x" * LONGEST,
-        f"prompt has 64 tokens; {TOO_LONG}",
-    ),
-    (
-        [5] * 300,
-        f"prompt has 300 tokens; {TOO_LONG}",
-    ),
-    (
-        "y" * 100_000,
-        f"prompt has 100000 tokens; {TOO_LONG}",
-    ),
+    ("x" * LONGEST, f"prompt has 64 tokens; {TOO_LONG}"),
+    ([5] * 300, f"prompt has 300 tokens; {TOO_LONG}"),
+    ("y" * 100_000, f"prompt has 100000 tokens; {TOO_LONG}"),
 ]
 
 
@@ -274,19 +259,10 @@ def test_what_is_no_sampling_params(busy: LLM, refused: Any, params: Any, shown:
 LISTS_OF_PARAMS: list[tuple[Any, str]] = [
     ([GREEDY, None], must("sampling_params[1]", "None", "SamplingParams")),
     ([{}], must("sampling_params[0]", "{}", "SamplingParams")),
-    (
-        [[GREEDY]],
-        must(
-            "sampling_params[0]",
-            in_words([GREEDY]),
-            "SamplingParams",
-        ),
-    ),
+    ([[GREEDY]], must("sampling_params[0]", in_words([GREEDY]), "SamplingParams")),
     (
         [SamplingParams],
-        must(
-            "sampling_params[0]", "<class 'bateleur.runner.sampling_params.SamplingParams'>", "SamplingParams"
-        ),
+        must("sampling_params[0]", "<class 'bateleur.runner.sampling_params.SamplingParams'>", "SamplingParams"),
     ),
     ([], "sampling_params has 0 entries for 1 prompts"),
     ([GREEDY, GREEDY], "sampling_params has 2 entries for 1 prompts"),
@@ -320,9 +296,7 @@ WITH_THE_MODEL: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("params", "message"), WITH_THE_MODEL, ids=brief)
-def test_params_that_do_not_fit_the_model(
-    busy: LLM, refused: Any, params: dict[str, Any], message: str
-) -> None:
+def test_params_that_do_not_fit_the_model(busy: LLM, refused: Any, params: dict[str, Any], message: str) -> None:
     with refused(message):
         busy.add_request("x", SamplingParams(**params))
     with refused(f"prompts[1]: {message}"):

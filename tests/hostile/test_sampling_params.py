@@ -9,14 +9,7 @@ import pytest
 from bateleur.runner import SamplingParams
 
 HUGE, LONG = 10**5000, f"1{'0' * 37}...{'0' * 39}"
-NUMBER = [
-    ("1", "'1'"),
-    (None, "None"),
-    (True, "True"),
-    (math.nan, "nan"),
-    (math.inf, "inf"),
-    (-math.inf, "-inf"),
-]
+NUMBER = [("1", "'1'"), (None, "None"), (True, "True"), (math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")]
 NUMBER += [(10**400, LONG), (HUGE, "a value of type int"), ([], "[]"), ({}, "{}"), (1j, "1j"), (b"1", "b'1'")]
 WHOLE = [
     (1.5, "1.5"),
@@ -35,25 +28,16 @@ RULES: dict[str, tuple[str, list[tuple[Any, str]]]] = {
     "top_k": ("an integer >= -1 (0 and -1 keep all tokens)", [*WHOLE, (None, "None"), (-2, "-2")]),
     "top_p": ("a finite number in (0, 1]", [*NUMBER, (0, "0"), (-0.5, "-0.5"), (1.01, "1.01")]),
     "min_p": ("a finite number in [0, 1]", [*NUMBER, (-0.01, "-0.01"), (1.01, "1.01")]),
-    "seed": (
-        "an integer of 64 bits, or None",
-        [*WHOLE, (2**63, str(2**63)), (-(2**63) - 1, str(-(2**63) - 1))],
-    ),
+    "seed": ("an integer of 64 bits, or None", [*WHOLE, (2**63, str(2**63)), (-(2**63) - 1, str(-(2**63) - 1))]),
     "max_tokens": ("an integer >= 1, or None", [*WHOLE, (0, "0"), (-1, "-1")]),
     "min_tokens": ("an integer >= 0", [*WHOLE, (None, "None"), (-1, "-1"), (2**63, str(2**63))]),
     "ignore_eos": ("True or False", SWITCH),
     "include_stop_str_in_output": ("True or False", SWITCH),
     "skip_special_tokens": ("True or False", SWITCH),
     "detokenize": ("True or False", SWITCH),
-    "n": (
-        "an integer in [1, 256]",
-        [*WHOLE, (None, "None"), (0, "0"), (257, "257"), (HUGE, "a value of type int")],
-    ),
+    "n": ("an integer in [1, 256]", [*WHOLE, (None, "None"), (0, "0"), (257, "257"), (HUGE, "a value of type int")]),
     "return_tags": ("True or False", SWITCH),
-    "truncate_prompt_tokens": (
-        "an integer >= 1, -1, or None",
-        [*WHOLE, (0, "0"), (-2, "-2"), (-1.0, "-1.0")],
-    ),
+    "truncate_prompt_tokens": ("an integer >= 1, -1, or None", [*WHOLE, (0, "0"), (-2, "-2"), (-1.0, "-1.0")]),
     "output_kind": (
         "one of CUMULATIVE, DELTA, FINAL_ONLY",
         [("delta", "'delta'"), (1, "1"), (None, "None"), (True, "True"), ([], "[]"), ("", "''")],
@@ -82,14 +66,7 @@ RULES: dict[str, tuple[str, list[tuple[Any, str]]]] = {
     ),
     "bad_words": (
         "a list of strings, or None",
-        [
-            ("word", "'word'"),
-            (3, "3"),
-            (b"x", "b'x'"),
-            ({"a"}, "{'a'}"),
-            (True, "True"),
-            ({"a": 1}, "{'a': 1}"),
-        ],
+        [("word", "'word'"), (3, "3"), (b"x", "b'x'"), ({"a"}, "{'a'}"), (True, "True"), ({"a": 1}, "{'a': 1}")],
     ),
     "structured_outputs": (
         "StructuredOutputsParams, or a mapping of its fields",
@@ -120,10 +97,7 @@ INSIDE: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"-1": 1}}, "a key of logit_bias is '-1'; it must be a token id, an integer >= 0"),
     ({"logit_bias": {"a": 1}}, "a key of logit_bias is 'a'; it must be a token id, an integer >= 0"),
     ({"logit_bias": {"": 1}}, "a key of logit_bias is ''; it must be a token id, an integer >= 0"),
-    (
-        {"logit_bias": {"\u0661": 1}},
-        "a key of logit_bias is '\u0661'; it must be a token id, an integer >= 0",
-    ),
+    ({"logit_bias": {"\u0661": 1}}, "a key of logit_bias is '\u0661'; it must be a token id, an integer >= 0"),
     ({"logit_bias": {1.0: 1}}, "a key of logit_bias is 1.0; it must be a token id, an integer >= 0"),
     ({"logit_bias": {True: 1}}, "a key of logit_bias is True; it must be a token id, an integer >= 0"),
     ({"logit_bias": {1: 1, "1": 2}}, "logit_bias holds token 1 twice, as a number and as text"),
@@ -139,10 +113,7 @@ INSIDE: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": [None]}, "bad_words[0] is None; it must be text that is not empty"),
     ({"bad_words": ["a\ud800"]}, r"bad_words[0] holds '\ud800' at position 1, half of a surrogate pair"),
     ({"stop": ["ab"] * 3000}, f"stop is [{LISTED}, ...]; it must be of at most 4096 characters in all"),
-    (
-        {"stop": "x" * 4097},
-        f"stop is '{'x' * 37}...{'x' * 38}'; it must be of at most 4096 characters in all",
-    ),
+    ({"stop": "x" * 4097}, f"stop is '{'x' * 37}...{'x' * 38}'; it must be of at most 4096 characters in all"),
     (
         {"stop": "x", "detokenize": False},
         "detokenize is False; it must be True with stop, because stop strings are searched in text",
@@ -166,11 +137,7 @@ def test_every_name_has_its_refusals() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
-    [
-        (n, v, f"{n} is {shown}; it must be {rule}")
-        for n, (rule, values) in RULES.items()
-        for v, shown in values
-    ],
+    [(n, v, f"{n} is {shown}; it must be {rule}") for n, (rule, values) in RULES.items() for v, shown in values],
     ids=brief,
 )
 def test_values(refused: Any, name: str, value: Any, message: str) -> None:
@@ -214,20 +181,12 @@ def test_other_names(refused: Any, params: dict[str, Any], message: str) -> None
 
 
 def test_names_of_vllm_that_ask_for_what_there_is() -> None:
-    asked = {
-        "n": 1,
-        "best_of": None,
-        "logit_bias": {},
-        "bad_words": [],
-        "detokenize": True,
-        "guided_decoding": None,
-    }
+    asked = {"n": 1, "best_of": None, "logit_bias": {}, "bad_words": [], "detokenize": True, "guided_decoding": None}
     assert SamplingParams(**asked, top_k=3) == SamplingParams(top_k=3)
 
 
 @pytest.mark.parametrize(
-    ("values", "shown"),
-    [(None, "None"), ("x", "'x'"), ({1: 2}, "{1: 2}"), ([("n", 1)], "[('n', 1)]"), (5, "5")],
+    ("values", "shown"), [(None, "None"), ("x", "'x'"), ({1: 2}, "{1: 2}"), ([("n", 1)], "[('n', 1)]"), (5, "5")]
 )
 def test_from_dict(refused: Any, values: Any, shown: str) -> None:
     with refused(f"sampling parameters is {shown}; it must be a mapping from names to values"):

@@ -48,9 +48,7 @@ def gate() -> Gate:
 
 @pytest.fixture(scope="module")
 def llm(tiny: Callable[[str], Path], gate: Gate) -> LLM:
-    return LLM(
-        tiny("llama"), device="cpu", max_model_len=64, max_num_seqs=4, drafter=gate, num_speculative_tokens=1
-    )
+    return LLM(tiny("llama"), device="cpu", max_model_len=64, max_num_seqs=4, drafter=gate, num_speculative_tokens=1)
 
 
 def in_thread(call: Callable[[], Any]) -> Any:

@@ -35,8 +35,7 @@ FEW_LAYERS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {"num_hidden_layers": 1},
     "Qwen3.5-9B": _TWO | _QWEN_MTP,
     "Qwen3.6-35B-A3B": _TWO | _QWEN_MTP,
-    "Nemotron-3-Nano-30B-A3B": {"layers_block_type": ["linear_attention", "moe", "full_attention"]}
-    | _NEMOTRON_MTP,
+    "Nemotron-3-Nano-30B-A3B": {"layers_block_type": ["linear_attention", "moe", "full_attention"]} | _NEMOTRON_MTP,
     "Granite-4.0-H-Small": _TWO,
     "Kimi-Linear-48B-A3B": _TWO | {"mlp_layer_types": ["dense", "sparse"]},
 }
@@ -99,9 +98,7 @@ class CompiledCuda(FakeCuda):
         self.compiled = compiled
         self.started = 0
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(
-            fake_tensor, "init_gpu_context", lambda device: None
-        )  # torch 2.11 would look for a driver
+        patch.setattr(fake_tensor, "init_gpu_context", lambda device: None)  # torch 2.11 would look for a driver
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (78 * _GIB, 80 * _GIB))
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
         patch.setattr(FakeTensor, "data_ptr", _address, raising=False)

@@ -87,9 +87,7 @@ VOCAB_SIZE = 96
 _INV_FREQ = (1.0, 0.5, 0.2, 0.1)
 _STATE = Mamba2(num_heads=8, head_dim=4, state_size=16, num_groups=1)
 _ROUTER = RouterSpec(scores="sigmoid", corrected=True, num_groups=3, top_groups=2)
-_DELTA = DeltaLayer(
-    GatedDelta(num_key_heads=1, num_value_heads=8, key_dim=16, value_dim=8), 16, norm_eps=1e-6
-)
+_DELTA = DeltaLayer(GatedDelta(num_key_heads=1, num_value_heads=8, key_dim=16, value_dim=8), 16, norm_eps=1e-6)
 SPEC = ModelSpec(
     architecture="NemotronHForCausalLM",
     vocab_size=VOCAB_SIZE,
@@ -196,9 +194,7 @@ class Watch(QuickFakes):
         for index in {_gpu_of(each) for each in leaves} - {None}:
             self.gpus.use(index)
             if index != current:
-                self.faults[f"{name} on cuda:{index} with cuda:{current} as current device at {_place()}"] = (
-                    None
-                )
+                self.faults[f"{name} on cuda:{index} with cuda:{current} as current device at {_place()}"] = None
 
     def _note_sent(self, name: str, args: Any, kwargs: Any) -> None:
         """Record what is sent to the device; it must come from pinned memory."""
@@ -221,9 +217,7 @@ class Watch(QuickFakes):
         assert device.type == "cuda"
         self.gpus.use(self.gpus.current())  # torch pins memory there
         if device.index != self.gpus.current():
-            self.faults[f"memory for {device} pinned with cuda:{self.gpus.current()} as current device"] = (
-                None
-            )
+            self.faults[f"memory for {device} pinned with cuda:{self.gpus.current()} as current device"] = None
         made = torch.from_numpy(np.empty(shape, str(dtype).removeprefix("torch.")))
         self.pinned[made.untyped_storage().data_ptr()] = made
         return made
@@ -311,9 +305,7 @@ def _blocking_copy(name: str, args: Any, kwargs: Any) -> str | None:
 
 def _has_mask(args: Any) -> bool:
     """Whether the number of entries depends on device values, as with a mask. Filling with one number does not."""
-    return not _fills(args) and any(
-        each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
-    )
+    return not _fills(args) and any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
 
 
 def _fills(args: Any) -> bool:
@@ -410,11 +402,7 @@ class FakeCuda:
             return LLM(**(common | settings))
 
     def run(
-        self,
-        llm: LLM,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        max_steps: int = 60,
+        self, llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], max_steps: int = 60
     ) -> list[RequestOutput]:
         """Step until all requests have ended; returns them in the order in which they ended.
 
@@ -521,8 +509,7 @@ def _replace_loading(patch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
 
     patch.setattr("bateleur.runner.engine.setup.resolve_device", torch.device)
     patch.setattr(
-        "bateleur.runner.engine.setup.open_checkpoint",
-        lambda path, *_, **__: SimpleNamespace(spec=spec, path=path),
+        "bateleur.runner.engine.setup.open_checkpoint", lambda path, *_, **__: SimpleNamespace(spec=spec, path=path)
     )
     patch.setattr("bateleur.runner.engine.setup.with_end_tokens", lambda checkpoint, tokenizer: checkpoint)
     patch.setattr("bateleur.runner.engine.setup.load_model", load_model)
@@ -537,9 +524,7 @@ def blank_head(spec: HeadSpec) -> Callable[..., tuple[Head, LoadReport]]:
     ) -> tuple[Head, LoadReport]:
         weights = _Blank(dtype, device)
         lm_head = weights.take("lm_head.weight", spec.draft_vocab_size, spec.hidden_size)
-        vocabulary = Vocabulary(
-            target.embedding, weights.project(lm_head, None), lm_head.dtype, weights.dtype
-        )
+        vocabulary = Vocabulary(target.embedding, weights.project(lm_head, None), lm_head.dtype, weights.dtype)
         target_ids = torch.arange(spec.draft_vocab_size, device=device) * 2
         report = LoadReport(Path(path), "eagle", spec.kind, (), (), ())
         return Eagle3Head(spec, weights, vocabulary, target_ids), report

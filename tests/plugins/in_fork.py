@@ -11,9 +11,7 @@ def raised_in_fork(call: Callable[[], object]) -> tuple[int, str]:
     """The process id, and type and message of the error, or "nothing was raised"."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # the test is about threads that do not survive the fork
+        warnings.simplefilter("ignore", DeprecationWarning)  # the test is about threads that do not survive the fork
         child = os.fork()
     if not child:
         try:

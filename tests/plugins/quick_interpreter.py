@@ -152,9 +152,7 @@ def _remember_operands() -> None:
     types: dict[tuple[Any, ...], Any] = {}
     numbers: dict[tuple[Any, ...], Any] = {}
 
-    def computation_type(
-        self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, divides: bool
-    ) -> Any:
+    def computation_type(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, divides: bool) -> Any:
         key = (a.name, a_is_scalar, b.name, b_is_scalar, divides)
         if key not in types:
             types[key] = common_type(self, a, a_is_scalar, b, b_is_scalar, divides)
@@ -172,12 +170,7 @@ def _remember_operands() -> None:
         how = (allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
         if lhs.__class__ is not core.tensor or lhs.dtype.is_ptr() or not arithmetic_check:
             return check(self, lhs, rhs, *how)
-        if (
-            rhs.__class__ is core.tensor
-            and not div_or_mod
-            and lhs.dtype is rhs.dtype
-            and lhs.shape is rhs.shape
-        ):
+        if rhs.__class__ is core.tensor and not div_or_mod and lhs.dtype is rhs.dtype and lhs.shape is rhs.shape:
             return lhs, rhs
         if rhs.__class__ is not int and (rhs.__class__ is not float or not rhs):  # 0.0 is -0.0
             return check(self, lhs, rhs, *how)

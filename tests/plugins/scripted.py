@@ -123,9 +123,7 @@ class Patterned(ScriptedDrafter):
         """Returns (R, K) drafts."""
         rows, batch = len(context.rows), context.batch
         before, start = batch.num_computed_tokens[:rows], batch.query_start_loc[: rows + 1]
-        told = torch.stack(
-            (context.rows, before, before + context.num_valid, before + start[1:] - start[:-1]), 1
-        )
+        told = torch.stack((context.rows, before, before + context.num_valid, before + start[1:] - start[:-1]), 1)
         self.strides.append([tuple(each) for each in told[~batch.is_prefilling[:rows]].tolist()])
         return super().propose(context)
 

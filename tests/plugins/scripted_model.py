@@ -142,11 +142,7 @@ _CHARACTERS = _characters()
 
 
 def _write_tokenizer(
-    folder: Path,
-    vocab: Mapping[str, int],
-    special: Mapping[str, bool],
-    template: str,
-    turns: Mapping[str, int],
+    folder: Path, vocab: Mapping[str, int], special: Mapping[str, bool], template: str, turns: Mapping[str, int]
 ) -> None:
     """Write the tokenizer files. Without merges, a prompt has one token for each byte, and one for each tag."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -167,9 +163,7 @@ def _write_tokenizer(
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def _write_model(
-    folder: Path, size: int, lines: Mapping[int, Sequence[int]], config: Mapping[str, Any]
-) -> None:
+def _write_model(folder: Path, size: int, lines: Mapping[int, Sequence[int]], config: Mapping[str, Any]) -> None:
     """Write weights and config. lines: by marker token, the tokens that follow it."""
     heads = 4 * -(-max(map(len, lines.values())) // 4)
     hidden = heads * -(-(size + 1) // heads)  # transformers requires a multiple of the number of heads
@@ -212,9 +206,7 @@ def _weights(
     for lane, (begin, line) in enumerate(lines.items()):
         value[lane, begin] = 1 / active
         for distance, token in enumerate(line):
-            output[token, distance, lane] = 1000 * (
-                1.5 - distance / (2 * heads)
-            )  # nearer markers have higher scores
+            output[token, distance, lane] = 1000 * (1.5 - distance / (2 * heads))  # nearer markers have higher scores
     layer = "model.layers.0."
     zeros = torch.zeros(8, hidden)
     return {

@@ -184,9 +184,7 @@ class _Address:
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
-        self._address = (
-            tensor.storage_offset() * tensor.element_size()
-        )  # torch aligns allocations to 512 bytes
+        self._address = tensor.storage_offset() * tensor.element_size()  # torch aligns allocations to 512 bytes
 
     def data_ptr(self) -> int:
         return self._address
@@ -196,9 +194,7 @@ class _Utils:
     def get_device_properties(self, device: int) -> dict[str, int]:
         return _PROPERTIES
 
-    def load_binary(
-        self, name: str, code: bytes, shared: int, device: int
-    ) -> tuple[object, str, int, int, int]:
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[object, str, int, int, int]:
         return object(), name, 0, 0, 1024
 
 
@@ -341,9 +337,7 @@ def faults_of(kernel: Kernel) -> list[str]:
     blocks, limit = kernel.occupancy
     stated = stated_occupancy(kernel)
     if stated is None:
-        faults.append(
-            f"{kernel.name}: its docstring must state its occupancy: 'At least N blocks a multiprocessor'"
-        )
+        faults.append(f"{kernel.name}: its docstring must state its occupancy: 'At least N blocks a multiprocessor'")
     elif blocks < stated:
         faults.append(f"{kernel}: {blocks} blocks a multiprocessor ({limit}); its docstring states {stated}")
     return faults

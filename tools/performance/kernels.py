@@ -34,11 +34,7 @@ SHOWN = {
         "prompt",
         ("pairs_kernel", "walk_kernel", "walk_tiles_kernel", "join_kernel"),
     ),
-    "fold of Mamba-2, 64 rows decode": (
-        "Nemotron-3-Nano-30B-A3B",
-        "decode of 64 rows, greedy",
-        ("fold_kernel",),
-    ),
+    "fold of Mamba-2, 64 rows decode": ("Nemotron-3-Nano-30B-A3B", "decode of 64 rows, greedy", ("fold_kernel",)),
 }
 """By what they are for: model, step and kernels."""
 BYTES = """
@@ -76,18 +72,10 @@ def _bytes() -> list[list[str]]:
     qwen = MODELS["Qwen3.5-9B"]
     text = qwen.get("text_config", qwen)
     logits = 64 * text["vocab_size"] * 2
-    heads, key, value = (
-        text["linear_num_value_heads"],
-        text["linear_key_head_dim"],
-        text["linear_value_head_dim"],
-    )
+    heads, key, value = (text["linear_num_value_heads"], text["linear_key_head_dim"], text["linear_value_head_dim"])
     state = 64 * heads * key * value * 4
     return [
-        [
-            "top_k and top_p: passes over the logits",
-            f"24 x {logits / 1e6:.0f} MB",
-            f"2 x {logits / 1e6:.0f} MB",
-        ],
+        ["top_k and top_p: passes over the logits", f"24 x {logits / 1e6:.0f} MB", f"2 x {logits / 1e6:.0f} MB"],
         [
             "gated delta rule, a layer: states",
             f"{state / 1e6:.0f} MB read, and read and written at folds",

@@ -11,9 +11,7 @@ def measured_section() -> str:
     parts = ["## Measured\n"]
     for name, picture in MEASURED.items():
         sources = "\n".join(f"  * {source(each)}" for each in picture.sources)
-        parts.append(
-            f"### {picture.title}\n\n![{picture.title}](pictures/{name}.svg)\n\n{picture.says}\n\n{sources}\n"
-        )
+        parts.append(f"### {picture.title}\n\n![{picture.title}](pictures/{name}.svg)\n\n{picture.says}\n\n{sources}\n")
     return "\n".join(parts) + "\n" + _start()
 
 
@@ -24,6 +22,4 @@ def _start() -> str:
         for row in record["results"]
     ]
     heads = ["process", "CPU seconds", "wall seconds", "of `import torch`"]
-    return f"### Start-up\n\nMedians of processes that take turns ({source('start-cpu')}).\n\n" + table(
-        heads, rows
-    )
+    return f"### Start-up\n\nMedians of processes that take turns ({source('start-cpu')}).\n\n" + table(heads, rows)

@@ -59,11 +59,7 @@ def step_section() -> str:
             f"\n### {name}\n\n"
             f"{held / 1e9:.1f} billion parameters, {active / 1e9:.1f} billion per token; {layers}. "
             f"A token of context takes {caches.token_bytes / 1024:.0f} KiB"
-            + (
-                f", states take {caches.page_bytes / 2**20:.0f} MiB per row at any length"
-                if spec.recurrent
-                else ""
-            )
+            + (f", states take {caches.page_bytes / 2**20:.0f} MiB per row at any length" if spec.recurrent else "")
             + f".{_met(spec.mixers)}\n\n"
         )
         parts.append(table(_HEADS, rows))
@@ -116,18 +112,10 @@ def launch_section() -> str:
     for row in result("launches")["results"]:
         spec = spec_of(row["model"])
         model = HybridDecoder(spec, dtype=torch.bfloat16, device="meta")
-        step = total(
-            step_costs(model, default_cache_costs(spec, torch.bfloat16, 2 * CONTEXT, "cuda"), 1, CONTEXT)
-        )
+        step = total(step_costs(model, default_cache_costs(spec, torch.bfloat16, 2 * CONTEXT, "cuda"), 1, CONTEXT))
         bound, eager = step.bound_us(H100.bytes_per_s, H100.flops_per_s), row["operators"] * LAUNCH_US
         rows.append(
-            [
-                row["model"],
-                f"{row['operators']:,}",
-                f"{eager:,.0f} us",
-                f"{bound:,.0f} us",
-                f"{eager / bound:.1f}",
-            ]
+            [row["model"], f"{row['operators']:,}", f"{eager:,.0f} us", f"{bound:,.0f} us", f"{eager / bound:.1f}"]
         )
     heads = ["model", "operators per step (counted)", "launched one by one", "bound at batch 1", "ratio"]
     return LAUNCHES.format(source=source("launches")) + table(heads, rows)

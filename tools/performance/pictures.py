@@ -67,10 +67,7 @@ def _throughput() -> tuple[Panel, ...]:
             "requests in the batch",
             "tokens/s",
             tuple(str(row["batch"]) for row in rival),
-            {
-                name: tuple(round(row["tokens_per_s"][name], 1) for row in rival)
-                for name in rival[0]["tokens_per_s"]
-            },
+            {name: tuple(round(row["tokens_per_s"][name], 1) for row in rival) for name in rival[0]["tokens_per_s"]},
             bars=True,
         ),
     )

@@ -111,9 +111,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 9216,
         "moe_intermediate_size": 1024,
         "num_hidden_layers": 27,
-        "layer_types": [
-            "full_attention" if i in (3, 7, 11, 15, 19, 23, 26) else "linear_attention" for i in range(27)
-        ],
+        "layer_types": ["full_attention" if i in (3, 7, 11, 15, 19, 23, 26) else "linear_attention" for i in range(27)],
         "mlp_layer_types": ["dense"] + ["sparse"] * 26,
         "num_attention_heads": 32,
         "num_key_value_heads": 32,

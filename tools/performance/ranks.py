@@ -56,9 +56,7 @@ def ranks_section() -> str:
                 ]
             )
             steps = [total(step_costs(model, caches, batch, CONTEXT)) for batch in BATCHES]
-            rows.append(
-                [str(size), *(_cell(model.spec, size, *pair) for pair in zip(BATCHES, steps, strict=True))]
-            )
+            rows.append([str(size), *(_cell(model.spec, size, *pair) for pair in zip(BATCHES, steps, strict=True))])
         parts.append(f"\n### {name}\n\nMemory of each rank:\n\n")
         parts.append(table(_HELD, held))
         parts.append("\nMinimum time of a decode step, for reads and sums:\n\n")
@@ -66,13 +64,7 @@ def ranks_section() -> str:
     return "".join(parts)
 
 
-_HELD = [
-    "ranks",
-    "GB of weights",
-    "KiB of keys and values per token",
-    "MiB of states per row",
-    "sums per step",
-]
+_HELD = ["ranks", "GB of weights", "KiB of keys and values per token", "MiB of states per row", "sums per step"]
 
 
 def _cell(spec: ModelSpec, size: int, batch: int, step: StepPart) -> str:

@@ -38,10 +38,7 @@ def hf_config(s: HeadShape, taps: tuple[int, ...]) -> dict[str, object]:
         "bos_token_id": 0,
         "eos_token_id": 0,
         "torch_dtype": "bfloat16",
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(taps),
-        },
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(taps)},
     }
 
 

@@ -87,8 +87,7 @@ def write(llm: LLM, prompts: Sequence[list[int]], first_seed: int, new_tokens: i
     """Let the target continue every prompt; request i has the seed `first_seed` + i."""
     temperatures = [TEMPERATURES[i % len(TEMPERATURES)] for i in range(len(prompts))]
     params = [
-        SamplingParams(max_tokens=new_tokens, temperature=t, seed=first_seed + i)
-        for i, t in enumerate(temperatures)
+        SamplingParams(max_tokens=new_tokens, temperature=t, seed=first_seed + i) for i, t in enumerate(temperatures)
     ]
     outputs = llm.generate(list(prompts), params)
     sequences = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]

@@ -24,9 +24,7 @@ class AcceptanceLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, law: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, law: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(loss, acceptance), means over rows.
 
         hidden: (N, D) states after the norm. weight: (V, D). law: (N, V) float32 law of the target at `temperature`; a

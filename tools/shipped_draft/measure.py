@@ -65,9 +65,7 @@ def accepted_drafts(
     right = torch.ones(chains, dtype=torch.int64)
     accepted = torch.zeros(chains, dtype=torch.int64)
     drawn_at = torch.arange(prompt_len + 1, len(ids))  # index of the token of every draw
-    noise = (
-        gumbel(Keys(torch.full_like(drawn_at, seed), drawn_at), Role.TARGET, lanes) if temperature else None
-    )
+    noise = gumbel(Keys(torch.full_like(drawn_at, seed), drawn_at), Role.TARGET, lanes) if temperature else None
     for step, hidden in enumerate(states):
         logits = head.logits(hidden)[0].float()
         if noise is not None:
@@ -97,8 +95,6 @@ def measure(
     for i in range(len(text)) if only is None else only:
         ids, prompt_len, heat = text.sequence(i), int(text.prompt_len[i]), float(text.temperature[i])
         if len(ids) - prompt_len > k:
-            accepted = accepted_drafts(
-                head, target, ids, prompt_len, k, heat, int(text.seed[i]), lanes, target_ids
-            )
+            accepted = accepted_drafts(head, target, ids, prompt_len, k, heat, int(text.seed[i]), lanes, target_ids)
             steps.setdefault(f"{heat:g}", []).extend(walk(accepted))
     return {heat: Measured.of(np.array(counts), k) for heat, counts in sorted(steps.items())}

@@ -59,8 +59,6 @@ def load_target(folder: Path, taps: tuple[int, ...] = TAPS) -> Target:
     weights = load_file(folder / "model.safetensors")
     output = weights.pop("lm_head.weight")
     if not torch.equal(output, weights["model.embeddings.weight"]):
-        raise ValueError(
-            f"{folder}: lm_head.weight differs from the embedding, which this training form shares"
-        )
+        raise ValueError(f"{folder}: lm_head.weight differs from the embedding, which this training form shares")
     net.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     return Target(net, taps)

@@ -73,9 +73,7 @@ def save_checkpoint(net: Network, s: Shape, tokenizer: Tokenizer, out: Path) -> 
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (out / "generation_config.json").write_text(json.dumps(ends | SAMPLING, indent=2) + "\n")
     # Every training file followed this token, so a prompt behind it is the beginning of a file.
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
-    )
+    tokenizer.post_processor = TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)])
     tokenizer.save(str(out / "tokenizer.json"))
     (out / "tokenizer_config.json").write_text(
         json.dumps(

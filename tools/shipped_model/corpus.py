@@ -62,7 +62,5 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     """All texts as one stream of ids, each closed by the end-of-text token (id 0)."""
     parts: list[list[int]] = []
     for start in range(0, len(texts), 256):
-        parts += [
-            [*e.ids, 0] for e in tokenizer.encode_batch(texts[start : start + 256], add_special_tokens=False)
-        ]
+        parts += [[*e.ids, 0] for e in tokenizer.encode_batch(texts[start : start + 256], add_special_tokens=False)]
     return np.concatenate([np.asarray(p, dtype=np.uint16) for p in parts])

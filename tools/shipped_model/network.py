@@ -51,9 +51,7 @@ class RMSNorm(nn.Module):
         return out
 
 
-def chunked_scan(
-    x_BLHP: Tensor, dt_BLH: Tensor, a_H: Tensor, b_BLGN: Tensor, c_BLGN: Tensor, chunk: int
-) -> Tensor:
+def chunked_scan(x_BLHP: Tensor, dt_BLH: Tensor, a_H: Tensor, b_BLGN: Tensor, c_BLGN: Tensor, chunk: int) -> Tensor:
     """The Mamba-2 recurrence in its chunked (state space dual) form, arXiv 2405.21060, section 6."""
     B, L, H, P = x_BLHP.shape
     rep = H // b_BLGN.shape[2]
@@ -85,15 +83,9 @@ class Mamba2(nn.Module):
         self.s = shape
         self.inner = shape.mamba_num_heads * shape.mamba_head_dim
         self.conv_dim = self.inner + 2 * shape.n_groups * shape.ssm_state_size
-        self.in_proj = nn.Linear(
-            shape.hidden_size, self.inner + self.conv_dim + shape.mamba_num_heads, bias=False
-        )
+        self.in_proj = nn.Linear(shape.hidden_size, self.inner + self.conv_dim + shape.mamba_num_heads, bias=False)
         self.conv1d = nn.Conv1d(
-            self.conv_dim,
-            self.conv_dim,
-            shape.conv_kernel,
-            groups=self.conv_dim,
-            padding=shape.conv_kernel - 1,
+            self.conv_dim, self.conv_dim, shape.conv_kernel, groups=self.conv_dim, padding=shape.conv_kernel - 1
         )
         dt = torch.exp(torch.linspace(math.log(1e-3), math.log(1e-1), shape.mamba_num_heads))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))

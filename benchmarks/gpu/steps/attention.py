@@ -83,10 +83,7 @@ class Problem:
         for each in (self.q, self.k, self.v):
             each[self.total :] = torch.nan
         blocks = 1 + int(self.tables.max())
-        self.caches = (
-            random(blocks, BLOCK, heads.keys, heads.dim),
-            random(blocks, BLOCK, heads.keys, heads.dim),
-        )
+        self.caches = (random(blocks, BLOCK, heads.keys, heads.dim), random(blocks, BLOCK, heads.keys, heads.dim))
         for cache in self.caches:
             cache[0] = torch.nan
             cache[0, 0] = 0
@@ -134,13 +131,9 @@ def _staged(
     tables = np.zeros((rows, width), np.int32)
     for row, count in enumerate(used):
         tables[row, :count], blocks = blocks[:count], blocks[count:]
-    buffers = InputBuffers(
-        BatchLimits(rows, total + extra, width * BLOCK), [KVCacheGroup(BLOCK, width)], device
-    )
+    buffers = InputBuffers(BatchLimits(rows, total + extra, width * BLOCK), [KVCacheGroup(BLOCK, width)], device)
     query_lens = np.array(lens, np.int32)
-    step = StepRows(
-        query_lens, np.array(computed, np.int32), query_lens > 8, np.zeros(total, np.int32), (tables,)
-    )
+    step = StepRows(query_lens, np.array(computed, np.int32), query_lens > 8, np.zeros(total, np.int32), (tables,))
     return buffers.stage(step, BatchShape(rows, total, rows, total + extra, max(lens))), tables
 
 
@@ -175,12 +168,7 @@ def compare(job: Job, name: str, problem: Problem, window: int | None) -> None:
     real = problem.total
     job.compare(name, first[:real], problem.reference(window), BOUNDS[problem.q.dtype])
     job.same(f"{name}: padding", first[real:], torch.zeros_like(first[real:]), "tokens of no row must give 0")
-    job.same(
-        f"{name}: twice",
-        first[:real],
-        second[:real],
-        "two calls must agree bit for bit; else there is a race",
-    )
+    job.same(f"{name}: twice", first[:real], second[:real], "two calls must agree bit for bit; else there is a race")
 
 
 def captured(job: Job, heads: Heads) -> None:
@@ -200,6 +188,4 @@ def captured(job: Job, heads: Heads) -> None:
     for _ in range(REPLAYS):
         graph.replay()
         same += torch.equal(out, want)
-    job.record.check(
-        "captured", same == REPLAYS, f"{REPLAYS - same} of {REPLAYS} replays differ from an eager call"
-    )
+    job.record.check("captured", same == REPLAYS, f"{REPLAYS - same} of {REPLAYS} replays differ from an eager call")

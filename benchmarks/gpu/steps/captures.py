@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bateleur.cudagraph import (
-    BatchExecutionDescriptor,
-    CaptureError,
-    CudaGraphMode,
-    GraphBackend,
-    get_backend,
-)
+from bateleur.cudagraph import BatchExecutionDescriptor, CaptureError, CudaGraphMode, GraphBackend, get_backend
 
 from ..job import Job
 
@@ -75,9 +69,7 @@ def refused(job: Job, backend: GraphBackend, name: str, body: Callable[[Any], ob
     except CaptureError as error:
         said = str(error)[:100]
     else:
-        job.record.check(
-            f"refused: {name}", False, "the capture succeeded; a replay would not do what the body did"
-        )
+        job.record.check(f"refused: {name}", False, "the capture succeeded; a replay would not do what the body did")
         return
     with backend.session():
         after = backend.capture(lambda _: (x + 2).sin(), FULL, None)
@@ -92,9 +84,7 @@ def refused(job: Job, backend: GraphBackend, name: str, body: Callable[[Any], ob
         del block, pinned
         torch.cuda.empty_cache()
         kept = torch.cuda.memory_reserved() - before
-        why = (
-            f"{kept / MIB:.0f} MiB are kept after a refused capture: the allocator still counts it as running"
-        )
+        why = f"{kept / MIB:.0f} MiB are kept after a refused capture: the allocator still counts it as running"
         job.record.check(f"refused: {name}; freed memory", kept < 256 * MIB, why)
 
 

@@ -74,19 +74,13 @@ def run(job: Job) -> None:
 
 def timed_part(job: Job, llm: LLM, batch: int, drafts: int, law: dict[str, Any], watch: CompileWatch) -> None:
     """Time the steps of a batch if there is time."""
-    name = (
-        f"batch {batch}"
-        + (f", {drafts} drafts" if drafts else "")
-        + (", truncated" if law is TRUNCATED else "")
-    )
+    name = f"batch {batch}" + (f", {drafts} drafts" if drafts else "") + (", truncated" if law is TRUNCATED else "")
     if job.has_time(name, 8):
         with job.part(name):
             timed(job, llm, name, batch, drafts, law, watch)
 
 
-def timed(
-    job: Job, llm: LLM, name: str, batch: int, drafts: int, law: dict[str, Any], watch: CompileWatch
-) -> None:
+def timed(job: Job, llm: LLM, name: str, batch: int, drafts: int, law: dict[str, Any], watch: CompileWatch) -> None:
     """Time the steps of a batch against the bytes that they move, and check that none of them loads a kernel."""
     late = len(watch)
     us, host = step_time(job, llm, batch, law)
@@ -137,13 +131,9 @@ def step_time(job: Job, llm: LLM, batch: int, law: dict[str, Any]) -> tuple[floa
         llm.step()
     job.synchronize()
     us = (time.perf_counter() - began) / steps * 1e6
-    host = {
-        name: round((now - before[name]) / steps * 1e6) for name, now in llm.get_metrics().seconds.items()
-    }
+    host = {name: round((now - before[name]) / steps * 1e6) for name, now in llm.get_metrics().seconds.items()}
     if llm.get_metrics().num_running != batch:
-        raise RuntimeError(
-            f"{llm.get_metrics().num_running} of {batch} requests run at the end of the measurement"
-        )
+        raise RuntimeError(f"{llm.get_metrics().num_running} of {batch} requests run at the end of the measurement")
     finish(llm, ids)
     return us, {name: spent for name, spent in host.items() if spent > 5}
 
@@ -168,8 +158,6 @@ def kernels_of(job: Job, name: str, seen: torch.profiler.profile, steps: int) ->
         kernel = event.name.split("(")[0][-36:]
         times[kernel] += round(event.device_time_total)
         launches[kernel] += 1
-    most = {
-        kernel: f"{us / steps:.0f} us, {launches[kernel] / steps:.0f}x" for kernel, us in times.most_common(8)
-    }
+    most = {kernel: f"{us / steps:.0f} us, {launches[kernel] / steps:.0f}x" for kernel, us in times.most_common(8)}
     us, count = sum(times.values()) / steps, sum(launches.values()) / steps
     job.record.figure(name, key=True, us=us, launches=count, most=most)

@@ -54,9 +54,7 @@ def machine(job: Job) -> None:
         card = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     tools = {name: shutil.which(name) is not None for name in ("gcc", "ncu", "compute-sanitizer")}
     python = platform.python_version()
-    job.record.figure(
-        "machine", key=True, card=card, python=python, **versions, cores=os.cpu_count(), tools=tools
-    )
+    job.record.figure("machine", key=True, card=card, python=python, **versions, cores=os.cpu_count(), tools=tools)
     missing = [name for name in OPTIONAL if find_spec(name) is None]
     job.record.figure("optional packages that are missing", names=missing)
 
@@ -100,6 +98,4 @@ def triton_launch(job: Job) -> None:
             rms_norm(x, weight, 1e-5)
 
     eager, graph = (job.microseconds(hundred, graph=graph) / 100 for graph in (False, True))
-    job.record.figure(
-        "Triton launch", key=True, first_call_s=first, eager_us=eager, in_graph_us=graph, **watch.facts()
-    )
+    job.record.figure("Triton launch", key=True, first_call_s=first, eager_us=eager, in_graph_us=graph, **watch.facts())

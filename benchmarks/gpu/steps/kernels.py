@@ -61,18 +61,13 @@ def attention(job: Job) -> None:
         loose_bound(job)
 
 
-def decode_call(
-    job: Job, heads: Heads, rows: int, context: int, backend: Any
-) -> tuple[Callable[[], None], int, int]:
+def decode_call(job: Job, heads: Heads, rows: int, context: int, backend: Any) -> tuple[Callable[[], None], int, int]:
     """Return a decode of `rows` rows with `context` tokens each in several layers, their number, and bytes of one."""
     dtype = torch.bfloat16 if job.cuda else torch.float32
     problem = Problem(heads, [1] * rows, [context] * rows, dtype, job.device)
     one = 2 * rows * (context + 1) * heads.keys * heads.dim * dtype.itemsize
     layers = 1 if job.quick else -(-WORKING_SET // one)
-    caches = [
-        problem.caches,
-        *((problem.caches[0].clone(), problem.caches[1].clone()) for _ in range(layers - 1)),
-    ]
+    caches = [problem.caches, *((problem.caches[0].clone(), problem.caches[1].clone()) for _ in range(layers - 1))]
     meta, scale = backend.builder().build(problem.batch, 0), heads.dim**-0.5
 
     def call() -> None:
@@ -99,9 +94,7 @@ def prompt_time(job: Job, name: str, heads: Heads) -> None:
         lambda: backend.attend(problem.q, problem.k, problem.v, problem.caches, meta, heads.dim**-0.5)
     )
     q, k, v = (each.transpose(0, 1)[None].contiguous() for each in (problem.q, problem.k, problem.v))
-    torch_us = job.microseconds(
-        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    )
+    torch_us = job.microseconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
     flops = 2 * length**2 * heads.queries * heads.dim
     job.record.figure(
         name, key=True, us=us, torch_us=torch_us, of_torch=torch_us / us, TFLOP_per_s=flops / us / 1e6,
@@ -137,9 +130,7 @@ def recurrences(job: Job) -> None:
             name = f"{model}, {rows} rows, {drafts} drafts"
             if job.has_time(name, 6):
                 with job.part(name):
-                    found = mamba.measure(
-                        sizes, drafts, rows, job.device, 7, 1 << 16 if job.quick else WORKING_SET
-                    )
+                    found = mamba.measure(sizes, drafts, rows, job.device, 7, 1 << 16 if job.quick else WORKING_SET)
                     job.record.figure(
                         name, key=True, us=found["us"], of_bound=found["of_bound"], slots_over_fold=found["time_ratio"],
                         copy_GB_per_s=found["copy_GB_per_s"],
@@ -200,9 +191,7 @@ def experts(job: Job) -> None:
             met = len(chosen.unique())
             flops = 2 * len(x) * inner * hidden
             moved = met * inner * hidden * dtype.itemsize + len(x) * (inner + hidden) * dtype.itemsize
-            job.moved(
-                f"{tokens} tokens", us, moved, experts=met, sort_us=sort_us, TFLOP_per_s=flops / us / 1e6
-            )
+            job.moved(f"{tokens} tokens", us, moved, experts=met, sort_us=sort_us, TFLOP_per_s=flops / us / 1e6)
 
 
 # --- quantised weights ----------------------------------------------------------------------------------------
@@ -226,17 +215,12 @@ def quantized(job: Job) -> None:
             first = torch.eye(columns, dtype=dtype, device=job.device)[:300]
             same = torch.equal(product(first, weight, None), exact.T[:300])
             job.record.check(
-                f"{name}: weights",
-                same,
-                "a product with unit vectors is not the dequantised matrix",
-                key=True,
+                f"{name}: weights", same, "a product with unit vectors is not the dequantised matrix", key=True
             )
             x = torch.randn(300, columns, device=job.device).to(dtype)
             whole = product(x, weight, None)
             differ = [
-                n
-                for n in (1, 2, 16, 17, 64, 256, 257)
-                if not torch.equal(product(x[:n], weight, None), whole[:n])
+                n for n in (1, 2, 16, 17, 64, 256, 257) if not torch.equal(product(x[:n], weight, None), whole[:n])
             ]
             why = f"rows of {differ} tokens have other bits than those of 300"
             job.record.check(f"{name}: bits", not differ, why, key=True)
@@ -251,9 +235,7 @@ def quantized(job: Job) -> None:
                     us = job.microseconds(partial(all_products, x, weights)) / copies
                     torch_us = job.microseconds(partial(F.linear, x, exact))
                     moved = held + tokens * (rows + columns) * dtype.itemsize
-                    job.moved(
-                        part, us, moved, torch_us=torch_us, TFLOP_per_s=2 * tokens * rows * columns / us / 1e6
-                    )
+                    job.moved(part, us, moved, torch_us=torch_us, TFLOP_per_s=2 * tokens * rows * columns / us / 1e6)
 
 
 def all_products(x: Tensor, weights: Sequence[QuantizedMatrix]) -> None:

@@ -25,11 +25,7 @@ from ..job import CompileWatch, Job, graph_of
 BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 3e-6}
 ROUTERS = {"Nemotron-3-Nano": (128, 6, True), "Qwen3.5": (256, 8, False), "512 experts": (512, 10, False)}
 """Experts, experts of a token, and whether scores are sigmoids with a correction."""
-HEADS = {
-    "Llama": (32, 8, 128, 128, False),
-    "Qwen3.5": (16, 4, 256, 64, True),
-    "Nemotron": (32, 2, 128, 0, False),
-}
+HEADS = {"Llama": (32, 8, 128, 128, False), "Qwen3.5": (16, 4, 256, 64, True), "Nemotron": (32, 2, 128, 0, False)}
 """Heads of queries and keys, lanes, lanes that rotate, and whether heads are normed."""
 
 
@@ -77,16 +73,12 @@ def norms(job: Job) -> None:
             h, y = (random(job, 33, size, dtype=dtype) for _ in "hy")
             weight, what = random(job, size, dtype=torch.float32), f"{size} {str(dtype)[6:]}"
             against_float64(job, f"rms_norm {what}", rms_norm, h, weight, 1e-5)
-            against_float64(
-                job, f"add_rms_norm {what}", add_rms_norm, h, [y, y], [1.0, 0.5], weight, 1e-5, dtype
-            )
+            against_float64(job, f"add_rms_norm {what}", add_rms_norm, h, [y, y], [1.0, 0.5], weight, 1e-5, dtype)
             against_float64(job, f"add_normed {what}", _added, h, y, 0.7, weight, 1e-5)
     inner, groups = (64, 2) if job.quick else (4096, 8)
     x, z, weight = random(job, 33, inner), random(job, 33, inner), random(job, inner)
     for first in (False, True):
-        against_float64(
-            job, f"gated_rms_norm, norm_first {first}", gated_rms_norm, x, z, weight, groups, 1e-5, first
-        )
+        against_float64(job, f"gated_rms_norm, norm_first {first}", gated_rms_norm, x, z, weight, groups, 1e-5, first)
 
 
 def _added(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) -> Tensor:
@@ -110,15 +102,7 @@ def routers(job: Job) -> None:
     for name, (experts, top_k, sigmoid) in ROUTERS.items():
         logits = random(job, 300, experts, dtype=torch.float32)
         correction = random(job, experts, dtype=torch.float32) if sigmoid else None
-        args = (
-            logits,
-            correction,
-            top_k,
-            sigmoid,
-            1e-20 if sigmoid else 0.0,
-            2.5 if sigmoid else 1.0,
-            [1, 1],
-        )
+        args = (logits, correction, top_k, sigmoid, 1e-20 if sigmoid else 0.0, 2.5 if sigmoid else 1.0, [1, 1])
         (weights, chosen), (want_weights, want_chosen) = route_tokens(*args), route_tokens(*exact(args))
         order, want_order = chosen.argsort(1), want_chosen.argsort(1)
         found, wanted = chosen.gather(1, order), want_chosen.gather(1, want_order)
@@ -126,12 +110,8 @@ def routers(job: Job) -> None:
         job.compare(f"{name}: weights", weights.gather(1, order), want_weights.gather(1, want_order), 1e-5)
         token, place, ends = sort_places(chosen, experts)
         by_expert = chosen.flatten().argsort(stable=True)
-        job.same(
-            f"{name}: tokens by expert", token, by_expert // top_k, "the order must be that of a stable sort"
-        )
-        job.same(
-            f"{name}: places", by_expert[place], torch.arange(len(place), device=place.device), "as above"
-        )
+        job.same(f"{name}: tokens by expert", token, by_expert // top_k, "the order must be that of a stable sort")
+        job.same(f"{name}: places", by_expert[place], torch.arange(len(place), device=place.device), "as above")
         counts = torch.bincount(chosen.flatten(), minlength=experts).cumsum(0).int()
         job.same(f"{name}: ends", ends, counts, "each expert's places end where its count says")
         y, shared, factor = random(job, len(place), 96), random(job, 300, 96), random(job, 300, 1)

@@ -67,8 +67,7 @@ def scans(job: Job) -> None:
         with job.part(f"scan, {model}"):
             rows = Rows.random(mamba.MODELS[model].spec(0, mamba.SLOTS), [SCANNED], job.device)
             us = {
-                form.value: job.microseconds(rows.scan_call(SCANNED, form))
-                for form in (PromptScan.OWN, PromptScan.FLA)
+                form.value: job.microseconds(rows.scan_call(SCANNED, form)) for form in (PromptScan.OWN, PromptScan.FLA)
             }
             rate = job.copy_rate / 1e9
             job.record.figure(f"scan, {model}: {SCANNED} tokens", key=True, us=us, copy_GB_per_s=rate)
@@ -86,9 +85,7 @@ def vllm(job: Job) -> None:
         options["gpu_memory_utilization"] = 0.4
         settings = {"model": folder, "options": options, **options}
         engines = [EngineProcess(name, settings, sys.executable) for name in ("bateleur", "vllm")]
-        task = Task(
-            [[(7 * i + 13 * j) % 1000 + 5 for j in range(INPUT)] for i in range(BATCH)], [OUTPUT] * BATCH
-        )
+        task = Task([[(7 * i + 13 * j) % 1000 + 5 for j in range(INPUT)] for i in range(BATCH)], [OUTPUT] * BATCH)
         (runs,) = run_interleaved(engines, [task], 3, warm_ups=1)
         for engine in engines:
             engine.close()

@@ -90,8 +90,7 @@ class Rows:
             conv=rand(slots, taps - 1, spec.conv_dim),
             request_conv=rand(1 + rows, taps - 1 + DRAFTS, spec.conv_dim),
             ring=tuple(
-                rand(1 + rows, CAPACITY, *each.shape, dtype=each.dtype, sign=each.sign)
-                for each in spec.ring_entry
+                rand(1 + rows, CAPACITY, *each.shape, dtype=each.dtype, sign=each.sign) for each in spec.ring_entry
             ),
         )
 
@@ -125,11 +124,7 @@ class Rows:
         write = 1 + count + torch.arange(count * (1 + DRAFTS)).view(count, -1)
         write = write.where(torch.arange(1 + DRAFTS) < torch.tensor(self.lens)[:, None], 0).to(row.device)
         y = self.spec.update(
-            self.params,
-            self.channels,
-            self.gates,
-            self.state,
-            self._step(SlotPlan(row, write, row, row, row, row)),
+            self.params, self.channels, self.gates, self.state, self._step(SlotPlan(row, write, row, row, row, row))
         )
         return {"output": y, "state": self.state[1:]}
 
@@ -138,9 +133,7 @@ class Rows:
         plan = ReplayPlan(self._row, self._row, 3 * self._row, self._held, self._row)
         step = self._step(plan)
         y = self.spec.replay(self.params, self.channels, self.gates, self.state, self.ring, step)
-        rings = {
-            f"ring {each.name}": ring[1:] for each, ring in zip(self.spec.ring_entry, self.ring, strict=True)
-        }
+        rings = {f"ring {each.name}": ring[1:] for each, ring in zip(self.spec.ring_entry, self.ring, strict=True)}
         return {"output": y, "state": self.state[1:], **rings}
 
     def fold(self) -> Outputs:
@@ -201,19 +194,13 @@ class Rows:
 
     def _step(self, plan: SlotPlan | ReplayPlan) -> MambaMetadata:
         none = PrefillChunks.empty(self.state.device)
-        return MambaMetadata(
-            len(self.lens), sum(self.lens), 0, plan, self._starts, none, CHUNK, 1 + DRAFTS, self._row
-        )
+        return MambaMetadata(len(self.lens), sum(self.lens), 0, plan, self._starts, none, CHUNK, 1 + DRAFTS, self._row)
 
     def _prompts(self, block: int = BLOCK, form: PromptScan = PromptScan.OWN) -> PrefillChunks:
         rows, columns = len(self.lens), -(-max(self.lens) // block)
         layout = CacheLayout(MambaCacheMode.ALL, block, 0, block * columns)
         starts = np.cumsum([0, *self.lens], dtype=np.int32)
-        table = (
-            1
-            + rows
-            + torch.arange(rows * columns, dtype=torch.int32, device=self.state.device).view(rows, -1)
-        )
+        table = 1 + rows + torch.arange(rows * columns, dtype=torch.int32, device=self.state.device).view(rows, -1)
         return PrefillChunker(layout, CHUNK, rows, form).split(starts, np.zeros(rows, np.int32), table)
 
 
@@ -252,6 +239,4 @@ def compare(job: Job, name: str, rows: Rows, call: Callable[[Rows], Outputs], lo
         exact = got.dtype == torch.float32 and key != "output"
         bound = STATE_BOUND if exact else OUTPUT_BOUNDS[rows.spec.conv_dtype]
         job.compare(f"{name}: {key}", got, want[key], bound * loose)
-        job.same(
-            f"{name}: {key} twice", second[key], got, "two calls must agree bit for bit; else there is a race"
-        )
+        job.same(f"{name}: {key} twice", second[key], got, "two calls must agree bit for bit; else there is a race")

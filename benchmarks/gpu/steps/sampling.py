@@ -9,19 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.eagle import (
-    Drafts,
-    Keys,
-    Lanes,
-    OneHot,
-    Penalties,
-    Rows,
-    SamplingMetadata,
-    argmax,
-    draw,
-    sample,
-    verify,
-)
+from bateleur.eagle import Drafts, Keys, Lanes, OneHot, Penalties, Rows, SamplingMetadata, argmax, draw, sample, verify
 
 from ..job import CompileWatch, Job
 
@@ -40,9 +28,7 @@ VOCABULARIES, QUICK_VOCABULARIES = (131_072, 248_320), (1_000, 33_000)
 CPU = torch.device("cpu")
 
 
-def law_of(
-    values: tuple[float, float, int, float], rows: int, device: torch.device, **more: Any
-) -> SamplingMetadata:
+def law_of(values: tuple[float, float, int, float], rows: int, device: torch.device, **more: Any) -> SamplingMetadata:
     """The same law for each of `rows` rows."""
     host = np.tile(np.array(values, np.float32), (rows, 1))
     return SamplingMetadata(host, torch.from_numpy(host).to(device), **more)
@@ -66,10 +52,7 @@ def penalties_of(rows: int, size: int, device: torch.device) -> Penalties:
     prompts = (token + owner) % 4 == 1
     values = torch.tensor([1.2, 0.3, 0.2]).repeat(rows, 1)
     return Penalties(
-        values.to(device),
-        torch.arange(rows, device=device),
-        counts.contiguous().to(device),
-        prompts.to(device),
+        values.to(device), torch.arange(rows, device=device), counts.contiguous().to(device), prompts.to(device)
     )
 
 
@@ -90,9 +73,7 @@ def run(job: Job) -> None:
     watch.record(job)
 
 
-def compare(
-    job: Job, name: str, logits: Tensor, values: tuple[float, float, int, float], penalised: bool
-) -> None:
+def compare(job: Job, name: str, logits: Tensor, values: tuple[float, float, int, float], penalised: bool) -> None:
     """Compare a draw on the device with a draw from the whole law on the CPU."""
     rows, size = logits.shape
 

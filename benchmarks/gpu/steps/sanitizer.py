@@ -45,9 +45,7 @@ def run(job: Job) -> None:
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     seconds = job.left() - 5
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, env=environment, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
     except subprocess.TimeoutExpired:
         job.record.skip(f"sanitizer:{job.case}", f"the run did not end within {seconds:.0f} s")
         return

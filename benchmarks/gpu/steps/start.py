@@ -46,6 +46,4 @@ def opened(job: Job, watch: CompileWatch, layers: int, options: dict[str, Any]) 
                 why = f"{free / 1e9:.1f} of {total / 1e9:.0f} GB are free after the start: captures took what was left"
                 job.record.check("memory is left", free > least, why)
         name = f"{job.step} {job.case}, {layers_of(job, job.case, layers)} layers"
-        job.record.figure(
-            name, key=True, seconds=seconds, caches_GB=llm.cache_plan.total_bytes / 1e9, **facts
-        )
+        job.record.figure(name, key=True, seconds=seconds, caches_GB=llm.cache_plan.total_bytes / 1e9, **facts)

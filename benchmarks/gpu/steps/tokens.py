@@ -13,13 +13,7 @@ from bateleur.runner import LLM, SamplingParams
 from ..job import CompileWatch, Job
 from ..models import check_captures
 
-PROMPTS = [
-    "def fibonacci(n):",
-    "import os\n",
-    "x",
-    "class Stack:\n    def __init__(self",
-    "# " + "a comment " * 20,
-]
+PROMPTS = ["def fibonacci(n):", "import os\n", "x", "class Stack:\n    def __init__(self", "# " + "a comment " * 20]
 COMMON: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "block_size": 8}
 CHUNKS = {"max_num_batched_tokens": 48}
 PREFIXES = {"enable_prefix_caching": True, "mamba_block_size": 16}
@@ -114,9 +108,7 @@ def compare(
             for difference in differences(tokens_of(llm, law), want)
         ]
         late, metrics = watch.facts(in_steps), llm.get_metrics()
-        kernels = {
-            key: value for key, value in watch.facts(opened).items() if key in ("compiled", "compile_s")
-        }
+        kernels = {key: value for key, value in watch.facts(opened).items() if key in ("compiled", "compile_s")}
         job.record.check(
             f"tokens: {name}",
             not wrong,

@@ -26,9 +26,7 @@ class Graphs:
         self.device = torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
         self.backend = get_backend(name, self.device)
 
-    def capture(
-        self, body: Callable[[Any], Any], state: Any = None, mode: str = "FULL"
-    ) -> CapturedBody[Any, Any]:
+    def capture(self, body: Callable[[Any], Any], state: Any = None, mode: str = "FULL") -> CapturedBody[Any, Any]:
         """Capture `body(execution)`."""
         with self.backend.session():
             return self.backend.capture(body, KEYS[mode], state)
@@ -40,10 +38,7 @@ class Graphs:
 
 CUDA = pytest.param(
     "cuda",
-    marks=(
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device"),
-    ),
+    marks=(pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")),
 )
 
 

@@ -130,9 +130,7 @@ def test_a_host_sync_is_refused_and_named(graphs: Any, name: str, inference: boo
     with torch.inference_mode(inference):
         with pytest.raises(HostSync, match=rf"^FULL 4 tokens.*{name.split()[0]}"):
             graphs.capture(lambda _: SYNCS[name](x + 0, mask | mask))
-        assert graphs.capture(lambda _: x + 1).replay(None).tolist() == [2, 1, 3], (
-            "the backend can capture again"
-        )
+        assert graphs.capture(lambda _: x + 1).replay(None).tolist() == [2, 1, 3], "the backend can capture again"
 
 
 ALLOWED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -341,10 +339,7 @@ def test_inference_mode_and_modules(graphs: Any, inference: bool, replay_inferen
     x = torch.randn(2, 3, 8, device=graphs.device)
 
     def body(_: Any) -> Tensor:
-        return (
-            layer.linear2(layer.activation(layer.linear1(layer.norm1(x + layer._sa_block(x, None, None)))))
-            + x
-        )
+        return layer.linear2(layer.activation(layer.linear1(layer.norm1(x + layer._sa_block(x, None, None))))) + x
 
     body(None)
     with torch.inference_mode(inference):

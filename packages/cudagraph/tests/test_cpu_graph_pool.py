@@ -32,12 +32,7 @@ def test_the_smallest_fitting_range_is_split_and_joined_again() -> None:
     at_large, at_small = large.data_ptr(), small.data_ptr()
     del large, small
     taken = [block(pool, 1), block(pool, 1), block(pool, 1), block(pool, 3)]
-    assert [each.data_ptr() for each in taken] == [
-        at_small,
-        at_small + BLOCK_BYTES,
-        at_large,
-        at_large + BLOCK_BYTES,
-    ]
+    assert [each.data_ptr() for each in taken] == [at_small, at_small + BLOCK_BYTES, at_large, at_large + BLOCK_BYTES]
     del taken[1:3]
     taken.clear()
     assert block(pool, 4).data_ptr() == at_large

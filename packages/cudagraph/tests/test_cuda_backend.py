@@ -55,9 +55,7 @@ class Allocator:
 
     def allocate(self) -> None:
         """Allocate: torch calls the filter function of each capture."""
-        assert all(graph() is not None for graph in self.underway.values()), (
-            "the allocator uses a freed graph"
-        )
+        assert all(graph() is not None for graph in self.underway.values()), "the allocator uses a freed graph"
 
 
 class Graph:
@@ -174,12 +172,8 @@ class Driver:
             "is_current_stream_capturing": lambda: driver.capturing is not None,
         }.items():
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(
-            torch._C, "_cuda_endAllocateToPool", lambda device, pool: self.device.end(pool), raising=False
-        )
-        patch.setattr(
-            torch._C, "_cuda_releasePool", lambda device, pool: self.device.release(pool), raising=False
-        )
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: self.device.end(pool), raising=False)
+        patch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: self.device.release(pool), raising=False)
         patch.setattr(cuda, "_INVALID", [])
 
     def step(self) -> None:
@@ -247,13 +241,7 @@ def test_pieces_and_memory(driver: Driver) -> None:
 
     with backend.session():
         captured = backend.capture(body, PIECEWISE, 1)
-    assert [e if isinstance(e, str) else e[0] for e in driver.log[1:-1]] == [
-        "begin",
-        "end",
-        "begin",
-        "between",
-        "end",
-    ]
+    assert [e if isinstance(e, str) else e[0] for e in driver.log[1:-1]] == ["begin", "end", "begin", "between", "end"]
     assert (captured.num_graphs, captured.nbytes) == (2, 50)
     assert captured.replay(5).tolist() == [6, 6]
 
@@ -392,9 +380,7 @@ def test_garbage_collection_is_restored(driver: Driver, enabled: bool) -> None:
         (gc.enable if was else gc.disable)()
 
 
-def test_a_session_does_not_call_the_garbage_collector(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_does_not_call_the_garbage_collector(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """With many objects a collection takes half a second, and every capture has a session."""
     monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("collects"))
     with cuda.CudaBackend("cuda").session():
@@ -422,18 +408,11 @@ def test_gpu_the_backend_can_be_used_after_an_illegal_call(track_operators: bool
     backend = cuda.CudaBackend("cuda", track_operators=track_operators)
     x = torch.ones(1 << 20, device="cuda")
     kept = None
-    for body in (
-        lambda _: (x * 2, torch.cuda.synchronize()),
-        lambda _: (x * 2).sum().item(),
-        lambda _: x.cpu(),
-    ):
+    for body in (lambda _: (x * 2, torch.cuda.synchronize()), lambda _: (x * 2).sum().item(), lambda _: x.cpu()):
         with backend.session():
             with pytest.raises(CaptureError) as caught:
                 backend.capture(body, KEY, None)
-            (
-                torch.rand(4, device="cuda"),
-                torch.empty(4, pin_memory=True),
-            )  # as the warm-up of the next key may
+            (torch.rand(4, device="cuda"), torch.empty(4, pin_memory=True))  # as the warm-up of the next key may
             kept = kept or backend.capture(lambda _: x + 1, KEY, None)
             again = backend.capture(lambda _: (x + 2).sin() ** 2, KEY, None)
         assert caught.value.__cause__ is not None or isinstance(caught.value, HostSync)
@@ -452,8 +431,7 @@ def test_gpu_later_captures_reuse_the_pool() -> None:
     torch.cuda.empty_cache()
     with backend.session():
         bodies = [
-            backend.capture(lambda execution: (execution.state * 2).sin(), KEY, x[:n])
-            for n in (1 << 22, 1 << 20)
+            backend.capture(lambda execution: (execution.state * 2).sin(), KEY, x[:n]) for n in (1 << 22, 1 << 20)
         ]
     assert bodies[0].nbytes >= 1 << 24
     assert bodies[1].nbytes < bodies[0].nbytes

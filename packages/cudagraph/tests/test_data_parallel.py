@@ -45,9 +45,7 @@ def batches(draw: st.DrawFn) -> UnpaddedBatch:
         lens = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
     uniform = lens[0] if len(set(lens)) == 1 else None
     variant = draw(st.sampled_from([(), (), (), ("lora", 2), (7,)]))
-    return UnpaddedBatch(
-        len(lens), sum(lens), uniform, max(lens), draw(st.sampled_from([True, True, False])), variant
-    )
+    return UnpaddedBatch(len(lens), sum(lens), uniform, max(lens), draw(st.sampled_from([True, True, False])), variant)
 
 
 @st.composite
@@ -76,9 +74,7 @@ def fits(key: BatchExecutionDescriptor, batch: UnpaddedBatch, kind: DispatchReas
 
 @settings(max_examples=200, deadline=None)
 @given(rank_steps())
-def test_the_graph_fits_every_rank(
-    inputs: tuple[CudagraphDispatcher, list[RankStep]],
-) -> None:
+def test_the_graph_fits_every_rank(inputs: tuple[CudagraphDispatcher, list[RankStep]]) -> None:
     dispatcher, steps = inputs
     joint = dispatch_jointly(steps, dispatcher)
     batches_given = [p.batch for p in steps if p.batch is not None]
@@ -106,9 +102,7 @@ def test_the_graph_fits_every_rank(
 
 @settings(max_examples=200, deadline=None)
 @given(rank_steps())
-def test_ranks_run_eagerly_only_if_no_key_fits_all(
-    inputs: tuple[CudagraphDispatcher, list[RankStep]],
-) -> None:
+def test_ranks_run_eagerly_only_if_no_key_fits_all(inputs: tuple[CudagraphDispatcher, list[RankStep]]) -> None:
     dispatcher, steps = inputs
     joint = dispatch_jointly(steps, dispatcher)
     batches_given = [p.batch for p in steps if p.batch is not None]
@@ -142,11 +136,7 @@ def test_the_order_of_ranks_changes_only_the_rank_field(
     after = dispatch_jointly([steps[i] for i in order], dispatcher)
     assert dataclasses.replace(after, rank=before.rank) == before
     assert (after.rank is None) == (before.rank is None)
-    if (
-        before.rank is not None
-        and after.rank is not None
-        and before.reason is not DispatchReason.NOT_CAPTURED
-    ):
+    if before.rank is not None and after.rank is not None and before.reason is not DispatchReason.NOT_CAPTURED:
         named = steps[order[after.rank]].batch
         assert named is not None
         assert dispatcher.dispatch(named).reason is before.reason
@@ -230,9 +220,7 @@ PREFILL = UnpaddedBatch(1, 12, 12, 12, False)
 
 def test_the_graph_holds_the_largest_batch_of_all_ranks() -> None:
     joint = dispatch_jointly([RankStep(decode(3)), RankStep(decode(7)), RankStep(None)], DISPATCHER)
-    assert joint == JointDispatch(
-        decode(7), BatchExecutionDescriptor(FULL, 8, 8, 1, 1), DispatchReason.DECODE
-    )
+    assert joint == JointDispatch(decode(7), BatchExecutionDescriptor(FULL, 8, 8, 1, 1), DispatchReason.DECODE)
     assert str(joint) == "all ranks: FULL 8 tokens, 8 requests, 1 each"
     assert joint.decision_for(decode(3)) == DispatchDecision(joint.descriptor, DispatchReason.DECODE, 5, 5)
     assert joint.decision_for(None) == DispatchDecision(joint.descriptor, DispatchReason.DECODE, 8, 8)
@@ -241,28 +229,15 @@ def test_the_graph_holds_the_largest_batch_of_all_ranks() -> None:
 
 def test_a_prefill_row_on_one_rank_excludes_the_decode_graph() -> None:
     joint = dispatch_jointly([RankStep(decode(3)), RankStep(PREFILL)], DISPATCHER)
-    assert (joint.descriptor, joint.reason) == (
-        BatchExecutionDescriptor(PIECEWISE, 16),
-        DispatchReason.PIECEWISE,
-    )
+    assert (joint.descriptor, joint.reason) == (BatchExecutionDescriptor(PIECEWISE, 16), DispatchReason.PIECEWISE)
     assert joint.decision_for(decode(3)).pad_tokens == 13
     chunks = dataclasses.replace(decode(3), decode_only=False)  # one token each, the shape of decodes
-    assert (
-        dispatch_jointly([RankStep(decode(3)), RankStep(chunks)], DISPATCHER).reason
-        is DispatchReason.PIECEWISE
-    )
+    assert dispatch_jointly([RankStep(decode(3)), RankStep(chunks)], DISPATCHER).reason is DispatchReason.PIECEWISE
     eager = dispatch_jointly([RankStep(decode(3)), RankStep(PREFILL), RankStep(decode(99))], DECODE_ONLY)
-    assert (eager.descriptor, eager.reason, eager.rank, eager.num_tokens) == (
-        None,
-        DispatchReason.HAS_PREFILL,
-        1,
-        99,
-    )
+    assert (eager.descriptor, eager.reason, eager.rank, eager.num_tokens) == (None, DispatchReason.HAS_PREFILL, 1, 99)
     assert str(eager) == "rank 1: eager: no graphs for batches with a prefill row"
     assert (
-        eager.decision_for(decode(3))
-        == eager.decision_for(None)
-        == DispatchDecision(None, DispatchReason.HAS_PREFILL)
+        eager.decision_for(decode(3)) == eager.decision_for(None) == DispatchDecision(None, DispatchReason.HAS_PREFILL)
     )
 
 
@@ -304,10 +279,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="must have one item per rank"):
         dispatch_jointly([], DISPATCHER)
     joint = dispatch_jointly([RankStep(decode(3)), RankStep(decode(2))], DISPATCHER)
-    with pytest.raises(
-        ValueError,
-        match=r"batch of 4 requests and 4 tokens exceeds .* of 3 requests and 3 tokens",
-    ):
+    with pytest.raises(ValueError, match=r"batch of 4 requests and 4 tokens exceeds .* of 3 requests and 3 tokens"):
         joint.decision_for(decode(4))
     with pytest.raises(ValueError, match="exceeds the joint batch of 0 requests and 0 tokens"):
         dispatch_jointly([RankStep(None)], DISPATCHER).decision_for(decode(1))

@@ -102,9 +102,7 @@ def test_the_smallest_fitting_key_of_the_preferred_kind_is_chosen(
 
 @settings(max_examples=100, deadline=None)
 @given(dispatchers(), batches(), st.data())
-def test_only_ready_keys_are_chosen(
-    dispatcher: CudagraphDispatcher, batch: UnpaddedBatch, data: st.DataObject
-) -> None:
+def test_only_ready_keys_are_chosen(dispatcher: CudagraphDispatcher, batch: UnpaddedBatch, data: st.DataObject) -> None:
     ready = {key for key in dispatcher.keys if data.draw(st.booleans())}
     decision = dispatcher.dispatch(batch, ready)
     assert decision.descriptor is None or decision.descriptor in ready
@@ -138,10 +136,7 @@ def test_the_reason_is_the_constraint_violated_at_the_nearest_key(
     decision = dispatcher.dispatch(batch, ready)
     if decision.descriptor is not None:
         return
-    order = [
-        DispatchReason.NO_GRAPHS,
-        *list(DispatchReason)[list(DispatchReason).index(DispatchReason.HAS_PREFILL) :],
-    ]
+    order = [DispatchReason.NO_GRAPHS, *list(DispatchReason)[list(DispatchReason).index(DispatchReason.HAS_PREFILL) :]]
     reasons = [first_failure(key, batch, is_decode_key(dispatcher, key)) for key in dispatcher.keys]
     assert decision.reason is max(reasons, key=order.index, default=DispatchReason.NO_GRAPHS)
 
@@ -251,13 +246,7 @@ def test_decode_mode_and_mixed_mode() -> None:
     ("mode", "support", "query_len", "expected", "reason"),
     [
         ("FULL", 3, 4, "FULL", None),
-        (
-            "FULL",
-            2,
-            4,
-            "FULL_AND_PIECEWISE",
-            "a full graph may hold rows of equal length, and the mode asks",
-        ),
+        ("FULL", 2, 4, "FULL_AND_PIECEWISE", "a full graph may hold rows of equal length, and the mode asks"),
         ("FULL", 1, 1, "FULL_AND_PIECEWISE", "rows of one token, and the mode asks for every batch"),
         ("FULL", 1, 2, "PIECEWISE", "rows of one token, and decode rows have up to 2 tokens"),
         ("FULL", 0, 1, "PIECEWISE", "a full graph may hold no attention, and decode rows have up to 1"),

@@ -46,9 +46,7 @@ def test_errors_of_the_body_are_raised_unchanged() -> None:
         get_backend("eager", "cpu").capture(body, KEY, None).replay(None)
 
 
-@pytest.mark.parametrize(
-    ("name", "chosen"), [("auto", "eager"), ("eager", "eager"), ("recorded", "recorded")]
-)
+@pytest.mark.parametrize(("name", "chosen"), [("auto", "eager"), ("eager", "eager"), ("recorded", "recorded")])
 def test_a_backend_is_chosen_by_name(name: str, chosen: str) -> None:
     assert get_backend(name, "cpu").name == chosen
     assert get_backend(name, torch.device("cpu")).name == chosen

@@ -68,6 +68,4 @@ def test_memory_by_address() -> None:
     assert ref() is None, "the storage does not keep it alive"
     assert storage_at(0, 0, CPU).nbytes() == 0
     buffer = (ctypes.c_char * 4)(b"a", b"b", b"c", b"d")
-    assert list(torch.empty(0, dtype=torch.uint8).set_(storage_at(ctypes.addressof(buffer), 4, CPU))) == [
-        *b"abcd"
-    ]
+    assert list(torch.empty(0, dtype=torch.uint8).set_(storage_at(ctypes.addressof(buffer), 4, CPU))) == [*b"abcd"]

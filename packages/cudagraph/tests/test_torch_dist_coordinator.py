@@ -85,9 +85,7 @@ def outputs(tmp_path_factory: Any) -> list[str]:
     """Output of three processes. All are in one group, and two of them in a second group."""
     store: Path = tmp_path_factory.mktemp("store") / "store"
     arguments = [[sys.executable, "-c", RANK, str(rank), "3", str(store)] for rank in range(3)]
-    running = [
-        subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for a in arguments
-    ]
+    running = [subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for a in arguments]
     try:
         finished = [process.communicate(timeout=120) for process in running]
     finally:

@@ -68,9 +68,7 @@ def run(policy: AdaptiveDrafts, machine: Machine, num_steps: int) -> tuple[float
 def machine_of(seed: int) -> Machine:
     random = np.random.default_rng(seed)
     drafted = float(random.uniform(1.1, 3.0))
-    return Machine(
-        1e-3, drafted * 1e-3, float(random.uniform(0.2, 0.95)), int(random.choice([1, 3, 16])), random
-    )
+    return Machine(1e-3, drafted * 1e-3, float(random.uniform(0.2, 0.95)), int(random.choice([1, 3, 16])), random)
 
 
 def spoil(policy: AdaptiveDrafts, machine: Machine, seed: int) -> None:
@@ -81,14 +79,10 @@ def spoil(policy: AdaptiveDrafts, machine: Machine, seed: int) -> None:
     choice.wait = int(random.integers(1, adaptive.LONGEST_WAIT + 1))
     choice.current.num_steps = int(random.integers(0, choice.wait))
     absurd = float(10.0 ** random.uniform(-8, 3))
-    choice.current.latest = deque(
-        [(absurd, 1)] * int(random.integers(1, 32)), maxlen=choice.current.latest.maxlen
-    )
+    choice.current.latest = deque([(absurd, 1)] * int(random.integers(1, 32)), maxlen=choice.current.latest.maxlen)
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 100))]
-)
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 100))])
 def test_a_bad_state_does_not_last(seed: int) -> None:
     machine = machine_of(seed)
     fast, slow = sorted(map(machine.seconds_per_token, (0, K)))

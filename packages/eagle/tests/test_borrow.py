@@ -56,9 +56,7 @@ def metadata(batch: CommonAttentionMetadata) -> PagedAttentionMetadata:
     return PagedAttentionBuilder().build(batch, 0)
 
 
-def test_the_targets_own_step_may_be_used(
-    batch: CommonAttentionMetadata, metadata: PagedAttentionMetadata
-) -> None:
+def test_the_targets_own_step_may_be_used(batch: CommonAttentionMetadata, metadata: PagedAttentionMetadata) -> None:
     assert borrow_violations(metadata, batch, 0) == ()
     require_borrow(metadata, batch, 0, batch.generation)
     fresh = {name: getattr(metadata, name)[:] for name in ("query_start_loc", "seq_lens", "block_table")}

@@ -29,9 +29,7 @@ from eagle_doubles.engine import GraphEngine
 from eagle_doubles.heads import MarkovHead, ToyHead
 
 ENTRIES = [
-    f"{letter}{n}"
-    for letter, count in zip("abcdef", (11, 11, 9, 7, 5, 5), strict=True)
-    for n in range(1, count + 1)
+    f"{letter}{n}" for letter, count in zip("abcdef", (11, 11, 9, 7, 5, 5), strict=True) for n in range(1, count + 1)
 ]
 ELSEWHERE = {
     "b7": "counts of emitted tokens are the sampler's, so an engine's",
@@ -53,12 +51,7 @@ K = 3
 
 
 def make(
-    k: int = K,
-    *,
-    head: Any = None,
-    target: ToyTarget | None = None,
-    mode: str | None = None,
-    fuse: bool = True,
+    k: int = K, *, head: Any = None, target: ToyTarget | None = None, mode: str | None = None, fuse: bool = True
 ) -> GraphEngine:
     """An engine whose requests come later, and its drafter, both captured if there is a mode."""
     target, limits = target or ToyTarget(), BatchLimits(4, 40, 60)
@@ -157,12 +150,7 @@ def test_b8_a_text_may_end_inside_a_run_of_accepted_drafts(temperature: float) -
     ends = []
     for length in range(13):
         steps = list(
-            speculate(
-                lambda ids: (table[ids], (table[ids],)),
-                head,
-                Request([1], length, temperature=temperature),
-                4,
-            )
+            speculate(lambda ids: (table[ids], (table[ids],)), head, Request([1], length, temperature=temperature), 4)
         )
         assert [token for step in steps for token in step.tokens] == plain[:length]
         ends += [step.num_accepted + 1 - len(step.tokens) for step in steps[-1:]]

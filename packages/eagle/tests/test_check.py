@@ -30,9 +30,7 @@ def speculator(engine: GraphEngine) -> EagleSpeculator:
     head: Any = ToyHead(engine.target)
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
     made = EagleSpeculator(head, DraftCache(kv, engine.groups), engine.backend, engine.limits, K)
-    made.inputs.on_host = (
-        False  # a host may look at its own memory, and what is asked is whether others would wait
-    )
+    made.inputs.on_host = False  # a host may look at its own memory, and what is asked is whether others would wait
     return made
 
 
@@ -40,9 +38,7 @@ def captured(engine: GraphEngine) -> EagleSpeculator:
     head: Any = ToyHead(engine.target)
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
     graphs = DraftGraphs(RecordedBackend(), (1, 2, 4))
-    made = EagleSpeculator(
-        head, DraftCache(kv, engine.groups), engine.backend, engine.limits, K, graphs=graphs
-    )
+    made = EagleSpeculator(head, DraftCache(kv, engine.groups), engine.backend, engine.limits, K, graphs=graphs)
     made.inputs.on_host = False
     plan = CudagraphDispatcher.make(
         CudaGraphMode.FULL_AND_PIECEWISE, (4, 8, 16), max_num_reqs=4, max_num_tokens=64, query_lens=(1 + K,)
@@ -53,9 +49,7 @@ def captured(engine: GraphEngine) -> EagleSpeculator:
 
 def lookup(engine: GraphEngine) -> NGramDrafter:
     limits = engine.limits
-    return NGramDrafter(
-        K, limits.max_num_reqs, limits.max_model_len, "cpu", prompt_lookup_min=1, prompt_lookup_max=3
-    )
+    return NGramDrafter(K, limits.max_num_reqs, limits.max_model_len, "cpu", prompt_lookup_min=1, prompt_lookup_max=3)
 
 
 def scripted(right: int | None) -> Callable[[GraphEngine], Drafter]:
@@ -129,9 +123,7 @@ class Broken:
 
     def _looks(self, drafts: Tensor, context: DraftContext) -> Tensor:
         mark = (context.features[0].sum() * 1e3).nan_to_num(5.0).long()
-        return drafts.where(
-            drafts < 0, (drafts + (mark if "padding" in self.fault else context.next_token[0])) % VOCAB
-        )
+        return drafts.where(drafts < 0, (drafts + (mark if "padding" in self.fault else context.next_token[0])) % VOCAB)
 
     def _multiplies(self, drafts: Tensor, context: DraftContext) -> Tensor:
         (hidden,), batch = context.features, context.batch

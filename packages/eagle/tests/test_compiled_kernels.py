@@ -19,12 +19,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 import numpy as np  # noqa: E402
 
-from bateleur.eagle.kernels import (  # noqa: E402
-    geometry,
-    rejection_sampler,
-    truncation,
-    vocab_shard,
-)
+from bateleur.eagle.kernels import geometry, rejection_sampler, truncation, vocab_shard  # noqa: E402
 from sm90 import Compiled, Kernel, compiling, faults_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -52,9 +47,7 @@ def penalties_of(num_rows: int, size: int, kind: int) -> Penalties | None:
     return Penalties(values, owners, *tables, before)
 
 
-def metadata_of(
-    num_rows: int, row: tuple[float, ...], penalties: Penalties | None = None
-) -> SamplingMetadata:
+def metadata_of(num_rows: int, row: tuple[float, ...], penalties: Penalties | None = None) -> SamplingMetadata:
     """Of rows that the host knows."""
     return SamplingMetadata(np.tile(np.float32(row), (num_rows, 1)), on_cuda(num_rows, 4), penalties)
 
@@ -63,10 +56,7 @@ def check(found: Compiled, names: set[str], record: Recorder, what: str) -> dict
     """The kernels that were launched, by name: these, and without a fault."""
     assert {kernel.name for kernel in found.kernels} == names
     for kernel in found.kernels:
-        record(
-            "kernel",
-            (f"eagle {kernel.name} {what}", kernel.registers, kernel.spilled_bytes, kernel.shared_bytes),
-        )
+        record("kernel", (f"eagle {kernel.name} {what}", kernel.registers, kernel.spilled_bytes, kernel.shared_bytes))
     assert [fault for kernel in found.kernels for fault in faults_of(kernel)] == []
     return {kernel.name: kernel for kernel in found.kernels}
 
@@ -74,9 +64,7 @@ def check(found: Compiled, names: set[str], record: Recorder, what: str) -> dict
 @pytest.mark.parametrize("kind", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", VOCABULARIES)
-def test_a_draw_from_a_law_that_truncates(
-    size: int, dtype: torch.dtype, kind: int, record_property: Recorder
-) -> None:
+def test_a_draw_from_a_law_that_truncates(size: int, dtype: torch.dtype, kind: int, record_property: Recorder) -> None:
     """Two launches that read all of the rows, one that samples them, one of candidates, and the two of a draw."""
     with FakeTensorMode(), compiling(on_device=True) as found:
         for num in (64, 1):
@@ -84,9 +72,7 @@ def test_a_draw_from_a_law_that_truncates(
             metadata = metadata_of(num, TRUNCATED, penalties_of(num, size, kind))
             logits, lanes = on_cuda(num, size, dtype=dtype), Lanes(on_cuda(size, dtype=torch.int32), True)
             rejection_sampler.sample(logits, metadata, keys, lanes)
-    kernels = check(
-        found, {*TRUNCATION, "draw_kernel", "emit_kernel"}, record_property, f"{size} {dtype} {kind}"
-    )
+    kernels = check(found, {*TRUNCATION, "draw_kernel", "emit_kernel"}, record_property, f"{size} {dtype} {kind}")
     names = [launch.kernel.name for launch in found.launches]
     assert names == 2 * [*TRUNCATION, "draw_kernel", "emit_kernel"]
     programs = [launch.programs for launch in found.launches]
@@ -133,9 +119,7 @@ def test_verification_of_four_drafts(
             on_cuda(num, size, dtype=dtype), drafts, rows, lanes, greedy=greedy, metadata=metadata
         )
     truncates = TRUNCATION if row == TRUNCATED else ()
-    kernels = check(
-        found, {*truncates, "draw_kernel", "emit_kernel"}, record_property, f"{size} {dtype} {kind}"
-    )
+    kernels = check(found, {*truncates, "draw_kernel", "emit_kernel"}, record_property, f"{size} {dtype} {kind}")
     assert kernels["draw_kernel"].instructions["wide loads"] >= 2, "logits are not read by 16 bytes a thread"
 
 
@@ -188,7 +172,5 @@ def test_tensors_of_a_cpu_compile_the_same_kernels() -> None:
     """What is compiled depends on the interpreter alone, not on the device of the logits."""
     with FakeTensorMode(), compiling() as found:
         for device in ("cuda:0", "cpu"):
-            truncation.truncation_thresholds(
-                torch.empty(4, 32_768, device=device), torch.empty(4, 4, device=device)
-            )
+            truncation.truncation_thresholds(torch.empty(4, 32_768, device=device), torch.empty(4, 4, device=device))
     assert len(found.launches) == 2 * len(found.kernels) == 8

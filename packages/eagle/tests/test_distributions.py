@@ -48,9 +48,7 @@ SCHEDULE: tuple[tuple[dict[int, int], int | None], ...] = (
 )
 
 
-def made(
-    engine: GraphEngine, rule: Rule, graphs: DraftGraphs | None = None, ids: Any = None
-) -> EagleSpeculator:
+def made(engine: GraphEngine, rule: Rule, graphs: DraftGraphs | None = None, ids: Any = None) -> EagleSpeculator:
     head: Any = ToyHead(engine.target, target_ids=ids)
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
     return EagleSpeculator(
@@ -120,9 +118,7 @@ def test_what_is_kept_is_what_drafts_were_drawn_from(
                 torch.testing.assert_close(kept, laws_from_scratch(engine, request, drafts[:num]))
             positions = request.computed + 1 + torch.arange(num)
             heat, seeds = torch.full((num,), request.temperature), torch.full((num,), request.seed)
-            lane = draw_draft(
-                kept, heat, seeds, positions, rule=rule, place=torch.arange(num), lanes=lanes
-            ).token_ids
+            lane = draw_draft(kept, heat, seeds, positions, rule=rule, place=torch.arange(num), lanes=lanes).token_ids
             if request.temperature:
                 assert drafts[:num] == (lane if ids is None else torch.tensor(ids)[lane]).tolist()
         for row in {0, 1, 2} - set(work):

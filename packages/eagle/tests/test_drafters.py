@@ -108,9 +108,7 @@ def test_scripted_drafts_give_exactly_s_plus_one_tokens_per_step(right: int | No
         emitted = []
         for row in order:
             truth = continuation(texts[row])
-            accepted = next(
-                (i for i, draft in enumerate(pending[row]) if draft != truth[i]), len(pending[row])
-            )
+            accepted = next((i for i, draft in enumerate(pending[row]) if draft != truth[i]), len(pending[row]))
             if pending[row]:
                 stats.update(np.array([len(pending[row])]), np.array([accepted]))
             emitted.append(truth[: accepted + 1])
@@ -229,9 +227,7 @@ def test_lookup_in_long_texts_takes_memory_for_a_part_of_them() -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="num_speculative_tokens is 0; with a draft it must be at least 1"):
         NGramDrafter(0, 1, 8, "cpu")
-    with pytest.raises(
-        ValueError, match=r"prompt_lookup_min is 3; it must be .* at most prompt_lookup_max = 2"
-    ):
+    with pytest.raises(ValueError, match=r"prompt_lookup_min is 3; it must be .* at most prompt_lookup_max = 2"):
         NGramDrafter(1, 1, 8, "cpu", prompt_lookup_min=3, prompt_lookup_max=2)
     with pytest.raises(ValueError, match="num_speculative_tokens=0"):
         NoDrafts(0)

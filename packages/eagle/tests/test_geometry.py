@@ -66,11 +66,7 @@ class Step:
             num_computed_is_exact=np.zeros(len(rows), bool),
         )
         shape = BatchShape(
-            len(rows),
-            sum(lens),
-            len(rows) + padding[0],
-            sum(lens) + padding[1] + padding[0],
-            max(lens, default=1),
+            len(rows), sum(lens), len(rows) + padding[0], sum(lens) + padding[1] + padding[0], max(lens, default=1)
         )
         self.batch: CommonAttentionMetadata = self.inputs.stage(step, shape)
         self.next = [900 + row for row in range(len(rows))]
@@ -161,9 +157,7 @@ def loop_chain(step: Step, number: int) -> dict[str, list[Any]]:
         "seq_lens": tail([p + 1 for p in positions], MAX_ROWS),
         "num_computed_tokens": tail(positions, MAX_ROWS),
         "last_index": tail(rows, MAX_ROWS),
-        "token_positions": tail(
-            [c + v + 1 + number for c, v in zip(step.context, step.valid, strict=True)], MAX_ROWS
-        ),
+        "token_positions": tail([c + v + 1 + number for c, v in zip(step.context, step.valid, strict=True)], MAX_ROWS),
         "tokens": tail(tokens, MAX_ROWS, [-1] * step.drafts),
         "step": number,
     }
@@ -217,11 +211,7 @@ def test_b1_b2_b3_lengths_positions_and_tokens_along_scripted_rejections() -> No
             text = [1000 + i for i in range(computed + drafts + 3)]
             right = text[computed : computed + 1 + count]
             step = Step(
-                [(computed, 1 + drafts)],
-                [1 + count],
-                drafts=drafts,
-                ids=tail(right, 1 + drafts, 7),
-                lookahead=3,
+                [(computed, 1 + drafts)], [1 + count], drafts=drafts, ids=tail(right, 1 + drafts, 7), lookahead=3
             )
             computed += 1 + count
             step.next = [text[computed]]
@@ -289,11 +279,7 @@ def test_c4_beyond_the_limit_nothing_is_stored_and_nothing_drafted(limit: int) -
     assert step.buffers.slot_mapping[0] == step.slot(0, limit - 1)
     for number in range(1, 4):
         staged = step.chain(number)
-        assert (staged["positions"][0], staged["seq_lens"][0], staged["slot_mapping"][0]) == (
-            limit - 1,
-            limit,
-            -1,
-        )
+        assert (staged["positions"][0], staged["seq_lens"][0], staged["slot_mapping"][0]) == (limit - 1, limit, -1)
     assert staged["tokens"][0] == [500, 510, -1, -1]
 
 
@@ -311,10 +297,7 @@ def test_c4_a_draft_shorter_than_the_target_steps_aside() -> None:
 
 def test_a11_no_two_drafts_at_the_limit_share_a_key() -> None:
     step = Step([(MAX_LEN - 2, 2)], drafts=4)
-    keys = [
-        step.stage_first()["token_positions"][0],
-        *(step.chain(n)["token_positions"][0] for n in range(3)),
-    ]
+    keys = [step.stage_first()["token_positions"][0], *(step.chain(n)["token_positions"][0] for n in range(3))]
     assert keys == [MAX_LEN + 1 + n for n in range(4)]
 
 
@@ -384,9 +367,7 @@ def test_wrong_arguments() -> None:
     step = Step([(5, 2), (3, 1)])
     token = torch.zeros(2, dtype=torch.int64)
     small = DraftBuffers(BatchLimits(1, 2, 8), 1, "cpu")
-    with pytest.raises(
-        ValueError, match="batch: 2 rows and 3 tokens are more than the buffers hold, 1 and 2"
-    ):
+    with pytest.raises(ValueError, match="batch: 2 rows and 3 tokens are more than the buffers hold, 1 and 2"):
         stage_first(small, step.batch, 0, token, token)
     with pytest.raises(ValueError, match=r"next_token \(2,\) and num_valid \(1,\) must both be"):
         stage_first(step.buffers, step.batch, 0, token, token[:1])

@@ -17,14 +17,7 @@ from torch import Tensor
 
 from bateleur.eagle.buffers import DraftBuffers
 from bateleur.eagle.geometry import FORMS
-from bateleur.metadata import (
-    BatchLimits,
-    BatchShape,
-    CommonAttentionMetadata,
-    InputBuffers,
-    KVCacheGroup,
-    StepRows,
-)
+from bateleur.metadata import BatchLimits, BatchShape, CommonAttentionMetadata, InputBuffers, KVCacheGroup, StepRows
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
@@ -42,9 +35,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def guarded(
-    limits: BatchLimits, drafts: int, device: torch.device | str
-) -> tuple[DraftBuffers, dict[str, Tensor]]:
+def guarded(limits: BatchLimits, drafts: int, device: torch.device | str) -> tuple[DraftBuffers, dict[str, Tensor]]:
     """Poisoned buffers, each in the middle of a larger one: a write outside changes a canary."""
     buffers, around = DraftBuffers(limits, drafts, device), {}
     for name, tensor in buffers.tensors().items():
@@ -98,9 +89,7 @@ def test_kernels_write_what_torch_writes(
     limits = BatchLimits(rows + padding[0] + 3, int(lens.sum()) + sum(padding) + 9, 64)
     group = KVCacheGroup(BLOCK, 64 // BLOCK, lookahead_tokens=rows % 3)
     kept = BatchLimits(limits.max_num_reqs, limits.max_num_tokens, limit)
-    batches = [
-        staged(InputBuffers(limits, (group,), place), context, lens, padding) for place in ("cpu", device)
-    ]
+    batches = [staged(InputBuffers(limits, (group,), place), context, lens, padding) for place in ("cpu", device)]
     (want, around_want), (got, around_got) = guarded(kept, drafts, "cpu"), guarded(kept, drafts, device)
     given = rows + min(padding[0], 1)
     next_token, num_valid = torch.full((given,), 2**62), torch.full((given,), -(2**62))
@@ -108,15 +97,11 @@ def test_kernels_write_what_torch_writes(
     num_valid[:rows] = torch.from_numpy(rng.integers(0, lens + 3))  # nonsense is cut to size
     arguments = next_token, num_valid
     FORMS["stage_first"].torch(want, batches[0], batches[0].slot_mappings[0], *arguments)
-    kernels.stage_first(
-        got, batches[1], batches[1].slot_mappings[0], *(each.to(device) for each in arguments)
-    )
+    kernels.stage_first(got, batches[1], batches[1].slot_mappings[0], *(each.to(device) for each in arguments))
     compare(around_got, around_want)
     for step in range(drafts + 1):
         # as a column of the drafts of a block drafter would be, and in another type
-        token = torch.from_numpy(rng.integers(-1, 90, (given, 2)).astype(np.int32 if step else np.int64))[
-            :, 1
-        ]
+        token = torch.from_numpy(rng.integers(-1, 90, (given, 2)).astype(np.int32 if step else np.int64))[:, 1]
         name = "advance" if step else "stage_chain"
         kernel = getattr(kernels, name)
         FORMS[name].torch(want, token.clone(), batches[0].block_tables[0], BLOCK)

@@ -49,9 +49,7 @@ def test_coupled_is_plain_decoding_for_any_number_of_drafts(name: str, temperatu
     plain = sample(target, Request(PROMPT, 16, seed=7, temperature=temperature))
     assert len(set(plain)) > 3
     for num_drafts in (0, 1, 2, 3, 7):
-        steps = list(
-            speculate(target, head, Request(PROMPT, 16, seed=7, temperature=temperature), num_drafts)
-        )
+        steps = list(speculate(target, head, Request(PROMPT, 16, seed=7, temperature=temperature), num_drafts))
         assert text(steps) == plain
         assert [step.num_drafts for step in steps] == [0] + [num_drafts] * (len(steps) - 1)
 
@@ -61,18 +59,14 @@ def test_greedy_decoding_is_the_same_under_every_rule(rule: Rule) -> None:
     model = ToyTarget()
     head: Any = ToyHead(model)
     target = function(model, head)
-    assert text(list(speculate(target, head, Request(PROMPT, 12), 3, rule=rule))) == sample(
-        target, Request(PROMPT, 12)
-    )
+    assert text(list(speculate(target, head, Request(PROMPT, 12), 3, rule=rule))) == sample(target, Request(PROMPT, 12))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_g_the_target_as_its_own_head_gives_k_plus_one_tokens_in_every_step(temperature: float) -> None:
     table = 3 * torch.randn(30, 30, generator=torch.Generator().manual_seed(0))
     head: Any = MarkovHead(table)
-    steps = list(
-        speculate(lambda ids: (table[ids], (table[ids],)), head, Request([1], 41, temperature=temperature), 4)
-    )
+    steps = list(speculate(lambda ids: (table[ids], (table[ids],)), head, Request([1], 41, temperature=temperature), 4))
     assert [len(step.tokens) for step in steps] == [1] + [5] * 8
     assert [step.num_accepted for step in steps] == [0] + [4] * 8
 
@@ -166,9 +160,6 @@ def test_bad_arguments() -> None:
         sample(target, Request([1], 3, temperature=float("nan")))
     with pytest.raises(ValueError, match="num_drafts=-1 must not be negative"):
         next(speculate(target, head, Request([1], 2), -1))
-    for run in (
-        lambda: sample(target, Request([1], 3)),
-        lambda: list(speculate(target, head, Request([1], 3), 2)),
-    ):
+    for run in (lambda: sample(target, Request([1], 3)), lambda: list(speculate(target, head, Request([1], 3), 2))):
         with pytest.raises(ValueError, match="target: the logits for index 1 or later hold NaN"):
             run()

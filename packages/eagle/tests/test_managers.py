@@ -22,11 +22,7 @@ from bateleur.cudagraph import (
 from bateleur.eagle.borrow import BorrowError
 from bateleur.eagle.cache import DraftCache
 from bateleur.eagle.conformance.toy_target import DTYPE, HEAD_DIM, ToyTarget, paged_caches
-from bateleur.eagle.managers import (
-    DecodeEagleCudaGraphManager,
-    DraftGraphs,
-    PrefillEagleCudaGraphManager,
-)
+from bateleur.eagle.managers import DecodeEagleCudaGraphManager, DraftGraphs, PrefillEagleCudaGraphManager
 from bateleur.eagle.speculator import EagleSpeculator
 from bateleur.metadata import BatchLimits, GraphSupport, get_backend
 from eagle_doubles.engine import GraphEngine

@@ -64,11 +64,7 @@ def test_four_lanes_whose_hashed_ids_have_the_xor_0() -> None:
 @pytest.mark.parametrize("what", ["seed", "position", "place", "role"])
 def test_one_lane_in_rows_whose_names_differ_in_one_bit(what: str) -> None:
     rows = torch.arange(ROWS)
-    name = {
-        "seed": rows * 0x9E3779B97F4A7C1,
-        "position": rows * 0x9E3779B1 & 0xFFFFFFFF,
-        "place": rows & 0xFFF,
-    }
+    name = {"seed": rows * 0x9E3779B97F4A7C1, "position": rows * 0x9E3779B1 & 0xFFFFFFFF, "place": rows & 0xFFF}
     bits = {"seed": 64, "position": 32, "place": 24, "role": 2}[what]
     first = uniform(Keys(**name), Role.TARGET)
     for bit in range(bits):

@@ -11,14 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bateleur.eagle.policy import (
-    ByBatchSize,
-    BySurvival,
-    DraftPolicy,
-    FixedDrafts,
-    PolicyRows,
-    StepCost,
-)
+from bateleur.eagle.policy import ByBatchSize, BySurvival, DraftPolicy, FixedDrafts, PolicyRows, StepCost
 from bateleur.eagle.stats import AcceptanceEstimates
 
 
@@ -78,9 +71,7 @@ def test_survival_finds_what_brute_force_finds(data: st.DataObject, draft_cost: 
     acceptance = [data.draw(st.lists(chance, min_size=k, max_size=k)) for _ in range(num_rows)]
     most = data.draw(st.lists(st.integers(0, k), min_size=num_rows, max_size=num_rows))
     others = data.draw(st.integers(0, 3))
-    seconds = (
-        np.cumsum(data.draw(st.lists(st.sampled_from([0.0, 0.05, 0.5]), min_size=15, max_size=15))) + 1.0
-    )
+    seconds = np.cumsum(data.draw(st.lists(st.sampled_from([0.0, 0.05, 0.5]), min_size=15, max_size=15))) + 1.0
     cost = StepCost(range(1, 16), seconds.tolist())
     batch = rows(acceptance, most, others)
 

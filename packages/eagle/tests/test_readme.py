@@ -31,10 +31,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        (
-            "plain = sample(target, request)",
-            "plain = sample(target, Request([1], 100, seed=8, temperature=0.8))",
-        ),
+        ("plain = sample(target, request)", "plain = sample(target, Request([1], 100, seed=8, temperature=0.8))"),
         ("plain = sample(target, request)", "plain = sample(lambda i: (1.1 * table[i], ()), request)"),
         ("drafter, request, 4", "drafter, Request([1], 200, seed=7, temperature=0.9), 4"),
     ],
@@ -47,10 +44,7 @@ def test_the_texts_could_differ(capsys: pytest.CaptureFixture[str], right: str, 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [
-        ("Keys(seeds[owner], position)", "Keys(seeds[owner], position + 1)"),
-        ("*drawn[:2], 0, 0", "*drawn[:1], 0, 0, 0"),
-    ],
+    [("Keys(seeds[owner], position)", "Keys(seeds[owner], position + 1)"), ("*drawn[:2], 0, 0", "*drawn[:1], 0, 0, 0")],
 )
 def test_the_step_could_differ(capsys: pytest.CaptureFixture[str], right: str, wrong: str) -> None:
     assert right in example()

@@ -71,9 +71,7 @@ def test_bad_rows_are_told_and_others_are_not() -> None:
     logits[2::3] = -INF
     metadata = metadata_of(*(each for each in SAMPLINGS for _ in range(3)))
     same(logits, metadata, keys_of(len(metadata)))
-    assert sample(logits, metadata, keys_of(len(metadata))).bad.tolist() == [False, True, True] * len(
-        SAMPLINGS
-    )
+    assert sample(logits, metadata, keys_of(len(metadata))).bad.tolist() == [False, True, True] * len(SAMPLINGS)
 
 
 @pytest.mark.skipif(unavailable_reason() is not None, reason=f"no kernels in C: {unavailable_reason()}")
@@ -91,9 +89,7 @@ def test_ids_of_a_reduced_vocabulary_keep_their_noise() -> None:
     metadata, keys = metadata_of(*[(1.0, 0, 0, 1.0), (1.0, 0, 20, 1.0)] * 4), keys_of(8)
     logits, lanes = likely(8, len(ids)), Lanes.of(ids, CPU)
     got = sample(logits, metadata, keys, lanes=lanes)
-    assert torch.equal(
-        got.token_ids, draw(metadata.apply(logits), metadata.temperature, keys, lanes=lanes).token_ids
-    )
+    assert torch.equal(got.token_ids, draw(metadata.apply(logits), metadata.temperature, keys, lanes=lanes).token_ids)
 
 
 def test_first_maxima_of_wide_rows() -> None:
@@ -115,9 +111,7 @@ def test_drafts_are_tested_against_the_same_draws() -> None:
     num_reqs, num_drafts, size = 7, 2, 8200
     starts = torch.arange(0, num_reqs * 3 + 1, 3, dtype=torch.int32)
     metadata = metadata_of(*[SAMPLINGS[i % len(SAMPLINGS)] for i in range(num_reqs) for _ in range(3)])
-    rows = Rows(
-        starts, torch.arange(num_reqs), torch.arange(num_reqs) * 9, metadata.temperature[::3].contiguous()
-    )
+    rows = Rows(starts, torch.arange(num_reqs), torch.arange(num_reqs) * 9, metadata.temperature[::3].contiguous())
     logits = likely(num_reqs * 3, size)
     whole = metadata.apply(logits)
     tokens = torch.full((num_reqs, num_drafts), -1)
@@ -143,9 +137,7 @@ def test_frequencies_over_a_wide_vocabulary(metadata: Row) -> None:
         range(num // 50)
     ])  # fmt: skip
     place = torch.where(torch.isin(drawn, heavy), drawn // 31_000, 8 + drawn % 8)
-    weight = (
-        torch.ones(16) if metadata[2:] == (0, 1) else torch.ones(16).index_fill_(0, torch.arange(8, 16), 0.0)
-    )
+    weight = torch.ones(16) if metadata[2:] == (0, 1) else torch.ones(16).index_fill_(0, torch.arange(8, 16), 0.0)
     if metadata[3] < 1:  # by the lowest ids of the many that are equal: a tenth of the mass, all below 50,000
         weight[8:] = 0.2
         assert drawn[~torch.isin(drawn, heavy)].max() < 51_000
@@ -164,15 +156,8 @@ def test_refusals() -> None:
         sample(torch.zeros(3, 5), metadata, keys_of(3))
     rows = Rows(torch.arange(4, dtype=torch.int32), torch.arange(3), torch.arange(3), torch.ones(3))
     with pytest.raises(ValueError, match="metadata has 2 rows: must have 3, as many as logits"):
-        verify(
-            torch.zeros(3, 5),
-            Drafts(torch.zeros(3, 0, dtype=torch.int64), Coupled()),
-            rows,
-            metadata=metadata,
-        )
+        verify(torch.zeros(3, 5), Drafts(torch.zeros(3, 0, dtype=torch.int64), Coupled()), rows, metadata=metadata)
     with pytest.raises(ValueError, match=r"host=float64 \(2, 4\): must be float32 \(N, 4\)"):
         SamplingMetadata(metadata.host.astype(np.float64), metadata.values)
-    with pytest.raises(
-        ValueError, match=r"values=torch.float32 \(1, 4\): must be float32 \(2, 4\), like host"
-    ):
+    with pytest.raises(ValueError, match=r"values=torch.float32 \(1, 4\): must be float32 \(2, 4\), like host"):
         SamplingMetadata(metadata.host, metadata.values[:1])

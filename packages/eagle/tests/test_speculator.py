@@ -81,9 +81,7 @@ def make(
     engine = GraphEngine(target, backend, limits, lookahead=max(k - 1, 0), device=device)
     engine.drafter = EagleSpeculator(
         made,
-        DraftCache(
-            paged_caches(made.spec.num_layers, engine.num_blocks, engine.block_size, device), engine.groups
-        ),
+        DraftCache(paged_caches(made.spec.num_layers, engine.num_blocks, engine.block_size, device), engine.groups),
         attention or backend,
         limits,
         k,
@@ -118,9 +116,7 @@ def assert_caches_are_exact(engine: GraphEngine, request: ToyRequest) -> None:
     assert engine.drafter is not None
     _, held = engine.from_scratch(request, 0)
     for layer in range(len(engine.drafter.kv)):
-        for paged, dense in zip(
-            engine.draft_cache(request, layer, request.computed), held.kv[layer], strict=True
-        ):
+        for paged, dense in zip(engine.draft_cache(request, layer, request.computed), held.kv[layer], strict=True):
             torch.testing.assert_close(paged, dense)
 
 
@@ -156,9 +152,7 @@ def run(engine: GraphEngine, schedule: tuple[Step, ...] = SCHEDULE, *, check: bo
     ],
     ids=["one-layer", "two-layers-own-vocabulary", "one-tap"],
 )
-def test_f1_f2_drafts_and_caches_equal_the_head_from_scratch(
-    head: Callable[[ToyTarget], Any], name: str
-) -> None:
+def test_f1_f2_drafts_and_caches_equal_the_head_from_scratch(head: Callable[[ToyTarget], Any], name: str) -> None:
     engine = make(head, name=name)
     run(engine)
     for request in engine.requests.values():
@@ -171,10 +165,7 @@ def test_drafts_are_accepted_and_rejected_in_these_tests() -> None:
     for work, asked in SCHEDULE * 2:
         engine.step(work, asked)
         assert engine.context is not None
-        valid += [
-            (tokens, left)
-            for tokens, left in zip(work.values(), engine.context.num_valid.tolist(), strict=True)
-        ]
+        valid += [(tokens, left) for tokens, left in zip(work.values(), engine.context.num_valid.tolist(), strict=True)]
     assert any(left < tokens for tokens, left in valid)
     assert any(left > 1 for tokens, left in valid[8:])
 
@@ -417,9 +408,7 @@ def steady(engine: GraphEngine) -> Tensor:
 
 @pytest.mark.parametrize("builder", [PagedAttentionBuilder, Planned, Refreshed])
 @pytest.mark.parametrize("graphs", [None, "step", "fused"])
-def test_e1_every_kind_of_builder_gives_the_same_drafts(
-    builder: Callable[[], Any], graphs: str | None
-) -> None:
+def test_e1_every_kind_of_builder_gives_the_same_drafts(builder: Callable[[], Any], graphs: str | None) -> None:
     options = None if graphs is None else recorded(graphs == "fused")
     engine = make(attention=With(builder()), graphs=options, mode=options and "FULL_DECODE_ONLY")
     assert engine.drafter is not None
@@ -631,10 +620,7 @@ def wired(**changes: Any) -> EagleSpeculator:
         ({"kv": paged_caches(2, 9, 4)}, "kv has 2 layers; the head has 1"),
         ({"kv": paged_caches(1, 9, 8)}, "blocks of 8 tokens; the group has 4"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0"),
-        (
-            {"graphs": DraftGraphs(RecordedBackend(), (1,), chains=(4,))},
-            r"chains is \(4,\); a chain has 2 to 3",
-        ),
+        ({"graphs": DraftGraphs(RecordedBackend(), (1,), chains=(4,))}, r"chains is \(4,\); a chain has 2 to 3"),
     ],
 )
 def test_c8_what_does_not_fit_together_is_refused(changes: dict[str, Any], text: str) -> None:

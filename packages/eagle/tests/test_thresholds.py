@@ -25,9 +25,7 @@ from eagle_doubles.laws import (
     normal,
 )
 
-LEVELS = st.sampled_from(
-    [-INF, -3.4028235e38, -1e4, -2.5, -1.0, -0.0, 0.0, 1.0, 1.0000001, 2.0, 50.0, 3.4028235e38]
-)
+LEVELS = st.sampled_from([-INF, -3.4028235e38, -1e4, -2.5, -1.0, -0.0, 0.0, 1.0, 1.0000001, 2.0, 50.0, 3.4028235e38])
 LOGITS = st.one_of(
     st.lists(LEVELS, min_size=1, max_size=24),
     st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=24),
@@ -62,9 +60,7 @@ def test_thresholds_leave_what_an_order_leaves(values: list[float], row: Row, se
     else:
         assert torch.equal(left, scaled > -INF)
     drawn = sample(logits, metadata, keys_of(1, seed))
-    assert torch.equal(
-        drawn.token_ids, draw(metadata.apply(logits), metadata.temperature, keys_of(1, seed)).token_ids
-    )
+    assert torch.equal(drawn.token_ids, draw(metadata.apply(logits), metadata.temperature, keys_of(1, seed)).token_ids)
     assert bool(drawn.bad) == bool(scaled.isnan().any() or (scaled == -INF).all())
     assert drawn.bad or not math.isfinite(best) or left[0, int(drawn.token_ids)]
 

@@ -75,11 +75,7 @@ class Reads:
     @contextmanager
     def counted(self) -> Iterator[Reads]:
         """Count from here on."""
-        logits_of, apply_temperature, read_keys = (
-            kernels.logits_of,
-            kernels.apply_temperature,
-            kernels.read_keys,
-        )
+        logits_of, apply_temperature, read_keys = (kernels.logits_of, kernels.apply_temperature, kernels.read_keys)
 
         def count(read: Any) -> Any:
             def counting(row: Any, lane: Any, *of: Any) -> Any:
@@ -131,13 +127,7 @@ ROWS = st.tuples(
 
 @interpreted
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(
-    LOGITS,
-    ROWS,
-    st.sampled_from([16, 32, 64]),
-    st.sampled_from([0.0, 0.7, 4.0]),
-    st.sampled_from([4, 64, 512]),
-)
+@given(LOGITS, ROWS, st.sampled_from([16, 32, 64]), st.sampled_from([0.0, 0.7, 4.0]), st.sampled_from([4, 64, 512]))
 def test_brackets_and_sizes_do_not_matter(
     values: list[float], row: Row, samples: int, errors: float, capacity: int
 ) -> None:
@@ -193,9 +183,7 @@ def test_any_brackets_lead_to_the_same_threshold(
 def test_a_row_whose_brackets_are_wrong_is_read_again(short: bool) -> None:
     """Brackets of no width miss their threshold, and a list of 4 holds no bracket."""
     laws = [(1, 0, 20, 1), (1, 0, 0, 0.8), (0.7, 0, 200, 0.9), (1, 0.01, 0, 0.5), (1, 0, 500, 1)]
-    wrong = (
-        {"capacity_of": lambda size: 4} if short else {"_FEW": tl.constexpr(0), "_ERRORS": tl.constexpr(0.0)}
-    )
+    wrong = {"capacity_of": lambda size: 4} if short else {"_FEW": tl.constexpr(0), "_ERRORS": tl.constexpr(0.0)}
     with constants(**SMALL, **wrong), Reads().counted() as reads:
         same(normal(len(laws), 700, 2.0), metadata_of(*laws).values)
     assert not all(reads.listed)
@@ -290,9 +278,7 @@ def test_a_row_does_not_depend_on_its_batch_or_on_tiles(device: torch.device) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_logits_of_any_dtype_in_rows_that_lie_apart(dtype: torch.dtype, device: torch.device) -> None:
-    wide = torch.cat([normal(len(SAMPLINGS), 300, 3.0), torch.full((len(SAMPLINGS), 37), 1e4)], 1).to(
-        device, dtype
-    )
+    wide = torch.cat([normal(len(SAMPLINGS), 300, 3.0), torch.full((len(SAMPLINGS), 37), 1e4)], 1).to(device, dtype)
     with constants(**SMALL):
         same(wide[:, :300], metadata_of(*SAMPLINGS, device=device).values)
 
@@ -320,9 +306,7 @@ def test_rows_that_are_no_law_are_left_as_they_are(device: torch.device) -> None
     with constants(**SMALL):
         logits = torch.randn(3, 150, device=device)
         logits[0, 107], logits[1], logits[2, 9] = NAN, -INF, INF
-        least, last = kernels.truncation_thresholds(
-            logits, metadata_of(*[(1, 0.1, 4, 0.5)] * 3, device=device).values
-        )
+        least, last = kernels.truncation_thresholds(logits, metadata_of(*[(1, 0.1, 4, 0.5)] * 3, device=device).values)
     assert least.tolist() == [-INF] * 3
     assert last.tolist() == [150] * 3
 

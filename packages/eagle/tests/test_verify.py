@@ -159,9 +159,7 @@ def test_a_request_without_rows_emits_nothing(rule: Rule) -> None:
     assert output.tokens[[1, 3]].eq(-1).all()
     assert not output.bad.any()
     assert (output.num_emitted[[0, 2]] > 0).all()
-    none = verify(
-        logits[:0], Drafts(torch.zeros(2, K, dtype=torch.int64), OneHot()), rows_of([0, 0]), rule=rule
-    )
+    none = verify(logits[:0], Drafts(torch.zeros(2, K, dtype=torch.int64), OneHot()), rows_of([0, 0]), rule=rule)
     assert lists(none) == [([], False)] * 2
     nobody = verify(logits, Drafts(torch.zeros(0, K, dtype=torch.int64), OneHot()), rows_of([]), rule=rule)
     assert nobody.tokens.shape == (0, K + 1)
@@ -208,10 +206,7 @@ def test_a7_bad_rows_at_every_place(rule: Rule, what: str, temperature: float) -
         # The law of the drafts is the target's own: BLOCK accepts all of them but for the bad row.
         distribution = distribution_for(rule, num) if rule is Rule.COUPLED else Logits(logits[:, :K].clone())
         clean = verify(
-            logits.flatten(0, 1),
-            Drafts(tokens, distribution),
-            rows_of([K + 1] * num, [temperature] * num),
-            rule=rule,
+            logits.flatten(0, 1), Drafts(tokens, distribution), rows_of([K + 1] * num, [temperature] * num), rule=rule
         )
         logits[:, place] = {"nan": logits[:, place], "all-nan": NAN, "no-support": -INF}[what]
         if what == "nan":
@@ -262,9 +257,7 @@ def test_greedy_rows_are_the_same_under_every_rule(rule: Rule, drawn: bool) -> N
     assert [got[i] for i in greedy] == [want[i] for i in greedy]
     assert max(len(want[i][0]) for i in greedy) == K + 1
     starts = rows.query_start_loc.tolist()
-    assert all(
-        token == int(logits[starts[i] + n].argmax()) for i in greedy for n, token in enumerate(got[i][0])
-    )
+    assert all(token == int(logits[starts[i] + n].argmax()) for i in greedy for n, token in enumerate(got[i][0]))
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -275,8 +268,7 @@ def test_a3_the_target_as_its_own_drafter_is_accepted_whole(rule: Rule, temperat
     raw, heat = random_logits(num * (K + 1), 8, 50).view(num, K + 1, 50), torch.full((num,), temperature)
     rows = rows_of([K + 1] * num, heat.tolist())
     drawn = [
-        draw_draft(raw[:, k], heat, rows.seeds, rows.first_position + k, rule=rule, place=k).token_ids
-        for k in range(K)
+        draw_draft(raw[:, k], heat, rows.seeds, rows.first_position + k, rule=rule, place=k).token_ids for k in range(K)
     ]
     drafts = Drafts(torch.stack(drawn, 1), Coupled() if rule is Rule.COUPLED else Logits(raw[:, :K]))
     logits = apply_temperature(raw, heat).flatten(0, 1)
@@ -317,11 +309,7 @@ def test_a8_a_draft_beyond_the_target_vocabulary_is_rejected(rule: Rule) -> None
 @pytest.mark.parametrize("rule", REJECTION)
 def test_a_bad_law_of_the_draft_is_no_draft(rule: Rule) -> None:
     num = 50
-    rows, logits, laws = (
-        rows_of([K + 1] * num),
-        random_logits(num * (K + 1)),
-        random_logits(num * K).view(num, K, V),
-    )
+    rows, logits, laws = (rows_of([K + 1] * num), random_logits(num * (K + 1)), random_logits(num * K).view(num, K, V))
     laws[:, 1, 3] = NAN
     tokens = likely(logits, rows, K, 2).clamp_min(0)
     missing = tokens.clone()
@@ -358,16 +346,7 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-WAITING = (
-    "_local_scalar_dense",
-    "item",
-    "nonzero",
-    "masked_select",
-    "equal",
-    "is_nonzero",
-    "_unique2",
-    "unique_dim",
-)
+WAITING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -393,9 +372,7 @@ def test_a_rule_that_does_not_fit_the_proposal_is_refused(rule: Rule) -> None:
     with pytest.raises(ValueError, match=f"rule {rule.name} does not fit the distribution Coupled"):
         rule.require(Coupled)
     with pytest.raises(ValueError, match=f"rule {rule.name} does not fit the distribution Coupled"):
-        verify(
-            random_logits(1), Drafts(torch.zeros(1, 0, dtype=torch.int64), Coupled()), rows_of([1]), rule=rule
-        )
+        verify(random_logits(1), Drafts(torch.zeros(1, 0, dtype=torch.int64), Coupled()), rows_of([1]), rule=rule)
     for distribution in (OneHot, OneHot(), Logits):
         rule.require(distribution)
         Rule.COUPLED.require(distribution)
@@ -419,10 +396,7 @@ STARTS = torch.zeros(3, dtype=torch.int32)
         (lambda: Drafts(INT.view(2, 1), Logits(torch.zeros(2, 2, 5))), "distribution has logits for"),
         (lambda: Logits(torch.zeros(2, 5)), r"logits=.*: must be floating \(R, K, Vd\)"),
         (lambda: Logits(torch.zeros(2, 1, 5), INT), "ids must be int64 with one id for each of 5 lanes"),
-        (
-            lambda: verify(torch.zeros(5), Drafts(INT.view(2, 1), OneHot()), rows_of([1, 1])),
-            r"logits must be \(N, V\)",
-        ),
+        (lambda: verify(torch.zeros(5), Drafts(INT.view(2, 1), OneHot()), rows_of([1, 1])), r"logits must be \(N, V\)"),
         (
             lambda: verify(torch.zeros(2, 5), Drafts(INT.view(2, 1), OneHot()), rows_of([1, 1, 1])),
             "drafts as many as the 3 rows",

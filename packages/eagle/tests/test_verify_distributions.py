@@ -81,9 +81,7 @@ def test_coupled_is_plain_decoding_on_every_path(kind: type, temperature: float)
     want = plain(TOY, 3000, 12, temperature=temperature)
     for num_drafts in (0, 1, 2, 3, 7):
         for ragged in (False, True):
-            run = simulate(
-                TOY, Rule.COUPLED, 3000, 12, num_drafts, kind=kind, ragged=ragged, temperature=temperature
-            )
+            run = simulate(TOY, Rule.COUPLED, 3000, 12, num_drafts, kind=kind, ragged=ragged, temperature=temperature)
             assert torch.equal(run.tokens, want)
     other = Fault(draft_role=Role.DRAFT)
     run = simulate(TOY, Rule.COUPLED, 3000, 12, 3, kind=kind, fault=other, temperature=temperature)

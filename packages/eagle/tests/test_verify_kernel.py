@@ -39,9 +39,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def problem(
-    size: int, device: torch.device, num_drafts: int = 3, seed: int = 0
-) -> tuple[Tensor, Drafts, Rows]:
+def problem(size: int, device: torch.device, num_drafts: int = 3, seed: int = 0) -> tuple[Tensor, Drafts, Rows]:
     """Ragged requests, greedy ones among them, half of whose drafts are right; two requests have a bad row."""
     lens = [1 + (5 * i + seed) % (num_drafts + 1) for i in range(9)]
     generator = torch.Generator().manual_seed(seed)
@@ -60,9 +58,7 @@ def problem(
     wrong = torch.rand(tokens.shape, generator=generator)
     tokens = torch.where(wrong < 0.8, tokens, torch.where(wrong < 0.9, -1, 0))
     tokens[7] = 0  # looks like the placeholder of a bad row
-    moved = Rows(
-        *(getattr(rows, n).to(device) for n in ("query_start_loc", "seeds", "first_position", "temperature"))
-    )
+    moved = Rows(*(getattr(rows, n).to(device) for n in ("query_start_loc", "seeds", "first_position", "temperature")))
     return logits.to(device), Drafts(tokens.to(device), Coupled()), moved
 
 
@@ -176,9 +172,7 @@ def test_penalties_are_of_the_same_launches(
     for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         owners[first:end] = first % 3
     values = table[owners]
-    metadata = SamplingMetadata(
-        values.numpy(), values.to(device), penalties_of(num_drafts, owners, 300, device)
-    )
+    metadata = SamplingMetadata(values.numpy(), values.to(device), penalties_of(num_drafts, owners, 300, device))
     rows = replace(rows, temperature=metadata.temperature[starts[:-1]])
     want = COUPLED.torch(metadata.apply(logits), drafts, rows, None)
     assert not torch.equal(
@@ -188,9 +182,7 @@ def test_penalties_are_of_the_same_launches(
     same(COUPLED.torch(logits, drafts, rows, None, metadata=metadata), want)
     keys, lanes = Keys(torch.arange(len(logits), device=device), owners.to(device)), Lanes.of(300, device)
     for mine, other in zip(
-        kernels.sample(logits, metadata, keys, lanes),
-        SAMPLE.torch(logits, metadata, keys, lanes),
-        strict=True,
+        kernels.sample(logits, metadata, keys, lanes), SAMPLE.torch(logits, metadata, keys, lanes), strict=True
     ):
         assert torch.equal(mine, other)
 
@@ -204,18 +196,12 @@ class Launches(TorchDispatchMode):
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.names: list[str] = []
-        names = [(truncation, name) for name in TRUNCATION] + [
-            (kernels, "draw_kernel"),
-            (kernels, "emit_kernel"),
-        ]
+        names = [(truncation, name) for name in TRUNCATION] + [(kernels, "draw_kernel"), (kernels, "emit_kernel")]
         for module, name in names:
             patch.setattr(module, name, Counted(getattr(module, name), self.names))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func not in (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
-            and not func.is_view
-        ):
+        if func not in (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default) and not func.is_view:
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -248,22 +234,12 @@ def test_launches_of_a_draw(monkeypatch: pytest.MonkeyPatch, device: torch.devic
 
     plain, truncated = (0.8, -INF, 0, 1), (0.8, -3, 50, 0.9)
     assert launches(plain) == launches(plain, penalties) == ["draw_kernel", "emit_kernel"]
-    assert (
-        launches(truncated) == launches(truncated, penalties) == [*TRUNCATION, "draw_kernel", "emit_kernel"]
-    )
+    assert launches(truncated) == launches(truncated, penalties) == [*TRUNCATION, "draw_kernel", "emit_kernel"]
     assert launches((0, -INF, 0, 1), penalties) == ["draw_kernel", "emit_kernel"]
 
 
 @triton.jit
-def noise_kernel(
-    words_ptr,
-    seeds_ptr,
-    positions_ptr,
-    u_ptr,
-    gumbel_ptr,
-    bound_ptr,
-    LANES: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+def noise_kernel(words_ptr, seeds_ptr, positions_ptr, u_ptr, gumbel_ptr, bound_ptr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     row, lane = tl.program_id(0), tl.arange(0, LANES)
     low, high = kernels.row_words(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
     u = kernels.uniform(tl.load(words_ptr + lane), low, high)

@@ -39,18 +39,14 @@ def drawn_together(
     together = Together(num_ranks)
     parts = parts_of(logits.shape[1], together)
     lanes = [Lanes.of(shard, CPU) for shard in parts]
-    every = at_once(
-        together, lambda rank: sample(of(logits, parts[rank]), metadata, keys, role, lanes=lanes[rank])
-    )
+    every = at_once(together, lambda rank: sample(of(logits, parts[rank]), metadata, keys, role, lanes=lanes[rank]))
     for drawn in every[1:]:
         assert torch.equal(drawn.token_ids, every[0].token_ids)
         assert torch.equal(drawn.bad, every[0].bad)
     return every[0], together
 
 
-def same(
-    logits: Tensor, metadata: SamplingMetadata, keys: Keys, num_ranks: int, role: Role = Role.TARGET
-) -> Together:
+def same(logits: Tensor, metadata: SamplingMetadata, keys: Keys, num_ranks: int, role: Role = Role.TARGET) -> Together:
     want = draw(metadata.apply(logits.float()), metadata.temperature, keys, role)
     got, together = drawn_together(logits, metadata, keys, num_ranks, role)
     assert torch.equal(got.token_ids, want.token_ids)
@@ -70,11 +66,7 @@ def test_ranks_draw_what_one_does(kind: str, num_ranks: int, form: str) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_what_laws_leave_does_not_hang_on_what_the_host_knows_of_them(num_ranks: int, form: str) -> None:
     """As in a graph, which finds them on the device."""
-    logits, keys, metadata = (
-        normal(len(SAMPLINGS), 517, 2.0),
-        keys_of(len(SAMPLINGS), 3),
-        metadata_of(*SAMPLINGS),
-    )
+    logits, keys, metadata = (normal(len(SAMPLINGS), 517, 2.0), keys_of(len(SAMPLINGS), 3), metadata_of(*SAMPLINGS))
     want = draw(metadata.apply(logits), metadata.temperature, keys)
     got, _ = drawn_together(logits, SamplingMetadata.unknown(metadata.values), keys, num_ranks)
     assert torch.equal(got.token_ids, want.token_ids)
@@ -87,18 +79,14 @@ def test_ranks_that_know_that_nothing_is_cut_tell_no_more_than_their_best() -> N
         drawn, together = drawn_together(
             logits, SamplingMetadata.unknown(metadata.values, truncates=truncates), keys, 2
         )
-        assert torch.equal(
-            drawn.token_ids, draw(metadata.apply(logits), metadata.temperature, keys).token_ids
-        )
+        assert torch.equal(drawn.token_ids, draw(metadata.apply(logits), metadata.temperature, keys).token_ids)
         assert len(together.told) == told
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("role", Role)
 def test_logits_of_any_dtype_and_draws_in_any_role(dtype: torch.dtype, role: Role) -> None:
-    same(
-        normal(len(SAMPLINGS), 517, 3.0).to(dtype), metadata_of(*SAMPLINGS), keys_of(len(SAMPLINGS)), 3, role
-    )
+    same(normal(len(SAMPLINGS), 517, 3.0).to(dtype), metadata_of(*SAMPLINGS), keys_of(len(SAMPLINGS)), 3, role)
 
 
 def test_rows_that_one_rank_finds_bad_are_bad_on_all(form: str) -> None:
@@ -110,9 +98,7 @@ def test_rows_that_one_rank_finds_bad_are_bad_on_all(form: str) -> None:
     logits[5, :700] = -INF
     logits[6, 300:] = -INF
     logits[7] = -NAN
-    for metadata in (
-        metadata_of(*[each] * 8) for each in ((1.0, 0, 0, 1), (0.0, 0, 0, 1), (1.0, 0.1, 5, 0.5))
-    ):
+    for metadata in (metadata_of(*[each] * 8) for each in ((1.0, 0, 0, 1), (0.0, 0, 0, 1), (1.0, 0.1, 5, 0.5))):
         same(logits, metadata, keys_of(8), 3)
         drawn, _ = drawn_together(logits, metadata, keys_of(8), 3)
         assert drawn.bad.tolist() == [False, True, True, True, True, False, False, True]

@@ -77,10 +77,7 @@ def test_the_last_tie_that_stays_is_that_of_torch(size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_best_of_a_part_is_that_of_torch(kind: str, dtype: torch.dtype) -> None:
     """Greedily and drawn, of all of it and of what a law leaves, in any role."""
-    metadata, keys = (
-        metadata_of((0, 0, 0, 1), *[(0.8, 0, 0, 1)] * 2, (0, 0, 0, 1), (1.3, 0, 0, 1)),
-        keys_of(5, 3),
-    )
+    metadata, keys = (metadata_of((0, 0, 0, 1), *[(0.8, 0, 0, 1)] * 2, (0, 0, 0, 1), (1.3, 0, 0, 1)), keys_of(5, 3))
     lead = load(PERTURBED_MAX.triton or "")
     for size in SIZES:
         logits = logits_of(kind, size).to(dtype)

@@ -63,18 +63,12 @@ def drafts_for(kind: str, seed: int) -> Drafts:
 def of_shard(drafts: Drafts, shard: VocabShard) -> Drafts:
     distribution = drafts.distribution
     assert isinstance(distribution, Logits)
-    return replace(
-        drafts, distribution=Logits(distribution.logits[:, :, shard.first : shard.end], shard=shard)
-    )
+    return replace(drafts, distribution=Logits(distribution.logits[:, :, shard.first : shard.end], shard=shard))
 
 
 CASES = [
     (Rule.COUPLED, "coupled"),
-    *(
-        (rule, kind)
-        for rule in (Rule.RATIO, Rule.BLOCK)
-        for kind in ("one-hot", "whole", "parts", "reduced", "wider")
-    ),
+    *((rule, kind) for rule in (Rule.RATIO, Rule.BLOCK) for kind in ("one-hot", "whole", "parts", "reduced", "wider")),
 ]
 
 
@@ -103,12 +97,7 @@ def test_ranks_emit_what_one_does(rule: Rule, kind: str, num_ranks: int) -> None
                 shard = parts[rank]
                 own = of_shard(drafts, shard) if kind == "parts" else drafts
                 return verify(
-                    logits[:, shard.first : shard.end],
-                    own,
-                    ROWS,
-                    rule=rule,
-                    metadata=metadata,
-                    lanes=lanes[rank],
+                    logits[:, shard.first : shard.end], own, ROWS, rule=rule, metadata=metadata, lanes=lanes[rank]
                 )
 
             for got in at_once(together, emitted):
@@ -122,9 +111,7 @@ def test_normalisers_are_those_of_one_to_the_bit(num_ranks: int) -> None:
     logits, together = normal(50, 5003, 6.0), Together(num_ranks)
     parts = parts_of(5003, together)
     want = LogNormalizer.of(logits)
-    for got in at_once(
-        together, lambda r: LogNormalizer.of(logits[:, parts[r].first : parts[r].end], parts[r])
-    ):
+    for got in at_once(together, lambda r: LogNormalizer.of(logits[:, parts[r].first : parts[r].end], parts[r])):
         assert torch.equal(got.best, want.best)
         assert torch.equal(got.log_mass, want.log_mass)
     exact = logits.double().logsumexp(1, keepdim=True)

@@ -69,9 +69,7 @@ class Problem:
 
     def scan(self, form: Any) -> Tensor:
         sizes = ("max_chunks_per_row", "chunk_size")
-        return form.ssd_scan_varlen(
-            **self.ssm, **self.prompts("chunk_start_loc", "chunk_row", "row_chunk_loc", *sizes)
-        )
+        return form.ssd_scan_varlen(**self.ssm, **self.prompts("chunk_start_loc", "chunk_row", "row_chunk_loc", *sizes))
 
     def update(self, form: Any, write: Tensor, max_query_len: int) -> Tensor:
         extra = {"write": write, "max_query_len": max_query_len}
@@ -211,9 +209,7 @@ class Stream:
         """Inputs of the tokens from first to end, followed by `junk` NaN tokens."""
         names = ("x", "dt", "B", "C", "u")
         parts = {name: getattr(self, name)[first:end] for name in names}
-        return {
-            name: torch.cat([v, v.new_full((junk, *v.shape[1:]), float("nan"))]) for name, v in parts.items()
-        }
+        return {name: torch.cat([v, v.new_full((junk, *v.shape[1:]), float("nan"))]) for name, v in parts.items()}
 
 
 @pytest.fixture(scope="session")

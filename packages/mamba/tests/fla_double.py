@@ -49,9 +49,7 @@ class Double:
         assert (kwargs["A_log"].shape, kwargs["dt_bias"].shape) == ((heads,), (heads * size,))
         assert use_graph  # else it makes its tiles from lengths on the host, or waits for them
         assert (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel) == (True, True, True)
-        g = -kwargs["A_log"].double().exp()[:, None] * softplus(
-            g.double() + kwargs["dt_bias"].view(heads, size)
-        )
+        g = -kwargs["A_log"].double().exp()[:, None] * softplus(g.double() + kwargs["dt_bias"].view(heads, size))
         return self._run(q, k, v, g, beta, initial_state, cu_seqlens, 1 + allow_neg_eigval,
                          output_final_state and state_v_first)  # fmt: skip
 
@@ -68,11 +66,7 @@ class Double:
             s = initial[row].double()
             for t in range(first, end):
                 s = s * g[0, t].double().exp().unsqueeze(1)
-                u = (
-                    beta_scale
-                    * beta[0, t].double().sigmoid()[:, None]
-                    * (v[0, t] - (s @ k[t, :, :, None])[:, :, 0])
-                )
+                u = beta_scale * beta[0, t].double().sigmoid()[:, None] * (v[0, t] - (s @ k[t, :, :, None])[:, :, 0])
                 s = s + u[:, :, None] * k[t, :, None]
                 o[t] = (s @ q[t, :, :, None])[:, :, 0]
             after[row] = s
@@ -91,25 +85,18 @@ class Double:
 
 
 def cut(
-    spans: list[tuple[int, int]],
-    block: int = 0,
-    scan: PromptScan = PromptScan.FLA,
-    device: str = "cpu",
+    spans: list[tuple[int, int]], block: int = 0, scan: PromptScan = PromptScan.FLA, device: str = "cpu"
 ) -> tuple[PrefillChunks, Tensor]:
     """Return the chunks of rows with (first, last) tokens, and a block table with slots from 1 on."""
     mode = MambaCacheMode.ALL if block else MambaCacheMode.NONE
     layout = CacheLayout(mode, block or 400, 0, 400)
-    table = 1 + torch.arange(len(spans) * layout.columns(), dtype=torch.int32, device=device).view(
-        len(spans), -1
-    )
+    table = 1 + torch.arange(len(spans) * layout.columns(), dtype=torch.int32, device=device).view(len(spans), -1)
     before, after = (np.array(tokens, np.int32) for tokens in zip(*spans, strict=True))
     starts = np.append(0, np.add.accumulate(after - before)).astype(np.int32)
     return PrefillChunker(layout, 48, len(spans), scan).split(starts, before, table), table
 
 
-def arguments(
-    spec: GatedDelta | KimiDelta, tokens: int, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
+def arguments(spec: GatedDelta | KimiDelta, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Arguments of `spec.scan` except the chunks."""
     rng = torch.Generator().manual_seed(0)
     params = tuple(each.random(each.shape, rng).float() for each in spec.parameters)

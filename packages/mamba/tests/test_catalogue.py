@@ -74,9 +74,7 @@ class Groups:
         """rows: (query_len, computed, is_prefilling); row r of group g owns slots from first * (1 + g) * (1 + r) on."""
         lens, computed, prompt = (np.array(column) for column in zip(*rows, strict=True))
         tables = tuple(
-            (first * (1 + g) * (1 + np.arange(len(rows))[:, None]) + np.arange(kind.columns())).astype(
-                np.int32
-            )
+            (first * (1 + g) * (1 + np.arange(len(rows))[:, None]) + np.arange(kind.columns())).astype(np.int32)
             for g, kind in enumerate(self.layouts)
         )
         ids = np.zeros(int(lens.sum()), np.int32)
@@ -90,9 +88,7 @@ class Groups:
 def as_lists(meta: MambaMetadata) -> dict[str, object]:
     """Return copies of all arguments of the operators."""
     plan = {field.name: getattr(meta.plan, field.name).tolist() for field in fields(SlotPlan)}
-    cut = {
-        f"p_{field.name}": getattr(meta.prefill_chunks, field.name) for field in fields(meta.prefill_chunks)
-    }
+    cut = {f"p_{field.name}": getattr(meta.prefill_chunks, field.name) for field in fields(meta.prefill_chunks)}
     names = [field.name for field in fields(meta) if field.name not in ("plan", "prefill_chunks")]
     others = cut | {name: getattr(meta, name) for name in names}
     return plan | {name: v.tolist() if isinstance(v, Tensor) else v for name, v in others.items()}
@@ -153,11 +149,7 @@ def test_m08_m25_a_dummy_step_leaves_every_state(phase):
 def run_layer(spec: Mamba2, meta: MambaMetadata, tokens: int, conv: Tensor, ssm: Tensor) -> None:
     """Run all operators of a step that write states."""
     heads = spec.num_heads
-    u, dt, weight = (
-        torch.randn(tokens, spec.conv_dim),
-        torch.randn(tokens, heads),
-        torch.randn(spec.conv_dim, 4),
-    )
+    u, dt, weight = (torch.randn(tokens, spec.conv_dim), torch.randn(tokens, heads), torch.randn(spec.conv_dim, 4))
     mixer = Mixer(spec, weight, None, (-torch.rand(heads), torch.rand(heads), torch.rand(heads)))
     mixer.mix(u, (dt,), MixerBatch.of(meta), (conv, ssm), None)
 
@@ -178,9 +170,7 @@ def test_m08_m25_a_dummy_step_under_fold_leaves_pages_rings_and_requests():
     done = plan_fold(layout, plan, stale, null, stale)
     assert not any(getattr(done, field.name).any() for field in fields(done))
     args = (null, plan.ring_start, done.count, plan.slot, done.dst, done.page_offset)
-    reference.fold_ring(
-        *(tensor[None] for tensor in (*pages[::-1], *rings, cache.mixers[0].params[0])), *args
-    )
+    reference.fold_ring(*(tensor[None] for tensor in (*pages[::-1], *rings, cache.mixers[0].params[0])), *args)
     cache.states.scatter(null, done.accepted, base=done.base)
     assert all(torch.equal(a, b) for a, b in zip((*rings, *pages), before, strict=True))
     assert torch.equal(cache.states.gather(rows).base, kept.base)
@@ -255,10 +245,7 @@ def test_m36_a_published_page_is_exact_when_it_is_announced_and_for_ever(rule):
     # vllm #53505: others copied pages whose contents were not there yet. `PrefixRetention.columns_to_publish` is the
     # event: after the step's fold was enqueued, it names columns whose pages hold the state and the window, and no step
     # writes them.
-    layout, prompt = (
-        CacheLayout(ALL, 4, 2, MAX_LEN, FOLD, 5),
-        11,
-    )  # the shortest ring: folds between boundaries, too
+    layout, prompt = (CacheLayout(ALL, 4, 2, MAX_LEN, FOLD, 5), 11)  # the shortest ring: folds between boundaries, too
     cache, table = fold_cache(layout, rows=2)
     xbc, dt = tokens_of(cache, 48)
     n, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)

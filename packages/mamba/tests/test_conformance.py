@@ -5,13 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bateleur.mamba import (
-    CacheLayout,
-    MambaCacheMode,
-    MambaMetadataBuilder,
-    RequestStates,
-    StatePolicy,
-)
+from bateleur.mamba import CacheLayout, MambaCacheMode, MambaMetadataBuilder, RequestStates, StatePolicy
 from bateleur.metadata import BatchLimits, BuildPhase, KVCacheGroup
 from bateleur.metadata.conformance import ConformanceError, check_builder
 
@@ -102,9 +96,7 @@ def test_the_builder_conforms_where_states_outlive_steps(mode: MambaCacheMode) -
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("mode", list(MambaCacheMode))
 @pytest.mark.parametrize("policy", list(StatePolicy))
-def test_the_builder_conforms_with_states_that_travel(
-    policy: StatePolicy, mode: MambaCacheMode, drafts: int
-) -> None:
+def test_the_builder_conforms_with_states_that_travel(policy: StatePolicy, mode: MambaCacheMode, drafts: int) -> None:
     block = LIMITS.max_model_len if mode is MambaCacheMode.NONE else 8
     layout = CacheLayout(mode, block, drafts, LIMITS.max_model_len, policy)
     own = KVCacheGroup(block, layout.columns(), has_slots=False)
@@ -112,7 +104,5 @@ def test_the_builder_conforms_with_states_that_travel(
     states = RequestStates(1 + LIMITS.max_num_reqs, "cpu")
     kept = MambaMetadataBuilder(layout, 4, LIMITS.max_num_reqs, "cpu", states)
     lens = (1, 1 + drafts)[: 1 + (drafts > 0)]
-    report = check_builder(
-        as_elsewhere(kept), LIMITS, groups=(KVCacheGroup(4, 6), own, rows), group=1, query_lens=lens
-    )
+    report = check_builder(as_elsewhere(kept), LIMITS, groups=(KVCacheGroup(4, 6), own, rows), group=1, query_lens=lens)
     assert len(report.keys) == 3 * len(lens)

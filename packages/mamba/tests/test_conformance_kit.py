@@ -74,9 +74,7 @@ class ForgetsWhereItWas(Mamba2):
 
 class ReadsTheNullSlot(Mamba2):
     def scan(self, params, channels, gates, state, chunks, chunk_size, read):
-        return Mamba2.scan(
-            self, params, channels, gates, state, chunks, chunk_size, read.masked_fill(read == 0, 9)
-        )
+        return Mamba2.scan(self, params, channels, gates, state, chunks, chunk_size, read.masked_fill(read == 0, 9))
 
 
 class KeepsBoundariesOneChunkLate(Mamba2):
@@ -144,9 +142,7 @@ class BeginsRingsAtZero(Mamba2):
 
 class FoldsOneTooFew(Mamba2):
     def fold(self, params, conv, state, request_conv, ring, at):
-        Mamba2.fold(
-            self, params, conv, state, request_conv, ring, at._replace(counts=(at.counts - 1).clamp(1))
-        )
+        Mamba2.fold(self, params, conv, state, request_conv, ring, at._replace(counts=(at.counts - 1).clamp(1)))
 
 
 class FoldsInPlace(Mamba2):
@@ -159,16 +155,12 @@ class FoldsInPlace(Mamba2):
 
 class FoldsWithOneLayersParameters(Mamba2):
     def fold(self, params, conv, state, request_conv, ring, at):
-        Mamba2.fold(
-            self, tuple(each[:1].expand_as(each) for each in params), conv, state, request_conv, ring, at
-        )
+        Mamba2.fold(self, tuple(each[:1].expand_as(each) for each in params), conv, state, request_conv, ring, at)
 
 
 class TakesTheOldestWindow(Mamba2):
     def fold(self, params, conv, state, request_conv, ring, at):
-        Mamba2.fold(
-            self, params, conv, state, request_conv, ring, at._replace(page_offset=0 * at.page_offset)
-        )
+        Mamba2.fold(self, params, conv, state, request_conv, ring, at._replace(page_offset=0 * at.page_offset))
 
 
 class LooksAtTheWholeBatch(Mamba2):
@@ -193,13 +185,7 @@ class HasGatesOfItsOwn(Mamba2):
 
 DEFECTS = {
     "declaration": [KeepsNoRing, HasGatesOfItsOwn],
-    "scan": [
-        ForgetsWhereItWas,
-        ReadsTheNullSlot,
-        KeepsBoundariesOneChunkLate,
-        KeepsEndsAlone,
-        ScribblesElsewhere,
-    ],
+    "scan": [ForgetsWhereItWas, ReadsTheNullSlot, KeepsBoundariesOneChunkLate, KeepsEndsAlone, ScribblesElsewhere],
     "update": [KeepsTheLastTokenAlone, UpdatesInRowOrder],
     "replay": [AdvancesTheCheckpoint, CountsWhatWasRejected, BeginsRingsAtZero],
     "fold": [FoldsOneTooFew, FoldsInPlace, FoldsWithOneLayersParameters, TakesTheOldestWindow],
@@ -233,9 +219,7 @@ def ints(*values: int) -> Tensor:
 
 def decodes(plan: SlotPlan | ReplayPlan, request_row: Tensor | None = None) -> MambaMetadata:
     loc = torch.arange(len(plan.conv_offset) + 1, dtype=torch.int32)
-    return MambaMetadata(
-        len(loc) - 1, len(loc) - 1, 0, plan, loc, PrefillChunks.empty("cpu"), 1, 1, request_row
-    )
+    return MambaMetadata(len(loc) - 1, len(loc) - 1, 0, plan, loc, PrefillChunks.empty("cpu"), 1, 1, request_row)
 
 
 @dataclass

@@ -40,19 +40,14 @@ def make(model: str, name: str, dtype: torch.dtype) -> dict[str, Any]:
         return torch.randn(shape, generator=rng).to(to)
 
     f32 = torch.float32
-    q, k, v = (
-        rand(tokens, (2 * groups + heads) * dim).unflatten(1, (-1, dim)).split([groups, groups, heads], 1)
-    )
+    q, k, v = rand(tokens, (2 * groups + heads) * dim).unflatten(1, (-1, dim)).split([groups, groups, heads], 1)
     A = -rand(heads, to=f32).abs() / 4
     every = {"q": q, "k": k, "v": v, "a": rand(tokens, *decays), "b": rand(tokens, heads), "beta_scale": 1.0}
     every |= {"A": A, "dt_bias": rand(*decays, to=f32), "state": rand(60, heads, dim, dim, to=f32)}
     every |= {"query_start_loc": torch.tensor([0, *lens]).cumsum(0).int(), "max_query_len": 1 + DRAFTS}
     write = 8 + torch.arange(ROWS * (1 + DRAFTS)).view(ROWS, -1)
     every |= {"read": rows, "slot": rows, "ring_row": rows, "write": write}
-    every |= {
-        "ring_k": rand(ROWS + 1, CAPACITY, groups, dim),
-        "ring_u": rand(ROWS + 1, CAPACITY, heads, dim, to=f32),
-    }
+    every |= {"ring_k": rand(ROWS + 1, CAPACITY, groups, dim), "ring_u": rand(ROWS + 1, CAPACITY, heads, dim, to=f32)}
     every |= {"ring_g": -rand(ROWS + 1, CAPACITY, *decays, to=f32).abs() / 4}
     entries = torch.tensor([10, 3, 0, 13, 0, 7])
     every |= {"ring_start": torch.arange(ROWS) * 3, "ring_len": entries, "count": entries, "src": rows}
@@ -80,10 +75,7 @@ def chunks(lens: list[int]) -> dict[str, Any]:
 
 
 def moved(args: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {
-        key: value.to(device, copy=True) if isinstance(value, Tensor) else value
-        for key, value in args.items()
-    }
+    return {key: value.to(device, copy=True) if isinstance(value, Tensor) else value for key, value in args.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,16 +91,12 @@ def test_forms_equal_the_reference(
     for key in ("o", *IN_PLACE):
         if isinstance(want.get(key), Tensor):
             bound = (tolerance if key == "o" else 1e-4) * float(want[key].abs().max())
-            torch.testing.assert_close(
-                got[key].cpu(), want[key], rtol=0, atol=bound, msg=f"{key}: {{}}".format
-            )
+            torch.testing.assert_close(got[key].cpu(), want[key], rtol=0, atol=bound, msg=f"{key}: {{}}".format)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_captured_operator_equals_the_eager_one_bit_for_bit(
-    device: torch.device, model: str, name: str
-) -> None:
+def test_a_captured_operator_equals_the_eager_one_bit_for_bit(device: torch.device, model: str, name: str) -> None:
     args = make(model, name, torch.bfloat16)
     eager, static = moved(args, device), moved(args, device)
     form = load(FORMS[name].triton or "")

@@ -13,12 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.mamba import (
-    GatedDelta,
-    KimiDelta,
-    PromptScan,
-    delta_scan_varlen,
-)
+from bateleur.mamba import GatedDelta, KimiDelta, PromptScan, delta_scan_varlen
 from bateleur.mamba.conformance import check_recurrence
 from bateleur.mamba.ops.delta_scan import fla
 from bateleur.mamba.recurrences import delta_rule
@@ -71,9 +66,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
 @pytest.mark.parametrize("kind", SPECS)
 def test_a_scan_by_fla_conforms(kind: str, double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, own = SPECS[kind], []
-    monkeypatch.setattr(
-        delta_rule, "delta_scan_varlen", lambda *args: own.append(1) or delta_scan_varlen(*args)
-    )
+    monkeypatch.setattr(delta_rule, "delta_scan_varlen", lambda *args: own.append(1) or delta_scan_varlen(*args))
     check_recurrence(spec, one_token(spec), prompt_scan=FLA)
     assert double.calls > 5
     assert len(own) > 5
@@ -86,9 +79,7 @@ def test_both_scans_agree_over_many_tiles(kind: str, double: Double) -> None:
     found = []
     for scan in (OWN, FLA):
         given = arguments(SPECS[kind], 198)
-        found.append(
-            (SPECS[kind].scan(**given, chunks=cut(spans, scan=scan)[0], read=read)[:195], given["state"])
-        )
+        found.append((SPECS[kind].scan(**given, chunks=cut(spans, scan=scan)[0], read=read)[:195], given["state"]))
     (y, state), (by_fla, its_state) = found
     assert double.calls == 1
     torch.testing.assert_close(by_fla, y, rtol=0, atol=1e-5)
@@ -97,9 +88,7 @@ def test_both_scans_agree_over_many_tiles(kind: str, double: Double) -> None:
 
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("grad", [False, True])
-def test_m1_a_scan_by_fla_does_not_wait(
-    kind: str, grad: bool, double: Double, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_m1_a_scan_by_fla_does_not_wait(kind: str, grad: bool, double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
     given, prompts = arguments(SPECS[kind], 130), cut([(0, 130)])[0]
     for home in fla.FUNCTIONS.values():  # the double would wait
         call = unlooked(getattr(double, home.name))
@@ -115,9 +104,7 @@ def test_a_version_with_another_signature_is_refused(double: Double, monkeypatch
     monkeypatch.setattr(sys.modules["fla.ops.kda"], "chunk_kda", older)
     monkeypatch.setattr(fla, "version", lambda: "0.3.2")
     given, prompts = arguments(SPECS["kimi"], 5), cut([(0, 5)])[0]
-    with pytest.raises(
-        ValueError, match=r"chunk_kda of fla-core 0\.3\.2 has no argument initial_state, .*use_graph; "
-    ):
+    with pytest.raises(ValueError, match=r"chunk_kda of fla-core 0\.3\.2 has no argument initial_state, .*use_graph; "):
         SPECS["kimi"].scan(**given, chunks=prompts, read=torch.tensor([1]))
 
 
@@ -127,9 +114,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setitem(sys.modules, home.module, None)
     fla.kernel.cache_clear()
     given, prompts = arguments(SPECS["gated"], 5), cut([(0, 5)])[0]
-    with pytest.raises(
-        ValueError, match=r"fla\.ops\.gated_delta_rule.* can't be imported.*bateleur-mamba\[fla\]"
-    ):
+    with pytest.raises(ValueError, match=r"fla\.ops\.gated_delta_rule.* can't be imported.*bateleur-mamba\[fla\]"):
         SPECS["gated"].scan(**given, chunks=prompts, read=torch.tensor([1]))
 
 

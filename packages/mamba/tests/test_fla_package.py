@@ -47,9 +47,7 @@ def test_m1_its_host_side_does_not_wait(kind: str, monkeypatch: pytest.MonkeyPat
     from triton.runtime.jit import KernelInterface
 
     launches = []
-    monkeypatch.setattr(
-        KernelInterface, "__getitem__", lambda self, grid: lambda *_, **__: launches.append(self)
-    )
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda self, grid: lambda *_, **__: launches.append(self))
     given = arguments(SPECS[kind], 198, torch.bfloat16)
     prompts, _ = cut(SPANS)
     fla.kernel(kind == "kimi")
@@ -73,9 +71,7 @@ def interpretable() -> Iterator[None]:
     del loops.range
 
 
-def both(
-    kind: str, device: str, dtype: torch.dtype = torch.bfloat16
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def both(kind: str, device: str, dtype: torch.dtype = torch.bfloat16) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return outputs and states of both scans for the same arguments."""
     found = []
     for scan in (OWN, FLA):
@@ -96,9 +92,7 @@ def _moved(value: Any, device: str) -> Any:
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run on a CPU in Triton's interpreter alone")
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float16, 3e-3)])
-def test_its_scan_is_ours_interpreted(
-    interpretable: None, kind: str, dtype: torch.dtype, atol: float
-) -> None:
+def test_its_scan_is_ours_interpreted(interpretable: None, kind: str, dtype: torch.dtype, atol: float) -> None:
     ours, theirs = both(kind, "cpu", dtype)
     for mine, its in zip(ours, theirs, strict=True):
         torch.testing.assert_close(its, mine, rtol=0, atol=atol)

@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bateleur.mamba import (
-    CacheLayout,
-    CopyPlan,
-    FoldCache,
-    Mamba2,
-    MambaCacheMode,
-    Mixer,
-    StatePolicy,
-    StatePool,
-)
+from bateleur.mamba import CacheLayout, CopyPlan, FoldCache, Mamba2, MambaCacheMode, Mixer, StatePolicy, StatePool
 
 NONE, ALIGN, ALL = MambaCacheMode
 FOLD = StatePolicy.FOLD
@@ -65,9 +56,7 @@ def play(inputs: Inputs, layout: CacheLayout, chunk: int, seed: int) -> list[Ten
     """Run all requests to their ends in random batches with random drafts."""
     rng, size, width = random.Random(seed), len(inputs.xbc), 1 + layout.num_speculative_tokens
     columns = layout.columns()
-    cache = FoldCache(
-        layout, inputs.mixers, num_slots=1 + size * columns, num_rows=1 + size, chunk_size=chunk
-    )
+    cache = FoldCache(layout, inputs.mixers, num_slots=1 + size * columns, num_rows=1 + size, chunk_size=chunk)
     table = torch.arange(1, 1 + size * columns, dtype=torch.int32).view(size, columns)
     computed = torch.zeros(size, dtype=torch.int64)
     prompts = [rng.randint(1, LEN - 1) for _ in range(size)]
@@ -84,11 +73,7 @@ def play(inputs: Inputs, layout: CacheLayout, chunk: int, seed: int) -> list[Ten
             kept.append(rng.randint(1, lens[-1]) if i in decodes else lens[-1])
         if not who:
             continue
-        at = [
-            (i, int(computed[i]) + j, j < k)
-            for i, q, k in zip(who, lens, kept, strict=True)
-            for j in range(q)
-        ]
+        at = [(i, int(computed[i]) + j, j < k) for i, q, k in zip(who, lens, kept, strict=True) for j in range(q)]
         row, token, right = (torch.tensor(column) for column in zip(*at, strict=True))
         step = cache.step(table[who], [1 + i for i in who], computed[who], lens, len(decodes))
         for index, y in enumerate(outputs):
@@ -113,9 +98,7 @@ def test_any_schedule_is_each_request_alone(seed):
 def test_a_prompt_may_go_on_after_decodes():
     """A prefill of 10 tokens, two decodes that stay in the ring, and a prefill of 8 tokens."""
     inputs = Inputs([mixer_of(2, 0)], 1, 0)
-    cache = FoldCache(
-        CacheLayout(ALL, 16, 2, LEN, FOLD), inputs.mixers, num_slots=6, num_rows=2, chunk_size=4
-    )
+    cache = FoldCache(CacheLayout(ALL, 16, 2, LEN, FOLD), inputs.mixers, num_slots=6, num_rows=2, chunk_size=4)
     table, n, parts = torch.arange(1, 6, dtype=torch.int32)[None], torch.zeros(1, dtype=torch.int64), []
     for tokens, decodes in ((10, 0), (1, 1), (1, 1), (8, 0), (1, 1)):
         span = slice(int(n), int(n) + tokens)
@@ -154,16 +137,8 @@ def test_rings_are_what_a_spec_counts():
     request_conv, (x, dt, B) = pool.rings(2)
     assert (request_conv.shape, x.shape) == ((5, 6, 96), (5, 9, 4, 8))
     assert (dt.shape, B.shape) == ((5, 9, 4), (5, 9, 2, 16))
-    assert (request_conv.dtype, x.dtype, dt.dtype, B.dtype) == (
-        *[torch.bfloat16] * 2,
-        torch.float32,
-        torch.bfloat16,
-    )
-    assert (
-        pool.rings(0).request_conv.data_ptr()
-        != request_conv.data_ptr()
-        == pool.rings(2).request_conv.data_ptr()
-    )
+    assert (request_conv.dtype, x.dtype, dt.dtype, B.dtype) == (*[torch.bfloat16] * 2, torch.float32, torch.bfloat16)
+    assert pool.rings(0).request_conv.data_ptr() != request_conv.data_ptr() == pool.rings(2).request_conv.data_ptr()
     assert pool.rings(1).request_conv.dtype == torch.float64
 
 
@@ -224,10 +199,7 @@ def test_m19_bad_steps_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             cache.step(table, [1, 2], n, lens, decodes)
-    for computed, message in (
-        (8, "8 in prompt row 0; its request has 0 .* at most 0"),
-        (30, "30 .* at most 6"),
-    ):
+    for computed, message in ((8, "8 in prompt row 0; its request has 0 .* at most 0"), (30, "30 .* at most 6")):
         with pytest.raises(ValueError, match=f"computed is {message}"):
             cache.step(table, [1, 2], n + computed, [1, 1])
     step = cache.step(table, [1, 2], n, [1, 1])
@@ -236,10 +208,7 @@ def test_m19_bad_steps_are_refused():
         step.commit([1, 1])
     rule = "all must be different, and in .1, 2.; row 0 is null"
     for rows in ([0, 1], [1, 1], [2, 3], [-1, 1]):
-        for call in (
-            lambda rows=rows: cache.step(table, rows, n, [1, 1]),
-            lambda rows=rows: cache.admit(rows),
-        ):
+        for call in (lambda rows=rows: cache.step(table, rows, n, [1, 1]), lambda rows=rows: cache.admit(rows)):
             with pytest.raises(ValueError, match=rule):
                 call()
     with pytest.raises(ValueError, match=r"computed \+ query_lens is 41 in some row; .* max_model_len = 40"):

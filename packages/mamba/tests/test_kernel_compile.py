@@ -66,17 +66,7 @@ class Mamba2:
         groups = (self.groups, self.state_size)
         per_head = {name: torch.empty(self.heads) for name in ("A", "D", "dt_bias")}
         x, B, C = x.unflatten(1, (self.heads, -1)), B.unflatten(1, groups), C.unflatten(1, groups)
-        return {
-            "z": z,
-            "xbc": xbc,
-            "dt": dt,
-            "x": x,
-            "B": B,
-            "C": C,
-            "dt_min": 0.0,
-            "dt_max": 1e9,
-            **per_head,
-        }
+        return {"z": z, "xbc": xbc, "dt": dt, "x": x, "B": B, "C": C, "dt_min": 0.0, "dt_max": 1e9, **per_head}
 
     def state(self, state_dtype: torch.dtype) -> Tensor:
         return torch.empty(LAYERS, SLOTS, self.heads, self.head_dim, self.state_size, dtype=state_dtype)
@@ -130,10 +120,7 @@ class Delta:
         sizes = [sum(self.channels), values, self.heads, last]
         xbc, z, b, a = torch.empty(num_tokens, sum(sizes), dtype=dtype).split(sizes, 1)
         if self.per_channel:
-            z, a = (
-                torch.empty(num_tokens, values, dtype=dtype),
-                torch.empty(num_tokens, *self.decays, dtype=dtype),
-            )
+            z, a = (torch.empty(num_tokens, values, dtype=dtype), torch.empty(num_tokens, *self.decays, dtype=dtype))
         q, k, v = torch.empty(num_tokens, sum(self.channels), dtype=dtype).split(list(self.channels), 1)
         keys = (self.groups, self.key_dim)
         q, k, v = q.unflatten(1, keys), k.unflatten(1, keys), v.unflatten(1, (self.heads, -1))
@@ -179,12 +166,7 @@ class Batch:
     """Launches of a layer's operators for ``num_rows`` rows; tensors of prefills have any alignment."""
 
     def __init__(
-        self,
-        layer: Mamba2 | Delta,
-        num_rows: int,
-        num_tokens: int,
-        dtype: torch.dtype,
-        state_dtype: torch.dtype,
+        self, layer: Mamba2 | Delta, num_rows: int, num_tokens: int, dtype: torch.dtype, state_dtype: torch.dtype
     ) -> None:
         self.layer, self.rows, self.tokens, self.dtype = layer, num_rows, num_tokens, dtype
         self.given, self.names = layer.projected(num_tokens, dtype), layer.names()
@@ -227,10 +209,7 @@ class Batch:
     def folds(self) -> Launches:
         """The folds after a step under FOLD."""
         names = ("ring_row", "ring_start", "count", "src", "dst", "page_offset")
-        more = {name: self.index() for name in names} | {
-            "conv_state": self.conv,
-            "request_conv": self.request_conv,
-        }
+        more = {name: self.index() for name in names} | {"conv_state": self.conv, "request_conv": self.request_conv}
         if isinstance(self.layer, Mamba2):
             more["A"] = torch.empty(LAYERS, self.layer.heads)
         yield self.names["fold"], self.rings | more | {self.names["state"]: self.state}
@@ -309,11 +288,7 @@ def case_id(value: object) -> str:
 
 @pytest.mark.parametrize(("model", "dtype", "state_dtype", "part"), CASES, ids=case_id)
 def test_a_published_layer(
-    model: str,
-    dtype: torch.dtype,
-    state_dtype: torch.dtype,
-    part: str,
-    record_property: Callable[[str, object], None],
+    model: str, dtype: torch.dtype, state_dtype: torch.dtype, part: str, record_property: Callable[[str, object], None]
 ) -> None:
     """One kernel is used for all batch sizes, and states are read with 16 bytes per thread."""
     layer = MODELS[model]
@@ -323,29 +298,18 @@ def test_a_published_layer(
 
     found = kernels_of_sizes(make, PROMPTS if part == "prompts" else SIZES)
     check(found, record_property, f"{model} {case_id(dtype)}")
-    streams = [
-        kernel for kernel in found.kernels if kernel.name in ("update_kernel", "replay_kernel", "fold_kernel")
-    ]
-    assert all(kernel.instructions["wide loads"] for kernel in streams), (
-        "a state is not read by 16 bytes a thread"
-    )
+    streams = [kernel for kernel in found.kernels if kernel.name in ("update_kernel", "replay_kernel", "fold_kernel")]
+    assert all(kernel.instructions["wide loads"] for kernel in streams), "a state is not read by 16 bytes a thread"
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=case_id)
-def test_windows_of_a_pure_convolution(
-    dtype: torch.dtype, record_property: Callable[[str, object], None]
-) -> None:
+def test_windows_of_a_pure_convolution(dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
     """LFM2-8B-A1B: 2,048 channels, kernels of width 3, and no other state."""
 
     def make(num_rows: int, num_tokens: int) -> None:
-        index, conv = (
-            partial(torch.empty, num_rows, dtype=INT64),
-            torch.empty(LAYERS, SLOTS, 2, 2048, dtype=dtype),
-        )
+        index, conv = (partial(torch.empty, num_rows, dtype=INT64), torch.empty(LAYERS, SLOTS, 2, 2048, dtype=dtype))
         request_conv = torch.empty(LAYERS, SLOTS, 5, 2048, dtype=dtype)
-        named = {
-            name: index() for name in ("ring_row", "dst", "page_offset", "conv_src", "conv_bias", "ssm_src")
-        }
+        named = {name: index() for name in ("ring_row", "dst", "page_offset", "conv_src", "conv_bias", "ssm_src")}
         launch(iter([
             ("fold_window", named | {"conv_state": conv, "request_conv": request_conv}),
             ("copy_states", named | {"conv_state": request_conv, "ssm_state": None}),
@@ -415,6 +379,4 @@ def test_every_kernel_is_launched() -> None:
             batch = Batch(MODELS[model], 4, 16, dtype, torch.float32)
             for make in PARTS.values():
                 launch(make(batch))
-    assert every - launched == {
-        getattr(planners, f"{name}_plan_kernel") for name in ("step", "copy", "replay", "fold")
-    }
+    assert every - launched == {getattr(planners, f"{name}_plan_kernel") for name in ("step", "copy", "replay", "fold")}

@@ -87,10 +87,7 @@ def chosen(tensors: Tensors, *names: str) -> Tensors:
 
 
 def row(tokens: int) -> dict[str, object]:
-    return {
-        "query_start_loc": torch.tensor([0, tokens], dtype=torch.int32),
-        "max_query_len": tokens,
-    }
+    return {"query_start_loc": torch.tensor([0, tokens], dtype=torch.int32), "max_query_len": tokens}
 
 
 def weights(spec: Mamba2) -> dict[str, object]:
@@ -162,9 +159,7 @@ def test_fold(shape, count, src, dst):
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_a_pure_convolution_moves_windows_alone(width):
-    slots, fold = (
-        ShortConv(5, conv_width=width, num_speculative_tokens=2, policy=policy) for policy in (SLOTS, FOLD)
-    )
+    slots, fold = (ShortConv(5, conv_width=width, num_speculative_tokens=2, policy=policy) for policy in (SLOTS, FOLD))
     assert (fold.state_bytes, fold.ring_bytes(9), bytes_of.token_bytes(fold)) == (0, 0, 0)
     assert bytes_of.state_update_bytes(slots, 3) == bytes_of.replay_bytes(fold, 3, 4) == 0
     torch.manual_seed(0)
@@ -225,9 +220,7 @@ def test_a_cycle_is_what_the_planner_does(drafts):
 
 def test_cycles_of_nothing_are_refused():
     layout = CacheLayout(MambaCacheMode.NONE, 64, 2, 64, FOLD)
-    with pytest.raises(
-        ValueError, match=r"accepted is 4; it must be in \[1, 1 \+ num_speculative_tokens = 3\]"
-    ):
+    with pytest.raises(ValueError, match=r"accepted is 4; it must be in \[1, 1 \+ num_speculative_tokens = 3\]"):
         bytes_of.FoldCycle.of(layout, 4)
     with pytest.raises(ValueError, match="layout has the policy 'slots'; only 'fold' has a cycle"):
         bytes_of.FoldCycle.of(CacheLayout(MambaCacheMode.NONE, 64, 2, 64), 1)
@@ -250,10 +243,7 @@ def test_fold_moves_a_third_and_keeps_a_fifth(name):
 def test_megabytes_of_a_request():
     layers, shape = MODELS["Nemotron-3-Nano-30B"]
     used = [
-        layers
-        * spec_of(shape, 5, policy).max_memory_usage_bytes(
-            CacheLayout(MambaCacheMode.NONE, 64, 5, 64, policy)
-        )
+        layers * spec_of(shape, 5, policy).max_memory_usage_bytes(CacheLayout(MambaCacheMode.NONE, 64, 5, 64, policy))
         for policy in (SLOTS, FOLD)
     ]
     assert [round(value / 2**20) for value in used] == [289, 53]

@@ -14,9 +14,7 @@ from torch import Tensor
 from bateleur.mamba import ops
 from bateleur.metadata import native as compiler
 
-pytestmark = pytest.mark.skipif(
-    compiler.unavailable_reason() is not None, reason=str(compiler.unavailable_reason())
-)
+pytestmark = pytest.mark.skipif(compiler.unavailable_reason() is not None, reason=str(compiler.unavailable_reason()))
 I32, NAN = torch.int32, float("nan")
 FLOATS = (torch.float32, torch.bfloat16)
 SLOTS, LIVE, SPARE = 13, 5, 2
@@ -140,18 +138,10 @@ def test_chunks_of_other_tokens_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize(
-    ("groups", "size", "shared"), [(2, 24, False), (3, 16, True), (1, 67, False), (1, 1, False)]
-)
+@pytest.mark.parametrize(("groups", "size", "shared"), [(2, 24, False), (3, 16, True), (1, 67, False), (1, 1, False)])
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 def test_gated_norms_are_as_torch_has_them(
-    dtype: torch.dtype,
-    norm_first: bool,
-    groups: int,
-    size: int,
-    shared: bool,
-    activation: str,
-    monkeypatch: Any,
+    dtype: torch.dtype, norm_first: bool, groups: int, size: int, shared: bool, activation: str, monkeypatch: Any
 ) -> None:
     """A token alone has the same bits."""
     make = torch.Generator().manual_seed(size)
@@ -159,9 +149,7 @@ def test_gated_norms_are_as_torch_has_them(
     weight = torch.randn(size if shared else groups * size, generator=make).to(dtype)
     options = (weight, groups, 1e-5, norm_first, activation)
     y = ops.gated_rms_norm(x, z, *options)
-    assert torch.equal(
-        torch.cat([ops.gated_rms_norm(x[i : i + 1], z[i : i + 1], *options) for i in range(9)]), y
-    )
+    assert torch.equal(torch.cat([ops.gated_rms_norm(x[i : i + 1], z[i : i + 1], *options) for i in range(9)]), y)
     monkeypatch.setattr(compiler, "unavailable_reason", lambda: "none is wanted")
     plain = ops.gated_rms_norm(x, z, *options)
     places = {"rtol": 2e-2, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}

@@ -13,9 +13,7 @@ from bateleur.mamba.ops.native import conv, mamba2, ring
 from bateleur.metadata import native as compiler
 from bateleur.metadata.dispatch import UNSUPPORTED
 
-pytestmark = pytest.mark.skipif(
-    compiler.unavailable_reason() is not None, reason=str(compiler.unavailable_reason())
-)
+pytestmark = pytest.mark.skipif(compiler.unavailable_reason() is not None, reason=str(compiler.unavailable_reason()))
 I32, NAN = torch.int32, float("nan")
 FLOATS = (torch.float32, torch.bfloat16)
 LIMITS = (0.01, 2.0)
@@ -26,9 +24,7 @@ SHAPES = [(8, 64, 64, 1), (4, 16, 128, 2), (2, 5, 7, 1), (3, 20, 40, 3), (1, 33,
 class Layer:
     """Parameters, and tokens as strided views of a projection."""
 
-    def __init__(
-        self, shape: tuple[int, int, int, int], tokens: int, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], tokens: int, dtype: torch.dtype = torch.float32) -> None:
         heads, channels, size, groups = self.shape = shape
         self.dtype = dtype
         make = torch.Generator().manual_seed(heads + size)
@@ -71,9 +67,7 @@ class Layer:
         return torch.cat(ys), torch.stack(states)
 
 
-def replay(
-    layer: Layer, states: Tensor, rings: Any, lens: list[int], at: list[int], **rows: list[int]
-) -> Tensor:
+def replay(layer: Layer, states: Tensor, rings: Any, lens: list[int], at: list[int], **rows: list[int]) -> Tensor:
     x, dt, A, B, C, D, bias = layer.some(at)
     starts = torch.tensor([0, *lens]).cumsum(0).to(I32)
     where = (torch.tensor(rows[name]) for name in ("slot", "ring_row", "ring_start", "ring_len"))
@@ -216,9 +210,7 @@ def test_other_forms_are_torchs(monkeypatch: Any) -> None:
         ([0, 1], [2, 3], True),
     ],
 )
-def test_a_slot_that_another_row_reads_is_not_written_before(
-    read: list[int], write: list[int], ok: bool
-) -> None:
+def test_a_slot_that_another_row_reads_is_not_written_before(read: list[int], write: list[int], ok: bool) -> None:
     """C computes rows in any order, so the torch form, which reads all slots first, is used."""
     layer, reads = Layer((2, 4, 8, 1), 4), torch.tensor(read)
     states, starts = layer.states(5), torch.tensor([0, 2, 4], dtype=I32)
@@ -229,9 +221,7 @@ def test_a_slot_that_another_row_reads_is_not_written_before(
     rows = (starts, 2, reads, torch.zeros(2, dtype=torch.int64), writes[:, 1])
     taken = conv.causal_conv1d_update(x, torch.randn(6, 4), None, windows, *rows, "silu")
     assert (taken is not UNSUPPORTED) == ok
-    want = torch.stack(
-        [layer.one_by_one(states[s].nan_to_num(0), 2 * i, 2 * i + 2)[1][1] for i, s in enumerate(read)]
-    )
+    want = torch.stack([layer.one_by_one(states[s].nan_to_num(0), 2 * i, 2 * i + 2)[1][1] for i, s in enumerate(read)])
     ops.selective_state_update(states, *layer.some([0, 1, 2, 3]), starts, 2, reads, writes, *LIMITS)
     for i, slot in enumerate(write):
         if slot:

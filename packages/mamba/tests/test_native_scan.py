@@ -12,9 +12,7 @@ from bateleur.mamba import ops
 from bateleur.mamba.ops import native
 from bateleur.metadata import native as compiler
 
-compiles = pytest.mark.skipif(
-    compiler.unavailable_reason() is not None, reason=str(compiler.unavailable_reason())
-)
+compiles = pytest.mark.skipif(compiler.unavailable_reason() is not None, reason=str(compiler.unavailable_reason()))
 I32 = torch.int32
 
 
@@ -77,9 +75,7 @@ def test_prompts_are_updates_of_single_tokens(
     for first, count, source, target in ((0, 4, 1, 3), (0, 10, 1, 4), (10, 9, 0, 5), (19, 3, 2, 6)):
         state = torch.stack([states[0], states[source]])
         start = torch.tensor([0, count], dtype=I32)
-        part = {
-            name: each[first : first + count] if name in "xdtBC" else each for name, each in inputs.items()
-        }
+        part = {name: each[first : first + count] if name in "xdtBC" else each for name, each in inputs.items()}
         slots = torch.ones(1, count, dtype=torch.int64)
         took = ops.selective_state_update(
             state, *(part[name] for name in ("x", "dt", "A", "B", "C", "D", "dt_bias")),
@@ -104,19 +100,13 @@ def test_slots_outside_the_cache_are_refused() -> None:
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("read", "write", "count"), [(4, 1, 2), (1, 4, 2), (-1, 1, 2), (1, -1, 2), (1, 1, 6)]
-)
+@pytest.mark.parametrize(("read", "write", "count"), [(4, 1, 2), (1, 4, 2), (-1, 1, 2), (1, -1, 2), (1, 1, 6)])
 def test_updates_outside_the_cache_are_refused(read: int, write: int, count: int) -> None:
     """Also with more tokens than the batch has."""
     inputs, states = layer(2, 4, 8, 1, tokens=5), torch.zeros(4, 2, 4, 8)
     numbers = [inputs[name] for name in ("x", "dt", "A", "B", "C", "D", "dt_bias")]
     starts, windows = torch.tensor([0, count], dtype=I32), torch.zeros(4, 9, 6)
-    reads, writes, text = (
-        torch.tensor([read]),
-        torch.full((1, 6), write),
-        "^read, write, query_start_loc: row 0 has",
-    )
+    reads, writes, text = (torch.tensor([read]), torch.full((1, 6), write), "^read, write, query_start_loc: row 0 has")
     with pytest.raises(IndexError, match=text):
         ops.selective_state_update(states, *numbers, starts, 6, reads, writes, 0.0, 1.0)
     with pytest.raises(IndexError, match=text):
@@ -131,15 +121,9 @@ def test_updates_outside_the_cache_are_refused(read: int, write: int, count: int
 @compiles
 def test_a_slot_that_another_row_reads_is_read_before_it_is_written() -> None:
     """C computes rows in any order, so the torch form, which reads all slots first, is used."""
-    read, write, rows = (
-        torch.tensor([1, 2, 0]),
-        torch.tensor([3, 0, 2, 1]),
-        torch.tensor([0, 0, 1, 2], dtype=I32),
-    )
+    read, write, rows = (torch.tensor([1, 2, 0]), torch.tensor([3, 0, 2, 1]), torch.tensor([0, 0, 1, 2], dtype=I32))
     assert not native.chunks_are_independent(4, read, write, rows)
-    assert native.chunks_are_independent(4, read, torch.tensor([1, 0, 2, 3]), rows), (
-        "each writes what it reads itself"
-    )
+    assert native.chunks_are_independent(4, read, torch.tensor([1, 0, 2, 3]), rows), "each writes what it reads itself"
     assert not native.chunks_are_independent(4, torch.tensor([1, 1, 0]), torch.tensor([0, 1, 0, 0]), rows)
     inputs, states = layer(2, 4, 8, 1, tokens=6), torch.randn(4, 2, 4, 8)
     states[0] = 0

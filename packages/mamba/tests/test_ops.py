@@ -46,10 +46,7 @@ def test_prompts_match_reference(make, shape, lens, dtype, state_dtype, toleranc
     kinds = {"dtype": dtype, "state_dtype": state_dtype, "padding": 2}
     got = make(lens, read=read, write=write, **kinds, **shape)
     want = got.copy()
-    for y, y_ref in (
-        (got.conv_varlen(ops), want.conv_varlen(reference)),
-        (got.scan(ops), want.scan(reference)),
-    ):
+    for y, y_ref in ((got.conv_varlen(ops), want.conv_varlen(reference)), (got.scan(ops), want.scan(reference))):
         assert y.dtype == dtype
         torch.testing.assert_close(y[: tokens(got)], y_ref[: tokens(got)], **tolerance)
     same_states(got.conv["conv_state"], want.conv["conv_state"], tolerance)
@@ -119,10 +116,7 @@ def test_read_slot_stays_as_it_was(make):
     before = problem.copy()
     problem.conv_varlen(ops)
     problem.scan(ops)
-    for name, part, old in (
-        ("conv_state", problem.conv, before.conv),
-        ("ssm_state", problem.ssm, before.ssm),
-    ):
+    for name, part, old in (("conv_state", problem.conv, before.conv), ("ssm_state", problem.ssm, before.ssm)):
         assert torch.equal(part[name][1:3], old[name][1:3])
         assert not part[name][3:5].isnan().any()
 
@@ -169,9 +163,7 @@ def test_scan_is_update_token_by_token(make, chunk_size):
     loc = single.rows["query_start_loc"].tolist()
     for row, n in enumerate(lens):
         for token in range(loc[row], loc[row] + n):
-            part = {
-                k: v[token : token + 1] if k in ("x", "dt", "B", "C") else v for k, v in single.ssm.items()
-            }
+            part = {k: v[token : token + 1] if k in ("x", "dt", "B", "C") else v for k, v in single.ssm.items()}
             slot = torch.tensor([row + 1])
             one = ops.selective_state_update(
                 **part,
@@ -200,9 +192,7 @@ def test_any_split_of_a_prompt_is_the_same(make, parts, chunk_size, width, neigh
     done = 0
     for part in parts:
         lens, read = [neighbour, part], [0, 1 if done else 0]
-        step = make(
-            lens, read=read, write=[2, 1], chunk_size=chunk_size, width=width, phases=[0, done % chunk_size]
-        )
+        step = make(lens, read=read, write=[2, 1], chunk_size=chunk_size, width=width, phases=[0, done % chunk_size])
         here = slice(done, done + part)
         for target, source in ((step.ssm, pieces.ssm), (step.conv, pieces.conv)):
             for name, value in source.items():
@@ -218,9 +208,7 @@ def test_any_split_of_a_prompt_is_the_same(make, parts, chunk_size, width, neigh
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    steps=st.lists(st.integers(1, 3).flatmap(lambda q: st.tuples(st.just(q), st.integers(1, q))), max_size=6)
-)
+@given(steps=st.lists(st.integers(1, 3).flatmap(lambda q: st.tuples(st.just(q), st.integers(1, q))), max_size=6))
 def test_rejected_tokens_leave_no_trace(make, steps):
     """Drafting with rollback through slots and offsets equals feeding the accepted tokens alone."""
     spec = make([3], drafts=2, read=[0], write=[1])

@@ -20,11 +20,7 @@ class Pools:
     def __init__(self, far: bool) -> None:
         self.g = torch.Generator().manual_seed(0)
         self.slot, self.slots = torch.tensor([FAR if far else 1]), FAR + 1 if far else 2
-        self.ssm, self.conv, self.request_conv = (
-            self.state(1, 512, 64),
-            self.state(3, 11000),
-            self.state(3, 11000),
-        )
+        self.ssm, self.conv, self.request_conv = (self.state(1, 512, 64), self.state(3, 11000), self.state(3, 11000))
         self.rings = (self.state(64, 1, 512), self.state(64, 1, dtype=torch.float32), self.state(64, 1, 64))
         self.x, self.dt, self.A = self.rand(1, 1, 512), self.rand(1, 1), -self.rand(1).float().abs()
         self.B, self.C = self.rand(2, 1, 1, 64)
@@ -45,9 +41,7 @@ class Pools:
         return [t[self.slot] for t in (self.ssm, self.conv, self.request_conv, *self.rings)]
 
 
-LOC, ROW, ZERO = (
-    torch.tensor(v, dtype=d) for v, d in (([0, 1], torch.int32), ([0], torch.int32), ([0], None))
-)
+LOC, ROW, ZERO = (torch.tensor(v, dtype=d) for v, d in (([0, 1], torch.int32), ([0], torch.int32), ([0], None)))
 
 
 def convolutions(p: Pools) -> list[Tensor]:
@@ -64,18 +58,13 @@ def updates(p: Pools) -> list[Tensor]:
     return [
         ops.ssd_scan_varlen(*tokens, *D, p.ssm, LOC, LOC, ROW, LOC, 1, 1, p.slot, p.slot, 0.0, 1.0),
         ops.selective_state_update(p.ssm, *tokens, *D, LOC, 1, p.slot, p.slot[:, None], 0.0, 1.0),
-        ops.selective_state_update(
-            p.ssm, *tokens, *D, LOC, 2, p.slot, p.slot[:, None].expand(1, 2), 0.0, 1.0
-        ),
+        ops.selective_state_update(p.ssm, *tokens, *D, LOC, 2, p.slot, p.slot[:, None].expand(1, 2), 0.0, 1.0),
     ]
 
 
 def replay_and_fold(p: Pools) -> list[Tensor]:
     where, tokens = (p.slot, torch.tensor([62]), torch.tensor([3])), (p.x, p.dt, p.A, p.B, p.C, p.A, p.A)
-    y = [
-        ops.replay_update(p.ssm, *p.rings, *tokens, LOC, longest, p.slot, *where, 0.0, 1.0)
-        for longest in (1, 2)
-    ]
+    y = [ops.replay_update(p.ssm, *p.rings, *tokens, LOC, longest, p.slot, *where, 0.0, 1.0) for longest in (1, 2)]
     layers = (tensor[None] for tensor in (p.ssm, p.conv, p.request_conv, *p.rings, p.A))
     ops.fold_ring(*layers, *where, p.slot, p.slot, ZERO)
     return y
@@ -132,9 +121,7 @@ def test_what_has_no_room_is_refused_and_never_written_behind() -> None:
     loc, own, D = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([1]), torch.ones(4)
     windows = torch.zeros(6, 5, 20)
     with pytest.raises(RuntimeError, match=r"shape|size of tensor"):
-        ops.causal_conv1d_update(
-            x, x.new_ones(20, 4), None, windows[:, :3], loc, 3, own, own * 0, own, "silu"
-        )
+        ops.causal_conv1d_update(x, x.new_ones(20, 4), None, windows[:, :3], loc, 3, own, own * 0, own, "silu")
     assert not windows[2:].any()
     states = torch.zeros(6, 4, 8, 16)
     with pytest.raises(RuntimeError, match=r"shape|size of tensor"):

@@ -128,12 +128,7 @@ class Batch:
     def replay(
         self, slot: Sequence[int], row: Sequence[int], start: Sequence[int], held: Sequence[int]
     ) -> dict[str, Any]:
-        rows = {
-            "slot": ints(*slot),
-            "ring_row": ints(*row),
-            "ring_start": ints(*start),
-            "ring_len": ints(*held),
-        }
+        rows = {"slot": ints(*slot), "ring_row": ints(*row), "ring_start": ints(*start), "ring_len": ints(*held)}
         rows |= self.rings(row, start, held) | {"max_query_len": max(self.lens)}
         return self.step(self.states(10, slot)) | rows
 
@@ -144,10 +139,7 @@ class Batch:
         layers = []
         for _ in range(2):
             rings = self.rings(*(rows[name] for name in ("ring_row", "ring_start", "count")))
-            pages = {
-                "state": self.states(10, rows["src"]),
-                "conv_state": torch.full((10, 3, 4), NAN, dtype=self.dtype),
-            }
+            pages = {"state": self.states(10, rows["src"]), "conv_state": torch.full((10, 3, 4), NAN, dtype=self.dtype)}
             layers.append(pages | rings | {"request_conv": self.rand(7, 5, 4)})
         stacked = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
         return stacked | dict(zip(names, at, strict=True))
@@ -176,13 +168,7 @@ def agree(name: str, args: dict[str, Any], owned: Sequence[int], tolerance: floa
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_match_the_reference(shape, by_channel, dtype, state_dtype, tolerance):
     """Row 0 begins from nothing; some rows write elsewhere; tokens of no row lie behind."""
-    for lens, size in (
-        ([9, 1, 0, 2, 37], 16),
-        ([9, 1, 0, 2, 37], 5),
-        ([1], 4),
-        ([70, 3], 100),
-        ([5, 0, 0], 1),
-    ):
+    for lens, size in (([9, 1, 0, 2, 37], 16), ([9, 1, 0, 2, 37], 5), ([1], 4), ([70, 3], 100), ([5, 0, 0], 1)):
         batch = Batch(lens, shape, by_channel, dtype, state_dtype, padding=2)
         rows = len(lens)
         args = batch.scan(size, [0, *range(1, rows)], [n + 10 if n % 2 else n for n in range(1, rows + 1)])
@@ -226,12 +212,7 @@ def test_folds_match_the_reference(shape, by_channel, dtype, state_dtype, tolera
     for count in ([1, 6, 3, 2], [4, 0, 5, 0]):
         for src in ([1, 2, 3, 4], [4, 2, 7, 3], [0, 3, 0, 5]):
             for dst in (src, [5, 6, 7, 8], [2, 3, 4, 5], [2, 0, 9, 1]):
-                agree(
-                    "delta_fold_ring",
-                    batch.fold(rows | {"count": count, "src": src, "dst": dst}),
-                    [],
-                    tolerance,
-                )
+                agree("delta_fold_ring", batch.fold(rows | {"count": count, "src": src, "dst": dst}), [], tolerance)
     rows |= {"count": [2, 0, 2, 0], "src": [1, 2, 3, 0], "dst": [0, 5, 0, 0], "page_offset": [-9, 0, 99, -1]}
     agree("delta_fold_ring", batch.fold(rows), [], tolerance)
 
@@ -278,9 +259,7 @@ def test_rejected_tokens_leave_no_trace(form, by_channel):
     clean = batch.replay([1, 2], [3, 1], [4, 0], [1, 3])
     dirty = copied(clean)
     spoilt = torch.tensor([False, False, True, True, False, True, True])
-    dirty |= {
-        name: x.masked_fill(spoilt.view(-1, *[1] * (x.dim() - 1)), NAN) for name, x in batch.tokens.items()
-    }
+    dirty |= {name: x.masked_fill(spoilt.view(-1, *[1] * (x.dim() - 1)), NAN) for name, x in batch.tokens.items()}
     o, junk = form.delta_replay_update(**clean), form.delta_replay_update(**dirty)
     torch.testing.assert_close(junk[~spoilt], o[~spoilt], **TIGHT)
     for name in ("ring_k", "ring_u", "ring_g"):
@@ -299,17 +278,13 @@ def test_padded_rows_and_tokens_are_neutral(form, by_channel):
     wide["query_start_loc"] = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
     narrow = copied(wide) | {k: v[:2] for k, v in batch.tokens.items()}
     narrow |= {"read": ints(1, 2), "write": ints(1, 2)[:, None], "query_start_loc": batch.loc}
-    torch.testing.assert_close(
-        form.delta_state_update(**wide)[:2], form.delta_state_update(**narrow), **TIGHT
-    )
+    torch.testing.assert_close(form.delta_state_update(**wide)[:2], form.delta_state_update(**narrow), **TIGHT)
     torch.testing.assert_close(wide["state"][1:], narrow["state"][1:], equal_nan=True, **TIGHT)
     wide = batch.replay([1, 2, 0, 0], [3, 1, 0, 0], [5, 0, 0, 0], [2, 1, 0, 0])
     wide["query_start_loc"] = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
     narrow = copied(wide) | {k: v[:2] for k, v in batch.tokens.items()} | {"query_start_loc": batch.loc}
     narrow |= {k: wide[k][:2] for k in ("slot", "ring_row", "ring_start", "ring_len")}
-    torch.testing.assert_close(
-        form.delta_replay_update(**wide)[:2], form.delta_replay_update(**narrow), **TIGHT
-    )
+    torch.testing.assert_close(form.delta_replay_update(**wide)[:2], form.delta_replay_update(**narrow), **TIGHT)
     for name in ("ring_k", "ring_u", "ring_g"):
         torch.testing.assert_close(wide[name][1:], narrow[name][1:], equal_nan=True, **TIGHT)
 
@@ -333,11 +308,7 @@ def test_rows_without_tokens_write_nothing(rows, by_channel):
     scan = batch.scan(4, own, own)
     update = batch.update(own, ints(*own)[:, None] + 10 * torch.arange(3))
     replay = batch.replay(own, own, [2] * len(own), [1] * len(own))
-    for name, args in (
-        ("delta_scan_varlen", scan),
-        ("delta_state_update", update),
-        ("delta_replay_update", replay),
-    ):
+    for name, args in (("delta_scan_varlen", scan), ("delta_state_update", update), ("delta_replay_update", replay)):
         got = agree(name, args, range(batch.owned))
         for row in (row for row, length in zip(own, rows, strict=True) if not length):
             for key in set(STATES) & set(args):
@@ -353,39 +324,25 @@ def test_extreme_decays_and_strengths(by_channel, decay, beta_scale):
     Errors of float32 against float64, measured against the largest output.
     """
     single = torch.float32
-    long, short = (
-        Batch(lens, by_channel=by_channel, dtype=single, state_dtype=single) for lens in ([150, 3], [4, 3])
-    )
+    long, short = (Batch(lens, by_channel=by_channel, dtype=single, state_dtype=single) for lens in ([150, 3], [4, 3]))
     params = {"A": torch.full((4,), -decay), "dt_bias": torch.zeros_like(long.params["dt_bias"])}
     for batch in (long, short):
         x = batch.tokens
         x["b"], x["k"] = x["b"] + 4, x["k"] * 0.01 + 1
         batch.params |= params | {"beta_scale": beta_scale}
         every_third = torch.where(torch.arange(batch.owned) % 3 == 0, 1.0, -99.0)
-        for a in (
-            torch.ones_like(x["a"]),
-            every_third.view(-1, *[1] * (x["a"].dim() - 1)).expand(x["a"].shape),
-        ):
+        for a in (torch.ones_like(x["a"]), every_third.view(-1, *[1] * (x["a"].dim() - 1)).expand(x["a"].shape)):
             x["a"] = a
-            args = (
-                batch.replay([1, 2], [3, 1], [4, 0], [2, 3])
-                if batch is short
-                else batch.scan(64, [0, 2], [1, 2])
-            )
+            args = batch.replay([1, 2], [3, 1], [4, 0], [2, 3]) if batch is short else batch.scan(64, [0, 2], [1, 2])
             if batch is short:
                 args["ring_g"] = args["ring_g"].where(args["ring_g"].isnan(), -decay)
-            exact = {
-                k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
-                for k, v in args.items()
-            }
+            exact = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in args.items()}
             name = "delta_replay_update" if batch is short else "delta_scan_varlen"
             o, want = getattr(ops, name)(**args), getattr(reference, name)(**exact)
             torch.testing.assert_close(o.double(), want, rtol=0, atol=5e-5 * float(want.abs().max()))
             for key in set(STATES) & set(args):
                 bound = 5e-5 * float(exact[key][1:].nan_to_num().abs().max())
-                torch.testing.assert_close(
-                    args[key][1:].double(), exact[key][1:], rtol=0, atol=bound, equal_nan=True
-                )
+                torch.testing.assert_close(args[key][1:].double(), exact[key][1:], rtol=0, atol=bound, equal_nan=True)
 
 
 def test_pieces_of_any_size_are_the_same(monkeypatch):

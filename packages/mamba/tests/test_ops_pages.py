@@ -86,23 +86,15 @@ def prompt_beside_neighbours(form, layer, streams, before, lens, block, size):
     }
     u = tokens.pop("u")
     conv = {"x": u, "weight": layer.weight, "bias": None, "activation": "silu"}
-    z = form.causal_conv1d_varlen(
-        **conv, conv_state=conv_state, request_conv=None, request_conv_write=None, **shared
-    )
-    sizes = {
-        "row_chunk_loc": torch.tensor(first, **i32),
-        "max_chunks_per_row": max(1, len(rows)),
-        "chunk_size": size,
-    }
+    z = form.causal_conv1d_varlen(**conv, conv_state=conv_state, request_conv=None, request_conv_write=None, **shared)
+    sizes = {"row_chunk_loc": torch.tensor(first, **i32), "max_chunks_per_row": max(1, len(rows)), "chunk_size": size}
     y = form.ssd_scan_varlen(**tokens, **layer.params, ssm_state=ssm_state, **shared, **sizes)
     return y, z, conv_state, ssm_state, pages
 
 
 def check_prompts(form, layer, block, size, before, lens):
     streams = [layer.stream(n + q, seed) for seed, (n, q) in enumerate(zip(before, lens, strict=True))]
-    y, z, conv_state, ssm_state, pages = prompt_beside_neighbours(
-        form, layer, streams, before, lens, block, size
-    )
+    y, z, conv_state, ssm_state, pages = prompt_beside_neighbours(form, layer, streams, before, lens, block, size)
     for row, (stream, n) in enumerate(zip(streams, before, strict=True)):
         here = slice(sum(lens[:row]), sum(lens[: row + 1]))
         torch.testing.assert_close(y[here], stream.y[n:], **TIGHT)

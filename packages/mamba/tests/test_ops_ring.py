@@ -28,9 +28,7 @@ def ints(*values: int) -> torch.Tensor:
 class Pool:
     """All state tensors, filled with NaN."""
 
-    def __init__(
-        self, layer, *, slots=40, rows=5, capacity=7, drafts=2, dtype=torch.float64, state_dtype=None
-    ):
+    def __init__(self, layer, *, slots=40, rows=5, capacity=7, drafts=2, dtype=torch.float64, state_dtype=None):
         def empty(*shape, to=dtype):
             return torch.full(shape, NAN, dtype=to)
 
@@ -51,16 +49,12 @@ class Pool:
         """Fill everything except null slots and rows with random numbers."""
         for t in (self.ssm, self.conv, self.request_conv, self.x, self.B):
             t[1:] = torch.randn(t[1:].shape, generator=generator, dtype=torch.float64).to(t.dtype)
-        self.dt[1:] = torch.rand(self.dt[1:].shape, generator=generator, dtype=torch.float64).to(
-            self.dt.dtype
-        )
+        self.dt[1:] = torch.rand(self.dt[1:].shape, generator=generator, dtype=torch.float64).to(self.dt.dtype)
         return self
 
     def copy(self):
         other = object.__new__(Pool)
-        other.__dict__ = {
-            k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.__dict__.items()
-        }
+        other.__dict__ = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.__dict__.items()}
         return other
 
     def replay(self, form, tokens, loc, longest, slot, row, start, length):
@@ -73,15 +67,12 @@ class Pool:
         pages = {"src": src, "dst": dst, "page_offset": offset}
         rows = {"ring_row": row, "ring_start": start, "count": count}
         layers = (
-            tensor[None]
-            for tensor in (self.ssm, self.conv, self.request_conv, *self.rings.values(), self.layer.A)
+            tensor[None] for tensor in (self.ssm, self.conv, self.request_conv, *self.rings.values(), self.layer.A)
         )
         form.fold_ring(*layers, **rows, **pages)
 
     def __eq__(self, other):
-        return all(
-            torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(self.all, other.all, strict=True)
-        )
+        return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(self.all, other.all, strict=True))
 
     __hash__ = None
 
@@ -114,9 +105,7 @@ class Engine:
         self.form, self.random, self.block = form, random.Random(seed), block
         self.pool = Pool(layer, slots=80, capacity=capacity, drafts=drafts)
         rows = self.random.sample(range(1, 5), 3)
-        self.requests = [
-            Request(layer.stream(60, seed * 3 + i), 3 + 7 * i, row) for i, row in enumerate(rows)
-        ]
+        self.requests = [Request(layer.stream(60, seed * 3 + i), 3 + 7 * i, row) for i, row in enumerate(rows)]
         self.fresh = iter(self.random.sample(range(1, 80), 79))
         self.published: dict[tuple[int, int], int] = {}
         self.folds = 0
@@ -163,9 +152,7 @@ class Engine:
         z = self.form.causal_conv1d_varlen(tokens.pop("u"), **conv, **request_conv, **shared)
         chunks = {"row_chunk_loc": torch.tensor([*first, first[-1]], **i32)}
         sizes = {"max_chunks_per_row": len(rows), "chunk_size": self.block}
-        y = self.form.ssd_scan_varlen(
-            **tokens, **layer.params, ssm_state=pool.ssm, **shared, **chunks, **sizes
-        )
+        y = self.form.ssd_scan_varlen(**tokens, **layer.params, ssm_state=pool.ssm, **shared, **chunks, **sizes)
         for r, q, at in zip(self.requests, lens, loc.tolist(), strict=False):
             self.check(r, q, y[at : at + q], z[at : at + q])
             r.n, r.base, r.offset = r.n + q, r.n + q if q else r.base, 0 if q else r.offset
@@ -179,10 +166,7 @@ class Engine:
         pool, drafts, wide = self.pool, self.pool.drafts, self.random.random() < 0.7
         lens = [self.random.randint(1, 1 + drafts) if wide else 1 for _ in self.requests]
         kept = [self.random.randint(1, q) for q in lens]
-        parts = [
-            r.stream.tokens(r.n, r.n + a, junk=q - a)
-            for r, q, a in zip(self.requests, lens, kept, strict=True)
-        ]
+        parts = [r.stream.tokens(r.n, r.n + a, junk=q - a) for r, q, a in zip(self.requests, lens, kept, strict=True)]
         tokens = self.gather(parts)
         tail = 0 if wide else 1  # a padded row: without a token, or with one that lies last
         tokens = {k: torch.cat([v, v.new_full((tail, *v.shape[1:]), NAN)]) for k, v in tokens.items()}
@@ -191,20 +175,11 @@ class Engine:
         start = ints(*(r.start for r in self.requests), 0)
         slot = ints(*(self.slot(r, r.base) for r in self.requests), 0)
         longest = max(lens) if self.random.random() < 0.5 else max(1, *lens, 1 + drafts if wide else 1)
-        conv = {
-            "weight": pool.layer.weight,
-            "bias": None,
-            "activation": "silu",
-            "conv_state": pool.request_conv,
-        }
+        conv = {"weight": pool.layer.weight, "bias": None, "activation": "silu", "conv_state": pool.request_conv}
         where = {"read": row, "offset": ints(*(r.offset for r in self.requests), 0), "write": row}
-        z = self.form.causal_conv1d_update(
-            tokens["u"], **conv, **where, query_start_loc=loc, max_query_len=longest
-        )
+        z = self.form.causal_conv1d_update(tokens["u"], **conv, **where, query_start_loc=loc, max_query_len=longest)
         frozen = pool.copy()
-        y = pool.replay(
-            self.form, tokens, loc, longest, slot, row, start, ints(*(r.length for r in self.requests), 0)
-        )
+        y = pool.replay(self.form, tokens, loc, longest, slot, row, start, ints(*(r.length for r in self.requests), 0))
         assert torch.equal(pool.ssm[1:].nan_to_num(7), frozen.ssm[1:].nan_to_num(7))
         assert torch.equal(pool.conv[1:].nan_to_num(7), frozen.conv[1:].nan_to_num(7))
         counts, dst, offsets = [], [], []
@@ -276,9 +251,7 @@ def test_forms_agree_in_every_dtype(make_layer, shape, lens, dtype, state_dtype)
     """Rings of x's dtype, inputs that are strided views, slots in order, out of order and null."""
     layer, g = make_layer(*shape, 4), torch.Generator().manual_seed(3)
     layer.params = {
-        k: v.to(torch.float64 if dtype == torch.float64 else torch.float32)
-        if isinstance(v, torch.Tensor)
-        else v
+        k: v.to(torch.float64 if dtype == torch.float64 else torch.float32) if isinstance(v, torch.Tensor) else v
         for k, v in layer.params.items()
     }
     layer.A = layer.params["A"]
@@ -384,14 +357,7 @@ def test_rows_that_do_not_fold_may_hold_anything(make_layer, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("src", "dst"),
-    [
-        ([1, 2], [1, 2]),
-        ([1, 2], [3, 4]),
-        ([1, 2], [2, 3]),
-        ([2, 1], [1, 2]),
-        ([3, 3], [3, 4]),
-        ([0, 2], [2, 5]),
-    ],
+    [([1, 2], [1, 2]), ([1, 2], [3, 4]), ([1, 2], [2, 3]), ([2, 1], [1, 2]), ([3, 3], [3, 4]), ([0, 2], [2, 5])],
     ids=str,
 )
 def test_folds_read_everything_before_they_write(make_layer, form, src, dst):

@@ -19,15 +19,7 @@ from bateleur.mamba import (
     StatePolicy,
     plan_step,
 )
-from bateleur.metadata import (
-    BatchLimits,
-    BatchShape,
-    BuildPhase,
-    InputBuffers,
-    KVCacheGroup,
-    StepRows,
-    check_reads,
-)
+from bateleur.metadata import BatchLimits, BatchShape, BuildPhase, InputBuffers, KVCacheGroup, StepRows, check_reads
 
 MAX_LEN = 200
 
@@ -143,11 +135,7 @@ def test_decode_batch_owns_its_padding():
     assert meta.query_start_loc.tolist() == [0, 1, 2, 2, 2]
     assert as_lists(meta.plan)["ssm_read"] == [1, 2, 0, 0]
     assert as_lists(meta.plan)["ssm_write"] == [[1], [2], [0], [0]]
-    assert (
-        meta.prefill_chunks.max_chunks_per_row,
-        meta.max_query_len,
-        len(meta.prefill_chunks.chunk_row),
-    ) == (0, 1, 0)
+    assert (meta.prefill_chunks.max_chunks_per_row, meta.max_query_len, len(meta.prefill_chunks.chunk_row)) == (0, 1, 0)
     none = meta.prefill_chunks
     for starts in (none.chunk_start_loc, none.row_chunk_loc, none.query_start_loc):
         assert starts.tolist() == [0]
@@ -161,13 +149,7 @@ def test_mixed_batch():
     meta = builder.build(stage(rows, pad_reqs=1, pad_tokens=3), 0)
     assert (meta.num_decodes, meta.num_decode_tokens, meta.num_prefills) == (1, 1, 3)
     assert meta.prefill_chunks.query_start_loc.tolist() == [0, 7, 8, 8]
-    assert meta.prefill_chunks.chunk_start_loc.tolist() == [
-        0,
-        2,
-        6,
-        7,
-        8,
-    ]  # the first chunk completes tokens 4 to 7
+    assert meta.prefill_chunks.chunk_start_loc.tolist() == [0, 2, 6, 7, 8]  # the first chunk completes tokens 4 to 7
     assert meta.prefill_chunks.chunk_row.tolist() == [0, 0, 0, 1]
     assert meta.prefill_chunks.row_chunk_loc.tolist() == [0, 3, 4, 4]
     assert (meta.prefill_chunks.max_chunks_per_row, meta.max_query_len, meta.chunk_size) == (3, 1, 4)
@@ -178,13 +160,7 @@ def test_mixed_batch():
 def test_the_builders_slots_are_the_plans(drafts):
     stage, builder = Stage(drafts), MambaMetadataBuilder(layout(drafts), 4, 16, "cpu")
     decodes = [(1, 9, False), (1, 4, True), (1, 1, False)]
-    for rows, pad in (
-        (LARGE, 2),
-        (decodes, 3),
-        ([(1, 0, True)], 0),
-        ([*decodes, (5, 0, True)], 1),
-        (decodes, 0),
-    ):
+    for rows, pad in ((LARGE, 2), (decodes, 3), ([(1, 0, True)], 0), ([*decodes, (5, 0, True)], 1), (decodes, 0)):
         batch = stage(rows, pad_reqs=pad, pad_tokens=pad)
         lens = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
         expected = plan_step(layout(drafts), batch.block_tables[0], batch.num_computed_tokens, lens)
@@ -228,9 +204,7 @@ def test_a_decode_batch_lives_at_the_builders_addresses():
     assert pointers[0] == pointers[1]
     assert pointers[0] <= set(before.values())
     assert builder.signature(metas[1]).admits(builder.signature(metas[2])) is None
-    assert "num_decodes is 5, but control 2" in builder.signature(metas[1]).admits(
-        builder.signature(metas[0])
-    )
+    assert "num_decodes is 5, but control 2" in builder.signature(metas[1]).admits(builder.signature(metas[0]))
     with pytest.raises(ValueError, match="max_num_reqs = 2"):
         MambaMetadataBuilder(layout(), 4, 2, "cpu").build(stage(LARGE), 0)
 
@@ -308,9 +282,7 @@ def test_rows_that_come_in_turn_with_other_drafts_are_planned_anew_in_what_was_b
         assert torch.equal(sides[0].values, sides[1].values)
 
 
-@pytest.mark.parametrize(
-    ("widths", "message"), [((3,), "group 1 is missing"), ((3, 6), "group 1 has 6 columns")]
-)
+@pytest.mark.parametrize(("widths", "message"), [((3,), "group 1 is missing"), ((3, 6), "group 1 has 6 columns")])
 def test_states_need_the_table_that_names_their_rows(widths, message):
     """Otherwise the blocks of an attention group would be read as request rows."""
     groups = [KVCacheGroup(MAX_LEN, width, has_slots=False) for width in widths]
@@ -344,9 +316,7 @@ def test_dummy_batch_touches_only_the_null_slot():
     for shape in (BatchShape(4, 4, 6, 6, 1), BatchShape(2, 30, 6, 32, 30)):
         for phase in BuildPhase:
             plan = as_lists(builder.build(stage.buffers.dummy(shape), 0, phase).plan)
-            assert not any(
-                [*plan["conv_write"], *plan["conv_read"], *plan["ssm_read"], *map(any, plan["ssm_write"])]
-            )
+            assert not any([*plan["conv_write"], *plan["conv_read"], *plan["ssm_read"], *map(any, plan["ssm_write"])])
 
 
 @settings(max_examples=100, deadline=None)

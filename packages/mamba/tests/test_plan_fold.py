@@ -22,9 +22,7 @@ from bateleur.mamba import (
 MAX_LEN = 64
 
 
-def layout(
-    drafts: int = 2, block: int = 4, ring: int = 5, mode: MambaCacheMode = MambaCacheMode.ALL
-) -> CacheLayout:
+def layout(drafts: int = 2, block: int = 4, ring: int = 5, mode: MambaCacheMode = MambaCacheMode.ALL) -> CacheLayout:
     block = MAX_LEN if mode is MambaCacheMode.NONE else block
     return CacheLayout(mode, block, drafts, MAX_LEN, StatePolicy.FOLD, ring)
 
@@ -75,10 +73,7 @@ def test_m33_a_prompts_step_leaves_an_empty_ring():
     kind = layout()
     args = (i32(0, 9, 9, 7), i32(6, 1, 1, 1))
     replay = plan_replay(kind, table_of(kind, 4), *args, i64(0, 9, 9, 7), i64(1, 1, 1, 1))
-    masks = {
-        "flush": torch.tensor([False, True, False, True]),
-        "scanned": torch.tensor([True, False, False, False]),
-    }
+    masks = {"flush": torch.tensor([False, True, False, True]), "scanned": torch.tensor([True, False, False, False])}
     done = plan_fold(kind, replay, *args, i64(0, 0, 0, 0), **masks)
     assert as_lists(done) == {
         "dst": [0, 202, 0, 401],
@@ -107,9 +102,7 @@ def test_m05_garbage_in_padded_rows_changes_nothing(mode):
     done = plan_fold(kind, plan, computed, tokens, new)
     tail, stale = i32(9000, -7, 64, 63, 1), i64(99, -3, 0, 7, 2)
     args = (torch.cat((computed, tail)), torch.cat((tokens, i32(*[0] * 5))))
-    wide = plan_replay(
-        kind, table_of(kind, 8), *args, torch.cat((base, 900 * stale)), torch.cat((accepted, stale))
-    )
+    wide = plan_replay(kind, table_of(kind, 8), *args, torch.cat((base, 900 * stale)), torch.cat((accepted, stale)))
     folded = plan_fold(
         kind, wide, *args, torch.cat((new, stale)), flush=torch.arange(8) > 2, scanned=torch.arange(8) > 8
     )

@@ -121,25 +121,19 @@ class Forms:
     def __init__(self, form: str = "torch", device: str = "cpu") -> None:
         self.device, self.form = torch.device(device), form
 
-    def __call__(
-        self, planner: Callable[..., Any], layout: CacheLayout, *args: Any, out: Any, **kwargs: Any
-    ) -> Any:
+    def __call__(self, planner: Callable[..., Any], layout: CacheLayout, *args: Any, out: Any, **kwargs: Any) -> Any:
         """What the planner makes in poisoned buffers, some of them views of longer ones."""
         moved = [self._moved(arg) for arg in args]
         named = {name: self._moved(value) for name, value in kwargs.items()}
         form = getattr(import_module(planner.__module__).FORMS, self.form)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                f"{planner.__module__}.FORMS", Implementations(load(form) if isinstance(form, str) else form)
-            )
+            patch.setattr(f"{planner.__module__}.FORMS", Implementations(load(form) if isinstance(form, str) else form))
             assert planner(layout, *moved, out=poisoned(out), **named) is out
         return out
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, Tensor):  # as strided as it was
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=self.device
-            ).copy_(value)
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device).copy_(value)
         if isinstance(value, SlotPlan | ReplayPlan):
             return type(value)(*(self._moved(getattr(value, field.name)) for field in fields(value)))
         return value
@@ -150,9 +144,7 @@ class Forms:
         args = (layout, batch.table, batch.computed, batch.query_lens)
         options = {"accepted": batch.maybe(batch.accepted), "prev_col": batch.prev_col()}
         plan, _ = self._both(plan_step, *args, make=partial(SlotPlan.allocate, layout, batch.rows), **options)
-        self._both(
-            plan_copy, *args, batch.drafts, batch.kept, plan, make=partial(CopyPlan.allocate, batch.rows)
-        )
+        self._both(plan_copy, *args, batch.drafts, batch.kept, plan, make=partial(CopyPlan.allocate, batch.rows))
 
     def fold(self, layout: CacheLayout, rng: np.random.Generator) -> None:
         """Compare `plan_replay` and `plan_fold` on one batch."""

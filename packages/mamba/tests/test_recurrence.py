@@ -59,10 +59,7 @@ def test_a_pure_convolution_has_no_state_in_a_pool():
         ({"conv_weight": torch.ones(4, 3)}, r"conv_weight has the shape \(4, 3\); it must be \(20, 4\)"),
         ({"conv_bias": torch.ones(3)}, r"conv_bias has the shape \(3,\); it must be \(20,\)"),
         ({"params": (torch.ones(4),)}, r"params has 1 tensors; it must be \(A, D, dt_bias\)"),
-        (
-            {"params": (torch.ones(4), torch.ones(1, 4), torch.ones(4))},
-            r"D has the shape \(1, 4\); .* \(4,\)",
-        ),
+        ({"params": (torch.ones(4), torch.ones(1, 4), torch.ones(4))}, r"D has the shape \(1, 4\); .* \(4,\)"),
     ],
 )
 def test_parameters_that_do_not_fit_are_refused(change, message):
@@ -75,9 +72,7 @@ def test_parameters_that_do_not_fit_are_refused(change, message):
 def test_a_recurrence_says_all_of_it():
     with pytest.raises(TypeError, match="abstract"):
         Recurrence()
-    with pytest.raises(
-        ValueError, match=r"dt limits are \(2\.0, 1\.0\); they must satisfy 0 <= dt_min <= dt_max"
-    ):
+    with pytest.raises(ValueError, match=r"dt limits are \(2\.0, 1\.0\); they must satisfy 0 <= dt_min <= dt_max"):
         Mamba2(4, 3, 4, 1, 2.0, 1.0)
     with pytest.raises(ValueError, match=r"num_value_heads is 5; it must be a multiple of num_key_heads = 2"):
         GatedDelta(2, 5, 4, 4)

@@ -37,22 +37,15 @@ def test_opcheck(make, name):
     every = {
         "causal_conv1d_varlen": p.conv
         | p.prompts("chunk_start_loc", "chunk_row")
-        | {
-            "request_conv": torch.zeros(3, 4, p.conv["x"].shape[1]),
-            "request_conv_write": torch.tensor([1, 2]),
-        },
+        | {"request_conv": torch.zeros(3, 4, p.conv["x"].shape[1]), "request_conv_write": torch.tensor([1, 2])},
         "causal_conv1d_update": p.conv | p.rows | {"max_query_len": 2, "offset": torch.tensor([0, 1])},
         "ssd_scan_varlen": p.ssm
         | p.prompts("chunk_start_loc", "chunk_row", "row_chunk_loc", "max_chunks_per_row", "chunk_size"),
-        "selective_state_update": p.ssm
-        | p.rows
-        | {"max_query_len": 2, "write": torch.tensor([[1, 3], [2, 4]])},
+        "selective_state_update": p.ssm | p.rows | {"max_query_len": 2, "write": torch.tensor([[1, 3], [2, 4]])},
         "replay_update": replay,
         "fold_ring": fold,
         "copy_states": copy,
-        "fold_window": {
-            name: fold[name] for name in ("conv_state", "request_conv", "ring_row", "dst", "page_offset")
-        },
+        "fold_window": {name: fold[name] for name in ("conv_state", "request_conv", "ring_row", "dst", "page_offset")},
         "gated_rms_norm": {"x": torch.randn(2, 6), "z": torch.randn(2, 6), "weight": torch.ones(6)}
         | {"groups": 2, "eps": 1e-5},
     }
@@ -70,31 +63,13 @@ def ring_arguments():
         return torch.tensor(values)
 
     state = {"ssm_state": torch.randn(5, 2, 3, 4)}
-    rings = {
-        "ring_x": torch.randn(3, 4, 2, 3),
-        "ring_dt": torch.rand(3, 4, 2),
-        "ring_B": torch.randn(3, 4, 1, 4),
-    }
+    rings = {"ring_x": torch.randn(3, 4, 2, 3), "ring_dt": torch.rand(3, 4, 2), "ring_B": torch.randn(3, 4, 1, 4)}
     rows = {"ring_row": ints(1, 2), "ring_start": ints(3, 0)}
     A = -torch.rand(2)
-    tokens = {
-        "x": torch.randn(3, 2, 3),
-        "dt": torch.randn(3, 2),
-        "B": torch.randn(3, 1, 4),
-        "C": torch.randn(3, 1, 4),
-    }
+    tokens = {"x": torch.randn(3, 2, 3), "dt": torch.randn(3, 2), "B": torch.randn(3, 1, 4), "C": torch.randn(3, 1, 4)}
     params = {"A": A, "D": torch.randn(2), "dt_bias": torch.randn(2), "dt_min": 0.0, "dt_max": 1.0}
-    loc = {
-        "query_start_loc": ints(0, 2, 3).int(),
-        "max_query_len": 2,
-        "slot": ints(1, 0),
-        "ring_len": ints(2, 0),
-    }
-    pages = {
-        "conv_state": torch.randn(5, 3, 6),
-        "request_conv": torch.randn(3, 4, 6),
-        "page_offset": ints(1, 0),
-    }
+    loc = {"query_start_loc": ints(0, 2, 3).int(), "max_query_len": 2, "slot": ints(1, 0), "ring_len": ints(2, 0)}
+    pages = {"conv_state": torch.randn(5, 3, 6), "request_conv": torch.randn(3, 4, 6), "page_offset": ints(1, 0)}
     fold = state | rings | rows | pages | {"A": A, "count": ints(3, 0), "src": ints(1, 0), "dst": ints(2, 0)}
     copy = state | {"conv_state": pages["conv_state"], "conv_src": ints(1, 2), "conv_bias": ints(1, 0)}
     copy |= {"ssm_src": ints(3, 2), "dst": ints(2, 4)}
@@ -110,12 +85,7 @@ def delta_arguments():
         return torch.tensor(values)
 
     replay, fold, _ = ring_arguments()
-    tokens = {
-        "q": torch.randn(3, 1, 4),
-        "k": torch.randn(3, 1, 4),
-        "v": torch.randn(3, 2, 3),
-        "b": torch.randn(3, 2),
-    }
+    tokens = {"q": torch.randn(3, 1, 4), "k": torch.randn(3, 1, 4), "v": torch.randn(3, 2, 3), "b": torch.randn(3, 2)}
     tokens |= {
         "A": -torch.rand(2),
         "beta_scale": 2.0,
@@ -133,8 +103,7 @@ def delta_arguments():
     chunks |= {"max_chunks_per_row": 1, "chunk_size": 2, "read": ints(1, 0), "chunk_write": ints(1, 2)}
     rows = {name: replay[name] for name in ("max_query_len", "slot", "ring_row", "ring_start", "ring_len")}
     pages = {
-        name: fold[name]
-        for name in ("conv_state", "request_conv", "ring_row", "ring_start", "count", "src", "dst")
+        name: fold[name] for name in ("conv_state", "request_conv", "ring_row", "ring_start", "count", "src", "dst")
     }
     layers = {name: torch.stack([v, v]) for name, v in rings.items()} | {"state": fold["ssm_state"]}
     return {

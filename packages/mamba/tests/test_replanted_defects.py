@@ -54,23 +54,17 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def step_with_defect_a(
-    layout, table, computed, query_lens, accepted=None, out=None, *, prev_col=None
-) -> SlotPlan:
+def step_with_defect_a(layout, table, computed, query_lens, accepted=None, out=None, *, prev_col=None) -> SlotPlan:
     plan = plan_step(layout, table, computed, query_lens, accepted, out, prev_col=prev_col)
     n = computed.long() * (query_lens > 0)
     last_computed = ((n - 1) // layout.block_size).clamp_min(0)
     return replace(plan, conv_read=table.gather(1, last_computed[:, None])[:, 0].long() * (n > 0))
 
 
-def commit_with_defect_b(
-    layout, table, computed, query_lens, num_drafts, accepted, plan, out=None
-) -> CopyPlan:
+def commit_with_defect_b(layout, table, computed, query_lens, num_drafts, accepted, plan, out=None) -> CopyPlan:
     done = plan_copy(layout, table, computed, query_lens, num_drafts, accepted, plan, out)
     nothing = torch.zeros_like(done.dst)
-    return CopyPlan(
-        nothing, nothing, nothing, nothing, torch.minimum(accepted, 1 + num_drafts), done.prev_col
-    )
+    return CopyPlan(nothing, nothing, nothing, nothing, torch.minimum(accepted, 1 + num_drafts), done.prev_col)
 
 
 class DefectA(Planner):
@@ -94,9 +88,7 @@ def convolution(defect: str) -> Callable[..., Tensor]:
             request_conv_write, activation,
         )  # fmt: skip
         loc = query_start_loc.tolist()
-        for row, end, slot in zip(
-            chunk_row.tolist(), chunk_start_loc[1:].tolist(), chunk_write.tolist(), strict=True
-        ):
+        for row, end, slot in zip(chunk_row.tolist(), chunk_start_loc[1:].tolist(), chunk_write.tolist(), strict=True):
             tokens, done, source = loc[row + 1] - loc[row], end - loc[row], int(read[row])
             if not slot:
                 continue

@@ -86,11 +86,7 @@ def test_m37_replay_and_fold_are_the_recurrence(make, form, drafts):
         )
         for row in (1, 2):
             if folds[row]:
-                slot[row], base[row], length[row] = (
-                    target[row],
-                    base[row] + count[row],
-                    length[row] - count[row],
-                )
+                slot[row], base[row], length[row] = (target[row], base[row] + count[row], length[row] - count[row])
                 offset = 0 if row == 1 else min(1, window - 3)
                 assert torch.equal(pages[target[row]], request_conv[row, offset : offset + 3])
                 if not length[row]:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bateleur.mamba import (
-    CacheLayout,
-    Mamba2,
-    MambaCacheMode,
-    StatePolicy,
-    StatePool,
-)
+from bateleur.mamba import CacheLayout, Mamba2, MambaCacheMode, StatePolicy, StatePool
 
 NONE, ALIGN, ALL = MambaCacheMode
 SLOTS, FOLD = StatePolicy
@@ -59,9 +53,7 @@ def test_bytes_in_each_mode():
         assert used == num_slots * slots.page_bytes
         layout = CacheLayout(mode, size, 3, 64, FOLD, 7)
         assert fold.max_memory_usage_bytes(layout) == num_folded * fold.page_bytes + fold.ring_bytes(7) + row
-    with pytest.raises(
-        ValueError, match=r"layout\.policy is StatePolicy\.SLOTS; the spec has StatePolicy\.FOLD"
-    ):
+    with pytest.raises(ValueError, match=r"layout\.policy is StatePolicy\.SLOTS; the spec has StatePolicy\.FOLD"):
         fold.max_memory_usage_bytes(CacheLayout(ALL, 8, 3, 64))
     with pytest.raises(ValueError, match=r"layout\.num_speculative_tokens is 2; the spec has 3"):
         slots.max_memory_usage_bytes(CacheLayout(ALL, 8, 2, 64))

@@ -18,10 +18,7 @@ RULES = ["none", "all", "last+prompt_end", "doubling", "every=16"]
 def test_m38_rows_hold_no_more_than_the_layout_says(data):
     """One allocation too many fails, because the pool is as small as possible."""
     drafts, rows = data.draw(st.integers(0, 7)), data.draw(st.integers(1, 3))
-    policy, mode = (
-        data.draw(st.sampled_from(StatePolicy)),
-        data.draw(st.sampled_from(list(MambaCacheMode)[1:])),
-    )
+    policy, mode = (data.draw(st.sampled_from(StatePolicy)), data.draw(st.sampled_from(list(MambaCacheMode)[1:])))
     layout = CacheLayout(mode, 8, drafts, 96, policy)
     most, retention = layout.slots_per_request(), PrefixRetention.parse(data.draw(st.sampled_from(RULES)), 8)
     pages = MambaStateManager(Pool(1 + rows * most), rows, layout, retention)

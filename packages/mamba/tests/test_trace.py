@@ -70,9 +70,7 @@ def slots(mode: MambaCacheMode) -> Iterator[Seen]:
     for count, accepted, scanned in [(q, 1, True) for q in PROMPT] + [(3, a, False) for a in ACCEPTED]:
         before = request.gather(ROW)
         plan = plan_step(layout, table, one(n), one(count), before.accepted, prev_col=before.prev_col)
-        ssm_col, conv_col, offset = (
-            int(x) for x in (plan.ssm_read - 1, plan.conv_read - 1, plan.conv_offset)
-        )
+        ssm_col, conv_col, offset = (int(x) for x in (plan.ssm_read - 1, plan.conv_read - 1, plan.conv_offset))
         assert states[ssm_col] == n
         assert windows[conv_col] is not None
         assert windows[conv_col] + offset == n
@@ -96,18 +94,7 @@ def slots(mode: MambaCacheMode) -> Iterator[Seen]:
             copy = (src, dst, bias)
         if not scanned:
             carried = int(commit.accepted)
-            yield Seen(
-                n,
-                conv_col,
-                offset,
-                ssm_col,
-                run,
-                written,
-                copy,
-                carried,
-                dict(states),
-                dict(windows),
-            )
+            yield Seen(n, conv_col, offset, ssm_col, run, written, copy, carried, dict(states), dict(windows))
         n += count if scanned else accepted
 
 

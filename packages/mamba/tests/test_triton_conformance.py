@@ -23,11 +23,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 F32 = {"conv_dtype": torch.float32, "ssm_dtype": torch.float32}
-SPECS = [
-    GatedDelta(1, 2, 5, 3, conv_width=2, **F32),
-    KimiDelta(2, 5, 3, **F32),
-    ShortConv(5, conv_width=3, **F32),
-]
+SPECS = [GatedDelta(1, 2, 5, 3, conv_width=2, **F32), KimiDelta(2, 5, 3, **F32), ShortConv(5, conv_width=3, **F32)]
 
 
 @pytest.fixture

@@ -105,12 +105,7 @@ def test_update(
 ) -> None:  # fmt: skip
     """Row 0 starts from zeros; one token's state is dropped; the last row writes the slot it reads."""
     batch = Batch(
-        [3, 0, 1, 2],
-        per_channel=per_channel,
-        dtype=dtype,
-        state_dtype=state_dtype,
-        read=[0, 1, 2, 3],
-        **shape,
+        [3, 0, 1, 2], per_channel=per_channel, dtype=dtype, state_dtype=state_dtype, read=[0, 1, 2, 3], **shape
     )
     write = torch.zeros(6, 4, dtype=torch.int64)
     write[:4] = 10 + torch.arange(16).view(4, 4)
@@ -125,9 +120,7 @@ def test_fold(
     dtype: torch.dtype, state_dtype: torch.dtype, tolerance: float,
 ) -> None:  # fmt: skip
     """In place, from zeros, to another slot, nothing to do, and a copy of the state alone."""
-    batch = Batch(
-        [1] * 5, per_channel=per_channel, dtype=dtype, state_dtype=state_dtype, read=[1, 2, 3, 4, 5], **shape
-    )
+    batch = Batch([1] * 5, per_channel=per_channel, dtype=dtype, state_dtype=state_dtype, read=[1, 2, 3, 4, 5], **shape)
     batch.ring([9, 5, 1, 4, 1], 9)
     request_conv = batch.rand(7, 5, 11)
     request_conv[:2] = NAN
@@ -156,14 +149,7 @@ def test_replay(
     dtype: torch.dtype, state_dtype: torch.dtype, tolerance: float,
 ) -> None:  # fmt: skip
     """From an empty ring and up to a full one. Row 0 starts from zeros, and no row writes its checkpoint."""
-    batch = Batch(
-        lens,
-        per_channel=per_channel,
-        dtype=dtype,
-        state_dtype=state_dtype,
-        read=[0, 1, 2, 3],
-        **shape,
-    )
+    batch = Batch(lens, per_channel=per_channel, dtype=dtype, state_dtype=state_dtype, read=[0, 1, 2, 3], **shape)
     batch.ring(held, 5)
     batch.check("delta_replay_update", device, tolerance)
 
@@ -225,9 +211,7 @@ def scanned(batch: Batch, device: torch.device, tolerance: float = 5e-6) -> dict
     names = inspect.signature(reference.delta_scan_varlen).parameters
     exact |= {"o": reference.delta_scan_varlen(**{key: exact[key] for key in names})}
     for key, part in (("o", 1e-2), ("state", tolerance)):
-        mine, want = (
-            each[key].double().cpu()[: batch.tokens if key == "o" else None] for each in (got, exact)
-        )
+        mine, want = (each[key].double().cpu()[: batch.tokens if key == "o" else None] for each in (got, exact))
         bound = part * float(want[~want.isnan()].abs().max())
         torch.testing.assert_close(mine, want, rtol=0, atol=bound, equal_nan=True, msg=f"{key}: {{}}".format)
     return got
@@ -237,11 +221,7 @@ def scanned(batch: Batch, device: torch.device, tolerance: float = 5e-6) -> dict
 @pytest.mark.parametrize(
     ("lens", "size", "shape"),
     [
-        (
-            [150, 1, 70, 0, 33],
-            64,
-            {"keys": 40, "values": 40},
-        ),  # two tiles of values, and tiles of all lengths
+        ([150, 1, 70, 0, 33], 64, {"keys": 40, "values": 40}),  # two tiles of values, and tiles of all lengths
         ([100, 16], 32, {"keys": 16, "groups": 1, "shared": 3}),
         ([65], 128, {"keys": 128}),
     ],
@@ -267,9 +247,7 @@ def test_scan_of_bfloat16_holds_for_all_decays_and_repeated_keys(
     device: torch.device, per_channel: bool, decays: str
 ) -> None:
     """Keys that repeat and are corrected twice over, if they do not decay; logarithms of thousands a token."""
-    batch = Batch(
-        [140, 30], per_channel=per_channel, keys=16, dtype=torch.bfloat16, state_dtype=torch.float32
-    )
+    batch = Batch([140, 30], per_channel=per_channel, keys=16, dtype=torch.bfloat16, state_dtype=torch.float32)
     if decays == "none":
         batch.args["k"][1:130] = batch.args["k"][0]
         batch.args["a"][:130], batch.args["b"][:130] = -9.0, 9.0

@@ -15,11 +15,7 @@ pytestmark = pytest.mark.gpu
 
 WIDTH, DRAFTS, CAPACITY, ROWS = 4, 5, 16, 6
 # heads, channels of one, state size, groups
-MODELS = {
-    "nano-9b-v2": (128, 80, 128, 8),
-    "3-nano-30b": (64, 64, 128, 8),
-    "granite-350m": (48, 32, 128, 1),
-}
+MODELS = {"nano-9b-v2": (128, 80, 128, 8), "3-nano-30b": (64, 64, 128, 8), "granite-350m": (48, 32, 128, 1)}
 FEW, MANY = [6, 1, 0, 3, 1, 6], [1, 300, 0, 129, 2, 256]
 IN_PLACE = ("ssm_state", "conv_state", "request_conv", "ring_x", "ring_dt", "ring_B")
 
@@ -60,12 +56,7 @@ def make(model: str, lens: list[int], dtype: torch.dtype) -> dict[str, dict[str,
     conv = {"x": xbc, "weight": rand(channels, WIDTH), "bias": rand(channels), "activation": "silu"}
     conv |= {"conv_state": rand(60, WIDTH - 1 + DRAFTS, channels), "query_start_loc": starts, "read": rows}
     A, params = -rand(heads, to=torch.float32).abs(), (rand(heads, to=torch.float32) for _ in range(2))
-    tokenwise = {
-        "x": x.unflatten(1, (heads, -1)),
-        "dt": rand(tokens, heads),
-        "A": A,
-        "query_start_loc": starts,
-    }
+    tokenwise = {"x": x.unflatten(1, (heads, -1)), "dt": rand(tokens, heads), "A": A, "query_start_loc": starts}
     tokenwise |= {"B": B.unflatten(1, (groups, -1)), "C": C.unflatten(1, (groups, -1))}
     tokenwise |= dict(zip(("D", "dt_bias"), params, strict=True)) | {"dt_min": 0.0, "dt_max": float("inf")}
     ssm_state = rand(60, heads, head_dim, size, to=torch.float32)
@@ -99,10 +90,7 @@ def make(model: str, lens: list[int], dtype: torch.dtype) -> dict[str, dict[str,
 
 
 def moved(args: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {
-        key: value.to(device, copy=True) if isinstance(value, Tensor) else value
-        for key, value in args.items()
-    }
+    return {key: value.to(device, copy=True) if isinstance(value, Tensor) else value for key, value in args.items()}
 
 
 @pytest.mark.parametrize("name", ["causal_conv1d_update", "causal_conv1d_varlen", "selective_state_update",
@@ -120,9 +108,7 @@ def test_forms_equal_the_reference(
         if isinstance(want.get(key), Tensor):
             exact = key != "y" and name != "ssd_scan_varlen"
             bound = (1e-4 if exact and key == "ssm_state" else tolerance) * float(want[key].abs().max())
-            torch.testing.assert_close(
-                got[key].cpu(), want[key], rtol=0, atol=bound, msg=f"{key}: {{}}".format
-            )
+            torch.testing.assert_close(got[key].cpu(), want[key], rtol=0, atol=bound, msg=f"{key}: {{}}".format)
 
 
 @pytest.mark.parametrize("name", ["causal_conv1d_update", "causal_conv1d_varlen", "selective_state_update",

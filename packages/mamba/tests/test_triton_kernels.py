@@ -188,9 +188,7 @@ def test_windows_alone(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, width: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     """Of layers without a state: folds of the oldest window, of the newest and of none, and copies."""
-    batch = Batch(
-        [1] * 3, dtype=dtype, state_dtype=dtype, read=[1, 2, 3], width=width, head_dim=head_dim, slots=13
-    )
+    batch = Batch([1] * 3, dtype=dtype, state_dtype=dtype, read=[1, 2, 3], width=width, head_dim=head_dim, slots=13)
     batch.ring([1, 1, 1], 3)
     request_conv = batch.rand(5, width + 2, batch.xbc.shape[1])
     request_conv[:2] = NAN
@@ -201,12 +199,7 @@ def test_windows_alone(
         for name in ("fold_window", "copy_states"):
             with_shares(monkeypatch, name, shares)
         batch.check(
-            "fold_window",
-            device,
-            0.0,
-            request_conv=request_conv,
-            dst=dst,
-            page_offset=torch.tensor([0, 3, 1, 0, 0]),
+            "fold_window", device, 0.0, request_conv=request_conv, dst=dst, page_offset=torch.tensor([0, 3, 1, 0, 0])
         )
         batch.check("copy_states", device, 0.0, **alone)
 
@@ -252,8 +245,7 @@ def test_conv_update(
 
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize(
-    ("size", "dtype", "tolerance"),
-    [(1, torch.float32, 2e-5), (3, torch.bfloat16, 2e-2), (16, torch.float16, 4e-3)],
+    ("size", "dtype", "tolerance"), [(1, torch.float32, 2e-5), (3, torch.bfloat16, 2e-2), (16, torch.float16, 4e-3)]
 )
 @pytest.mark.parametrize("lens", [[9, 1, 0, 2, 18], [0, 3, 16]], ids=str)
 def test_m04_conv_windows_of_chunks_reach_into_the_initial_one(
@@ -271,12 +263,7 @@ def test_m04_conv_windows_of_chunks_reach_into_the_initial_one(
     more = {"x": batch.xbc, "request_conv": None, "request_conv_write": None}
     batch.check("causal_conv1d_varlen", device, tolerance, **more)
     request_conv_write = torch.tensor([*(0, 3, 5, 1, 7)[: len(lens)], 0, 0])
-    more |= {
-        "request_conv": request_conv,
-        "request_conv_write": request_conv_write,
-        "bias": None,
-        "activation": "none",
-    }
+    more |= {"request_conv": request_conv, "request_conv_write": request_conv_write, "bias": None, "activation": "none"}
     batch.check("causal_conv1d_varlen", device, tolerance, **more)
 
 
@@ -324,9 +311,7 @@ NANS = [0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000]
 
 @pytest.mark.parametrize("bits", NANS, ids=hex)
 @pytest.mark.parametrize("name", ["replay_update", "ssd_scan_varlen", "selective_state_update"])
-def test_nan_in_a_state_reaches_the_outputs_of_its_row_alone(
-    device: torch.device, name: str, bits: int
-) -> None:
+def test_nan_in_a_state_reaches_the_outputs_of_its_row_alone(device: torch.device, name: str, bits: int) -> None:
     """Halves are multiplied in TF32, to which a state is rounded: adding to the bits of a NaN may make it a number."""
     batch = Batch([1, 2, 3], dtype=torch.float16, read=[1, 2, 3])
     _call_with_nan(batch, "ssm_state", (2,), bits, device, name)
@@ -382,12 +367,7 @@ def test_tiny_steps_keep_their_digits(device: torch.device) -> None:
 @pytest.mark.parametrize(("dtype", "state_dtype", "tolerance"), KINDS)
 @pytest.mark.parametrize(("groups", "size"), [(1, 30), (3, 16), (2, 600)])
 def test_gated_norm(
-    device: torch.device,
-    groups: int,
-    size: int,
-    dtype: torch.dtype,
-    state_dtype: torch.dtype,
-    tolerance: float,
+    device: torch.device, groups: int, size: int, dtype: torch.dtype, state_dtype: torch.dtype, tolerance: float
 ) -> None:
     batch, inner = Batch([5], dtype=dtype), groups * size
     half = batch.rand(5, 2 * inner)  # strided, as a split makes them
@@ -452,11 +432,7 @@ def test_real_rows_are_bit_equal_under_padding(device: torch.device, name: str) 
         batch = Batch(lens, drafts=3)
         batch.ring([3, 0, 2], 8)
         write = torch.arange(10, 10 + rows * 4).view(rows, 4)
-        args: dict[str, Any] = batch.args | {
-            "slot": batch.args["read"],
-            "write": write,
-            "max_query_len": bound,
-        }
+        args: dict[str, Any] = batch.args | {"slot": batch.args["read"], "write": write, "max_query_len": bound}
         if name == "causal_conv1d_update":
             args |= {"x": batch.xbc, "offset": torch.tensor([1, 0, 2, 0, 0]), "write": write[:, 0]}
         for key in ("read", "slot", "offset", "ring_row", "ring_start", "ring_len"):

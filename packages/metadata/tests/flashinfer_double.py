@@ -23,9 +23,7 @@ class Double:
     decode = False
     made: list[Double]
 
-    def __init__(
-        self, workspace: Tensor, kv_layout: str, use_cuda_graph: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, workspace: Tensor, kv_layout: str, use_cuda_graph: bool = False, **options: Any) -> None:
         assert kv_layout == "NHD"
         assert not workspace.any()
         self.workspace, self.fixed = workspace, use_cuda_graph
@@ -47,9 +45,7 @@ class Double:
             assert options.pop("causal")
             self.starts, *args = args
         indptr, self.indices, last, *self.sizes = args
-        assert {each.device.type for each in (self.starts, indptr, last)} == {"cpu"}, (
-            "counts come from the host"
-        )
+        assert {each.device.type for each in (self.starts, indptr, last)} == {"cpu"}, "counts come from the host"
         assert {each.dtype for each in (indptr, self.indices, last)} == {torch.int32}
         assert len(indptr) == len(last) + 1 == len(self.starts)
         assert int(indptr[0]) == 0
@@ -84,9 +80,7 @@ class Double:
         for (begin, end), (first, behind), last in spans:
             length = (behind - first - 1) * page + last
             k, v = (
-                side[self.indices[first:behind].long()]
-                .flatten(0, 1)[:length]
-                .repeat_interleave(heads // kv_heads, 1)
+                side[self.indices[first:behind].long()].flatten(0, 1)[:length].repeat_interleave(heads // kv_heads, 1)
                 for side in kv
             )
             for token in range(begin, end):

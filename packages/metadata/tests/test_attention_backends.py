@@ -53,9 +53,7 @@ def test_T_B2_real_rows_with_padded_tokens_are_refused(mixed: Any, buffers: Inpu
     rows = mixed.num_actual_reqs
     bound = mixed.seq_len_bound.narrow(rows)
     with pytest.raises(BatchInvariant, match=r"query_start_loc: has shape \(7,\), must be \(5,\)"):
-        validate(
-            dataclasses.replace(mixed, num_reqs=rows, seq_len_bound=bound), buffers.limits, buffers.groups
-        )
+        validate(dataclasses.replace(mixed, num_reqs=rows, seq_len_bound=bound), buffers.limits, buffers.groups)
 
 
 # -- E: bounds and layouts at capture ------------------------------------------------------------------------
@@ -142,9 +140,7 @@ def report_2(query_len: int) -> Any:
         (2, True, RowSplit(5, 0, 6, 0)),
     ],
 )
-def test_T_A1_report_2_split_of_a_padded_batch(
-    query_len: int, short_extends: bool, expected: RowSplit
-) -> None:
+def test_T_A1_report_2_split_of_a_padded_batch(query_len: int, short_extends: bool, expected: RowSplit) -> None:
     batch = report_2(query_len)
     assert batch.is_prefilling.tolist() == [False, True, False, False, False]
     query_lens = np.diff(batch.query_start_loc_cpu.numpy())
@@ -179,9 +175,7 @@ def test_T_F1_short_extends_need_context_and_the_threshold() -> None:
     def decodes(length: int, prefilling: bool, computed: int, threshold: int) -> list[int]:
         arrays = np.array([length], np.int32), np.array([prefilling]), np.array([computed], np.int32)
         return [
-            split_decodes_and_prefills(
-                *arrays, threshold=threshold, treat_short_extends_as_decodes=wide
-            ).num_decodes
+            split_decodes_and_prefills(*arrays, threshold=threshold, treat_short_extends_as_decodes=wide).num_decodes
             for wide in (False, True)
         ]
 
@@ -213,9 +207,7 @@ def one_more(mixed: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [n for n in ARRAYS if not FIELDS[n].on_host and n != "input_ids"])
-def test_device_fields_agree_with_the_host_and_each_other(
-    mixed: Any, buffers: InputBuffers, name: str
-) -> None:
+def test_device_fields_agree_with_the_host_and_each_other(mixed: Any, buffers: InputBuffers, name: str) -> None:
     """All device fields except the ids can be derived, so that one wrong entry is detected."""
     batch = one_more(mixed, name)
     validate(batch, buffers.limits, buffers.groups)  # the host alone can't know
@@ -235,9 +227,7 @@ def test_inexact_bounds_may_lie_above_the_device_and_never_below(mixed: Any, buf
     true = int(mixed.seq_lens[0])
     validate(bounded(true + 3, False), limits, groups, level="device")
     for upper, exact in ((true + 3, True), (true - 1, False)):
-        with pytest.raises(
-            BatchInvariant, match="seq_lens: is above its host bound, or differs from an exact one"
-        ):
+        with pytest.raises(BatchInvariant, match="seq_lens: is above its host bound, or differs from an exact one"):
             validate(bounded(upper, exact), limits, groups, level="device")
 
 
@@ -259,9 +249,7 @@ def test_a_slot_in_the_null_block_is_found(mixed: Any, buffers: InputBuffers) ->
     table, slots = mixed.block_tables[0].clone(), mixed.slot_mappings[0].clone()
     table[0, 1], slots[0] = 0, 4
     batch = dataclasses.replace(
-        mixed,
-        block_tables=(table, *mixed.block_tables[1:]),
-        slot_mappings=(slots, *mixed.slot_mappings[1:]),
+        mixed, block_tables=(table, *mixed.block_tables[1:]), slot_mappings=(slots, *mixed.slot_mappings[1:])
     )
     with pytest.raises(BatchInvariant, match="slot_mappings: has a slot outside the block"):
         validate(batch, buffers.limits, buffers.groups, level="device")

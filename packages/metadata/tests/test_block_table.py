@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.metadata import (
-    BatchLimits,
-    BatchShape,
-    BlockTable,
-    InputBuffers,
-    KVCacheGroup,
-    StepRows,
-    validate,
-)
+from bateleur.metadata import BatchLimits, BatchShape, BlockTable, InputBuffers, KVCacheGroup, StepRows, validate
 
 LIMITS = BatchLimits(max_num_reqs=5, max_num_tokens=23, max_model_len=40)
 GROUPS = (
@@ -110,9 +102,7 @@ def test_the_batch_has_the_tables_of_its_rows(make: Any, deferred: Any, seed: in
         assert [table.tolist() for table in whole["block_tables"]] == expected
         validate(batch, LIMITS, GROUPS, level="device")
         tables = tuple(table.ids[rows.block_table_rows] for table in engine.tables)
-        given = StepRows(
-            rows.query_lens, rows.num_computed_tokens, rows.is_prefilling, rows.token_ids, tables
-        )
+        given = StepRows(rows.query_lens, rows.num_computed_tokens, rows.is_prefilling, rows.token_ids, tables)
         other = make.whole(plain.stage(given, shape), LIMITS)
         for name in whole.keys() - {"block_tables"}:
             for found, same in zip(whole[name], other[name], strict=True):
@@ -174,9 +164,7 @@ def test_a_steady_step_sends_new_cells_and_counts(deferred: Any, tokens: int) ->
             tables[0].write(each, column, 1 + column * rows + each)
         drawn = torch.zeros(rows * tokens, dtype=torch.int64)
         ids, lens = np.zeros(rows * tokens, np.int32), np.full(rows, tokens, np.int32)
-        given = StepRows(
-            lens, computed, np.zeros(rows, np.bool_), ids, sampled_token_ids=drawn, block_table_rows=each
-        )
+        given = StepRows(lens, computed, np.zeros(rows, np.bool_), ids, sampled_token_ids=drawn, block_table_rows=each)
         buffers.stage(given, BatchShape.of(rows, rows * tokens, tokens))
         deferred.queue.clear()
         packet, moved = deferred.copies
@@ -199,17 +187,13 @@ def test_what_no_table_can_be_is_refused() -> None:
     one = np.ones(1, np.int32)
     step = StepRows(one, one, np.zeros(1, np.bool_), one, block_table_rows=np.array([0]))
     shape = BatchShape.of(1, 1, 1)
-    with pytest.raises(
-        ValueError, match="block_table_rows: names rows, but the buffers were made without tables"
-    ):
+    with pytest.raises(ValueError, match="block_table_rows: names rows, but the buffers were made without tables"):
         InputBuffers(LIMITS, GROUPS, "cpu").stage(step, shape)
     for queue in (None, Refusing()):
         buffers = InputBuffers(LIMITS, GROUPS, "cpu", tables=tables, queue=queue)
         for row in (9, -1):
             step = StepRows(one, one, np.zeros(1, np.bool_), one, block_table_rows=np.array([row]))
-            with pytest.raises(
-                ValueError, match=rf"table_rows: \[ *{row}\] must be rows of tables of 9 rows"
-            ):
+            with pytest.raises(ValueError, match=rf"table_rows: \[ *{row}\] must be rows of tables of 9 rows"):
                 buffers.stage(step, shape)
         step = StepRows(one, one, np.zeros(1, np.bool_), one, block_table_rows=np.array([3]))
         with pytest.raises(ValueError, match="group 0 has block 0 for position 1 of row 0"):
@@ -241,9 +225,7 @@ def test_rows_of_a_later_step_are_staged_as_if_they_were_new(width: int, sampled
     rows = np.array([6, 0, 3])
     computed, num_tokens = np.array([3, 7, 1], np.int32), 3 * width
     lens, shape = np.full(3, width, np.int32), BatchShape.of(3, num_tokens, width)
-    first = StepRows(
-        lens, computed, np.zeros(3, np.bool_), np.zeros(num_tokens, np.int32), block_table_rows=rows
-    )
+    first = StepRows(lens, computed, np.zeros(3, np.bool_), np.zeros(num_tokens, np.int32), block_table_rows=rows)
     block = 1
     for step in range(9):
         for row, count in zip(rows.tolist(), computed.tolist(), strict=True):
@@ -286,9 +268,7 @@ def test_rows_that_come_in_turn_with_other_lengths_are_staged_as_if_they_were_ne
     lens = [np.array(each, np.int32) for each in ([3, 3, 3], [1, 1, 1], [2, 1, 3], [1, 3, 2])]
     firsts = [
         (
-            StepRows(
-                each, computed, np.zeros(3, np.bool_), np.zeros(each.sum(), np.int32), block_table_rows=where
-            ),
+            StepRows(each, computed, np.zeros(3, np.bool_), np.zeros(each.sum(), np.int32), block_table_rows=where),
             BatchShape.of(3, int(each.sum()), 3),
         )
         for each, where in [*((each, rows) for each in lens), (lens[2], others)]
@@ -304,9 +284,7 @@ def test_rows_that_come_in_turn_with_other_lengths_are_staged_as_if_they_were_ne
         want = fresh.stage(StepRows(*values, first.block_table_rows), shape)
         for name, mine in buffers._whole.items():  # padding, too
             pairs = (
-                zip(mine, fresh._whole[name], strict=True)
-                if isinstance(mine, tuple)
-                else [(mine, fresh._whole[name])]
+                zip(mine, fresh._whole[name], strict=True) if isinstance(mine, tuple) else [(mine, fresh._whole[name])]
             )
             assert all(np.array_equal(a, b) for a, b in pairs), (step, name)
         validate(batch, LIMITS, GROUPS)
@@ -322,10 +300,7 @@ def test_later_rows_with_counts_that_can_not_be_are_refused() -> None:
     ones = np.ones(1, np.int32)
     first = StepRows(ones, ones, np.zeros(1, np.bool_), ones, block_table_rows=rows)
     buffers.stage(first, shape)
-    for wrong, words in (
-        (np.array([40], np.int32), "would hold 41 tokens"),
-        (np.array([-1], np.int32), "negative"),
-    ):
+    for wrong, words in ((np.array([40], np.int32), "would hold 41 tokens"), (np.array([-1], np.int32), "negative")):
         with pytest.raises(ValueError, match=words):
             buffers.stage(first.next_step(wrong, None), shape)
         with pytest.raises(ValueError, match=words):

@@ -49,13 +49,7 @@ def test_shipped_builders_conform(name: str) -> None:
 @pytest.mark.parametrize("group", [0, 1])
 def test_the_paged_builder_conforms_at_every_support_and_group(support: GraphSupport, group: int) -> None:
     groups = (KVCacheGroup(5, 4), KVCacheGroup(16, 2, lookahead_tokens=2))
-    report = check_builder(
-        PagedAttentionBuilder(support),
-        LIMITS,
-        groups=groups,
-        group=group,
-        query_lens=(1, 3),
-    )
+    report = check_builder(PagedAttentionBuilder(support), LIMITS, groups=groups, group=group, query_lens=(1, 3))
     assert len(report.keys) == {0: 0, 1: 3, 2: 6, 3: 8}[support]
 
 
@@ -307,8 +301,7 @@ def test_a_group_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, torch.float32) for name in backend_names()]
-    + [(name, torch.bfloat16) for name in ("torch", "native")],
+    [(name, torch.float32) for name in backend_names()] + [(name, torch.bfloat16) for name in ("torch", "native")],
 )
 def test_T_A4_shipped_backends_conform(name: str, dtype: torch.dtype) -> None:
     report = check_backend(backend_on(name, "cpu"), dtype=dtype, block_sizes=(5,), head_dims=(24,))
@@ -327,9 +320,7 @@ FP8 = torch.float8_e4m3fn
 def test_shipped_backends_conform_with_caches_of_another_dtype(
     name: str, kv_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
-    report = check_backend(
-        backend_on(name, "cpu"), dtype=dtype, kv_dtype=kv_dtype, block_sizes=(5,), head_dims=(24,)
-    )
+    report = check_backend(backend_on(name, "cpu"), dtype=dtype, kv_dtype=kv_dtype, block_sizes=(5,), head_dims=(24,))
     assert report.num_cases == 32
 
 
@@ -351,9 +342,7 @@ def test_a_wrong_write_to_an_fp8_cache_is_found(change: str) -> None:
 )
 def test_a_backend_refuses_caches_that_it_has_no_kernel_for(name: str, reason: str) -> None:
     kv_dtype = getattr(torch, "float8_e4m3fn" if reason == "float8" else reason)
-    refused = unsupported_reason(
-        name, device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=64, kv_dtype=kv_dtype
-    )
+    refused = unsupported_reason(name, device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=64, kv_dtype=kv_dtype)
     assert refused == f"it has no KV cache in {kv_dtype} for queries in torch.bfloat16"
 
 
@@ -395,9 +384,7 @@ class Wrong:
     def __getattr__(self, name: str) -> Any:
         return self.changes.get(name) or getattr(self.inner, name)
 
-    def attend(
-        self, q: Any, k: Any, v: Any, kv: Any, meta: Any, scale: float, window: Any = None, **sinks: Any
-    ) -> Any:
+    def attend(self, q: Any, k: Any, v: Any, kv: Any, meta: Any, scale: float, window: Any = None, **sinks: Any) -> Any:
         changed = {name: value(meta, q) for name, value in self.changes.items() if hasattr(meta, name)}
         scale *= self.changes.get("scale", 1)
         window = window and window + self.changes.get("window", 0)
@@ -434,9 +421,7 @@ def test_a_wrong_backend_is_found(letter: str, changes: dict[str, Any]) -> None:
 
 def test_T_A4_what_only_some_garbage_changes_is_found() -> None:
     """NaN is not the only garbage: a kernel that drops NaN still leaks the rest."""
-    with pytest.raises(
-        ConformanceError, match=r"\[A\] real rows depend on memory that must not be read"
-    ) as caught:
+    with pytest.raises(ConformanceError, match=r"\[A\] real rows depend on memory that must not be read") as caught:
         check_backend(Wrong(leak=1.0), heads=((6, 2),), head_dims=(16,), block_sizes=(5,))
     assert caught.value.letters == "A"
 

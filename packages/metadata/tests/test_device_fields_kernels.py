@@ -16,13 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from bateleur.metadata._device_fields import (
-    CELLS,
-    EXPAND,
-    GATHER,
-    DeviceFields,
-    DeviceStep,
-)
+from bateleur.metadata._device_fields import CELLS, EXPAND, GATHER, DeviceFields, DeviceStep
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROWS, TOKENS, POISON = 6, 300, 77
@@ -55,9 +49,7 @@ def fields(device: str, block_sizes: tuple[int, ...]) -> DeviceFields:
         slots.append((poisoned(TOKENS, i64), table, size))
     rows = [poisoned(ROWS, i32) for _ in range(2)]
     starts = torch.tensor([0, 2, 4, 6, 6, 6, 6], dtype=i32, device=device)
-    return DeviceFields(
-        poisoned(TOKENS, i32), poisoned(TOKENS, i64), starts, *rows, tuple(slots), seq_len_fill=1
-    )
+    return DeviceFields(poisoned(TOKENS, i32), poisoned(TOKENS, i64), starts, *rows, tuple(slots), seq_len_fill=1)
 
 
 def contents(x: DeviceFields) -> list[Any]:
@@ -68,9 +60,7 @@ def contents(x: DeviceFields) -> list[Any]:
 @pytest.mark.parametrize("block_sizes", [(), (16,), (5, 16)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("lens", [[1], [2, 2, 2], [1, 270, 1, 4], []], ids=str)
-def test_expand(
-    kernels: Any, device: str, lens: list[int], dtype: torch.dtype, block_sizes: tuple[int, ...]
-) -> None:
+def test_expand(kernels: Any, device: str, lens: list[int], dtype: torch.dtype, block_sizes: tuple[int, ...]) -> None:
     def on_device(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 

@@ -115,9 +115,7 @@ def test_layers_share_a_plan_until_the_next_step(make: Any, made: list[Double]) 
         for _ in range(3):
             backend.attend(*tensors, cache, meta, 0.3)
             backend.attend(*tensors, cache, meta, 0.3, 6)
-        assert [wrapper.num_plans for wrapper in made] == [
-            step
-        ] * 4  # decode and others, with and without window
+        assert [wrapper.num_plans for wrapper in made] == [step] * 4  # decode and others, with and without window
     other = backend.builder().build(batch, 0)
     backend.attend(*tensors, cache, other, 0.3)
     backend.attend(*tensors, cache, meta, 0.3)
@@ -186,13 +184,9 @@ def test_a_batch_without_rows_plans_nothing(make: Any, made: list[Double]) -> No
 def test_inexact_lengths_are_refused(make: Any) -> None:
     groups = (KVCacheGroup(4, 18),)
     buffers = InputBuffers(BatchLimits(4, 4, 70), groups, "cpu")
-    rows = dataclasses.replace(
-        make.rows([1, 1], [9, 30], groups), num_computed_is_exact=np.array([True, False])
-    )
+    rows = dataclasses.replace(make.rows([1, 1], [9, 30], groups), num_computed_is_exact=np.array([True, False]))
     batch = buffers.stage(rows, BatchShape.of(2, 2, 1))
-    with pytest.raises(
-        InexactBound, match="FlashInfer plans on the host, from exact lengths; rows: row 1 has only"
-    ):
+    with pytest.raises(InexactBound, match="FlashInfer plans on the host, from exact lengths; rows: row 1 has only"):
         FlashInferBackend().builder().build(batch, 0)
 
 
@@ -231,11 +225,7 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], messa
     capability, available = changes.pop("capability", (9, 0)), changes.pop("available", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert (
-        get_backend("flashinfer", **options).name == "flashinfer"
-        if available and capability > (8, 0)
-        else True
-    )
+    assert get_backend("flashinfer", **options).name == "flashinfer" if available and capability > (8, 0) else True
     with pytest.raises(ValueError, match=message):
         get_backend("flashinfer", **(options | changes))
 
@@ -271,9 +261,7 @@ def test_gpu_equals_the_torch_backend(make: Any, name: str, window: int | None) 
     pytest.importorskip("flashinfer", reason="needs the extra flashinfer")
     results = []
     for backend in ("flashinfer", "torch"):
-        batch, tensors, cache = _step(
-            make, name, 16, (8, 2), dim=64, dtype=torch.bfloat16, device="cuda", padding=0
-        )
+        batch, tensors, cache = _step(make, name, 16, (8, 2), dim=64, dtype=torch.bfloat16, device="cuda", padding=0)
         chosen = get_backend(backend, device="cuda", dtype=torch.bfloat16, head_dim=64)
         results.append(chosen.attend(*tensors, cache, chosen.builder().build(batch, 0), 0.125, window))
     torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)

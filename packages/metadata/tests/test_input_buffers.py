@@ -32,9 +32,7 @@ def oracle(rows: StepRows, fill: int) -> dict[str, list[Any]]:
     """Return the expected contents of all buffers after staging ``rows``."""
     max_reqs, max_tokens = LIMITS.max_num_reqs, LIMITS.max_num_tokens
     starts, positions, owner = [0], [], []
-    for row, (q, c) in enumerate(
-        zip(rows.query_lens.tolist(), rows.num_computed_tokens.tolist(), strict=True)
-    ):
+    for row, (q, c) in enumerate(zip(rows.query_lens.tolist(), rows.num_computed_tokens.tolist(), strict=True)):
         starts.append(starts[-1] + q)
         positions += range(c, c + q)
         owner += [row] * q
@@ -195,9 +193,7 @@ def test_T_A5_single_tokens_after_as_many_longer_rows(buffers: InputBuffers, mak
     assert starts == [ones, ones, [0, 2, 3, 6, 6, 6], ones, [0, 1, 2, 2, 2, 2], ones]
 
 
-def test_T_E1_max_seq_len_is_the_bound_unless_a_capture_overrides_it(
-    buffers: InputBuffers, make: Any
-) -> None:
+def test_T_E1_max_seq_len_is_the_bound_unless_a_capture_overrides_it(buffers: InputBuffers, make: Any) -> None:
     rows = make.rows([1, 2], [10, 40], buffers.groups)
     shape = BatchShape.of(2, 3, 2)
     assert buffers.stage(rows, shape).max_seq_len == 42
@@ -208,9 +204,7 @@ def test_T_E1_max_seq_len_is_the_bound_unless_a_capture_overrides_it(
 
 
 @pytest.mark.parametrize("prefilling", [False, True])
-@pytest.mark.parametrize(
-    "shape", [BatchShape(4, 4, 6, 6, 1), BatchShape(3, 10, 7, 50, 50), BatchShape.of(0, 0, 1)]
-)
+@pytest.mark.parametrize("shape", [BatchShape(4, 4, 6, 6, 1), BatchShape(3, 10, 7, 50, 50), BatchShape.of(0, 0, 1)])
 def test_T_E2_dummy_satisfies_the_validation_of_real_batches(
     buffers: InputBuffers, make: Any, groups: Any, shape: BatchShape, prefilling: bool
 ) -> None:
@@ -262,35 +256,20 @@ def broken(rows: StepRows) -> list[tuple[dict[str, Any], str]]:
         ({"query_lens": np.array([0, 2, 3], i32)}, "query_lens: 0 in row 0; must be at least 1"),
         ({"query_lens": np.array([1, 0, 4], i32)}, "query_lens: 0 in row 1"),
         ({"query_lens": np.array([1, 1, 3])}, "query_lens: has dtype int64, must be int32"),
-        (
-            {"num_computed_tokens": np.array([9, 30], i32)},
-            r"num_computed_tokens: has shape \(2,\), must be \(3,\)",
-        ),
-        (
-            {"num_computed_tokens": np.array([9, -1, 0], i32)},
-            "num_computed_tokens: -1 in row 1; must not be negative",
-        ),
-        (
-            {"num_computed_tokens": np.array([9, 80, 0], i32)},
-            "row 1 would hold 81 tokens, above max_model_len 80",
-        ),
+        ({"num_computed_tokens": np.array([9, 30], i32)}, r"num_computed_tokens: has shape \(2,\), must be \(3,\)"),
+        ({"num_computed_tokens": np.array([9, -1, 0], i32)}, "num_computed_tokens: -1 in row 1; must not be negative"),
+        ({"num_computed_tokens": np.array([9, 80, 0], i32)}, "row 1 would hold 81 tokens, above max_model_len 80"),
         (
             {"num_computed_tokens": np.array([9, 2**31 - 1, 0], i32)},
             "row 1 would hold 2147483648 tokens, above max_model_len 80",
         ),
         ({"is_prefilling": np.zeros(4, np.bool_)}, r"is_prefilling: has shape \(4,\), must be \(3,\)"),
-        (
-            {"num_computed_is_exact": np.ones(2, np.bool_)},
-            r"num_computed_is_exact: has shape \(2,\), must be \(3,\)",
-        ),
+        ({"num_computed_is_exact": np.ones(2, np.bool_)}, r"num_computed_is_exact: has shape \(2,\), must be \(3,\)"),
         ({"token_ids": np.ones(6, i32)}, r"token_ids: has shape \(6,\), must be \(5,\)"),
         ({"block_tables": tables[:1]}, "block_tables: has 1 tables for 3 KV-cache groups"),
         ({"block_tables": (tables[0][:, :4], *tables[1:])}, r"block_tables: has shape \(3, 4\)"),
         ({"block_tables": (tables[0] * 0, *tables[1:])}, "group 0 has block 0 for position 9 of row 0"),
-        (
-            {"sampled_token_ids": torch.zeros(6)},
-            r"sampled_token_ids: has shape \(6,\), must be \(n,\) with n <= 5",
-        ),
+        ({"sampled_token_ids": torch.zeros(6)}, r"sampled_token_ids: has shape \(6,\), must be \(n,\) with n <= 5"),
     ]
 
 
@@ -304,9 +283,7 @@ def test_bad_rows_are_refused_before_anything_is_written(buffers: InputBuffers, 
     with pytest.raises(ValueError, match=message):
         buffers.stage(dataclasses.replace(rows, **changes), shape)
     after = make.whole(batch, buffers.limits)
-    assert all(
-        np.array_equal(a, b) for name in FIELDS for a, b in zip(before[name], after[name], strict=True)
-    )
+    assert all(np.array_equal(a, b) for name in FIELDS for a, b in zip(before[name], after[name], strict=True))
     assert buffers.generation == generation
 
 
@@ -364,9 +341,7 @@ def test_validation_finds_wrong_scalars_and_sizes(mixed: Any, buffers: InputBuff
         ({"num_actual_tokens": 32}, "num_tokens"),
     ):
         with pytest.raises(BatchInvariant, match=name):
-            validate(
-                dataclasses.replace(mixed, **changes), buffers.limits, groups, level="device", seq_len_fill=0
-            )
+            validate(dataclasses.replace(mixed, **changes), buffers.limits, groups, level="device", seq_len_fill=0)
 
 
 @pytest.mark.gpu
@@ -374,11 +349,7 @@ def test_validation_finds_wrong_scalars_and_sizes(mixed: Any, buffers: InputBuff
 def test_gpu_staging_equals_cpu_staging(make: Any, groups: Any) -> None:
     limits = BatchLimits(7, 50, 80)
     both = [InputBuffers(limits, groups, device) for device in ("cpu", "cuda")]
-    for poison, query_lens, computed in (
-        (True, [7] * 7, [70] * 7),
-        (False, [1, 4], [3, 0]),
-        (True, [1], [2]),
-    ):
+    for poison, query_lens, computed in ((True, [7] * 7, [70] * 7), (False, [1, 4], [3, 0]), (True, [1], [2])):
         rows = make.rows(query_lens, computed, groups)
         batches = []
         for buffers in both:

@@ -38,9 +38,7 @@ QUERY_LENS = (1, 5, 16, 64)
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """132 multiprocessors with 227 KiB of shared memory for a block."""
-    monkeypatch.setattr(
-        _launch_config, "device_sizes", lambda device: (sm90.MULTIPROCESSORS, sm90.SHARED_BYTES)
-    )
+    monkeypatch.setattr(_launch_config, "device_sizes", lambda device: (sm90.MULTIPROCESSORS, sm90.SHARED_BYTES))
     _launch_config._work_shape.cache_clear()
     yield
     _launch_config._work_shape.cache_clear()
@@ -81,13 +79,10 @@ def checked(found: sm90.Compiled, record: Callable[[str, object], None], name: s
 
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [(model, BF16) for model in SHAPES]
-    + [(model, FP32) for model in ("Llama-3.1-8B", "Qwen3.5-9B", "shipped")],
+    [(model, BF16) for model in SHAPES] + [(model, FP32) for model in ("Llama-3.1-8B", "Qwen3.5-9B", "shipped")],
     ids=str,
 )
-def test_attention_fits_hopper(
-    model: str, dtype: torch.dtype, record_property: Callable[[str, object], None]
-) -> None:
+def test_attention_fits_hopper(model: str, dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
     with sm90.compiling() as found:
         for query_len in QUERY_LENS:
             attend(SHAPES[model], dtype, query_len)
@@ -102,9 +97,7 @@ def test_attention_fits_hopper(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "block_size"),
-    [(FP16, 0, 16), (BF16, 4096, 16), (FP32, 4096, 16), (BF16, 0, 64)],
-    ids=str,
+    ("dtype", "window", "block_size"), [(FP16, 0, 16), (BF16, 4096, 16), (FP32, 4096, 16), (BF16, 0, 64)], ids=str
 )
 def test_other_attention_fits_hopper(
     dtype: torch.dtype, window: int, block_size: int, record_property: Callable[[str, object], None]
@@ -137,10 +130,7 @@ def test_attention_with_sinks_fits_hopper(
     ids=str,
 )
 def test_attention_over_caches_of_another_dtype_fits_hopper(
-    model: str,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    record_property: Callable[[str, object], None],
+    model: str, dtype: torch.dtype, kv_dtype: torch.dtype, record_property: Callable[[str, object], None]
 ) -> None:
     with sm90.compiling() as found:
         for query_len in QUERY_LENS:

@@ -34,9 +34,7 @@ def _checksum(batch: CommonAttentionMetadata) -> str:
     for arrays in _arrays(batch).values():
         for array in arrays:
             digest.update(np.ascontiguousarray(array).tobytes())
-    scalars = [
-        getattr(batch, f.name) for f in dataclasses.fields(batch) if isinstance(getattr(batch, f.name), int)
-    ]
+    scalars = [getattr(batch, f.name) for f in dataclasses.fields(batch) if isinstance(getattr(batch, f.name), int)]
     return digest.hexdigest() + str(scalars)
 
 
@@ -54,9 +52,7 @@ def test_the_table_and_the_batch_name_the_same_fields() -> None:
     assert arrays == {name for name, field in FIELDS.items() if not field.bound_attr} | {"seq_len_bound"}
 
 
-def test_T_G1_pad_then_unpad_keeps_every_field(
-    mixed: CommonAttentionMetadata, make: Any, groups: Any
-) -> None:
+def test_T_G1_pad_then_unpad_keeps_every_field(mixed: CommonAttentionMetadata, make: Any, groups: Any) -> None:
     rows = make.rows([1, 1, 7, 13], [9, 30, 20, 0], groups)
     fresh = InputBuffers(BatchLimits(4, 22, 80), groups, "cpu").stage(rows, BatchShape.of(4, 22, 22))
     sliced = mixed.unpadded()
@@ -80,9 +76,7 @@ def test_T_G1_unpadded_arrays_are_views(mixed: CommonAttentionMetadata) -> None:
 
 @pytest.mark.parametrize("phase", list(BuildPhase))
 @pytest.mark.parametrize("name", ["torch", "reference"])
-def test_T_L1_builder_leaves_the_batch_unchanged(
-    mixed: CommonAttentionMetadata, name: str, phase: BuildPhase
-) -> None:
+def test_T_L1_builder_leaves_the_batch_unchanged(mixed: CommonAttentionMetadata, name: str, phase: BuildPhase) -> None:
     builder = get_backend(name, device="cpu", dtype=torch.float32, head_dim=8).builder()
     before = _checksum(mixed)
     meta = builder.build(mixed, 1, phase)
@@ -107,9 +101,7 @@ def test_builder_counts_leading_rows_of_one_token(buffers: InputBuffers, make: A
         ([3, 1, 1], 3, 3, 0),
     ):
         rows = make.rows(query_lens, [4] * 3, buffers.groups)
-        batch = buffers.stage(
-            rows, BatchShape(3, sum(query_lens), padded, max(padded, sum(query_lens)), promise)
-        )
+        batch = buffers.stage(rows, BatchShape(3, sum(query_lens), padded, max(padded, sum(query_lens)), promise))
         assert builder.build(batch, 0).num_decodes == expected
         # What a graph bakes must hold for every batch that may replay it.
         captured = builder.build(batch, 0, BuildPhase.CAPTURE)

@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bateleur.metadata import native, ops
 from bateleur.metadata.backends import _native_ops, _torch_ops
 
-compiles = pytest.mark.skipif(
-    native.unavailable_reason() is not None, reason=str(native.unavailable_reason())
-)
+compiles = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 ADD = "void add(float *y, long n, float x, int twice) { for (long i = 0; i < n; i++) y[i] += twice ? 2 * x : x; }"
 SIGNATURE = (("add", "plfi"),)
 
@@ -129,9 +127,7 @@ def test_a_second_runtime_in_the_process_is_not_torchs(fresh: Callable[[str], st
 
 
 @pytest.mark.parametrize("script", ["#!/nowhere/sh\n", "no program", "#!/bin/sh\nexit 0\n"])
-def test_a_compiler_that_does_not_run_is_none(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_that_does_not_run_is_none(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gcc = tmp_path / "gcc"
     gcc.write_text(script)
     gcc.chmod(0o700)
@@ -168,9 +164,7 @@ def test_another_runtime_than_gccs_is_no_place_for_kernels(monkeypatch: pytest.M
 def test_what_the_kernels_do_not_read_is_torchs() -> None:
     """int64 tables, which C would misread, give the results of int32 tables."""
     make = torch.Generator().manual_seed(1)
-    k_cache, v_cache, q = (
-        torch.randn(*shape, generator=make) for shape in ((9, 4, 2, 8), (9, 4, 2, 8), (22, 4, 8))
-    )
+    k_cache, v_cache, q = (torch.randn(*shape, generator=make) for shape in ((9, 4, 2, 8), (9, 4, 2, 8), (22, 4, 8)))
     table = torch.arange(1, 9, dtype=torch.int32).view(1, 8).repeat(3, 1)
     lens, starts = torch.tensor([5, 7, 30], dtype=torch.int32), torch.tensor([0, 1, 2, 22], dtype=torch.int32)
     want = _torch_ops.paged_attention(q, k_cache, v_cache, table, lens, starts, 2, 20, 30, 0.35, 0)
@@ -229,9 +223,7 @@ def test_kernels_are_operators_for_whoever_records_them() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 13])
 @pytest.mark.parametrize("size", [24, 64, 300])
-def test_a_query_has_the_same_bits_alone_and_within_a_prompt(
-    size: int, window: int, dtype: torch.dtype
-) -> None:
+def test_a_query_has_the_same_bits_alone_and_within_a_prompt(size: int, window: int, dtype: torch.dtype) -> None:
     """Many queries share float32 copies of bfloat16 keys; wide heads process fewer tokens at once."""
     make = torch.Generator().manual_seed(size)
     long, scale = 2 + (1 << 16) // size, size**-0.5
@@ -250,17 +242,7 @@ def test_a_query_has_the_same_bits_alone_and_within_a_prompt(
     for row, t in ((0, 0), (0, 63), (0, 64), (0, 139), (1, 140), (1, 209)):
         seen = length[row : row + 1] - (starts[row + 1] - 1 - t)
         alone = _native_ops.paged_attention(
-            q[t : t + 1],
-            k,
-            v,
-            table[row : row + 1],
-            seen.int(),
-            torch.tensor([0, 1]).int(),
-            1,
-            1,
-            long,
-            scale,
-            window,
+            q[t : t + 1], k, v, table[row : row + 1], seen.int(), torch.tensor([0, 1]).int(), 1, 1, long, scale, window
         )
         assert torch.equal(alone[0], together[t]), (row, t)
 

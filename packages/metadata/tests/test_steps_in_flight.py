@@ -42,9 +42,7 @@ def _device_memory(batch: Any) -> dict[str, list[Any]]:
     for name in DEVICE_FIELDS:
         arrays = values[name] if FIELDS[name].per_group else (values[name],)
         extent = FIELDS[name].leading_dim.size(LIMITS.max_num_reqs, LIMITS.max_num_tokens)
-        found[name] = [
-            array.as_strided((extent, *array.shape[1:]), array.stride()).tolist() for array in arrays
-        ]
+        found[name] = [array.as_strided((extent, *array.shape[1:]), array.stride()).tolist() for array in arrays]
     return found
 
 
@@ -107,9 +105,7 @@ def test_poison_reaches_the_device(make: Any, deferred: Any) -> None:
     buffers.poison()
     deferred.sync()
     for name, arrays in _device_memory(batch).items():
-        assert {value for array in arrays for value in np.ravel(array).tolist()} == {FIELDS[name].poison}, (
-            name
-        )
+        assert {value for array in arrays for value in np.ravel(array).tolist()} == {FIELDS[name].poison}, name
 
 
 def test_T_H1_host_fields_and_device_fields_are_of_one_step_after_a_sync(make: Any, deferred: Any) -> None:

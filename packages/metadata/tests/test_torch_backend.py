@@ -110,9 +110,7 @@ def test_torch_form_equals_the_reference(
         torch.testing.assert_close(side, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("name", ["decode", "mixed"])
 def test_torch_form_in_every_dtype(make: Any, name: str, dtype: torch.dtype, tolerance: float) -> None:
     batch = _world(make, name, 5)
@@ -164,9 +162,7 @@ def test_rows_without_keys_give_zero(make: Any) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 70, 400])
-def test_prefill_tiles_do_not_change_the_result(
-    make: Any, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_prefill_tiles_do_not_change_the_result(make: Any, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     batch = _world(make, "mixed", 4, padding=True)
     expected, _ = _attend(make, "torch", batch, (6, 2), 24, torch.float64, window=9)
     monkeypatch.setattr(_torch_ops, "_MAX_TILE_SCORES", limit)

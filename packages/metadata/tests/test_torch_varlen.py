@@ -122,10 +122,7 @@ def test_a_batch_without_rows_calls_no_kernel(make: Any) -> None:
     backend = TorchVarlenBackend()
     meta = backend.builder().build(buffers.dummy(BatchShape.of(0, 0, 1)), 0)
     empty = torch.empty(0, 2, 8)
-    assert (
-        backend.attend(empty, empty, empty, make.cache(2, 4, 2, 8, torch.float32), meta, 1.0).shape
-        == empty.shape
-    )
+    assert backend.attend(empty, empty, empty, make.cache(2, 4, 2, 8, torch.float32), meta, 1.0).shape == empty.shape
 
 
 @pytest.fixture

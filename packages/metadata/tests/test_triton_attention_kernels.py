@@ -156,25 +156,14 @@ def check(kernels: Any, world: World, out: Tensor | None = None) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "head_dim", "block_size", "window"),
-    [
-        ((3, 1), 16, 5, 0),
-        ((2, 2), 64, 16, 6),
-        ((10, 2), 80, 4, 0),
-        ((8, 1), 128, 32, 23),
-        ((6, 1), 48, 12, 1),
-    ],
+    [((3, 1), 16, 5, 0), ((2, 2), 64, 16, 6), ((10, 2), 80, 4, 0), ((8, 1), 128, 32, 23), ((6, 1), 48, 12, 1)],
 )
 @pytest.mark.parametrize("name", BATCHES)
 def test_kernels_equal_the_reference(
     kernels: Any, device: torch.device, few_keys: None, name: str, heads: tuple[int, int], head_dim: int,
     block_size: int, window: int,
 ) -> None:  # fmt: skip
-    options: dict[str, Any] = {
-        "heads": heads,
-        "head_dim": head_dim,
-        "block_size": block_size,
-        "window": window,
-    }
+    options: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "block_size": block_size, "window": window}
     check(kernels, make_world(*BATCHES[name], device=device, **options))
 
 
@@ -215,12 +204,7 @@ def test_kernels_in_low_precision(
     ],
 )
 def test_the_bound_changes_no_bit_of_a_split_row(
-    kernels: Any,
-    device: torch.device,
-    few_keys: None,
-    query_lens: list[int],
-    computed: list[int],
-    window: int,
+    kernels: Any, device: torch.device, few_keys: None, query_lens: list[int], computed: list[int], window: int
 ) -> None:
     """One split, several, and the most. A captured bound launches more programs, with equal results."""
     options: dict[str, Any] = {"heads": (2, 1), "head_dim": 128, "window": window, "bound": 2048, **HALF}
@@ -308,9 +292,7 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_the_work_list_is_that_of_loops(
-    kernels: Any, device: torch.device, few_keys: None, name: str
-) -> None:
+def test_the_work_list_is_that_of_loops(kernels: Any, device: torch.device, few_keys: None, name: str) -> None:
     """Every split of every tile occurs once, last row first, then padding and joins; torch gives the same list."""
     lengths = lengths_of(*LENGTHS[name])
     shape, args = lengths.shape(device), lengths.args(device)
@@ -332,9 +314,7 @@ def listed(lengths: Lengths, shape: _launch_config.WorkShape) -> list[list[int]]
             else 0
             for _, queries, _ in rows
         ]
-        oldest = [
-            max(keys - queries - lengths.window + 1, 0) if lengths.window else 0 for _, queries, keys in rows
-        ]
+        oldest = [max(keys - queries - lengths.window + 1, 0) if lengths.window else 0 for _, queries, keys in rows]
         base = [first // shape.block_n * shape.block_n for first in oldest]
         size = launch.min_keys
         work = sum(count * (keys - first) for count, (*_, keys), first in zip(tiles, rows, base, strict=True))
@@ -410,16 +390,7 @@ def test_a_join_adds_parts_in_their_order(device: torch.device, block_m: int, he
     pieces = -(-block_m // options["BLOCK_L"])
     parts[:, :, lines[0] :], lse[:, :, lines[0] :] = NAN, NAN
     attention.join_kernel[(len(entries), pieces, kv_heads)](
-        parts.to(device),
-        lse.to(device),
-        work,
-        out,
-        out,
-        1,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        SINKS=False,
-        **options,
+        parts.to(device), lse.to(device), work, out, out, 1, GROUP=group, HEAD_DIM=head_dim, SINKS=False, **options
     )
     torch.testing.assert_close(out.cpu(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
 
@@ -460,9 +431,7 @@ def test_a_mixed_graph_promises_nothing_but_its_size(
     check(kernels, replace(world, num_decodes=0, max_query_len=99))
 
 
-def test_a5_large_before_small_leaves_nothing_behind(
-    kernels: Any, device: torch.device, few_keys: None
-) -> None:
+def test_a5_large_before_small_leaves_nothing_behind(kernels: Any, device: torch.device, few_keys: None) -> None:
     """Memory of a large batch is reused by the next one; NaN marks unwritten entries."""
     for batch in ("mixed", "decode"):
         large = make_world([1, 1, 1, 60], [299, 180, 70, 50], device=device, bound=300, seed=1, **HALF)
@@ -477,12 +446,7 @@ def test_rows_without_keys_and_batches_without_rows_give_zero(kernels: Any, devi
         table, lengths = world.block_table.new_zeros(5, 8), torch.full_like(empty[:5], fill)
         for promise in (1, 99):
             padded = replace(
-                world,
-                block_table=table,
-                seq_lens=lengths,
-                query_start_loc=empty,
-                num_decodes=0,
-                max_query_len=promise,
+                world, block_table=table, seq_lens=lengths, query_start_loc=empty, num_decodes=0, max_query_len=promise
             )
             assert (kernels.paged_attention(*padded.args()) == 0).all()
     keyless = replace(world, seq_lens=torch.zeros_like(world.seq_lens))
@@ -494,10 +458,7 @@ def test_recycled_tails_and_freed_window_blocks_leak_nowhere(kernels: Any, devic
     """Block ids after a row's length or before its window are invalid and must not be read."""
     for window in (0, 20):
         world = make_world(*BATCHES["mixed"], device=device, window=window, block_size=4)
-        table, column = (
-            world.block_table.clone(),
-            torch.arange(world.block_table.shape[1], device=device)[None],
-        )
+        table, column = (world.block_table.clone(), torch.arange(world.block_table.shape[1], device=device)[None])
         dead = column * 4 >= world.seq_lens[:, None]
         if window:
             dead |= (column + 1) * 4 <= (world.seq_lens - world.query_start_loc.diff() - window + 1)[:, None]
@@ -556,12 +517,8 @@ def test_write_rounds_to_the_dtype_of_the_cache_as_the_reference(
 ) -> None:
     """All codes, halves between them, subnormals, saturation and NaN; scales that are no powers of two."""
     codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
-    special = torch.tensor(
-        [448.0, 464, 465, 1e9, torch.inf, -torch.inf, NAN, 0.0, -0.0, 2**-10, 3 * 2**-10, 0.0155]
-    )
-    x = torch.cat(
-        (codes, (codes[:-1] + codes[1:]) / 2, special, torch.randn(245, generator=torch.Generator()))
-    )
+    special = torch.tensor([448.0, 464, 465, 1e9, torch.inf, -torch.inf, NAN, 0.0, -0.0, 2**-10, 3 * 2**-10, 0.0155])
+    x = torch.cat((codes, (codes[:-1] + codes[1:]) / 2, special, torch.randn(245, generator=torch.Generator())))
     k = x.to(dtype).view(-1, 3, 16)
     v, slots = k.flip(0), torch.arange(len(k)) + 5
     for scales in (None, torch.tensor([[0.03, 1.7, 1.0], [2.0, 0.5, 0.3]])):
@@ -586,12 +543,7 @@ def test_write_rounds_to_the_dtype_of_the_cache_as_the_reference(
     ids=str,
 )
 def test_write_normalises_and_rotates_queries_in_place_and_stores_by_slot(
-    kernels: Any,
-    device: torch.device,
-    heads: tuple[int, int],
-    norm: str,
-    dtype: torch.dtype,
-    rotary_dim: int | None,
+    kernels: Any, device: torch.device, heads: tuple[int, int], norm: str, dtype: torch.dtype, rotary_dim: int | None
 ) -> None:
     """Skipped tokens hold NaN; what no slot names keeps its NaN; keys and values stay as they are.
 
@@ -627,9 +579,7 @@ def test_write_normalises_and_rotates_queries_in_place_and_stores_by_slot(
     _, q, k, v = there.split(sizes, 1)
     kernels.rotate_and_write_kv(q, k, v, *mine, slots.to(device), *tables, *weights[2:])
     changes = rotary_dim or norm
-    tolerance = (
-        {"rtol": 0, "atol": 0} if not changes or dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 2e-2}
-    )
+    tolerance = {"rtol": 0, "atol": 0} if not changes or dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 2e-2}
     if changes and dtype == torch.float32:
         tolerance = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(q.cpu(), turned_q, equal_nan=True, **tolerance)
@@ -664,10 +614,7 @@ def test_kernels_refuse_what_they_would_misread(kernels: Any, device: torch.devi
         ({"num_decodes": 9}, "num_decodes: 9 must be within 4 rows"),
         ({"q": world.q[:, :3]}, "q: 3 heads are no multiple of the cache's 2"),
         ({"q": world.q[..., ::2]}, "q: strides .* must have a token's heads adjacent"),
-        (
-            {"v_cache": world.v_cache[:, :, :1].expand(-1, -1, 2, -1)},
-            "v_cache: strides .* must be those of k_cache",
-        ),
+        ({"v_cache": world.v_cache[:, :, :1].expand(-1, -1, 2, -1)}, "v_cache: strides .* must be those of k_cache"),
         ({"scale": 0.0}, "scale: 0.0 is not positive"),
     ):
         with pytest.raises(ValueError, match=message):

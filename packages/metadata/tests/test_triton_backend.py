@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from bateleur.metadata import get_backend, native
-from bateleur.metadata.backends._launch_config import (
-    MAX_SHORT_QUERY_LEN,
-    launches_of,
-    split_limit,
-    work_shape,
-)
+from bateleur.metadata.backends._launch_config import MAX_SHORT_QUERY_LEN, launches_of, split_limit, work_shape
 from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.metadata.backends.triton_paged import TritonBackend
 
@@ -142,9 +137,7 @@ def test_which_launches_a_batch_takes() -> None:
 
 @pytest.mark.parametrize("max_query_len", [1, 5, 40])
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_list_is_made_once_for_the_layers_of_a_kind(
-    mixed: Any, max_query_len: int, window: int | None
-) -> None:
+def test_a_list_is_made_once_for_the_layers_of_a_kind(mixed: Any, max_query_len: int, window: int | None) -> None:
     """The list size depends on rows, tokens and bounds; its contents on device lengths."""
     backend, cache = TritonBackend(), torch.empty(9, 5, 2, 24)
     meta = replace(backend.builder().build(mixed, 0), max_query_len=max_query_len)
@@ -154,9 +147,7 @@ def test_a_list_is_made_once_for_the_layers_of_a_kind(
     assert work.dtype == torch.int32
     assert (shape.group, shape.num_kv_heads, shape.window) == (3, 2, window or 0)
     rows = work[: shape.num_items, 0]
-    owners = {
-        row for row in range(mixed.num_reqs) if mixed.query_start_loc[row + 1] > mixed.query_start_loc[row]
-    }
+    owners = {row for row in range(mixed.num_reqs) if mixed.query_start_loc[row + 1] > mixed.query_start_loc[row]}
     if max_query_len >= mixed.max_query_len:
         assert set(rows.tolist()) == owners | {-1}, "rows without tokens have no items"
     assert TorchBackend().build_work_list(meta, (cache, cache), 6, window) is None

@@ -62,9 +62,7 @@ def _tensors(batch: Any, head_dim: int, dtype: torch.dtype, device: torch.device
     blocks = int(batch.block_tables[0].max()) + 1
     projection = torch.randn(batch.num_tokens, HEADS + 2 * KV_HEADS, head_dim, generator=generator)
     projection[batch.num_actual_tokens :] = float("nan")
-    table = torch.randn(
-        batch.num_tokens, 1, head_dim, generator=generator
-    )  # cosine and sine of half the lanes
+    table = torch.randn(batch.num_tokens, 1, head_dim, generator=generator)  # cosine and sine of half the lanes
     caches = torch.randn(2, blocks, BLOCK, KV_HEADS, head_dim, generator=generator)
     caches[:, 0] = float("nan")
     caches[:, 0, 0] = 0
@@ -77,12 +75,7 @@ def _buffers(device: torch.device | str) -> InputBuffers:
 
 
 def _attend(
-    backend: AttentionBackend,
-    name: str,
-    place: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    window: int | None,
+    backend: AttentionBackend, name: str, place: torch.device, dtype: torch.dtype, head_dim: int, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """The output of a batch, and the caches after it, on the CPU."""
     batch = _stage(_buffers(place), name)
@@ -107,12 +100,7 @@ def _expected(name: str, dtype: torch.dtype, head_dim: int, window: int | None) 
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "tolerance"),
-    [
-        (torch.bfloat16, 128, 4e-2),
-        (torch.bfloat16, 64, 4e-2),
-        (torch.float16, 256, 6e-3),
-        (torch.float32, 80, 1e-5),
-    ],
+    [(torch.bfloat16, 128, 4e-2), (torch.bfloat16, 64, 4e-2), (torch.float16, 256, 6e-3), (torch.float32, 80, 1e-5)],
 )
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("name", BATCHES)
@@ -133,9 +121,7 @@ def test_backends_on_a_gpu_equal_the_reference(
 
 
 @pytest.mark.parametrize(("name", "promise"), [("decode", 1), ("drafts", 5), ("mixed", 448)])
-def test_a5_a_captured_step_equals_the_eager_one_bit_for_bit(
-    device: torch.device, name: str, promise: int
-) -> None:
+def test_a5_a_captured_step_equals_the_eager_one_bit_for_bit(device: torch.device, name: str, promise: int) -> None:
     """Capture a dummy at the longest length, replay a large batch, then replay and compare."""
     backend = get_backend("triton", device=device, dtype=torch.bfloat16, head_dim=128)
     buffers, builder = _buffers(device), backend.builder()
@@ -164,9 +150,7 @@ def test_a5_a_captured_step_equals_the_eager_one_bit_for_bit(
     static.normal_()
     graph.replay()  # rows without tokens: all of the output is padding
     assert (out == 0).all()
-    eager_meta = builder.build(
-        _stage(buffers, name, shape), 0, BuildPhase.CAPTURE
-    )  # the same kernels for all rows
+    eager_meta = builder.build(_stage(buffers, name, shape), 0, BuildPhase.CAPTURE)  # the same kernels for all rows
     static.copy_(projection)
     expected = step(eager_meta)
     static.copy_(projection)
@@ -181,9 +165,7 @@ def test_offsets_beyond_two_billion_elements(device: torch.device) -> None:
     if torch.cuda.mem_get_info()[0] < 5 * 2**31:
         pytest.skip("needs 10 GiB of free device memory")
     backend = get_backend("triton", device=device, dtype=torch.bfloat16, head_dim=128)
-    caches = [
-        torch.empty(blocks, BLOCK, KV_HEADS, 128, dtype=torch.bfloat16, device=device) for _ in range(2)
-    ]
+    caches = [torch.empty(blocks, BLOCK, KV_HEADS, 128, dtype=torch.bfloat16, device=device) for _ in range(2)]
     for side in caches:
         side[0].zero_()
     buffers = InputBuffers(BatchLimits(2, 8, 16), (KVCacheGroup(BLOCK, 1),), device)
@@ -196,10 +178,7 @@ def test_offsets_beyond_two_billion_elements(device: torch.device) -> None:
         block_tables=(last,),
     )
     meta = backend.builder().build(buffers.stage(rows, BatchShape(2, 6, 2, 6, 5)), 0)
-    q, k, v = (
-        torch.randn(6, heads, 128, dtype=torch.bfloat16, device=device)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    q, k, v = (torch.randn(6, heads, 128, dtype=torch.bfloat16, device=device) for heads in (HEADS, KV_HEADS, KV_HEADS))
     out = backend.attend(q, k, v, (caches[0], caches[1]), meta, 0.1)
     assert torch.equal(caches[0][-1, 0], k[0])
     assert torch.equal(caches[1][-2, :5], v[1:])

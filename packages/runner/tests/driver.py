@@ -30,9 +30,7 @@ class Row:
 class Driver:
     """Runs steps of (request, tokens) pairs; a request's logits gather in its row."""
 
-    def __init__(
-        self, model: HybridDecoder, max_model_len: int = 64, max_reqs: int = 6, block_size: int = 4
-    ) -> None:
+    def __init__(self, model: HybridDecoder, max_model_len: int = 64, max_reqs: int = 6, block_size: int = 4) -> None:
         spec = model.spec
         self.model, self.max_model_len = model, max_model_len
         self.attention = spec.attention
@@ -62,9 +60,7 @@ class Driver:
 
     def _poisoned(self, num_blocks: int, block_size: int, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
         shape = (num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
-        pair = [
-            torch.full(shape, float("nan"), dtype=self.model.dtype, device=self.model.device) for _ in "kv"
-        ]
+        pair = [torch.full(shape, float("nan"), dtype=self.model.dtype, device=self.model.device) for _ in "kv"]
         for cache in pair:
             cache[0, 0] = 0
         return pair[0], pair[1]
@@ -90,9 +86,7 @@ class Driver:
         batch = self.buffers.stage(StepRows(lens, computed, prefilling, ids, tuple(tables)), shape)
         attention = self.builder.build(batch, 0) if self.attention else None
         mamba = self.mamba_builder.build(batch, len(tables) - 1) if self.mamba_builder else None
-        context = StepContext(
-            batch, self.backend, attention, mamba, self.kv, self.states, [None] * len(self.states)
-        )
+        context = StepContext(batch, self.backend, attention, mamba, self.kv, self.states, [None] * len(self.states))
         logits = self.model.logits(self.model.run(Execution(None, context))[0])[:num_tokens]
         for row, part in zip(rows, logits.split(lens.tolist()), strict=True):
             row.logits.append(part)

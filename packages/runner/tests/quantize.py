@@ -59,9 +59,7 @@ def fp8_channel(w: Tensor) -> Packed:
     return fp8(w, (w.abs().amax(1, keepdim=True) / 448).bfloat16(), "weight_scale")
 
 
-def _affine(
-    w: Tensor, bits: int, dtype: torch.dtype, symmetric: bool, group: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _affine(w: Tensor, bits: int, dtype: torch.dtype, symmetric: bool, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Unsigned codes (N, K), zeros and scales (N, G)."""
     x, top = w.unflatten(1, (-1, group)), (1 << bits) - 1
     low, high = x.amin(-1), x.amax(-1)
@@ -90,11 +88,7 @@ def _value(codes: Tensor, zeros: Tensor, scales: Tensor, group: int) -> Tensor:
 def packed(w: Tensor, bits: int = 4, symmetric: bool = True, dtype: torch.dtype = torch.bfloat16) -> Packed:
     """compressed-tensors pack-quantized."""
     codes, zeros, scales = _affine(w, bits, dtype, symmetric, GROUP)
-    tensors = {
-        "weight_packed": _words(codes, bits),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(w.shape),
-    }
+    tensors = {"weight_packed": _words(codes, bits), "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
     if not symmetric:
         tensors["weight_zero_point"] = _words(zeros.T.contiguous(), bits).T.contiguous()
     return tensors, _value(codes, zeros, scales, GROUP)
@@ -120,11 +114,7 @@ def nvfp4(w: Tensor, divides: bool) -> Packed:
     tensors = {"weight_scale": scales}
     pairs = codes[:, ::2] | codes[:, 1::2] << 4
     if divides:
-        tensors |= {
-            "weight_packed": pairs,
-            "weight_global_scale": factor.view(1),
-            "input_global_scale": torch.ones(1),
-        }
+        tensors |= {"weight_packed": pairs, "weight_global_scale": factor.view(1), "input_global_scale": torch.ones(1)}
     else:
         tensors |= {"weight": pairs, "weight_scale_2": factor, "input_scale": torch.tensor(0.0)}
     return tensors, E2M1[codes.long()] * _spread(scale, 16)
@@ -183,18 +173,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
         {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": ["nothing"]},
         lambda w: fp8_block(w, torch.float32),
     ),
-    "float-quantized channels": (
-        _ct("float-quantized", num_bits=8, type="float", strategy="channel"),
-        fp8_channel,
-    ),
+    "float-quantized channels": (_ct("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_channel),
     "float-quantized blocks": (
         _ct("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[BLOCK, BLOCK]),
         lambda w: fp8_block(w, stored="weight_scale"),
     ),
-    "int-quantized": (
-        _ct("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False),
-        int8,
-    ),
+    "int-quantized": (_ct("int-quantized", num_bits=8, type="int", strategy="channel", symmetric=False), int8),
     "pack-quantized": (_ct("pack-quantized", num_bits=4, type="int", group_size=GROUP), packed),
     "pack-quantized with zeros": (
         _ct("pack-quantized", num_bits=4, type="int", group_size=GROUP, symmetric=False),
@@ -208,14 +192,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
         _ct("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
         lambda w: nvfp4(w, divides=True),
     ),
-    "modelopt FP8": (
-        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*norm*"]},
-        fp8_tensor,
-    ),
-    "modelopt NVFP4": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        lambda w: nvfp4(w, divides=False),
-    ),
+    "modelopt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*norm*"]}, fp8_tensor),
+    "modelopt NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda w: nvfp4(w, divides=False)),
     "modelopt mixed": (
         {
             "quant_method": "modelopt",

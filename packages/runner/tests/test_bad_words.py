@@ -4,16 +4,7 @@ import pytest
 
 from bateleur.runner.text.tokenizer import NoTokenizer, bad_words_token_ids
 
-IDS = {
-    "the": [5],
-    " the": [6],
-    "then": [5, 7],
-    " then": [6, 7],
-    "é": [90],
-    " é": [1, 90],
-    "\n": [3],
-    "far": [8] * 9,
-}
+IDS = {"the": [5], " the": [6], "then": [5, 7], " then": [6, 7], "é": [90], " é": [1, 90], "\n": [3], "far": [8] * 9}
 IDS |= {" far": [9, 8, 8], "foreign": [4], " foreign": [1, 100], "...": [], " ...": [1]}
 
 

@@ -17,18 +17,7 @@ from bateleur.runner.bench.rounds import Task, TaskRun, TaskRuns, run_interleave
 from bateleur.runner.cli import main
 from bateleur.runner.errors import Unmeasured
 
-LATENCY = [
-    "bench",
-    "latency",
-    "--input-len",
-    "5",
-    "--output-len",
-    "4",
-    "--batch-size",
-    "2",
-    "--num-iters",
-    "2",
-]
+LATENCY = ["bench", "latency", "--input-len", "5", "--output-len", "4", "--batch-size", "2", "--num-iters", "2"]
 SMALL = ["--device", "cpu", "--num-threads", "1", "--draft", "none"]
 
 
@@ -40,9 +29,7 @@ class InlineEngine:
     def __init__(self, name: str, settings: dict[str, Any], python: str = sys.executable) -> None:
         self.name = name
         settings = settings | {"read_bytes": 1 << 16}
-        settings["options"] = {
-            key: None if value == "none" else value for key, value in settings["options"].items()
-        }
+        settings["options"] = {key: None if value == "none" else value for key, value in settings["options"].items()}
         self._generate, self.facts = worker.ENGINES[name](settings)
 
     def request(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -62,9 +49,7 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return InlineEngine.closed
 
 
-def test_latency_beside_transformers(
-    inside: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_latency_beside_transformers(inside: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "figures.json"
     assert main([*LATENCY, *SMALL, "--output-json", str(output), "--peers", "transformers"]) == 0
     printed, result = capsys.readouterr().out, json.loads(output.read_text())
@@ -82,9 +67,7 @@ def test_latency_beside_transformers(
     assert "reading them at" in printed
 
 
-def test_throughput_of_requests_of_their_own_lengths(
-    inside: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_throughput_of_requests_of_their_own_lengths(inside: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     call = ["bench", "throughput", "--num-prompts", "6", "--input-len", "6", "--output-len", "4", "--json"]
     assert main([*call, *SMALL, "--peers", "none", "--num-iters", "1", "--max-num-seqs", "4"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -133,9 +116,7 @@ def test_a_server_that_dies_or_says_something_else_is_told_so(reply: bytes) -> N
         asyncio.run(ask())
 
 
-@pytest.mark.parametrize(
-    "begun", [b"", OK + b'\r\ndata: {"choices": []}\n\n'], ids=["at once", "in the middle"]
-)
+@pytest.mark.parametrize("begun", [b"", OK + b'\r\ndata: {"choices": []}\n\n'], ids=["at once", "in the middle"])
 def test_a_server_that_falls_silent_is_not_waited_for_without_end(begun: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(begun)
@@ -250,24 +231,12 @@ def test_processes_answer_line_by_line(tmp_path: Path, monkeypatch: pytest.Monke
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (LatencyConfig, {"output_len": 1}, "output_len is 1; it must be an integer >= 2"),
     (LatencyConfig, {"batch_size": 0}, "batch_size is 0; it must be an integer >= 1"),
-    (
-        LatencyConfig,
-        {"peers": ["sglang"]},
-        r"peers\[0\] is 'sglang'; it must be one of transformers, vllm, llama.cpp",
-    ),
+    (LatencyConfig, {"peers": ["sglang"]}, r"peers\[0\] is 'sglang'; it must be one of transformers, vllm, llama.cpp"),
     (LatencyConfig, {"peers": ["none", "vllm"]}, r"it must be names of engines, or only none"),
-    (
-        LatencyConfig,
-        {"peers": ["vllm"]},
-        r"peers is \('vllm',\); it must be without vllm unless vllm is given, too",
-    ),
+    (LatencyConfig, {"peers": ["vllm"]}, r"peers is \('vllm',\); it must be without vllm unless vllm is given, too"),
     (LatencyConfig, {"peers": ["llama.cpp"]}, r"it must be without llama.cpp unless gguf is given, too"),
     (ThroughputConfig, {"random_range_ratio": 1.5}, r"random_range_ratio is 1.5; it must be"),
-    (
-        ServeBenchConfig,
-        {"base_url": "here:80"},
-        "base_url is 'here:80'; it must be a URL that begins with http://",
-    ),
+    (ServeBenchConfig, {"base_url": "here:80"}, "base_url is 'here:80'; it must be a URL that begins with http://"),
     *(
         (ServeBenchConfig, {"base_url": url}, r"it must be http://host or http://host:port")
         for url in ("http://", "http://:80", "http://a:x", "http://a:99999", "http://[::1", "http://a b")
@@ -278,11 +247,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         "base_url is 'http://a'; it must be given without vllm, ours and theirs",
     ),
     (ServeBenchConfig, {"request_rate": [0]}, r"request_rate\[0\] is 0; it must be a finite number > 0"),
-    (
-        ServeBenchConfig,
-        {"dataset_name": "sharegpt"},
-        "dataset_name is 'sharegpt'; it must be one of random, conver",
-    ),
+    (ServeBenchConfig, {"dataset_name": "sharegpt"}, "dataset_name is 'sharegpt'; it must be one of random, conver"),
 ]
 
 

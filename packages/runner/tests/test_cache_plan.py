@@ -19,9 +19,7 @@ from bateleur.runner.models.spec import AttentionLayer, Layer, MambaLayer, Model
 LONGEST, ROWS, BLOCK = 131_072, 32, 16
 
 
-def model(
-    *, mamba: tuple[int, int, int, int], attention: tuple[int, int, int], longest: int = LONGEST
-) -> ModelSpec:
+def model(*, mamba: tuple[int, int, int, int], attention: tuple[int, int, int], longest: int = LONGEST) -> ModelSpec:
     """mamba: layers, heads, head size, groups. attention: layers, KV heads, head size."""
     count, heads, head_dim, groups = mamba
     state = Mamba2(heads, head_dim, 128, groups)
@@ -142,9 +140,7 @@ def test_rows_that_nobody_chose_make_room(name: str, share: bool, gigabytes: flo
     )
     assert said == [lacks] * (rows < 64)
     if rows > 1:
-        assert plan.kv_bytes >= min(
-            budget // 2 - BLOCK * plan.costs.token_bytes, LONGEST * plan.costs.token_bytes
-        )
+        assert plan.kv_bytes >= min(budget // 2 - BLOCK * plan.costs.token_bytes, LONGEST * plan.costs.token_bytes)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -199,9 +195,7 @@ def test_one_request_without_room_for_a_second_page_shares_nothing() -> None:
     for budget, shares in ((plain.costs.fixed_bytes(1) + 100 * 2**20, False), (tight, True)):
         plan, said = planned(spec, budget, share=True, limits=limits)
         assert (plan.share_prefixes, plan.max_num_seqs) == (shares, 1)
-        assert [text.endswith("no cached state: prefix caching is off") for text in said] == (
-            [] if shares else [True]
-        )
+        assert [text.endswith("no cached state: prefix caching is off") for text in said] == ([] if shares else [True])
 
 
 def test_a_model_without_attention_gives_all_to_pages() -> None:

@@ -25,15 +25,11 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "par
 def test_a_conversation_as_the_template_writes_it(llm: LLM) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [CALL]}, USER]
-    prompt = render(
-        llm.tokenizer, messages, chat_template=TEMPLATE, chat_template_kwargs={"enable_thinking": True}
-    )
+    prompt = render(llm.tokenizer, messages, chat_template=TEMPLATE, chat_template_kwargs={"enable_thinking": True})
     bos = llm.tokenizer.bos_token  # type: ignore[attr-defined]
     written = "<user>a\nb</><assistant>weather(Bern)</><user>x = 1</><assistant>hm"
     assert prompt["prompt"] == (bos or "") + written
-    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Bern"}', (
-        "the caller's own stay"
-    )
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Bern"}', "the caller's own stay"
     assert prompt["prompt_token_ids"] == llm.tokenizer.encode(prompt["prompt"], add_special_tokens=False)
     with_tools = render(llm.tokenizer, [USER], tools=[TOOL], chat_template=TEMPLATE)
     assert '"name": "weather"' in with_tools["prompt"]
@@ -54,9 +50,7 @@ def test_a_final_message_goes_on(llm: LLM) -> None:
     how: dict[str, Any] = {"chat_template": TEMPLATE, "continue_final_message": True}
     prompt = render(llm.tokenizer, messages, add_generation_prompt=False, **how)
     assert prompt["prompt"].endswith("<assistant>y =")
-    with pytest.raises(
-        ValueError, match="continue_final_message is True; it must be False with add_generation_"
-    ):
+    with pytest.raises(ValueError, match="continue_final_message is True; it must be False with add_generation_"):
         render(llm.tokenizer, messages, **how)
 
 
@@ -68,9 +62,7 @@ def test_chat_is_generate_behind_the_template(llm: LLM) -> None:
     assert one.outputs == expected.outputs
     assert one.prompt == prompt["prompt"]
     assert one.prompt_token_ids == prompt["prompt_token_ids"]
-    assert [each.outputs for each in llm.chat([[USER], [USER]], params, chat_template=TEMPLATE)] == [
-        one.outputs
-    ] * 2
+    assert [each.outputs for each in llm.chat([[USER], [USER]], params, chat_template=TEMPLATE)] == [one.outputs] * 2
 
 
 def test_the_template_may_be_the_checkpoints_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +90,7 @@ MALFORMED: list[tuple[Any, str]] = [
     ([{1: 2}], r"messages\[0\] is \{1: 2\}; it must be an object"),
     ([{"content": "x"}], r"messages\[0\].role is None; it must be text"),
     ([{"role": 1, "content": "x"}], r"messages\[0\].role is 1; it must be text"),
-    (
-        [USER, USER, {"role": "user", "content": 5}],
-        r"messages\[2\].content is 5; it must be text, or a list of parts",
-    ),
+    ([USER, USER, {"role": "user", "content": 5}], r"messages\[2\].content is 5; it must be text, or a list of parts"),
     ([{"role": "user"}], r"messages\[0\].content is None; it must be text"),
     ([{"role": "user", "content": "\ud800"}], r"messages\[0\].content holds '\\ud800'"),
     ([{"role": "user", "content": ["x"]}], r"messages\[0\].content\[0\] is 'x'; it must be an object"),
@@ -109,10 +98,7 @@ MALFORMED: list[tuple[Any, str]] = [
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         r"messages\[0\].content\[0\].type is 'image_url'; it must be 'text': .* no images",
     ),
-    (
-        [{"role": "user", "content": [{"type": "text"}]}],
-        r"messages\[0\].content\[0\].text is None; it must be text",
-    ),
+    ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\].content\[0\].text is None; it must be text"),
     (assistant({}), r"messages\[1\].tool_calls is \{\}; it must be a list"),
     (assistant([3]), r"messages\[1\].tool_calls\[0\] is 3; it must be an object"),
     (assistant([{}]), r"messages\[1\].tool_calls\[0\].function is None; it must be an object"),
@@ -141,10 +127,7 @@ PAST: list[tuple[Any, Any]] = [
     (calls("[1]"), "f()"),
     ([USER, {"role": "assistant", "content": None}, {"role": "tool", "content": None}], "<tool></>"),
     ([USER, {"role": "assistant", "content": None, "refusal": "No."}], "<assistant>No.</>"),
-    (
-        [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}],
-        "<assistant>No.</>",
-    ),
+    ([USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}], "<assistant>No.</>"),
     (
         [
             {
@@ -158,10 +141,7 @@ PAST: list[tuple[Any, Any]] = [
     ),
     ([{"role": "user"}, {"role": "assistant", "content": {"a": 1}}, USER], '<user></><assistant>{"a": 1}</>'),
     (assistant([{"type": "custom", "custom": {"name": "sh", "input": "ls"}}]), "sh()"),
-    (
-        [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": '{"city": "Bern"}'}}],
-        "f(Bern)",
-    ),
+    ([USER, {"role": "assistant", "function_call": {"name": "f", "arguments": '{"city": "Bern"}'}}], "f(Bern)"),
     ([USER | {"name": 3, "reasoning": ["x"]}], "<user>x = 1</>"),
 ]
 
@@ -240,10 +220,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"add_generation_prompt": 1}, "add_generation_prompt is 1; it must be True or False"),
     ({"continue_final_message": "no"}, "continue_final_message is 'no'; it must be True or False"),
     ({"chat_template_kwargs": [1]}, r"chat_template_kwargs is \[1\]; it must be a mapping"),
-    (
-        {"chat_template_kwargs": {"tokenize": True}},
-        r"chat_template_kwargs\['tokenize'\] is True; it must be absent",
-    ),
+    ({"chat_template_kwargs": {"tokenize": True}}, r"chat_template_kwargs\['tokenize'\] is True; it must be absent"),
 ]
 
 

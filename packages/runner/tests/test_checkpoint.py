@@ -126,9 +126,7 @@ def test_both_layouts_of_experts(folder: Any) -> None:
         for layer in (1, 4):
             stem = f"backbone.layers.{layer}.mixer.experts."
 
-            def fuse(
-                t: dict[str, torch.Tensor], stem: str = stem, name: str = name
-            ) -> dict[str, torch.Tensor]:
+            def fuse(t: dict[str, torch.Tensor], stem: str = stem, name: str = name) -> dict[str, torch.Tensor]:
                 each = [t.pop(f"{stem}{e}.{name}.weight") for e in range(12)]
                 return {**t, stem + name: torch.stack(each)}
 
@@ -199,11 +197,7 @@ def test_tied_embeddings(folder: Any, tiny: Any, family: str) -> None:
     model = load_model(open_checkpoint(path), torch.float32, "cpu")
     assert model.lm_head is model.embedding, "equal tensors are held once"
 
-    name = (
-        "backbone.embeddings.weight"
-        if family.startswith(("nemotron_h", "mamba2"))
-        else "model.embed_tokens.weight"
-    )
+    name = "backbone.embeddings.weight" if family.startswith(("nemotron_h", "mamba2")) else "model.embed_tokens.weight"
     rewrite(path, lambda t: {n: w for n, w in t.items() if n != name})
     model = load_model(open_checkpoint(path), torch.float32, "cpu")
     assert model.lm_head is model.embedding
@@ -229,11 +223,7 @@ def test_spec_of_each_kind(tiny_checkpoint: Any) -> None:
     assert attention.rope is not None
     assert (attention.head_dim, attention.rope.rotary_dim) == (16, 8)
     granite = open_checkpoint(tiny_checkpoint("granitemoehybrid")[0]).spec
-    assert (granite.embedding_multiplier, granite.residual_multiplier, granite.logits_divisor) == (
-        3.5,
-        0.37,
-        2.5,
-    )
+    assert (granite.embedding_multiplier, granite.residual_multiplier, granite.logits_divisor) == (3.5, 0.37, 2.5)
     attention = granite.layers[2]
     assert isinstance(attention, AttentionLayer)
     assert (attention.scale, attention.rope) == (0.125, None)
@@ -263,9 +253,7 @@ def test_all_faults_of_the_weights_in_one_message(folder: Any) -> None:
     def damage(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         del tensors["backbone.layers.0.mixer.A_log"], tensors["backbone.layers.2.mixer.k_proj.weight"]
         tensors["backbone.layers.1.mixer.up_proj.weight"] = torch.ones(3, 4)
-        tensors["backbone.layers.3.mixer.conv1d.weight"] = tensors["backbone.layers.3.mixer.conv1d.weight"][
-            :, 0
-        ]
+        tensors["backbone.layers.3.mixer.conv1d.weight"] = tensors["backbone.layers.3.mixer.conv1d.weight"][:, 0]
         tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int32)
         tensors["backbone.layers.9.mixer.gate.weight"] = torch.ones(2)
         return tensors
@@ -314,9 +302,7 @@ def test_experts_that_are_missing_or_too_many(folder: Any) -> None:
 def test_a_bias_the_configuration_denies_is_surplus(folder: Any, tiny: Any) -> None:
     path = folder("llama", attention_bias=True)
     tiny.edit_config(path, attention_bias=False)
-    with pytest.raises(
-        ValueError, match=r"20 weights do not fit(.|\n)*surplus   model.layers.4.self_attn.v_proj.bias"
-    ):
+    with pytest.raises(ValueError, match=r"20 weights do not fit(.|\n)*surplus   model.layers.4.self_attn.v_proj.bias"):
         open_checkpoint(path)
 
 

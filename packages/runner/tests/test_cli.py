@@ -75,9 +75,7 @@ def test_every_sampling_parameter_is_an_option(capsys: pytest.CaptureFixture[str
     ]
 
 
-def test_options_reach_the_engine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(model: object, **arguments: object) -> None:
         raise ValueError(f"{model} {arguments}")
 

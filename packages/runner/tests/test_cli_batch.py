@@ -46,10 +46,7 @@ def test_a_batch_is_answered_as_the_server_would(files: Files) -> None:
 
 
 def test_chats_are_answered_as_well(files: Files) -> None:
-    hello = [
-        {"role": "system", "content": "be"},
-        {"role": "user", "content": [{"type": "text", "text": "x"}]},
-    ]
+    hello = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}]
     chat = {**call("c", messages=hello, max_completion_tokens=2), "url": "/v1/chat/completions"}
     files.write(chat, chat | {"custom_id": "d", "body": {"messages": [{"role": "user", "content": ""}]}})
     assert files.run() == 1
@@ -73,10 +70,7 @@ def test_calls_of_a_chat_are_found_where_a_parser_is_named(
         return output
 
     monkeypatch.setattr(fake_llm, "_output", scripted)
-    body = {
-        "messages": [{"role": "user", "content": "x"}],
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-    }
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
     files.write({**call("c", **body, max_tokens=1), "url": "/v1/chat/completions"})
     assert files.run() == 1
     assert "tool_choice is 'auto'" in files.read()[0]["response"]["body"]["error"]["message"]
@@ -240,18 +234,7 @@ def test_ids_that_repeat_are_found_without_holding_any() -> None:
     repeats.finish()
     for _ in range(2):
         repeats.restart()
-        assert [repeats.first_line(each, line) for line, each in enumerate(ids)] == [
-            0,
-            1,
-            2,
-            3,
-            4,
-            5,
-            1,
-            2,
-            2,
-            9,
-        ]
+        assert [repeats.first_line(each, line) for line, each in enumerate(ids)] == [0, 1, 2, 3, 4, 5, 1, 2, 2, 9]
 
 
 def test_an_id_that_repeats_one_of_a_result_is_refused(files: Files) -> None:

@@ -35,21 +35,13 @@ def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     [
         (["--help"], 0, "explain-acceptance"),
         (["--version"], 0, "bateleur 0."),
-        *(
-            ([command, "--help"], 0, "usage:")
-            for command in ("generate", "serve", "info", "explain-acceptance")
-        ),
+        *(([command, "--help"], 0, "usage:") for command in ("generate", "serve", "info", "explain-acceptance")),
         (["generate"], 2, "give either a prompt or --prompt-file"),
         (["generate", "x", "--temperature", "-1"], 2, "temperature"),
         (["serve", "--port", "70000"], 2, "port is 70000; it must be an integer in [0, 65535]"),
+        pytest.param(["serve", "--host", "no.such.host.invalid"], 2, "no.such.host.invalid:8000", marks=SERVES),
         pytest.param(
-            ["serve", "--host", "no.such.host.invalid"], 2, "no.such.host.invalid:8000", marks=SERVES
-        ),
-        pytest.param(
-            ["serve", "--ssl-keyfile", "/nowhere", "--ssl-certfile", "/x"],
-            2,
-            "ssl_keyfile is '/nowhere'",
-            marks=SERVES,
+            ["serve", "--ssl-keyfile", "/nowhere", "--ssl-certfile", "/x"], 2, "ssl_keyfile is '/nowhere'", marks=SERVES
         ),
         (["serve", "--num-speculative-tokens", "-1"], 2, "num_speculative_tokens is -1"),
         (["generate", "--prompt-file", "/nowhere.jsonl"], 2, "/nowhere.jsonl"),
@@ -64,13 +56,7 @@ def test_what_needs_no_model_needs_no_torch(call: list[str], code: int, said: st
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        ["generate", "x"],
-        pytest.param(["serve", "--port", "0"], marks=SERVES),
-        ["info"],
-        ["explain-acceptance"],
-    ],
+    "call", [["generate", "x"], pytest.param(["serve", "--port", "0"], marks=SERVES), ["info"], ["explain-acceptance"]]
 )
 def test_a_line_of_progress_comes_before_torch(call: list[str]) -> None:
     done = run(["-c", NO_TORCH, *call])

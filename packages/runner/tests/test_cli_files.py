@@ -13,10 +13,7 @@ from cli_files import Files
 
 from bateleur.runner.cli import main
 
-LONG_FIRST = [
-    {"prompt": "long", "max_tokens": 9},
-    *({"prompt": text, "max_tokens": 2} for text in ("a", "b", "c")),
-]
+LONG_FIRST = [{"prompt": "long", "max_tokens": 9}, *({"prompt": text, "max_tokens": 2} for text in ("a", "b", "c"))]
 
 
 def test_results_are_written_as_they_end_and_put_in_order_when_all_have(files: Files) -> None:
@@ -83,9 +80,7 @@ def test_a_file_that_holds_no_results_is_left_alone(
     files.write({"prompt": "a"})
     files.results.write_bytes(content)
     assert files.run() == 2
-    assert (
-        f"--output is {files.results}; its line 1 is not a result of this command" in capsys.readouterr().err
-    )
+    assert f"--output is {files.results}; its line 1 is not a result of this command" in capsys.readouterr().err
     assert files.results.read_bytes() == content
     assert files.run("--overwrite") == 0
     assert [record["prompt"] for record in files.read()] == ["a"]
@@ -173,9 +168,7 @@ def test_a_bad_line_spoils_itself_alone(
 def test_lines_end_at_newlines_alone_and_a_byte_order_mark_is_none(files: Files) -> None:
     odd = "one\u2028two\x85\x0b\x0c\x1c\u2029three"
     files.requests.write_bytes(
-        b"\xef\xbb\xbf"
-        + json.dumps({"prompt": odd}, ensure_ascii=False).encode()
-        + b'\r\n\n{"prompt": "b"}\r\n'
+        b"\xef\xbb\xbf" + json.dumps({"prompt": odd}, ensure_ascii=False).encode() + b'\r\n\n{"prompt": "b"}\r\n'
     )
     assert files.run() == 0
     assert [(record["id"], record["prompt"]) for record in files.read()] == [(1, odd), (3, "b")]

@@ -13,12 +13,7 @@ DRAWN: dict[str, Any] = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True
 @pytest.fixture(scope="module")
 def sharing() -> LLM:
     return LLM(
-        device="cpu",
-        max_model_len=96,
-        max_num_seqs=3,
-        enable_prefix_caching=True,
-        block_size=4,
-        mamba_block_size=8,
+        device="cpu", max_model_len=96, max_num_seqs=3, enable_prefix_caching=True, block_size=4, mamba_block_size=8
     )
 
 
@@ -51,10 +46,7 @@ def test_each_has_the_tokens_of_a_request_with_its_seed(llm: LLM, expected: list
     assert output.outputs[3].text == llm.tokenizer.decode(expected[3])
     (unseeded,) = llm.generate(PROMPT, SamplingParams(**DRAWN, n=3))
     assert len(set(map(tuple, tokens(unseeded)))) == 3
-    assert (
-        alone(llm, -(2**63))
-        == tokens(llm.generate(PROMPT, SamplingParams(**DRAWN, seed=2**63 - 1, n=2))[0])[1]
-    )
+    assert alone(llm, -(2**63)) == tokens(llm.generate(PROMPT, SamplingParams(**DRAWN, seed=2**63 - 1, n=2))[0])[1]
 
 
 def test_one_report_when_all_have_ended(llm: LLM, expected: list[list[int]]) -> None:
@@ -99,9 +91,7 @@ def test_an_abort_ends_all(sharing: LLM) -> None:
         assert len(scheduler.table.free_rows) == 3
 
 
-def test_the_prompt_is_computed_once_where_prefixes_are_shared(
-    sharing: LLM, expected: list[list[int]]
-) -> None:
+def test_the_prompt_is_computed_once_where_prefixes_are_shared(sharing: LLM, expected: list[list[int]]) -> None:
     prompt, seeded = "x = 1\ny = 2\nz = 3\n" * 2 + PROMPT, SamplingParams(**DRAWN, seed=40)
     count = len(sharing.tokenizer.encode(prompt))
     before = sharing.get_metrics().num_prefill_tokens

@@ -206,9 +206,7 @@ class Tagged(Bytes):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         special = b"" if skip_special_tokens else SPECIAL.encode()
         known = {256: special, 300: TAG.encode()}
-        return b"".join(known.get(i) or (b"" if i in known else bytes([i])) for i in token_ids).decode(
-            errors="replace"
-        )
+        return b"".join(known.get(i) or (b"" if i in known else bytes([i])) for i in token_ids).decode(errors="replace")
 
 
 @settings(max_examples=300, deadline=None)

@@ -39,9 +39,7 @@ def table_of(seed: int) -> RequestTable:
 
 @pytest.mark.parametrize("waits_for_length", [False, True])
 @pytest.mark.parametrize("graphed", [(), (0, 2, 4)])
-def test_a_row_tests_the_proposed_drafts_that_are_useful(
-    graphed: tuple[int, ...], waits_for_length: bool
-) -> None:
+def test_a_row_tests_the_proposed_drafts_that_are_useful(graphed: tuple[int, ...], waits_for_length: bool) -> None:
     waiting = padded = 0
     for seed in range(60):
         table, sampling = table_of(seed), Sampling()

@@ -40,9 +40,7 @@ def by_hand(logits: list[float], spec: RouterSpec, top_k: int, correction: list[
         scores = [math.exp(each) / total for each in logits]
     else:
         scores = [1.0 / (1.0 + math.exp(-each)) for each in logits]
-    choice = [
-        score + (extra if spec.corrected else 0.0) for score, extra in zip(scores, correction, strict=True)
-    ]
+    choice = [score + (extra if spec.corrected else 0.0) for score, extra in zip(scores, correction, strict=True)]
     size = count // spec.num_groups
     groups = [list(range(g * size, (g + 1) * size)) for g in range(spec.num_groups)]
     groups.sort(key=lambda group: -sum(sorted(choice[e] for e in group)[-2:]))
@@ -162,12 +160,7 @@ def naive(layer: Experts, x: Tensor) -> Tensor:
 
 LAYERS = {
     "Qwen": ExpertsLayer(
-        num_experts=9,
-        top_k=4,
-        intermediate_size=12,
-        router=RouterSpec(),
-        shared=MlpLayer(20),
-        shared_gate=True,
+        num_experts=9, top_k=4, intermediate_size=12, router=RouterSpec(), shared=MlpLayer(20), shared_gate=True
     ),
     "Nemotron Super": ExpertsLayer(
         num_experts=12,

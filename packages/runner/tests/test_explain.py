@@ -24,12 +24,7 @@ from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_draft
 from bateleur.runner.cli import main
 from bateleur.runner.diagnose.conventions import conventions
-from bateleur.runner.diagnose.draft_offline import (
-    DraftsByPosition,
-    RecordedText,
-    RecordingDrafter,
-    draft_by_position,
-)
+from bateleur.runner.diagnose.draft_offline import DraftsByPosition, RecordedText, RecordingDrafter, draft_by_position
 from bateleur.runner.diagnose.explain_acceptance import PROMPTS as EXPLAINED
 from bateleur.runner.diagnose.explain_acceptance import TEMPERATURES, explain
 from bateleur.runner.diagnose.explanation import (
@@ -78,9 +73,7 @@ def good_head(texts: tuple[list[RecordedText], Any], tap: int) -> tuple[dict[str
         feature = text.features[tap][:rows]
         inputs.append(torch.cat((F.rms_norm(token, (SIZE,)), F.rms_norm(feature, (SIZE,), eps=1e-5)), -1))
         wanted.append(text.features[10][1 : rows + 1] - feature)
-    value = torch.linalg.lstsq(
-        torch.cat(inputs).double(), torch.cat(wanted).double(), driver="gelsd"
-    ).solution
+    value = torch.linalg.lstsq(torch.cat(inputs).double(), torch.cat(wanted).double(), driver="gelsd").solution
     layer, ones = "midlayer.", torch.ones(SIZE)
     zero = torch.zeros(8, SIZE)
     tensors = {
@@ -126,8 +119,7 @@ def write(texts: tuple[list[RecordedText], Any], tmp_path_factory: pytest.TempPa
     """A checkpoint of the good head, changed."""
 
     def build(
-        change: Callable[[dict[str, Any], dict[str, Tensor]], None] = lambda config, tensors: None,
-        tap: int = LAST,
+        change: Callable[[dict[str, Any], dict[str, Tensor]], None] = lambda config, tensors: None, tap: int = LAST
     ) -> Path:
         config, tensors = good_head(texts, tap)
         change(config, tensors)
@@ -189,10 +181,7 @@ def test_a_good_head_is_found_to_be_right(write: Writer) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tap", "declared", "remedy"),
-    [(LAST, LAST - 1, "taps + 1"), (TAP, TAP + 1, "taps - 1")],
-)
+@pytest.mark.parametrize(("tap", "declared", "remedy"), [(LAST, LAST - 1, "taps + 1"), (TAP, TAP + 1, "taps - 1")])
 def test_d1_taps_that_are_off_by_one(write: Writer, tap: int, declared: int, remedy: str) -> None:
     found = explain(None, write(set_taps(declared), tap), **SHORT)
     assert found.causes[0] == "features"
@@ -223,9 +212,7 @@ def test_d2_the_wrong_side_of_the_last_norm_is_recycled(write: Writer) -> None:
 
 @pytest.mark.slow
 def test_the_first_residual_starts_from_the_wrong_state(write: Writer) -> None:
-    found = explain(
-        None, write(lambda config, _: config["eagle_config"].update(norm_before_residual=True)), **SHORT
-    )
+    found = explain(None, write(lambda config, _: config["eagle_config"].update(norm_before_residual=True)), **SHORT)
     assert found.causes[0] == "norm"
     assert "first residual from the plain hidden state" in found.conclusions[0]
 
@@ -239,9 +226,7 @@ def test_a_head_that_was_not_unrolled_collapses(write: Writer) -> None:
 
 
 @pytest.mark.slow
-def test_a_reduced_vocabulary_is_the_upper_bound(
-    write: Writer, texts: tuple[list[RecordedText], Any]
-) -> None:
+def test_a_reduced_vocabulary_is_the_upper_bound(write: Writer, texts: tuple[list[RecordedText], Any]) -> None:
     ids = said(texts)[::2]
     found = explain(None, write(reduce_to(ids, offsets=True)), **SHORT)
     assert found.causes[0] == "vocabulary"
@@ -278,9 +263,7 @@ def test_d4_a_table_of_ids_in_place_of_offsets(
 
 
 @pytest.mark.slow
-def test_an_accepted_draft_that_is_dropped_is_bookkeeping(
-    write: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_accepted_draft_that_is_dropped_is_bookkeeping(write: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **kwargs: Any) -> RejectionOutput:
         made = verify(*args, **kwargs)
         kept = torch.where(made.num_emitted > 2, made.num_emitted - 1, made.num_emitted)
@@ -311,12 +294,8 @@ def test_e1_a_chain_on_stale_metadata_is_bookkeeping(write: Writer, monkeypatch:
 
 
 @pytest.mark.slow
-def test_b3_a_wrong_token_in_the_first_pass_is_bookkeeping(
-    write: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(
-        buffers: Any, batch: Any, group: int, next_token: Tensor, num_valid: Tensor, **how: Any
-    ) -> None:
+def test_b3_a_wrong_token_in_the_first_pass_is_bookkeeping(write: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(buffers: Any, batch: Any, group: int, next_token: Tensor, num_valid: Tensor, **how: Any) -> None:
         stage_first(buffers, batch, group, next_token * 0, num_valid, **how)
 
     monkeypatch.setattr("bateleur.eagle.speculator.stage_first", wrong)
@@ -370,14 +349,9 @@ def test_a_chain_begins_at_every_place_with_true_features(
             if at == len(tokens):
                 break
             out, state = head.forward(ids, hidden, torch.arange(first, first + len(ids)), attend)
-            draft, law = (
-                head.logits(out[-1:]),
-                (model.logits(text.features[11][at - 1 : at]) / 0.8).softmax(-1),
-            )
+            draft, law = (head.logits(out[-1:]), (model.logits(text.features[11][at - 1 : at]) / 0.8).softmax(-1))
             overlap = torch.minimum(law[:, head.target_ids], (draft / 0.8).softmax(-1)).sum()
-            torch.testing.assert_close(
-                found.overlap[place - text.prompt_len + 1, i], overlap, rtol=1e-3, atol=1e-4
-            )
+            torch.testing.assert_close(found.overlap[place - text.prompt_len + 1, i], overlap, rtol=1e-3, atol=1e-4)
             right = head.target_ids[draft.argmax(-1)] == tokens[at]
             assert bool(found.right[place - text.prompt_len + 1, i]) == bool(right)
             ids, hidden, first = tokens[at : at + 1], state[-1:], place + 1 + i
@@ -416,9 +390,7 @@ def test_conclusions_from_graphs_and_their_order() -> None:
     assert "a graph replays stale values" in found.conclusions[1]
     assert conclude(found, ["planted"]) == found
     found = conclude(replace(facts, conventions=(declared,)), [])
-    assert found.causes == ("bookkeeping", "vocabulary", "rollout"), (
-        "a misread head says nothing of its training"
-    )
+    assert found.causes == ("bookkeeping", "vocabulary", "rollout"), "a misread head says nothing of its training"
 
 
 def test_a_difference_is_no_chance_and_worth_naming() -> None:
@@ -451,9 +423,7 @@ def test_the_command_prints_a_table_and_json(write: Writer, capsys: pytest.Captu
 
 
 def test_what_cannot_be_explained_is_refused(write: Writer) -> None:
-    with pytest.raises(
-        ValueError, match="max_tokens is 5; with num_speculative_tokens = 4 it must be at least 6"
-    ):
+    with pytest.raises(ValueError, match="max_tokens is 5; with num_speculative_tokens = 4 it must be at least 6"):
         explain(None, write(), max_tokens=5)
     with pytest.raises(ValueError, match="prompts has 0 entries"):
         explain(None, write(), prompts=[])

@@ -47,9 +47,7 @@ def test_what_transformers_writes_is_read_without_it(
 ) -> None:
     folder, _ = tiny_checkpoint(family)
     alone = spec_of(folder)
-    assert asked == [folder] * family.endswith("experts"), (
-        "those have a size that is null, which may mean another"
-    )
+    assert asked == [folder] * family.endswith("experts"), "those have a size that is null, which may mean another"
     assert alone == spec_by_transformers(folder, family.partition("-")[0], monkeypatch)
 
 

@@ -47,9 +47,7 @@ def write(folder: Path, config: dict[str, Any], files: dict[str, Tensors], index
     for name, tensors in files.items():
         save_file({key: each.clone() for key, each in tensors.items()}, folder / name, {"format": "pt"})
     if index is not None:
-        (folder / "model.safetensors.index.json").write_text(
-            json.dumps({"metadata": {}, "weight_map": index})
-        )
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return folder
 
 
@@ -70,18 +68,14 @@ def vision(prefix: str) -> Tensors:
 
 
 def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
-    return {
-        new + name.removeprefix(old) if name.startswith(old) else name: each for name, each in tensors.items()
-    }
+    return {new + name.removeprefix(old) if name.startswith(old) else name: each for name, each in tensors.items()}
 
 
 def as_transformers_reads(folder: Path) -> list[int]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = model.generate(
-        torch.tensor([PROMPT]), do_sample=False, max_new_tokens=6, eos_token_id=None, pad_token_id=0
-    )
+    ids = model.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=6, eos_token_id=None, pad_token_id=0)
     return list(ids[0, len(PROMPT) :].tolist())
 
 
@@ -121,9 +115,7 @@ def test_names_of_other_tools(saved: Callable[[str], Saved], tmp_path: Path, lay
 def test_a_base_model_of_any_family(saved: Callable[[str], Saved], tmp_path: Path, family: str) -> None:
     model = saved(family)
     prefix = next(iter(name for name in model.tensors if "embed" in name)).partition(".")[0] + "."
-    folder = write(
-        tmp_path / "model", model.config, {"model.safetensors": renamed(model.tensors, prefix, "")}
-    )
+    folder = write(tmp_path / "model", model.config, {"model.safetensors": renamed(model.tensors, prefix, "")})
     assert written(folder) == model.expected
 
 
@@ -149,9 +141,7 @@ def test_the_index_says_which_copy_counts(
     assert written(write(tmp_path / "model", model.config, files, index | {name: overlay})) == model.expected
 
 
-def test_what_the_index_does_not_name(
-    shards: tuple[Saved, dict[str, Tensors], dict[str, str]], tmp_path: Path
-) -> None:
+def test_what_the_index_does_not_name(shards: tuple[Saved, dict[str, Tensors], dict[str, str]], tmp_path: Path) -> None:
     """Such a tensor is read if the model needs it."""
     model, files, index = shards
     files["model-2.safetensors"]["something.else"] = torch.ones(2)

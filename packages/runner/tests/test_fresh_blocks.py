@@ -14,9 +14,7 @@ from bateleur.metadata.conformance import ConformanceError, check_backend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.cache.block_pool import BlockPool
 
-PROMPTS = [
-    {"prompt_token_ids": list(range(first, first + length))} for first, length in ((5, 3), (40, 13), (90, 21))
-]
+PROMPTS = [{"prompt_token_ids": list(range(first, first + length))} for first, length in ((5, 3), (40, 13), (90, 21))]
 
 
 class ByWeight(TorchBackend):
@@ -52,9 +50,7 @@ class ByWeight(TorchBackend):
         for row, length in enumerate(lengths):
             start, end = starts[row : row + 2]
             blocks = meta.block_table[row, : -(-length // size)].long()
-            keys, values = (
-                cache[blocks].flatten(0, 1).repeat_interleave(group, 1) for cache in (k_cache, v_cache)
-            )
+            keys, values = (cache[blocks].flatten(0, 1).repeat_interleave(group, 1) for cache in (k_cache, v_cache))
             scores = torch.einsum("qhd,khd->hqk", q[start:end], keys) * scale
             position = torch.arange(length - (end - start), length)
             hidden = torch.arange(len(keys)) > position[:, None]
@@ -75,9 +71,7 @@ class Careless(ByWeight):
 def make_with(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     def make(backend: TorchBackend, **overrides: Any) -> LLM:
         with monkeypatch.context() as patch:
-            patch.setattr(
-                "bateleur.runner.config.attention_backend.get_backend", lambda *args, **kwargs: backend
-            )
+            patch.setattr("bateleur.runner.config.attention_backend.get_backend", lambda *args, **kwargs: backend)
             return make_llm(max_num_seqs=2, **overrides)
 
     return make
@@ -100,9 +94,7 @@ def texts(llm: LLM) -> list[tuple[list[int], str | None]]:
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("caching", [False, True])
-def test_fresh_attention_blocks_are_zeroed(
-    make_with: Callable[..., LLM], llm: LLM, drafts: int, caching: bool
-) -> None:
+def test_fresh_attention_blocks_are_zeroed(make_with: Callable[..., LLM], llm: LLM, drafts: int, caching: bool) -> None:
     """vLLM #35219, #43990: NaN that an earlier holder left in a block, times a weight of 0."""
     draft = {"draft": "auto", "num_speculative_tokens": drafts} if drafts else {}
     spoiled = make_with(ByWeight(), enable_prefix_caching=caching, **draft)

@@ -25,9 +25,7 @@ KINDS = [(name, True) for name in get_args(Activation)] + [("silu", False), ("re
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "gated"), KINDS)
-@pytest.mark.filterwarnings(
-    "ignore:overflow encountered in exp:RuntimeWarning"
-)  # x / inf is the 0 that is meant
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # x / inf is the 0 that is meant
 def test_the_kernel_says_what_the_torch_form_says(name: str, gated: bool, dtype: torch.dtype) -> None:
     """Rows are parts of wider ones; a padded token stays zero, and NaN stays in its token."""
     forms = FORMS["activation"]
@@ -67,12 +65,7 @@ def test_a_gate_says_what_its_torch_form_says(name: str, dtype: torch.dtype) -> 
 def test_heads_of_a_latent_are_the_torch_forms_bit_for_bit(dtype: torch.dtype) -> None:
     """With more, fewer and as many lanes of a key as of a value; also for no tokens."""
     forms = FORMS["join_heads"]
-    for num_tokens, heads, key, shared, value in (
-        (0, 2, 8, 4, 8),
-        (3, 3, 8, 4, 8),
-        (2, 5, 4, 2, 10),
-        (4, 1, 4, 4, 8),
-    ):
+    for num_tokens, heads, key, shared, value in ((0, 2, 8, 4, 8), (3, 3, 8, 4, 8), (2, 5, 4, 2, 10), (4, 1, 4, 4, 8)):
         made = torch.randn(num_tokens, heads * (key + value) + 3).to(dtype)[:, :-3]
         same = torch.randn(num_tokens, shared + 5).to(dtype)[:, 2:-3]
         args = made, same, heads, key, max(key + shared, value)

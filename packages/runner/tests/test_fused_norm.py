@@ -50,9 +50,7 @@ def close(found: Tensor, wanted: Tensor, layers: torch.dtype | None = None) -> N
 @interpreted
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_kernels_say_what_the_torch_forms_say(
-    size: tuple[int, int], dtypes: tuple[torch.dtype, ...]
-) -> None:
+def test_the_kernels_say_what_the_torch_forms_say(size: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> None:
     h, y, weight = inputs(size, dtypes)
     y[1:2] = h[1:2] = 0  # a padded token
 

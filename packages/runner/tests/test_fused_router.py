@@ -36,9 +36,7 @@ def by_triton(name: str) -> Any:
     return load(FORMS[name].triton or "")
 
 
-def routed(
-    spec: RouterSpec, logits: Tensor, top_k: int, correction: Tensor | None, form: Any
-) -> tuple[Tensor, Tensor]:
+def routed(spec: RouterSpec, logits: Tensor, top_k: int, correction: Tensor | None, form: Any) -> tuple[Tensor, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(router, "route_tokens", form)
         return router.route(logits, spec, top_k, correction)

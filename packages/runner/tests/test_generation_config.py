@@ -16,14 +16,7 @@ from bateleur.runner.generation_config import recommended_sampling
 
 def test_it_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
     assert recommended_sampling(tmp_path) == {}
-    said = {
-        "temperature": 0.5,
-        "top_k": 7,
-        "max_new_tokens": 9,
-        "top_p": None,
-        "do_sample": False,
-        "eos_token_id": 1,
-    }
+    said = {"temperature": 0.5, "top_k": 7, "max_new_tokens": 9, "top_p": None, "do_sample": False, "eos_token_id": 1}
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     assert recommended_sampling(tmp_path) == {"temperature": 0.5, "top_k": 7, "max_tokens": 9}
 

@@ -20,9 +20,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the last test starts the process that this is for")
 
 
-def product(
-    counts: list[int], depth: int, columns: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def product(counts: list[int], depth: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows and matrices that are parts of larger ones, ends, and the expected result."""
     generator, groups = torch.Generator().manual_seed(0), len(counts)
     x = torch.randn(sum(counts), depth + 3, generator=generator).to(dtype)[:, :depth]
@@ -33,11 +31,7 @@ def product(
 
 
 @interpreted
-@pytest.mark.parametrize(
-    "counts",
-    [[3, 0, 5, 1], [0, 0, 0, 9], [16, 32, 1], [0, 64, 6]],
-    ids=str,
-)
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 0, 9], [16, 32, 1], [0, 64, 6]], ids=str)
 def test_each_row_is_multiplied_with_the_matrix_of_its_group(counts: list[int]) -> None:
     form = load(grouped.FORMS.triton or "")
     for depth, columns, dtype, tolerance in ((8, 12, torch.float32, 1e-5), (70, 67, torch.float16, 2e-2)):

@@ -27,9 +27,7 @@ def test_every_tile_of_a_layer_is_launched_once(monkeypatch: pytest.MonkeyPatch)
     assert sorted(seen) == [(16, 1), (64, 2048)]
 
 
-def test_an_engine_warms_up_for_its_longest_step(
-    tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_warms_up_for_its_longest_step(tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(Experts, "warm_up", lambda self, num_tokens: seen.append(num_tokens))
     options: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 19}

@@ -40,8 +40,7 @@ def in_memory(thing: object) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "size"),
-    [(None, 1), (None, 2), ("nemotron_h-experts", 2), ("qwen3_5_text", 1), ("granitemoehybrid", 2)],
+    ("family", "size"), [(None, 1), (None, 2), ("nemotron_h-experts", 2), ("qwen3_5_text", 1), ("granitemoehybrid", 2)]
 )
 def test_memory_of_weights_is_that_of_their_tensors(
     tiny_checkpoint: Callable[..., tuple[Path, Any]], family: str | None, size: int
@@ -63,9 +62,7 @@ def test_memory_of_weights_is_that_of_their_tensors(
 
 
 def test_info_tells_what_one_of_several_ranks_has() -> None:
-    whole, half = (
-        describe_checkpoint(shipped_model(), device="cpu", tensor_parallel_size=size) for size in (1, 2)
-    )
+    whole, half = (describe_checkpoint(shipped_model(), device="cpu", tensor_parallel_size=size) for size in (1, 2))
     assert (whole.ranks, whole.sums, whole.sum_bytes_per_token) == (1, 0, 0)
     assert half.ranks == 2
     assert half.kv_bytes_per_token == whole.kv_bytes_per_token // 2
@@ -76,9 +73,7 @@ def test_info_tells_what_one_of_several_ranks_has() -> None:
     assert "all-reduces" not in whole.table()
 
 
-def test_info_tells_what_one_of_data_parallel_ranks_has(
-    tiny_checkpoint: Callable[..., tuple[Path, Any]],
-) -> None:
+def test_info_tells_what_one_of_data_parallel_ranks_has(tiny_checkpoint: Callable[..., tuple[Path, Any]]) -> None:
     """Some of the experts, and everything else."""
     folder, _ = tiny_checkpoint("nemotron_h-experts", **EVEN["nemotron_h-experts"])
     whole, half = (describe_checkpoint(folder, device="cpu", data_parallel_size=size) for size in (1, 2))

@@ -70,9 +70,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(ACTIONS, st.integers(1, 6), st.integers(1, 8))
-def test_a_key_leads_to_its_contents(
-    actions: list[tuple[str, bytes]], num_device: int, num_host: int
-) -> None:
+def test_a_key_leads_to_its_contents(actions: list[tuple[str, bytes]], num_device: int, num_host: int) -> None:
     blocks = Blocks(num_device, num_host)
     for action, key in actions:
         if action == "use" and key not in blocks.held:

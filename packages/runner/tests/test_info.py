@@ -57,9 +57,7 @@ def test_counts_are_those_of_the_tensors(tiny_checkpoint: Any, family: str, poli
     slots = 1 + 2 * facts.mamba_pages_per_request
     states = [state for i in layers if (state := pool.layer(i)[1]) is not None]
     assert slots * facts.mamba_state_bytes == sum(state.nbytes for state in states)
-    assert slots * facts.mamba_page_bytes == sum(
-        t.nbytes for t in [pool.layer(i)[0] for i in layers] + states
-    )
+    assert slots * facts.mamba_page_bytes == sum(t.nbytes for t in [pool.layer(i)[0] for i in layers] + states)
     rings = [each for i in layers if (each := pool.rings(i)) is not None]
     assert 3 * facts.mamba_window_bytes == sum(each.request_conv.nbytes for each in rings)
     assert 3 * facts.mamba_ring_bytes == sum(t.nbytes for each in rings for t in each.entries)
@@ -135,8 +133,7 @@ def test_unknown_dtype_and_folder(tiny_checkpoint: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (16_240_000, "16.2 MB"), (3e15, "3000.0 TB")],
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (16_240_000, "16.2 MB"), (3e15, "3000.0 TB")]
 )
 def test_sizes_for_people(count: float, text: str) -> None:
     assert format_bytes(math.floor(count)) == text
@@ -189,17 +186,13 @@ def test_prompt_lookup_costs_the_tokens_of_a_request(tiny_checkpoint: Any) -> No
     assert llm.cache_plan.draft_bytes == 3 * 404
 
 
-def test_which_attention_backend_serves_is_told(
-    tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_attention_backend_serves_is_told(tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = tiny_checkpoint("llama")
     monkeypatch.setattr(NativeBackend, "missing_requirement", lambda *_: "there is no gcc")
     assert describe_checkpoint(path, device="cpu").attention == "torch; not native: there is no gcc"
     monkeypatch.setattr(NativeBackend, "missing_requirement", lambda *_: None)
     assert "attention                  native" in describe_checkpoint(path, device="cpu").table().splitlines()
-    assert (
-        describe_checkpoint(path, device="cpu", attention_backend="torch").attention == "torch, as requested"
-    )
+    assert describe_checkpoint(path, device="cpu", attention_backend="torch").attention == "torch, as requested"
     with pytest.raises(ValueError, match=r"^attention_backend is 'triton'; triton: device cpu is not CUDA"):
         describe_checkpoint(path, device="cpu", attention_backend="triton")
     for backend in (TritonBackend, FlashInferBackend):
@@ -212,9 +205,7 @@ def test_which_attention_backend_serves_is_told(
     assert describe_backend("flashinfer", spec, dtype, cuda) == "flashinfer, as requested"
     with_sinks = open_checkpoint(tiny_checkpoint("gpt_oss")[0]).spec
     assert describe_backend("auto", with_sinks, dtype, cuda) == "triton"
-    with pytest.raises(
-        ValueError, match=r"^attention_backend is 'flashinfer'; flashinfer: attention sinks are not"
-    ):
+    with pytest.raises(ValueError, match=r"^attention_backend is 'flashinfer'; flashinfer: attention sinks are not"):
         describe_backend("flashinfer", with_sinks, dtype, cuda)
 
 

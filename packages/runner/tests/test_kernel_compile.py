@@ -61,9 +61,7 @@ def adapters(rank: int, columns: int, rows: int, dtype: torch.dtype) -> dict[str
     y, x = some(TOKENS, rows, dtype=dtype), some(TOKENS, columns, dtype=dtype)
     a, b = some(4, rank, columns, dtype=dtype), some(4, rows, rank, dtype=dtype)
     slots = torch.ones(TOKENS, dtype=torch.int32)
-    return {
-        f"adapters of {rank} lanes of {columns} to {rows} in {dtype}": operator("add_lora", y, x, a, b, slots)
-    }
+    return {f"adapters of {rank} lanes of {columns} to {rows} in {dtype}": operator("add_lora", y, x, a, b, slots)}
 
 
 CASES: dict[str, Callable[[], object]] = {
@@ -101,23 +99,17 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("case", ADAPTERS)
-def test_the_kernels_of_adapters_fit_hopper(
-    case: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_the_kernels_of_adapters_fit_hopper(case: str, record_property: Callable[[str, object], None]) -> None:
     with compiling() as found:
         ADAPTERS[case]()
     assert len(found.kernels) == 2
     for kernel in found.kernels:
-        record_property(
-            "kernel", (f"runner {case}", kernel.registers, kernel.spilled_bytes, kernel.shared_bytes)
-        )
+        record_property("kernel", (f"runner {case}", kernel.registers, kernel.spilled_bytes, kernel.shared_bytes))
         assert faults_of(kernel) == []
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "capability"),
-    [(torch.float16, 64, 90), (torch.float16, 32768, 80), (F32, 32768, 90)],
-    ids=str,
+    ("dtype", "rows", "capability"), [(torch.float16, 64, 90), (torch.float16, 32768, 80), (F32, 32768, 90)], ids=str
 )
 def test_a_grouped_product_fits(dtype: torch.dtype, rows: int, capability: int) -> None:
     """For a layer of 256 experts, and in the shared memory of all devices since sm_80."""

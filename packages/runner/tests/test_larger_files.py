@@ -37,9 +37,7 @@ def made(tiny: Any, folder: Path, kind: str, text: str, **fields: Any) -> tuple[
 
     config = AutoConfig.for_model(kind, text_config=tiny.FAMILIES[text], **fields)
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     tiny.randomise(model)
     return tiny.save(model, folder), model
 
@@ -95,9 +93,7 @@ def test_images_are_refused_by_name(pair: tuple[Path, Any]) -> None:
     for token, name in ((90, "image_token_id"), (91, "video_token_id")):
         with pytest.raises(ValueError, match=f"prompt holds token {token}, the checkpoint's {name}; {only}"):
             llm.generate([[5, token, 7]], GREEDY)
-    with pytest.raises(
-        ValueError, match="multi_modal_data is given; models of text alone are served, and no images"
-    ):
+    with pytest.raises(ValueError, match="multi_modal_data is given; models of text alone are served, and no images"):
         llm.generate([{"prompt_token_ids": [5, 7], "multi_modal_data": {"image": object()}}], GREEDY)
     assert len(llm.generate([[5, 7]], GREEDY)[0].outputs[0].token_ids) == 4
 
@@ -105,10 +101,7 @@ def test_images_are_refused_by_name(pair: tuple[Path, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"text_config": None},
-            "layer_types or full_attention_interval is missing; it says what the layers are",
-        ),
+        ({"text_config": None}, "layer_types or full_attention_interval is missing; it says what the layers are"),
         ({"text_config": 5}, "text_config is 5; it must be an object"),
         ({"text_config": {"hidden_size": 0}}, "hidden_size is 0; it must be an integer in"),
         ({"image_token_id": -1}, "image_token_id is -1; it must be a token id"),

@@ -25,12 +25,7 @@ from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, MlpLayer, ModelSpec
 
 SPEC = ModelSpec(
-    "Dense",
-    248_320,
-    2048,
-    (AttentionLayer(16, 2, 128, 0.09), MlpLayer(8192)),
-    1e-5,
-    max_position_embeddings=131_072,
+    "Dense", 248_320, 2048, (AttentionLayer(16, 2, 128, 0.09), MlpLayer(8192)), 1e-5, max_position_embeddings=131_072
 )
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -23,9 +23,7 @@ def folder(tiny_checkpoint: Any, tmp_path: Path) -> Path:
 def test_a_file_larger_than_memory_is_read_tensor_by_tensor(folder: Path) -> None:
     """torch's memory mapping would need memory for the whole file, unused tensors included."""
     file = folder / "model.safetensors"
-    before = {
-        name: tensor.clone() for name, tensor in load_file(file).items()
-    }  # of a file that is written to
+    before = {name: tensor.clone() for name, tensor in load_file(file).items()}  # of a file that is written to
     old = file.read_bytes()
     size = int.from_bytes(old[:8], "little")
     header, data, huge = json.loads(old[8 : 8 + size]), old[8 + size :], 2**43
@@ -42,9 +40,7 @@ def test_a_file_larger_than_memory_is_read_tensor_by_tensor(folder: Path) -> Non
     assert torch.equal(loaded["lm_head"], before["lm_head.weight"])
 
 
-def test_weights_that_do_not_fit_are_refused_before_any_is_read(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_do_not_fit_are_refused_before_any_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(folder)
     stored = sum(each.nbytes for each in load_file(folder / "model.safetensors").values())
     monkeypatch.setattr("bateleur.runner.checkpoint.open.free_main_memory", lambda: stored - 1)

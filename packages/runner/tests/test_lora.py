@@ -29,18 +29,7 @@ in_torch = pytest.mark.skipif(INTERPRETED, reason="torch forms only")
 KINDS = (
     *("llama", "nemotron_h", "qwen3_5_text", "qwen3_next", "kimi_linear"),
     *("falcon_h1", "lfm2", "olmo_hybrid", "granitemoehybrid", "bamba"),
-    *(
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "mistral",
-        "smollm3",
-        "granite",
-        "olmo3",
-        "phi3",
-        "gemma3_text",
-        "mamba2",
-    ),
+    *("qwen2", "qwen3", "qwen3_moe", "mistral", "smollm3", "granite", "olmo3", "phi3", "gemma3_text", "mamba2"),
 )
 
 
@@ -136,12 +125,7 @@ def test_tensors_that_do_not_fit_are_listed(tiny_checkpoint: Any, tmp_path: Path
     save_file({**tensors, **extra, "base_model.model.lora_embedding_A": torch.zeros(1)}, file)
     with pytest.raises(ValueError, match="4 tensors do not fit the model") as refusal:
         read(adapter, folder)
-    for words in (
-        "lora_embedding_A: is neither",
-        "lm_head: adapters of",
-        "come in pairs",
-        "experts.0.up_proj: ",
-    ):
+    for words in ("lora_embedding_A: is neither", "lm_head: adapters of", "come in pairs", "experts.0.up_proj: "):
         assert words in str(refusal.value)
     with pytest.raises(ValueError, match="rank 3 is above max_lora_rank=2"):
         read(write_adapter(tmp_path / "wide", folder, modules_of(folder)[:1]), folder, max_rank=2)

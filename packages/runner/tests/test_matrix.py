@@ -15,9 +15,7 @@ compiles = pytest.mark.skipif(native.unavailable_reason() is not None, reason="n
 uncompiled = pytest.fixture(lambda monkeypatch: monkeypatch.setattr(native, "packs", lambda _: False))
 
 
-def made(
-    rows: int = 513, columns: int = 260, dtype: torch.dtype = torch.float32, *, bias: bool = True
-) -> Projection:
+def made(rows: int = 513, columns: int = 260, dtype: torch.dtype = torch.float32, *, bias: bool = True) -> Projection:
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(columns, rows, generator=generator, dtype=dtype).t()
     return Projection(weight, torch.randn(rows, generator=generator, dtype=dtype) if bias else None)
@@ -30,9 +28,7 @@ def made(
 def test_packed_products_are_those_of_torch(tokens: int, bias: bool) -> None:
     projection = made(bias=bias)
     weight, x = projection.weight, torch.randn(tokens, 2 * 260)[:, ::2]
-    want = F.linear(
-        x.double(), weight.double(), None if projection.bias is None else projection.bias.double()
-    )
+    want = F.linear(x.double(), weight.double(), None if projection.bias is None else projection.bias.double())
     projection.pack()
     torch.testing.assert_close(projection(x).double(), want, rtol=1e-5, atol=1e-4)
     assert projection.weight is not weight, "the first layout is not kept"
@@ -44,9 +40,7 @@ def test_packed_products_are_those_of_torch(tokens: int, bias: bool) -> None:
 def test_packed_products_come_in_few_sizes_that_waste_little() -> None:
     """oneDNN keeps a kernel for each size; 1, 2, 4, 8 or 16 rows with four drafts each are among the sizes."""
     sizes = [_padded(tokens) for tokens in range(8193)]
-    assert all(
-        tokens <= size <= max(tokens * 5 // 4, _FEW_TOKENS) for tokens, size in enumerate(sizes) if tokens
-    )
+    assert all(tokens <= size <= max(tokens * 5 // 4, _FEW_TOKENS) for tokens, size in enumerate(sizes) if tokens)
     assert len(set(sizes)) == (49 if _FEW_TOKENS == 1 else 38)
     assert all(_padded(rows * 5) == max(rows * 5, _FEW_TOKENS) for rows in (1, 2, 4, 8, 16))
 
@@ -169,9 +163,7 @@ def test_compiled_products_are_computed_by_several_threads_alike() -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
-    "projection",
-    [made(64, 64), made(dtype=torch.float64), made(dtype=torch.bfloat16)],
-    ids=["few", "f64", "bf16"],
+    "projection", [made(64, 64), made(dtype=torch.float64), made(dtype=torch.bfloat16)], ids=["few", "f64", "bf16"]
 )
 def test_others_stay_as_they_are(projection: Projection) -> None:
     weight = projection.weight
@@ -187,7 +179,5 @@ def test_tokens_that_do_not_fit_a_packed_matrix_are_refused(x: Tensor) -> None:
     """Nothing is read after their end."""
     projection = Projection(torch.randn(100, 64))
     projection.pack()
-    with pytest.raises(
-        ValueError, match=r"^x is \(3, 6\d\) torch\.\w+; it must have 64 columns of torch\.float32$"
-    ):
+    with pytest.raises(ValueError, match=r"^x is \(3, 6\d\) torch\.\w+; it must have 64 columns of torch\.float32$"):
         projection(x)

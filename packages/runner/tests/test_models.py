@@ -18,47 +18,29 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_text", {"rope_parameters": MROPE | {"mrope_interleaved": True}}),
     (
         "qwen3_5_text",
-        {
-            "rope_parameters": MROPE
-            | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-        },
+        {"rope_parameters": MROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     ),
     ("kimi_linear", {"v_head_dim": 24, "linear_num_heads": 1, "linear_head_dim": 20, "n_shared_experts": 2}),
     ("kimi_linear", {"num_attention_heads": 1, "num_key_value_heads": 1, "linear_conv_kernel_dim": 2}),
     ("kimi_linear", {"num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
     ("olmo_hybrid", {"linear_allow_neg_eigval": False, "linear_num_key_heads": 1, "attention_bias": True}),
-    (
-        "olmo_hybrid",
-        {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "num_key_value_heads": 3},
-    ),
+    ("olmo_hybrid", {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}, "num_key_value_heads": 3}),
     ("qwen3_next", {"norm_topk_prob": False, "linear_num_key_heads": 2, "mlp_only_layers": [1]}),
     ("qwen3_next", {"decoder_sparse_step": 1, "linear_num_key_heads": 6, "linear_value_head_dim": 12}),
     ("qwen3_5_moe_text", {"num_experts_per_tok": 1, "linear_num_key_heads": 1, "tie_word_embeddings": True}),
     ("qwen3_5_text", {"attention_bias": True, "linear_num_key_heads": 2, "linear_conv_kernel_dim": 3}),
     ("qwen3_5_text", {"tie_word_embeddings": True, "linear_num_key_heads": 6, "num_key_value_heads": 3}),
     ("qwen3_5_text", {"linear_num_key_heads": 1, "linear_num_value_heads": 5, "linear_conv_kernel_dim": 2}),
-    (
-        "qwen3_5_text",
-        {"layer_types": ["linear_attention"] * 4, "linear_key_head_dim": 20, "linear_value_head_dim": 8},
-    ),
+    ("qwen3_5_text", {"layer_types": ["linear_attention"] * 4, "linear_key_head_dim": 20, "linear_value_head_dim": 8}),
     ("qwen3_5_text", {"layer_types": ["full_attention"] * 4, "head_dim": 16}),
-    (
-        "nemotron_h",
-        {"use_bias": True, "mlp_bias": True, "n_groups": 1, "head_dim": 24, "mlp_hidden_act": "silu"},
-    ),
+    ("nemotron_h", {"use_bias": True, "mlp_bias": True, "n_groups": 1, "head_dim": 24, "mlp_hidden_act": "silu"}),
     ("nemotron_h", {"use_conv_bias": False, "n_groups": 2, "mamba_num_heads": 10, "mamba_head_dim": 8}),
-    (
-        "nemotron_h",
-        {"time_step_min": 0.6, "time_step_limit": (0.1, 0.2), "conv_kernel": 3, "sliding_window": 3},
-    ),
+    ("nemotron_h", {"time_step_min": 0.6, "time_step_limit": (0.1, 0.2), "conv_kernel": 3, "sliding_window": 3}),
     ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp"] * 3, "tie_word_embeddings": True}),
     ("nemotron_h", {"layers_block_type": ["full_attention", "mlp"] * 3, "num_key_value_heads": 6}),
     ("bamba", {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False}),
     ("bamba", {"time_step_limit": (0.3, 0.9), "tie_word_embeddings": True, "mamba_n_groups": 3}),
-    (
-        "bamba",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}},
-    ),
+    ("bamba", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
     ("granitemoehybrid", {"position_embedding_type": "rope", "num_key_value_heads": 1}),
     ("granitemoehybrid", {"time_step_limit": (0.2, 1.1), "attention_bias": True, "mamba_proj_bias": True}),
     ("granitemoehybrid", {"tie_word_embeddings": True, "mamba_n_groups": 3, "mamba_conv_bias": False}),
@@ -90,34 +72,19 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("nemotron_h-experts", {"norm_topk_prob": False, "num_experts_per_tok": 8, "mlp_hidden_act": "silu"}),
     ("granitemoehybrid-experts", {"num_experts_per_tok": 7, "tie_word_embeddings": True}),
     ("granitemoehybrid-experts", {"num_local_experts": 1, "num_experts_per_tok": 1}),
-    (
-        "lfm2",
-        {"conv_bias": True, "conv_L_cache": 4, "num_key_value_heads": 1, "block_ffn_dim_multiplier": 1.3},
-    ),
+    ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "num_key_value_heads": 1, "block_ffn_dim_multiplier": 1.3}),
     ("lfm2", {"conv_L_cache": 2, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}),
     ("lfm2", {"layer_types": ["conv"] * 5, "block_multiple_of": 256}),
-    (
-        "lfm2_moe",
-        {"conv_bias": True, "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0},
-    ),
+    ("lfm2_moe", {"conv_bias": True, "use_expert_bias": False, "norm_topk_prob": False, "num_dense_layers": 0}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6}),
     ("qwen3", {"use_sliding_window": False, "layer_types": None}),
     ("qwen2", {"layer_types": None, "max_window_layers": 3, "sliding_window": 4}),
     ("mistral", {"sliding_window": None}),
-    (
-        "qwen3_moe",
-        {"norm_topk_prob": False, "attention_bias": True, "use_sliding_window": True, "sliding_window": 6},
-    ),
+    ("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True, "use_sliding_window": True, "sliding_window": 6}),
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": None, "num_experts_per_tok": 1}),
-    (
-        "smollm3",
-        {"no_rope_layers": None, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-    ),
+    ("smollm3", {"no_rope_layers": None, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    (
-        "olmo3",
-        {"attention_bias": True, "layer_types": None, "rope_parameters": None, "num_key_value_heads": 6},
-    ),
+    ("olmo3", {"attention_bias": True, "layer_types": None, "rope_parameters": None, "num_key_value_heads": 6}),
     ("gemma3_text", {"rope_parameters": None, "layer_types": None, "tie_word_embeddings": True}),
     ("gemma3_text", {"attention_bias": True, "num_key_value_heads": 6, "query_pre_attn_scalar": 168}),
     ("mamba2", {"use_bias": True, "use_conv_bias": False, "n_groups": 1, "tie_word_embeddings": True}),
@@ -207,9 +174,7 @@ def test_whole_prompt(pair: tuple[HybridDecoder, Any], driver: Any, length: int)
 
 
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS)
-def test_variants_whole_and_chunked(
-    tiny_checkpoint: Any, driver: Any, family: str, overrides: dict[str, Any]
-) -> None:
+def test_variants_whole_and_chunked(tiny_checkpoint: Any, driver: Any, family: str, overrides: dict[str, Any]) -> None:
     path, theirs = tiny_checkpoint(family, **overrides)
     ours = load_model(open_checkpoint(path), torch.float32, "cpu")
     tokens = prompt(theirs, 29)
@@ -287,8 +252,7 @@ def test_a_slot_taken_over_starts_from_nothing(pair: tuple[HybridDecoder, Any], 
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides"),
-    [*((family, {}) for family in FAMILIES), ("nemotron_h", {"residual_in_fp32": True})],
+    ("family", "overrides"), [*((family, {}) for family in FAMILIES), ("nemotron_h", {"residual_in_fp32": True})]
 )
 def test_bfloat16_is_as_near_as_transformers(
     tiny_checkpoint: Any, driver: Any, family: str, overrides: dict[str, Any]

@@ -160,11 +160,7 @@ def test_a_pass_has_no_memory_and_reads_nothing_back(made: Callable[[str], Made]
         for layer, pair in attend.kv.items():
             torch.testing.assert_close(stored.kv[layer], pair)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = (
-            torch.zeros(NUM, dtype=torch.int32),
-            torch.empty(NUM, size),
-            torch.zeros(NUM, dtype=torch.int64),
-        )
+        fake = (torch.zeros(NUM, dtype=torch.int32), torch.empty(NUM, size), torch.zeros(NUM, dtype=torch.int64))
         out, _ = head.forward(*fake, lambda _, q, k, v: q)
         assert head.logits(out[:2]).shape == (2, target.spec.vocab_size)
         with pytest.raises(DataDependentOutputException):
@@ -201,9 +197,7 @@ def good(made: Callable[[str], Made], tmp_path_factory: pytest.TempPathFactory) 
         for file in made(name)[0].iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
         tensors = load_file(folder / "model.safetensors")
-        (embedding,) = (
-            each for each in tensors if each.endswith(("embeddings.weight", "embed_tokens.weight"))
-        )
+        (embedding,) = (each for each in tensors if each.endswith(("embeddings.weight", "embed_tokens.weight")))
         for key, tensor in tensors.items():
             if re.search(r"(o_proj|out_proj|down_proj|fc2_latent_proj)\.weight$", key):
                 tensor.mul_(0.15)
@@ -220,8 +214,7 @@ def good(made: Callable[[str], Made], tmp_path_factory: pytest.TempPathFactory) 
 
 
 PROMPTS = [
-    {"prompt_token_ids": [3 + (7 * i + 5 * j) % 90 for j in range(length)]}
-    for i, length in enumerate((1, 9, 22, 14))
+    {"prompt_token_ids": [3 + (7 * i + 5 * j) % 90 for j in range(length)]} for i, length in enumerate((1, 9, 22, 14))
 ]
 PARAMS = [
     SamplingParams(temperature=t, seed=i, max_tokens=16 + 3 * i, ignore_eos=True)
@@ -293,9 +286,7 @@ def test_on_graphs(good: Callable[[str], Path], plain: Callable[[str], list[list
 @pytest.mark.parametrize("rule", ["coupled", "ratio"])
 def test_through_preemption(good: Callable[[str], Path], rule: str) -> None:
     """The head's keys are lost with its blocks, and recomputed with the target's."""
-    options = (
-        SETTINGS | DRAFTS | {"enable_prefix_caching": True, "mamba_block_size": 8, "speculative_rule": rule}
-    )
+    options = SETTINGS | DRAFTS | {"enable_prefix_caching": True, "mamba_block_size": 8, "speculative_rule": rule}
     wanted = said(LLM(good("qwen3_5"), **options))
     llm = LLM(good("qwen3_5"), **options)
     names = [llm.add_request(*pair) for pair in zip(PROMPTS, PARAMS, strict=True)]
@@ -312,9 +303,7 @@ def test_through_preemption(good: Callable[[str], Path], rule: str) -> None:
 def test_under_other_rules_a_seed_decides(good: Callable[[str], Path], rule: str) -> None:
     options = SETTINGS | DRAFTS | {"speculative_rule": rule}
     together = said(LLM(good("qwen3_5"), **options))
-    assert together == said(
-        LLM(good("qwen3_5"), **options | {"max_num_seqs": 1, "max_num_batched_tokens": 9})
-    )
+    assert together == said(LLM(good("qwen3_5"), **options | {"max_num_seqs": 1, "max_num_batched_tokens": 9}))
 
 
 def test_explained(good: Callable[[str], Path]) -> None:
@@ -339,14 +328,9 @@ def test_explained(good: Callable[[str], Path]) -> None:
     assert "bookkeeping" not in found.causes
 
 
-def test_from_the_shell(
-    good: Callable[[str], Path], plain: Callable[[str], list[list[int]]], tmp_path: Path
-) -> None:
+def test_from_the_shell(good: Callable[[str], Path], plain: Callable[[str], list[list[int]]], tmp_path: Path) -> None:
     lines = [
-        {
-            **prompt,
-            **{name: getattr(params, name) for name in ("temperature", "seed", "max_tokens", "ignore_eos")},
-        }
+        {**prompt, **{name: getattr(params, name) for name in ("temperature", "seed", "max_tokens", "ignore_eos")}}
         for prompt, params in zip(PROMPTS, PARAMS, strict=True)
     ]
     asked, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -453,11 +437,7 @@ def test_an_absent_head(broken: Callable[..., Path]) -> None:
     [
         ("qwen3_5", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers is 2; it must be 1"),
         ("qwen3_5", {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers is 0; it must be 1"),
-        (
-            "qwen3_5",
-            {"mtp_use_dedicated_embeddings": True},
-            "mtp_use_dedicated_embeddings is True; it must be false",
-        ),
+        ("qwen3_5", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings is True; it must be false"),
         ("attention, mlp", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2; it must be 1"),
         ("attention, mlp", {"num_nextn_predict_layers": 0}, "num_nextn_predict_layers is 0; it must be 1"),
         (
@@ -473,9 +453,7 @@ def test_an_absent_head(broken: Callable[..., Path]) -> None:
         ),
     ],
 )
-def test_a_head_of_another_kind(
-    broken: Callable[..., Path], name: str, fields: dict[str, Any], message: str
-) -> None:
+def test_a_head_of_another_kind(broken: Callable[..., Path], name: str, fields: dict[str, Any], message: str) -> None:
     refuses(broken(name, **fields), message)
 
 

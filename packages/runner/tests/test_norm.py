@@ -20,9 +20,7 @@ compiles = pytest.mark.skipif(native.unavailable_reason() is not None, reason="n
 
 @pytest.mark.parametrize("size", [1, 24, 64, 577])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_rows_are_normalised_each_by_itself(
-    size: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_normalised_each_by_itself(size: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if compiled and (reason := native.unavailable_reason()) is not None:
         pytest.skip(reason)
     monkeypatch.setattr(native, "unavailable_reason", lambda: None if compiled else "none is wanted")
@@ -64,15 +62,11 @@ def test_a_sum_and_its_norm_are_rounded_as_often_as_they_are_stored(
     want = x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
     assert together.dtype == layers
     places = torch.finfo(layers).eps
-    torch.testing.assert_close(
-        together.double(), want, rtol=0.501 * places if layers == BF16 else 4 * places, atol=0
-    )
+    torch.testing.assert_close(together.double(), want, rtol=0.501 * places if layers == BF16 else 4 * places, atol=0)
     for t in range(7):
         part = [(y[t : t + 1], factor) for y, factor in terms]
         one = alone[t : t + 1].clone()
-        assert torch.equal(
-            norm.of_sum(one, part, layers) if part else norm(one.to(layers)), together[t : t + 1]
-        )
+        assert torch.equal(norm.of_sum(one, part, layers) if part else norm(one.to(layers)), together[t : t + 1])
         assert torch.equal(one, h[t : t + 1])
 
 
@@ -101,9 +95,7 @@ def test_activations_are_computed_in_float32_and_rounded_once(
         if not gated:
             pytest.skip("it has a gate")
         want = WANTED[name](x[:, :size]) * (x[:, size:].clamp(-7, 7) + 1)
-    rtol = (
-        5e-6 if dtype == F32 else 0.501 * torch.finfo(dtype).eps
-    )  # e to the 25 has 25 times the error of 25
+    rtol = 5e-6 if dtype == F32 else 0.501 * torch.finfo(dtype).eps  # e to the 25 has 25 times the error of 25
     torch.testing.assert_close(y.double(), want, rtol=rtol, atol=1e-30, equal_nan=True)
     assert torch.equal(activation(wide[4:], size, name, gated), y[4:])
 
@@ -117,9 +109,7 @@ def test_silu_of_what_is_far_below_zero_is_nothing(dtype: torch.dtype, gated: bo
     wide = torch.cat((x, torch.ones_like(x)), 1) if gated else x
     want = F.silu(x.float()).to(dtype)
     assert bool(want[0, 5].isnan())
-    torch.testing.assert_close(
-        activation(wide, x.shape[1], "silu", gated), want, rtol=1e-2, atol=1e-30, equal_nan=True
-    )
+    torch.testing.assert_close(activation(wide, x.shape[1], "silu", gated), want, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -39,9 +39,7 @@ decode = Decode()
 def output(text: str = "ab", logprobs: Any = None, **more: Any) -> RequestOutput:
     completion = CompletionOutput(0, text, [*map(ord, text)], None, logprobs, "stop", None)
     known = {"request_id": "r", "prompt": "xy", "prompt_token_ids": [120, 121], "finished": True}
-    return RequestOutput(
-        **known, outputs=[completion], num_cached_tokens=1, cache_miss="", num_preemptions=0, **more
-    )
+    return RequestOutput(**known, outputs=[completion], num_cached_tokens=1, cache_miss="", num_preemptions=0, **more)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +79,7 @@ def test_bodies_go_before_defaults_and_null_says_nothing() -> None:
         ({"prompt": [True]}, "prompt is [True]; it must be"),
         ({"prompt": {"a": 1}}, "prompt is {'a': 1}; it must be"),
         ({"prompt": "x", "wat": 1, "huh": 2}, "'huh', 'wat': no such field is known here"),
-        (
-            {"prompt": "x", **dict.fromkeys("abcdefghijk", 1)},
-            "'f', 'g', 'h', ...: no such field is known here",
-        ),
+        ({"prompt": "x", **dict.fromkeys("abcdefghijk", 1)}, "'f', 'g', 'h', ...: no such field is known here"),
         ({"prompt": "x", "messages": HELLO}, "'messages': no such field"),
         ({"prompt": "x", "output_kind": 1}, "'output_kind': no such field"),
         ({"prompt": "x", "temperature": "hot"}, "temperature is 'hot'; it must be a finite number"),
@@ -92,14 +87,8 @@ def test_bodies_go_before_defaults_and_null_says_nothing() -> None:
         ({"prompt": "x", "echo": "yes"}, "echo is 'yes'; it must be True or False"),
         ({"prompt": "x", "suffix": "y"}, "suffix is 'y'; it must be absent"),
         ({"prompt": "x", "model": 3}, "model is 3; it must be text"),
-        (
-            {"prompt": "x", "stream_options": {"include_usage": True}},
-            "it must be absent unless stream is true",
-        ),
-        (
-            {"prompt": "x", "stream": True, "stream_options": {"a": 1}},
-            "stream_options has 'a'; the known ones",
-        ),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "it must be absent unless stream is true"),
+        ({"prompt": "x", "stream": True, "stream_options": {"a": 1}}, "stream_options has 'a'; the known ones"),
         ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type is 'xml'"),
         ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format.json_schema is None"),
     ],
@@ -141,10 +130,7 @@ def test_chats_become_what_templates_want() -> None:
 @pytest.mark.parametrize(
     ("body", "names"),
     [
-        (
-            {"reasoning_effort": "none"},
-            {"reasoning_effort": "none", "enable_thinking": False, "thinking": False},
-        ),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
         ({"reasoning_effort": "max"}, {"reasoning_effort": "max", "enable_thinking": True, "thinking": True}),
         ({"enable_thinking": False}, {"enable_thinking": False, "thinking": False}),
         (
@@ -205,11 +191,7 @@ def test_allowed_tools_are_a_choice_among_tools() -> None:
 
 def test_a_choice_of_tools() -> None:
     assert tool_choice(None, []) == "none"
-    assert (
-        tool_choice(None, [TOOL])
-        == chat_request({"messages": HELLO, "tools": [TOOL]}, {}).tool_choice
-        == "auto"
-    )
+    assert tool_choice(None, [TOOL]) == chat_request({"messages": HELLO, "tools": [TOOL]}, {}).tool_choice == "auto"
     assert tool_choice("required", [TOOL]) == "required"
     assert tool_choice({"type": "function", "function": {"name": "f"}}, [TOOL]) == NamedTool("f")
 
@@ -238,9 +220,7 @@ def test_tools_that_are_too_deep_are_refused() -> None:
     for _ in range(2000):
         deep = {"items": deep}
     with pytest.raises(ValueError, match="tools is nested too deeply"):
-        forced_schema(
-            "required", [{"type": "function", "function": {"name": "f", "parameters": deep}}], parallel=True
-        )
+        forced_schema("required", [{"type": "function", "function": {"name": "f", "parameters": deep}}], parallel=True)
 
 
 @pytest.mark.parametrize(
@@ -252,10 +232,7 @@ def test_tools_that_are_too_deep_are_refused() -> None:
         ({"messages": [*HELLO, {"role": "user"}]}, "messages[1].content is None"),
         ({"reasoning_effort": 3}, "reasoning_effort is 3; it must be text"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content is 3"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "content[0].type is 'image_url'",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content[0].type is 'image_url'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "tool_calls[0].function is None"),
         ({"top_logprobs": 2}, "top_logprobs is 2; it must be absent unless logprobs is true"),
         ({"logprobs": True, "top_logprobs": -2}, "top_logprobs is -2"),
@@ -263,18 +240,9 @@ def test_tools_that_are_too_deep_are_refused() -> None:
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name is 'f'; it must be another"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters is 3"),
         ({"tool_choice": "required"}, "tool_choice is 'required'; it must be absent without tools"),
-        (
-            {"chat_template": "{{ 1 }}"},
-            "chat_template is '{{ 1 }}'; it must be absent: clients may not send templates",
-        ),
-        (
-            {"modalities": ["text", "audio"]},
-            "modalities is ['text', 'audio']; it must be ['text']: answers are text",
-        ),
-        (
-            {"add_special_tokens": True},
-            "add_special_tokens is True; it must be False: the chat template adds them",
-        ),
+        ({"chat_template": "{{ 1 }}"}, "chat_template is '{{ 1 }}'; it must be absent: clients may not send templates"),
+        ({"modalities": ["text", "audio"]}, "modalities is ['text', 'audio']; it must be ['text']: answers are text"),
+        ({"add_special_tokens": True}, "add_special_tokens is True; it must be False: the chat template adds them"),
         ({"length_penalty": 2.0}, "length_penalty is 2.0; it must be 1 or 1.0: beam search is not supported"),
         ({"tools": {}}, "tools is {}; it must be a list of tools"),
         ({"tools": [TOOL], "tool_choice": "g"}, "tool_choice is 'g'; it must be none, auto, required"),
@@ -352,9 +320,7 @@ def test_prompt_logprobs_are_reported_if_requested() -> None:
     choice = completion_choice(asked, whole, whole.outputs[0], 0, decode=decode)
     place = {"121": {"logprob": -3.0, "rank": 5, "decoded_token": "y"}}
     assert choice["prompt_logprobs"] == [None, place]
-    assert "prompt_logprobs" not in completion_choice(
-        asked, whole, whole.outputs[0], 0, decode=decode, first=False
-    )
+    assert "prompt_logprobs" not in completion_choice(asked, whole, whole.outputs[0], 0, decode=decode, first=False)
     echoing = completion_request({"prompt": "xy", "echo": True, "logprobs": 0}, {})
     assert echoing.params.prompt_logprobs == 0
     whole.outputs[0].logprobs = PLACES[:1]
@@ -396,9 +362,7 @@ def test_a_tool_without_parameters_takes_no_arguments(more: dict[str, Any]) -> N
 
 def test_types_of_forced_calls_may_have_other_names() -> None:
     fields = {"type": {"type": "str"}, "n": {"type": ["int", "null"]}, "of": {"enum": [{"type": "int"}]}}
-    known = [
-        {"type": "function", "function": {"name": "f", "parameters": {"type": "dict", "properties": fields}}}
-    ]
+    known = [{"type": "function", "function": {"name": "f", "parameters": {"type": "dict", "properties": fields}}}]
     schema = forced_schema(NamedTool("f"), known, parallel=True)
     assert schema is not None
     assert (schema["type"], schema["properties"]) == (
@@ -408,9 +372,7 @@ def test_types_of_forced_calls_may_have_other_names() -> None:
 
 
 def test_an_answer_may_leave_out_its_reasoning_and_begin_with_the_last_message() -> None:
-    asked = chat_request(
-        {"messages": HELLO, "echo": True, "include_reasoning": False, "documents": [{"a": 1}]}, {}
-    )
+    asked = chat_request({"messages": HELLO, "echo": True, "include_reasoning": False, "documents": [{"a": 1}]}, {})
     assert (asked.echo, asked.include_reasoning, asked.template) == (True, False, {"documents": [{"a": 1}]})
 
 
@@ -420,11 +382,7 @@ def test_tokens_as_token_ids() -> None:
     assert told["top_logprobs"] == [{"token_id:98": -0.5, "token_id:97": -1.0}, {"token_id:98": -0.1}]
     assert told["text_offset"] == [0, 1]
     first, _ = chat_logprobs([97, 98], PLACES, 1, as_ids=True)["content"]
-    assert (first["token"], first["bytes"], first["top_logprobs"][0]["token"]) == (
-        "token_id:97",
-        [97],
-        "token_id:98",
-    )
+    assert (first["token"], first["bytes"], first["top_logprobs"][0]["token"]) == ("token_id:97", [97], "token_id:98")
     asked = chat_request({"messages": HELLO, "logprobs": True, "return_tokens_as_token_ids": True}, {})
     facts: dict[str, Any] = {"reply_id": "i", "model": "m", "created": 1, "decode": decode}
     reply = chat_reply(asked, output(logprobs=PLACES), **facts)
@@ -442,9 +400,7 @@ def test_fields_without_a_value_are_null() -> None:
 
 
 def test_request_metrics_are_in_milliseconds() -> None:
-    times = RequestTimes(
-        arrival_time=1.0, first_scheduled_time=1.5, first_token_time=2.0, last_token_time=4.0
-    )
+    times = RequestTimes(arrival_time=1.0, first_scheduled_time=1.5, first_token_time=2.0, last_token_time=4.0)
     told = request_metrics(output("abcde", metrics=times))
     assert told == {
         "time_to_first_token_ms": 1000.0,

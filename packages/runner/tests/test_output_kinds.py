@@ -89,15 +89,11 @@ def test_final_only_is_one_report_and_cumulative_grows(drafting: LLM, whole: Req
 def test_confirmed_drafts_are_told_from_tokens_of_the_target(drafting: LLM, whole: RequestOutput) -> None:
     before = drafting.get_metrics().num_verify_rows
     (output,) = drafting.generate(PROMPT, DELTA)
-    steps = (
-        drafting.get_metrics().num_verify_rows - before + 1
-    )  # the prompt's last part draws a token as well
+    steps = drafting.get_metrics().num_verify_rows - before + 1  # the prompt's last part draws a token as well
     drafted = output.outputs[0].drafted
     assert drafted == whole.outputs[0].drafted
     assert not drafted[0]
-    assert drafted.count(False) in (steps, steps - 1), (
-        "one token of each step is the target's; the last may be cut"
-    )
+    assert drafted.count(False) in (steps, steps - 1), "one token of each step is the target's; the last may be cut"
     assert any(drafted)
 
 
@@ -116,9 +112,7 @@ def test_an_abort_returns_what_was_not_told(drafting: LLM, whole: RequestOutput)
 
 def test_a_kind_is_a_member_or_its_name(llm: LLM) -> None:
     assert SamplingParams(output_kind="DELTA").output_kind is RequestOutputKind.DELTA  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match="output_kind is 'delta'; it must be one of CUMULATIVE, DELTA, FINAL_ONLY"
-    ):
+    with pytest.raises(ValueError, match="output_kind is 'delta'; it must be one of CUMULATIVE, DELTA, FINAL_ONLY"):
         SamplingParams(output_kind="delta")  # type: ignore[arg-type]
 
 
@@ -130,9 +124,7 @@ def test_threads_that_ask_at_once_get_names_and_seeds_of_their_own(llm: LLM) -> 
 
 
 @pytest.mark.parametrize(("num_drafts", "flags"), [(1, [True, False]), (2, [True, True])])
-def test_behind_bad_logits_the_last_token_was_a_draft(
-    drafting: LLM, num_drafts: int, flags: list[bool]
-) -> None:
+def test_behind_bad_logits_the_last_token_was_a_draft(drafting: LLM, num_drafts: int, flags: list[bool]) -> None:
     """Else it is the target's own."""
     (request,) = drafting.prepare(PROMPT, SamplingParams(**GREEDY), request_id="x").members
     assert drafting.engine._outputs._apply(request, [7, 8], num_drafts) == 2

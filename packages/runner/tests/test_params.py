@@ -71,9 +71,7 @@ def test_greedy(temperature: float, greedy: bool) -> None:
 
 
 def test_biases_come_with_ids_as_numbers_or_as_text() -> None:
-    params = SamplingParams(
-        logit_bias={"12": -3, np.int64(5): 100}, allowed_token_ids=np.array([3, 1]).tolist()
-    )
+    params = SamplingParams(logit_bias={"12": -3, np.int64(5): 100}, allowed_token_ids=np.array([3, 1]).tolist())
     assert params.logit_bias == {12: -3.0, 5: 100.0}
     assert params.allowed_token_ids == (3, 1)
     assert hash(params) == hash(dataclasses.replace(params, logit_bias=None)), "equal ones have one hash"

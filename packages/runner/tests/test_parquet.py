@@ -63,9 +63,7 @@ def test_rows_may_be_calls(files: Any, tmp_path: Path) -> None:
 
 
 @needs_pyarrow
-def test_what_is_no_parquet_file_is_told(
-    files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_parquet_file_is_told(files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "in.parquet"
     source.write_text('{"prompt": "x"}\n')
     assert main(["batch", str(source), str(tmp_path / "out.jsonl")]) == 2
@@ -95,9 +93,7 @@ LINES = [
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
 @pytest.mark.parametrize("done", [set(), {1}, {3, 4, 7}, {1, 3, 4, 5, 7, 8}])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_parts_hold_every_request_that_is_left(
-    tmp_path: Path, size: int, done: set[int], mark: bytes
-) -> None:
+def test_parts_hold_every_request_that_is_left(tmp_path: Path, size: int, done: set[int], mark: bytes) -> None:
     """Whoever reads them finds the same requests, and the same errors, as one pass over the file."""
     path = tmp_path / "in.jsonl"
     path.write_bytes(mark + b"\n".join(LINES))

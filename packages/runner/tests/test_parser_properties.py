@@ -27,10 +27,7 @@ TYPES: dict[str, Any] = {
     "either": (int, str),
 }
 TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "parameters": {"type": "object", "properties": FIELDS}},
-    },
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": FIELDS}}},
     {"type": "function", "function": {"name": "ping"}},
 ]
 EVERY_TAG = " ".join([*TAGS, "<function=ping>", "</function>", "<parameter=days>", "</parameter>"])
@@ -133,9 +130,7 @@ NAMES, KIND = st.sampled_from(sorted(TOOL_PARSERS)), st.sampled_from(KINDS)
 @given(given=values(TEXT), python=st.booleans(), quoted=st.booleans(), name=NAMES, kind=KIND)
 @example({"city": "t", "either": "t </tool_call> <function=ping> t"}, False, False, "qwen3_coder", "special")
 @example({"city": "t </parameter> <parameter=days> t"}, False, False, "qwen3_coder", "text")
-@example(
-    {"city": "t </parameter> </function> </tool_call> <tool_call> t"}, False, False, "qwen3_coder", "text"
-)
+@example({"city": "t </parameter> </function> </tool_call> <tool_call> t"}, False, False, "qwen3_coder", "text")
 def test_values_come_back(given: dict[str, Any], python: bool, quoted: bool, name: str, kind: str) -> None:
     tokens = tokens_of(kind, written(name, given, python=python), given, quoted=quoted)
     for each in (False, True):
@@ -155,13 +150,7 @@ UNCLOSED = {
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    given=values(PLAIN),
-    python=st.booleans(),
-    name=st.sampled_from(sorted(UNCLOSED)),
-    kind=KIND,
-    data=st.data(),
-)
+@given(given=values(PLAIN), python=st.booleans(), name=st.sampled_from(sorted(UNCLOSED)), kind=KIND, data=st.data())
 def test_the_end_of_a_call_closes_what_is_open(
     given: dict[str, Any], python: bool, name: str, kind: str, data: st.DataObject
 ) -> None:
@@ -183,9 +172,7 @@ def test_a_text_may_end_anywhere(
     tokens = tokens_of(kind, written(name, given, python=python), given, quoted=True)
     whole = model(kind).reads(name, TOOLS, tokens)
     at = data.draw(st.integers(0, len(tokens)))
-    calls = [
-        each for each in model(kind).reads(name, TOOLS, tokens[:at], each=True) if isinstance(each, list)
-    ]
+    calls = [each for each in model(kind).reads(name, TOOLS, tokens[:at], each=True) if isinstance(each, list)]
     for _, arguments in calls:
         found = json.loads(arguments)
         assert given.keys() >= found.keys() or at < len(tokens)
@@ -216,12 +203,7 @@ def test_arguments_have_their_types_whatever_is_left_out(
 ) -> None:
     """Values that quote tags may be read in several ways then."""
     text = written("qwen3_coder", given, python=python)
-    places = [
-        (at, tag)
-        for tag in ("</tool_call>", *INNER_TAGS)
-        for at in range(len(text))
-        if text.startswith(tag, at)
-    ]
+    places = [(at, tag) for tag in ("</tool_call>", *INNER_TAGS) for at in range(len(text)) if text.startswith(tag, at)]
     at, tag = data.draw(st.sampled_from(places))
     tokens = model(kind).encode(text[:at] + text[at + len(tag) :])
     found = model(kind).reads("qwen3_coder", TOOLS, tokens, each=True)

@@ -116,10 +116,7 @@ HERMES: list[tuple[str, list[Any]]] = [
     ('<tool_call>{"name":"we","arguments":null, "id": [1]}</tool_call>', [["we", "{}"]]),
     ('<tool_call>{"name":"we","parameters":{"a":1}}</tool_call>', [["we", '{"a":1}']]),
     ('<tool_call>[{"name":"we","arguments":{}}, {"name":"we"}]</tool_call>', [["we", "{}"]] * 2),
-    (
-        '<tool_call>{"name":"we","arguments":{"a":"</tool_call>\n"}}</tool_call>',
-        [["we", '{"a":"</tool_call>\\n"}']],
-    ),
+    ('<tool_call>{"name":"we","arguments":{"a":"</tool_call>\n"}}</tool_call>', [["we", '{"a":"</tool_call>\\n"}']]),
     (
         "<tool_call>{'name': 'we', 'arguments': {'a': True, 'b': [None]}}</tool_call>",
         [["we", '{"a": true, "b": [null]}']],
@@ -135,19 +132,13 @@ HERMES: list[tuple[str, list[Any]]] = [
     ('<tool_call>{"name":"we","arguments":{"a":1}}</tool_call>\n</tool_call>', [["we", '{"a":1}']]),
     ('<tool_call>{"name":"we","arguments":{"a":1}}', [["we", '{"a":1}']]),
     ('<tool_call>{"name":"we","arguments":{"a":1}</tool_call>', [["we", '{"a":1}']]),
-    (
-        '<tool_call>{"name":"we","arguments":{"a":[1}} oh</tool_call>b',
-        [["we", '{"a":[1]}'], " oh</tool_call>b"],
-    ),
+    ('<tool_call>{"name":"we","arguments":{"a":[1}} oh</tool_call>b', [["we", '{"a":[1]}'], " oh</tool_call>b"]),
     ('<tool_call>{"name":"we","arguments":{"a":"cut \\', [["we", '{"a":"cut "}']]),
     ('<tool_call>{"name":"we","arguments":{"a":{"b":[tru', [["we", '{"a":"{\\"b\\":[tru"}']]),
     ('<tool_call>{"name":"we","arguments":{"a":{"b":[1, 2', [["we", '{"a":{"b":[1, 2]}}']]),
     ('<tool_call>{"name":"we","arguments":{"a":1, "b', [["we", '{"a":1}']]),
     ('<tool_call>{"name":"we","arguments":{}} oh', [["we", "{}"], " oh"]),
-    (
-        "<tool_call>\n<function=we>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
-        [["we", '{"a": "1"}']],
-    ),
+    ("<tool_call>\n<function=we>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", [["we", '{"a": "1"}']]),
     *(
         (text, [text])
         for text in (
@@ -187,28 +178,19 @@ QWEN: list[tuple[str, list[Any]]] = [
     ("x\n" + coder("weather", days="3", city="3"), ["x", ["weather", '{"days": 3, "city": "3"}']]),
     (coder("weather", days="3.0", share="null"), [["weather", '{"days": 3, "share": null}']]),
     (coder("weather", days="many", on="True"), [["weather", '{"days": "many", "on": true}']]),
-    (
-        coder("weather", deep='{"a": [1,2.5]}', share="1e3"),
-        [["weather", '{"deep": {"a": [1,2.5]}, "share": 1e3}']],
-    ),
+    (coder("weather", deep='{"a": [1,2.5]}', share="1e3"), [["weather", '{"deep": {"a": [1,2.5]}, "share": 1e3}']]),
     (coder("weather", list="[{'a': True}, (1, None)]"), [["weather", '{"list": [{"a": true}, [1, null]]}']]),
     (coder("weather", either="4"), [["weather", '{"either": 4}']]),
     (coder("weather", either="four", other="1"), [["weather", '{"either": "four", "other": "1"}']]),
     (coder("we") + "\n" + coder("we") + "\nEnd", [["we", "{}"], ["we", "{}"], "\nEnd"]),
     ("<function=we></function>", [["we", "{}"]]),
     ("<tool_call><function=we></tool_call>.", [["we", "{}"], "."]),
-    (
-        "<function=weather><parameter=city>a<parameter=days>1</function>",
-        [["weather", '{"city": "a", "days": 1}']],
-    ),
+    ("<function=weather><parameter=city>a<parameter=days>1</function>", [["weather", '{"city": "a", "days": 1}']]),
     # tags in values
     (CITY + "a </parameter> b" + ENDS, [["weather", '{"city": "a </parameter> b"}']]),
     (CITY + "a </function> b" + ENDS, [["weather", '{"city": "a </function> b"}']]),
     (CITY + "a </tool_call> b" + ENDS, [["weather", '{"city": "a </tool_call> b"}']]),
-    (
-        CITY + "<parameter=days>9</parameter>" + ENDS,
-        [["weather", '{"city": "<parameter=days>9</parameter>"}']],
-    ),
+    (CITY + "<parameter=days>9</parameter>" + ENDS, [["weather", '{"city": "<parameter=days>9</parameter>"}']]),
     (
         CITY + "a </parameter></function></tool_call> b" + ENDS,
         [["weather", '{"city": "a </parameter></function></tool_call> b"}']],
@@ -309,18 +291,10 @@ OTHERS: list[tuple[str, str, list[Any]]] = [
         '{"name": "weather", "parameters": {"days": 3}}; {"name": "we", "parameters": {}}',
         [["weather", '{"days": 3}'], ["we", "{}"]],
     ),
-    (
-        "llama3_json",
-        '<|python_tag|>{"name": "we", "parameters": {"a": "b"}}',
-        [["we", '{"a": "b"}']],
-    ),
+    ("llama3_json", '<|python_tag|>{"name": "we", "parameters": {"a": "b"}}', [["we", '{"a": "b"}']]),
     ("llama3_json", '{"n": 3, "name": "we"}', ['{"n": 3, "name": "we"}']),
     ("llama3_json", 'It is {"name": "we", "parameters": {}}', ['It is {"name": "we", "parameters": {}}']),
-    (
-        "granite",
-        '<|tool_call|>[{"name": "we", "arguments": {}}, {"name": "we"}]',
-        [["we", "{}"], ["we", "{}"]],
-    ),
+    ("granite", '<|tool_call|>[{"name": "we", "arguments": {}}, {"name": "we"}]', [["we", "{}"], ["we", "{}"]]),
     ("granite", CALL, [["we", '{"a": 1}']]),
 ]
 
@@ -391,9 +365,7 @@ def test_only_the_token_of_a_tag_is_the_tag(hidden: tuple[int, ...]) -> None:
         text, tags = tokens(*parts, hidden=hidden)
         events = reader.feed(text, tags)
         return [
-            getattr(each, "text", each)
-            for each in merged(events + reader.finish())
-            if not isinstance(each, ToolCall)
+            getattr(each, "text", each) for each in merged(events + reader.finish()) if not isinstance(each, ToolCall)
         ]
 
     table, call = TagTable(TAG_IDS), '\n{"name": "we", "arguments": {"a": "</tool_call>"}}\n'
@@ -480,9 +452,7 @@ WORDS = st.sampled_from(["a", "b c", "\u00e9", "x\ny", '"', "\\", "{", "1 < 2"])
 TAGGED = st.builds(
     lambda words, tags: "".join(f"{word} {tag} " for word, tag in zip(words, tags, strict=False)) + words[-1],
     st.lists(WORDS, min_size=3, max_size=5),
-    st.lists(
-        st.sampled_from([*CLOSING, "<tool_call>", "<function=we>", "<parameter=days>", "<think>"]), max_size=4
-    ),
+    st.lists(st.sampled_from([*CLOSING, "<tool_call>", "<function=we>", "<parameter=days>", "<think>"]), max_size=4),
 )
 """Text that quotes tags."""
 VALUES = st.fixed_dictionaries(
@@ -602,16 +572,8 @@ def counted_calls() -> Iterator[Callable[[], int]]:
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    for kind, text in (
-        (Hermes, CALL.replace("1", '"a long text"')),
-        (Qwen3Coder, coder("we", a="a long text")),
-    ):
-        parts = [
-            event.text
-            for letter in text
-            for event in PARSERS[kind].feed(letter)
-            if isinstance(event, Arguments)
-        ]
+    for kind, text in ((Hermes, CALL.replace("1", '"a long text"')), (Qwen3Coder, coder("we", a="a long text"))):
+        parts = [event.text for letter in text for event in PARSERS[kind].feed(letter) if isinstance(event, Arguments)]
         assert len(parts) > 8
 
 
@@ -649,9 +611,7 @@ def test_a_forced_call_that_is_cut_is_a_call(text: str, found: list[Any]) -> Non
 
 def test_a_named_call_is_passed_on_as_it_is() -> None:
     for pieces in (['{"a":', "1}"], ['{"a":1}'], ['\n{"a":1}']):
-        assert parse(AnswerParser(calls=NamedCall(TOOLS[1:]), make_id=lambda: "id"), *pieces) == [
-            ["we", '{"a":1}']
-        ]
+        assert parse(AnswerParser(calls=NamedCall(TOOLS[1:]), make_id=lambda: "id"), *pieces) == [["we", '{"a":1}']]
 
 
 @pytest.mark.parametrize(
@@ -662,11 +622,7 @@ def test_a_named_call_is_passed_on_as_it_is() -> None:
         ("qwen3_coder", CITY + "Os", '{"city": "Os'),
         ("qwen3_coder", DAYS, '{"days": '),
         ("lfm2", '<|tool_call_start|>[weather(city="Os', '{"city": "Os'),
-        (
-            "kimi_k2",
-            KIMI.format("weather", 0, '{"city": "Os').removesuffix("<|tool_call_end|>"),
-            '{"city": "Os',
-        ),
+        ("kimi_k2", KIMI.format("weather", 0, '{"city": "Os').removesuffix("<|tool_call_end|>"), '{"city": "Os'),
     ],
 )
 def test_a_call_that_is_cut_has_the_arguments_so_far(name: str, text: str, arguments: str) -> None:
@@ -731,27 +687,14 @@ def test_a_literal_becomes_a_value_of_the_schema(text: str, types: set[str], val
 def test_types_come_from_all_over_a_schema() -> None:
     circle = {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}
     assert types_of(circle, "a") == frozenset()
-    deep = {
-        "properties": {"a": {"enum": ["x", 1]}, "b": {"const": True}, "c": {"nullable": True, "type": "int"}}
-    }
-    assert [types_of(deep, key) for key in "abcd"] == [
-        {"string", "integer"},
-        {"boolean"},
-        {"integer", "null"},
-        set(),
-    ]
+    deep = {"properties": {"a": {"enum": ["x", 1]}, "b": {"const": True}, "c": {"nullable": True, "type": "int"}}}
+    assert [types_of(deep, key) for key in "abcd"] == [{"string", "integer"}, {"boolean"}, {"integer", "null"}, set()]
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *(
-            ("int", "integer"),
-            ("float", "number"),
-            ("bool", "boolean"),
-            ("dict", "object"),
-            ("list", "array"),
-        ),
+        *(("int", "integer"), ("float", "number"), ("bool", "boolean"), ("dict", "object"), ("list", "array")),
         *(("List[str]", "array"), ("dict[str, int]", "object"), ("str", "string"), ("string", "string")),
     ],
 )
@@ -797,18 +740,12 @@ def test_an_option_can_be_said() -> None:
     assert ParserOptions(reasoning_parser="deepseek_r1").reasoning_parser == "think"
     found = ChatFormat(ParserOptions(tool_call_parser="lfm2", reasoning_parser="none"), NoTokenizer())
     assert (found.tool_call_parser, found.reasoning_parser) == ("lfm2", None)
-    with pytest.raises(
-        ValueError, match="tool_call_parser is 'x'; it must be one of auto, none, granite, hermes"
-    ):
+    with pytest.raises(ValueError, match="tool_call_parser is 'x'; it must be one of auto, none, granite, hermes"):
         ParserOptions(tool_call_parser="x")
     with pytest.raises(ValueError, match=r"tool_choice is 'auto'; .* unless --tool-call-parser is given"):
-        ChatFormat(ParserOptions(), NoTokenizer()).prepare(
-            SamplingParams(), PROMPT, tools=TOOLS, tool_choice="auto"
-        )
+        ChatFormat(ParserOptions(), NoTokenizer()).prepare(SamplingParams(), PROMPT, tools=TOOLS, tool_choice="auto")
     off = ParserOptions(tool_call_parser="hermes", enable_auto_tool_choice=False)
-    with pytest.raises(
-        ValueError, match=r"tool_choice is 'auto'; .* unless --enable-auto-tool-choice is given"
-    ):
+    with pytest.raises(ValueError, match=r"tool_choice is 'auto'; .* unless --enable-auto-tool-choice is given"):
         ChatFormat(off, NoTokenizer()).prepare(SamplingParams(), PROMPT, tools=TOOLS, tool_choice="auto")
 
 
@@ -821,22 +758,15 @@ def test_a_turn_reads_what_its_request_may_contain() -> None:
         turn = chat_format.prepare(SamplingParams(), given, **more)
         assert turn.params.return_tags
         done = CompletionOutput(0, text, [1], None, None, "stop", None)
-        return [
-            getattr(each, "text", getattr(each, "finish_reason", each)) for each in turn.reader().read(done)
-        ]
+        return [getattr(each, "text", getattr(each, "finish_reason", each)) for each in turn.reader().read(done)]
 
-    chat_format = ChatFormat(
-        ParserOptions(tool_call_parser="hermes", reasoning_parser="think"), NoTokenizer()
-    )
+    chat_format = ChatFormat(ParserOptions(tool_call_parser="hermes", reasoning_parser="think"), NoTokenizer())
     call = '<tool_call>{"name":"we"}</tool_call>'
     assert read("a</think>b", "Hi <think>\n") == ["a", "b", "stop"]
     assert read(call) == [call, "stop"]
     assert read(call, tools=TOOLS, tool_choice="none") == [call, "stop"]
     assert read(call, tools=TOOLS, tool_choice="auto")[1:] == ["{}", "tool_calls"]
     assert read('{"a":1}', tools=TOOLS, tool_choice=NamedTool("we"))[1:] == ['{"a":1}', "tool_calls"]
-    assert read('[{"name": "we", "arguments": {}}]', tools=TOOLS, tool_choice="required")[1:] == [
-        "{}",
-        "tool_calls",
-    ]
+    assert read('[{"name": "we", "arguments": {}}]', tools=TOOLS, tool_choice="required")[1:] == ["{}", "tool_calls"]
     once = read(call * 2, tools=TOOLS, tool_choice="auto", parallel_tool_calls=False)
     assert once[1:] == ["{}", call, "tool_calls"]

@@ -39,9 +39,7 @@ DRAFTS = torch.tensor([[-1, -1], [1, -1], [700, 7]])
 Found = tuple[Tensor, Tensor, Tensor | None, Logprobs | None]
 
 
-def steps_of(
-    shard: VocabShard | None, logits: list[Tensor], allowed: Tensor | None, top: int | None
-) -> list[Found]:
+def steps_of(shard: VocabShard | None, logits: list[Tensor], allowed: Tensor | None, top: int | None) -> list[Found]:
     """Two mixed steps: the first with three positions per request as if it had drafts, the next with one."""
     state, rows = Sampler(len(KINDS), V, "cpu", shard), np.arange(len(KINDS))
     for row, params in enumerate(KINDS.values()):

@@ -54,9 +54,7 @@ def refused(path: Path, layout: Layout = LAYOUT, **how: bool) -> PrefixRefused:
 
 
 @pytest.mark.parametrize(
-    "meant",
-    [prefix(), prefix(0, 8), prefix(8, 8), prefix(page=False)],
-    ids=["part", "whole", "state", "blocks"],
+    "meant", [prefix(), prefix(0, 8), prefix(8, 8), prefix(page=False)], ids=["part", "whole", "state", "blocks"]
 )
 def test_what_was_written_is_read(tmp_path: Path, meant: Prefix) -> None:
     size = write_prefix(tmp_path / "it", LAYOUT, meant)
@@ -107,10 +105,7 @@ def test_any_missing_or_surplus_byte_is_seen(path: Path) -> None:
         ({"fields": {"weights": "abc"}}, "not laid out"),
         ({"ahead": 0}, "not laid out"),
         ({"block_parts": BLOCKS.parts[:1]}, "not laid out"),
-        (
-            {"page_parts": paged(conv=(torch.float16, (3, 1)), state=(torch.float32, (2, 2))).parts},
-            "not laid out",
-        ),
+        ({"page_parts": paged(conv=(torch.float16, (3, 1)), state=(torch.float32, (2, 2))).parts}, "not laid out"),
         ({"block_size": 4}, "not laid out"),
         ({"granularity": 2}, "not laid out"),
     ],
@@ -196,9 +191,7 @@ def test_what_cannot_be_written_leaves_nothing(path: Path, monkeypatch: pytest.M
     assert path.read_bytes() == before
 
 
-def test_a_system_may_write_and_read_a_little_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_system_may_write_and_read_a_little_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writev, readv = os.writev, os.readv
     monkeypatch.setattr("os.writev", lambda fd, buffers: writev(fd, [buffers[0][:7]]))
     monkeypatch.setattr("os.readv", lambda fd, buffers: readv(fd, [buffers[0][:5]]))

@@ -86,9 +86,7 @@ def test_an_engine_asks_for_the_policy_by_name(llm: LLM) -> None:
         ValueError, match=r"priority is 3; it must be 0 under scheduling_policy 'fcfs'; with 'priority'"
     ):
         llm.add_request("x", params, priority=3)
-    with pytest.raises(
-        ValueError, match=r"prompts\[1\]: priority is -1; it must be 0 under scheduling_policy"
-    ):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: priority is -1; it must be 0 under scheduling_policy"):
         llm.generate(["x", "y"], params, priority=[0, -1])
     assert len(llm.generate(["x", "y"], params, priority=[0, 0])) == 2
     with pytest.raises(ValueError, match="scheduling_policy is 'lifo'; it must be one of fcfs, priority"):

@@ -41,9 +41,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Fo
     return quantize.Checkpoints(tmp_path_factory)
 
 
-def loaded(
-    folder: Path, dtype: torch.dtype = torch.float32, dequantize: bool = False, **ranks: Any
-) -> HybridDecoder:
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, dequantize: bool = False, **ranks: Any) -> HybridDecoder:
     return load_model(open_checkpoint(folder, dequantize=dequantize), dtype, "cpu", **ranks)
 
 
@@ -114,11 +112,7 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("fp8 blocks", {"quant_method": "bitsandbytes"}, "use an FP8 or W4A16 checkpoint of the model"),
     ("fp8 blocks", {"quant_method": "mxfp4"}, "MXFP4 is not read yet"),
     ("fp8 blocks", {"quant_method": "quark"}, "quark is not read yet"),
-    (
-        "fp8 blocks",
-        {"quant_method": "hqq"},
-        "'hqq'; nothing here reads it. Supported are fp8, compressed-tensors",
-    ),
+    ("fp8 blocks", {"quant_method": "hqq"}, "'hqq'; nothing here reads it. Supported are fp8, compressed-tensors"),
     ("fp8 blocks", {"fmt": "e5m2"}, "fmt is 'e5m2'; supported is 'e4m3'"),
     ("awq", {"version": "gemv"}, "version is 'gemv'; supported is 'gemm'"),
     ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; supported are gptq, gptq_v2"),
@@ -126,17 +120,9 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("modelopt FP8", {"quant_algo": "NVFP4_AWQ"}, "quant_algo is 'NVFP4_AWQ'; supported are FP8"),
     ("modelopt mixed", {"quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}}, "quant_algo is 'W4A8_AWQ'"),
     ("pack-quantized", {"transform_config": {"a": 1}}, "transform_config is set; rotated weights"),
-    (
-        "pack-quantized",
-        {"sparsity_config": {"format": "sparse-24"}},
-        "sparsity_config is set; sparse weights",
-    ),
+    ("pack-quantized", {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config is set; sparse weights"),
     ("pack-quantized", {"format": "marlin-24"}, "format is 'marlin-24'; supported are float-quantized"),
-    (
-        "pack-quantized",
-        {"quantization_status": "frozen"},
-        "quantization_status is 'frozen'; it must be 'compressed'",
-    ),
+    ("pack-quantized", {"quantization_status": "frozen"}, "quantization_status is 'frozen'; it must be 'compressed'"),
     (
         "pack-quantized",
         {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 3}}}},
@@ -165,24 +151,12 @@ def _drop(name: str) -> Callable[[dict[str, Tensor]], object]:
 
 TENSORS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
     ("fp8 blocks", _drop(f"{Q}weight_scale_inv"), f"{Q[:-1]}: is quantised, but has no weight_scale"),
-    (
-        "fp8 blocks",
-        _put("model.layers.1.self_attn.weight_scale_inv", torch.ones(1)),
-        "surplus   model.layers.1.self",
-    ),
-    (
-        "fp8 blocks",
-        _put(f"{Q}weight", torch.ones(3, 64).to(torch.float8_e4m3fn)),
-        f"misshapen {Q[:-1]} (3, 64)",
-    ),
+    ("fp8 blocks", _put("model.layers.1.self_attn.weight_scale_inv", torch.ones(1)), "surplus   model.layers.1.self"),
+    ("fp8 blocks", _put(f"{Q}weight", torch.ones(3, 64).to(torch.float8_e4m3fn)), f"misshapen {Q[:-1]} (3, 64)"),
     ("fp8 blocks", _put(f"{Q}weight_scale_inv", torch.ones(2, 2)), "in blocks of (24, 24) needs"),
     ("gptq", _drop(f"{Q}scales"), f"{Q[:-1]}: is quantised, but has no scales"),
     ("modelopt NVFP4", _drop(f"{Q}weight_scale_2"), "U8 with weight_scale_2"),
-    (
-        "modelopt NVFP4",
-        _put(f"{Q}pre_quant_scale", torch.ones(64)),
-        "activations would have to be scaled by it",
-    ),
+    ("modelopt NVFP4", _put(f"{Q}pre_quant_scale", torch.ones(64)), "activations would have to be scaled by it"),
     ("modelopt NVFP4", _put(f"{Q}weight_scale", torch.ones(128, 5).byte()), "NVFP4 needs F8_E4M3"),
     ("awq", _put(f"{Q}qweight", torch.ones(64, 3).int()), "of 4 bits need I32 words, 8 rows each"),
     ("fp8 blocks", _put(f"{Q}weight.absmax", torch.ones(3)), "bitsandbytes is not supported"),
@@ -213,18 +187,14 @@ def test_damaged_numbers_are_named(
 ) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         wide = tensors[name].float()
-        tensors[name] = (
-            wide.view(-1).index_fill(0, torch.tensor([0]), value).view(wide.shape).to(tensors[name].dtype)
-        )
+        tensors[name] = wide.view(-1).index_fill(0, torch.tensor([0]), value).view(wide.shape).to(tensors[name].dtype)
 
     folder = edited(folders("qwen", kind)[0], tmp_path / "edited", change)
     with pytest.raises(ValueError, match=rf"{re.escape(name)}: holds NaN"):
         loaded(folder)
 
 
-def test_a_tensor_of_zeros_may_have_an_infinite_divisor(
-    folders: Callable[[str, str], Folders], tmp_path: Path
-) -> None:
+def test_a_tensor_of_zeros_may_have_an_infinite_divisor(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:
     """compressed-tensors writes it for experts that no token reached."""
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -240,12 +210,8 @@ def test_a_tensor_of_zeros_may_have_an_infinite_divisor(
 
 def test_the_file_wins_over_the_ignore_list(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:
     quantised, plain = folders("qwen", "fp8 blocks")
-    folder = edited(
-        quantised, tmp_path / "edited", lambda tensors: None, modules_to_not_convert=["self_attn.q_proj"]
-    )
-    with pytest.warns(
-        UserWarning, match=r"2 modules that quantization_config excludes are quantised .* as \S*q_proj"
-    ):
+    folder = edited(quantised, tmp_path / "edited", lambda tensors: None, modules_to_not_convert=["self_attn.q_proj"])
+    with pytest.warns(UserWarning, match=r"2 modules that quantization_config excludes are quantised .* as \S*q_proj"):
         found = matrices(loaded(folder))
     for name, weight in matrices(loaded(plain)).items():
         assert torch.equal(found[name], weight), name
@@ -261,10 +227,7 @@ def test_fused_experts_of_three_dimensions(folders: Callable[[str, str], Folders
         for stem in {each.partition(".experts.")[0] for each in tensors if ".experts." in each}:
             for ours, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
                 for end, to in (("weight", ""), ("weight_scale", "_weight_scale")):
-                    each = [
-                        [tensors.pop(f"{stem}.experts.{e}.{part}.{end}", None) for part in parts]
-                        for e in range(4)
-                    ]
+                    each = [[tensors.pop(f"{stem}.experts.{e}.{part}.{end}", None) for part in parts] for e in range(4)]
                     if each[0][0] is not None:
                         view = [torch.cat([part.view(torch.uint8) for part in one]) for one in each]
                         tensors[f"{stem}.experts.{ours}{to}"] = torch.stack(view).view(each[0][0].dtype)
@@ -281,9 +244,7 @@ def test_fused_experts_of_three_dimensions(folders: Callable[[str, str], Folders
 def test_lm_head_of_a_tied_configuration_is_its_own(
     folders: Callable[[str, str], Folders], tmp_path: Path, tiny: ModuleType, head: str
 ) -> None:
-    plain = (
-        re.compile(quantize.PLAIN.pattern.replace("|lm_head", "")) if head == "quantised" else quantize.PLAIN
-    )
+    plain = re.compile(quantize.PLAIN.pattern.replace("|lm_head", "")) if head == "quantised" else quantize.PLAIN
     source = folders("qwen", "modelopt NVFP4")[1]
     folder, wanted = quantize.quantise(source, tmp_path, "modelopt NVFP4", plain)
     for each in (folder, wanted):
@@ -299,9 +260,7 @@ def test_scales_of_keys_and_values_are_left_to_the_cache(
 ) -> None:
     names = [f"model.layers.1.self_attn.{name}" for name in ("k_scale", "v_proj.v_scale", "attn.q_scale")]
     scales = {name: torch.ones(1) for name in [*names, "mtp.layers.0.self_attn.k_scale"]}
-    folder = edited(
-        folders("qwen", "fp8 blocks")[0], tmp_path / "edited", lambda tensors: tensors.update(scales)
-    )
+    folder = edited(folders("qwen", "fp8 blocks")[0], tmp_path / "edited", lambda tensors: tensors.update(scales))
     checkpoint = open_checkpoint(folder)
     assert scales.keys() <= checkpoint.unused.keys()
     DraftHead.open("mtp", load_model(checkpoint, torch.float32, "meta"), checkpoint=checkpoint)
@@ -341,19 +300,13 @@ def test_info_tells_schemes_bytes_and_kernels(folders: Callable[[str, str], Fold
     assert facts.quantized.keys() == {"delta", "attention", "experts"}
     assert all(list(each) == [told] for each in facts.quantized.values())
     model = loaded(quantised)
-    held = sum(
-        each.nbytes
-        for name, each in model.weights().items()
-        if name.rpartition(".")[2] in ("codes", "scales")
-    )
+    held = sum(each.nbytes for name, each in model.weights().items() if name.rpartition(".")[2] in ("codes", "scales"))
     assert sum(size for each in facts.quantized.values() for size in each.values()) == held
     assert f"INT4, groups of 16: {kernel}" in facts.table()
     assert not wanted.quantized
     foreseen = {
         name: sum(packed_change(part, torch.float32) for part in quantized_parts(each))
-        for name, each in describe_model(open_checkpoint(quantised), torch.float32, "meta")[
-            0
-        ].matrices.items()
+        for name, each in describe_model(open_checkpoint(quantised), torch.float32, "meta")[0].matrices.items()
     }
     before = weight_sizes(model)
     model.pack()

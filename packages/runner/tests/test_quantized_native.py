@@ -47,9 +47,7 @@ def test_other_types_keep_their_layout() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_without_a_compiler_a_token_has_the_same_bits_beside_any(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_a_token_has_the_same_bits_beside_any(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "packs", lambda weight: False)
     monkeypatch.setattr(quantized_product, "_TILE", 1000)
     weight, bias, x = matrix(SCHEMES[name], 70, 200), torch.randn(70), torch.randn(9, 200)

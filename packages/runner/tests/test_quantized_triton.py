@@ -48,12 +48,9 @@ def matrix(scheme: Scheme, *shape: int) -> QuantizedMatrix:
     scales = torch.rand(made.scales.shape) + 0.5
     tensors: dict[str, Tensor] = {
         "codes": code.view(made.codes.dtype),
-        "scales": {
-            Layout.F8: scales / 100,
-            Layout.I8: scales / 100,
-            Layout.I4: scales / 8,
-            Layout.F4: scales,
-        }[scheme.layout].to(torch.float8_e4m3fn if scheme.layout is Layout.F4 else scheme.scale_dtype),
+        "scales": {Layout.F8: scales / 100, Layout.I8: scales / 100, Layout.I4: scales / 8, Layout.F4: scales}[
+            scheme.layout
+        ].to(torch.float8_e4m3fn if scheme.layout is Layout.F4 else scheme.scale_dtype),
     }
     if scheme.layout is Layout.F4:
         tensors["scales"] = tensors["scales"].view(torch.uint8)
@@ -82,9 +79,7 @@ def test_a_product_is_that_of_the_rounded_weights(name: str) -> None:
             x, bias = torch.randn(5, columns + 3)[:, :columns].to(dtype), torch.randn(rows).to(dtype)
             exact = x.double() @ wanted.double() + bias.double()
             tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-            torch.testing.assert_close(
-                linear(x, weight, bias).double(), exact, rtol=tolerance, atol=tolerance
-            )
+            torch.testing.assert_close(linear(x, weight, bias).double(), exact, rtol=tolerance, atol=tolerance)
 
 
 @interpreted
@@ -130,16 +125,7 @@ def test_groups_of_rows_have_their_experts(name: str) -> None:
 
 PUBLISHED = {torch.bfloat16: (5120, 17408), torch.float32: (2048, 2048)}
 """Sizes of matrices of Qwen3.6-27B and of Qwen3.6-35B-A3B."""
-ON_SALE = [
-    "F8 blocks",
-    "F8 rows",
-    "I8 rows",
-    "I8 groups",
-    "I4 groups",
-    "I4 groups of 32",
-    "I4 act order",
-    "F4 divided",
-]
+ON_SALE = ["F8 blocks", "F8 rows", "I8 rows", "I8 groups", "I4 groups", "I4 groups of 32", "I4 act order", "F4 divided"]
 
 
 @pytest.mark.slow

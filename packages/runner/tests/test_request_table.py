@@ -63,9 +63,7 @@ def test_a_launched_step_counts_its_drafts_as_accepted_until_it_is_known() -> No
             expected["num_computed"][row] += count
             drawn = expected["num_computed"][row] + 1
             decodes = i < num_decodes
-            expected["num_tokens"][row] = (
-                drawn if num_decodes == len(rows) else max(drawn, expected["num_tokens"][row])
-            )
+            expected["num_tokens"][row] = drawn if num_decodes == len(rows) else max(drawn, expected["num_tokens"][row])
             expected["num_uncertain"][row] += (count - 1) * decodes
         table.advance(rows, lens, num_decodes)
         for name in OUTCOME:
@@ -76,10 +74,7 @@ def test_rows_lack_the_blocks_of_their_next_tokens() -> None:
     rng, table = np.random.default_rng(3), table_of(np.random.default_rng(0))
     for _ in range(60):
         rows = some_rows(rng)
-        table.num_computed[:], table.num_draft_slots[:] = (
-            rng.integers(0, 88, ROWS),
-            rng.integers(0, 1 + K, ROWS),
-        )
+        table.num_computed[:], table.num_draft_slots[:] = (rng.integers(0, 88, ROWS), rng.integers(0, 1 + K, ROWS))
         table.num_blocks[:] = table.num_computed // 18
         size, ahead = 18, int(rng.integers(0, 3))
         cells, short, counts = [], [], []

@@ -41,9 +41,7 @@ def generated(model: Any, prompt: list[int]) -> list[int]:
         if hasattr(rotary, name):
             setattr(rotary, name, rotary.original_inv_freq.clone())
     rotary.max_seq_len_cached = model.config.max_position_embeddings
-    ids = model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0
-    )
+    ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
     found: list[int] = ids[0, len(prompt) :].tolist()
     return found
 
@@ -81,10 +79,7 @@ def test_a_request_may_be_as_long_as_the_scaling_reaches(
 ) -> None:
     _, folder = saved(tmp_path, kind, **more)
     assert LLM(folder, device="cpu", skip_tokenizer_init=True).limits.max_model_len == default
-    assert (
-        LLM(folder, device="cpu", skip_tokenizer_init=True, max_model_len=longest).limits.max_model_len
-        == longest
-    )
+    assert LLM(folder, device="cpu", skip_tokenizer_init=True, max_model_len=longest).limits.max_model_len == longest
     with pytest.raises(ValueError, match=f"max_model_len is {longest + 1}; .* at most the model's {longest}"):
         LLM(folder, device="cpu", skip_tokenizer_init=True, max_model_len=longest + 1)
 
@@ -93,15 +88,10 @@ def test_a_request_may_be_as_long_as_the_scaling_reaches(
 def test_prefixes_are_not_shared_if_keys_depend_on_the_prompt(tmp_path: Path, kind: str) -> None:
     model, folder = saved(tmp_path, kind)
     with pytest.warns(RuntimeWarning, match="enable_prefix_caching is off: with rope_type"):
-        llm = LLM(
-            folder, device="cpu", skip_tokenizer_init=True, max_model_len=128, enable_prefix_caching=True
-        )
+        llm = LLM(folder, device="cpu", skip_tokenizer_init=True, max_model_len=128, enable_prefix_caching=True)
     for length in (40, 80):
         (output,) = llm.generate([prompt_of(length)], GREEDY)
-        assert (output.outputs[0].token_ids, output.num_cached_tokens) == (
-            generated(model, prompt_of(length)),
-            0,
-        )
+        assert (output.outputs[0].token_ids, output.num_cached_tokens) == (generated(model, prompt_of(length)), 0)
 
 
 def test_frequencies_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -25,10 +25,7 @@ def test_rows_fill_blocks_under_the_names_that_each_request_gives_them(
     length = 30 * size + 1
     ids = rng.integers(-(1 << 31), 1 << 31, (ROWS, length), dtype=np.int32)
     table = rng.integers(1, 999, (ROWS, 30), dtype=np.int32) if stored else None
-    keys, of = (
-        RowKeys(ids, table, size, ahead=ahead),
-        PrefixKeys.blocks_ahead if ahead else PrefixKeys.blocks,
-    )
+    keys, of = (RowKeys(ids, table, size, ahead=ahead), PrefixKeys.blocks_ahead if ahead else PrefixKeys.blocks)
     settled = np.zeros(ROWS, np.int32)
     for _ in range(data.draw(st.integers(1, 6))):
         for row in data.draw(st.sets(st.integers(0, ROWS - 1))):
@@ -39,18 +36,13 @@ def test_rows_fill_blocks_under_the_names_that_each_request_gives_them(
             keys.begin(row, chain, hit * size)
             settled[row] = hit * size
         rows = rng.permutation(ROWS)[: data.draw(st.integers(0, ROWS))]
-        before, after = (
-            settled[rows],
-            np.minimum(settled[rows] + rng.integers(0, 20 * size, len(rows)), length - 1),
-        )
+        before, after = (settled[rows], np.minimum(settled[rows] + rng.integers(0, 20 * size, len(rows)), length - 1))
         blocks, names = keys.advance(rows, after.astype(np.int32))
         settled[rows] = after
         spans = [(int(first) // size, int(end) // size) for first, end in zip(before, after, strict=True)]
         chains = [PrefixKeys(size) for _ in rows]
         assert names == [
-            name
-            for row, chain, span in zip(rows, chains, spans, strict=True)
-            for name in of(chain, ids[row], *span)
+            name for row, chain, span in zip(rows, chains, spans, strict=True) for name in of(chain, ids[row], *span)
         ]
         assert blocks == [
             0 if table is None else table[row, block]

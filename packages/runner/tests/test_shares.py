@@ -77,9 +77,7 @@ def tell(together: Together, name: str, ranks: Ranks, x: Tensor) -> Tensor:
     return told
 
 
-def test_sums_over_ranks_are_as_many_as_are_said(
-    folder: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_over_ranks_are_as_many_as_are_said(folder: Path, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     summed: list[int] = []
     monkeypatch.setattr(Ranks, "sum_", lambda ranks, x: summed.append(x.nbytes) or x)
     for size in (2, 4):
@@ -97,7 +95,5 @@ def test_what_cannot_be_split_is_refused_with_what_can(tiny_checkpoint: Any) -> 
     ):
         HybridDecoder(checkpoint.spec, dtype=torch.float32, device="meta", ranks=Ranks(0, 4, "none"))
     spec = replace(checkpoint.spec, layers=checkpoint.spec.layers[:2])
-    with pytest.raises(
-        ValueError, match=r"^tensor_parallel_size is 3; it must divide num_key_value_heads = 2 or be"
-    ):
+    with pytest.raises(ValueError, match=r"^tensor_parallel_size is 3; it must divide num_key_value_heads = 2 or be"):
         HybridDecoder(spec, dtype=torch.float32, device="meta", ranks=Ranks(0, 3, "none"))

@@ -39,12 +39,8 @@ def test_files_take_a_request_as_far_as_it_goes(
     files = {span.name for i, span in enumerate(spans) if i in on_disk}
 
     def after(read: Any) -> int:
-        blocks_then = {key for kind, key in memory if kind == b"block"} | {
-            k for span in read for k in span.blocks
-        }
-        pages_then = {key for kind, key in memory if kind == b"page"} | {
-            span.page for span in read if span.page
-        }
+        blocks_then = {key for kind, key in memory if kind == b"block"} | {k for span in read for k in span.blocks}
+        pages_then = {key for kind, key in memory if kind == b"page"} | {span.page for span in read if span.page}
         count = next((i for i, key in enumerate(found.blocks) if key not in blocks_then), len(found.blocks))
         most = count * SIZE if found.has_blocks else LENGTH
         return next((e for e in ends if e <= most and ((p := found.page(e)) is None or p in pages_then)), 0)
@@ -60,9 +56,6 @@ def test_files_take_a_request_as_far_as_it_goes(
     whole = [span for span in spans if span.name in files and span.name.endswith("kv.safetensors")]
     for end in ends:  # by its own file, or without it
         own = [found.ending(end)] if found.ending(end).name in files else []
-        if (
-            after([*whole, *own]) >= end
-            and after([s for s in whole if s.end <= found.base(end)] + own) >= end
-        ):
+        if after([*whole, *own]) >= end and after([s for s in whole if s.end <= found.base(end)] + own) >= end:
             assert after(read) >= end
             break

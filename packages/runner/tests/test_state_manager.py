@@ -67,9 +67,7 @@ def test_m38_rows_hold_what_steps_need_and_never_more_than_planned(policy, mode,
             first = int(before[i]) // BLOCK if policy is StatePolicy.FOLD and not scanned else last
             assert all(held[first : first + steps])
             kept = (
-                rule.columns_to_publish(int(before[i]), int(before[i] + lens[i]), int(prompt[row]))
-                if scanned
-                else []
+                rule.columns_to_publish(int(before[i]), int(before[i] + lens[i]), int(prompt[row])) if scanned else []
             )
             own = [c for c in np.flatnonzero(held).tolist() if held[c] not in pool._keys and c not in kept]
             assert len(own) <= layout.slots_per_request()
@@ -147,9 +145,7 @@ def test_a_row_drops_only_what_it_published() -> None:
     assert (pages.pool.find(b"a.16"), bool(pages.pool.find(b"a.40"))) == (end, True)
 
 
-@pytest.mark.parametrize(
-    "rule", ["none", "all", "last", "prompt_end", "every=16+last+prompt_end", "doubling"]
-)
+@pytest.mark.parametrize("rule", ["none", "all", "last", "prompt_end", "every=16+last+prompt_end", "doubling"])
 def test_of_many_rows_the_pool_has_what_the_rule_keeps_of_each(rule: str) -> None:
     random, layout = Random(rule), layout_of(StatePolicy.FOLD, MambaCacheMode.ALL, 0)
     retention = PrefixRetention.parse(rule, BLOCK)
@@ -188,17 +184,7 @@ def test_the_oracle_finds_nothing_in_pages_over_the_engines_pool() -> None:
     assert report.seen["hits"] > 200
 
 
-def parsed(
-    mode=None,
-    policy=None,
-    block=None,
-    retention=None,
-    dtype="auto",
-    k=0,
-    device="cpu",
-    share=False,
-    spec=None,
-):
+def parsed(mode=None, policy=None, block=None, retention=None, dtype="auto", k=0, device="cpu", share=False, spec=None):
     cache = CacheConfig(
         mamba_cache_mode=mode,
         mamba_state_policy=policy,
@@ -216,10 +202,7 @@ def recurrent(*layers):
 
 
 MAMBA = MambaLayer(Mamba2(2, 4, 4, 1), 16, conv_bias=True, proj_bias=False, norm_eps=1e-5)
-DELTA = (
-    DeltaLayer(GatedDelta(1, 2, 4, 4), 64, norm_eps=1e-5),
-    DeltaLayer(KimiDelta(2, 4, 4), 64, norm_eps=1e-5),
-)
+DELTA = (DeltaLayer(GatedDelta(1, 2, 4, 4), 64, norm_eps=1e-5), DeltaLayer(KimiDelta(2, 4, 4), 64, norm_eps=1e-5))
 
 
 def test_defaults_are_the_best_for_the_device() -> None:
@@ -260,10 +243,7 @@ def test_rings_hold_a_fold_and_a_step() -> None:
     ("arguments", "message"),
     [
         ({"policy": "both"}, "mamba_state_policy is 'both'; it must be one of slots, fold"),
-        (
-            {"retention": "all"},
-            "mamba_retention is 'all'; it must be None in cache mode 'none', which keeps no states",
-        ),
+        ({"retention": "all"}, "mamba_retention is 'all'; it must be None in cache mode 'none', which keeps no states"),
         ({"dtype": "int8"}, "mamba_ssm_cache_dtype is 'int8'; it must be one of auto, float32"),
         ({"dtype": torch.int8}, "mamba_ssm_cache_dtype is 'int8'; it must be one of auto, float32"),
     ],

@@ -11,14 +11,7 @@ from bateleur.runner.cache.costs import CacheCosts
 from bateleur.runner.diagnose.checkpoint_facts import count_parts
 from bateleur.runner.diagnose.step_costs import StepPart, default_cache_costs, experts_met, step_costs, total
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.spec import (
-    AttentionLayer,
-    ExpertsLayer,
-    MambaLayer,
-    MlpLayer,
-    ModelSpec,
-    RouterSpec,
-)
+from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, MambaLayer, MlpLayer, ModelSpec, RouterSpec
 
 BF16 = torch.bfloat16
 EXPERTS = ExpertsLayer(num_experts=8, top_k=2, intermediate_size=24, router=RouterSpec())

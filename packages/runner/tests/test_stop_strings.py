@@ -79,10 +79,7 @@ def test_the_stop_is_part_of_the_text_if_asked_for(llm: LLM) -> None:
     token = plain.token_ids[5]
     params = SamplingParams(**GREEDY, stop_token_ids=[token], include_stop_str_in_output=True)
     ids = plain.token_ids[: plain.token_ids.index(token) + 1]
-    for output in (
-        llm.generate(PROMPT, params)[0].outputs[0],
-        list(llm.stream(PROMPT, params))[-1].outputs[0],
-    ):
+    for output in (llm.generate(PROMPT, params)[0].outputs[0], list(llm.stream(PROMPT, params))[-1].outputs[0]):
         assert output.token_ids == ids
         assert output.text == llm.tokenizer.decode(ids)
         assert (output.finish_reason, output.stop_reason) == ("stop", token)
@@ -105,10 +102,7 @@ def test_special_tokens_have_text_if_asked_for(llm: LLM) -> None:
 def test_text_is_left_out_if_asked_for(llm: LLM) -> None:
     expected = llm.generate(PROMPT, SamplingParams(**GREEDY))[0].outputs[0]
     params = SamplingParams(**GREEDY, detokenize=False)
-    for output in (
-        llm.generate(PROMPT, params)[0].outputs[0],
-        list(llm.stream(PROMPT, params))[-1].outputs[0],
-    ):
+    for output in (llm.generate(PROMPT, params)[0].outputs[0], list(llm.stream(PROMPT, params))[-1].outputs[0]):
         assert (output.token_ids, output.text) == (expected.token_ids, "")
     with pytest.raises(ValueError, match="detokenize is False; it must be True with stop"):
         SamplingParams(detokenize=False, stop="x")
@@ -121,14 +115,8 @@ def test_the_end_of_a_long_prompt_runs(llm: LLM) -> None:
         assert output.prompt_token_ids == kept
         assert output.prompt == PROMPT * 3
     long = [1 + i % 50 for i in range(3 * llm.limits.max_model_len)]
-    for max_tokens, kept in (
-        (24, long[-(llm.limits.max_model_len - 24) :]),
-        (10**6, long[-1:]),
-        (None, long[1:]),
-    ):
-        group = llm._input_processor.request(
-            long, SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=-1)
-        )
+    for max_tokens, kept in ((24, long[-(llm.limits.max_model_len - 24) :]), (10**6, long[-1:]), (None, long[1:])):
+        group = llm._input_processor.request(long, SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=-1))
         assert group.prompt_token_ids == kept[-(llm.limits.max_model_len - 1) :]
 
 

@@ -52,9 +52,7 @@ PARAMETERS: dict[str, Any] = {
     },
     "required": ["city", "days"],
     "additionalProperties": False,
-    "$defs": {
-        "at": {"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0}, "maxItems": 2}
-    },
+    "$defs": {"at": {"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0}, "maxItems": 2}},
 }
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 TOOLS = [

@@ -30,10 +30,7 @@ llguidance = pytest.importorskip("llguidance")
 
 EOS = 0
 VOCAB = 4096
-TREE = {
-    "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}},
-    "$ref": "#/$defs/tree",
-}
+TREE = {"$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2}}, "$ref": "#/$defs/tree"}
 TAG = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[a-c]+"}, "end": ">"}
 TAGGED = {
     "type": "structural_tag",
@@ -259,10 +256,7 @@ def test_a_model_may_have_more_tokens_than_its_tokenizer_and_no_end(size: int) -
         (NoTokenizer(), "it needs a tokenizer: leave skip_tokenizer_init False"),
         (object(), "the tokenizer of this checkpoint is a object, and must be one of the tokenizers library"),
         (fast(pieces(["<unk>", "a"], decoders.WordPiece())), "decoded by WordPiece, and must be decoded by"),
-        (
-            fast(Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>"))),
-            "without a decoder, which puts spaces between",
-        ),
+        (fast(Tokenizer(models.WordLevel({"<unk>": 0}, "<unk>"))), "without a decoder, which puts spaces between"),
     ],
 )
 def test_a_tokenizer_that_nobody_can_read_is_refused(tokenizer: Any, why: str) -> None:
@@ -270,9 +264,7 @@ def test_a_tokenizer_that_nobody_can_read_is_refused(tokenizer: Any, why: str) -
         Grammars(tokenizer, 8, ()).matcher(StructuredOutputsParams(regex="a"), ())
 
 
-def test_without_the_extra_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, grammars: Grammars
-) -> None:
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, grammars: Grammars) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     fresh = Grammars(fast(pieces(["<unk>", "a"], decoders.Fuse())), 2, ())
     with pytest.raises(ImportError, match=r"pip install 'bateleur-runner\[structured\]'"):
@@ -292,10 +284,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"json": {"$ref": "file:///etc/passwd"}}, "not present in a registry"),
     ({"json": {"$ref": "http://127.0.0.1:1/x"}}, "not present in a registry"),
     ({"json": {"type": "banana"}}, "Invalid type"),
-    (
-        {"json": {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(30)]}},
-        "large",
-    ),
+    ({"json": {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(30)]}}, "large"),
     ({"json": {"enum": []}}, "nsatisfiable"),
     ({"grammar": "x"}, "Expected token"),
     ({"grammar": "start: nope"}, "unknown name"),
@@ -308,10 +297,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"structural_tag": {}}, "format is None; it must be an object"),
     ({"structural_tag": {"format": {"type": "x"}}}, r"format.type is 'x'; it must be one of const_string"),
     ({"structural_tag": {"format": {"type": "regex"}}}, r"format.pattern is None; it must be text"),
-    (
-        {"structural_tag": {"format": {"type": "or", "elements": []}}},
-        r"format.elements is \[\]; it must be a list",
-    ),
+    ({"structural_tag": {"format": {"type": "or", "elements": []}}}, r"format.elements is \[\]; it must be a list"),
     (
         {"structural_tag": {"structures": [{"begin": "<a>"}], "triggers": ["<b"]}},
         r"format.tags\[0\].begin is '<a>'; it must be text that begins with one of the triggers",
@@ -324,11 +310,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     (
         {
             "structural_tag": json.dumps(
-                {
-                    "format": reduce(
-                        lambda inner, _: {"type": "star", "content": inner}, range(80), {"type": "any_text"}
-                    )
-                }
+                {"format": reduce(lambda inner, _: {"type": "star", "content": inner}, range(80), {"type": "any_text"})}
             )
         },
         "is nested too deeply",
@@ -392,9 +374,7 @@ def test_what_another_broke_is_made_again(grammars: Grammars, said: list[bytes])
     assert not matcher.error
 
 
-def test_what_was_compiled_is_kept_as_long_as_it_is_used(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_compiled_is_kept_as_long_as_it_is_used(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
     class Counted(CompiledGrammar):
@@ -407,9 +387,7 @@ def test_what_was_compiled_is_kept_as_long_as_it_is_used(
     monkeypatch.setattr(grammars, "_cache", type(grammars._cache)())
     for letter in "aababcabc":
         grammars.matcher(StructuredOutputsParams(choice=[letter * 3]), {EOS})
-    assert len(compiled) == 2 + 1 + 3, (
-        "a, b; c for a; then each for the one that was not used for the longest"
-    )
+    assert len(compiled) == 2 + 1 + 3, "a, b; c for a; then each for the one that was not used for the longest"
     assert len(grammars._cache) == 2
 
 
@@ -440,23 +418,14 @@ REFUSED: list[tuple[Any, str]] = [
     ({"regex": 3}, "structured_outputs.regex is 3; it must be text that is not empty"),
     ({"choice": []}, "structured_outputs.choice has 0 entries; it must have 1 to 10000"),
     ({"choice": ["a"] * 10001}, "structured_outputs.choice has 10001 entries; it must have 1 to 10000"),
-    (
-        {"choice": ["a" * 200] * 1000},
-        f"structured_outputs.choice has 200000 bytes; it must have at most {MAX_BYTES}",
-    ),
+    ({"choice": ["a" * 200] * 1000}, f"structured_outputs.choice has 200000 bytes; it must have at most {MAX_BYTES}"),
     ({"choice": "ab"}, "structured_outputs.choice is 'ab'; it must be a list of strings that are not empty"),
     ({"choice": ["a", 3]}, "structured_outputs.choice[1] is 3; it must be text that is not empty"),
     ({"grammar": b"x"}, "structured_outputs.grammar is b'x'; it must be text that is not empty"),
-    (
-        {"regexp": "a"},
-        "structured_outputs has unknown 'regexp'; the known names are json, json_object, regex,",
-    ),
+    ({"regexp": "a"}, "structured_outputs has unknown 'regexp'; the known names are json, json_object, regex,"),
     ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern is ' '; it must be None: whitespace is"),
     ("a", "structured_outputs is 'a'; it must be StructuredOutputsParams, or a mapping of its fields"),
-    (
-        {1: "a"},
-        "structured_outputs is {1: 'a'}; it must be StructuredOutputsParams, or a mapping of its fields",
-    ),
+    ({1: "a"}, "structured_outputs is {1: 'a'}; it must be StructuredOutputsParams, or a mapping of its fields"),
 ]
 
 

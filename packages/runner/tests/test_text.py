@@ -80,9 +80,7 @@ def test_eos_ends_and_ignore_eos_does_not(llm: LLM) -> None:
     if stopped.finish_reason == "stop":
         assert stopped.token_ids[-1] == eos
         assert stopped.stop_reason is None
-    longer = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))[0].outputs[
-        0
-    ]
+    longer = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))[0].outputs[0]
     assert len(longer.token_ids) == 100
     kept = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=60, min_tokens=50))[0].outputs[0]
     assert len(kept.token_ids) >= 50
@@ -91,9 +89,7 @@ def test_eos_ends_and_ignore_eos_does_not(llm: LLM) -> None:
 
 def test_logprobs_are_of_the_raw_model_and_ranked(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3)
-    outputs = llm.generate(
-        [PROMPT, "x = ["], [params, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)]
-    )
+    outputs = llm.generate([PROMPT, "x = ["], [params, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)])
     completion = outputs[0].outputs[0]
     assert outputs[1].outputs[0].logprobs is None
     assert completion.logprobs is not None
@@ -122,9 +118,7 @@ def test_penalties_change_repetition(llm: LLM) -> None:
 
     base = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     plain = repeats(SamplingParams.from_dict(base))
-    assert (
-        repeats(SamplingParams.from_dict(base | {"frequency_penalty": 2.0, "presence_penalty": 2.0})) < plain
-    )
+    assert repeats(SamplingParams.from_dict(base | {"frequency_penalty": 2.0, "presence_penalty": 2.0})) < plain
     assert repeats(SamplingParams.from_dict(base | {"repetition_penalty": 5.0})) < plain
 
 

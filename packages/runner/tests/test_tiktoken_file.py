@@ -19,18 +19,7 @@ from bateleur.runner.checkpoint.tiktoken_file import DEFAULT_SPLIT, KIMI_SPLIT, 
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 
 SAMPLE = "Hello helloWorld HELLO don't 12345 naïve 你好世界 hello你好, the end.\n\n  def f(x):\n\treturn x🦅 "
-TEXTS = (
-    SAMPLE,
-    "",
-    " ",
-    "a",
-    "helloWorld",
-    "世界hello",
-    "I'LL we've",
-    "1234567",
-    "x\r\n\r\ny",
-    "<|im_end|>hi[BOS]",
-)
+TEXTS = (SAMPLE, "", " ", "a", "helloWorld", "世界hello", "I'LL we've", "1234567", "x\r\n\r\ny", "<|im_end|>hi[BOS]")
 BYTES = [bytes([byte]) for byte in range(256)]
 NAMED = {0: ("[BOS]", True), 1: ("[EOS]", True), 2: ("<|im_end|>", True), 5: ("<|tool_call_begin|>", False)}
 AUTO_MAP = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
@@ -72,9 +61,7 @@ def encoded(split: str, ranks: dict[bytes, int], text: str) -> list[int]:
         raw = piece.encode()
         parts = [raw] if raw in ranks else [bytes([byte]) for byte in raw]
         while True:
-            pairs = [
-                (ranks[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ranks
-            ]
+            pairs = [(ranks[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in ranks]
             if not pairs:
                 break
             _, at = min(pairs)
@@ -88,15 +75,8 @@ def written(folder: Path, tokens: list[bytes], **config: Any) -> dict[bytes, int
     ranks = {token: rank for rank, token in enumerate(tokens)}
     lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
     (folder / "tiktoken.model").write_text("\n".join(lines))
-    described = {
-        str(len(tokens) + at): {"content": name, "special": kind} for at, (name, kind) in NAMED.items()
-    }
-    about = {
-        "added_tokens_decoder": described,
-        "bos_token": "[BOS]",
-        "eos_token": {"content": "[EOS]"},
-        **config,
-    }
+    described = {str(len(tokens) + at): {"content": name, "special": kind} for at, (name, kind) in NAMED.items()}
+    about = {"added_tokens_decoder": described, "bos_token": "[BOS]", "eos_token": {"content": "[EOS]"}, **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     return ranks
 
@@ -114,10 +94,7 @@ def test_tokens_are_those_of_tiktoken(tmp_path: Path, split: str, config: dict[s
         tokenizer.decode([first, 104, first + 5, first + 3])
         == f"[BOS]h<|tool_call_begin|><|reserved_token_{first + 3}|>"
     )
-    assert (
-        tokenizer.decode([first, 104, first + 5, first + 3], skip_special_tokens=True)
-        == "h<|tool_call_begin|>"
-    )
+    assert tokenizer.decode([first, 104, first + 5, first + 3], skip_special_tokens=True) == "h<|tool_call_begin|>"
     assert len(tokenizer) == first + (256 if config else 6)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("[BOS]", "[EOS]")
 
@@ -150,9 +127,7 @@ def test_a_folder_of_its_own_holds_the_tokenizer(kimi: Path, tmp_path: Path) -> 
     tokens.mkdir()
     for name in ("tiktoken.model", "tokenizer_config.json"):
         shutil.move(kimi / name, tokens / name)
-    with pytest.raises(
-        ValueError, match=r"has no tokenizer\.json and no tiktoken\.model\. Name a folder with"
-    ):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json and no tiktoken\.model\. Name a folder with"):
         LLM(kimi, device="cpu", max_model_len=64)
     llm = LLM(kimi, device="cpu", max_model_len=64, tokenizer=tokens)
     assert llm.tokenizer.encode("hello") == load_tokenizer(open_checkpoint(kimi), tokens).encode("hello")

@@ -79,9 +79,7 @@ def test_as_transformers_processes_them(seed: int) -> None:
     output = random.integers(0, 6, 9).tolist()
     words = [tuple(random.integers(0, 6, n).tolist()) for n in (1, 2, 2, 2, 3, 3)] + [(*output[-3:], 7)]
     allowed = sorted(set(random.integers(0, width, 25).tolist()) | {7})
-    bias = {
-        int(token): float(value) for token, value in zip((1, 7, 20, 33), random.normal(0, 3, 4), strict=True)
-    }
+    bias = {int(token): float(value) for token, value in zip((1, 7, 20, 33), random.normal(0, 3, 4), strict=True)}
     params = SamplingParams(
         temperature=0, logit_bias=bias, bad_words=["x"], allowed_token_ids=allowed, repetition_penalty=1.7
     )

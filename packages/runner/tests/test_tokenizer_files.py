@@ -11,16 +11,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from bateleur.runner.assets import shipped_model
@@ -60,10 +51,7 @@ TEMPLATE = (
     "{{ pad_token is defined }} {{ flavour | default('none') }} {{ strftime_now('%Y') }}"
     "{% if add_generation_prompt %}<assistant>{% endif %}\n"
 )
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "w\u00e4<>&'", "parameters": {"type": "object"}},
-}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "w\u00e4<>&'", "parameters": {"type": "object"}}}
 SAID = [{"role": "user", "content": " x <= '1' & \"\u00e9\" "}, {"role": "assistant", "content": "y ="}]
 
 
@@ -73,16 +61,11 @@ def byte_level() -> Tokenizer:
     made.decoder = decoders.ByteLevel()
     marks = [AddedToken(each, special=True, normalized=False) for each in ("<s>", "</s>", "<pad>")]
     trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=marks,
-        show_progress=False,
+        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=marks, show_progress=False
     )
     made.train_from_iterator([SAMPLE], trainer)
     made.add_tokens([AddedToken("<tool>", lstrip=True, rstrip=True, special=False)])
-    made.post_processor = processors.TemplateProcessing(
-        "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
+    made.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     return made
 
 
@@ -91,9 +74,7 @@ def byte_fallback() -> Tokenizer:
     vocab = {each: i for i, each in enumerate((*marks, "\u2581", "\u2581the", "a", "b", "\u2581a"))}
     vocab |= {f"<0x{byte:02X}>": len(vocab) + byte for byte in range(256)}
     made = Tokenizer(models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     made.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -108,10 +89,7 @@ def unigram() -> Tokenizer:
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Metaspace()
     trainer = trainers.UnigramTrainer(
-        vocab_size=120,
-        special_tokens=["<s>", "</s>", "<unk>", "<pad>"],
-        unk_token="<unk>",
-        show_progress=False,
+        vocab_size=120, special_tokens=["<s>", "</s>", "<unk>", "<pad>"], unk_token="<unk>", show_progress=False
     )
     made.train_from_iterator([SAMPLE], trainer)
     made.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
@@ -173,15 +151,10 @@ CHATS: list[dict[str, Any]] = [
     {"continue_final_message": True},
     {"chat_template": "{{ messages[-1].content }}", "continue_final_message": True},
     {"chat_template": "{{ messages[-1].content }}-{{ tools }}{{ documents }}", "bos_token": "other"},
-    {
-        "chat_template": "  {% if true %}  \n{# said #}\n  x{% endif %}\n y {{- ' z' -}} \n",
-        "flavour": object(),
-    },
+    {"chat_template": "  {% if true %}  \n{# said #}\n  x{% endif %}\n y {{- ' z' -}} \n", "flavour": object()},
     {"chat_template": "{% for i in [1, 2, 3] %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}"},
     {"chat_template": "{{ {'b': [1.0, true, none], 'a': '\u00e9</x>'} | tojson(separators=(',', ':')) }}"},
-    {
-        "chat_template": "{% set n = namespace(self=1) %}{% set n.b = 2 %}{{ n.b }}{{ dict.fromkeys([1, 2], 0) }}"
-    },
+    {"chat_template": "{% set n = namespace(self=1) %}{% set n.b = 2 %}{{ n.b }}{{ dict.fromkeys([1, 2], 0) }}"},
 ]
 
 
@@ -196,9 +169,7 @@ CHATS: list[dict[str, Any]] = [
     ],
     ids=range(4),
 )
-def test_chats_are_the_same(
-    folders: dict[str, Path], messages: list[dict[str, Any]], how: dict[str, Any]
-) -> None:
+def test_chats_are_the_same(folders: dict[str, Path], messages: list[dict[str, Any]], how: dict[str, Any]) -> None:
     if OLD and any("thinking" in said or "reasoning" in said for said in messages):
         pytest.skip("this transformers shows reasoning to templates by the name alone that it has")
     ours, theirs = both(folders["byte_level"])
@@ -235,13 +206,7 @@ def test_what_transformers_refuses_is_refused(folders: dict[str, Path], name: st
                 SAID, tokenize=False, chat_template=REFUSED[name], continue_final_message=name == "gone"
             )
         kind = type(caught.value).__name__
-        assert kind in (
-            "TemplateError",
-            "TemplateSyntaxError",
-            "UndefinedError",
-            "SecurityError",
-            "ValueError",
-        )
+        assert kind in ("TemplateError", "TemplateSyntaxError", "UndefinedError", "SecurityError", "ValueError")
 
 
 def with_files(folder: Path, tmp_path: Path, files: dict[str, Any]) -> Path:
@@ -292,12 +257,7 @@ def test_files_that_say_more_are_left_to_transformers(
 
 SAME: list[dict[str, Any]] = [
     {"tokenizer_config.json": {"additional_special_tokens": ["<pad>"], "extra_special_tokens": []}},
-    {
-        "tokenizer_config.json": {
-            "bos_token": {"__type": "AddedToken", "content": "</s>"},
-            "add_eos_token": True,
-        }
-    },
+    {"tokenizer_config.json": {"bos_token": {"__type": "AddedToken", "content": "</s>"}, "add_eos_token": True}},
     {"tokenizer_config.json": {"clean_up_tokenization_spaces": True, "add_bos_token": True}},
     {
         "tokenizer_config.json": {

@@ -11,9 +11,7 @@ from bateleur.runner.utils import version as module
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
-def test_an_installed_package_and_a_source_tree_have_the_same_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_installed_package_and_a_source_tree_have_the_same_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 

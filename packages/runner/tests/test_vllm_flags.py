@@ -104,16 +104,10 @@ def test_sampling_defaults_come_from_a_folder_or_none(tmp_path: Path) -> None:
     assert recommended_sampling(tmp_path, "vllm") == {}
     assert recommended_sampling(shipped_model(), str(tmp_path))["top_k"] == 7
     over: dict[str, Any] = {"temperature": 0.25, "max_new_tokens": 5, "do_sample": True}
-    assert recommended_sampling(tmp_path, overrides=over) == {
-        "temperature": 0.25,
-        "top_k": 7,
-        "max_tokens": 5,
-    }
+    assert recommended_sampling(tmp_path, overrides=over) == {"temperature": 0.25, "top_k": 7, "max_tokens": 5}
     with pytest.raises(ValueError, match="override_generation_config: temperature is 'hot'"):
         recommended_sampling(tmp_path, overrides={"temperature": "hot"})
-    with pytest.raises(
-        ValueError, match="generation_config is '/nowhere'; it must be auto, vllm, or a folder with"
-    ):
+    with pytest.raises(ValueError, match="generation_config is '/nowhere'; it must be auto, vllm, or a folder with"):
         recommended_sampling(tmp_path, "/nowhere")
 
 
@@ -145,10 +139,7 @@ def test_fields_of_the_configuration_are_overridden(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     prompts = [{"prompt_token_ids": [*range(1, 20)]}]
     texts = [
-        LLM(where, device="cpu", skip_tokenizer_init=True, **more)
-        .generate(prompts, params)[0]
-        .outputs[0]
-        .token_ids
+        LLM(where, device="cpu", skip_tokenizer_init=True, **more).generate(prompts, params)[0].outputs[0].token_ids
         for where, more in ((folder, {"hf_overrides": overrides}), (other, {}))
     ]
     assert texts[0] == texts[1]

@@ -13,14 +13,7 @@ from safetensors.torch import load_file, save_file
 NEMOTRON_H: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 40,
-    "layers_block_type": [
-        "linear_attention",
-        "mlp",
-        "full_attention",
-        "linear_attention",
-        "mlp",
-        "full_attention",
-    ],
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp", "full_attention"],
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -52,13 +45,7 @@ GRANITE: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 48,
     "num_hidden_layers": 5,
-    "layer_types": [
-        "linear_attention",
-        "full_attention",
-        "linear_attention",
-        "linear_attention",
-        "full_attention",
-    ],
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
     "num_attention_heads": 3,
     "num_key_value_heads": 3,
     "shared_intermediate_size": 40,
@@ -295,12 +282,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": QWEN
     | {"no_rope_layers": [1, 0, 1, 0, 1], "pad_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False},
     "granite": {name: value for name, value in LLAMA.items() if name != "head_dim"}
-    | {
-        "embedding_multiplier": 3.5,
-        "attention_multiplier": 0.25,
-        "residual_multiplier": 0.37,
-        "logits_scaling": 2.5,
-    },
+    | {"embedding_multiplier": 3.5, "attention_multiplier": 0.25, "residual_multiplier": 0.37, "logits_scaling": 2.5},
     "olmo3": OLMO3,
     "phi3": PHI3,
     "gemma3_text": GEMMA3,

@@ -9,10 +9,7 @@ from typing import Any
 from anthropic import Anthropic, NotFoundError, beta_tool
 
 client = Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0)
-TOOL: Any = {
-    "name": "weather",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
+TOOL: Any = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
 ASKED: Any = {"role": "user", "content": "weather"}
 
 
@@ -28,9 +25,7 @@ def whole() -> str:
     more: Any = {"model": "scripted", "max_tokens": 200, "tools": [TOOL], "system": "You are kind."}
     history = answered(client.messages.create(messages=[ASKED], **more))
     message = client.messages.create(messages=history, **more)
-    count = client.messages.count_tokens(
-        messages=history, model="scripted", tools=[TOOL], system="You are kind."
-    )
+    count = client.messages.count_tokens(messages=history, model="scripted", tools=[TOOL], system="You are kind.")
     usage = message.usage
     assert count.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
     return str(message.content[-1].text)
@@ -59,9 +54,7 @@ def weather(city: str) -> str:
 
 
 def runner() -> str:
-    loop = client.beta.messages.tool_runner(
-        model="scripted", max_tokens=200, tools=[weather], messages=[ASKED]
-    )
+    loop = client.beta.messages.tool_runner(model="scripted", max_tokens=200, tools=[weather], messages=[ASKED])
     message = loop.until_done()
     assert asked == ["Oslo"]
     return str(message.content[-1].text)

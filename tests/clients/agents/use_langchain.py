@@ -26,9 +26,7 @@ def weather(city: str) -> str:
 
 
 def loop(streamed: bool, **options: Any) -> str:
-    model = ChatOpenAI(
-        model="scripted", base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0, **options
-    )
+    model = ChatOpenAI(model="scripted", base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0, **options)
     able = model.bind_tools([weather])
 
     def ask(messages: list[Any]) -> Any:
@@ -47,9 +45,7 @@ def loop(streamed: bool, **options: Any) -> str:
 
 
 def structured(**options: Any) -> str:
-    model = ChatOpenAI(
-        model="scripted", base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0, **options
-    )
+    model = ChatOpenAI(model="scripted", base_url=f"{sys.argv[1]}/v1", api_key="none", max_retries=0, **options)
     found = model.with_structured_output(Report, method="json_schema").invoke("report")
     assert found == Report(city="Oslo", degrees=5)
     return "It is 5 degrees."

@@ -56,11 +56,7 @@ async def messages() -> str:
     first: Any = await litellm.anthropic.messages.acreate(messages=[ASKED], tools=tools, **more)
     call = first["content"][-1]
     result = {"type": "tool_result", "tool_use_id": call["id"], "content": "5 degrees"}
-    history = [
-        ASKED,
-        {"role": "assistant", "content": first["content"]},
-        {"role": "user", "content": [result]},
-    ]
+    history = [ASKED, {"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
     second: Any = await litellm.anthropic.messages.acreate(messages=history, tools=tools, **more)
     return str(second["content"][-1]["text"])
 

@@ -65,16 +65,12 @@ def parsed_response() -> str:
 def chat() -> str:
     tool = pydantic_function_tool(weather)
     messages: list[Any] = [{"role": "user", "content": "weather"}]
-    message = (
-        client.chat.completions.parse(model="scripted", messages=messages, tools=[tool]).choices[0].message
-    )
+    message = client.chat.completions.parse(model="scripted", messages=messages, tools=[tool]).choices[0].message
     assert message.tool_calls
     assert message.tool_calls[0].function.parsed_arguments == weather(city="Oslo")
     messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5 degrees"}]
     return str(
-        client.chat.completions.create(model="scripted", messages=messages, tools=[tool])
-        .choices[0]
-        .message.content
+        client.chat.completions.create(model="scripted", messages=messages, tools=[tool]).choices[0].message.content
     )
 
 
@@ -91,9 +87,7 @@ def streamed_chat() -> str:
 
 def parsed_chat() -> str:
     messages: Any = [{"role": "user", "content": "report"}]
-    choice = client.chat.completions.parse(
-        model="scripted", messages=messages, response_format=Report
-    ).choices[0]
+    choice = client.chat.completions.parse(model="scripted", messages=messages, response_format=Report).choices[0]
     assert choice.message.parsed == Report(city="Oslo", degrees=5)
     return "It is 5 degrees."
 

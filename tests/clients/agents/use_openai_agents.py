@@ -5,14 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from agents import (
-    Agent,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    Runner,
-    function_tool,
-    set_tracing_disabled,
-)
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
@@ -42,19 +35,14 @@ def weather(city: str) -> str:
 async def main() -> None:
     for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
         agent = Agent(
-            name="helper",
-            instructions="You are kind.",
-            tools=[weather],
-            model=kind("scripted", openai_client=client),
+            name="helper", instructions="You are kind.", tools=[weather], model=kind("scripted", openai_client=client)
         )
         print(kind.__name__, (await Runner.run(agent, "weather")).final_output)
         stream = Runner.run_streamed(agent, "weather")
         kinds = {event.type async for event in stream.stream_events()}
         assert "raw_response_event" in kinds
         print(f"streamed {kind.__name__}", stream.final_output)
-        agent = Agent(
-            name="helper", tools=[weather], output_type=Report, model=kind("scripted", openai_client=client)
-        )
+        agent = Agent(name="helper", tools=[weather], output_type=Report, model=kind("scripted", openai_client=client))
         report = (await Runner.run(agent, "study")).final_output
         assert report == Report(city="Oslo", degrees=5)
         print(f"structured {kind.__name__} It is {report.degrees} degrees.")

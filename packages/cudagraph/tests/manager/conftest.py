@@ -78,11 +78,7 @@ class Toy:
         return self.step(key, [1] * key.num_tokens, [0] * key.num_tokens, reach=WINDOW)
 
     def step(
-        self,
-        key: BatchExecutionDescriptor | None,
-        tokens: Sequence[int],
-        slots: Sequence[int],
-        reach: int = 1,
+        self, key: BatchExecutionDescriptor | None, tokens: Sequence[int], slots: Sequence[int], reach: int = 1
     ) -> StagedBatch[State]:
         """Stage rows. Padding rows have token 0 and slot 0, the null slot. Each window is filled with 1 + its row."""
         self.generation += 1
@@ -143,9 +139,7 @@ class Kit:
         self.Toy, self.Backend = toy, backend
 
     @staticmethod
-    def dispatcher(
-        sizes: Sequence[int] = (1, 2, 4, 8), mode: str = "FULL_DECODE_ONLY"
-    ) -> CudagraphDispatcher:
+    def dispatcher(sizes: Sequence[int] = (1, 2, 4, 8), mode: str = "FULL_DECODE_ONLY") -> CudagraphDispatcher:
         return CudagraphDispatcher.make(CudaGraphMode[mode], sizes)
 
     def manager(self, mode: str = "FULL_DECODE_ONLY", **options: ReplayChecks) -> CudaGraphManager:
@@ -164,10 +158,7 @@ class CudaToy(Toy):
 
 CUDA = pytest.param(
     "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device"),
-    ],
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")],
 )
 
 

@@ -21,11 +21,7 @@ REPORT = CaptureReport(
 
 def test_json():
     plain = json.loads(REPORT.to_json())
-    assert (plain["backend"], plain["num_planned"], plain["failures"][0]["reason"]) == (
-        "recorded",
-        5,
-        "too large",
-    )
+    assert (plain["backend"], plain["num_planned"], plain["failures"][0]["reason"]) == ("recorded", 5, "too large")
     assert plain["releases"][0]["times"] == 3
     assert plain["captured"][0]["nbytes"] == 3 * MIB
     assert plain["captured"][1]["key"] == {

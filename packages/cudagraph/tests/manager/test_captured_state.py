@@ -106,9 +106,7 @@ def test_restage_raises_if_a_buffer_moved(kit):
     toy = kit.Toy()
     states = kit.manager().capture(toy, toy.body)
     before, toy.buffers["schedule"] = toy.generation, toy.cache.new_zeros(40, dtype=torch.int64)
-    with pytest.raises(
-        AddressMoved, match=r"FULL 4 tokens.*buffer schedule was captured at 0x.* and is at 0x"
-    ):
+    with pytest.raises(AddressMoved, match=r"FULL 4 tokens.*buffer schedule was captured at 0x.* and is at 0x"):
         states[kit.full(4)].restage(Phase.WARMUP)
     assert toy.generation == before, "nothing was staged"
     toy.buffers["schedule2"] = toy.buffers.pop("schedule")
@@ -143,9 +141,7 @@ def test_a_missing_key_names_its_neighbours_and_what_differs(cpu):
         "FULL 2 tokens, 2 requests, 1 each (num_tokens 2 instead of 4, num_reqs 2 instead of 4); "
         "FULL 8 tokens, 8 requests, 1 each (num_tokens 8 instead of 4, num_reqs 8 instead of 4)"
     )
-    with pytest.raises(
-        NotCaptured, match=r"PIECEWISE 8 tokens: it is not in the dispatcher; nearest: FULL 2 tokens"
-    ):
+    with pytest.raises(NotCaptured, match=r"PIECEWISE 8 tokens: it is not in the dispatcher; nearest: FULL 2 tokens"):
         states[cpu.pieces(8)]
     varied = dataclasses.replace(cpu.full(2), variant=("lora", 1))
     with pytest.raises(NotCaptured, match=r"each \(variant \(\) instead of \('lora', 1\)\); FULL 8"):

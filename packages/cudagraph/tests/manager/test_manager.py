@@ -125,11 +125,7 @@ def test_the_same_state_object_is_refused_and_shared_constants_are_not(cpu):
         def stage(self, key, phase):
             staged = super().stage(key, phase)
             self.kept = staged.state if self.kept is None else self.kept
-            return (
-                staged
-                if same is None
-                else StagedBatch(key, same(self, staged), self.generation, staged.signature)
-            )
+            return staged if same is None else StagedBatch(key, same(self, staged), self.generation, staged.signature)
 
     manager = cpu.manager()
     same = None
@@ -235,9 +231,7 @@ def test_a_host_read_is_refused(kit):
 def test_keys_must_be_in_the_dispatcher_and_not_captured(cpu):
     toy = cpu.Toy()
     manager = cpu.manager()
-    with pytest.raises(
-        ValueError, match=r"keys: FULL 3 tokens.* is not in the dispatcher; nearest: FULL 2 .*FULL 4"
-    ):
+    with pytest.raises(ValueError, match=r"keys: FULL 3 tokens.* is not in the dispatcher; nearest: FULL 2 .*FULL 4"):
         manager.capture(toy, toy.body, keys=[cpu.full(8), cpu.full(3)])
     assert not manager.ready
     assert manager.producer is None

@@ -59,9 +59,7 @@ def test_the_captured_signature_must_admit_the_batch(kit):
     with pytest.raises(SignatureMismatch, match="was staged without a signature"):
         manager.replay(kit.full(4), bare)
     unsigned = kit.Toy()
-    unsigned.stage = lambda key, phase: StagedBatch(
-        key, kit.Toy.stage(unsigned, key, phase).state, unsigned.generation
-    )
+    unsigned.stage = lambda key, phase: StagedBatch(key, kit.Toy.stage(unsigned, key, phase).state, unsigned.generation)
     plain = kit.manager()
     plain.capture(unsigned, unsigned.body, keys=[kit.full(4)])
     with pytest.raises(SignatureMismatch, match="was captured without a signature"):
@@ -226,9 +224,7 @@ def test_external_memory_freed_between_two_pieces_releases_the_key(cpu):
     manager = cpu.manager("PIECEWISE")
     manager.capture(toy, body)
     manager.replay(cpu.pieces(4), toy.step(cpu.pieces(4), [1], [1]))
-    with pytest.raises(
-        ReplayFailed, match=r"PIECEWISE 4 tokens.*between two pieces: .*was freed since the capture"
-    ):
+    with pytest.raises(ReplayFailed, match=r"PIECEWISE 4 tokens.*between two pieces: .*was freed since the capture"):
         manager.replay(cpu.pieces(4), toy.step(cpu.pieces(4), [1], [1], reach=3))
     assert cpu.pieces(4) not in manager.ready
 
@@ -261,9 +257,7 @@ def test_a_replay_that_raises_releases_its_key(cpu):
     toy, manager = ready(cpu)
     manager.replay(cpu.full(4), toy.step(cpu.full(4), [1], [1]))
     staged = toy.step(cpu.full(4), [1], [99])
-    with pytest.raises(
-        ReplayFailed, match=r"FULL 4 tokens.*IndexError.*the key was released, run .* eagerly"
-    ) as error:
+    with pytest.raises(ReplayFailed, match=r"FULL 4 tokens.*IndexError.*the key was released, run .* eagerly") as error:
         manager.replay(cpu.full(4), staged)
     assert isinstance(error.value.__cause__, IndexError)
     assert manager.pending == (cpu.full(4),)
@@ -311,9 +305,7 @@ class Pair:
         out = self.manager.replay(key, self.toy.step(key, tokens, slots, reach))
         expected = self.eager_toy.body(Execution(None, self.eager_toy.step(None, tokens, slots, reach).state))
         assert torch.equal(out["hidden"][:num], expected["hidden"])
-        assert torch.equal(self.toy.cache[1:], self.eager_toy.cache[1:]), (
-            "the cache, except for the null slot"
-        )
+        assert torch.equal(self.toy.cache[1:], self.eager_toy.cache[1:]), "the cache, except for the null slot"
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([8, 4, 2, 1]))[::5])
@@ -331,12 +323,7 @@ def pair(kit, request):
 
 STEPS = st.lists(
     st.tuples(
-        st.lists(
-            st.tuples(st.integers(0, 10), st.integers(1, 15)),
-            min_size=1,
-            max_size=8,
-            unique_by=lambda p: p[1],
-        ),
+        st.lists(st.tuples(st.integers(0, 10), st.integers(1, 15)), min_size=1, max_size=8, unique_by=lambda p: p[1]),
         st.integers(1, 4),
         st.booleans(),
     ),

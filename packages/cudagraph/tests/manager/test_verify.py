@@ -63,9 +63,7 @@ def test_a_scratch_buffer_in_the_memory_of_another_graph_is_found(cpu):
         return toy.body(x)["hidden"] * (scratch[0] if scratch else 1.0)
 
     _, manager = ready(cpu, body, toy, mode="FULL_DECODE_ONLY")
-    manager.replay(
-        cpu.full(8), toy.fuzz(cpu.full(8), 0)
-    )  # writes the scratch buffer, so that it has valid contents
+    manager.replay(cpu.full(8), toy.fuzz(cpu.full(8), 0))  # writes the scratch buffer, so that it has valid contents
     assert [v.key.num_tokens for v in manager.verify().failing] == [4], "after that both runs read poison"
 
 
@@ -132,9 +130,7 @@ def test_outputs_of_any_shape(cpu):
     def body(x):
         tokens = x.state.tokens
         shift = x.state.reach if flaw == len(tokens) else 0
-        return Out(
-            Pair(tokens + 1, [tokens * 2, None]), {"flag": tokens > 3, "n": 5, "z": tokens * 1j + shift}
-        )
+        return Out(Pair(tokens + 1, [tokens * 2, None]), {"flag": tokens > 3, "n": 5, "z": tokens * 1j + shift})
 
     for flaw, failing in ((0, 0), (2, 1)):
         _, manager = ready(cpu, body, toy, mode="FULL_DECODE_ONLY")
@@ -146,9 +142,7 @@ def test_outputs_of_any_shape(cpu):
 def test_outputs_that_differ_in_their_tensors(kit):
     one, two = {"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)}
     for eager, replay in ((one, two), (two, one)):
-        comparison = compare_runs(
-            kit.full(1), lambda seed, run=eager: run, lambda seed, run=replay: run, 2, 0.0, 0.0
-        )
+        comparison = compare_runs(kit.full(1), lambda seed, run=eager: run, lambda seed, run=replay: run, 2, 0.0, 0.0)
         assert comparison.failure == "seed 0: only one of the outputs has b"
         assert comparison.max_difference == inf
 

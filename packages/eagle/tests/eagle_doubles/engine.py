@@ -76,9 +76,7 @@ class GraphEngine(ToyEngine):
         for cache in (cache for pair in self.kv for cache in pair):
             cache[1:] = torch.randn(cache[1:].shape, generator=generator, dtype=DTYPE)
         padded = key.num_reqs or num_reqs
-        shape = BatchShape(
-            num_reqs, int(lens.sum()), padded, key.num_tokens, key.max_query_len or int(lens.max())
-        )
+        shape = BatchShape(num_reqs, int(lens.sum()), padded, key.num_tokens, key.max_query_len or int(lens.max()))
         return self._staged(key, self.buffers.stage(rows, shape), BuildPhase.RUN)
 
     def capture(

@@ -16,16 +16,7 @@ from torch.nn.functional import pad
 from bateleur.eagle.draw import argmax, draw
 from bateleur.eagle.noise import Keys, Role
 from bateleur.eagle.rejection_sampler import draw_draft, verify
-from bateleur.eagle.rules import (
-    Coupled,
-    DraftDistribution,
-    Drafts,
-    Logits,
-    OneHot,
-    Rows,
-    Rule,
-    apply_temperature,
-)
+from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, OneHot, Rows, Rule, apply_temperature
 from eagle_doubles.expected import accepted_law
 
 _LEAST_EXPECTED = 5.0
@@ -52,9 +43,7 @@ def exact_law(transition: Tensor, length: int) -> Tensor:
     """Joint law of the first `length` tokens after 0, (V^length,) float64; the first token counts most in the index."""
     metadata = transition[0]
     for _ in range(length - 1):
-        metadata = (
-            metadata.unsqueeze(-1) * transition.repeat(metadata.numel() // transition.shape[0], 1)
-        ).flatten()
+        metadata = (metadata.unsqueeze(-1) * transition.repeat(metadata.numel() // transition.shape[0], 1)).flatten()
     return metadata
 
 
@@ -210,8 +199,6 @@ def _propose(
             last = drawn.token_ids
         else:
             keys = Keys(batch.seeds, position)
-            last = draw(
-                apply_temperature(read, batch.temperature), batch.temperature, keys, fault.draft_role
-            ).token_ids
+            last = draw(apply_temperature(read, batch.temperature), batch.temperature, keys, fault.draft_role).token_ids
         tokens[:, k] = last
     return Drafts(tokens, Logits(logits) if kind is Logits else OneHot() if kind is OneHot else Coupled())

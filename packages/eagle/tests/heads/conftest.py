@@ -93,11 +93,7 @@ class Checkpoints:
 
     def eagle1(self, layers: int = 1) -> tuple[Config, Tensors]:
         """EAGLE-1 as its repository writes it."""
-        config = {
-            **self.layer_config(),
-            "architectures": ["LlamaForCausalLM"],
-            "num_hidden_layers": layers,
-        }
+        config = {**self.layer_config(), "architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers}
         tensors = {"fc.weight": self.random(self.H, 2 * self.H)}
         for i in range(layers):
             tensors |= self.layer(f"layers.{i}", self.H)

@@ -120,9 +120,7 @@ def test_greedy_sampling_is_that_of_transformers(model: Any) -> None:
 def test_guesses_change_no_token(family: str, temperature: float) -> None:
     model = tiny(family)
     plain = sample(CausalLM(model), Request(PROMPT, 40, seed=5, temperature=temperature))
-    steps = list(
-        speculate(CausalLM(model), bigrams(model), Request(PROMPT, 40, seed=5, temperature=temperature), 4)
-    )
+    steps = list(speculate(CausalLM(model), bigrams(model), Request(PROMPT, 40, seed=5, temperature=temperature), 4))
     assert text(steps) == plain
     assert temperature or any(step.num_accepted for step in steps)
     assert any(step.num_accepted < step.num_drafts for step in steps)
@@ -169,11 +167,7 @@ def test_an_answer_ends_where_it_is_told_to(model: Any, rule: Rule) -> None:
     def run(**how: Any) -> list[int]:
         return text(speculate(CausalLM(model), bigrams(model), Request(PROMPT, 40, **how), 4, rule=rule))
 
-    assert (
-        run(stop=[plain[end]])
-        == sample(CausalLM(model), Request(PROMPT, 40, stop={plain[end]}))
-        == plain[: end + 1]
-    )
+    assert run(stop=[plain[end]]) == sample(CausalLM(model), Request(PROMPT, 40, stop={plain[end]})) == plain[: end + 1]
     assert run(stop=lambda answer: answer[-2:] == plain[6:8]) == plain[:8]
     assert run(stop=lambda answer: len(answer) == 1) == plain[:1]
 
@@ -207,9 +201,7 @@ def test_nothing_is_left_to_the_default_device(model: Any, sized_checkpoints: Ca
         for rule in Rule:
             with torch.device("meta"):
                 steps = list(
-                    speculate(
-                        CausalLM(model, TargetNeeds((6,))), drafter, Request(PROMPT, 12, **how), 3, rule=rule
-                    )
+                    speculate(CausalLM(model, TargetNeeds((6,))), drafter, Request(PROMPT, 12, **how), 3, rule=rule)
                 )
             assert rule is not Rule.COUPLED or text(steps) == plain
     with torch.device("meta"):

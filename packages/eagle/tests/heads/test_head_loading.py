@@ -45,9 +45,7 @@ def renamed(tensors: Tensors, *rules: tuple[str, str]) -> Tensors:
 
 def speculators(config: Config, algorithm: str, **fields: Any) -> Config:
     head = {"architectures": ["Speculator"], "model_type": "speculators", "speculators_model_type": algorithm}
-    layer = {
-        k: v for k, v in config.items() if k not in ("architectures", "draft_vocab_size", "eagle_config")
-    }
+    layer = {k: v for k, v in config.items() if k not in ("architectures", "draft_vocab_size", "eagle_config")}
     methods = [{"proposal_type": "greedy", "speculative_tokens": 3}]
     outer = {"speculators_config": {"algorithm": algorithm, "proposal_methods": methods}}
     return {**head, **outer, "transformer_layer_config": layer, **fields}
@@ -133,9 +131,7 @@ def test_speculators_leaves_out_what_llama_has_by_default(checkpoints: Any) -> N
     spec = checkpoints.load(config, w)[0].spec
     assert (spec.norm_eps, spec.max_positions, spec.rope.inv_freq[1]) == (1e-6, 2048, 10000 ** (-1 / 3))
     del config["transformer_layer_config"]["intermediate_size"]
-    with pytest.raises(
-        ValueError, match=r"layers.0.mlp.gate_proj.weight is \(20, 16\) and must be \(11008, 16\)"
-    ):
+    with pytest.raises(ValueError, match=r"layers.0.mlp.gate_proj.weight is \(20, 16\) and must be \(11008, 16\)"):
         checkpoints.load(config, w)
     config["transformer_layer_config"]["model_type"] = "qwen3"
     with pytest.raises(ValueError, match="intermediate_size is None; it must be a whole number in"):
@@ -208,9 +204,7 @@ def test_d1_default_taps_and_targets_too_small_for_them(checkpoints: Any) -> Non
     assert report.notes[0] == "eagle_aux_hidden_state_layer_ids is missing: the default"
     config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": []}
     assert checkpoints.load(config, w)[0].spec.needs.taps == (2, 5, 7), "none named is none given"
-    with pytest.raises(
-        ValueError, match=r"target of 5 layers, \(2, 2, 2\), is no three ascending boundaries"
-    ):
+    with pytest.raises(ValueError, match=r"target of 5 layers, \(2, 2, 2\), is no three ascending boundaries"):
         checkpoints.load(config, w, target=checkpoints.make_target(num_layers=5))
 
 
@@ -283,9 +277,7 @@ def test_d3_a_missing_lm_head_of_fewer_tokens_is_an_error(checkpoints: Any) -> N
 def test_d3_the_whole_vocabulary_may_share_the_lm_head(checkpoints: Any) -> None:
     config, w = checkpoints.eagle3()
     del config["draft_vocab_size"]
-    head, report = checkpoints.load(
-        config, {k: v for k, v in w.items() if k not in ("lm_head.weight", "d2t", "t2d")}
-    )
+    head, report = checkpoints.load(config, {k: v for k, v in w.items() if k not in ("lm_head.weight", "d2t", "t2d")})
     assert report.shared == ("embed_tokens", "lm_head")
     assert head.target_ids is None
     assert head.spec.draft_vocab_size == checkpoints.V
@@ -326,9 +318,7 @@ def test_d4_ids_in_place_of_offsets_are_refused(checkpoints: Any) -> None:
     config, w = checkpoints.eagle3()
     ids = torch.arange(checkpoints.Vd) + w["d2t"]
     w["d2t"] = ids
-    with pytest.raises(
-        ValueError, match=r"d2t gives the target ids .* must be different ids within 0 \.\. 39"
-    ):
+    with pytest.raises(ValueError, match=r"d2t gives the target ids .* must be different ids within 0 \.\. 39"):
         checkpoints.load(config, w)
     # Small ids stay in range: only the mask tells.
     w["d2t"] = torch.arange(checkpoints.Vd) + 1
@@ -381,9 +371,7 @@ def test_d6_other_names_of_the_one_layer(checkpoints: Any, rules: tuple[tuple[st
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def refuse(
-    lab: Any, case: Case, *messages: str, target: TargetInfo | None = None, form: str = "safetensors"
-) -> None:
+def refuse(lab: Any, case: Case, *messages: str, target: TargetInfo | None = None, form: str = "safetensors") -> None:
     folder = lab.write(*case, form)
     with pytest.raises(ValueError, match=re.escape(str(folder))) as caught:
         load_head(folder, target or lab.target, dtype=torch.float32, device="cpu")
@@ -448,37 +436,22 @@ EAGLE3_FIELDS: list[tuple[Config, str]] = [
         {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8}, "rope_theta": 1},
         "rope_theta is 1; with YaRN it must be another number",
     ),
-    (
-        {"rope_scaling": {"rope_type": "yarn", "mscale": 1.0}},
-        "mscale is 1.0; YaRN is supported without it",
-    ),
+    ({"rope_scaling": {"rope_type": "yarn", "mscale": 1.0}}, "mscale is 1.0; YaRN is supported without it"),
     ({"partial_rotary_factor": 0.5}, "3 of head_dim = 6 lanes rotate; it must be an even number of lanes"),
     (
-        {
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "high_freq_factor": 1.0,
-                "original_max_position_embeddings": 8,
-            }
-        },
+        {"rope_scaling": {"rope_type": "llama3", "high_freq_factor": 1.0, "original_max_position_embeddings": 8}},
         "high_freq_factor is 1.0; it must be above low_freq_factor = 1.0",
     ),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported is 'silu'"),
     ({"model_type": "gemma"}, "model_type is 'gemma'; supported is 'llama', 'qwen2', 'qwen3', 'mistral'"),
     ({"vocab_size": 41}, "vocab_size is 41; the target's is 40"),
-    (
-        {"draft_vocab_size": 41},
-        "draft_vocab_size is 41; a head drafts at least one and at most vocab_size = 40",
-    ),
+    ({"draft_vocab_size": 41}, "draft_vocab_size is 41; a head drafts at least one and at most vocab_size = 40"),
     ({"target_hidden_size": 24}, "target_hidden_size is 24; the target's hidden size is 16"),
     ({"fc_norm": "yes"}, "fc_norm is 'yes'; it must be true or false"),
     ({"fc_norm": True, "norm_before_fc": True}, "norm_before_fc and fc_norm are both true"),
     ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4; the taps are (2, 5, 10)"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "the layers of a head must be of one type"),
-    (
-        {"layer_types": ["sliding_attention"]},
-        "sliding_window is None; it must be a whole number in",
-    ),
+    ({"layer_types": ["sliding_attention"]}, "sliding_window is None; it must be a whole number in"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is set; quantised weights are not supported"),
     ({"eagle_config": []}, "eagle_config is []; it must be an object"),
     (
@@ -500,20 +473,10 @@ def test_an_impossible_field_is_refused(checkpoints: Any, fields: Config, messag
 def test_an_impossible_eagle1_is_refused(checkpoints: Any) -> None:
     lab = checkpoints
     config, w = lab.eagle1()
-    refuse(
-        lab, ({**config, "add_para_norm": True}, w), "add_para_norm is true; EAGLE-1 heads with further norms"
-    )
-    refuse(
-        lab,
-        ({**config, "truncated_vocab_size": 7}, w),
-        "truncated_vocab_size is 7; an EAGLE-1 head drafts all 40",
-    )
+    refuse(lab, ({**config, "add_para_norm": True}, w), "add_para_norm is true; EAGLE-1 heads with further norms")
+    refuse(lab, ({**config, "truncated_vocab_size": 7}, w), "truncated_vocab_size is 7; an EAGLE-1 head drafts all 40")
     refuse(lab, (config, w), "hidden_size is 16; the target's is 24", target=lab.make_target(hidden=24))
-    refuse(
-        lab,
-        ({**config, "model_type": "eagle"}, w),
-        "model is None; a configuration of type 'eagle' wraps one",
-    )
+    refuse(lab, ({**config, "model_type": "eagle"}, w), "model is None; a configuration of type 'eagle' wraps one")
     other = speculators(config, "medusa")
     refuse(lab, (other, w), "speculators_model_type is 'medusa'; supported is 'eagle', 'eagle3'")
     del w["fc.weight"]
@@ -521,13 +484,7 @@ def test_an_impossible_eagle1_is_refused(checkpoints: Any) -> None:
     config, w = lab.eagle1()
     refuse(lab, (speculators(config, "eagle", fusion_bias=True), w), "missing weights: fc.bias (16,)")
     biased = {**config, "attention_bias": True, "mlp_bias": True}
-    refuse(
-        lab,
-        (biased, w),
-        "self_attn.q_proj.bias (24,)",
-        "self_attn.v_proj.bias (12,)",
-        "mlp.down_proj.bias (16,)",
-    )
+    refuse(lab, (biased, w), "self_attn.q_proj.bias (24,)", "self_attn.v_proj.bias (12,)", "mlp.down_proj.bias (16,)")
 
 
 def test_d5_a_narrow_head_must_bring_its_embedding(checkpoints: Any) -> None:
@@ -538,12 +495,7 @@ def test_d5_a_narrow_head_must_bring_its_embedding(checkpoints: Any) -> None:
     w["fc.weight"] = lab.random(lab.H, 72)
     refuse(lab, (config, w), "missing weights: embed_tokens.weight (40, 16)", target=target)
     config["eagle_config"] = {"use_aux_hidden_state": False}
-    refuse(
-        lab,
-        (config, w),
-        "hidden_size is 16 and target_hidden_size 24; without taps they must agree",
-        target=target,
-    )
+    refuse(lab, (config, w), "hidden_size is 16 and target_hidden_size 24; without taps they must agree", target=target)
     del config["target_hidden_size"]
     refuse(lab, (config, w), "hidden_size is 16; the target's hidden size is 24", target=target)
 
@@ -602,9 +554,7 @@ def test_a_pickle_is_refused_unread(checkpoints: Any, tmp_path: Path, name: str)
     folder = checkpoints.write(config, w)
     (folder / "model.safetensors").unlink()
     torch.save({**w, "trap": Trap(tmp_path / "sprung")}, folder / name, pickle_module=pickle)
-    with pytest.raises(
-        ValueError, match=f"{name}: a pickle, which is never read; weights are read from model.saf"
-    ):
+    with pytest.raises(ValueError, match=f"{name}: a pickle, which is never read; weights are read from model.saf"):
         load_head(folder, checkpoints.target, dtype=torch.float32, device="cpu")
     assert not (tmp_path / "sprung").exists()
 
@@ -612,9 +562,7 @@ def test_a_pickle_is_refused_unread(checkpoints: Any, tmp_path: Path, name: str)
 def test_safetensors_is_asked_for_by_name(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoints.write(*checkpoints.eagle3())
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(
-        ValueError, match=r"needs the package safetensors \(pip install 'bateleur-eagle\[check"
-    ):
+    with pytest.raises(ValueError, match=r"needs the package safetensors \(pip install 'bateleur-eagle\[check"):
         load_head(folder, checkpoints.target, dtype=torch.float32, device="cpu")
 
 
@@ -627,7 +575,5 @@ def test_target_info_refuses_tensors_of_other_sizes(checkpoints: Any) -> None:
     target = checkpoints.target
     fields = {name: getattr(target, name) for name in TargetInfo.__slots__}
     for name in ("embedding", "lm_head"):
-        with pytest.raises(
-            ValueError, match=rf"{name} has shape .*; vocab_size = 40 and hidden_size = 16 ask for"
-        ):
+        with pytest.raises(ValueError, match=rf"{name} has shape .*; vocab_size = 40 and hidden_size = 16 ask for"):
             TargetInfo(**{**fields, name: fields[name][1:]})

@@ -24,9 +24,7 @@ def turn(x: Tensor, position: int, theta: float) -> Tensor:
     """Lane i and lane i + half are the parts of a complex number."""
     half = x.numel() // 2
     angles = [position * theta ** (-i / half) for i in range(half)]
-    turned = torch.complex(x[:half], x[half:]) * torch.tensor(
-        [complex(math.cos(a), math.sin(a)) for a in angles]
-    )
+    turned = torch.complex(x[:half], x[half:]) * torch.tensor([complex(math.cos(a), math.sin(a)) for a in angles])
     return torch.cat((turned.real, turned.imag))
 
 
@@ -428,9 +426,7 @@ def test_results_of_some_tokens_only(checkpoints: Any, kind: str, rows: list[int
     attend, other = DenseAttend(head.spec), DenseAttend(head.spec)
     index = torch.tensor(rows, dtype=torch.int64)
     for full, some in zip(
-        head.forward(ids, hidden, positions, attend),
-        head.forward(ids, hidden, positions, other, index),
-        strict=True,
+        head.forward(ids, hidden, positions, attend), head.forward(ids, hidden, positions, other, index), strict=True
     ):
         close(some, full[index])
     assert len(other) == NUM

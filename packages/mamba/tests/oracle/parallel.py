@@ -23,8 +23,6 @@ def reports(runs: int, seed: int, jobs: int, runs_of_a_part: int = RUNS_OF_A_PAR
         yield from (run(*part) for part in parts)
         return
     # Fresh processes: a fork copies whatever locks torch's threads hold at that moment.
-    with multiprocessing.get_context("spawn").Pool(
-        min(jobs, len(parts)), torch.set_num_threads, (1,)
-    ) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(jobs, len(parts)), torch.set_num_threads, (1,)) as pool:
         done = [pool.apply_async(run, part) for part in parts]
         yield from (result.get() for result in done)

@@ -98,11 +98,7 @@ def simulate(case: Case, num_lanes: int, planner: Planner, rng: Generator) -> Si
     sim.release(everyone)
     names = sorted(name for name in sim.published if len(name) < most * TOKEN_BYTES)
     for first in range(0, len(names), num_lanes):
-        _hit(
-            sim,
-            [name for name in names[first : first + num_lanes] if sim.pool.find(name)],
-            1 + ids.size + ids,
-        )
+        _hit(sim, [name for name in names[first : first + num_lanes] if sim.pool.find(name)], 1 + ids.size + ids)
     sim.compare(list(sim.published))
     return sim
 

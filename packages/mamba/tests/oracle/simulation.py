@@ -121,9 +121,7 @@ class Simulation:
             active = np.flatnonzero(batch.tokens)
             in_prompt = batch.prompt[active] > batch.computed[active]
             order = np.concatenate((active[~in_prompt], active[in_prompt]))
-            n, tokens, prompt = (
-                x[order].astype(np.int32) for x in (batch.computed, batch.tokens, batch.prompt)
-            )
+            n, tokens, prompt = (x[order].astype(np.int32) for x in (batch.computed, batch.tokens, batch.prompt))
             before = self.table.copy()
             self.held.allocate_blocks(batch.lanes[order], n, tokens, int((~in_prompt).sum()), prompt)
             self.pages.poison(self.table[self.table != before])
@@ -222,9 +220,7 @@ class Simulation:
         on_device, computed, tokens, accepted = self._inputs(batch, table)
         request_row = torch.from_numpy(batch.request_row)
         states = self.states.gather(request_row)
-        plan = self.planner.replay(
-            layout, on_device, computed, tokens, states.base, states.accepted, out.replay
-        )
+        plan = self.planner.replay(layout, on_device, computed, tokens, states.base, states.accepted, out.replay)
         slot, start, length = (x.numpy() for x in (plan.slot, plan.ring_start, plan.ring_len))
         self._expect_neutral(batch, slot, length)
         checkpoint = pages.states(slot)
@@ -241,18 +237,14 @@ class Simulation:
         rows.put_windows(ring_row, slid(windows, fed, batch.tokens, self.drafts))
         flush = as_batch(stepped & (batch.prompt > batch.computed), torch.bool)
         scanned = as_batch(batch.scanned, torch.bool)
-        fold = self.planner.fold(
-            layout, plan, computed, tokens, accepted, flush=flush, scanned=scanned, out=out.fold
-        )
+        fold = self.planner.fold(layout, plan, computed, tokens, accepted, flush=flush, scanned=scanned, out=out.fold)
         dst, count, offset = (x.numpy() for x in (fold.dst, fold.count, fold.page_offset))
         self._expect_neutral(batch, dst, count, offset)
         pages.put_states(dst, checkpoint.extended(rows.entries(batch.request_row, start), count))
         pages.put_windows(dst, rows.windows(batch.request_row, offset))
         self.states.scatter(request_row, fold.accepted, base=fold.base)
 
-    def _scan(
-        self, batch: Batch, table: Tensor, before: States, windows: Ints, after: States, fed: Ints
-    ) -> None:
+    def _scan(self, batch: Batch, table: Tensor, before: States, windows: Ints, after: States, fed: Ints) -> None:
         """Write the states after each prefill chunk, and under FOLD the request conv windows."""
         rows = np.flatnonzero(batch.scanned)
         if not len(rows):

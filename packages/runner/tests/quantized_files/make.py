@@ -65,13 +65,7 @@ for dtype in (torch.float32, torch.bfloat16):
     w = W.to(dtype)
     for bits in (4, 8):
         for symmetric in (True, False):
-            args = {
-                "num_bits": bits,
-                "type": "int",
-                "symmetric": symmetric,
-                "strategy": "group",
-                "group_size": 64,
-            }
+            args = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": 64}
             name = f"pack-{bits}-{symmetric}-{dtype}".replace(".", "_")
             compressed(name, "pack-quantized", w, w.unflatten(1, (-1, 64)), False, **args)
 w = W.bfloat16()
@@ -79,22 +73,11 @@ blocks = w.view(2, 8, 2, 128).transpose(1, 2).flatten(2)
 fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
 compressed("float-tensor", "float-quantized", w, w.flatten(), False, strategy="tensor", **fp8)
 compressed("float-channel", "float-quantized", w, w, True, strategy="channel", **fp8)
-compressed(
-    "float-block", "float-quantized", w, blocks, False, strategy="block", block_structure=[8, 128], **fp8
-)
-compressed(
-    "int-channel", "int-quantized", W, W, True, num_bits=8, type="int", symmetric=True, strategy="channel"
-)
+compressed("float-block", "float-quantized", w, blocks, False, strategy="block", block_structure=[8, 128], **fp8)
+compressed("int-channel", "int-quantized", W, W, True, num_bits=8, type="int", symmetric=True, strategy="channel")
 nvfp4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 compressed(
-    "nvfp4",
-    "nvfp4-pack-quantized",
-    W,
-    W.unflatten(1, (-1, 16)),
-    False,
-    scale_dtype=E4M3,
-    zp_dtype=E4M3,
-    **nvfp4,
+    "nvfp4", "nvfp4-pack-quantized", W, W.unflatten(1, (-1, 16)), False, scale_dtype=E4M3, zp_dtype=E4M3, **nvfp4
 )
 
 codes, zeros = torch.randint(0, 16, (256, 16)), torch.randint(0, 16, (4, 16))

@@ -33,12 +33,7 @@ def deployments(application: Any, **args: Any) -> tuple[Any, Any]:
 @needs_ray
 def test_arguments_may_be_text_as_a_command_line_has_them(application: Any) -> None:
     front, engine = deployments(
-        application,
-        replicas="2",
-        max_model_len="256",
-        api_key='["secret"]',
-        served_model_name="eagle",
-        num_threads="2",
+        application, replicas="2", max_model_len="256", api_key='["secret"]', served_model_name="eagle", num_threads="2"
     )
     assert (front.num_replicas, engine.num_replicas) == (1, 2)
     assert engine.ray_actor_options["num_cpus"] == 2
@@ -103,16 +98,12 @@ def test_devices_of_a_replica_are_one_bundle(
         ({"max_model_len": 1}, "max_model_len is 1"),
     ],
 )
-def test_wrong_arguments_are_told_before_anything_starts(
-    application: Any, args: dict[str, Any], said: str
-) -> None:
+def test_wrong_arguments_are_told_before_anything_starts(application: Any, args: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         application.app(args)
 
 
-def test_the_command_says_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray", reason="the extra ray is not installed")
     assert main(["serve", "--replicas", "2", "--timeout-write", "5"]) == 2
     assert "timeout_write is 5.0; it must be left out with replicas" in capsys.readouterr().err
@@ -134,9 +125,7 @@ def test_an_address_where_nobody_answers_is_told_at_once(server: Any) -> None:
     with bound_socket(ServeConfig(port=0)) as place:
         address = f"127.0.0.1:{place.getsockname()[1]}"  # bound, but nobody listens
         with (
-            pytest.raises(
-                ValueError, match=f"ray_address is '{address}'; .* the address of a running Ray cluster"
-            ),
+            pytest.raises(ValueError, match=f"ray_address is '{address}'; .* the address of a running Ray cluster"),
             server.ray_cluster(address, 1),
         ):
             pass

@@ -76,9 +76,7 @@ END = body(b"", more=False)
 LOST = ReplicaLost("first")
 
 
-@pytest.mark.parametrize(
-    "before", [[], [head(JSON)], [head(STREAM), body(b"", more=True)], [head(JSON, 503)]]
-)
+@pytest.mark.parametrize("before", [[], [head(JSON)], [head(STREAM), body(b"", more=True)], [head(JSON, 503)]])
 def test_what_had_not_begun_is_asked_of_another(before: list[Any]) -> None:
     reply, replicas = ask([*before, LOST], WHOLE, json={"prompt": "x"})
     assert (reply.status_code, reply.json()) == (200, {"text": "all of it"})
@@ -107,19 +105,11 @@ def test_what_had_begun_ends_with_an_error() -> None:
     [
         (
             "/v1/messages",
-            {
-                "type": "error",
-                "error": {"type": "api_error", "message": "the replica died during the response"},
-            },
+            {"type": "error", "error": {"type": "api_error", "message": "the replica died during the response"}},
         ),
         (
             "/v1/responses",
-            {
-                "type": "error",
-                "code": "replica_lost",
-                "param": None,
-                "message": "the replica died during the response",
-            },
+            {"type": "error", "code": "replica_lost", "param": None, "message": "the replica died during the response"},
         ),
     ],
 )
@@ -236,8 +226,7 @@ def test_metrics_of_replicas_stand_side_by_side() -> None:
     text = '# HELP x_total What.\n# TYPE x_total counter\nx_total{m="1"} %d\n'
     told = merge_metrics({"a": text % 1, "b": text % 2}).decode()
     assert told == (
-        '# HELP x_total What.\n# TYPE x_total counter\nx_total{m="1",replica="a"} 1.0\n'
-        'x_total{m="1",replica="b"} 2.0\n'
+        '# HELP x_total What.\n# TYPE x_total counter\nx_total{m="1",replica="a"} 1.0\nx_total{m="1",replica="b"} 2.0\n'
     )
 
 

@@ -137,9 +137,7 @@ def a_client_that_hangs_up_is_aborted(server: Server, stream: bool) -> None:
 def _aborted(server: Server) -> float:
     with server.client() as client:
         text = client.get("/metrics").text
-    found = re.findall(
-        r'^bateleur:request_success_total{finished_reason="abort".*} (\S+)$', text, re.MULTILINE
-    )
+    found = re.findall(r'^bateleur:request_success_total{finished_reason="abort".*} (\S+)$', text, re.MULTILINE)
     return sum(map(float, found))
 
 

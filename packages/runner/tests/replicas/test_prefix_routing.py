@@ -198,9 +198,7 @@ def test_keys_are_few() -> None:
     assert len(chat(*["a message of some length " * 6] * 1000)) < 64 + 75
 
 
-@pytest.mark.parametrize(
-    "prompt", [None, 7, "short", [], [-1] * 500, ["x", 7], [None] * 500, [1.5] * 500, {"a": 1}]
-)
+@pytest.mark.parametrize("prompt", [None, 7, "short", [], [-1] * 500, ["x", 7], [None] * 500, [1.5] * 500, {"a": 1}])
 def test_a_wrong_prompt_has_none(prompt: object) -> None:
     assert completion(prompt) == ()
 

@@ -95,9 +95,7 @@ class Client:
     def openai(self) -> Any:
         """A client of OpenAI's library."""
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        return AsyncOpenAI(
-            api_key="-", base_url="http://here/v1", http_client=httpx.AsyncClient(transport=transport)
-        )
+        return AsyncOpenAI(api_key="-", base_url="http://here/v1", http_client=httpx.AsyncClient(transport=transport))
 
     def error(self, status: int, path: str, body: Any = None, **options: Any) -> dict[str, Any]:
         """Return the error of a request that is rejected with this status."""
@@ -141,19 +139,7 @@ TEXTS: dict[str, Any] = {
     "two": "First.\nstop here",
     "endless": "a b c " * 12,
     "long": ("one ", "two ", "three ", "four ", "five", "\n", "</think>", "\n\n", "Done.", "<|im_end|>"),
-    "thinker": (
-        "<think>",
-        "one ",
-        "two ",
-        "three ",
-        "four ",
-        "five",
-        "\n",
-        "</think>",
-        "\n\n",
-        "Done.",
-        "<|im_end|>",
-    ),
+    "thinker": ("<think>", "one ", "two ", "three ", "four ", "five", "\n", "</think>", "\n\n", "Done.", "<|im_end|>"),
     "default": "Hello hello.",
 }
 """Output of the scripted model, by the first user message."""

@@ -41,9 +41,7 @@ def llm() -> Iterator[AsyncLLM]:
 
 def test_adapters_come_and_go(llm: AsyncLLM, folders: dict[str, str], client_of: Any, tmp_path: Path) -> None:
     config = ServeConfig(
-        served_model_name=["base"],
-        lora_modules=[f"one={folders['one']}"],
-        chat_template="{{ messages[0].content }}",
+        served_model_name=["base"], lora_modules=[f"one={folders['one']}"], chat_template="{{ messages[0].content }}"
     )
     client = client_of(build_app(llm, config))
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -60,11 +58,7 @@ def test_adapters_come_and_go(llm: AsyncLLM, folders: dict[str, str], client_of:
     assert len({base, one, text("two")}) == 3
     assert (text("base"), text("one")) == (base, one)
     told = {each["id"]: (each["root"], each["parent"]) for each in client.ask("/v1/models").json()["data"]}
-    assert told == {
-        "base": ("base", None),
-        "one": (folders["one"], "base"),
-        "two": (folders["two"], "base"),
-    }
+    assert told == {"base": ("base", None), "one": (folders["one"], "base"), "two": (folders["two"], "base")}
     chunks = client.stream("/v1/completions", BODY | {"model": "one"})
     assert "".join(each["choices"][0]["text"] for each in chunks) == one
     assert {each["model"] for each in chunks} == {"one"}
@@ -77,16 +71,12 @@ def test_adapters_come_and_go(llm: AsyncLLM, folders: dict[str, str], client_of:
         assert client.ask(path, body | {"model": "two"}).json()["model"] == "two"
 
     assert "unload the other adapter first" in client.error(400, load, two)["message"]
-    assert (
-        "must hold" in client.error(400, load, {"lora_name": "three", "lora_path": str(tmp_path)})["message"]
-    )
+    assert "must hold" in client.error(400, load, {"lora_name": "three", "lora_path": str(tmp_path)})["message"]
     assert client.error(400, load, {"lora_name": "three"})["code"] == "missing_required_parameter"
     assert client.error(404, unload, {"lora_name": "three"})["code"] == "model_not_found"
     asyncio.run(while_one_runs(llm, folders, client))
     assert text("two")
-    assert (
-        client.ask(unload, {"lora_name": "two"}).text == "Success: LoRA adapter 'two' removed successfully."
-    )
+    assert client.ask(unload, {"lora_name": "two"}).text == "Success: LoRA adapter 'two' removed successfully."
     assert client.error(404, "/v1/completions", BODY | {"model": "two"})["code"] == "model_not_found"
     assert client.ask(load, {"lora_name": "two", "lora_path": folders["one"]}).status_code == 200
     assert text("two") == one

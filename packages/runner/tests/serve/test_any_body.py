@@ -66,11 +66,7 @@ RESPONSE = {
         {"type": "function", **FUNCTION},
         {"type": "custom", "name": "patch", "description": "d", "format": {"definition": "start: x"}},
     ],
-    "tool_choice": {
-        "type": "allowed_tools",
-        "mode": "auto",
-        "tools": [{"type": "function", "name": "weather"}],
-    },
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]},
     "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
     "reasoning": {"effort": "low"},
 }
@@ -107,10 +103,7 @@ MESSAGE = {
 NAMES_A_FIELD = re.compile(r"(?:(?:a key|keys) of )?[a-z_]+[\w.\[\]']* (?:is|are|has|holds|must)\b")
 READERS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
     "chat": (CHAT, lambda body: body),
-    "responses": (
-        RESPONSE,
-        lambda body: responses.chat_body(validate(responses.ResponsesBody, body), []),
-    ),
+    "responses": (RESPONSE, lambda body: responses.chat_body(validate(responses.ResponsesBody, body), [])),
     "messages": (MESSAGE, lambda body: messages.chat_body(validate(messages.MessagesBody, body))),
 }
 

@@ -72,9 +72,7 @@ def test_text_grows_and_a_slow_reader_gets_it_in_fewer_parts(engine: AsyncLLM) -
     assert len(outputs) < 10
     assert (
         texts[-1]
-        == asyncio.run(last(engine, "import os", SamplingParams(temperature=0, max_tokens=40)))
-        .outputs[0]
-        .text
+        == asyncio.run(last(engine, "import os", SamplingParams(temperature=0, max_tokens=40))).outputs[0].text
     )
 
 
@@ -175,9 +173,7 @@ def test_an_idle_engine_takes_no_time_of_a_processor(engine: AsyncLLM) -> None:
 
 def test_a_fork_is_refused(engine: AsyncLLM) -> None:
     child, told = raised_in_fork(lambda: asyncio.run(last(engine, "x")))
-    assert told.startswith(
-        f"RuntimeError: this LLM was made in process {os.getpid()}, and this is process {child}"
-    )
+    assert told.startswith(f"RuntimeError: this LLM was made in process {os.getpid()}, and this is process {child}")
 
 
 def small() -> AsyncLLM:
@@ -195,9 +191,7 @@ def test_a_dead_engine_tells_everybody(caplog: pytest.LogCaptureFixture) -> None
         await anext(llm.generate("x", LONG))
         with stepping(llm, broken):
             for each in waiting:
-                with pytest.raises(
-                    EngineDead, match="the engine died of OSError: the device is gone"
-                ) as told:
+                with pytest.raises(EngineDead, match="the engine died of OSError: the device is gone") as told:
                     await each
                 assert isinstance(told.value.__cause__, OSError)
         with pytest.raises(EngineDead):
@@ -247,9 +241,7 @@ def test_a_long_text_does_not_delay_others(engine: AsyncLLM) -> None:
     released = threading.Event()
 
     async def ask() -> None:
-        slow = [
-            asyncio.create_task(engine.run_in_thread(lambda: released.wait(60), long=True)) for _ in range(6)
-        ]
+        slow = [asyncio.create_task(engine.run_in_thread(lambda: released.wait(60), long=True)) for _ in range(6)]
         await asyncio.sleep(0)
         await last(engine, "def f(")
         assert not any(each.done() for each in slow)

@@ -35,9 +35,7 @@ def test_a_checkpoint_without_a_template_is_an_error(client: Any) -> None:
     assert error["message"].startswith("the checkpoint has no chat template")
 
 
-def test_a_template_may_be_given_beside_the_checkpoint(
-    make_client: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_template_may_be_given_beside_the_checkpoint(make_client: Callable[..., Any], tmp_path: Path) -> None:
     """The option takes text or a file, and works without a template in the checkpoint."""
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     for given in (TEMPLATE, str(tmp_path / "chat.jinja")):
@@ -125,8 +123,7 @@ def test_errors_have_openais_codes_and_phrases(make_client: Callable[..., Any]) 
 
 
 SWITCHED = (
-    "{{ messages[0].content }}"
-    "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>' }}{% endif %}"
+    "{{ messages[0].content }}{% if enable_thinking is not defined or enable_thinking %}{{ '<think>' }}{% endif %}"
 )
 
 
@@ -165,8 +162,7 @@ def test_a_reply_may_leave_out_its_reasoning(scripted: Any) -> None:
     assert message["reasoning_content"] is None
     assert not any("reasoning" in chunk["choices"][0]["delta"] for chunk in scripted.stream(PATH, body))
     assert (
-        scripted.ask(PATH, body | {"include_reasoning": True}).json()["choices"][0]["message"]["reasoning"]
-        == "I look."
+        scripted.ask(PATH, body | {"include_reasoning": True}).json()["choices"][0]["message"]["reasoning"] == "I look."
     )
 
 
@@ -180,10 +176,7 @@ def test_usage_is_in_every_chunk_only_if_it_is_asked_for_at_all(
     assert all(chunk["usage"]["prompt_tokens"] for chunk in scripted.stream(PATH, body | both))
     forced = make_scripted(enable_force_include_usage=True)
     assert forced.stream(PATH, body)[-1]["usage"]["completion_tokens"] > 0
-    assert (
-        forced.stream("/v1/completions", {"prompt": "x", "max_tokens": 2})[-1]["usage"]["completion_tokens"]
-        == 2
-    )
+    assert forced.stream("/v1/completions", {"prompt": "x", "max_tokens": 2})[-1]["usage"]["completion_tokens"] == 2
 
 
 def test_log_probabilities_of_all_tokens(client: Any, make_client: Callable[..., Any]) -> None:
@@ -200,12 +193,7 @@ def test_log_probabilities_of_all_tokens(client: Any, make_client: Callable[...,
 
 
 def test_a_prompt_is_truncated_at_either_side(client: Any) -> None:
-    body = {
-        "prompt": "a b c d e f g h",
-        "max_tokens": 1,
-        "truncate_prompt_tokens": 4,
-        "return_token_ids": True,
-    }
+    body = {"prompt": "a b c d e f g h", "max_tokens": 1, "truncate_prompt_tokens": 4, "return_token_ids": True}
 
     def ids(**more: Any) -> list[int]:
         found: list[int] = client.ask("/v1/completions", body | more).json()["choices"][0]["prompt_token_ids"]
@@ -242,12 +230,7 @@ def answers(client: Any, **body: Any) -> tuple[Any, Any, Any, int]:
     assert "".join(delta.get("reasoning", "") for delta in deltas) == (message["reasoning"] or "")
     assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
     assert last["usage"] | {"prompt_tokens_details": None} == reply["usage"] | {"prompt_tokens_details": None}
-    return (
-        message["reasoning"],
-        message["content"],
-        choice["finish_reason"],
-        reply["usage"]["completion_tokens"],
-    )
+    return (message["reasoning"], message["content"], choice["finish_reason"], reply["usage"]["completion_tokens"])
 
 
 def test_reasoning_ends_at_its_budget(scripted: Any) -> None:
@@ -255,9 +238,7 @@ def test_reasoning_ends_at_its_budget(scripted: Any) -> None:
     whole = answers(scripted)
     assert whole[:3] == (thought, answer, "stop")
     assert answers(scripted, thinking_token_budget=100) == whole
-    assert answers(scripted, thinking_token_budget=6)[:3] == (thought, answer, "stop"), (
-        "exactly as many as there are"
-    )
+    assert answers(scripted, thinking_token_budget=6)[:3] == (thought, answer, "stop"), "exactly as many as there are"
     reasoning, _, reason, count = answers(scripted, thinking_token_budget=2, max_tokens=8)
     assert (reasoning, reason, count) == ("one two", "length", 8)
     assert answers(scripted, thinking_token_budget=50, max_tokens=3)[2:] == ("length", 3)
@@ -339,11 +320,7 @@ def test_all_wrong_keys_of_logit_bias_are_named(scripted: Any) -> None:
 
 @pytest.mark.parametrize(
     ("stop", "arguments", "reason"),
-    [
-        ("Os", '{"city": "', "stop"),
-        ("slo", '{"city": "O', "stop"),
-        ("</tool_call>", '{"city": "Oslo"}', "tool_calls"),
-    ],
+    [("Os", '{"city": "', "stop"), ("slo", '{"city": "O', "stop"), ("</tool_call>", '{"city": "Oslo"}', "tool_calls")],
 )
 def test_a_stop_string_cuts_a_call(scripted: Any, stop: str, arguments: str, reason: str) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

@@ -81,24 +81,12 @@ def test_what_is_refused_names_its_field(client: Any) -> None:
     cases: list[tuple[dict[str, Any], str | None, str]] = [
         ({}, "prompt", "prompt is absent; it must be text, token ids, or a list of these"),
         ({"prompt": ""}, "prompt", "prompt is empty; at least one token is needed"),
-        (
-            {"prompt": "x", "temperature": -1},
-            "temperature",
-            "temperature is -1; it must be a finite number >= 0",
-        ),
+        ({"prompt": "x", "temperature": -1}, "temperature", "temperature is -1; it must be a finite number >= 0"),
         ({"prompt": [1, 99999]}, "prompt", "prompt[1] is 99999; it must be a token id, "),
-        (
-            {"prompt": "x" * 50_000},
-            "prompt",
-            "prompt has 50000 characters, in tokens of at most ",
-        ),
+        ({"prompt": "x" * 50_000}, "prompt", "prompt has 50000 characters, in tokens of at most "),
         ({"prompt": ["x"] * 99}, None, "99 sequences are asked for at once; "),
         ({"prompt": ["x"] * 2000}, "prompt", "prompt has 2000 entries for n = 1 answers each; "),
-        (
-            {"prompt": [1] * 256},
-            "prompt",
-            "prompt has 256 tokens; this model's maximum context length is 256 tokens",
-        ),
+        ({"prompt": [1] * 256}, "prompt", "prompt has 256 tokens; this model's maximum context length is 256 tokens"),
         ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21; it must be at most max_logprobs = 20"),
     ]
     for body, param, message in cases:

@@ -47,9 +47,7 @@ def test_logits_that_are_not_numbers_fail_their_request(
     assert asking.ask("/health").status_code == 200
 
 
-def test_an_internal_error_hides_its_message(
-    asking: Any, frail: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_internal_error_hides_its_message(asking: Any, frail: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(prompts: Any, *args: Any, **options: Any) -> None:
         raise KeyError("a secret")
 

@@ -86,9 +86,9 @@ def test_errors_have_anthropics_form(make_scripted: Callable[..., Any]) -> None:
     assert refused(401, b"{}")["type"] == "authentication_error"
     assert refused(401, b"{}", **{"x-api-key": "other"})["type"] == "authentication_error"
     assert refused(400, b"{}", **key)["message"] == "messages is absent; it is required"
-    assert refused(404, b'{"messages": [{"role": "user", "content": "x"}], "model": "claude"}', **key)[
-        "type"
-    ] == ("not_found_error")
+    assert refused(404, b'{"messages": [{"role": "user", "content": "x"}], "model": "claude"}', **key)["type"] == (
+        "not_found_error"
+    )
     long = b'{"messages": [{"role": "user", "content": "' + b"x" * 5000 + b'"}]}'
     assert refused(400, long, **key)["message"].startswith("prompt is too long: prompt has")
     assert refused(413, b" " * (17 * 2**20), **key)["type"] == "request_too_large"
@@ -111,22 +111,14 @@ def test_blocks_become_messages() -> None:
     image = {"type": "image", "source": {"type": "base64", "data": "x"}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "5", "is_error": True}
     call = {"type": "tool_use", "id": "t", "name": "weather", "input": {"city": "Oslo"}}
-    thought = [
-        {"type": "thinking", "thinking": "Hm.", "signature": "s"},
-        {"type": "redacted_thinking", "data": "x"},
-    ]
+    thought = [{"type": "thinking", "thinking": "Hm.", "signature": "s"}, {"type": "redacted_thinking", "data": "x"}]
     document = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "read me"}}
     messages = [
         {"role": "user", "content": [image, document, {"type": "text", "text": "w"}]},
-        {
-            "role": "assistant",
-            "content": [*thought, {"type": "text", "text": "I look."}, call, call | {"id": "u"}],
-        },
+        {"role": "assistant", "content": [*thought, {"type": "text", "text": "I look."}, call, call | {"id": "u"}]},
         {"role": "user", "content": [result, result | {"tool_use_id": "u"}]},
     ]
-    system, user, assistant, first, second = read(messages=messages, system=[{"type": "text", "text": "s"}])[
-        "messages"
-    ]
+    system, user, assistant, first, second = read(messages=messages, system=[{"type": "text", "text": "s"}])["messages"]
     assert system == {"role": "system", "content": [{"type": "text", "text": "s"}]}
     assert user["content"] == [image, {"type": "text", "text": "read me"}, {"type": "text", "text": "w"}]
     assert assistant["content"] == [thought[0], {"type": "text", "text": "I look."}]
@@ -145,10 +137,7 @@ def test_blocks_become_messages() -> None:
         ({"thinking": {"type": "adaptive"}}, {"enable_thinking": True}),
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
         ({"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
-        (
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            {"parallel_tool_calls": False},
-        ),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, {"parallel_tool_calls": False}),
         (
             {"tool_choice": {"type": "tool", "name": "weather"}},
             {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
@@ -174,11 +163,7 @@ def test_blocks_become_messages() -> None:
                 "tools": [
                     {
                         "type": "function",
-                        "function": {
-                            "name": "weather",
-                            "parameters": {"type": "object"},
-                            "description": "Looks.",
-                        },
+                        "function": {"name": "weather", "parameters": {"type": "object"}, "description": "Looks."},
                     },
                     {"type": "web_search_20250305", "name": "web_search"},
                 ]

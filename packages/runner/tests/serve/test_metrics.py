@@ -24,9 +24,7 @@ def busy() -> EngineStats:
     stats.finished.update({"stop": 2, "length": 1})
     stats.acceptance = AcceptStats(2)
     stats.acceptance.update(np.array([2, 2, 0]), np.array([2, 1, 0]))
-    stats.offload = OffloadStats(
-        host_bytes=9, host_hit_tokens=16, stored_bytes=40, loaded_bytes=30, dropped_bytes=2
-    )
+    stats.offload = OffloadStats(host_bytes=9, host_hit_tokens=16, stored_bytes=40, loaded_bytes=30, dropped_bytes=2)
     stats.offload.disk_hit_tokens, stats.offload.written_bytes, stats.offload.read_bytes = 8, 7, 6
     stats.offload.refused["corrupt"], stats.offload.unwritten_files = 2, 1
     for why in (DispatchReason.DECODE, DispatchReason.DECODE, DispatchReason.HAS_PREFILL):
@@ -38,10 +36,7 @@ def busy() -> EngineStats:
 def samples(text: bytes) -> dict[tuple[str, ...], float]:
     """Parse metrics to values by name and labels, without the model's label."""
     return {
-        (
-            each.name,
-            *(value for name, value in sorted(each.labels.items()) if name != "model_name"),
-        ): each.value
+        (each.name, *(value for name, value in sorted(each.labels.items()) if name != "model_name")): each.value
         for family in parser.text_string_to_metric_families(text.decode())
         for each in family.samples
     }

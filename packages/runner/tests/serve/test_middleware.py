@@ -24,15 +24,7 @@ JSON = {"content-type": "application/json"}
 
 def test_a_key_is_asked_for_under_v1_alone(make_client: Callable[..., Any]) -> None:
     client = make_client(api_key=["first", "second"])
-    for given in (
-        None,
-        "Bearer",
-        "Bearer third",
-        "Basic first",
-        "first",
-        "Bearer first second",
-        "Bearer f\u00efrst",
-    ):
+    for given in (None, "Bearer", "Bearer third", "Basic first", "first", "Bearer first second", "Bearer f\u00efrst"):
         headers = {} if given is None else {"authorization": given.encode()}
         reply = client.ask("/v1/models", headers=headers)
         assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer"), given
@@ -70,34 +62,14 @@ def test_a_server_that_is_about_to_end_takes_no_requests(make_client: Callable[.
         (404, "/v2", {}, "this path does not exist: GET /v2"),
         (405, PATH, {}, f"this path does not support the method: GET {PATH}"),
         (415, PATH, {"content": b"{}"}, "Content-Type is absent"),
-        (
-            415,
-            PATH,
-            {"data": {"a": "b"}, "method": "POST"},
-            "Content-Type is 'application/x-www-form-urlencoded'",
-        ),
-        (
-            400,
-            PATH,
-            {"content": b"", "headers": JSON},
-            "the body is not JSON: Expecting value, line 1, column 1",
-        ),
+        (415, PATH, {"data": {"a": "b"}, "method": "POST"}, "Content-Type is 'application/x-www-form-urlencoded'"),
+        (400, PATH, {"content": b"", "headers": JSON}, "the body is not JSON: Expecting value, line 1, column 1"),
         (400, PATH, {"content": b"[1]", "headers": JSON}, "the body is an array; it must be an object"),
         (400, PATH, {"content": b'{"n": NaN}', "headers": JSON}, "the body holds NaN, which is not JSON"),
         (400, PATH, {"content": b'"\xff"', "headers": JSON}, "the body is not UTF-8: byte 1"),
         (400, PATH, {"content": b"[" * 10**5, "headers": JSON}, "the body is nested too deeply"),
-        (
-            400,
-            PATH,
-            {"content": b"9" * 5000, "headers": JSON},
-            "the body holds a number with too many digits",
-        ),
-        (
-            413,
-            PATH,
-            {"content": b" " * 2001, "headers": JSON},
-            "the body has more than max_body_bytes = 2000 bytes",
-        ),
+        (400, PATH, {"content": b"9" * 5000, "headers": JSON}, "the body holds a number with too many digits"),
+        (413, PATH, {"content": b" " * 2001, "headers": JSON}, "the body has more than max_body_bytes = 2000 bytes"),
     ],
 )
 def test_what_is_no_request(

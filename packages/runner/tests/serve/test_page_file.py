@@ -12,9 +12,7 @@ PAGE = html().decode()
 def test_it_takes_nothing_from_elsewhere() -> None:
     links = re.findall(r"""(?:src|href|action)\s*=\s*["']?([^"'\s>]+)|url\(([^)]*)\)|@import""", PAGE)
     assert [link for link, _ in links] == ["data:,"]
-    assert re.findall(r"https?://[^\"' ]+", PAGE) == ["http://www.w3.org/2000/svg"], (
-        "the name of SVG, no address"
-    )
+    assert re.findall(r"https?://[^\"' ]+", PAGE) == ["http://www.w3.org/2000/svg"], "the name of SVG, no address"
 
 
 def test_its_script_and_style_are_the_only_ones_that_may_run() -> None:

@@ -22,19 +22,13 @@ CALL = {"type": "function_call", "call_id": "c", "name": "weather", "arguments":
 
 
 def text_of(response: dict[str, Any]) -> str:
-    return "".join(
-        part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"]
-    )
+    return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
 
 
 def test_a_response_has_items(scripted: Any) -> None:
     response = scripted.ask(PATH, {"input": "weather", "tools": [TOOL], "metadata": {"a": "b"}}).json()
     reasoning, call = response["output"]
-    assert (response["object"], response["status"], response["model"]) == (
-        "response",
-        "completed",
-        "scripted",
-    )
+    assert (response["object"], response["status"], response["model"]) == ("response", "completed", "scripted")
     assert [part["text"] for part in reasoning["content"]] == ["I look."]
     assert (call["type"], call["name"], call["arguments"]) == ("function_call", "weather", '{"city": "Oslo"}')
     assert {reasoning["status"], call["status"]} == {"completed"}
@@ -83,19 +77,14 @@ def test_events_join_to_the_response(scripted: Any, text: str) -> None:
     assert last["type"] == "response.completed"
 
     def plain(items: Any) -> Any:
-        return [
-            {name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items
-        ]
+        return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
 
     assert plain(last["response"]["output"]) == plain(whole["output"])
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == last["response"]["output"]
     for index, item in enumerate(done):
         own = [event for event in events if event.get("output_index") == index]
-        assert (own[0]["type"], own[-1]["type"]) == (
-            "response.output_item.added",
-            "response.output_item.done",
-        )
+        assert (own[0]["type"], own[-1]["type"]) == ("response.output_item.added", "response.output_item.done")
         joined = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
         text = item.get("arguments") or item.get("input") or item["content"][0]["text"]
         assert joined == text
@@ -106,9 +95,7 @@ def test_every_kind_of_event_is_sent(scripted: Any) -> None:
     tools = [TOOL, {"type": "custom", "name": "patch"}]
     asked = [{"input": name, "tools": tools} for name in ("weather", "patch", "default")]
     asked.append({"input": "endless", "max_output_tokens": 3})
-    kinds = {
-        event["type"].removeprefix("response.") for body in asked for event in scripted.events(PATH, body)
-    }
+    kinds = {event["type"].removeprefix("response.") for body in asked for event in scripted.events(PATH, body)}
     assert kinds == {
         *("created", "in_progress", "completed", "incomplete", "output_item.added", "output_item.done"),
         *("content_part.added", "content_part.done", "output_text.delta", "output_text.done"),
@@ -120,21 +107,13 @@ def test_every_kind_of_event_is_sent(scripted: Any) -> None:
 
 def test_a_limit_makes_it_incomplete(scripted: Any) -> None:
     response = scripted.ask(PATH, {"input": "endless", "max_output_tokens": 3}).json()
-    assert (response["status"], response["incomplete_details"]) == (
-        "incomplete",
-        {"reason": "max_output_tokens"},
-    )
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert response["output"][0]["status"] == "incomplete"
     assert response["usage"]["output_tokens"] == 3
 
 
 def test_text_may_follow_a_schema(scripted: Any) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"n": {"const": 3}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"n": {"const": 3}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
     response = scripted.ask(
         PATH, {"input": "default", "text": {"format": form}, "max_output_tokens": 40, "temperature": 0}
@@ -188,9 +167,7 @@ def test_the_store_is_bounded_in_bytes() -> None:
     store.get("e")
     store.put({"id": "i", "output": []}, [{"text": "y" * 100}], store.get("f"))
     found = [name for name in "efghi" if store.get(name)]
-    assert found == ["e", "f", "i"], (
-        "what was not used for longest goes; a continuation counts with what it continues"
-    )
+    assert found == ["e", "f", "i"], "what was not used for longest goes; a continuation counts with what it continues"
     assert [item["text"][0] for item in store.get("i").items] == ["x", "y"]  # type: ignore[union-attr]
     store.put({"id": "huge", "output": ["z" * 2000]}, [], None)
     assert store.get("huge") is None
@@ -206,9 +183,7 @@ def test_a_response_in_the_background_is_polled_and_cancelled(scripted: Any) -> 
             await asyncio.sleep(0.01)
         assert (response.status, response.output_text) == ("completed", "Hello hello.")
         endless = {"ignore_eos": True, "max_output_tokens": 900}
-        begun = await client.responses.create(
-            model="scripted", input="x", background=True, extra_body=endless
-        )
+        begun = await client.responses.create(model="scripted", input="x", background=True, extra_body=endless)
         await asyncio.sleep(0.05)
         response = await client.responses.cancel(begun.id)
         assert response.status == "cancelled"
@@ -258,11 +233,7 @@ def test_items_of_one_turn_are_one_message() -> None:
     ]
     user, turn, first, second, last = messages_of(items)
     assert user == {"role": "user", "content": "w"}
-    assert (turn["reasoning_content"], turn["content"], len(turn["tool_calls"])) == (
-        "Hm.",
-        said["content"],
-        2,
-    )
+    assert (turn["reasoning_content"], turn["content"], len(turn["tool_calls"])) == ("Hm.", said["content"], 2)
     assert first == second == {"role": "tool", "tool_call_id": "c", "content": output["output"]}
     assert last["reasoning_content"] == "Hm."
     assert last["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input": "*** Begin"}'}
@@ -285,13 +256,8 @@ def test_fields_become_those_of_chat_completions() -> None:
     chat = chat_body(body, [{"role": "user", "content": "before"}])
     assert [each["content"] for each in chat["messages"]] == ["Be kind.", "before", "x"]
     assert (chat["reasoning_effort"], chat["top_k"], chat["truncate_prompt_tokens"]) == ("low", 5, -1)
-    assert chat["tools"][0] == {
-        "type": "function",
-        "function": {name: TOOL[name] for name in TOOL if name != "type"},
-    }
-    assert chat["tool_choice"]["allowed_tools"]["tools"] == [
-        {"type": "function", "function": {"name": "weather"}}
-    ]
+    assert chat["tools"][0] == {"type": "function", "function": {name: TOOL[name] for name in TOOL if name != "type"}}
+    assert chat["tool_choice"]["allowed_tools"]["tools"] == [{"type": "function", "function": {"name": "weather"}}]
     assert chat["tools"][1] == {"type": "web_search"}
 
 
@@ -304,10 +270,7 @@ def test_fields_become_those_of_chat_completions() -> None:
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text"),
         ({"reasoning": {"effort": 3}}, "reasoning"),
         ({"top_logprobs": 1000}, "top_logprobs"),
-        (
-            {"tools": [{"type": "function", "name": "f", "parameters": {"type": "x"}, "strict": True}]},
-            "tools",
-        ),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "x"}, "strict": True}]}, "tools"),
     ],
 )
 def test_errors_name_the_fields_of_this_api(scripted: Any, body: dict[str, Any], param: str) -> None:

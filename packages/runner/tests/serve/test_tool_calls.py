@@ -16,10 +16,7 @@ from bateleur.runner.outputs import CompletionOutput, RequestOutput, RequestOutp
 
 PATH = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "What is the weather?"}]
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 OPTIONS = {"enable_auto_tool_choice": True, "reasoning_parser": "think"}
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
@@ -53,11 +50,7 @@ class Script:
         text = self._pieces.pop(0)
         reason: Any = None if self._pieces else "stop"
         completion = CompletionOutput(0, text, [1], None, None, reason, None, [False])
-        return [
-            RequestOutput(
-                "r-0", self._prompt, [1], [completion], reason is not None, 0, "", 0, kind=self._kind
-            )
-        ]
+        return [RequestOutput("r-0", self._prompt, [1], [completion], reason is not None, 0, "", 0, kind=self._kind)]
 
 
 Scripted = Callable[..., AsyncOpenAI]
@@ -77,9 +70,7 @@ def scripted(make_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(client.service, "submit", submit)
         monkeypatch.setattr(client.service.llm, "abort_unfinished", lambda reader: None)
         transport = httpx.ASGITransport(client.app, raise_app_exceptions=False)
-        return AsyncOpenAI(
-            api_key="-", base_url="http://here/v1", http_client=httpx.AsyncClient(transport=transport)
-        )
+        return AsyncOpenAI(api_key="-", base_url="http://here/v1", http_client=httpx.AsyncClient(transport=transport))
 
     return make
 
@@ -153,10 +144,7 @@ def test_a_model_may_call_only_where_its_calls_are_read(client: Any) -> None:
     assert error["param"] == "tool_choice"
     assert "--tool-call-parser" in error["message"]
     assert (
-        client.ask(
-            PATH, {"messages": HELLO, "tools": TOOLS, "tool_choice": "none", "max_tokens": 1}
-        ).status_code
-        == 200
+        client.ask(PATH, {"messages": HELLO, "tools": TOOLS, "tool_choice": "none", "max_tokens": 1}).status_code == 200
     )
 
 

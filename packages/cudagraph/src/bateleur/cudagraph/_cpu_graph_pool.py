@@ -42,9 +42,7 @@ class CpuGraphPool:
         self.nbytes = 0
         self._segments: list[Tensor] = []
         self._free: list[_Range] = []
-        self._returned: list[
-            _Range
-        ] = []  # separate, because a storage may die while `_free` is being changed
+        self._returned: list[_Range] = []  # separate, because a storage may die while `_free` is being changed
 
     def allocate(self, nbytes: int) -> UntypedStorage:
         """Return `nbytes` bytes with undefined contents. They are free again when the storage dies."""

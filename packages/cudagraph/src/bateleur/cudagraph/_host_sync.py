@@ -18,20 +18,8 @@ _ACCEPTS_MASKS = frozenset(
 )
 _UNTAGGED = frozenset({"aten::_linalg_check_errors"})
 
-_READ_METHODS = (
-    "numpy",
-    "tolist",
-    "cpu",
-    "__array__",
-    "__dlpack__",
-    "__repr__",
-    "__format__",
-    "apply_",
-    "map_",
-)
-HOST_READS: dict[Callable[..., Any], str] = {
-    getattr(Tensor, name): f"Tensor.{name}" for name in _READ_METHODS
-}
+_READ_METHODS = ("numpy", "tolist", "cpu", "__array__", "__dlpack__", "__repr__", "__format__", "apply_", "map_")
+HOST_READS: dict[Callable[..., Any], str] = {getattr(Tensor, name): f"Tensor.{name}" for name in _READ_METHODS}
 """Methods that read the memory of a CPU tensor without an operator, or copy a device tensor to the host. By name."""
 
 

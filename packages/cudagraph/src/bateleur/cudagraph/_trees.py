@@ -62,9 +62,7 @@ def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[
 
     def changed_part_of(other: object) -> str | None:
         changed = {
-            id(node)
-            for node, children in before
-            if [*map(id, children)] != [*map(id, _children(node).values())]
+            id(node) for node, children in before if [*map(id, children)] != [*map(id, _children(node).values())]
         }
         nodes = _walk(other, "state", into_objects)
         return next((where for where, node in nodes if id(node) in changed), None)

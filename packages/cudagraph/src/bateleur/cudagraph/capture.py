@@ -30,9 +30,7 @@ class EagerPart:
             argument if `fn` returned one.
     """
 
-    def __init__(
-        self, name: str, fn: Callable[..., Tensor], tensors: tuple[Tensor, ...], result: Tensor
-    ) -> None:
+    def __init__(self, name: str, fn: Callable[..., Tensor], tensors: tuple[Tensor, ...], result: Tensor) -> None:
         self._name = name
         self._fn = fn
         self._tensors = tensors

@@ -76,10 +76,7 @@ class CapturedState(Generic[S]):
             external
             for external in self.externals
             if external.nbytes
-            and not any(
-                first < external.address + external.nbytes and external.address < last
-                for first, last in spans
-            )
+            and not any(first < external.address + external.nbytes and external.address < last for first, last in spans)
         )
 
 
@@ -120,9 +117,7 @@ class CapturedStateProducer(Producer[S]):
         ValueError: there are no keys, or the states have different producers.
     """
 
-    def __init__(
-        self, states: CapturedStates[S], keys: Iterable[BatchExecutionDescriptor] | None = None
-    ) -> None:
+    def __init__(self, states: CapturedStates[S], keys: Iterable[BatchExecutionDescriptor] | None = None) -> None:
         self._states = states
         used = [states[key] for key in (states if keys is None else keys)]
         if not used:

@@ -15,12 +15,7 @@ import torch
 import torch.distributed as dist
 
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor, UnpaddedBatch, Variant
-from bateleur.cudagraph.dispatcher import (
-    NUM_CONSTRAINTS_MET,
-    CudagraphDispatcher,
-    DispatchDecision,
-    DispatchReason,
-)
+from bateleur.cudagraph.dispatcher import NUM_CONSTRAINTS_MET, CudagraphDispatcher, DispatchDecision, DispatchReason
 
 NO_COMMON_VARIANT: Variant = ("no common variant",)
 """Variant of a joint batch whose ranks need different variants. No graph has this variant."""
@@ -77,9 +72,7 @@ class JointDispatch:
             ValueError: the batch is larger than the joint batch, so it was not part of the joint dispatch.
         """
         num_reqs, num_tokens = (0, 0) if batch is None else (batch.num_reqs, batch.num_tokens)
-        most_reqs, most_tokens = (
-            (0, 0) if self.batch is None else (self.batch.num_reqs, self.batch.num_tokens)
-        )
+        most_reqs, most_tokens = (0, 0) if self.batch is None else (self.batch.num_reqs, self.batch.num_tokens)
         if num_reqs > most_reqs or num_tokens > most_tokens:
             raise ValueError(
                 f"batch of {num_reqs} requests and {num_tokens} tokens exceeds the joint batch of {most_reqs} requests "
@@ -241,10 +234,7 @@ class TorchDistCoordinator:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        dispatcher: CudagraphDispatcher,
-        device: torch.device | str = "cpu",
+        self, group: dist.ProcessGroup | None, dispatcher: CudagraphDispatcher, device: torch.device | str = "cpu"
     ) -> None:
         self._group = group
         self._dispatcher = dispatcher

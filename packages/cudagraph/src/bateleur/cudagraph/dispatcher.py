@@ -144,15 +144,10 @@ class Coverage:
         ranges: list[SizeRange] = []
         for num_reqs, decision in enumerate(decisions, start=1):
             first = num_reqs
-            if ranges and (ranges[-1].descriptor, ranges[-1].reason) == (
-                decision.descriptor,
-                decision.reason,
-            ):
+            if ranges and (ranges[-1].descriptor, ranges[-1].reason) == (decision.descriptor, decision.reason):
                 first = ranges.pop().first
             ranges.append(SizeRange(first, num_reqs, decision.descriptor, decision.reason))
-        padding = [d.pad_tokens / d.descriptor.num_tokens for d in decisions if d.descriptor is not None] or [
-            0.0
-        ]
+        padding = [d.pad_tokens / d.descriptor.num_tokens for d in decisions if d.descriptor is not None] or [0.0]
         return cls(query_len, tuple(ranges), sum(padding) / len(padding), max(padding))
 
     @property
@@ -283,8 +278,7 @@ class CudagraphDispatcher:
         if max_num_reqs < 1 or query_len < 1:
             raise ValueError(f"max_num_reqs={max_num_reqs} and query_len={query_len} must be at least 1")
         batches = (
-            UnpaddedBatch(n, n * query_len, query_len, query_len, decode_only)
-            for n in range(1, max_num_reqs + 1)
+            UnpaddedBatch(n, n * query_len, query_len, query_len, decode_only) for n in range(1, max_num_reqs + 1)
         )
         return Coverage.of(query_len, [self.dispatch(batch) for batch in batches])
 

@@ -28,9 +28,7 @@ class Execution(Generic[S]):
 
     __slots__ = ("_eager_call", "key", "state")
 
-    def __init__(
-        self, key: BatchExecutionDescriptor | None, state: S, eager_call: EagerCall | None = None
-    ) -> None:
+    def __init__(self, key: BatchExecutionDescriptor | None, state: S, eager_call: EagerCall | None = None) -> None:
         self.key = key
         self.state = state
         self._eager_call = eager_call

@@ -15,37 +15,14 @@ from bateleur.cudagraph._trees import watch_lazy_changes
 from bateleur.cudagraph.backends.base import CapturedBody, GraphBackend
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.capture_report import CaptureCost, CaptureReport, KeyEvent
-from bateleur.cudagraph.captured_state import (
-    CapturedKeys,
-    CapturedState,
-    CapturedStates,
-    check_addresses,
-    nearest,
-)
+from bateleur.cudagraph.captured_state import CapturedKeys, CapturedState, CapturedStates, check_addresses, nearest
 from bateleur.cudagraph.dispatcher import CudagraphDispatcher
-from bateleur.cudagraph.errors import (
-    AddressMoved,
-    CaptureError,
-    DanglingExternal,
-    ReplayFailed,
-    SharedState,
-)
+from bateleur.cudagraph.errors import AddressMoved, CaptureError, DanglingExternal, ReplayFailed, SharedState
 from bateleur.cudagraph.execution import Body, Execution, S, T
 from bateleur.cudagraph.modes import CudaGraphMode
-from bateleur.cudagraph.replay_checks import (
-    ReplayChecks,
-    check_staged,
-    check_tensors,
-    check_warmup,
-)
+from bateleur.cudagraph.replay_checks import ReplayChecks, check_staged, check_tensors, check_warmup
 from bateleur.cudagraph.staging import Phase, Producer, StagedBatch, stage_batch
-from bateleur.cudagraph.verify import (
-    ExtraTensors,
-    ReplayComparison,
-    VerifyReport,
-    compare_runs,
-    copy_tensors,
-)
+from bateleur.cudagraph.verify import ExtraTensors, ReplayComparison, VerifyReport, compare_runs, copy_tensors
 
 Progress: TypeAlias = Callable[[Sequence[BatchExecutionDescriptor]], Iterable[BatchExecutionDescriptor]]
 """Yields the keys in order and shows the progress, such as `tqdm`."""
@@ -79,11 +56,7 @@ class CudaGraphManager(Generic[S, T]):
     """
 
     def __init__(
-        self,
-        dispatcher: CudagraphDispatcher,
-        backend: GraphBackend,
-        *,
-        checks: ReplayChecks = ReplayChecks.CHEAP,
+        self, dispatcher: CudagraphDispatcher, backend: GraphBackend, *, checks: ReplayChecks = ReplayChecks.CHEAP
     ) -> None:
         self.dispatcher = dispatcher
         self._backend = backend
@@ -113,9 +86,7 @@ class CudaGraphManager(Generic[S, T]):
     @property
     def pending(self) -> tuple[BatchExecutionDescriptor, ...]:
         """Keys of the dispatcher that are neither captured nor failed, in capture order."""
-        return tuple(
-            key for key in self.dispatcher.keys if key not in self._captured and key not in self._failures
-        )
+        return tuple(key for key in self.dispatcher.keys if key not in self._captured and key not in self._failures)
 
     @property
     def report(self) -> CaptureReport:
@@ -262,19 +233,13 @@ class CudaGraphManager(Generic[S, T]):
         given, planned = set(keys), set(self.dispatcher.keys)
         for key in given:
             if key not in planned:
-                raise ValueError(
-                    f"keys: {key} is not in the dispatcher; {nearest(key, self.dispatcher.keys)}"
-                )
+                raise ValueError(f"keys: {key} is not in the dispatcher; {nearest(key, self.dispatcher.keys)}")
             if key in self._captured:
                 raise ValueError(f"keys: {key} is captured; release it to capture it again")
         return tuple(key for key in self.dispatcher.keys if key in given)
 
     def _capture(
-        self,
-        keys: tuple[BatchExecutionDescriptor, ...],
-        budget_s: float | None,
-        progress: Progress,
-        keep_going: bool,
+        self, keys: tuple[BatchExecutionDescriptor, ...], budget_s: float | None, progress: Progress, keep_going: bool
     ) -> CapturedStates[S]:
         if not keys:
             return self.states

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-_SUPPORT = (
-    "no attention",
-    "rows of one token",
-    "rows of equal length",
-    "every batch",
-)
+_SUPPORT = ("no attention", "rows of one token", "rows of equal length", "every batch")
 
 
 class CudaGraphMode(Enum):
@@ -68,7 +63,4 @@ class CudaGraphMode(Enum):
             mode, reason = CudaGraphMode.FULL_AND_PIECEWISE, "the mode asks for every batch"
         else:
             return self, None
-        return (
-            mode,
-            f"{self.value} became {mode.value}: a full graph may hold {_SUPPORT[support]}, and {reason}",
-        )
+        return (mode, f"{self.value} became {mode.value}: a full graph may hold {_SUPPORT[support]}, and {reason}")

@@ -100,12 +100,7 @@ def check_current(producer: Producer[S], key: BatchExecutionDescriptor, staged: 
 
 
 def stage_batch(
-    producer: Producer[S],
-    key: BatchExecutionDescriptor,
-    phase: Phase,
-    *,
-    poison: bool,
-    seed: int | None = None,
+    producer: Producer[S], key: BatchExecutionDescriptor, phase: Phase, *, poison: bool, seed: int | None = None
 ) -> StagedBatch[S]:
     """Stage a dummy or random batch, and check the key and generation that the producer returns.
 

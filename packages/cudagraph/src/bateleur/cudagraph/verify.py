@@ -56,9 +56,7 @@ class VerifyReport:
     @classmethod
     def join(cls, parts: Mapping[str, VerifyReport]) -> VerifyReport:
         """Join the reports of several managers, by the name of each manager."""
-        return cls(
-            tuple(replace(each, part=part) for part, report in parts.items() for each in report.comparisons)
-        )
+        return cls(tuple(replace(each, part=part) for part, report in parts.items() for each in report.comparisons))
 
     def table(self) -> str:
         """Return one line of text per key."""
@@ -84,12 +82,7 @@ def copy_tensors(output: object, extra_tensors: ExtraTensors[S], state: S) -> di
 
 
 def compare_runs(
-    key: BatchExecutionDescriptor,
-    eager: RunSeed,
-    replay: RunSeed,
-    num_seeds: int,
-    rtol: float | None,
-    atol: float,
+    key: BatchExecutionDescriptor, eager: RunSeed, replay: RunSeed, num_seeds: int, rtol: float | None, atol: float
 ) -> ReplayComparison:
     """Run seeds 0 .. `num_seeds` - 1 eagerly and by replay, and compare the results.
 

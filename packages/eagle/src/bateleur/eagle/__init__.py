@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bateleur.eagle.adaptive import AdaptiveDrafts
 from bateleur.eagle.borrow import BorrowError, borrow_violations
-from bateleur.eagle.drafter import (
-    BoundedDrafter,
-    DraftContext,
-    Drafter,
-    SamplingDrafter,
-    TargetNeeds,
-    distribution_of,
-)
+from bateleur.eagle.drafter import BoundedDrafter, DraftContext, Drafter, SamplingDrafter, TargetNeeds, distribution_of
 from bateleur.eagle.draw import Drawn, argmax, draw
 from bateleur.eagle.ngram import NGramDrafter
 from bateleur.eagle.noise import Keys, Lanes, Role, bits, gumbel, uniform
@@ -31,27 +24,14 @@ from bateleur.eagle.policy import (
     UniformPolicy,
 )
 from bateleur.eagle.rejection_sampler import draw_draft, verify
-from bateleur.eagle.rules import (
-    Coupled,
-    DraftDistribution,
-    Drafts,
-    Logits,
-    OneHot,
-    RejectionOutput,
-    Rows,
-    Rule,
-)
+from bateleur.eagle.rules import Coupled, DraftDistribution, Drafts, Logits, OneHot, RejectionOutput, Rows, Rule
 from bateleur.eagle.sample import sample
 from bateleur.eagle.sampling_metadata import SamplingMetadata
 from bateleur.eagle.stats import AcceptanceEstimates, AcceptStats
 
 if TYPE_CHECKING:
     from bateleur.eagle.cache import DraftCache
-    from bateleur.eagle.managers import (
-        DecodeEagleCudaGraphManager,
-        DraftGraphs,
-        PrefillEagleCudaGraphManager,
-    )
+    from bateleur.eagle.managers import DecodeEagleCudaGraphManager, DraftGraphs, PrefillEagleCudaGraphManager
     from bateleur.eagle.speculator import EagleSpeculator
     from bateleur.eagle.vocab_shard import ShardCollectives, VocabShard
 

@@ -47,9 +47,7 @@ class LogitRows:
         request.
         """
         starts, row_N = self.rows.query_start_loc, torch.arange(num_logits, device=self.index.device)
-        owner_N = torch.searchsorted(starts[1:].contiguous(), row_N.int(), right=True).clamp_(
-            max=len(self.rows) - 1
-        )
+        owner_N = torch.searchsorted(starts[1:].contiguous(), row_N.int(), right=True).clamp_(max=len(self.rows) - 1)
         position_N = self.rows.first_position[owner_N] + (row_N - starts[owner_N])
         return owner_N, Keys(self.rows.seeds[owner_N], position_N)
 

@@ -113,9 +113,7 @@ def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, lanes: Lanes |
     return _Case(logits, shard, scale, drafted, places, distribution, greedy_R, best, p_RK, q_RK, u_RK)
 
 
-def _probability(
-    logits: Tensor, scale: LogNormalizer, row: Tensor, token: Tensor, shard: VocabShard | None
-) -> Tensor:
+def _probability(logits: Tensor, scale: LogNormalizer, row: Tensor, token: Tensor, shard: VocabShard | None) -> Tensor:
     """Probability of tokens, of any shape, under these logit rows; 0 for invalid ids."""
     if shard is None:
         lane, here = token.clamp(0, logits.shape[1] - 1), (token >= 0) & (token < logits.shape[1])
@@ -156,9 +154,7 @@ def _excess(case: _Case, row_R: Tensor, place_R: Tensor, weight_R: Tensor) -> Te
     ids, of_shard, shard = case.distribution.ids, case.distribution.shard, case.shard
     excess_RV = case.scale.at(row_R).log_probs(case.logits[row_R]).exp_().mul_(weight_R.unsqueeze(1))
     at_R = torch.arange(len(place_R), device=place_R.device) * case.p.shape[1] + place_R
-    scaled_RD = apply_temperature(
-        case.distribution.logits.flatten(0, 1)[at_R].float(), case.places.rows.temperature
-    )
+    scaled_RD = apply_temperature(case.distribution.logits.flatten(0, 1)[at_R].float(), case.places.rows.temperature)
     q_RD = case.drafted.at(at_R).log_probs(scaled_RD).exp_()
     width, first = excess_RV.shape[1], 0 if shard is None or of_shard is not None else shard.first
     if ids is None:

@@ -148,11 +148,7 @@ class DraftInputs(DraftBuffers):
         rows = len(seeds)
         if self.logits is not None:
             self.logits.stage(table_rows)
-        for buffer, values in (
-            (self.seeds, seeds),
-            (self.temperature, temperature),
-            (self.block_table, block_table),
-        ):
+        for buffer, values in ((self.seeds, seeds), (self.temperature, temperature), (self.block_table, block_table)):
             buffer[:rows].copy_(values[:rows])
 
     def note_rows(self, rows: int) -> None:

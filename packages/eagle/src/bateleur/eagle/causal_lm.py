@@ -50,9 +50,7 @@ class CausalLM:
     def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return (n, V) logits after each of the (n,) next tokens, and (n, width) features per need."""
         seen: dict[int, Tensor] = {}
-        places = {
-            tap: self._norm if tap == len(self._layers) else self._layers[tap] for tap in self._needs.taps
-        }
+        places = {tap: self._norm if tap == len(self._layers) else self._layers[tap] for tap in self._needs.taps}
         hooks = [
             place.register_forward_pre_hook(lambda _, inputs, tap=tap: seen.update({tap: inputs[0][0]}))
             for tap, place in places.items()

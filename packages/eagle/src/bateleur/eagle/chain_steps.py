@@ -37,11 +37,7 @@ class ChainSteps:
     """
 
     def __init__(
-        self,
-        inputs: DraftInputs,
-        cache: DraftCache,
-        builder: AttentionMetadataBuilder[Any],
-        max_seq_len: int,
+        self, inputs: DraftInputs, cache: DraftCache, builder: AttentionMetadataBuilder[Any], max_seq_len: int
     ) -> None:
         if builder.seq_len_fill != 0:
             raise ValueError(

@@ -43,9 +43,7 @@ class FullProposalState:
     def signature(self) -> Signature:
         """Host scalars of both states."""
         parts = {"first": self.first, "chain": self.chain}
-        return Signature.join(
-            **{name: each.sign(each.metadata) for name, each in parts.items() if each is not None}
-        )
+        return Signature.join(**{name: each.sign(each.metadata) for name, each in parts.items() if each is not None})
 
 
 class FullProposal:
@@ -101,9 +99,7 @@ class FullProposal:
         """Fill caches and buffers of the drafter with random values; for an engine without requests."""
         self._adopt(target, Phase.RUN, seed)
 
-    def record(
-        self, key: BatchExecutionDescriptor, state: FullProposalState, context: DraftContext
-    ) -> Tensor:
+    def record(self, key: BatchExecutionDescriptor, state: FullProposalState, context: DraftContext) -> Tensor:
         """Propose for all N rows of the padded step; (N, K) int64, -1 where there is no draft.
 
         key: of the step, with the variant `(num_drafts,)`.

@@ -90,9 +90,7 @@ def stage_chain(
     _form("stage_chain", buffers, eager)(buffers, token, block_table, block_size)
 
 
-def advance(
-    buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, eager: bool = False
-) -> None:
+def advance(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, eager: bool = False) -> None:
     """Record the draws of a pass of the chain, and stage the next one; arguments as for `stage_chain`.
 
     Called after the last draft, too, although the pass it stages is not run; a further call records nothing.
@@ -115,12 +113,7 @@ def _form(name: str, buffers: DraftBuffers, eager: bool) -> Callable[..., None]:
 
 
 def _stage_first(
-    xp: Any,
-    buffers: DraftBuffers,
-    batch: CommonAttentionMetadata,
-    slots: Tensor,
-    next_token: Tensor,
-    num_valid: Tensor,
+    xp: Any, buffers: DraftBuffers, batch: CommonAttentionMetadata, slots: Tensor, next_token: Tensor, num_valid: Tensor
 ) -> None:
     x, of = _seen(xp, buffers)
     count, limit = len(next_token), buffers.limits.max_model_len
@@ -213,17 +206,11 @@ def _put(buffer: Any, values: Any, tail: Any = 0) -> None:
     buffer[len(values) :] = tail
 
 
-_WRITE: dict[str, Callable[..., None]] = {
-    "stage_first": _stage_first,
-    "stage_chain": _stage_chain,
-    "advance": _advance,
-}
+_WRITE: dict[str, Callable[..., None]] = {"stage_first": _stage_first, "stage_chain": _stage_chain, "advance": _advance}
 _host_stage_first, _host_stage_chain, _host_advance = (partial(write, np) for write in _WRITE.values())
 FORMS: dict[str, Implementations[Callable[..., None]]] = {
     name: Implementations(
-        partial(write, torch),
-        triton=f"bateleur.eagle.kernels.geometry:{name}",
-        numpy=f"{__name__}:_host_{name}",
+        partial(write, torch), triton=f"bateleur.eagle.kernels.geometry:{name}", numpy=f"{__name__}:_host_{name}"
     )
     for name, write in _WRITE.items()
 }

@@ -144,9 +144,7 @@ class _Proposer:
     A head runs over a cache of the tokens with target features; drafts are appended and truncated again.
     """
 
-    def __init__(
-        self, drafter: Head | Guess, num_drafts: int, seeds: Tensor, temperature: Tensor, rule: Rule
-    ) -> None:
+    def __init__(self, drafter: Head | Guess, num_drafts: int, seeds: Tensor, temperature: Tensor, rule: Rule) -> None:
         self._drafter, self._num_drafts, self._rule = drafter, num_drafts, rule
         self._seeds, self._temperature = seeds, temperature
         if isinstance(drafter, Head):
@@ -161,9 +159,7 @@ class _Proposer:
             return self._chain(self._drafter, tokens, features)
         return self.drafts(list(self._drafter(list(tokens)))[: self._num_drafts], [])
 
-    def drafts(
-        self, ids: Sequence[int], logits: Sequence[Tensor], target_ids: Tensor | None = None
-    ) -> Drafts:
+    def drafts(self, ids: Sequence[int], logits: Sequence[Tensor], target_ids: Tensor | None = None) -> Drafts:
         """Return drafts, each with the (1, Vd) logits from which it was drawn, if it was drawn."""
         tokens = torch.tensor([ids], dtype=torch.int64, device=self._seeds.device).view(1, -1)
         if self._rule is Rule.COUPLED:
@@ -173,9 +169,7 @@ class _Proposer:
     def _chain(self, head: Head, tokens: list[int], features: Sequence[Tensor]) -> Drafts:
         known, device = len(tokens) - 1, self._seeds.device
         held = known - len(features[0])
-        ids = torch.tensor(
-            tokens[held + 1 :], device=device
-        )  # each token is paired with the feature before it
+        ids = torch.tensor(tokens[held + 1 :], device=device)  # each token is paired with the feature before it
         positions, hidden = torch.arange(held, known, device=device), head.fuse(features)
         chosen, kept = [], []
         for k in range(self._num_drafts):

@@ -83,9 +83,7 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
         wanted = tuple(states if keys is None else dict.fromkeys(keys))
         self.lender: CapturedStateProducer[Any] = CapturedStateProducer(states, wanted)
         # The plan has exactly these keys and makes no decision: a first pass runs on the target's key.
-        plan = CudagraphDispatcher(
-            CudaGraphMode.FULL, tuple(sorted(wanted, reverse=True)), MappingProxyType({})
-        )
+        plan = CudagraphDispatcher(CudaGraphMode.FULL, tuple(sorted(wanted, reverse=True)), MappingProxyType({}))
         super().__init__(plan, backend, checks=checks)
 
     @property
@@ -135,11 +133,7 @@ class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 
     @classmethod
     def plan_for(
-        cls,
-        sizes: Iterable[int],
-        max_num_reqs: int,
-        chains: Sequence[int],
-        support: GraphSupport,
+        cls, sizes: Iterable[int], max_num_reqs: int, chains: Sequence[int], support: GraphSupport
     ) -> CudagraphDispatcher:
         """Return the plan of graphs for `sizes` rows.
 

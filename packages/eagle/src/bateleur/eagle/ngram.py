@@ -54,9 +54,7 @@ class NGramDrafter:
         prompt_lookup_max: int = 4,
     ) -> None:
         if num_speculative_tokens < 1:
-            raise ValueError(
-                f"num_speculative_tokens is {num_speculative_tokens}; with a draft it must be at least 1"
-            )
+            raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}; with a draft it must be at least 1")
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min is {prompt_lookup_min}; it must be at least 1, and at most prompt_lookup_max = "

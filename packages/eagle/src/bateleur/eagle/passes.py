@@ -108,9 +108,7 @@ class DraftPasses:
             token_n = self._pass(execution, advance)
         return token_n
 
-    def _pass(
-        self, execution: Execution[DraftState], stage: Callable[..., None], rows: Tensor | None = None
-    ) -> Tensor:
+    def _pass(self, execution: Execution[DraftState], stage: Callable[..., None], rows: Tensor | None = None) -> Tensor:
         x = self._inputs
         h_nH, recycled_nH = self._forward(execution, rows, self._layers)
         token_n = self._draw(execution, h_nH)
@@ -180,18 +178,13 @@ def _storing(kv: tuple[Tensor, Tensor], kv_scales: Tensor | None) -> _Attention:
 
 
 def _attention(
-    backend: AttentionBackend,
-    kv: tuple[Tensor, Tensor],
-    kv_scales: Tensor | None,
-    sliding_window: int | None,
+    backend: AttentionBackend, kv: tuple[Tensor, Tensor], kv_scales: Tensor | None, sliding_window: int | None
 ) -> _Attention:
     """Return the attention of one layer, as a function that a piecewise graph can run between its pieces."""
 
     def draft_attention(state: DraftState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = q.shape[-1] ** -0.5
-        return backend.attend(
-            q, k, v, kv, state.metadata, scale, sliding_window, work=state.work, kv_scales=kv_scales
-        )
+        return backend.attend(q, k, v, kv, state.metadata, scale, sliding_window, work=state.work, kv_scales=kv_scales)
 
     return draft_attention
 

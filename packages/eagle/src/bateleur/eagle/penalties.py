@@ -44,13 +44,9 @@ class Penalties:
         ):
             value: Tensor = getattr(self, name)
             if value.dtype != dtype or tuple(value.shape) != shape or not value.is_contiguous():
-                raise ValueError(
-                    f"{name}={value.dtype} {tuple(value.shape)}: must be contiguous {dtype} {shape}"
-                )
+                raise ValueError(f"{name}={value.dtype} {tuple(value.shape)}: must be contiguous {dtype} {shape}")
         if self.before is not None and (self.before.dtype != torch.int64 or len(self.before) != num):
-            raise ValueError(
-                f"before={self.before.dtype} {tuple(self.before.shape)}: must be int64 with {num} rows"
-            )
+            raise ValueError(f"before={self.before.dtype} {tuple(self.before.shape)}: must be int64 with {num} rows")
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return penalised logits (N, V) float32, a copy."""

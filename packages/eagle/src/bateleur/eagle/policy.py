@@ -160,9 +160,7 @@ class StepCost:
         """
         self.sizes, self.seconds = np.array(sizes, np.int64), np.array(seconds, np.float64)
         if self.sizes.ndim != 1 or not len(self.sizes) or self.sizes.shape != self.seconds.shape:
-            raise ValueError(
-                f"sizes {list(sizes)} and seconds {list(seconds)} must be as many, and at least one"
-            )
+            raise ValueError(f"sizes {list(sizes)} and seconds {list(seconds)} must be as many, and at least one")
         if self.sizes[0] < 1 or np.any(np.diff(self.sizes) < 1):
             raise ValueError(f"sizes={list(sizes)} must increase from 1 or more")
         if not self.seconds[0] > 0 or not np.all(np.diff(self.seconds) >= 0):
@@ -189,12 +187,7 @@ class BySurvival:
     """
 
     def __init__(
-        self,
-        cost: Cost,
-        *,
-        draft_cost: float = 0.0,
-        uniform: bool = False,
-        probe_every: int | None = 64,
+        self, cost: Cost, *, draft_cost: float = 0.0, uniform: bool = False, probe_every: int | None = 64
     ) -> None:
         """cost: of a target step of so many tokens.
         draft_cost: cost of one more draft for the longest row, in the same unit: one pass of a chain. 0 if all K are

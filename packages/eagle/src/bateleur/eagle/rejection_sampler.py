@@ -57,9 +57,7 @@ def verify(
         if metadata is not None and (metadata.penalties is not None or not greedy):
             logits = metadata.apply(logits, shard)
         tests = "ratio" if rule is Rule.RATIO or isinstance(drafts.distribution, OneHot) else "block"
-        output: RejectionOutput = load(f"bateleur.eagle._ratio_block:{tests}")(
-            logits.float(), drafts, rows, lanes
-        )
+        output: RejectionOutput = load(f"bateleur.eagle._ratio_block:{tests}")(logits.float(), drafts, rows, lanes)
         return output
     by_torch = logits.dtype is torch.float64 or shard is not None
     form = COUPLED.torch if by_torch else COUPLED.on(logits)

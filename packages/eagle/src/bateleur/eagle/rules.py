@@ -48,9 +48,7 @@ class Logits:
 
     def __post_init__(self) -> None:
         if self.logits.dim() != 3 or not self.logits.is_floating_point():
-            raise ValueError(
-                f"logits={self.logits.dtype} {tuple(self.logits.shape)}: must be floating (R, K, Vd)"
-            )
+            raise ValueError(f"logits={self.logits.dtype} {tuple(self.logits.shape)}: must be floating (R, K, Vd)")
         if self.shard is not None and (
             self.ids is not None or self.logits.shape[2] != self.shard.end - self.shard.first
         ):
@@ -58,9 +56,7 @@ class Logits:
                 f"logits of a part have its {self.shard.end - self.shard.first} lanes and no ids, "
                 f"got {tuple(self.logits.shape)}"
             )
-        if self.ids is not None and (
-            self.ids.dtype != torch.int64 or self.ids.shape != self.logits.shape[2:]
-        ):
+        if self.ids is not None and (self.ids.dtype != torch.int64 or self.ids.shape != self.logits.shape[2:]):
             raise ValueError(
                 f"ids must be int64 with one id for each of {self.logits.shape[2]} lanes, "
                 f"got {self.ids.dtype} {tuple(self.ids.shape)}"
@@ -128,9 +124,7 @@ class Drafts:
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2 or self.tokens.dtype != torch.int64:
-            raise ValueError(
-                f"tokens must be int64 (R, K), got {self.tokens.dtype} {tuple(self.tokens.shape)}"
-            )
+            raise ValueError(f"tokens must be int64 (R, K), got {self.tokens.dtype} {tuple(self.tokens.shape)}")
         if isinstance(self.distribution, Logits) and self.distribution.logits.shape[:2] != self.tokens.shape:
             raise ValueError(
                 f"distribution has logits for {tuple(self.distribution.logits.shape[:2])} drafts, "
@@ -165,9 +159,7 @@ class Rows:
             value: Tensor = getattr(self, name)
             sound = value.is_floating_point() if kind == "floating" else value.dtype == getattr(torch, kind)
             if not sound or value.shape != (length,):
-                raise ValueError(
-                    f"{name} must be {kind} of shape ({length},), got {value.dtype} {tuple(value.shape)}"
-                )
+                raise ValueError(f"{name} must be {kind} of shape ({length},), got {value.dtype} {tuple(value.shape)}")
 
     def __len__(self) -> int:
         return self.seeds.shape[0]

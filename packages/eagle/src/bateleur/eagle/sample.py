@@ -18,12 +18,7 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def sample(
-    logits: Tensor,
-    metadata: SamplingMetadata,
-    keys: Keys,
-    role: Role = Role.TARGET,
-    *,
-    lanes: Lanes | None = None,
+    logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role = Role.TARGET, *, lanes: Lanes | None = None
 ) -> Drawn:
     """Sample one token per row: the tokens of `draw(metadata.apply(logits), ...)`, bit for bit.
 
@@ -76,21 +71,15 @@ def _whole(logits: Tensor, metadata: SamplingMetadata, words: Tensor, seeds: Ten
     return perturbed(noise_NV, metadata.apply(logits.float()), metadata.temperature)
 
 
-def _rows(
-    logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, name: Tensor
-) -> tuple[Tensor, Tensor]:
+def _rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, name: Tensor) -> tuple[Tensor, Tensor]:
     tokens, bad = native.draw_rows(logits, values, words, seeds, name)
     open_M = (tokens < 0).nonzero().squeeze(1)
     if len(open_M):
         some = values[open_M]
         metadata = SamplingMetadata(some.numpy(), some)
-        tokens[open_M], bad[open_M] = argmax(
-            _whole(logits[open_M], metadata, words, seeds[open_M], name[open_M])
-        )
+        tokens[open_M], bad[open_M] = argmax(_whole(logits[open_M], metadata, words, seeds[open_M], name[open_M]))
     return tokens, bad
 
 
-_sample_rows = define_op(
-    _library, _rows, Implementations(_rows), mutates=(), fake=fake_token_rows, name="sample_rows"
-)
+_sample_rows = define_op(_library, _rows, Implementations(_rows), mutates=(), fake=fake_token_rows, name="sample_rows")
 """A torch operator, so that a recorded graph holds it."""

@@ -106,9 +106,7 @@ class SamplingMetadata:
             if shard is None:
                 least_N, last_N = TRUNCATION.on(logits)(logits, self.values)
             else:
-                least_N, last_N = load("bateleur.eagle.shard_truncation:shard_thresholds")(
-                    logits, self, shard
-                )
+                least_N, last_N = load("bateleur.eagle.shard_truncation:shard_thresholds")(logits, self, shard)
             mask_truncated_(scaled_NV, least_N.unsqueeze(1), last_N.unsqueeze(1))
         return scaled_NV
 
@@ -131,9 +129,7 @@ def truncation_thresholds(logits: Tensor, values: Tensor) -> tuple[Tensor, Tenso
     return _truncate_rows(logits, values) if logits.is_cpu else thresholds_by_sort(logits, values)
 
 
-TRUNCATION = Implementations(
-    truncation_thresholds, triton="bateleur.eagle.kernels.truncation:truncation_thresholds"
-)
+TRUNCATION = Implementations(truncation_thresholds, triton="bateleur.eagle.kernels.truncation:truncation_thresholds")
 
 
 def thresholds_by_sort(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,9 +155,7 @@ def _fake(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 _library = Library("bateleur", "FRAGMENT")
 _ON_CPU = Implementations(thresholds_by_sort, native="bateleur.eagle.native:truncate_rows")
-_truncate_rows = define_op(
-    _library, thresholds_by_sort, _ON_CPU, mutates=(), fake=_fake, name="truncate_rows"
-)
+_truncate_rows = define_op(_library, thresholds_by_sort, _ON_CPU, mutates=(), fake=_fake, name="truncate_rows")
 
 
 def _descending(logits_NV: Tensor) -> Tensor:

@@ -25,13 +25,9 @@ def sample_shard(
     name = names(keys, role)
     if metadata.penalties is not None:
         logits, metadata = metadata.penalties.apply(logits), SamplingMetadata(metadata.host, metadata.values)
-    least, last = (
-        shard_thresholds(logits, metadata, shard) if metadata.truncates(shard.vocab_size) else (None, None)
-    )
+    least, last = shard_thresholds(logits, metadata, shard) if metadata.truncates(shard.vocab_size) else (None, None)
     return Drawn(
-        *shard.reduce_argmax(
-            *perturbed_max_rows(logits, metadata.values, least, last, lanes.words, keys.seed, name)
-        )
+        *shard.reduce_argmax(*perturbed_max_rows(logits, metadata.values, least, last, lanes.words, keys.seed, name))
     )
 
 
@@ -67,21 +63,14 @@ def perturbed_max_native(
         rows_ML, values_M4 = logits[open_M].float(), values[open_M]
         lane_M = _scores(rows_ML, values_M4, some, words, seeds[open_M], name[open_M]).argmax(-1)
         lane_N[open_M] = lane_M
-        lead_N[open_M] = apply_temperature(
-            rows_ML.gather(1, lane_M.unsqueeze(1)), values_M4[:, TEMPERATURE]
-        ).squeeze(1)
+        lead_N[open_M] = apply_temperature(rows_ML.gather(1, lane_M.unsqueeze(1)), values_M4[:, TEMPERATURE]).squeeze(1)
     # Computed as in `_scores`, so that it has the same bits.
     noise_N1 = gumbel_(unit(mixed(words[lane_N].unsqueeze(1), *hashed(seeds, name))))
     return perturbed(noise_N1, lead_N.unsqueeze(1), values[:, TEMPERATURE]).squeeze(1), lane_N
 
 
 def _scores(
-    logits: Tensor,
-    values: Tensor,
-    kept: tuple[Tensor, Tensor] | None,
-    words: Tensor,
-    seeds: Tensor,
-    name: Tensor,
+    logits: Tensor, values: Tensor, kept: tuple[Tensor, Tensor] | None, words: Tensor, seeds: Tensor, name: Tensor
 ) -> Tensor:
     scaled_NL = apply_temperature(logits.float(), values[:, TEMPERATURE])
     if kept is not None:

@@ -112,11 +112,7 @@ def _nucleus(scaled_NL: Tensor, best_N: Tensor, edge: _Edge, top_p_N: Tensor, sh
 
 
 def _search(
-    scaled_NL: Tensor,
-    mass_NL: Tensor | None,
-    start_N: Tensor,
-    goal: Callable[[Tensor], Tensor],
-    shard: VocabShard,
+    scaled_NL: Tensor, mass_NL: Tensor | None, start_N: Tensor, goal: Callable[[Tensor], Tensor], shard: VocabShard
 ) -> _Found:
     """Find the largest value, not below `start_N`, such that the tokens not below it reach the goal, in number or in
     mass.
@@ -167,22 +163,16 @@ HISTOGRAM = Implementations(
     native="bateleur.eagle.native:histogram_rows",
 )
 LAST_TIE = Implementations(
-    _last_tie,
-    triton="bateleur.eagle.kernels.vocab_shard:last_tie_rows",
-    native="bateleur.eagle.native:last_tie_rows",
+    _last_tie, triton="bateleur.eagle.kernels.vocab_shard:last_tie_rows", native="bateleur.eagle.native:last_tie_rows"
 )
-histogram_rows = define_op(
-    _library, _histogram, HISTOGRAM, mutates=(), fake=_fake_histogram, name="histogram_rows"
-)
+histogram_rows = define_op(_library, _histogram, HISTOGRAM, mutates=(), fake=_fake_histogram, name="histogram_rows")
 """The weight of each digit d in each row, (N, D) int64: of the values with order start + (d << shift) to start + ((d
 + 1) << shift) - 1. Weight is the number of tokens, or their mass if `mass` (N, L) float32 is given, 1 for the
 largest.
 
 scaled: (N, L) float32. start: (N,) int64.
 """
-_last_tie_rows = define_op(
-    _library, _last_tie, LAST_TIE, mutates=(), fake=_fake_last_tie, name="last_tie_rows"
-)
+_last_tie_rows = define_op(_library, _last_tie, LAST_TIE, mutates=(), fake=_fake_last_tie, name="last_tie_rows")
 """The index of the last kept tie of each row, (N,) int32: of `own` values equal to `least` the first `kept`, (N,)
 int64 each; -1 if none is kept, L if all are.
 """

@@ -33,22 +33,11 @@ from bateleur.eagle.full_proposal import FullProposal, can_follow
 from bateleur.eagle.geometry import draft_max_seq_len, stage_first
 from bateleur.eagle.heads.eagle3 import Eagle3Head
 from bateleur.eagle.heads.spec import Head, SharedHead
-from bateleur.eagle.managers import (
-    DecodeEagleCudaGraphManager,
-    DraftGraphs,
-    LentSteps,
-    PrefillEagleCudaGraphManager,
-)
+from bateleur.eagle.managers import DecodeEagleCudaGraphManager, DraftGraphs, LentSteps, PrefillEagleCudaGraphManager
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.eagle.passes import DraftPasses, DraftState, refresh_of
 from bateleur.eagle.rules import Coupled, DraftDistribution, Logits, Rule
-from bateleur.metadata import (
-    AttentionBackend,
-    BatchLimits,
-    BuildPhase,
-    CommonAttentionMetadata,
-    check_reads,
-)
+from bateleur.metadata import AttentionBackend, BatchLimits, BuildPhase, CommonAttentionMetadata, check_reads
 
 
 class EagleSpeculator:
@@ -167,9 +156,7 @@ class EagleSpeculator:
         if context.start_positions is not None:  # paged attention would read keys that other requests left
             x.tokens[:num_rows].masked_fill_((context.start_positions > 0).unsqueeze(1), -1)
         tokens_RK = x.tokens[:num_rows]
-        return (
-            tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
-        )
+        return tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
         """Return how the last drafts of these rows of the table were drawn; (R, K, Vd) logits of rows that sample."""
@@ -255,21 +242,12 @@ class EagleSpeculator:
             if not 2 <= self._chains[0] <= self._chains[-1] <= k and k > 1:
                 raise ValueError(f"chains is {graphs.chains}; a chain has 2 to {k} drafts")
         plan = DecodeEagleCudaGraphManager.plan_for(
-            graphs.sizes if k > 1 else (),
-            self.inputs.limits.max_num_reqs,
-            self._chains,
-            self._builder.graph_support,
+            graphs.sizes if k > 1 else (), self.inputs.limits.max_num_reqs, self._chains, self._builder.graph_support
         )
         self.decode = DecodeEagleCudaGraphManager(plan, graphs.backend, checks=graphs.checks)
         if graphs.fuse and can_follow(self._builder):
             self.whole = FullProposal(
-                self.head,
-                self.inputs,
-                self._passes,
-                self.steps,
-                self._lent,
-                self._adopt,
-                self._cache.group,
+                self.head, self.inputs, self._passes, self.steps, self._lent, self._adopt, self._cache.group
             )
         self._coordinator = graphs.coordinator(plan)
 
@@ -287,12 +265,7 @@ class EagleSpeculator:
             self._passes.store_kv(execution)
 
     def _borrow(
-        self,
-        target: TargetState,
-        now: int | None = None,
-        phase: BuildPhase = BuildPhase.RUN,
-        *,
-        greedy: bool = False,
+        self, target: TargetState, now: int | None = None, phase: BuildPhase = BuildPhase.RUN, *, greedy: bool = False
     ) -> DraftState:
         """Return the state of a first pass: the target's step and metadata. For a target without attention the
         metadata is built.
@@ -328,9 +301,7 @@ class EagleSpeculator:
                     step if self._passes.refresh is None else num_drafts - 1
                 )  # the pass for which the host bound must hold
                 longest = bound.advanced(last, self.steps.max_seq_len)
-                state = self.steps.build(
-                    num_rows, padded, longest, self.draft_max_seq_len, greedy=context.greedy
-                )
+                state = self.steps.build(num_rows, padded, longest, self.draft_max_seq_len, greedy=context.greedy)
             if self._passes.refresh is not None and not (key is not None and key.variant):
                 self._passes.refresh(state.metadata)
             if key is None:

@@ -139,9 +139,7 @@ class _Pairs:
     def number(self, num_drafts: IntArray, num_accepted: IntArray) -> IntArray:
         """(R,) number of each row's pair. Raises `ValueError` for impossible counts."""
         if num_drafts.ndim != 1 or num_drafts.shape != num_accepted.shape:
-            raise ValueError(
-                f"num_drafts {num_drafts.shape} and num_accepted {num_accepted.shape} must both be (R,)"
-            )
+            raise ValueError(f"num_drafts {num_drafts.shape} and num_accepted {num_accepted.shape} must both be (R,)")
         wrong = (num_accepted < 0) | (num_accepted > num_drafts) | (num_drafts > self._k)
         if np.count_nonzero(wrong):
             row = int(wrong.argmax())

@@ -57,9 +57,7 @@ class FoldCache:
         device = mixers[0].conv_weight.device
         self.layout = layout
         self.chunker = PrefillChunker(layout, chunk_size, num_rows, prompt_scan)
-        self.pages = StatePool(
-            specs, num_slots, device, num_rows=num_rows, ring_capacity=layout.ring_capacity
-        )
+        self.pages = StatePool(specs, num_slots, device, num_rows=num_rows, ring_capacity=layout.ring_capacity)
         self.states = RequestStates(num_rows, device)
         self._params: list[Tensors] = []
         """By group of the pool: the parameters of its layers, (layers, *shape) each."""
@@ -81,12 +79,7 @@ class FoldCache:
         self.states.admit(rows, computed)
 
     def step(
-        self,
-        table: Tensor,
-        rows: Sequence[int],
-        computed: Tensor,
-        query_lens: Sequence[int],
-        num_decodes: int = 0,
+        self, table: Tensor, rows: Sequence[int], computed: Tensor, query_lens: Sequence[int], num_decodes: int = 0
     ) -> FoldStep:
         """Plan a step for all layers.
 
@@ -174,9 +167,7 @@ class FoldCache:
     def _check_rows(self, rows: Sequence[int]) -> None:
         most = self.states.num_rows - 1
         if len(set(rows)) < len(rows) or not all(1 <= row <= most for row in rows):
-            raise ValueError(
-                f"rows is {list(rows)}; all must be different, and in [1, {most}]; row 0 is null"
-            )
+            raise ValueError(f"rows is {list(rows)}; all must be different, and in [1, {most}]; row 0 is null")
 
 
 class FoldStep:

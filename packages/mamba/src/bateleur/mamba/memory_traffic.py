@@ -72,9 +72,7 @@ class FoldCycle:
         if layout.policy is not StatePolicy.FOLD:
             raise ValueError(f"layout has the policy {layout.policy.value!r}; only 'fold' has a cycle")
         if not 1 <= accepted <= width:
-            raise ValueError(
-                f"accepted is {accepted}; it must be in [1, 1 + num_speculative_tokens = {width}]"
-            )
+            raise ValueError(f"accepted is {accepted}; it must be in [1, 1 + num_speculative_tokens = {width}]")
         return cls((layout.ring_capacity - width) // accepted + 1, accepted)
 
     @property

@@ -97,12 +97,7 @@ class MambaMetadataBuilder:
         """
         return GraphSupport.UNIFORM if num_speculative_tokens else GraphSupport.SINGLE_TOKEN
 
-    def build(
-        self,
-        common: CommonAttentionMetadata,
-        group: int,
-        phase: BuildPhase = BuildPhase.RUN,
-    ) -> MambaMetadata:
+    def build(self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN) -> MambaMetadata:
         """Build the metadata of KV-cache group `group`. `common` is not modified; `phase` is ignored.
 
         Raises ValueError for more rows than `max_num_reqs`, for a missing table of request rows (with `states`), and
@@ -182,11 +177,7 @@ class MambaMetadataBuilder:
         """
         if self.states is None or meta.request_row is None:
             return None
-        table, computed, starts = (
-            common.block_tables[group],
-            common.num_computed_tokens,
-            common.query_start_loc,
-        )
+        table, computed, starts = (common.block_tables[group], common.num_computed_tokens, common.query_start_loc)
         out, eager = self._views[common.num_reqs].commit_plan, self.on_host and not captured
         lens = starts[1:] - starts[:-1]
         scanned = None
@@ -228,9 +219,7 @@ class MambaMetadataBuilder:
         tensors["no_prompts"] = self._no_chunks.query_start_loc
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
-    def _plan(
-        self, buffers: MetadataBuffers, common: CommonAttentionMetadata, table: Tensor
-    ) -> SlotPlan | ReplayPlan:
+    def _plan(self, buffers: MetadataBuffers, common: CommonAttentionMetadata, table: Tensor) -> SlotPlan | ReplayPlan:
         """Run the planner of the layout's policy into `buffers`."""
         computed, plan = common.num_computed_tokens, buffers.plan
         lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
@@ -302,9 +291,7 @@ def decodes_one_token_each(common: CommonAttentionMetadata) -> bool:
     return bool(np.minimum.reduce(common.seq_len_bound.upper[: common.num_actual_reqs]) > 1)
 
 
-def _require_decodes_first(
-    first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDArray[np.bool_]
-) -> None:
+def _require_decodes_first(first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDArray[np.bool_]) -> None:
     """Raise ValueError if a row past its prompt follows a row inside its prompt; arrays start at row `first`."""
     late = np.logical_or.accumulate(prompt) & ~prompt & continues
     if late.any():

@@ -66,9 +66,7 @@ class Mixer:
         for given, each in zip(self.params, spec.parameters, strict=True):
             _require_shape(each.name, given, each.shape)
 
-    def mix(
-        self, channels: Tensor, gates: Tensors, batch: MixerBatch, states: States, rings: Rings | None
-    ) -> Tensor:
+    def mix(self, channels: Tensor, gates: Tensors, batch: MixerBatch, states: States, rings: Rings | None) -> Tensor:
         """Run convolution and recurrence over all tokens of a step, and update the states.
 
         Args:
@@ -114,13 +112,7 @@ class Mixer:
         return spec.replay(self.params, channels, gates, state, rings.entries, rows)
 
     def prefill_into(
-        self,
-        y: Tensor,
-        channels: Tensor,
-        gates: Tensors,
-        batch: MixerBatch,
-        states: States,
-        rings: Rings | None,
+        self, y: Tensor, channels: Tensor, gates: Tensors, batch: MixerBatch, states: States, rings: Rings | None
     ) -> Tensor:
         """Run `mix` for the prefill rows only, write their outputs into `y`, and return `y`.
 
@@ -135,19 +127,10 @@ class Mixer:
     def _prefill(
         self, channels: Tensor, gates: Tensors, batch: MixerBatch, states: States, rings: Rings | None
     ) -> Tensor:
-        (conv, state), plan, chunks, spec = (
-            states,
-            batch.prefill_plan,
-            batch.metadata.prefill_chunks,
-            self.spec,
-        )
+        (conv, state), plan, chunks, spec = (states, batch.prefill_plan, batch.metadata.prefill_chunks, self.spec)
         assert plan is not None
-        request_conv, write = (
-            (None, None) if rings is None else (rings.request_conv, batch.request_conv_write)
-        )
-        conv_read, read = (
-            (plan.conv_read, plan.ssm_read) if isinstance(plan, SlotPlan) else (plan.slot, plan.slot)
-        )
+        request_conv, write = (None, None) if rings is None else (rings.request_conv, batch.request_conv_write)
+        conv_read, read = (plan.conv_read, plan.ssm_read) if isinstance(plan, SlotPlan) else (plan.slot, plan.slot)
         channels = causal_conv1d_varlen(
             channels, self.conv_weight, self.conv_bias, conv, request_conv, chunks.query_start_loc, conv_read,
             chunks.chunk_start_loc, chunks.chunk_row, chunks.chunk_write, write, spec.conv_activation,

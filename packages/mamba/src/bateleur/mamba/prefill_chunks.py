@@ -79,11 +79,7 @@ class PrefillChunker:
     """
 
     def __init__(
-        self,
-        layout: CacheLayout,
-        chunk_size: int,
-        max_num_reqs: int,
-        scan: PromptScan = PromptScan.OWN,
+        self, layout: CacheLayout, chunk_size: int, max_num_reqs: int, scan: PromptScan = PromptScan.OWN
     ) -> None:
         at_least("chunk_size", chunk_size, 1)
         one_of("scan", scan, PromptScan)
@@ -128,9 +124,7 @@ class PrefillChunker:
         tiles = None
         if self.scan is PromptScan.FLA and np.count_nonzero(keep) == np.count_nonzero(counts_R):
             tiles = _fla_tiles(starts, row_chunk_loc, chunk_write)
-        return PrefillChunks(
-            loc, chunk_loc, rows, chunk_write, row_loc, int(np.maximum.reduce(counts_R)), tiles
-        )
+        return PrefillChunks(loc, chunk_loc, rows, chunk_write, row_loc, int(np.maximum.reduce(counts_R)), tiles)
 
     def _num_ends(self, tokens: Ints) -> Ints:
         """Return the number of chunk ends in the first `tokens` tokens of a request."""

@@ -33,9 +33,7 @@ class PrefixRetention:
         if self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}; it must be at least 1")
         if self.every < 0 or self.every % self.block_size:
-            raise ValueError(
-                f"every is {self.every}; it must be a multiple of block_size = {self.block_size}"
-            )
+            raise ValueError(f"every is {self.every}; it must be a multiple of block_size = {self.block_size}")
 
     @classmethod
     def of(cls, layout: CacheLayout) -> PrefixRetention:
@@ -51,11 +49,7 @@ class PrefixRetention:
         Raises ValueError for anything else.
         """
         rules = [] if text == "none" else text.split("+")
-        every = [
-            int(n)
-            for name, _, n in (rule.partition("=") for rule in rules)
-            if name == "every" and n.isdecimal()
-        ]
+        every = [int(n) for name, _, n in (rule.partition("=") for rule in rules) if name == "every" and n.isdecimal()]
         known = {"all", "last", "prompt_end", "doubling", *(f"every={n}" for n in every)}
         if len(every) > 1 or 0 in every or not known.issuperset(rules):
             raise ValueError(
@@ -79,9 +73,7 @@ class PrefixRetention:
     def always_keeps(self, column: int) -> bool:
         """Return whether `column` of any request is cached once it is full, and is never dropped."""
         boundary = (column + 1) * self.block_size
-        return bool(
-            (self.every and boundary % self.every == 0) or (self.doubling and not column & (column + 1))
-        )
+        return bool((self.every and boundary % self.every == 0) or (self.doubling and not column & (column + 1)))
 
     def columns_to_publish(self, before: int, after: int, prompt_len: int) -> list[int]:
         """Return the columns to publish after a step from `before` to `after` tokens, in ascending order."""

@@ -197,13 +197,7 @@ class Recurrence(ABC):
 
     @abstractmethod
     def fold(
-        self,
-        params: Tensors,
-        conv: Tensor,
-        state: Tensor | None,
-        request_conv: Tensor,
-        ring: Tensors,
-        at: FoldBatch,
+        self, params: Tensors, conv: Tensor, state: Tensor | None, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
         """Update checkpoints with the first `counts` entries of their rings, in several layers at once.
 

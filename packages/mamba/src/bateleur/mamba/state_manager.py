@@ -82,15 +82,11 @@ class MambaStateManager:
     Raises ValueError if the pool is too small.
     """
 
-    def __init__(
-        self, pool: StateBlockPool, num_rows: int, layout: CacheLayout, retention: PrefixRetention
-    ) -> None:
+    def __init__(self, pool: StateBlockPool, num_rows: int, layout: CacheLayout, retention: PrefixRetention) -> None:
         assert layout.mode is not MambaCacheMode.NONE
         self._max_per_row = layout.slots_per_request()
         if pool.capacity < self._max_per_row * num_rows:
-            raise ValueError(
-                f"pool has {pool.capacity} pages; {num_rows} rows need {self._max_per_row * num_rows}"
-            )
+            raise ValueError(f"pool has {pool.capacity} pages; {num_rows} rows need {self._max_per_row * num_rows}")
         self.pool = pool
         self.layout = layout
         self.block_size = layout.block_size
@@ -251,9 +247,7 @@ class MambaStateManager:
         self._next_commit[rows] = self._next_change(after_R, prompt_lens_R)
         return _BlockChanges(dropped, published, freed)
 
-    def _next_change(
-        self, computed_R: NDArray[np.int32], prompt_lens_R: NDArray[np.int32]
-    ) -> NDArray[np.int64]:
+    def _next_change(self, computed_R: NDArray[np.int32], prompt_lens_R: NDArray[np.int32]) -> NDArray[np.int64]:
         """Return (R,) the number of computed tokens at which `commit` next has work; 0 inside a prompt."""
         size = self.block_size
         full_R = (computed_R // size + 1) * size

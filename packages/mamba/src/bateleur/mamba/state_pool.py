@@ -67,9 +67,7 @@ class StatePool:
         folds = specs[0].policy is StatePolicy.FOLD
         if folds:
             at_least("num_rows", num_rows, 2)
-            at_least(
-                "ring_capacity", ring_capacity, max(1 + 2 * spec.num_speculative_tokens for spec in specs)
-            )
+            at_least("ring_capacity", ring_capacity, max(1 + 2 * spec.num_speculative_tokens for spec in specs))
         self.specs = tuple(specs)
         self.num_slots = num_slots
         kinds: dict[Recurrence, list[int]] = {}
@@ -80,13 +78,9 @@ class StatePool:
         self._kinds = tuple(kinds)
         self._pages = [_zero_pages(spec, (len(group), num_slots), device) for spec, group in kinds.items()]
         self._rings = [
-            _zero_rings(spec, (len(group), num_rows), ring_capacity, device)
-            for spec, group in kinds.items()
-            if folds
+            _zero_rings(spec, (len(group), num_rows), ring_capacity, device) for spec, group in kinds.items() if folds
         ]
-        self._place = {
-            index: (kind, at) for kind, group in enumerate(self.groups) for at, index in enumerate(group)
-        }
+        self._place = {index: (kind, at) for kind, group in enumerate(self.groups) for at, index in enumerate(group)}
 
     def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Return conv state (num_slots, W-1+K, conv_dim) and SSM state (num_slots, *state_shape) of layer `index`.
@@ -126,9 +120,7 @@ class StatePool:
         for conv, state in self._pages:
             copy_states(conv, state, plan.conv_src, plan.conv_bias, plan.ssm_src, plan.dst)
 
-    def fold(
-        self, plan: FoldPlan, replay: ReplayPlan, request_row: Tensor, params: Sequence[Tensors]
-    ) -> None:
+    def fold(self, plan: FoldPlan, replay: ReplayPlan, request_row: Tensor, params: Sequence[Tensors]) -> None:
         """Fold rings into checkpoints in all layers.
 
         Args:
@@ -142,9 +134,7 @@ class StatePool:
             spec.fold(of_group, conv, state, request_conv, entries, at)
 
 
-def _zero_pages(
-    spec: Recurrence, size: tuple[int, int], device: torch.device | str
-) -> tuple[Tensor, Tensor | None]:
+def _zero_pages(spec: Recurrence, size: tuple[int, int], device: torch.device | str) -> tuple[Tensor, Tensor | None]:
     """Allocate the conv and SSM states of `size` = (layers, slots)."""
     conv = lazy_zeros((*size, *spec.conv_shape), dtype=spec.conv_dtype, device=device)
     if not spec.state_shape:
@@ -155,8 +145,5 @@ def _zero_pages(
 def _zero_rings(spec: Recurrence, size: tuple[int, int], capacity: int, device: torch.device | str) -> Rings:
     """Allocate the rings of `size` = (layers, rows)."""
     request_conv = lazy_zeros((*size, *spec.request_conv_shape), dtype=spec.conv_dtype, device=device)
-    entries = (
-        lazy_zeros((*size, capacity, *each.shape), dtype=each.dtype, device=device)
-        for each in spec.ring_entry
-    )
+    entries = (lazy_zeros((*size, capacity, *each.shape), dtype=each.dtype, device=device) for each in spec.ring_entry)
     return Rings(request_conv, tuple(entries))

@@ -1,18 +1,8 @@
 """Attention metadata for paged KV caches: batch staging, metadata builders, attention backends and kernels."""
 
 from bateleur.metadata._memory import DeviceQueue, movable, pinned, upload
-from bateleur.metadata.attention_metadata_builder import (
-    AttentionMetadataBuilder,
-    BuildPhase,
-    GraphSupport,
-    check_reads,
-)
-from bateleur.metadata.backends import (
-    AttentionBackend,
-    PagedAttentionBuilder,
-    PagedAttentionMetadata,
-    get_backend,
-)
+from bateleur.metadata.attention_metadata_builder import AttentionMetadataBuilder, BuildPhase, GraphSupport, check_reads
+from bateleur.metadata.backends import AttentionBackend, PagedAttentionBuilder, PagedAttentionMetadata, get_backend
 from bateleur.metadata.block_table import BlockTable, expand_ranges
 from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata, field_values
 from bateleur.metadata.fields import FIELDS, NULL_BLOCK, PAD_SLOT, Field, LeadingDim, Pad

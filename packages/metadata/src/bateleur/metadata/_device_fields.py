@@ -58,9 +58,7 @@ def expand(fields: DeviceFields, step: DeviceStep) -> None:
     EXPAND.on(fields.seq_lens)(fields, step)
 
 
-def gather_block_tables(
-    batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int
-) -> None:
+def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
     """Fill the first ``width`` columns of a batch's block table from the tables of all requests.
 
     batch: (R, C) int32. request_tables: (M + 1, C) int32; its last row is null. rows: (R,) int32, receives the request
@@ -106,9 +104,7 @@ def _expand(fields: DeviceFields, step: DeviceStep) -> None:
         slots[num_tokens:pad_tokens_until] = PAD_SLOT
 
 
-def _gather_block_tables(
-    batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int
-) -> None:
+def _gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
     places = source.shape[0]
     row = torch.where(source < 0, -1 - source, source).long()
     kept = request_tables.index_select(0, row)[:, :width] * (source >= 0).int()[:, None]

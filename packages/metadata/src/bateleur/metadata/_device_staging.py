@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata._block_table_mirror import BlockTableMirror
-from bateleur.metadata._device_fields import (
-    DeviceFields,
-    DeviceStep,
-    expand,
-    gather_block_tables,
-    write_cells,
-)
+from bateleur.metadata._device_fields import DeviceFields, DeviceStep, expand, gather_block_tables, write_cells
 from bateleur.metadata._memory import Buffer, DeviceQueue, PackedUpload
 from bateleur.metadata._step_values import StepLengths, StepValues
 from bateleur.metadata.common_attention_metadata import BatchShape
@@ -171,10 +165,7 @@ class DeviceStaging:
         """Upload the assignment of requests to batch rows, if it changed, and new block ids."""
         moved, work = self._mirror.place_rows(rows), list[Work]()
         for index, batch in enumerate(self._tables):
-            table, memory = (
-                self._mirror.tables[index],
-                (batch, self._request_tables[index], self._rows[index]),
-            )
+            table, memory = (self._mirror.tables[index], (batch, self._request_tables[index], self._rows[index]))
             cells = self._mirror.take_writes(index, moved is not None)
             width = self._columns[index] = max(self._columns[index], table.width)
             if moved is not None:

@@ -19,9 +19,7 @@ class HostStaging:
         self._values, self._mirror = values, mirror
         self._starts = next(b for b in buffers if b.field.leading_dim is LeadingDim.REQS_PLUS_1)
         self._of_rows = [b for b in buffers if b.field.leading_dim is LeadingDim.REQS]
-        self._of_tokens = [
-            b for b in buffers if b.field.leading_dim is LeadingDim.TOKENS and not b.field.per_group
-        ]
+        self._of_tokens = [b for b in buffers if b.field.leading_dim is LeadingDim.TOKENS and not b.field.per_group]
         self._slots = [b for b in buffers if b.field.leading_dim is LeadingDim.TOKENS and b.field.per_group]
         self._tables = [b for b in buffers if b.field.leading_dim is LeadingDim.REQS_BY_BLOCKS]
         self._buffers = tuple(buffers)
@@ -47,12 +45,7 @@ class HostStaging:
             ValueError: a token has no block.
         """
         values = self._values
-        if (
-            is_next_step
-            and lengths.single_token
-            and rows.block_table_rows is not None
-            and self._mirror.none_cleared()
-        ):
+        if is_next_step and lengths.single_token and rows.block_table_rows is not None and self._mirror.none_cleared():
             positions = values.positions(rows, lengths)
             return positions, values.slots_of_next_step(rows, positions)
         positions = values.positions(rows, lengths)

@@ -50,12 +50,7 @@ class SlotMapper:
         np.bitwise_and(table[:, :width], used, out=out)
 
     def slots(
-        self,
-        table: I32Array,
-        rows: IntArray | None,
-        positions: I32Array,
-        query_lens: I32Array,
-        single_token: bool,
+        self, table: I32Array, rows: IntArray | None, positions: I32Array, query_lens: I32Array, single_token: bool
     ) -> IntArray:
         """Return the slot (T,) int64 of each token: ``block id * block_size + offset``. Empty for a group without
         slots.

@@ -61,9 +61,7 @@ class StepValues:
         if shape.padded_reqs > limits.max_num_reqs:
             raise ValueError(f"padded_reqs: {shape.padded_reqs} is above max_num_reqs {limits.max_num_reqs}")
         if shape.padded_tokens > limits.max_num_tokens:
-            raise ValueError(
-                f"padded_tokens: {shape.padded_tokens} is above max_num_tokens {limits.max_num_tokens}"
-            )
+            raise ValueError(f"padded_tokens: {shape.padded_tokens} is above max_num_tokens {limits.max_num_tokens}")
         rows.check_arrays(shape.num_reqs, shape.num_tokens, self._groups, self._table_rows)
 
     def one_token_each(self, rows: StepRows, shape: BatchShape) -> bool:
@@ -83,9 +81,7 @@ class StepValues:
         starts = np.zeros(shape.num_reqs + 1, np.int32)
         query_lens.cumsum(out=starts[1:])
         if starts[-1] != shape.num_tokens:
-            raise ValueError(
-                f"query_lens: sum to {query_lens.sum()}, but the shape has num_tokens {shape.num_tokens}"
-            )
+            raise ValueError(f"query_lens: sum to {query_lens.sum()}, but the shape has num_tokens {shape.num_tokens}")
         if shape.num_reqs:
             shortest, longest = query_lens.argmin(), query_lens.argmax()
             if query_lens[shortest] < 1:
@@ -122,9 +118,7 @@ class StepValues:
         if unsigned[top] >= _NEGATIVE:
             raise ValueError(f"num_computed_tokens: {computed[top]} in row {top}; must not be negative")
         upper = computed + (_ONE if single_token else rows.query_lens)
-        if (
-            not single_token and computed[top] <= self.limits.max_model_len
-        ):  # above it, the int32 sum may have wrapped
+        if not single_token and computed[top] <= self.limits.max_model_len:  # above it, the int32 sum may have wrapped
             top = upper.argmax()
         longest = int(computed[top]) + int(rows.query_lens[top])
         if longest > self.limits.max_model_len:
@@ -142,20 +136,15 @@ class StepValues:
         positions += self._iota[: len(positions)]
         return positions
 
-    def slots(
-        self, rows: StepRows, lengths: StepLengths, positions: I32Array, real: bool
-    ) -> Sequence[IntArray]:
+    def slots(self, rows: StepRows, lengths: StepLengths, positions: I32Array, real: bool) -> Sequence[IntArray]:
         """Return the slot mapping (T,) of each group, empty for groups without slots and for dummy batches."""
         if not real:
             return [_NO_SLOTS] * len(self.groups)
         args = positions, rows.query_lens, lengths.single_token
         if rows.block_table_rows is None:
-            return [
-                g.slots(table, None, *args) for g, table in zip(self.groups, rows.block_tables, strict=True)
-            ]
+            return [g.slots(table, None, *args) for g, table in zip(self.groups, rows.block_tables, strict=True)]
         return [
-            g.slots(table.ids, rows.block_table_rows, *args)
-            for g, table in zip(self.groups, self._tables, strict=True)
+            g.slots(table.ids, rows.block_table_rows, *args) for g, table in zip(self.groups, self._tables, strict=True)
         ]
 
     def slots_of_next_step(self, rows: StepRows, positions: I32Array) -> Sequence[IntArray]:
@@ -183,9 +172,7 @@ class StepValues:
         return self._tables[index].ids, rows.block_table_rows
 
 
-def dummy_rows(
-    shape: BatchShape, groups: tuple[KVCacheGroup, ...], context_len: int, is_prefilling: bool
-) -> StepRows:
+def dummy_rows(shape: BatchShape, groups: tuple[KVCacheGroup, ...], context_len: int, is_prefilling: bool) -> StepRows:
     """Return rows without requests for ``shape``: query lengths differ by at most 1, shorter ones first."""
     num_reqs = shape.num_reqs
     query_lens = np.full(num_reqs, shape.num_tokens // max(num_reqs, 1), np.int32)

@@ -71,10 +71,6 @@ def check_reads(builder: AttentionMetadataBuilder[Any], available: Iterable[str]
     """
     missing = sorted(builder.reads - frozenset(available))
     if missing:
-        raise ValueError(
-            f"reads: {type(builder).__name__} needs {', '.join(missing)}, which no batch carries"
-        )
+        raise ValueError(f"reads: {type(builder).__name__} needs {', '.join(missing)}, which no batch carries")
     if builder.seq_len_fill not in (0, 1):
-        raise ValueError(
-            f"seq_len_fill: {type(builder).__name__} declares {builder.seq_len_fill}; must be 0 or 1"
-        )
+        raise ValueError(f"seq_len_fill: {type(builder).__name__} declares {builder.seq_len_fill}; must be 0 or 1")

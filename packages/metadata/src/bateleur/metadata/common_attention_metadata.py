@@ -34,9 +34,7 @@ class BatchShape:
     def __post_init__(self) -> None:
         """Check the sizes against each other. Raises ValueError."""
         if not 0 <= self.num_reqs <= self.padded_reqs:
-            raise ValueError(
-                f"padded_reqs: {self.padded_reqs} must be at least num_reqs {self.num_reqs} >= 0"
-            )
+            raise ValueError(f"padded_reqs: {self.padded_reqs} must be at least num_reqs {self.num_reqs} >= 0")
         if not self.num_reqs <= self.num_tokens <= self.padded_tokens:
             raise ValueError(
                 f"num_tokens: {self.num_tokens} must be at least num_reqs {self.num_reqs} (one token a row) "
@@ -99,9 +97,7 @@ class CommonAttentionMetadata:
         if not isinstance(self.seq_len_bound, SeqLenBound):
             raise ValueError(f"seq_len_bound: is {self.seq_len_bound!r}; every batch carries a SeqLenBound")
         if len(self.seq_len_bound.upper) != self.num_reqs:
-            raise ValueError(
-                f"seq_len_bound: has {len(self.seq_len_bound.upper)} rows for a batch of {self.num_reqs}"
-            )
+            raise ValueError(f"seq_len_bound: has {len(self.seq_len_bound.upper)} rows for a batch of {self.num_reqs}")
 
     def unpadded(self) -> CommonAttentionMetadata:
         """Return the same batch with all fields sliced to the real rows and tokens.

@@ -12,12 +12,7 @@ from bateleur.metadata._host_staging import HostStaging
 from bateleur.metadata._memory import Buffer, CurrentStream, DeviceQueue, allocate
 from bateleur.metadata._step_values import StepLengths, StepValues, dummy_rows
 from bateleur.metadata.block_table import BlockTable
-from bateleur.metadata.common_attention_metadata import (
-    BatchShape,
-    CommonAttentionMetadata,
-    batch_arrays,
-    leading,
-)
+from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata, batch_arrays, leading
 from bateleur.metadata.fields import FIELDS, Field, LeadingDim
 from bateleur.metadata.seq_len_bound import I32Array
 from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
@@ -92,9 +87,7 @@ class InputBuffers:
             self._device = HostStaging(self._values, on_device, self._mirror)
         else:
             stream = CurrentStream() if queue is None else queue
-            self._device = DeviceStaging(
-                self._values, on_device, self._mirror, self.device, stream, seq_len_fill
-            )
+            self._device = DeviceStaging(self._values, on_device, self._mirror, self.device, stream, seq_len_fill)
         # Addresses are fixed, so views are cached by size.
         view = lru_cache(len(FIELDS) * _MAX_CACHED_VIEWS)(partial(leading, self._whole))
         self._views_of = lru_cache(_MAX_CACHED_VIEWS)(partial(batch_arrays, view))
@@ -102,9 +95,7 @@ class InputBuffers:
         for _ in range(2):  # the second one compiles the variant for unchanged starts
             self.dummy(BatchShape.of(0, 0, 1))
 
-    def stage(
-        self, rows: StepRows, shape: BatchShape, *, max_seq_len: int | None = None
-    ) -> CommonAttentionMetadata:
+    def stage(self, rows: StepRows, shape: BatchShape, *, max_seq_len: int | None = None) -> CommonAttentionMetadata:
         """Stage one step. Returns its metadata, valid until the next call.
 
         Args:
@@ -171,9 +162,7 @@ class InputBuffers:
         Short fields come first, so that the memory of a small step is contiguous.
         """
         order = (LeadingDim.REQS_PLUS_1, LeadingDim.REQS, LeadingDim.TOKENS, LeadingDim.REQS_BY_BLOCKS)
-        fields = sorted(
-            FIELDS.values(), key=lambda field: (order.index(field.leading_dim), field.dtype.itemsize)
-        )
+        fields = sorted(FIELDS.values(), key=lambda field: (order.index(field.leading_dim), field.dtype.itemsize))
         arrays = [(name, field, shape) for field in fields for name, shape in self._arrays(field)]
         on_device = [array for array in arrays if not array[1].on_host]
         made = allocate(on_device, self.device, own_memory=not self._in_place)
@@ -206,9 +195,7 @@ class InputBuffers:
 
     # -- staging ---------------------------------------------------------------------------------------------
 
-    def _stage(
-        self, rows: StepRows, shape: BatchShape, max_seq_len: int | None, real: bool
-    ) -> CommonAttentionMetadata:
+    def _stage(self, rows: StepRows, shape: BatchShape, max_seq_len: int | None, real: bool) -> CommonAttentionMetadata:
         steps, last = self._values, self._last
         is_next_step = real and last is not None and rows.batch_id is last.batch_id and shape is last.shape
         if is_next_step and last is not None:

@@ -51,10 +51,7 @@ which must be zero anyway. Caches may have another dtype than keys. With ``kv_sc
 """
 
 rotate_and_write_kv = _define(
-    _torch_ops.rotate_and_write_kv,
-    fake=_nothing,
-    mutates=("q", "k_cache", "v_cache"),
-    triton="rotate_and_write_kv",
+    _torch_ops.rotate_and_write_kv, fake=_nothing, mutates=("q", "k_cache", "v_cache"), triton="rotate_and_write_kv"
 )
 """``(q (T, Hq, D), k (T, Hkv, D), v, k_cache, v_cache, slot_mapping, cos (T, 1, R) or None, sin, q_norm (D,), (Hq * D,)
 or None, k_norm (D,), (Hkv * D,) or None, eps, kv_scales (2, Hkv) float32 or None) -> None``.

@@ -32,9 +32,7 @@ class Signature:
     @classmethod
     def join(cls, **parts: Signature) -> Signature:
         """Join the signatures of several builders. Names become ``part.name``."""
-        items = (
-            (f"{part}.{name}", role, value) for part, s in parts.items() for name, role, value in s.items
-        )
+        items = ((f"{part}.{name}", role, value) for part, s in parts.items() for name, role, value in s.items)
         return cls(tuple(items))
 
     def admits(self, runtime: Signature) -> str | None:
@@ -42,9 +40,7 @@ class Signature:
 
         The text names the scalar, its role and both values.
         """
-        captured, offered = (
-            {name: (role, value) for name, role, value in each.items} for each in (self, runtime)
-        )
+        captured, offered = ({name: (role, value) for name, role, value in each.items} for each in (self, runtime))
         if captured.keys() != offered.keys():
             odd = sorted(captured.keys() ^ offered.keys())
             return f"{odd[0]} is in only one of the two signatures"

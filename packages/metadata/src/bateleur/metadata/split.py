@@ -37,9 +37,7 @@ def decode_like(query_lens: I32Array, is_prefilling: BoolArray, num_computed_tok
     return result
 
 
-def uniform_query_len(
-    query_lens: I32Array, is_prefilling: BoolArray, num_computed_tokens: I32Array
-) -> int | None:
+def uniform_query_len(query_lens: I32Array, is_prefilling: BoolArray, num_computed_tokens: I32Array) -> int | None:
     """Return the common query length if all rows with tokens are decode-like and equally long, else None."""
     used = query_lens > 0
     if not used.any() or not decode_like(query_lens, is_prefilling, num_computed_tokens)[used].all():

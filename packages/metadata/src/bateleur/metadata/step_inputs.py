@@ -108,9 +108,7 @@ class StepRows:
         _expect("num_computed_tokens", self.num_computed_tokens, (num_reqs,), _I32)
         self._check_sampled(num_tokens)
 
-    def check_arrays(
-        self, num_reqs: int, num_tokens: int, groups: tuple[KVCacheGroup, ...], table_rows: int
-    ) -> None:
+    def check_arrays(self, num_reqs: int, num_tokens: int, groups: tuple[KVCacheGroup, ...], table_rows: int) -> None:
         """Check shapes and dtypes. ``table_rows``: number of rows of the block tables, 0 without tables.
 
         Raises:
@@ -150,9 +148,7 @@ class StepRows:
                 )
             return
         if len(self.block_tables) != len(groups):
-            raise ValueError(
-                f"block_tables: has {len(self.block_tables)} tables for {len(groups)} KV-cache groups"
-            )
+            raise ValueError(f"block_tables: has {len(self.block_tables)} tables for {len(groups)} KV-cache groups")
         for table, group in zip(self.block_tables, groups, strict=True):
             _expect("block_tables", table, (num_reqs, group.max_blocks), _I32)
 

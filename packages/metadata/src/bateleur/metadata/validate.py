@@ -124,9 +124,7 @@ def _check_device(batch: CommonAttentionMetadata, groups: tuple[KVCacheGroup, ..
     positions = _to_numpy(batch.positions)[: len(row)]
     if (positions != expected).any():
         token = int((positions != expected).argmax())
-        raise BatchInvariant(
-            "positions", f"has {positions[token]} for token {token}, must be {expected[token]}"
-        )
+        raise BatchInvariant("positions", f"has {positions[token]} for token {token}, must be {expected[token]}")
     for index, group in enumerate(groups):
         table, slots = _to_numpy(batch.block_tables[index])[:num_reqs], _to_numpy(batch.slot_mappings[index])
         if not group.has_slots:
@@ -135,15 +133,11 @@ def _check_device(batch: CommonAttentionMetadata, groups: tuple[KVCacheGroup, ..
             continue
         used = -(-(lengths + group.lookahead_tokens) // group.block_size)
         unused = np.arange(group.max_blocks) >= used[:, None]
-        others = np.intersect1d(
-            table[unused], table[~unused]
-        )  # a row may hold blocks that it does not need yet
+        others = np.intersect1d(table[unused], table[~unused])  # a row may hold blocks that it does not need yet
         if (others != NULL_BLOCK).any():
             rule = f"has block {others[-1]} of another row after the last block that a row needs"
             raise BatchInvariant("block_tables", rule)
         block = table[row, positions // group.block_size].astype(np.int64)
-        home = np.where(
-            block == NULL_BLOCK, PAD_SLOT, block * group.block_size + positions % group.block_size
-        )
+        home = np.where(block == NULL_BLOCK, PAD_SLOT, block * group.block_size + positions % group.block_size)
         if ((slots[: len(row)] != PAD_SLOT) & (slots[: len(row)] != home)).any():  # a token may go unstored
             raise BatchInvariant("slot_mappings", "has a slot outside the block that the row's table gives")

@@ -49,9 +49,7 @@ class AsyncLLM:
     Raises ValueError as `LLM` does.
     """
 
-    def __init__(
-        self, /, model: str | Path | None = None, *, max_queued_requests: int = 1024, **options: Any
-    ) -> None:
+    def __init__(self, /, model: str | Path | None = None, *, max_queued_requests: int = 1024, **options: Any) -> None:
         waiting = Integer(0)("max_queued_requests", max_queued_requests)
         self._thread = EngineThread(partial(LLM, model, **options), waiting)
         self._thread.open()
@@ -96,11 +94,7 @@ class AsyncLLM:
         Raises ValueError if the request could never run, QueueFull, EngineDead; RuntimeError in a forked process.
         """
         reader = await self.submit(
-            [prompt],
-            sampling_params,
-            request_ids=[request_id],
-            priority=priority,
-            lora_request=lora_request,
+            [prompt], sampling_params, request_ids=[request_id], priority=priority, lora_request=lora_request
         )
         try:
             while outputs := await reader.read():
@@ -134,9 +128,7 @@ class AsyncLLM:
 
         def prepare() -> list[RequestGroup]:
             return [
-                self.llm.prepare(
-                    prompt, sampling_params, request_id=name, priority=priority, lora_request=lora_request
-                )
+                self.llm.prepare(prompt, sampling_params, request_id=name, priority=priority, lora_request=lora_request)
                 for prompt, name in zip(prompts, names, strict=True)
             ]
 

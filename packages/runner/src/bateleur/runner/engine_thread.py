@@ -265,9 +265,7 @@ class EngineThread(Thread):
             if not _wake_all(loop, readers):
                 self.abort(name for name, reader in self._readers.items() if reader.loop is loop)
 
-    def _add(
-        self, requests: list[RequestGroup], names: tuple[str, ...], reader: Reader, queued: Future[None]
-    ) -> None:
+    def _add(self, requests: list[RequestGroup], names: tuple[str, ...], reader: Reader, queued: Future[None]) -> None:
         self._readers |= dict.fromkeys(names, reader)
         try:
             self.llm.add_prepared(*requests)
@@ -294,9 +292,7 @@ class EngineThread(Thread):
 
     def _end(self) -> None:
         """Fail all readers, posted actions and later calls, so that no caller waits forever."""
-        dead = EngineDead(
-            "it was closed" if self.error is None else f"the engine died of {_named(self.error)}"
-        )
+        dead = EngineDead("it was closed" if self.error is None else f"the engine died of {_named(self.error)}")
         dead.__cause__ = self.error
         with self._lock:
             if self.ended is not None:

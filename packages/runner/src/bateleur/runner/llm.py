@@ -191,9 +191,7 @@ class LLM:
         still change (an incomplete character, the start of a stop string) is held back. Closing the iterator aborts
         unfinished requests.
         """
-        return self._one_at_a_time(
-            self._run(self._requests(prompts, sampling_params, lora_request=lora_request))
-        )
+        return self._one_at_a_time(self._run(self._requests(prompts, sampling_params, lora_request=lora_request)))
 
     def _one_at_a_time(self, outputs: Generator[RequestOutput]) -> Iterator[RequestOutput]:
         """Yield outputs; other calls are allowed between two of them."""

@@ -81,9 +81,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     }
     wrong = [key for key, token in spelled.items() if not _is_token_id(token)]
     if len(wrong) > 1:
-        raise ValueError(
-            f"keys of {name} are {listed(map(str, wrong))}; they must be token ids, integers >= 0"
-        )
+        raise ValueError(f"keys of {name} are {listed(map(str, wrong))}; they must be token ids, integers >= 0")
     for key, bias in value.items():
         token = _TOKEN_ID(f"a key of {name}", spelled[key])
         if token in biases:
@@ -167,9 +165,7 @@ class SamplingParams(Checked):
     output_kind: RequestOutputKind = option(RequestOutputKind.CUMULATIVE, _output_kind)
     """What each output of a streaming request contains: CUMULATIVE: everything so far; DELTA: what is new; FINAL_ONLY:
     a single output at the end."""
-    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = option(
-        None, maybe(structured_outputs)
-    )
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = option(None, maybe(structured_outputs))
     """Required form of the text: `StructuredOutputsParams`, or a mapping of its fields."""
 
     def __post_init__(self) -> None:
@@ -208,9 +204,7 @@ def _by_name(init: Callable[..., None]) -> Callable[..., None]:
             raise ValueError(f"{shown(positional[0])} has no name; sampling parameters are given by name")
         given, known = drop_unsupported(SAMPLING, given), self.names()
         if unknown := sorted(given.keys() - set(known)):
-            raise ValueError(
-                f"unknown sampling parameter {', '.join(unknown)}; the known ones are {', '.join(known)}"
-            )
+            raise ValueError(f"unknown sampling parameter {', '.join(unknown)}; the known ones are {', '.join(known)}")
         init(self, **given)
 
     return checked

@@ -111,9 +111,7 @@ class EngineStats:
     decisions: DispatchCounter = field(default_factory=DispatchCounter)
     """Number of steps by kind of graph, or by the reason for an eager step."""
     seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("schedule", "stage", "forward", "sample", "draft", "emit"), 0.0
-        )
+        default_factory=lambda: dict.fromkeys(("schedule", "stage", "forward", "sample", "draft", "emit"), 0.0)
     )
     """Host seconds by part of a step; on CPU, forward and sample include the computation."""
 

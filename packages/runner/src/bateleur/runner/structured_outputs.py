@@ -36,11 +36,7 @@ def _structural_tag(name: str, value: Any) -> str:
 
 def _json_object(name: str, value: Any, rule: str) -> str:
     try:
-        known = (
-            json_text.loads(_bounded(name, value), parse_constant=_no_number)
-            if isinstance(value, str)
-            else value
-        )
+        known = json_text.loads(_bounded(name, value), parse_constant=_no_number) if isinstance(value, str) else value
         if not isinstance(known, Mapping):
             refuse(name, value, rule)
         written = json_text.dumps(dict(known), allow_nan=False, ensure_ascii=False)
@@ -95,9 +91,7 @@ class StructuredOutputsParams(Checked):
     def __post_init__(self) -> None:
         for each in fields(self):
             check: Check = each.metadata["check"]
-            object.__setattr__(
-                self, each.name, check(f"structured_outputs.{each.name}", getattr(self, each.name))
-            )
+            object.__setattr__(self, each.name, check(f"structured_outputs.{each.name}", getattr(self, each.name)))
         if len(given := self._given()) != 1:
             refuse("structured_outputs", given, f"exactly one of {', '.join(FORMS)}")
 
@@ -116,10 +110,7 @@ def structured_outputs(name: str, value: Any) -> StructuredOutputsParams:
         return value
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         refuse(name, value, "StructuredOutputsParams, or a mapping of its fields")
-    given, known = (
-        drop_unsupported(STRUCTURED, value),
-        [each.name for each in fields(StructuredOutputsParams)],
-    )
+    given, known = (drop_unsupported(STRUCTURED, value), [each.name for each in fields(StructuredOutputsParams)])
     if unknown := given.keys() - set(known):
         raise ValueError(f"{name} has unknown {listed(unknown)}; the known names are {', '.join(known)}")
     return StructuredOutputsParams(**given)

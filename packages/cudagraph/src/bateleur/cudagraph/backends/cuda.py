@@ -104,14 +104,10 @@ class CudaBackend(GraphBackend):
     def __init__(self, device: torch.device | str = "cuda", *, track_operators: bool = True) -> None:
         device = torch.device(device)
         if device.type != "cuda":
-            raise ValueError(
-                f"name='cuda' needs a CUDA device, got device={device}; use name='recorded' on CPU"
-            )
+            raise ValueError(f"name='cuda' needs a CUDA device, got device={device}; use name='recorded' on CPU")
         if not torch.cuda.is_available():
             raise ValueError(f"device={device}: this machine or this build of torch has no CUDA")
-        self._device = torch.device(
-            "cuda", torch.cuda.current_device() if device.index is None else device.index
-        )
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._track_operators = track_operators
         self._stream = torch.cuda.Stream(self._device)
         self._pool_views: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()

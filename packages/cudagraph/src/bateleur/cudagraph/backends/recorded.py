@@ -87,18 +87,14 @@ def _copy_results(func: OpOverload, result: Any, targets: tuple[tuple[int, Tenso
     for index, target in targets:
         value = values[index]
         if value.shape != target.shape:
-            raise GraphError(
-                f"{func} gave {tuple(value.shape)} in a replay, and {tuple(target.shape)} in the capture"
-            )
+            raise GraphError(f"{func} gave {tuple(value.shape)} in a replay, and {tuple(target.shape)} in the capture")
         target.copy_(value)
 
 
 class OperatorRecorder(CaptureTracker):
     """Records the operators of a capture. At the end of each piece it undoes what the operators did."""
 
-    def __init__(
-        self, key: BatchExecutionDescriptor, pool: CpuGraphPool, pool_views: WeakSet[UntypedStorage]
-    ) -> None:
+    def __init__(self, key: BatchExecutionDescriptor, pool: CpuGraphPool, pool_views: WeakSet[UntypedStorage]) -> None:
         super().__init__(key, torch.device("cpu"), pool_views)
         self._pool = pool
         self._calls: list[_Call] = []

@@ -105,11 +105,7 @@ class _Check:
     """One check: violations, and counts."""
 
     def __init__(
-        self,
-        make: MakeDrafter,
-        reads_device: bool,
-        target: Callable[[], ToyTarget],
-        engine: type[ToyEngine],
+        self, make: MakeDrafter, reads_device: bool, target: Callable[[], ToyTarget], engine: type[ToyEngine]
     ) -> None:
         self.violations: list[Violation] = []
         self.name = "drafter"
@@ -193,10 +189,7 @@ class _Check:
     ) -> _Seen:
         """Run `jobs` with a new drafter."""
         engine = self._engine(
-            self._target(),
-            get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM),
-            _LIMITS,
-            _MOST_DRAFTS,
+            self._target(), get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM), _LIMITS, _MOST_DRAFTS
         )
         drafter = self._make(engine)
         k, self.name = drafter.num_speculative_tokens, type(drafter).__name__
@@ -218,9 +211,7 @@ class _Check:
                     self.note("T", f"the text is not that of plain decoding: {named[request.row]!r}")
         return seen
 
-    def _step(
-        self, engine: ToyEngine, named: dict[int, str], seen: _Seen, asked: int | None, reverse: bool
-    ) -> None:
+    def _step(self, engine: ToyEngine, named: dict[int, str], seen: _Seen, asked: int | None, reverse: bool) -> None:
         k = engine.drafter.num_speculative_tokens if engine.drafter else 0
         live = [each for each in engine.requests.values() if len(each.tokens) + 2 * k < _LIMITS.max_model_len]
         live.sort(key=lambda each: (_in_prompt(each), -each.row if reverse else each.row))

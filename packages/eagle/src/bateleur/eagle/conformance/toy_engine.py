@@ -155,12 +155,7 @@ class ToyEngine:
         return self._body(Execution(None, state))
 
     def _verify(
-        self,
-        chosen: list[ToyRequest],
-        fed: list[list[int]],
-        state: ToyState,
-        outputs: tuple[Tensor, ...],
-        asked: int,
+        self, chosen: list[ToyRequest], fed: list[list[int]], state: ToyState, outputs: tuple[Tensor, ...], asked: int
     ) -> DraftContext:
         """Accept drafts that equal the target's draws, and commit."""
         assert self.drafter is not None

@@ -52,9 +52,7 @@ class _Source:
     head: Fields
 
 
-def describe(
-    config: dict[str, Any], names: Collection[str], target: TargetInfo, layer_ids: LayerIds
-) -> Described:
+def describe(config: dict[str, Any], names: Collection[str], target: TargetInfo, layer_ids: LayerIds) -> Described:
     """Read any layout; `names` are the checkpoint's tensors, prefixes removed.
 
     Raises:
@@ -159,9 +157,7 @@ def _read_eagle1(source: _Source, sizes: dict[str, Any], target: TargetInfo) -> 
     return HeadSpec(kind="eagle1", draft_vocab_size=vocab, needs=TargetNeeds(hidden=True), **sizes)
 
 
-def _read_eagle3(
-    source: _Source, sizes: dict[str, Any], target: TargetInfo, layer_ids: LayerIds
-) -> Described:
+def _read_eagle3(source: _Source, sizes: dict[str, Any], target: TargetInfo, layer_ids: LayerIds) -> Described:
     head, nested = source.head, source.head.inner("eagle_config")
 
     def switch(name: str, default: bool = False) -> bool:
@@ -192,9 +188,7 @@ def _read_eagle3(
     return Described(source.layout, spec, tuple(notes))
 
 
-def _taps(
-    head: Fields, nested: Fields, target: TargetInfo, layer_ids: LayerIds
-) -> tuple[tuple[int, ...], list[str]]:
+def _taps(head: Fields, nested: Fields, target: TargetInfo, layer_ids: LayerIds) -> tuple[tuple[int, ...], list[str]]:
     layers = target.num_layers
     shift = 0 if layer_ids == "inputs" else 1
     found = nested.boundaries(_IDS, layers, shift=shift) or head.boundaries(_IDS, layers, shift=shift)

@@ -10,11 +10,7 @@ import torch
 
 from bateleur.eagle.heads.spec import Rope
 
-_MOST = {
-    "num_hidden_layers": 1024,
-    "max_position_embeddings": 1 << 31,
-    "original_max_position_embeddings": 1 << 31,
-}
+_MOST = {"num_hidden_layers": 1024, "max_position_embeddings": 1 << 31, "original_max_position_embeddings": 1 << 31}
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -45,11 +41,7 @@ class Fields:
     def number(self, name: str, default: float) -> float:
         """A number above 0, also in float32."""
         value = self._values.get(name, default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not _FLOAT32.tiny <= value <= _FLOAT32.max
-        ):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _FLOAT32.tiny <= value <= _FLOAT32.max:
             raise ValueError(f"{name} is {value!r}; it must be a finite number above 0, in float32")
         return float(value)
 
@@ -102,9 +94,7 @@ class Fields:
             return self.size("head_dim")
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
         if hidden % heads:
-            raise ValueError(
-                f"num_attention_heads is {heads}; without head_dim it must divide hidden_size = {hidden}"
-            )
+            raise ValueError(f"num_attention_heads is {heads}; without head_dim it must divide hidden_size = {hidden}")
         return hidden // heads
 
     def rope(self) -> Rope:
@@ -132,9 +122,7 @@ class Fields:
             case _:
                 raise ValueError(f"rope_type is {kind!r}; supported is 'default', 'linear', 'llama3', 'yarn'")
         if not max(turns) <= _FLOAT32.max:
-            raise ValueError(
-                f"rope_theta is {theta}; scaled, lanes turn by {max(turns)}, more than a float32 holds"
-            )
+            raise ValueError(f"rope_theta is {theta}; scaled, lanes turn by {max(turns)}, more than a float32 holds")
         return Rope(tuple(turns), scaling)
 
 

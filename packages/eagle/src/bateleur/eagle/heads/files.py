@@ -73,9 +73,7 @@ def open_tensors(folder: Path) -> TensorFiles:
         return TensorFiles(read)
     for name in (_PICKLE, f"{_PICKLE}.index.json"):
         if (folder / name).is_file():
-            raise ValueError(
-                f"{folder / name}: a pickle, which is never read; weights are read from {_SAFETENSORS}"
-            )
+            raise ValueError(f"{folder / name}: a pickle, which is never read; weights are read from {_SAFETENSORS}")
     raise ValueError(f"{folder}: holds no {_SAFETENSORS}, single or sharded")
 
 

@@ -140,9 +140,7 @@ class DecoderLayer:
         self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", size, eps)
         self.mlp = Mlp(spec, weights, f"{name}.mlp")
 
-    def __call__(
-        self, h_TH: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, h_TH: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """(T, H), or (R, H) for the tokens `rows` only."""
         x_TH = h_TH if self.input_norm is None else self.input_norm(h_TH)
         return self.branches(h_TH, x_TH, rotary, attend, rows)

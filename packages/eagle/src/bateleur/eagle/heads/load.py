@@ -84,9 +84,7 @@ def load_head(
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder}: holds no config.json; a draft head is a folder with config.json and weights"
-        )
+        raise ValueError(f"{folder}: holds no config.json; a draft head is a folder with config.json and weights")
     config, files = read_json(folder / "config.json"), open_tensors(folder)
     try:
         tensors = files.rename(_plain_name)
@@ -190,9 +188,7 @@ def _target_ids(spec: HeadSpec, weights: Weights, tensors: Mapping[str, Tensor])
     wrong = None
     if int(ascending[0]) < 0 or int(ascending[-1]) >= vocab or bool((ascending.diff() == 0).any()):
         wrong = f"which must be different ids within 0 .. {vocab - 1}"
-    elif mask is not None and (
-        mask.shape != (vocab,) or not torch.equal(mask.bool().nonzero().flatten(), ascending)
-    ):
+    elif mask is not None and (mask.shape != (vocab,) or not torch.equal(mask.bool().nonzero().flatten(), ascending)):
         wrong = f"and t2d {tuple(mask.shape)} marks others of {vocab}"
     if wrong is not None:
         if int(offsets[0]) >= 0 and int(offsets[-1]) < vocab and bool((offsets.diff() > 0).all()):

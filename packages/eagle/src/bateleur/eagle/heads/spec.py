@@ -157,9 +157,7 @@ class HeadSpec:
         if self.num_layers < 1:
             raise ValueError(f"num_layers is {self.num_layers}; a head has at least one attention layer")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads = {self.num_heads}"
-            )
+            raise ValueError(f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads = {self.num_heads}")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}; a head drafts at least one and at most "
@@ -168,9 +166,7 @@ class HeadSpec:
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are both true; a head norms its taps in one way")
         if self.rope is not None and 2 * len(self.rope.inv_freq) > self.head_dim:
-            raise ValueError(
-                f"rope turns {2 * len(self.rope.inv_freq)} lanes; a head has head_dim = {self.head_dim}"
-            )
+            raise ValueError(f"rope turns {2 * len(self.rope.inv_freq)} lanes; a head has head_dim = {self.head_dim}")
 
 
 @runtime_checkable

@@ -59,12 +59,7 @@ class Weights:
         return self._get(name, shape).contiguous()
 
     def product(
-        self,
-        names: Sequence[str],
-        rows: Sequence[int],
-        columns: int,
-        *,
-        bias: bool = False,
+        self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
     ) -> Callable[[Tensor], Tensor]:
         """The product with matrices (rows[i], columns) stacked vertically, and their biases if there are any."""
         weight = self._arrange(self._stacked([f"{name}.weight" for name in names], rows, columns))
@@ -73,9 +68,7 @@ class Weights:
     def integers(self, name: str, *shape: int) -> Tensor:
         """A table of integers, as int64 on the CPU."""
         if name in self._tensors and self._tensors[name].dtype not in _WHOLE:
-            raise ValueError(
-                f"{self._spell(name)} is {self._tensors[name].dtype}; it must hold whole numbers"
-            )
+            raise ValueError(f"{self._spell(name)} is {self._tensors[name].dtype}; it must hold whole numbers")
         return self._get(name, shape, torch.int64)
 
     def check(self, harmless: Callable[[str], bool]) -> tuple[str, ...]:

@@ -144,11 +144,7 @@ def chain_options(max_num_rows: int) -> dict[str, Any]:
 
 
 def stage_first(
-    buffers: DraftBuffers,
-    batch: CommonAttentionMetadata,
-    slots: Tensor,
-    next_token: Tensor,
-    num_valid: Tensor,
+    buffers: DraftBuffers, batch: CommonAttentionMetadata, slots: Tensor, next_token: Tensor, num_valid: Tensor
 ) -> None:
     """See `bateleur.eagle.geometry.stage_first`; ``slots`` (T,) int64 are the slots of the group."""
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
@@ -164,9 +160,7 @@ def stage_first(
     )  # fmt: skip
 
 
-def _chain(
-    buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, first: bool
-) -> None:
+def _chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, first: bool) -> None:
     """See `bateleur.eagle.geometry.stage_chain` (`first`) and `advance`."""
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     chain_kernel[(1,)](

@@ -23,18 +23,12 @@ def penalties_of(
     """The inputs of `penalised` for a logit row. KIND: 0 without penalties, 1 with them, 2 with drafts before the
     row.
     """
-    if (
-        KIND == 0
-    ):  # no code after a constexpr branch that returns: Triton types it, and these pointers are placeholders
+    if KIND == 0:  # no code after a constexpr branch that returns: Triton types it, and these pointers are placeholders
         found = (1.0, 0.0, 0.0, counts_ptr, prompts_ptr, before_ptr, 0)
     else:
         at = tl.load(owners_ptr + row) * size
         values_ptr += row * 3
-        repetition, frequency, presence = (
-            tl.load(values_ptr),
-            tl.load(values_ptr + 1),
-            tl.load(values_ptr + 2),
-        )
+        repetition, frequency, presence = (tl.load(values_ptr), tl.load(values_ptr + 1), tl.load(values_ptr + 2))
         before_ptr += row * num_before
         found = (repetition, frequency, presence, counts_ptr + at, prompts_ptr + at, before_ptr, num_before)
     return found

@@ -40,9 +40,7 @@ def fmix64(x):
 @triton.jit
 def row_words(seed, position):
     """Low and high word of the key (seed, position) in the role TARGET, at place 0."""
-    row = fmix64(
-        fmix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64, bitcast=True)
-    )
+    row = fmix64(fmix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64, bitcast=True))
     return row.to(tl.uint32), (row >> 32).to(tl.uint32)
 
 
@@ -95,9 +93,7 @@ def draw_kernel(
             return
     row = row.to(tl.int64)
     row_ptr = logits_ptr + row * logits_row
-    penalties = penalties_of(
-        row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND
-    )
+    penalties = penalties_of(row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND)
     noisy = tl.load(temperature_ptr + request * temperature_step) > 0
     low, high = row_words(tl.load(seeds_ptr + request), tl.load(positions_ptr + request) + place)
     best, token, broken = float("-inf"), 0, 0
@@ -230,11 +226,7 @@ class _Singles(NamedTuple):
 
 
 def _launch(
-    logits: Tensor,
-    drafts: Tensor,
-    rows: Rows | _Singles,
-    lanes: Lanes | None,
-    metadata: SamplingMetadata | None,
+    logits: Tensor, drafts: Tensor, rows: Rows | _Singles, lanes: Lanes | None, metadata: SamplingMetadata | None
 ) -> RejectionOutput:
     if logits.stride(1) != 1:
         raise ValueError(f"logits: strides {logits.stride()} must be dense in the last dimension")

@@ -84,9 +84,7 @@ def stats_kernel(
     temperature, _, _, _, truncates = metadata_of(sampling_ptr, row, size)
     if not truncates:
         return
-    penalties = penalties_of(
-        row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND
-    )
+    penalties = penalties_of(row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND)
     lane_L = tile * TILE + tl.arange(0, TILE)
     logits_L = logits_of(logits_ptr + row * logits_row, lane_L, size, penalties, KIND)
     largest, broken = tl.max(logits_L, 0), tl.max((logits_L != logits_L).to(tl.int32), 0)
@@ -118,9 +116,7 @@ def collect_kernel(
     low_k, high_k = tl.load(brackets_ptr + LOW_K), tl.load(brackets_ptr + HIGH_K)
     low_p, high_p = tl.load(brackets_ptr + LOW_P), tl.load(brackets_ptr + HIGH_P)
     _, ceiling = limits_of(best, log_min_p)
-    penalties = penalties_of(
-        row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND
-    )
+    penalties = penalties_of(row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND)
     lane_L = tile * TILE + tl.arange(0, TILE)
     x_L = apply_temperature(logits_ptr + row * logits_row, lane_L, size, temperature, penalties, KIND)
     key_L = key_of(x_L, lane_L)
@@ -287,11 +283,7 @@ def truncation_options(size: int) -> dict[str, dict[str, Any]]:
     tile = min(_TILE, padded)
     options = {
         "stats": {"TILE": tile, "num_warps": 4},
-        "bracket": {
-            "SAMPLES": _SAMPLES,
-            "TILES": triton.next_power_of_2(triton.cdiv(size, tile)),
-            "num_warps": 16,
-        },
+        "bracket": {"SAMPLES": _SAMPLES, "TILES": triton.next_power_of_2(triton.cdiv(size, tile)), "num_warps": 16},
         "collect": {"TILE": tile // 2, "num_warps": 4},
         # Without a bound ptxas spills for a third block that no row would use.
         "threshold": {"BLOCK": min(_BLOCK, padded), "num_warps": 8, "maxnreg": 128},
@@ -300,9 +292,7 @@ def truncation_options(size: int) -> dict[str, dict[str, Any]]:
     return {name: each | {"enable_fp_fusion": False} for name, each in options.items()}
 
 
-def truncation_thresholds(
-    logits: Tensor, values: Tensor, penalties: Penalties | None = None
-) -> tuple[Tensor, Tensor]:
+def truncation_thresholds(logits: Tensor, values: Tensor, penalties: Penalties | None = None) -> tuple[Tensor, Tensor]:
     """Find the thresholds of each row in four launches; returns (N,) float32 and (N,) int32.
 
     The first is the smallest kept logit over the temperature, the second the last kept id equal to it. The workspace
@@ -328,9 +318,7 @@ def truncation_thresholds(
     last = torch.empty(num_rows, dtype=torch.int32, device=device)
     of_penalties, kind = arguments(penalties, least)
     row = logits.stride(0)
-    stats_kernel[num_rows, tiles](
-        logits, values, stats, row, size, *of_penalties, KIND=kind, **options["stats"]
-    )
+    stats_kernel[num_rows, tiles](logits, values, stats, row, size, *of_penalties, KIND=kind, **options["stats"])
     bracket_kernel[(num_rows,)](
         logits, values, stats, best, brackets, row, size, tiles, room, *of_penalties,
         KIND=kind, **options["bracket"],

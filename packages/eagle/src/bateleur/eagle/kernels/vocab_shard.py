@@ -84,11 +84,7 @@ def histogram_options(size: int, num_rows: int) -> tuple[dict[str, Any], int]:
 
 def last_tie_options(size: int) -> dict[str, Any]:
     """Options of `last_tie_kernel` for rows of ``size`` tokens."""
-    return {
-        "BLOCK": min(_BLOCK, max(16, triton.next_power_of_2(size))),
-        "num_warps": 8,
-        "enable_fp_fusion": False,
-    }
+    return {"BLOCK": min(_BLOCK, max(16, triton.next_power_of_2(size))), "num_warps": 8, "enable_fp_fusion": False}
 
 
 def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:

@@ -31,9 +31,7 @@ def takes(logits: Tensor) -> bool:
     return sound and logits.stride(1) == 1 and logits.numel() > 0 and unavailable_reason() is None
 
 
-def draw_rows(
-    logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, names: Tensor
-) -> tuple[Tensor, Tensor]:
+def draw_rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, names: Tensor) -> tuple[Tensor, Tensor]:
     """Sample N rows: token ids (N,) int64, -2 in a row that needs its full processed logits; and the bad flags, (N,)
     bool.
 
@@ -74,12 +72,7 @@ def best_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
 
 
 def perturbed_max_rows(
-    logits: Tensor,
-    values: Tensor,
-    kept: tuple[Tensor, Tensor] | None,
-    words: Tensor,
-    seeds: Tensor,
-    names: Tensor,
+    logits: Tensor, values: Tensor, kept: tuple[Tensor, Tensor] | None, words: Tensor, seeds: Tensor, names: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The token with the largest perturbed logit in a shard of N rows: its logit over the temperature, (N,) float32,
     NaN in a row that holds one and -inf if no token is left; and its index, (N,) int64, -2 if float32 noise

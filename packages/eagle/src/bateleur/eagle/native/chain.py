@@ -48,7 +48,7 @@ class _Step(Struct):
             "input_ids starts table positions next_token num_valid seeds start_positions taps temperature drafts "
             "places room",
             "rows k table_stride next_stride valid_stride drafts_stride longest width greedy threads",
-        ),
+        )
     ]
 
 
@@ -95,9 +95,7 @@ class NativeChain:
         if head.others or spec.sliding_window is not None or layer.input_norm is not None:
             return False
         tensors = (head.vocabulary.embedding, *cache.kv[0])
-        if any(
-            each.dtype != torch.float32 or not each.is_cpu or not each.is_contiguous() for each in tensors
-        ):
+        if any(each.dtype != torch.float32 or not each.is_cpu or not each.is_contiguous() for each in tensors):
             return False
         return all(_in_c(each) is not None for each in _products(head).values())
 
@@ -123,11 +121,7 @@ class NativeChain:
         """
         batch = context.batch
         sizes = rows, tokens = batch.num_actual_reqs, batch.num_actual_tokens
-        narrow = input_ids, starts, table = (
-            batch.input_ids,
-            batch.query_start_loc,
-            batch.block_tables[self._group],
-        )
+        narrow = input_ids, starts, table = (batch.input_ids, batch.query_start_loc, batch.block_tables[self._group])
         shared = (*narrow, batch.positions, context.seeds, context.temperature)
         known = self._turns.get(sizes)
         if known is not None and all(map(is_, known.rows, shared)):
@@ -168,10 +162,7 @@ class NativeChain:
         if next_token.dtype != torch.int64 or drafts.dtype != torch.int64:
             return False
         at.step.point(
-            next_token=next_token,
-            next_stride=next_token.stride(0),
-            drafts=drafts,
-            drafts_stride=drafts.stride(0),
+            next_token=next_token, next_stride=next_token.stride(0), drafts=drafts, drafts_stride=drafts.stride(0)
         )
         at.ends = next_token, drafts
         return True
@@ -187,11 +178,7 @@ class NativeChain:
     def _point_to_tokens(self, step: _Step, context: DraftContext) -> bool:
         """Set the pointers that change in every step."""
         shape = context.batch.num_tokens, self._tap_width
-        num_valid, start_positions, rows = (
-            context.num_valid,
-            context.start_positions,
-            context.batch.num_actual_reqs,
-        )
+        num_valid, start_positions, rows = (context.num_valid, context.start_positions, context.batch.num_actual_reqs)
         if len(context.features) * 2 != len(self._taps):
             return False
         for index, tap in enumerate(context.features):
@@ -217,9 +204,7 @@ class NativeChain:
         norms = [norm.weight.data_ptr() for norm in head.tap_norms]
         tap_norms = (ctypes.c_int64 * len(norms))(*norms)
         self._held += [cos, sin, lanes, tap_norms]
-        described = _Head(
-            eps=spec.norm_eps, **{name: _matrix(product) for name, product in _products(head).items()}
-        )
+        described = _Head(eps=spec.norm_eps, **{name: _matrix(product) for name, product in _products(head).items()})
         described.point(
             tap_norms=ctypes.addressof(tap_norms) if norms else None,
             input_norm=_weight(head.input_norm),
@@ -265,9 +250,7 @@ def _products(head: Eagle3Head) -> Mapping[str, Callable[[Tensor], Tensor]]:
 def _matrix(product: Callable[[Tensor], Tensor]) -> _Matrix:
     found, matrix = _in_c(product), _Matrix()
     assert found is not None
-    matrix.point(
-        call=found.address, weight=found.weight, bias=found.bias, rows=found.rows, columns=found.columns
-    )
+    matrix.point(call=found.address, weight=found.weight, bias=found.bias, rows=found.rows, columns=found.columns)
     return matrix
 
 

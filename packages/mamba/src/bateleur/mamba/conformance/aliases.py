@@ -12,9 +12,7 @@ from bateleur.mamba.prefill_chunks import PrefillChunks
 from bateleur.mamba.recurrence import FoldBatch
 
 
-def check_aliases(
-    step: MambaMetadata | PrefillChunks | FoldBatch | CopyPlan, read: Tensor | None = None
-) -> None:
+def check_aliases(step: MambaMetadata | PrefillChunks | FoldBatch | CopyPlan, read: Tensor | None = None) -> None:
     """Raise ValueError, with the slot and both rows, if a row writes a slot or ring row that another row uses.
 
     Synchronizes with the device.
@@ -35,9 +33,7 @@ def check_aliases(
         _require_disjoint("slot", reads, [[dst] for dst in folds])
     elif isinstance(step, CopyPlan):
         for source in (step.conv_src, step.ssm_src):
-            _require_disjoint(
-                "slot", [[slot] for slot in source.tolist()], [[dst] for dst in step.dst.tolist()]
-            )
+            _require_disjoint("slot", [[slot] for slot in source.tolist()], [[dst] for dst in step.dst.tolist()])
     elif isinstance(step.plan, SlotPlan):
         plan = step.plan
         _require_disjoint("slot", [[slot] for slot in plan.ssm_read.tolist()], plan.ssm_write.tolist())

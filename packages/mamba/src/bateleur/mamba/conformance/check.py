@@ -67,9 +67,7 @@ def check_recurrence(
         ValueError: `ring_capacity` is too small.
     """
     if ring_capacity < 1 + 2 * drafts:
-        raise ValueError(
-            f"ring_capacity is {ring_capacity}; it must be at least 1 + 2 * drafts = {1 + 2 * drafts}"
-        )
+        raise ValueError(f"ring_capacity is {ring_capacity}; it must be at least 1 + 2 * drafts = {1 + 2 * drafts}")
     allowed = _TOLERANCES.get(spec.conv_dtype, 0.05) if tolerance is None else tolerance
     problems: list[Problem] = []
 
@@ -78,19 +76,14 @@ def check_recurrence(
         problems.append(Problem(variant, step, allowed, device, seed + len(problems)))
         return problems[-1]
 
-    parts = [
-        ("declaration", lambda: check_declaration(spec)),
-        *_parts(of, drafts, ring_capacity, prompt_scan),
-    ]
+    parts = [("declaration", lambda: check_declaration(spec)), *_parts(of, drafts, ring_capacity, prompt_scan)]
     if violations := _violations(parts):
         raise ConformanceError(repr(spec), violations)
     calls = sum((Counter(problem.calls) for problem in problems), Counter[str]())
     return RecurrenceReport(dict(calls), sum(problem.compared for problem in problems))
 
 
-def _parts(
-    of: Callable[[StatePolicy, int], Problem], drafts: int, capacity: int, scan: PromptScan
-) -> list[Part]:
+def _parts(of: Callable[[StatePolicy, int], Problem], drafts: int, capacity: int, scan: PromptScan) -> list[Part]:
     """Return the parts in order, simple ones first."""
     slots, fold = StatePolicy.SLOTS, StatePolicy.FOLD
     return [

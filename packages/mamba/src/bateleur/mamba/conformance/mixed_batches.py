@@ -48,14 +48,7 @@ def check_schedule(problem: Problem, ring_capacity: int, prompt_scan: PromptScan
     )  # fmt: skip
     sizes = (1 + _REQUESTS * layout.columns(), 1 + _REQUESTS)
     kind = FoldCache if spec.policy is StatePolicy.FOLD else _SlotCache
-    cache = kind(
-        layout,
-        [mixer],
-        num_slots=sizes[0],
-        num_rows=sizes[1],
-        chunk_size=_CHUNK,
-        prompt_scan=prompt_scan,
-    )
+    cache = kind(layout, [mixer], num_slots=sizes[0], num_rows=sizes[1], chunk_size=_CHUNK, prompt_scan=prompt_scan)
     for tensor in cache.pages.layer(0):
         if tensor is not None:
             tensor.fill_(torch.nan)
@@ -116,12 +109,7 @@ def _play(
 
 
 def _step(
-    cache: FoldCache | _SlotCache,
-    table: Tensor,
-    rows: list[int],
-    computed: Tensor,
-    lens: list[int],
-    num_decodes: int,
+    cache: FoldCache | _SlotCache, table: Tensor, rows: list[int], computed: Tensor, lens: list[int], num_decodes: int
 ) -> tuple[Callable[..., Tensor], Commit]:
     if isinstance(cache, _SlotCache):
         return cache.step(table, rows, computed, lens, num_decodes)
@@ -130,12 +118,7 @@ def _step(
 
 
 def _batch(
-    problem: Problem,
-    inputs: list[Tokens],
-    who: list[int],
-    computed: list[int],
-    lens: list[int],
-    kept: list[int],
+    problem: Problem, inputs: list[Tokens], who: list[int], computed: list[int], lens: list[int], kept: list[int]
 ) -> Tokens:
     """Return the tokens of a step; tokens that will be rejected are random."""
     flat, at = [torch.cat(parts) for parts in zip(*map(_parts, inputs), strict=True)], []
@@ -175,10 +158,7 @@ class _SlotCache:
         self, table: Tensor, rows: list[int], computed: Tensor, lens: list[int], num_decodes: int
     ) -> tuple[Callable[..., Tensor], Commit]:
         """Plan a step; return the functions that compute and commit it."""
-        request_row, starts = (
-            torch.tensor(rows, device=self.device),
-            np.add.accumulate([0, *lens], dtype=np.int32),
-        )
+        request_row, starts = (torch.tensor(rows, device=self.device), np.add.accumulate([0, *lens], dtype=np.int32))
         loc, kept = torch.from_numpy(starts).to(self.device), self.states.gather(request_row)
         plan = plan_step(self.layout, table, computed, loc.diff(), kept.accepted, prev_col=kept.prev_col)
         chunks, first = PrefillChunks.empty(self.device), num_decodes

@@ -117,9 +117,7 @@ class Problem:
         """Check shape, dtype and the leading tokens of the output of an operator."""
         shape = (len(y), *self.spec.output_shape)
         if tuple(y.shape) != shape or y.dtype != self.spec.conv_dtype:
-            raise broken(
-                f"{what} returns {y.dtype} {tuple(y.shape)}; it must be {self.spec.conv_dtype} {shape}"
-            )
+            raise broken(f"{what} returns {y.dtype} {tuple(y.shape)}; it must be {self.spec.conv_dtype} {shape}")
         self.compared += len(want)
         if want:
             self.close(y[: len(want)], torch.stack(list(want)), f"the output of {what}")

@@ -38,11 +38,7 @@ def check_rings(problem: Problem, drafts: int, capacity: int) -> None:
     """Run steps until rings of every length and every number of accepted tokens occurred."""
     run = _Run(problem, drafts, capacity)
     todo = {f"{a} of {q}" for q in range(1, 2 + drafts) for a in range(1, 1 + q)}
-    todo |= (
-        {f"fill {n}" for n in range(capacity)}
-        | {"in place", "elsewhere"}
-        | ({"boundary"} if drafts else set())
-    )
+    todo |= {f"fill {n}" for n in range(capacity)} | {"in place", "elsewhere"} | ({"boundary"} if drafts else set())
     least = _LEAST_STEPS if drafts else 0
     for done in range(_MOST_STEPS):
         if not todo and done >= least:
@@ -60,18 +56,14 @@ class _Run:
         spec, rows = problem.spec, 2 + _REQUESTS  # one row of the rings is unused
         self.params = [problem.params() for _ in range(_LAYERS)]
         self.stacked: Tensors = tuple(torch.stack(each) for each in zip(*self.params, strict=True))
-        self.requests = [
-            _Request(1 + r, self.free.pop() if r % 2 else 0, 3 + 4 * r) for r in range(_REQUESTS)
-        ]
+        self.requests = [_Request(1 + r, self.free.pop() if r % 2 else 0, 3 + 4 * r) for r in range(_REQUESTS)]
         own = [request.slot for request in self.requests if request.slot]
         made = [problem.states(_SLOTS, *own) for _ in range(_LAYERS)]
         self.state = None if made[0] is None else torch.stack([each for each in made if each is not None])
         request_conv = TensorSpec("request_conv", (rows, *spec.request_conv_shape), spec.conv_dtype)
         self.request_conv = problem.draw(request_conv, _LAYERS)
         keep = (spec.conv_width - 1, spec.conv_dim)
-        self.conv = torch.full(
-            (_LAYERS, _SLOTS, *keep), torch.nan, dtype=spec.conv_dtype, device=problem.device
-        )
+        self.conv = torch.full((_LAYERS, _SLOTS, *keep), torch.nan, dtype=spec.conv_dtype, device=problem.device)
         size = (_LAYERS, rows, capacity)
         self.ring: Tensors = tuple(
             torch.full((*size, *each.shape), torch.nan, dtype=each.dtype, device=problem.device)
@@ -118,9 +110,7 @@ class _Run:
         longest = 1 if max(lens) == 1 else 1 + self.drafts
         return decode_rows([*lens, 0], longest, plan, self.problem.device, ints(*[r.row for r in who]))
 
-    def _replay(
-        self, layer: int, who: list[_Request], lens: list[int], tokens: Tokens, rows: MambaMetadata
-    ) -> None:
+    def _replay(self, layer: int, who: list[_Request], lens: list[int], tokens: Tokens, rows: MambaMetadata) -> None:
         """Compare outputs; checkpoints must not change, and rings only at the entries of the tokens."""
         problem, outputs, first = self.problem, [], 0
         given = tokens.of(torch.arange(sum(lens)), junk=1)
@@ -193,9 +183,7 @@ class _Run:
             but = torch.zeros(0) if ring else torch.tensor(dst)
             for layer in range(_LAYERS):
                 try:
-                    require_unchanged(
-                        was[layer], now[layer], but, f"{what}: {'row of a ring' if ring else 'slot'}"
-                    )
+                    require_unchanged(was[layer], now[layer], but, f"{what}: {'row of a ring' if ring else 'slot'}")
                 except ConformanceError as error:
                     raise broken(error.violations[0].text, "fold") from None
         for request, n, slot, first in zip(who, count, dst, offset, strict=True):
@@ -210,8 +198,7 @@ class _Run:
         window = self.request_conv[:, request.row, first : first + self.conv.shape[2]]
         if not torch.equal(self.conv[:, slot], window):
             raise broken(
-                f"{what}: the conv window of slot {slot} is not the request conv window from entry {first} on",
-                "fold",
+                f"{what}: the conv window of slot {slot} is not the request conv window from entry {first} on", "fold"
             )
         for layer, states in enumerate(request.states):
             if self.state is not None:

@@ -57,18 +57,14 @@ def _table(layout: CacheLayout, device: str) -> Tensor:
     return table.to(device)
 
 
-def _check_chunks(
-    problem: Problem, state: Tensor, chunks: PrefillChunks, truth: list[list[Tensor]], what: str
-) -> None:
+def _check_chunks(problem: Problem, state: Tensor, chunks: PrefillChunks, truth: list[list[Tensor]], what: str) -> None:
     """Check the stored state after each chunk; truth: states of each row, before and after its tokens."""
     first = chunks.query_start_loc.tolist()
     ends, rows = chunks.chunk_start_loc.tolist()[1:], chunks.chunk_row.tolist()
     for end, row, slot in zip(ends, rows, chunks.chunk_write.tolist(), strict=True):
         if slot:
             done = end - first[row]
-            problem.close(
-                state[slot], truth[row][done], f"{what}: the state of row {row} after {done} tokens"
-            )
+            problem.close(state[slot], truth[row][done], f"{what}: the state of row {row} after {done} tokens")
 
 
 def check_update(problem: Problem, drafts: int) -> None:

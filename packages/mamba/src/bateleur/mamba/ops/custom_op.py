@@ -19,9 +19,7 @@ _library = Library("bateleur", "FRAGMENT")
 """Owns the operators: they are unregistered when it is deleted."""
 
 
-def operator(
-    *, mutates: Iterable[str] = (), like: str | None = None, native: str | None = None
-) -> Callable[[F], F]:
+def operator(*, mutates: Iterable[str] = (), like: str | None = None, native: str | None = None) -> Callable[[F], F]:
     """Decorate the torch form of an operator, and register the operator with its signature and docstring.
 
     The Triton form is the function of the same name in the module `triton` of the same package.

@@ -189,9 +189,7 @@ def _compute(x: Tensor) -> torch.dtype:
 
 def _load(state: Tensor, read: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Return copies of all initial states, zeros for slot 0, so that all reads come before all writes."""
-    return [
-        state[slot].to(dtype, copy=True) if slot else torch.zeros_like(state[0], dtype=dtype) for slot in read
-    ]
+    return [state[slot].to(dtype, copy=True) if slot else torch.zeros_like(state[0], dtype=dtype) for slot in read]
 
 
 def _rows(a: SimpleNamespace, state: Tensor, read: Tensor) -> Iterator[tuple[int, Tensor, range]]:
@@ -238,9 +236,7 @@ def _replay(state: Tensor, rings: tuple[Tensor, ...], start: int, count: int, A:
 def _advance(state: Tensor, x: Tensor, step: Tensor, A: Tensor, B: Tensor) -> Tensor:
     """Return exp(A step) S + step x B^T, (H, P, N), from x (H, P), step (H,) and B (G, N)."""
     b = B.to(state.dtype).repeat_interleave(len(x) // len(B), 0)
-    return torch.exp(A * step)[:, None, None] * state + torch.einsum(
-        "h,hp,hn->hpn", step, x.to(state.dtype), b
-    )
+    return torch.exp(A * step)[:, None, None] * state + torch.einsum("h,hp,hn->hpn", step, x.to(state.dtype), b)
 
 
 def _output(state: Tensor, x: Tensor, C: Tensor, D: Tensor) -> Tensor:

@@ -11,13 +11,4 @@ from bateleur.mamba.planners.plans import CopyPlan, FoldPlan, ReplayPlan, SlotPl
 from bateleur.mamba.planners.replay import plan_replay
 from bateleur.mamba.planners.step import plan_step
 
-__all__ = [
-    "CopyPlan",
-    "FoldPlan",
-    "ReplayPlan",
-    "SlotPlan",
-    "plan_copy",
-    "plan_fold",
-    "plan_replay",
-    "plan_step",
-]
+__all__ = ["CopyPlan", "FoldPlan", "ReplayPlan", "SlotPlan", "plan_copy", "plan_fold", "plan_replay", "plan_step"]

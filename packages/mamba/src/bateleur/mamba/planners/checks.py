@@ -7,9 +7,7 @@ from torch import Tensor
 from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 
-def require(
-    layout: CacheLayout, policy: StatePolicy, table: Tensor, rows: Mapping[str, Tensor | None]
-) -> None:
+def require(layout: CacheLayout, policy: StatePolicy, table: Tensor, rows: Mapping[str, Tensor | None]) -> None:
     """Raise ValueError if the policy is wrong, the table is too narrow, or a tensor has not one entry per table row."""
     require_policy(layout, policy)
     num_rows, columns = table.shape

@@ -83,7 +83,5 @@ def _in_torch(
 
 
 FORMS = Implementations(
-    _in_torch,
-    triton="bateleur.mamba.planners.triton:plan_copy",
-    numpy="bateleur.mamba.planners.numpy_forms:plan_copy",
+    _in_torch, triton="bateleur.mamba.planners.triton:plan_copy", numpy="bateleur.mamba.planners.numpy_forms:plan_copy"
 )

@@ -88,7 +88,5 @@ def _in_torch(
 
 
 FORMS = Implementations(
-    _in_torch,
-    triton="bateleur.mamba.planners.triton:plan_fold",
-    numpy="bateleur.mamba.planners.numpy_forms:plan_fold",
+    _in_torch, triton="bateleur.mamba.planners.triton:plan_fold", numpy="bateleur.mamba.planners.numpy_forms:plan_fold"
 )

@@ -158,11 +158,7 @@ def plan_replay(
     np.multiply(accepted.numpy(), valid, offset)
     np.subtract(offset, valid, offset)
     has = np.sign(ring_start)
-    flat, starts, block_size = (
-        table.numpy().reshape(-1),
-        row_starts(*table.shape),
-        np.array(layout.block_size),
-    )
+    flat, starts, block_size = (table.numpy().reshape(-1), row_starts(*table.shape), np.array(layout.block_size))
     np.multiply(flat.take((ring_start - has) // block_size + starts), has, slot)
     np.copyto(fold_slot, flat.take(n // block_size + starts))
 

@@ -102,7 +102,5 @@ def _fill(plan: SlotPlan, table: Tensor, anchor: Tensor, run: Tensor, has: Tenso
 
 
 FORMS = Implementations(
-    _in_torch,
-    triton="bateleur.mamba.planners.triton:plan_step",
-    numpy="bateleur.mamba.planners.numpy_forms:plan_step",
+    _in_torch, triton="bateleur.mamba.planners.triton:plan_step", numpy="bateleur.mamba.planners.numpy_forms:plan_step"
 )

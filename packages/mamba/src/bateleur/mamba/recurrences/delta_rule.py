@@ -152,13 +152,7 @@ class DeltaRule(Recurrence):
         )  # fmt: skip
 
     def fold(
-        self,
-        params: Tensors,
-        conv: Tensor,
-        state: Tensor | None,
-        request_conv: Tensor,
-        ring: Tensors,
-        at: FoldBatch,
+        self, params: Tensors, conv: Tensor, state: Tensor | None, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
         """Run `delta_fold_ring`."""
         assert state is not None

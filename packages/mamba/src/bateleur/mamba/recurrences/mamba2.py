@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.metadata import MambaMetadata
-from bateleur.mamba.ops import (
-    fold_ring,
-    replay_update,
-    selective_state_update,
-    ssd_scan_varlen,
-)
+from bateleur.mamba.ops import fold_ring, replay_update, selective_state_update, ssd_scan_varlen
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prefill_chunks import PrefillChunks
 from bateleur.mamba.recurrence import FoldBatch, Recurrence, Tensors, TensorSpec
@@ -47,13 +42,9 @@ class Mamba2(Recurrence):
         for name in ("num_heads", "head_dim", "state_size", "num_groups"):
             at_least(name, getattr(self, name), 1)
         if self.num_heads % self.num_groups:
-            raise ValueError(
-                f"num_heads is {self.num_heads}; it must be a multiple of num_groups = {self.num_groups}"
-            )
+            raise ValueError(f"num_heads is {self.num_heads}; it must be a multiple of num_groups = {self.num_groups}")
         if not 0.0 <= self.dt_min <= self.dt_max:
-            raise ValueError(
-                f"dt limits are ({self.dt_min}, {self.dt_max}); they must satisfy 0 <= dt_min <= dt_max"
-            )
+            raise ValueError(f"dt limits are ({self.dt_min}, {self.dt_max}); they must satisfy 0 <= dt_min <= dt_max")
         Recurrence.__post_init__(self)
 
     @property
@@ -156,13 +147,7 @@ class Mamba2(Recurrence):
         )  # fmt: skip
 
     def fold(
-        self,
-        params: Tensors,
-        conv: Tensor,
-        state: Tensor | None,
-        request_conv: Tensor,
-        ring: Tensors,
-        at: FoldBatch,
+        self, params: Tensors, conv: Tensor, state: Tensor | None, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
         """Run `fold_ring`."""
         assert state is not None

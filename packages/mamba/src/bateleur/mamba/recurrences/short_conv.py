@@ -95,13 +95,7 @@ class ShortConv(Recurrence):
         return channels
 
     def fold(
-        self,
-        params: Tensors,
-        conv: Tensor,
-        state: Tensor | None,
-        request_conv: Tensor,
-        ring: Tensors,
-        at: FoldBatch,
+        self, params: Tensors, conv: Tensor, state: Tensor | None, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
         """Run `fold_window`."""
         fold_window(conv, request_conv, at.ring_row, at.dst, at.page_offset)

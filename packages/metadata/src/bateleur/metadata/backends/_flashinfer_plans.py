@@ -100,9 +100,7 @@ class PlanCache:
         if wrapper is None and meta.for_capture:
             assert config.shape is not None
             max_pages = config.shape.rows * meta.block_table.shape[1]
-            wrapper = self._wrappers[config] = PlannedWrapper(
-                config, self._workspace(config.device), max_pages
-            )
+            wrapper = self._wrappers[config] = PlannedWrapper(config, self._workspace(config.device), max_pages)
             self._shapes[config.shape].append(wrapper)
         return wrapper
 
@@ -142,11 +140,7 @@ class PlannedWrapper:
         self.buffers: dict[str, Tensor] = {}
         if config.shape is not None:
             rows, end = config.shape.rows, "buffer" if config.decode else "buf"
-            sizes = {
-                "paged_kv_indptr": rows + 1,
-                "paged_kv_indices": max_pages,
-                "paged_kv_last_page_len": rows,
-            }
+            sizes = {"paged_kv_indptr": rows + 1, "paged_kv_indices": max_pages, "paged_kv_last_page_len": rows}
             sizes |= {} if config.decode else {"qo_indptr": rows + 1}
             self.buffers = {
                 f"{name}_{end}": torch.zeros(size, dtype=torch.int32, device=config.device)
@@ -162,9 +156,7 @@ class PlannedWrapper:
     def plan_for(self, meta: FlashInferMetadata, begin: int, end: int) -> Any:
         """Return FlashInfer's wrapper, planned for rows ``begin`` to ``end - 1`` of ``meta``, padded rows included."""
         if self._planned_for is not meta:
-            if (
-                self._copied is not None
-            ):  # it plans in pinned memory of its own, whose last copy may be on its way
+            if self._copied is not None:  # it plans in pinned memory of its own, whose last copy may be on its way
                 self._copied.synchronize()
             self._plan(meta, begin, end)
             self._planned_for = meta
@@ -187,9 +179,7 @@ class PlannedWrapper:
             "window_left": -1 if config.sliding_window is None else config.sliding_window - 1,
         }
         if not config.decode:
-            starts = (
-                np.pad(meta.query_starts[begin : end + 1], (0, padding), "edge") - meta.query_starts[begin]
-            )
+            starts = np.pad(meta.query_starts[begin : end + 1], (0, padding), "edge") - meta.query_starts[begin]
             arguments.insert(0, self._host(starts))
             options["causal"] = True
         self._wrapper.plan(*arguments, **options)
@@ -216,8 +206,6 @@ def page_indices(block_table: Tensor, starts: I32Array) -> Tensor:
     """
     device, total = block_table.device, int(starts[-1])
     first = upload(starts.copy(), device)
-    row = torch.repeat_interleave(
-        torch.arange(len(starts) - 1, device=device), first.diff().long(), output_size=total
-    )
+    row = torch.repeat_interleave(torch.arange(len(starts) - 1, device=device), first.diff().long(), output_size=total)
     column = torch.arange(total, device=device) - first[row]
     return block_table[row, column]

@@ -25,12 +25,7 @@ _MAX_TILE_KEYS = 1 << 20  # gathered entries of one decode tile: keys and values
 
 
 def write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_scales: Tensor | None = None,
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
 ) -> None:
     """See :data:`bateleur.metadata.ops.write_kv`. Tokens with slot -1 write zeros to slot 0 of the null block."""
     check_slots(k, v, slot_mapping)
@@ -318,12 +313,7 @@ def _prefill_tile(
     else:
         bias_RMS = q_THD.new_zeros(hidden_RMS.shape).masked_fill_(hidden_RMS, torch.finfo(q_THD.dtype).min)
         tile_RHMD = F.scaled_dot_product_attention(
-            q_RHMD,
-            k_RHSD,
-            v_RHSD,
-            attn_mask=bias_RMS[:, None],
-            scale=scale,
-            enable_gqa=heads != q_THD.shape[1],
+            q_RHMD, k_RHSD, v_RHSD, attn_mask=bias_RMS[:, None], scale=scale, enable_gqa=heads != q_THD.shape[1]
         )
     target_RM = torch.where(real_RM, token_RM, num_tokens).long()
     out_THD.index_copy_(0, target_RM.view(-1), tile_RHMD.transpose(1, 2).flatten(0, 1))
@@ -355,8 +345,7 @@ def _gather(caches: _Caches, slots_RS: Tensor, num_heads: int, dtype: torch.dtyp
     index = torch.add(head[:, None], slots_RS[:, None], alpha=num_kv_heads).view(-1)
     shape = (slots_RS.shape[0], num_heads, slots_RS.shape[1], head_dim)
     found = [
-        movable(cache).view(-1, head_dim).index_select(0, index).view(cache.dtype).view(shape)
-        for cache in caches[:2]
+        movable(cache).view(-1, head_dim).index_select(0, index).view(cache.dtype).view(shape) for cache in caches[:2]
     ]
     if (scales := caches[2]) is not None:
         factors = scales[:, head, None, None]

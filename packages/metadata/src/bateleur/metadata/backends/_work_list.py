@@ -59,9 +59,7 @@ def empty_work_list(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return an empty list of the same size, for fake tensors."""
-    shape = work_shape(
-        num_heads, k_cache, seq_lens.shape[0], num_tokens, max_query_len, sliding_window, dtype
-    )
+    shape = work_shape(num_heads, k_cache, seq_lens.shape[0], num_tokens, max_query_len, sliding_window, dtype)
     return seq_lens.new_empty(shape.num_entries, ENTRY_SIZE, dtype=torch.int32)
 
 
@@ -103,9 +101,7 @@ def _list_of(
         (torch.where(several_I, part_I, -1), zero_I - 1),
     )
     opens_I, begin_m = several_I & (split_I == 0), tile_I * block_m
-    place_I = torch.where(opens_I, opens_I.cumsum(0) - 1, shape.splits).clamp(
-        max=shape.splits
-    )  # the last is dropped
+    place_I = torch.where(opens_I, opens_I.cumsum(0) - 1, shape.splits).clamp(max=shape.splits)  # the last is dropped
     lines_I = (queries_I * shape.group - begin_m).clamp(max=block_m)
     first_line_I = launch.first_line + part_I * shape.num_kv_heads * block_m
     join = (begin_I, begin_m, lines_I, splits_I, first_line_I, zero_I + block_m, zero_I, zero_I)

@@ -242,13 +242,9 @@ class AttentionBackend:
             ValueError: the arguments are not supported, ``rotary``, ``norm``, ``sinks`` and the caches' dtype included.
         """
         if rotary is not None and not self.fuses_rotary:
-            raise ValueError(
-                f"rotary: the backend {self.name!r} does not fuse it; rotate q and k before the call"
-            )
+            raise ValueError(f"rotary: the backend {self.name!r} does not fuse it; rotate q and k before the call")
         if norm is not None and not self.fuses_norm:
-            raise ValueError(
-                f"norm: the backend {self.name!r} does not fuse it; normalise q and k before the call"
-            )
+            raise ValueError(f"norm: the backend {self.name!r} does not fuse it; normalise q and k before the call")
         if sinks is not None and not self.supports_sinks:
             raise ValueError(f"sinks: the backend {self.name!r} has none; use native, torch or triton")
         if kv[0].dtype != q.dtype and kv[0].dtype not in self.kv_dtypes:
@@ -276,9 +272,7 @@ class AttentionBackend:
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Return attention (T, Hq, D) over the cache; 0 for padded tokens. kv_scales: see :meth:`attend`."""
-        out: Tensor = self.kernel(
-            q, *kv, *kernel_row_args(meta), scale, sliding_window or 0, sinks, kv_scales
-        )
+        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0, sinks, kv_scales)
         return out
 
 

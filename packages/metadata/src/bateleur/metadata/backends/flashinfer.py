@@ -19,12 +19,7 @@ from torch import Tensor
 from bateleur.metadata import ops
 from bateleur.metadata.attention_metadata_builder import BuildPhase, GraphSupport
 from bateleur.metadata.backends._flashinfer_plans import FlashInferMetadata, GraphShape, PlanCache, PlanConfig
-from bateleur.metadata.backends.base import (
-    AttentionBackend,
-    KVCache,
-    PagedAttentionBuilder,
-    PagedAttentionMetadata,
-)
+from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionBuilder, PagedAttentionMetadata
 from bateleur.metadata.common_attention_metadata import CommonAttentionMetadata
 from bateleur.metadata.seq_len_bound import I32Array, InexactBound
 from bateleur.metadata.signature import Role, Signature
@@ -98,10 +93,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
     def _shape(self, common: CommonAttentionMetadata, group: int) -> GraphShape | None:
         """Return the graph shape of a batch if all rows have ``max_query_len`` tokens, else None."""
         longest = common.max_query_len
-        padded, real = (
-            (common.num_tokens, common.num_reqs),
-            (common.num_actual_tokens, common.num_actual_reqs),
-        )
+        padded, real = ((common.num_tokens, common.num_reqs), (common.num_actual_tokens, common.num_actual_reqs))
         if not longest or any(tokens != rows * longest for tokens, rows in (padded, real)):
             return None
         return GraphShape(self._owner, group, common.num_reqs, longest)

@@ -115,11 +115,7 @@ def _active_flash_attention() -> str | None:
 
 @lru_cache(maxsize=64)
 def _probe(
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    sliding_window: int | None,
-    active: str | None,
+    head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None, active: str | None
 ) -> str | None:
     """Return why torch's kernel fails on two rows over two blocks each, or None. ``active`` is only a cache key.
 
@@ -146,7 +142,5 @@ def _probe(
         right = bool((out[:4] == 1).all()) and bool((out[4:] == 0).all())
     except (RuntimeError, ValueError) as error:
         lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
-        return (
-            f"torch {torch.__version__} refuses block tables here: {'; '.join(lines) or type(error).__name__}"
-        )
+        return f"torch {torch.__version__} refuses block tables here: {'; '.join(lines) or type(error).__name__}"
     return None if right else f"torch {torch.__version__} does not follow block tables here"

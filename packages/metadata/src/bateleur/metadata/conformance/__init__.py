@@ -4,11 +4,4 @@ from bateleur.metadata.conformance.backend_checks import BackendReport, check_ba
 from bateleur.metadata.conformance.builder_checks import BuilderReport, check_builder
 from bateleur.metadata.conformance.errors import ConformanceError, Violation
 
-__all__ = [
-    "BackendReport",
-    "BuilderReport",
-    "ConformanceError",
-    "Violation",
-    "check_backend",
-    "check_builder",
-]
+__all__ = ["BackendReport", "BuilderReport", "ConformanceError", "Violation", "check_backend", "check_builder"]

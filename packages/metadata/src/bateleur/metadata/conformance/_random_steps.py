@@ -113,9 +113,7 @@ class StepMaker:
     def _step(self, key: GraphKey | None, lens: I32Array, prompts: bool) -> Step:
         num_reqs, rng = len(lens), self._rng
         computed = rng.integers(1, self._limits.max_model_len - lens + 1).astype(np.int32)
-        prefilling: BoolArray = (
-            lens == 1
-        )  # the end of a prompt over existing context is a decode like any other
+        prefilling: BoolArray = lens == 1  # the end of a prompt over existing context is a decode like any other
         prefilling &= rng.random(num_reqs) < 0.3
         if prompts:
             fresh = (rng.random(num_reqs) < 0.4) & (np.arange(num_reqs) >= num_reqs // 2)

@@ -129,9 +129,7 @@ class _Operators(TorchDispatchMode):
         if waits_for_device(func, args, kwargs, watch.reaches) or _leaves_device(name, args, out):
             watch.note(name.replace("aten::", "aten."))
         given = {spec.name: arg for spec, arg in zip(func._schema.arguments, args, strict=False)} | kwargs
-        written = [
-            spec.name for spec in func._schema.arguments if spec.alias_info and spec.alias_info.is_write
-        ]
+        written = [spec.name for spec in func._schema.arguments if spec.alias_info and spec.alias_info.is_write]
         watch.spread([out, *(given.get(name) for name in written)])
         return out
 

@@ -90,9 +90,7 @@ def check_backend(
     num_cases = 0
     with_sinks = (False, True) if backend.supports_sinks else (False,)
     for dim, window in product(head_dims, sliding_windows):
-        reason = backend.unsupported_reason(
-            dim, dtype, torch.device(device), window, *([kv_dtype] if kv_dtype else [])
-        )
+        reason = backend.unsupported_reason(dim, dtype, torch.device(device), window, *([kv_dtype] if kv_dtype else []))
         if reason is not None:
             refused.append(f"head_dim {dim}, sliding_window {window}: {reason}")
             continue
@@ -154,11 +152,7 @@ class _Case:
             yield "A", "padded rows are not zero"
 
     def attend(
-        self,
-        backend: AttentionBackend,
-        batch: CommonAttentionMetadata,
-        garbage: float,
-        read: KVCache | None = None,
+        self, backend: AttentionBackend, batch: CommonAttentionMetadata, garbage: float, read: KVCache | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return output and both caches of ``backend`` for the same inputs. With ``read``, the output is over these
         caches.

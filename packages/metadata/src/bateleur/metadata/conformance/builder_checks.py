@@ -151,9 +151,7 @@ class _Run:
             self.buffers.poison()
         return meta
 
-    def compare(
-        self, letter: str, meta: Any, expected: dict[str, Any], rule: str, what: Step | GraphKey
-    ) -> None:
+    def compare(self, letter: str, meta: Any, expected: dict[str, Any], rule: str, what: Step | GraphKey) -> None:
         path = difference(contents(meta), expected)
         if path:
             self.note(letter, f"{path} {rule}", what)
@@ -224,9 +222,7 @@ class _Run:
             first, last = leaf.untyped_storage().data_ptr(), leaf.data_ptr()
             if not any(first <= address <= last for address in owned):
                 text = f"{path} is neither a view of the batch nor in a buffer that addresses() names"
-                self.note(
-                    "C", f"{text}, so a graph would read the tensor of the captured step at every replay", key
-                )
+                self.note("C", f"{text}, so a graph would read the tensor of the captured step at every replay", key)
 
 
 def _changes(

@@ -82,9 +82,7 @@ def attend_keys(
     for start in range(first // BLOCK_N * BLOCK_N, last, BLOCK_N):
         key_N = start + tl.arange(0, BLOCK_N)
         stored_N = ((key_N < last) & (key_N >= first)) | (not MASKED)
-        offset_N = _offsets(
-            table_ptr, start, first, last, strides, BLOCK_SIZE, BLOCK_N, AT_ONCE, not _PAGES_AT_ONCE
-        )
+        offset_N = _offsets(table_ptr, start, first, last, strides, BLOCK_SIZE, BLOCK_N, AT_ONCE, not _PAGES_AT_ONCE)
         stored_ND = stored_N[:, None] & (d < HEAD_DIM)
         k_ND = tl.load(k_ptr + offset_N[:, None] + d, mask=stored_ND, other=0.0).to(q_MD.dtype)
         score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)

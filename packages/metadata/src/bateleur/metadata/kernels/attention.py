@@ -132,9 +132,7 @@ def join_kernel(
         real_X = (start + s_X < splits) & (m_X < num_m)
         lse_SL = tl.reshape(tl.load(lse_ptr + slot_X, mask=real_X, other=float("-inf")), [BLOCK_S, BLOCK_L])
         part_XD = tl.load(
-            part_ptr + slot_X[:, None] * HEAD_DIM + d[None, :],
-            mask=real_X[:, None] & (d < HEAD_DIM)[None, :],
-            other=0,
+            part_ptr + slot_X[:, None] * HEAD_DIM + d[None, :], mask=real_X[:, None] & (d < HEAD_DIM)[None, :], other=0
         )
         highest_L = tl.maximum(peak_L, tl.max(lse_SL, 0))
         base_L = tl.where(highest_L == float("-inf"), 0.0, highest_L)
@@ -188,6 +186,4 @@ def attend(
             BLOCK_SIZE=k_cache.shape[1], WINDOW=shape.window, **sizes, **launch.options,
         )  # fmt: skip
     if may_split:
-        join_kernel[shape.join_grid](
-            part, lse, work, sinks, out, shape.num_items, **sizes, **shape.join_options
-        )
+        join_kernel[shape.join_grid](part, lse, work, sinks, out, shape.num_items, **sizes, **shape.join_options)

@@ -90,9 +90,7 @@ def gather_block_tables_kernel(
     kept_C = column_C < tl.where(source >= 0, width, 0)
     id_C = tl.load(request_tables_ptr + row * table_row + column_C, mask=kept_C, other=0)
     tl.store(batch_ptr + place * table_row + column_C, id_C, mask=real_C)
-    tl.store(
-        request_tables_ptr + row * table_row + column_C, id_C, mask=column_C < tl.where(source < 0, width, 0)
-    )
+    tl.store(request_tables_ptr + row * table_row + column_C, id_C, mask=column_C < tl.where(source < 0, width, 0))
     if tl.program_id(1) == 0:
         tl.store(rows_ptr + place, row.to(tl.int32))
 
@@ -116,9 +114,7 @@ def expand(fields: DeviceFields, step: DeviceStep) -> None:
     """See `_device_fields.expand`. One launch, and one more for each further group with slots."""
     x = fields
     max_reqs = x.seq_lens.shape[0]
-    reach = max(
-        step.pad_rows_until, step.pad_tokens_until, 0 if step.query_start_loc is None else max_reqs + 1, 1
-    )
+    reach = max(step.pad_rows_until, step.pad_tokens_until, 0 if step.query_start_loc is None else max_reqs + 1, 1)
     first_id = step.num_tokens - step.token_ids.shape[0]
     sizes = (step.num_reqs, step.num_tokens, step.pad_rows_until, step.pad_tokens_until, max_reqs, first_id)
     starts = x.query_start_loc if step.query_start_loc is None else step.query_start_loc
@@ -133,9 +129,7 @@ def expand(fields: DeviceFields, step: DeviceStep) -> None:
         )  # fmt: skip
 
 
-def gather_block_tables(
-    batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int
-) -> None:
+def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
     """See `_device_fields.gather_block_tables`. One launch."""
     grid = (source.shape[0], cdiv(max(width, 1), _TILE))
     gather_block_tables_kernel[grid](

@@ -150,10 +150,7 @@ def work_kernel(
     """
     which = tl.program_id(0)
     least, most = tl.where(which == 0, least_0, least_1), tl.where(which == 0, most_0, most_1)
-    block_m, min_keys = (
-        tl.where(which == 0, block_m_0, block_m_1),
-        tl.where(which == 0, min_keys_0, min_keys_1),
-    )
+    block_m, min_keys = (tl.where(which == 0, block_m_0, block_m_1), tl.where(which == 0, min_keys_0, min_keys_1))
     num_items = tl.where(which == 0, items_0, items_1)
     lengths, kind = (seq_lens_ptr, starts_ptr), (least, most, group, window, block_m, block_n)
     ends_ptr += which * num_rows

@@ -49,9 +49,7 @@ def _store(target_HL, x_HL, real_HL, kv_scale_H, SCALED: tl.constexpr):
 
 
 @triton.jit
-def _copy(
-    source_HL, target_HL, real_HL, scale_H, weight_HL, kv_scale_H, NORM: tl.constexpr, SCALED: tl.constexpr
-):
+def _copy(source_HL, target_HL, real_HL, scale_H, weight_HL, kv_scale_H, NORM: tl.constexpr, SCALED: tl.constexpr):
     x_HL = tl.load(source_HL, mask=real_HL)
     if NORM > 0:
         x_HL = _normed(x_HL, scale_H, weight_HL, real_HL)
@@ -108,11 +106,7 @@ def _side(
     for first in range(tile * BLOCK_H, HEADS, TILES * BLOCK_H):
         head_H = first + h_H
         real_H = head_H < real_heads
-        source_H, target_H, weight_H = (
-            source_ptr + head_H * HEAD_DIM,
-            target_ptr + head_H * target_head,
-            weight_ptr,
-        )
+        source_H, target_H, weight_H = (source_ptr + head_H * HEAD_DIM, target_ptr + head_H * target_head, weight_ptr)
         kv_scale_H = scale_H
         if SCALED:
             kv_scale_H = tl.load(kv_scales_ptr + head_H, mask=real_H, other=1)
@@ -178,9 +172,7 @@ def write_kernel(
 
 
 @cache
-def tile_options(
-    num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, norm: int = 0
-) -> dict[str, Any]:
+def tile_options(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, norm: int = 0) -> dict[str, Any]:
     """Return tile counts, tile sizes and launch options of :func:`write_kernel`."""
     block_d = triton.next_power_of_2(head_dim)
     block_h = max(1, min(triton.next_power_of_2(num_kv_heads), _TILE_LANES // block_d))

@@ -125,9 +125,7 @@ def _compiled(source: Path) -> Path:
         made = Path(scratch) / target.name
         command = [str(compiler), *_FLAGS, f"-I{_HEADERS}", str(source), "-x", "none", runtime, "-lm"]
         command += ["-Wl,-z,defs", "-o", str(made)]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-        )
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
         if done.returncode:
             raise NoCompiler(f"{compiler} can't compile {source.name}: {done.stderr.strip()[-400:]}")
         with made.open("r+b") as written:

@@ -47,9 +47,7 @@ class CompletionClient:
         except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise Unmeasured(f"{self.url} sent a reply that cannot be read: {error!r}"[:500]) from error
 
-    async def _complete(
-        self, prompt: list[int], num_tokens: int, deadline: asyncio.Timeout
-    ) -> TimedCompletion:
+    async def _complete(self, prompt: list[int], num_tokens: int, deadline: asyncio.Timeout) -> TimedCompletion:
         body = {
             "model": self.model,
             "prompt": prompt,
@@ -82,9 +80,7 @@ class CompletionClient:
         where = urlsplit(self.url)
         reader, writer = await asyncio.open_connection(where.hostname, where.port or 80, limit=1 << 24)
         try:
-            head = (
-                f"POST {where.path}/v1/completions HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\n"
-            )
+            head = f"POST {where.path}/v1/completions HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\n"
             length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             writer.write((head + length).encode() + body)
             await writer.drain()

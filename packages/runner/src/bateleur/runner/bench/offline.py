@@ -106,9 +106,7 @@ class OfflineBench:
                 engines.append(engine)
             yield engines
 
-    def measure(
-        self, config: OfflineConfig, tasks: list[Task]
-    ) -> tuple[list[dict[str, TaskRuns]], dict[str, Any]]:
+    def measure(self, config: OfflineConfig, tasks: list[Task]) -> tuple[list[dict[str, TaskRuns]], dict[str, Any]]:
         """Return the runs of each task by engine, and the engines' versions. Reads memory once per round."""
         with self._engines(config) as engines, ExitStack() as stack:
             reader = EngineProcess("read", self._settings)
@@ -143,9 +141,7 @@ class OfflineBench:
     def result(self, command: str, rows: list[dict[str, Any]], **facts: Any) -> dict[str, Any]:
         """The JSON object of a benchmark; adds to each peer's row how many times faster bateleur is."""
         load = f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
-        machine = (
-            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
-        )
+        machine = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         ours = rows[0].get("tokens_per_s")
         for row in rows[1:]:
             if ours is not None and "tokens_per_s" in row:
@@ -236,9 +232,7 @@ def offline_table(result: dict[str, Any]) -> str:
     lines = [f"{'':<14}{'same tokens':>12}{heads}"]
     for row in rows:
         same = "{} of {}".format(*row["equal_requests"])
-        cells = "".join(
-            f"{_COLUMNS[name][1].format(row[name]) if name in row else '':>14}" for name in columns
-        )
+        cells = "".join(f"{_COLUMNS[name][1].format(row[name]) if name in row else '':>14}" for name in columns)
         lines.append(f"{row['engine']:<14}{same:>12}{'  ' + row['fault'] if 'fault' in row else cells}")
     lines += [f"{name:<14}skipped: {why}" for name, why in result["skipped"].items()]
     moved, rate = f"{step['bytes'] / 1e6:,.1f} MB", f"{step['read_GB_per_s']:.1f} GB/s"

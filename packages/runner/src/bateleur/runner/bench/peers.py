@@ -42,9 +42,7 @@ class EngineProcess:
     def __init__(self, name: str, settings: dict[str, Any], python: str = sys.executable) -> None:
         self.name = name
         environment = {**_VLLM_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if name == "vllm" else {}
-        if name == "vllm" and (
-            threads := settings.get("num_threads")
-        ):  # else vLLM pins a thread to every core
+        if name == "vllm" and (threads := settings.get("num_threads")):  # else vLLM pins a thread to every core
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             [*_env(environment), python, str(Path(worker.__file__)), name, json.dumps(settings)],
@@ -98,9 +96,7 @@ class EngineProcess:
 
     def _ended(self) -> Unmeasured:
         self.close()
-        return Unmeasured(
-            f"{self.name} ended with {self._process.returncode}: {''.join(self._stderr).strip()}"
-        )
+        return Unmeasured(f"{self.name} ended with {self._process.returncode}: {''.join(self._stderr).strip()}")
 
 
 def run_script(python: str, script: Path, *arguments: str) -> str:
@@ -130,10 +126,7 @@ class ServerProcess:
         log = logs / f"{name}.log"
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(port)],
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
+                [*command, "--host", "127.0.0.1", "--port", str(port)], stdout=file, stderr=file, start_new_session=True
             )
         return cls(name, f"http://127.0.0.1:{port}", process, log)
 

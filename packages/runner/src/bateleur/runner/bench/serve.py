@@ -30,11 +30,7 @@ _WARM_UP_TOKENS = (200, 40)
 
 
 def bench_serve(
-    model: Path,
-    config: ServeBenchConfig,
-    options: dict[str, Any],
-    report: Callable[[str], None],
-    command: str,
+    model: Path, config: ServeBenchConfig, options: dict[str, Any], report: Callable[[str], None], command: str
 ) -> dict[str, Any]:
     """Measure one or two servers at every request rate. Raises Unmeasured if a server does not answer.
 
@@ -63,9 +59,7 @@ def bench_serve(
     }
 
 
-def _servers(
-    model: Path, config: ServeBenchConfig, options: dict[str, Any], stack: ExitStack
-) -> list[ServerProcess]:
+def _servers(model: Path, config: ServeBenchConfig, options: dict[str, Any], stack: ExitStack) -> list[ServerProcess]:
     if config.base_url is not None:
         return [ServerProcess("server", config.base_url)]
     logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -147,9 +141,7 @@ class Workload:
         conversations = []
         for _ in range(max(1, count // _TURNS)):
             messages = [self._random_ids(rng, rng.randint(8, 64)) for _ in range(_TURNS)]
-            conversations.append(
-                converse(messages, [0.0, *(rng.expovariate(1.0) for _ in range(_TURNS - 1))])
-            )
+            conversations.append(converse(messages, [0.0, *(rng.expovariate(1.0) for _ in range(_TURNS - 1))]))
         return [each for replies in await _run_poisson(conversations, rate / _TURNS, rng) for each in replies]
 
     def _random_ids(self, rng: random.Random, length: int) -> list[int]:
@@ -171,11 +163,7 @@ def _compare(servers: list[ServerProcess], workload: Workload, rate: float, roun
         for server in servers if index % 2 == 0 else servers[::-1]:
             found[server.name].append(workload.run(server, rate, 1000 * index + int(10 * rate)))
     config = workload._config
-    row: dict[str, Any] = {
-        "workload": config.dataset_name,
-        "requests_per_s": rate,
-        "requests": config.num_prompts,
-    }
+    row: dict[str, Any] = {"workload": config.dataset_name, "requests_per_s": rate, "requests": config.num_prompts}
     for name, runs in found.items():
         figures = runs[0]["figures"]
         row[name] = {each: statistics.median(run["figures"][each] for run in runs) for each in figures}

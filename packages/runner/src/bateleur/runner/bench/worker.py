@@ -84,9 +84,7 @@ def vllm(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     )
 
     def generate(prompts: TokenIds, tokens: list[int]) -> TokenIds:
-        params = [
-            library.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in tokens
-        ]
+        params = [library.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in tokens]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         return [list(output.outputs[0].token_ids) for output in llm.generate(inputs, params, use_tqdm=False)]
 

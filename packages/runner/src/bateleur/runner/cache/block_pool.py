@@ -16,9 +16,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
-            raise ValueError(
-                f"num_blocks is {num_blocks}; it must be at least 2, because block 0 is the null block"
-            )
+            raise ValueError(f"num_blocks is {num_blocks}; it must be at least 2, because block 0 is the null block")
         self.num_blocks = num_blocks
         self.fresh: list[int] | None = None
         """If a list, `allocate` appends its blocks; the code that prepares new blocks empties it."""

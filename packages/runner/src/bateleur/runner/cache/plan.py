@@ -62,21 +62,10 @@ class CachePlan:
 
     def common(self, ranks: Ranks) -> CachePlan:
         """Return the smallest sizes over all ranks, each of which passes its own plan."""
-        sizes = [
-            self.max_num_seqs,
-            self.num_blocks,
-            self.num_state_slots,
-            self.max_blocks,
-            self.max_model_len,
-        ]
+        sizes = [self.max_num_seqs, self.num_blocks, self.num_state_slots, self.max_blocks, self.max_model_len]
         rows, blocks, slots, longest, tokens = map(min, zip(*ranks.gather_ints(sizes), strict=True))
         return replace(
-            self,
-            max_num_seqs=rows,
-            num_blocks=blocks,
-            num_state_slots=slots,
-            max_blocks=longest,
-            max_model_len=tokens,
+            self, max_num_seqs=rows, num_blocks=blocks, num_state_slots=slots, max_blocks=longest, max_model_len=tokens
         )
 
     @property

@@ -179,12 +179,7 @@ class PrefixCache:
         """Return the keys of blocks `first` to `end - 1` of `ids`, which has the token after them if keys need it."""
         return self._block_keys(keys, ids, first, end)
 
-    def publish(
-        self,
-        rows: NDArray[np.int64],
-        before_R: NDArray[np.int32],
-        after_R: NDArray[np.int32],
-    ) -> None:
+    def publish(self, rows: NDArray[np.int64], before_R: NDArray[np.int32], after_R: NDArray[np.int32]) -> None:
         """Publish the KV blocks that a step filled, and commit its states."""
         blocks, names = self._row_keys.advance(rows, after_R)
         if names and self._blocks is not None:

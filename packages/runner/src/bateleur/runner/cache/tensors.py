@@ -61,9 +61,7 @@ class Caches:
         return {name: each for name, each in found.items() if each is not None}
 
 
-def kv_caches(
-    plan: CachePlan, heads: Iterable[tuple[int, int]], device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
+def kv_caches(plan: CachePlan, heads: Iterable[tuple[int, int]], device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Return zeroed keys and values (num_blocks, block_size, num_kv_heads, head_dim) for each pair in `heads`, in the
     plan's dtype.
     """

@@ -31,12 +31,7 @@ def read_gated_delta(fields: ConfigFields, norm_eps: float, *, allow_neg_eigval:
 def joined_names(layer: DeltaLayer) -> Names:
     """Names of Qwen3.5: queries, keys and values in one matrix, one matrix for each other part of the projection."""
     sizes = _sizes(layer)
-    rows = {
-        "in_proj_qkv": sum(sizes[:3]),
-        "in_proj_z": sizes[3],
-        "in_proj_b": sizes[4],
-        "in_proj_a": sizes[5],
-    }
+    rows = {"in_proj_qkv": sum(sizes[:3]), "in_proj_z": sizes[3], "in_proj_b": sizes[4], "in_proj_a": sizes[5]}
     return _stacked("in_proj", rows) | _rest("norm", "out_proj") | _CONV
 
 

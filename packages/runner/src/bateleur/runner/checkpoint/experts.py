@@ -52,9 +52,7 @@ def sparse_layers(
     """Each block, followed by `experts`, or by `mlp` if `mlp_only_layers` or `decoder_sparse_step` say so."""
     dense, step = fields["mlp_only_layers"], fields["decoder_sparse_step"]
     if bad := [i for i in dense if i >= len(blocks)]:
-        raise ValueError(
-            f"mlp_only_layers holds {bad[0]}; it must be in [0, num_hidden_layers = {len(blocks)})"
-        )
+        raise ValueError(f"mlp_only_layers holds {bad[0]}; it must be in [0, num_hidden_layers = {len(blocks)})")
     feeds = (mlp if i in dense or (i + 1) % step else experts for i in range(len(blocks)))
     return tuple(layer for pair in zip(blocks, feeds, strict=True) for layer in pair)
 

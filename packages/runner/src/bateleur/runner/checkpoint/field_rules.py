@@ -63,9 +63,7 @@ _MOST_LAYERS = 1024
 # Models without experts write zeros; who reads experts wants more.
 _EXPERTS = Integer(0, 4096)
 # Kinds of layers under their names of all times; a family says which of them it has.
-_KIND = OneOf(
-    ("attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe", "sliding_attention")
-)
+_KIND = OneOf(("attention", "conv", "full_attention", "linear_attention", "mamba", "mlp", "moe", "sliding_attention"))
 _RULES: tuple[tuple[str, Check], ...] = (
     ("vocab_size hidden_size intermediate_size shared_intermediate_size", _SIZE),
     ("num_attention_heads num_key_value_heads head_dim", _SIZE),
@@ -74,10 +72,7 @@ _RULES: tuple[tuple[str, Check], ...] = (
     ("mamba_d_head", _head_size),
     ("linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim", _SIZE),
     ("linear_num_heads linear_head_dim num_heads", _SIZE),
-    (
-        "conv_kernel mamba_d_conv linear_conv_kernel_dim short_conv_kernel_size conv_L_cache",
-        Integer(2, 1 << 16),
-    ),
+    ("conv_kernel mamba_d_conv linear_conv_kernel_dim short_conv_kernel_size conv_L_cache", Integer(2, 1 << 16)),
     ("kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim", _SIZE),
     ("full_attn_layers kda_layers", Several(Integer(1), "a list of layers")),
     ("mlp_layer_types", Several(OneOf(("dense", "sparse")), "a list of names")),

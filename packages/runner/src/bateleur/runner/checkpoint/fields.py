@@ -104,9 +104,7 @@ class ConfigFields:
         """Return the Mamba layer of the fields `names`. limits: of dt after softplus; None: `time_step_limit`."""
         self.choice(names["activation"], ("silu",))
         self.divides(names["num_groups"], names["num_heads"])
-        low, high = (
-            limits or maybe(limits_of_dt)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)
-        )
+        low, high = limits or maybe(limits_of_dt)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)
         read = {ours: self[name] for ours, name in names.items() if ours != "activation"}
         sizes = ("num_heads", "head_dim", "state_size", "num_groups", "conv_width")
         numbers = {name: read.pop(name) for name in sizes}
@@ -173,9 +171,7 @@ class ConfigFields:
         except (ArithmeticError, TypeError, RuntimeError):  # valid one by one, but not together
             refuse("rope_parameters", parameters, "numbers that make frequencies")
 
-    def _frequencies(
-        self, kind: str, parameters: dict[str, Any], partial: bool, layer_type: str | None
-    ) -> RopeSpec:
+    def _frequencies(self, kind: str, parameters: dict[str, Any], partial: bool, layer_type: str | None) -> RopeSpec:
         if kind != "default":
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -37,7 +37,5 @@ def _is_complete(rope: Mapping[str, Any]) -> bool:
 
 def has_current_kinds(written: Mapping[str, Any], kinds: frozenset[str]) -> bool:
     """Return whether all lists of layers have these kinds only; older files have other names for some."""
-    listed = (
-        written.get(name) or () for name in ("layers_block_type", "layer_types", "mtp_layers_block_type")
-    )
+    listed = (written.get(name) or () for name in ("layers_block_type", "layer_types", "mtp_layers_block_type"))
     return all(kinds.issuperset(each) for each in listed)

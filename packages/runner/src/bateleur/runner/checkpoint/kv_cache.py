@@ -13,14 +13,7 @@ from typing import Any
 
 from bateleur.runner.checkpoint.names import Names
 from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
-from bateleur.runner.models.spec import (
-    AttentionLayer,
-    LatentLayer,
-    Layer,
-    ModelSpec,
-    ParallelLayer,
-    SingleLayer,
-)
+from bateleur.runner.models.spec import AttentionLayer, LatentLayer, Layer, ModelSpec, ParallelLayer, SingleLayer
 from bateleur.runner.utils.json_file import read_json
 
 _SPELLINGS = (
@@ -60,11 +53,7 @@ def _kv_cache_of(quantization: Mapping[str, Any]) -> str:
     if not isinstance(scheme, Mapping):
         return "fp8" if str(scheme).lower() in ("fp8", "fp8_e4m3") else str(scheme)
     static = not scheme.get("dynamic", False) and scheme.get("strategy", "tensor") in ("tensor", "attn_head")
-    fp8 = (
-        static
-        and scheme.get("symmetric", True)
-        and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
-    )
+    fp8 = static and scheme.get("symmetric", True) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
     return "fp8" if fp8 else str(dict(scheme))
 
 
@@ -88,13 +77,8 @@ def read_kv_scales(
     def scaled(layer: SingleLayer, target: str) -> SingleLayer:
         if not isinstance(layer, AttentionLayer):
             return layer
-        spelled = {
-            letter: [f"{stems[target]}.{each.format(letter, letter)}" for each in _SPELLINGS]
-            for letter in "kv"
-        }
-        every = {name for each in spelled.values() for name in each} | {
-            f"{stems[target]}.{each}" for each in _UNUSED
-        }
+        spelled = {letter: [f"{stems[target]}.{each.format(letter, letter)}" for each in _SPELLINGS] for letter in "kv"}
+        every = {name for each in spelled.values() for name in each} | {f"{stems[target]}.{each}" for each in _UNUSED}
         claimed.update(every & tensors.keys())
         if isinstance(layer, LatentLayer):
             return layer
@@ -127,7 +111,5 @@ def _scales_of(names: list[str], tensors: Mapping[str, TensorEntry], num_heads: 
     with entry.file.open("rb") as opened:
         scales: list[float] = entry.read(opened).float().flatten().tolist()
     if wrong := [scale for scale in scales if not 0 < scale < math.inf]:
-        raise ValueError(
-            f"{entry.file}: {entry.name} is {wrong[0]}; a scale of the KV cache must be positive"
-        )
+        raise ValueError(f"{entry.file}: {entry.name} is {wrong[0]}; a scale of the KV cache must be positive")
     return tuple(scales * (num_heads // len(scales)))

@@ -71,9 +71,7 @@ def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:
         if part.target == "final_norm":
             final = mtp.final_norm.format(last=spec.num_layers - 1)
             norms = {mtp.token_norm: "token_norm", mtp.hidden_norm: "hidden_norm", final: "final_norm"}
-            names |= {
-                f"{_PREFIX}{norm}.weight": replace(part, target=target) for norm, target in norms.items()
-            }
+            names |= {f"{_PREFIX}{norm}.weight": replace(part, target=target) for norm, target in norms.items()}
         elif part.target not in ("embedding", "lm_head"):
             names |= _moved({name: part}, stem)
     return names

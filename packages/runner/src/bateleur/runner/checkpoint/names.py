@@ -204,15 +204,10 @@ def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
             stacks.setdefault(part.target, {})[name] = part
     moved: Names = {}
     for parts in stacks.values():
-        total, found = (
-            sum(part.rows or 0 for part in parts.values()),
-            {name: tensors.get(name) for name in parts},
-        )
+        total, found = (sum(part.rows or 0 for part in parts.values()), {name: tensors.get(name) for name in parts})
         rows = total // len(parts)
         if all(entry is not None and entry.shape[:1] == (rows,) for entry in found.values()):
-            moved |= {
-                name: replace(part, start=i * rows, rows=rows) for i, (name, part) in enumerate(parts.items())
-            }
+            moved |= {name: replace(part, start=i * rows, rows=rows) for i, (name, part) in enumerate(parts.items())}
     return names | moved
 
 

@@ -22,13 +22,7 @@ from bateleur.runner.checkpoint.kv_cache import declared_kv_cache, read_kv_scale
 from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout, with_prefix
 from bateleur.runner.checkpoint.quantized import Matrices, quantize_projections, with_quantized
 from bateleur.runner.checkpoint.tensors import TensorEntry, list_tensors
-from bateleur.runner.checkpoint.weights import (
-    UNUSED,
-    check_weights,
-    checkpoint_dtype,
-    fill_weights,
-    resolve_tied,
-)
+from bateleur.runner.checkpoint.weights import UNUSED, check_weights, checkpoint_dtype, fill_weights, resolve_tied
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ModelSpec
@@ -69,11 +63,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: str | Path,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    dequantize: bool = False,
-    method: str | None = None,
+    path: str | Path, overrides: Mapping[str, Any] | None = None, *, dequantize: bool = False, method: str | None = None
 ) -> Checkpoint:
     """Read a folder's `config.json` and the headers of its weights. overrides: fields that replace those of the file.
     dequantize: see `Checkpoint`. method: quantisation method that the checkpoint must have; None for any.
@@ -100,9 +90,7 @@ def open_checkpoint(
         found = with_quantized(stored, reader, family.other_prefixes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    known = {
-        name: entry for name, entry in found.items() if name not in scales and not UNUSED.fullmatch(name)
-    }
+    known = {name: entry for name, entry in found.items() if name not in scales and not UNUSED.fullmatch(name)}
     laid_out = cut_evenly(resolve_layout(named, known), known)
     tensors = {name: entry for name, entry in known.items() if entry.named or name in laid_out}
     unused = {name: entry for name, entry in found.items() if name not in tensors}
@@ -195,9 +183,7 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def read_config(
-    path: Path, overrides: Mapping[str, Any] | None = None
-) -> tuple[Family, ConfigFields, dict[str, Any]]:
+def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Family, ConfigFields, dict[str, Any]]:
     """Return the family of a checkpoint, and its configuration as transformers and as the file has it.
 
     overrides: fields that replace those of the file; objects are merged field by field.
@@ -225,9 +211,7 @@ def _overridden(fields: dict[str, Any], overrides: Mapping[str, Any]) -> dict[st
     return merged
 
 
-def _read_spec(
-    path: Path, family: Family, fields: ConfigFields, written: dict[str, Any]
-) -> tuple[ModelSpec, Names]:
+def _read_spec(path: Path, family: Family, fields: ConfigFields, written: dict[str, Any]) -> tuple[ModelSpec, Names]:
     """Return the spec of a checkpoint, and the names of its weights."""
     try:
         spec = replace(family.read_spec(fields), foreign_tokens=_foreign_tokens(written))
@@ -297,9 +281,7 @@ def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:
     try:
         with quiet_transformers():
             return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # its validators raise various exceptions, also about fields that are not read here
+    except Exception as error:  # its validators raise various exceptions, also about fields that are not read here
         named = re.search(r"field '(\w+)'", str(error))
         about = f"{named[1]} is {shown(fields.get(named[1]))}; " if named else ""
         last = str(error).strip().rpartition("\n")[2].strip()
@@ -319,7 +301,5 @@ def _eos_token_ids(path: Path, spec: ModelSpec) -> tuple[int, ...]:
             raise ValueError(f"{file}: {error}") from error
     for where, ids in by_file.items():
         if unknown := [i for i in ids if i >= spec.vocab_size]:
-            raise ValueError(
-                f"{where}: eos_token_id holds {unknown[0]}; the vocabulary has {spec.vocab_size} tokens"
-            )
+            raise ValueError(f"{where}: eos_token_id holds {unknown[0]}; the vocabulary has {spec.vocab_size} tokens")
     return tuple(dict.fromkeys(i for ids in by_file.values() for i in ids))

@@ -134,9 +134,7 @@ def _scheme(part: Part, entry: TensorEntry) -> Scheme | None:
     return scheme
 
 
-def _pieces(
-    found: list[tuple[Part, TensorEntry]], cut: Cut
-) -> Iterator[tuple[int, int, Scheme | None, int | None]]:
+def _pieces(found: list[tuple[Part, TensorEntry]], cut: Cut) -> Iterator[tuple[int, int, Scheme | None, int | None]]:
     """(first row, row after the last, scheme, groups) of the rows of this rank; neighbours of one scheme are one."""
     every = []
     for part, entry in found:
@@ -164,9 +162,7 @@ def _cut(scheme: Scheme, cut: Cut, axis: int) -> Scheme:
     return scheme.cut(first, end) if axis in cut else scheme
 
 
-def fill_quantized(
-    projection: Projection | GroupedProjection, part: Part, entry: TensorEntry, cut: Cut
-) -> None:
+def fill_quantized(projection: Projection | GroupedProjection, part: Part, entry: TensorEntry, cut: Cut) -> None:
     """Copy what this rank has of one tensor to the codes and scales of a projection."""
     if isinstance(projection, GroupedProjection):
         _fill_experts(projection, part, entry, cut)

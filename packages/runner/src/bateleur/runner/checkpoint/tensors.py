@@ -20,13 +20,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Supported dtypes of weights, by their names in safetensors."""
-_MAPPED = DTYPES | {
-    "F8_E4M3": torch.uint8,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
+_MAPPED = DTYPES | {"F8_E4M3": torch.uint8, "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
 """What tensors of quantised modules may be stored in, and what they are read as."""
 
 
@@ -129,7 +123,5 @@ def _headers(file: Path) -> list[TensorEntry]:
     found = []
     for name, entry in header.items():
         start, end = entry["data_offsets"]
-        found.append(
-            TensorEntry(file, name, tuple(entry["shape"]), entry["dtype"], 8 + size + start, end - start)
-        )
+        found.append(TensorEntry(file, name, tuple(entry["shape"]), entry["dtype"], 8 + size + start, end - start))
     return found

@@ -111,9 +111,7 @@ def _added_tokens(config: dict[str, Any], first: int) -> list[tuple[str, bool]]:
     added = []
     for token in range(first, end):
         each = known.get(token, {})
-        added.append(
-            (str(each.get("content", f"<|reserved_token_{token}|>")), bool(each.get("special", True)))
-        )
+        added.append((str(each.get("content", f"<|reserved_token_{token}|>")), bool(each.get("special", True))))
     return added
 
 

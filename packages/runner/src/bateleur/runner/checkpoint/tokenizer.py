@@ -28,9 +28,7 @@ def load_tokenizer(checkpoint: Checkpoint, folder: str | Path | None = None) -> 
     """
     folder, known = checkpoint.path if folder is None else Path(folder), checkpoint.spec.vocab_size
     if not folder.is_dir():
-        raise ValueError(
-            f"tokenizer is {str(folder)!r}; it must be a folder with tokenizer.json or tiktoken.model"
-        )
+        raise ValueError(f"tokenizer is {str(folder)!r}; it must be a folder with tokenizer.json or tiktoken.model")
     tokenizer: Any
     if (folder / tiktoken_file.NAME).is_file() and not (folder / "tokenizer.json").is_file():
         _refuse_code(folder, known=tiktoken_file.is_kimi)

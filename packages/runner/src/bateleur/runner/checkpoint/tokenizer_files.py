@@ -24,22 +24,8 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _LISTED = ("additional_special_tokens", "extra_special_tokens")
 _SIDES = ("padding_side", "truncation_side")
 _IDLE = (
-    *(
-        "add_bos_token",
-        "add_eos_token",
-        "add_prefix_space",
-        "backend",
-        "is_local",
-        "legacy",
-        "local_files_only",
-    ),
-    *(
-        "model_input_names",
-        "model_max_length",
-        "name_or_path",
-        "processor_class",
-        "spaces_between_special_tokens",
-    ),
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "backend", "is_local", "legacy", "local_files_only"),
+    *("model_input_names", "model_max_length", "name_or_path", "processor_class", "spaces_between_special_tokens"),
     *("use_default_system_prompt", "use_fast"),
 )
 """Fields that do not change what is used of a tokenizer with a `tokenizer.json`."""

@@ -28,9 +28,7 @@ _LISTED = 40
 """Maximum number of weights in an error message."""
 
 
-def resolve_tied(
-    spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]
-) -> tuple[ModelSpec, Names]:
+def resolve_tied(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]) -> tuple[ModelSpec, Names]:
     """Decide by the file whether embeddings are tied.
 
     If the configuration says so, but the file has both tensors (as NemotronH's), both are read. If it has one of them,
@@ -76,9 +74,7 @@ def check_weights(
             problems.append(f"misshapen {entry.name} {entry.shape}, expected {shape}")
         elif entry.dtype not in DTYPES:
             problems.append(f"dtype     {entry.name} {entry.dtype}, expected one of {', '.join(DTYPES)}")
-    problems += [
-        f"surplus   {entry.name} {entry.shape}" for name, entry in tensors.items() if name not in names
-    ]
+    problems += [f"surplus   {entry.name} {entry.shape}" for name, entry in tensors.items() if name not in names]
     if problems:
         more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
         listed = "\n  ".join([*problems[:_LISTED], *more])

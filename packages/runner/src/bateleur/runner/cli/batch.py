@@ -35,9 +35,7 @@ RunRequests = Callable[[RequestFile, Callable[[int], bool], int], Iterator[Resul
 """run(requests, has_result, count): yields the results of the `count` lines for which `has_result` is False."""
 
 
-def run_file(
-    args: argparse.Namespace, native: NativeFormat, batch: OpenAIBatchFormat, run: RunRequests
-) -> int:
+def run_file(args: argparse.Namespace, native: NativeFormat, batch: OpenAIBatchFormat, run: RunRequests) -> int:
     """Run the requests that have no result yet, and sort the results. Returns 1 if any failed, else 0.
 
     run: yields each result when its request ends; called only if there are requests to run.

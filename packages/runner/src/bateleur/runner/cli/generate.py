@@ -44,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
         getattr(args, "generation_config", "auto"),
         getattr(args, "override_generation_config", None),
     )
-    defaults = (
-        SAMPLING_DEFAULTS | (recommended or FALLBACK_SAMPLING) | given_options(args, SamplingParams.names())
-    )
+    defaults = SAMPLING_DEFAULTS | (recommended or FALLBACK_SAMPLING) | given_options(args, SamplingParams.names())
     params = SamplingParams.from_dict(defaults)
     if args.overwrite and args.output is None:
         raise ValueError("--overwrite needs --output")

@@ -13,12 +13,7 @@ from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.config import require_served
 from bateleur.runner.serve.openai.replies import chat_reply, completion_reply, error_body
-from bateleur.runner.serve.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    chat_request,
-    completion_request,
-)
+from bateleur.runner.serve.openai.requests import ChatRequest, CompletionRequest, chat_request, completion_request
 from bateleur.runner.serve.parsers.chat_format import ChatFormat, PreparedChat, prepare_chat, with_options
 from bateleur.runner.serve.parsers.events import chat_message
 from bateleur.runner.serve.parsers.options import ParserOptions
@@ -62,16 +57,12 @@ class NativeFormat:
 
     def parse(self, fields: dict[str, Any]) -> ApiRequest:
         """Parse the other fields. Raises ValueError if they are invalid."""
-        prompt: dict[str, Any] = {
-            key: fields.pop(key) for key in ("prompt", "prompt_token_ids") if key in fields
-        }
+        prompt: dict[str, Any] = {key: fields.pop(key) for key in ("prompt", "prompt_token_ids") if key in fields}
         if len(prompt) != 1:
             raise ValueError("exactly one of prompt, prompt_token_ids is needed")
         params = SamplingParams.from_dict({**self._defaults, **fields})
         if params.n > 1:
-            refuse(
-                "n", params.n, "1 in a file of prompts: write one line per continuation, with its own seed"
-            )
+            refuse("n", params.n, "1 in a file of prompts: write one line per continuation, with its own seed")
         return CompletionRequest(prompts=(prompt,), params=params)
 
     def engine_inputs(self, request: ApiRequest, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
@@ -79,11 +70,7 @@ class NativeFormat:
         return [(prompt, request.params) for prompt in request.prompts_for(tokenizer)]
 
     def result(
-        self,
-        request: LineRequest,
-        outputs: Sequence[RequestOutput],
-        error: str | None,
-        tokenizer: Tokenizer,
+        self, request: LineRequest, outputs: Sequence[RequestOutput], error: str | None, tokenizer: Tokenizer
     ) -> dict[str, Any]:
         """The record of a request that ran, with the fields of `RequestOutput`. error: set if it failed."""
         (output,) = outputs
@@ -138,9 +125,7 @@ class OpenAIBatchFormat:
 
     name = "batch"
 
-    def __init__(
-        self, defaults: Mapping[str, Any], names: Sequence[str], parsers: ParserOptions | None = None
-    ) -> None:
+    def __init__(self, defaults: Mapping[str, Any], names: Sequence[str], parsers: ParserOptions | None = None) -> None:
         self._defaults, self._names, self._parsers = defaults, names, parsers or ParserOptions()
         self._chat_format: ChatFormat | None = None
         self._token_text: TokenText | None = None
@@ -182,22 +167,14 @@ class OpenAIBatchFormat:
         return prepare_chat(self._chat_format, request, prompt)
 
     def result(
-        self,
-        request: LineRequest,
-        outputs: Sequence[RequestOutput],
-        error: str | None,
-        tokenizer: Tokenizer,
+        self, request: LineRequest, outputs: Sequence[RequestOutput], error: str | None, tokenizer: Tokenizer
     ) -> dict[str, Any]:
         """The server's response to the body."""
         if error is not None:
             return _response(request, 500, error_body(error, kind="server_error", code=500))
         if self._token_text is None:
             self._token_text = TokenText(tokenizer)
-        common: dict[str, Any] = {
-            "model": self._names[0],
-            "created": int(time.time()),
-            "decode": self._token_text,
-        }
+        common: dict[str, Any] = {"model": self._names[0], "created": int(time.time()), "decode": self._token_text}
         if isinstance(request.api_request, ChatRequest):
             chat, (output,) = request.api_request, outputs
             prompt = ChatPrompt(prompt=output.prompt or "", prompt_token_ids=output.prompt_token_ids)
@@ -206,9 +183,7 @@ class OpenAIBatchFormat:
             reply = chat_reply(chat, output, reply_id=f"chatcmpl-{request.digest}", **common)
         else:
             assert request.api_request is not None
-            reply = completion_reply(
-                request.api_request, outputs, reply_id=f"cmpl-{request.digest}", **common
-            )
+            reply = completion_reply(request.api_request, outputs, reply_id=f"cmpl-{request.digest}", **common)
         return _response(request, 200, reply)
 
     def error_result(self, request: LineRequest, message: str) -> dict[str, Any]:

@@ -82,10 +82,7 @@ _NOT_FLAGS = ("model", "drafter", "seed")
 """Options of `LLM` without a generated flag: MODEL is an argument, a drafter is an object, requests have seeds."""
 _NOT_SAMPLING_FLAGS = ("n", "output_kind", "skip_special_tokens", "detokenize", "return_tags")
 """Sampling parameters without a flag: the output format decides them, or they default to True."""
-_ENGINE = {
-    part: [each for each in options_of(config) if each.name not in _NOT_FLAGS]
-    for part, config in PARTS.items()
-}
+_ENGINE = {part: [each for each in options_of(config) if each.name not in _NOT_FLAGS] for part, config in PARTS.items()}
 ENGINE_OPTIONS = tuple(option.name for options in _ENGINE.values() for option in options)
 """Names of the options of `LLM` that have a flag."""
 _MORE_HELP = {
@@ -189,10 +186,7 @@ def _batch(command: ArgumentParser) -> None:
     command.add_argument("output", metavar="OUTPUT", type=Path, help=more)
     _add_file_options(command, command.add_argument_group("files"))
     names = ("replicas", "ray_address")
-    _add(
-        command.add_argument_group("replicas"),
-        [each for each in options_of(ReplicaConfig) if each.name in names],
-    )
+    _add(command.add_argument_group("replicas"), [each for each in options_of(ReplicaConfig) if each.name in names])
 
 
 def _add_file_options(command: ArgumentParser, files: Any) -> None:
@@ -207,9 +201,7 @@ def _add_file_options(command: ArgumentParser, files: Any) -> None:
             more = "; 1 for one prompt of the shipped model)"
             group.add_argument("--num-threads", metavar="N", type=int, help=_THREADS.replace(")", more))
         _add(group, options)
-    group = command.add_argument_group(
-        "sampling (the model's generation_config.json overrides these defaults)"
-    )
+    group = command.add_argument_group("sampling (the model's generation_config.json overrides these defaults)")
     flags = [each for each in options_of(SamplingParams) if each.name not in _NOT_SAMPLING_FLAGS]
     _add(group, flags, **SAMPLING_DEFAULTS, **FALLBACK_SAMPLING)
 
@@ -238,11 +230,7 @@ def _bench(command: ArgumentParser) -> None:
     time in which the machine could read the bytes of a step.
     """
     kinds = command.add_subparsers(dest="measure", required=True, metavar="MEASURE")
-    for name, config in (
-        ("latency", LatencyConfig),
-        ("throughput", ThroughputConfig),
-        ("serve", ServeBenchConfig),
-    ):
+    for name, config in (("latency", LatencyConfig), ("throughput", ThroughputConfig), ("serve", ServeBenchConfig)):
         about = " ".join((config.__doc__ or "").split())
         measure = kinds.add_parser(name, argument_default=SUPPRESS, help=about, description=about)
         measure.add_argument("--model", **_FOLDER, help=_MODEL)
@@ -287,9 +275,7 @@ def _add(group: Any, options: Iterable[Option], **defaults: Any) -> None:
         more = option.help.replace("%", "%%").rstrip(".") + _MORE_HELP.get(option.name, "")
         if option.type != "bool" and default not in (None, ()):
             more += f" (default: {default})"
-        kwargs = next(
-            (kwargs for kind, kwargs in _KINDS.items() if option.type.startswith(kind)), {"metavar": "NAME"}
-        )
+        kwargs = next((kwargs for kind, kwargs in _KINDS.items() if option.type.startswith(kind)), {"metavar": "NAME"})
         if option.name in ("async_scheduling", "enable_prefix_caching"):
             kwargs = {"action": BooleanOptionalAction}
         if option.name in _LISTS and option.type.startswith("Sequence"):

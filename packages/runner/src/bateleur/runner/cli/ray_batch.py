@@ -37,9 +37,7 @@ _MAX_QUEUED_REQUESTS = 1_000_000
 """No limit in practice: the number of chunks per actor limits the queue of its engine."""
 
 
-def run_on_ray(
-    requests: RequestFile, has_result: Callable[[int], bool], plan: DeploymentPlan
-) -> Iterator[Result]:
+def run_on_ray(requests: RequestFile, has_result: Callable[[int], bool], plan: DeploymentPlan) -> Iterator[Result]:
     """Yield the result of each request that has none yet. has_result: whether a line has one by now."""
     with ray_cluster(plan.replicas.ray_address, plan.num_cpus):
         for size, per_actor in ((_CHUNK_LINES, -(-2 * plan.max_num_seqs // _CHUNK_LINES)), (1, 1)):
@@ -127,14 +125,9 @@ class _EngineActor:
         api_request = request.api_request
         assert api_request is not None
         tokenizer = self._llm.llm.tokenizer
-        inputs = await self._llm.run_in_thread(
-            lambda: self._parser.format.engine_inputs(api_request, tokenizer)
-        )
+        inputs = await self._llm.run_in_thread(lambda: self._parser.format.engine_inputs(api_request, tokenizer))
         names = [f"{request.line}-{number}" for number in range(len(inputs))]
-        prompts, params = (
-            [prompt for prompt, _ in inputs],
-            inputs[0][1],
-        )  # all prompts have the same parameters
+        prompts, params = ([prompt for prompt, _ in inputs], inputs[0][1])  # all prompts have the same parameters
         params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
         reader = await self._llm.submit(prompts, params, request_ids=names, priority=api_request.priority)
         ended: dict[str, RequestOutput] = {}

@@ -89,9 +89,7 @@ class RequestFile:
     lines; it becomes part of each request's digest.
     """
 
-    def __init__(
-        self, file: str, native: NativeFormat, batch: OpenAIBatchFormat, engine: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, file: str, native: NativeFormat, batch: OpenAIBatchFormat, engine: Mapping[str, Any]) -> None:
         self.name = "stdin" if file == "-" else file
         self.format: LineFormat = native
         self.num_lines = 0
@@ -224,9 +222,7 @@ def _json_object(raw: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(raw.decode())
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"byte {raw[error.start]:#04x} at position {error.start + 1} is not UTF-8"
-        ) from error
+        raise ValueError(f"byte {raw[error.start]:#04x} at position {error.start + 1} is not UTF-8") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at position {error.pos + 1}") from error
     except RecursionError as error:

@@ -28,10 +28,7 @@ def run(args: argparse.Namespace) -> int:
     config = ServeConfig(**given_options(args, ServeConfig))
     replicas = ReplicaConfig(**given_options(args, ReplicaConfig))
     engine = served_engine(
-        {
-            "model": args.model,
-            **given_options(args, {*ENGINE_OPTIONS, "seed", "enforce_eager", "speculative_config"}),
-        }
+        {"model": args.model, **given_options(args, {*ENGINE_OPTIONS, "seed", "enforce_eager", "speculative_config"})}
     )
     lora = EngineConfig.of(**engine).lora
     if config.lora_modules and not lora.enable_lora:
@@ -94,6 +91,4 @@ def _check_installed() -> None:
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         names = ", ".join(missing)
-        raise ValueError(
-            f"the server needs {names}, not installed here: pip install 'bateleur-runner[serve]'"
-        )
+        raise ValueError(f"the server needs {names}, not installed here: pip install 'bateleur-runner[serve]'")

@@ -66,9 +66,7 @@ def add_vllm_flags(command: ArgumentParser) -> None:
         if flag in known:
             continue
         if any(isinstance(each, bool) for each in values):
-            command.add_argument(
-                flag, action=BooleanOptionalAction, dest=name, help=SUPPRESS, default=SUPPRESS
-            )
+            command.add_argument(flag, action=BooleanOptionalAction, dest=name, help=SUPPRESS, default=SUPPRESS)
         else:
             several = "+" if name in _LISTS else None
             command.add_argument(flag, type=_value, nargs=several, dest=name, help=SUPPRESS, default=SUPPRESS)
@@ -83,9 +81,7 @@ def add_vllm_flags(command: ArgumentParser) -> None:
 
 def check_vllm_flags(args: Namespace) -> None:
     """Raise ValueError for a flag with an unsupported value; the message has the reason and the option to use."""
-    given: dict[str, Any] = {
-        name: _single(value) for name, value in vars(args).items() if name in {*ENGINE, *SERVER}
-    }
+    given: dict[str, Any] = {name: _single(value) for name, value in vars(args).items() if name in {*ENGINE, *SERVER}}
     try:
         drop_unsupported({**ENGINE, **SERVER}, given)
     except ValueError as error:

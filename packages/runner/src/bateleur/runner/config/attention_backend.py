@@ -26,12 +26,7 @@ def choose_backend(
         refuse("attention_backend", name, f"one of {', '.join(known)}")
     try:
         return get_backend(
-            name,
-            device=device,
-            dtype=dtype,
-            head_dim=spec.widest_head,
-            sinks=spec.has_sinks,
-            kv_dtype=kv_dtype,
+            name, device=device, dtype=dtype, head_dim=spec.widest_head, sinks=spec.has_sinks, kv_dtype=kv_dtype
         )
     except ValueError as error:
         reason = str(error).rpartition("; ")[2]
@@ -50,22 +45,13 @@ def describe_backend(
 
     def refusal(candidate: str) -> str | None:
         return unsupported_reason(
-            candidate,
-            device=device,
-            dtype=dtype,
-            head_dim=spec.widest_head,
-            sinks=spec.has_sinks,
-            kv_dtype=kv_dtype,
+            candidate, device=device, dtype=dtype, head_dim=spec.widest_head, sinks=spec.has_sinks, kv_dtype=kv_dtype
         )
 
     notes = [choose_backend(name, device, dtype, spec, kv_dtype).name]
     if name != "auto":
         return f"{name}, as requested"
-    notes += [
-        f"not {before}: {why}"
-        for before in preferred_backends(device)
-        if (why := refusal(before)) is not None
-    ]
+    notes += [f"not {before}: {why}" for before in preferred_backends(device) if (why := refusal(before)) is not None]
     if refusal(_ON_REQUEST) is None:
         notes.append(f"{_ON_REQUEST} only if requested: close tokens may change with the batch")
     return "; ".join(notes)

@@ -12,17 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bateleur.runner.utils.arguments import (
-    Integer,
-    Number,
-    OneOf,
-    Several,
-    flag,
-    folder,
-    maybe,
-    refuse,
-    text,
-)
+from bateleur.runner.utils.arguments import Integer, Number, OneOf, Several, flag, folder, maybe, refuse, text
 from bateleur.runner.utils.options import Checked, Option, option, options_of
 from bateleur.runner.utils.vllm_names import ENGINE, drop_unsupported, translate_vllm_names
 
@@ -367,9 +357,7 @@ class EngineConfig:
         wanted, backend = self.scheduler.async_scheduling, self.model.attention_backend
         impossible = self.speculative.num_drafts > 0 and backend == "flashinfer"
         if wanted and impossible:
-            rule = (
-                "None or False with drafts and attention_backend 'flashinfer', which plans from exact lengths"
-            )
+            rule = "None or False with drafts and attention_backend 'flashinfer', which plans from exact lengths"
             refuse("async_scheduling", wanted, rule)
         return wanted if wanted is not None else device.type == "cuda" and not impossible
 

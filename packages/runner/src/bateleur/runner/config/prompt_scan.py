@@ -10,9 +10,7 @@ from bateleur.runner.models.spec import DeltaLayer, ModelSpec
 from bateleur.runner.utils.arguments import member_of
 
 
-def choose_scan(
-    wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device
-) -> PromptScan:
+def choose_scan(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> PromptScan:
     """Return the selected kernels. Raises ValueError, with the reason, if fla-core is requested and can't be used."""
     scan = member_of(PromptScan, wanted)
     if scan is PromptScan.FLA:
@@ -35,9 +33,7 @@ def reason_against_fla(spec: ModelSpec, dtype: torch.dtype, device: torch.device
     return reason and f"fla-core does not serve: {reason}"
 
 
-def describe_scan(
-    wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device
-) -> str | None:
+def describe_scan(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return what scans prompts of delta rules and why, for `bateleur info`; None without delta rules.
 
     Raises ValueError as `choose_scan`.

@@ -41,9 +41,7 @@ class StateOptions:
     steps_ahead: int = 0
 
     @classmethod
-    def of(
-        cls, cache: CacheConfig, spec: ModelSpec, num_speculative_tokens: int, device: torch.device
-    ) -> StateOptions:
+    def of(cls, cache: CacheConfig, spec: ModelSpec, num_speculative_tokens: int, device: torch.device) -> StateOptions:
         """Complete the user's options for a model and a device.
 
         The default policy is FOLD, which moves fewer bytes, with these exceptions:
@@ -57,9 +55,7 @@ class StateOptions:
         default = MambaCacheMode.ALL if cache.enable_prefix_caching else MambaCacheMode.NONE
         mode = member_of(MambaCacheMode, cache.mamba_cache_mode or default)
         if cache.mamba_retention is not None and mode is MambaCacheMode.NONE:
-            refuse(
-                "mamba_retention", cache.mamba_retention, "None in cache mode 'none', which keeps no states"
-            )
+            refuse("mamba_retention", cache.mamba_retention, "None in cache mode 'none', which keeps no states")
         drafts = num_speculative_tokens > 0
         if device.type == "cpu":
             slots = not drafts or mode is MambaCacheMode.NONE
@@ -88,9 +84,7 @@ class StateOptions:
         if self.mode is MambaCacheMode.NONE:
             return CacheLayout(self.mode, max_model_len, drafts, max_model_len, self.policy, ring)
         block_size, least = self.block_size, 1 + drafts
-        if (
-            block_size is None
-        ):  # short requests have blocks too, a step fits into one, and scans have long chunks
+        if block_size is None:  # short requests have blocks too, a step fits into one, and scans have long chunks
             wanted, block_size = min(_STATE_BLOCK, max_model_len // 4), kv_block_size
             while block_size < least or 2 * block_size <= wanted:
                 block_size *= 2

@@ -31,12 +31,7 @@ from bateleur.runner.engine.setup import unmeasured_budget
 from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
-from bateleur.runner.models.memory_report import (
-    describe_quantized,
-    packed_weight_bytes,
-    quantized_parts,
-    weight_sizes,
-)
+from bateleur.runner.models.memory_report import describe_quantized, packed_weight_bytes, quantized_parts, weight_sizes
 from bateleur.runner.models.native import describe_kernels
 from bateleur.runner.models.sharding import num_sums, sum_bytes
 from bateleur.runner.models.spec import (
@@ -162,8 +157,7 @@ class CheckpointFacts:
             f"stored as {self.stored_dtype}, sizes in {self.dtype}, {tied} output embedding",
             *([f"numbers of the first of {self.ranks} ranks"] if self.ranks > 1 else []),
             "",
-            f"{'':<12}{'layers':>8}{'parameters':>18}{'weights':>12}"
-            + (f"{'active':>12}" if experts else ""),
+            f"{'':<12}{'layers':>8}{'parameters':>18}{'weights':>12}" + (f"{'active':>12}" if experts else ""),
         ]
         for kind, part in self.parts.items():
             layers = "" if kind == EMBEDDINGS else f"{part.layers:,}"
@@ -351,9 +345,7 @@ def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
     return {kind: PartFacts(*part) for kind, part in found.items()}
 
 
-def count_schemes(
-    model: HybridDecoder, device: torch.device, dtype: torch.dtype
-) -> dict[str, dict[str, int]]:
+def count_schemes(model: HybridDecoder, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, int]]:
     """Bytes of quantised matrices by kind of layer, then by scheme and kernel of an engine on a device."""
     layers, found = [parts_of(layer) for layer in model.spec.layers], dict[str, dict[str, int]]()
     for name, projection in model.matrices.items():

@@ -52,11 +52,7 @@ def conventions(head: Head, num_layers: int) -> list[Convention]:
         recycle = "post_norm" if head.spec.recycle == "pre_norm" else "pre_norm"
         add("norm_output inverted", "norm", _respecified(head, recycle=recycle))
     if isinstance(head, MtpHead):
-        add(
-            "next pass gets the hidden state before the final norm",
-            "norm",
-            _respecified(head, recycle="pre_norm"),
-        )
+        add("next pass gets the hidden state before the final norm", "norm", _respecified(head, recycle="pre_norm"))
         swapped = copy.copy(head)
         swapped.embedding_first = False
         add("hidden state before embedding in the input", "features", swapped)

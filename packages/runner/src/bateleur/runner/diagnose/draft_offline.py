@@ -67,9 +67,7 @@ class RecordingDrafter:
             new, tokens = [token for token in emitted[i] if token >= 0], self._tokens[row]
             tokens += new
             if new and tokens[-1] != next_token[i]:
-                raise RuntimeError(
-                    f"row {row}: next_token {next_token[i]} does not follow; emitted were {new}"
-                )
+                raise RuntimeError(f"row {row}: next_token {next_token[i]} does not follow; emitted were {new}")
             rest = next((text[len(tokens) :] for text in self.script if text[: len(tokens)] == tokens), [])
             known = rest[: context.num_drafts] if new else []
             drafts[i, : len(known)] = torch.tensor(known, dtype=torch.int64)
@@ -172,6 +170,4 @@ class _BranchAttention:
             mask |= branch_N == branch_P[:, None]
         mask &= start[:, None] + num - at_N < self._window
         keys, values = (torch.cat(each).transpose(0, 1) for each in zip(*passes, strict=True))
-        return F.scaled_dot_product_attention(
-            q.transpose(0, 1), keys, values, mask, enable_gqa=True
-        ).transpose(0, 1)
+        return F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, mask, enable_gqa=True).transpose(0, 1)

@@ -17,12 +17,7 @@ from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.config.engine_config import NGRAM
 from bateleur.runner.diagnose.conventions import Convention, conventions
-from bateleur.runner.diagnose.draft_offline import (
-    DraftsByPosition,
-    RecordedText,
-    RecordingDrafter,
-    draft_by_position,
-)
+from bateleur.runner.diagnose.draft_offline import DraftsByPosition, RecordedText, RecordingDrafter, draft_by_position
 from bateleur.runner.diagnose.explanation import (
     ALONE,
     EAGER,
@@ -85,9 +80,7 @@ def explain(
     if draft == NGRAM:
         refuse("draft", draft, "the folder of a head: prompt lookup has no head to diagnose")
     if max_tokens < k + 2:
-        raise ValueError(
-            f"max_tokens is {max_tokens}; with num_speculative_tokens = {k} it must be at least {k + 2}"
-        )
+        raise ValueError(f"max_tokens is {max_tokens}; with num_speculative_tokens = {k} it must be at least {k + 2}")
     checkpoint = open_checkpoint(shipped_model() if model is None else model)
     ids = _tokenised(PROMPTS if prompts is None else prompts, checkpoint)
     longest = max(map(len, ids)) + max_tokens + k + 1
@@ -120,9 +113,7 @@ def _tokenised(prompts: Sequence[str | list[int]], checkpoint: Checkpoint) -> li
     encoded = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     unique = [list(ids) for ids in dict.fromkeys(map(tuple, encoded))]
     if not unique or not all(unique):
-        raise ValueError(
-            f"prompts has {len(unique)} entries; it must have at least one, and none may be empty"
-        )
+        raise ValueError(f"prompts has {len(unique)} entries; it must have at least one, and none may be empty")
     return unique
 
 
@@ -206,9 +197,7 @@ class _AcceptanceStudy:
         texts: dict[float, list[RecordedText]] = {}
         for t in TEMPERATURES:
             self.texts[t] = self.generate(llm, t)
-            recorded = [
-                recorder.recorded_text(*pair) for pair in zip(self.prompts, self.texts[t], strict=True)
-            ]
+            recorded = [recorder.recorded_text(*pair) for pair in zip(self.prompts, self.texts[t], strict=True)]
             texts[t] = [text for text in recorded if len(text.tokens) > text.prompt_len + self.k + 1]
         if not all(texts.values()):
             raise ValueError(

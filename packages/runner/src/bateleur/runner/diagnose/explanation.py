@@ -68,9 +68,7 @@ class ConventionResult:
     uses_features: bool
 
     @classmethod
-    def of(
-        cls, name: str, cause: str, accepted: Tensor, declared: Tensor, shuffled: Tensor
-    ) -> ConventionResult:
+    def of(cls, name: str, cause: str, accepted: Tensor, declared: Tensor, shuffled: Tensor) -> ConventionResult:
         """From (P,) accepted drafts per position: under this convention, as declared, and with shuffled features."""
         tokens, alone = 1 + float(accepted.mean()), 1 + float(shuffled.mean())
         return cls(name, cause, tokens, alone, _exceeds(accepted, declared), _exceeds(accepted, shuffled))

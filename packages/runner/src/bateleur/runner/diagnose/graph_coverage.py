@@ -8,13 +8,7 @@ from typing import Any
 
 import torch
 
-from bateleur.cudagraph import (
-    BatchExecutionDescriptor,
-    Coverage,
-    CudagraphDispatcher,
-    CudaGraphMode,
-    UnpaddedBatch,
-)
+from bateleur.cudagraph import BatchExecutionDescriptor, Coverage, CudagraphDispatcher, CudaGraphMode, UnpaddedBatch
 from bateleur.eagle import Rule
 from bateleur.eagle.full_proposal import can_follow
 from bateleur.mamba import MambaMetadataBuilder
@@ -112,9 +106,7 @@ def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
     decode = tuple(plan.coverage(limits.max_num_seqs, length) for length in query_lens)
     largest = max((key.num_tokens for key in plan.keys), default=0)
     shared = graph_bytes(empty_model(config, checkpoint, dtype), limits, largest)
-    facts = GraphFacts(
-        plan, tuple(notes), decode, Coverage.of(1, prompts), end_keys(plan.keys), nbytes=shared
-    )
+    facts = GraphFacts(plan, tuple(notes), decode, Coverage.of(1, prompts), end_keys(plan.keys), nbytes=shared)
     if config.speculative.draft in (None, NGRAM) or not can_follow(backend.builder()):
         return facts
     return replace(facts, proposals=proposal_keys(plan.keys, [length - 1 for length in query_lens]))

@@ -46,9 +46,7 @@ class StepPart:
         return self.weight_bytes + self.kv_bytes + self.state_bytes + self.activation_bytes
 
     def __add__(self, other: StepPart) -> StepPart:
-        return StepPart(
-            *(getattr(self, name) + getattr(other, name) for name in (each.name for each in fields(self)))
-        )
+        return StepPart(*(getattr(self, name) + getattr(other, name) for name in (each.name for each in fields(self))))
 
     def bound_us(self, bytes_per_s: float, flops_per_s: float = float("inf")) -> float:
         """Least time in microseconds, if memory accesses and flops overlap perfectly."""
@@ -137,9 +135,7 @@ def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> S
     """Reads and writes of states and windows (`bateleur.mamba.memory_traffic`); under FOLD the mean of a fold cycle."""
     assert caches.layout is not None, "a model with recurrent layers has a layout"
     if state.policy is StatePolicy.FOLD:
-        moved = memory_traffic.fold_step_bytes(
-            state, tokens, memory_traffic.FoldCycle.of(caches.layout, tokens)
-        )
+        moved = memory_traffic.fold_step_bytes(state, tokens, memory_traffic.FoldCycle.of(caches.layout, tokens))
     else:
         moved = float(memory_traffic.slots_step_bytes(state, tokens))
     entries = math.prod(state.state_shape)
@@ -147,9 +143,7 @@ def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> S
     return StepPart(state_bytes=batch * moved, flops=batch * tokens * flops)
 
 
-def default_cache_costs(
-    spec: ModelSpec, dtype: torch.dtype, longest: int, device: str, drafts: int = 0
-) -> CacheCosts:
+def default_cache_costs(spec: ModelSpec, dtype: torch.dtype, longest: int, device: str, drafts: int = 0) -> CacheCosts:
     """The caches of an engine with default options. longest: tokens of a request. device: its type, "cpu" or "cuda"."""
     config = EngineConfig.of()
     states = StateOptions.of(config.cache, spec, drafts, torch.device(device))

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bateleur.cudagraph import (
-    BatchExecutionDescriptor,
-    CudagraphDispatcher,
-    JointDispatch,
-    RankStep,
-    UnpaddedBatch,
-)
+from bateleur.cudagraph import BatchExecutionDescriptor, CudagraphDispatcher, JointDispatch, RankStep, UnpaddedBatch
 from bateleur.cudagraph.data_parallel import RankStepCodec, dispatch_jointly
 from bateleur.runner.distributed.expert_parallel import ExpertParallel
 

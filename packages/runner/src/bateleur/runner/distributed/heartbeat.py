@@ -11,13 +11,7 @@ from threading import Event, Lock, Thread, get_ident
 from types import FrameType
 
 from bateleur.runner.distributed import ranks as collectives
-from bateleur.runner.distributed.connections import (
-    RankConnection,
-    RankError,
-    RankStatus,
-    Ready,
-    Started,
-)
+from bateleur.runner.distributed.connections import RankConnection, RankError, RankStatus, Ready, Started
 from bateleur.runner.errors import CollectiveBroken, RankFailed
 
 _CLOSING_SECONDS = 5.0

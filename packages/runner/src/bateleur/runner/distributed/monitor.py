@@ -106,9 +106,7 @@ class RankMonitor:
 
     # --- in the monitor's thread --------------------------------------------------------------------------
 
-    def _run(
-        self, start: Callable[[], Sequence[RankProcess]], started: Future[Sequence[RankProcess]]
-    ) -> None:
+    def _run(self, start: Callable[[], Sequence[RankProcess]], started: Future[Sequence[RankProcess]]) -> None:
         try:
             ranks = start()
         except BaseException as error:
@@ -225,15 +223,11 @@ def find_failure(signs: Mapping[int, Sign], seconds: float) -> Failure:
     """The most likely first failure. In this order: a rank raised an error of its own, exited, does not reply, lags
     behind the others, or is not where they are. seconds: since the current message was sent.
     """
-    found = min(
-        (_weigh(sign, rank, signs, seconds) for rank, sign in signs.items()), key=lambda each: each[0]
-    )
+    found = min((_weigh(sign, rank, signs, seconds) for rank, sign in signs.items()), key=lambda each: each[0])
     return found[1]
 
 
-def _weigh(
-    sign: Sign, rank: int, signs: Mapping[int, Sign], seconds: float
-) -> tuple[tuple[int, int], Failure]:
+def _weigh(sign: Sign, rank: int, signs: Mapping[int, Sign], seconds: float) -> tuple[tuple[int, int], Failure]:
     match sign:
         case RankError(error, trace, in_collective):
             return (4 if in_collective else 0, rank), Failure(rank, f"raised {error}", trace)

@@ -15,9 +15,7 @@ def require_new(names: Iterable[str], used: Container[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen or name in used:
-            raise ValueError(
-                f"request_id is {shown(name)}; a request of that id is already waiting or running"
-            )
+            raise ValueError(f"request_id is {shown(name)}; a request of that id is already waiting or running")
         seen.add(name)
 
 

@@ -20,11 +20,7 @@ class AllGraphs:
     """Graphs of forward passes, of the ends of steps, of single draft passes and of whole proposals."""
 
     def __init__(
-        self,
-        forward: GraphDispatcher,
-        ends: StepEnd,
-        head: EagleSpeculator | None,
-        proposer: Proposer | None,
+        self, forward: GraphDispatcher, ends: StepEnd, head: EagleSpeculator | None, proposer: Proposer | None
     ) -> None:
         self._forward, self._ends, self._head = forward, ends, head
         self._proposals = None if proposer is None else proposer.graphs

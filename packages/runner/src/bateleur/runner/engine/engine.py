@@ -51,9 +51,7 @@ class Engine:
         self.device = self.model.device
         self.stats = EngineStats(async_scheduling=setup.async_scheduling)
         self.caches = Caches(self.model.spec, setup.cache_plan, self.model.dtype, self.device)
-        self.table = RequestTable(
-            self.limits.max_num_seqs, self.limits.max_model_len, setup.cache_plan.max_blocks
-        )
+        self.table = RequestTable(self.limits.max_num_seqs, self.limits.max_model_len, setup.cache_plan.max_blocks)
         self.scheduler = self._make_scheduler()
         self.runner = ModelRunner(setup, self.caches, self.table, self.stats)
         draft_kv = () if self.runner.head is None else self.runner.head.kv
@@ -61,12 +59,7 @@ class Engine:
         self._outputs = OutputProcessor(setup.tokenizer, self.table, self.model.spec.vocab_size)
         self._clock = RequestClock(self.stats, self.table)
         self.registry = RequestRegistry(
-            self.scheduler,
-            self._outputs,
-            self.stats,
-            self._clock,
-            self.runner.producer.buffers.forget,
-            setup.adapters,
+            self.scheduler, self._outputs, self.stats, self._clock, self.runner.producer.buffers.forget, setup.adapters
         )
         self._collector = StepCollector(
             self.scheduler, self._outputs, self.registry, self.stats, self._clock, self.runner.proposer
@@ -107,9 +100,7 @@ class Engine:
     @property
     def operations(self) -> EngineOperations:
         """Long operations between steps."""
-        return EngineOperations(
-            self.registry, self.offload, self._verify_graphs, self.model, self.setup.adapters
-        )
+        return EngineOperations(self.registry, self.offload, self._verify_graphs, self.model, self.setup.adapters)
 
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
         """Check on `fuzz` random steps per graph that replays equal eager runs.
@@ -120,9 +111,7 @@ class Engine:
 
     def _verify_graphs(self, fuzz: int) -> VerifyReport:
         if self.requests:
-            raise ValueError(
-                f"requests: {len(self.requests)} are not finished; verifying overwrites their caches"
-            )
+            raise ValueError(f"requests: {len(self.requests)} are not finished; verifying overwrites their caches")
         self.registry.consistent = False  # cached prefixes are overwritten
         return self.runner.all_graphs.verify(fuzz, self.runner.producer.written)
 

@@ -24,13 +24,7 @@ from bateleur.runner.structured.grammar import Grammars
 from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
-from bateleur.runner.text.tokenizer import (
-    NoTokenizer,
-    Tokenizer,
-    bad_words_token_ids,
-    special_token_ids,
-    tag_tokens,
-)
+from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer, bad_words_token_ids, special_token_ids, tag_tokens
 from bateleur.runner.utils.arguments import (
     TEXTS_AND_BYTES,
     Check,
@@ -57,13 +51,7 @@ class InputProcessor:
     Requests without a seed get one from the engine's seed and their number. Thread-safe.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        spec: ModelSpec,
-        limits: EngineLimits,
-        config: EngineConfig,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, limits: EngineLimits, config: EngineConfig) -> None:
         self._tokenizer = tokenizer
         self._spec = spec
         self._limits = limits
@@ -112,9 +100,7 @@ class InputProcessor:
         )
         self._refuse_foreign(ids)
         limit = self._admit(ids, params, stop_ids)
-        bad_words = bad_words_token_ids(
-            params.bad_words, self._tokenizer, self._spec.vocab_size, limit - len(ids)
-        )
+        bad_words = bad_words_token_ids(params.bad_words, self._tokenizer, self._spec.vocab_size, limit - len(ids))
         matchers = self._matchers(params, stop_ids)
         with self._lock:
             name = self._free_name(taken) if request_id is None else request_id
@@ -158,9 +144,7 @@ class InputProcessor:
             zip(listed, each_params, priorities, adapters, strict=True)
         ):
             try:
-                request = self.request(
-                    prompt, own, kind=kind, priority=first, taken=taken, lora_request=adapter
-                )
+                request = self.request(prompt, own, kind=kind, priority=first, taken=taken, lora_request=adapter)
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from error
             requests.append(request)
@@ -198,21 +182,15 @@ class InputProcessor:
             return
         checked_adapter("lora_request", lora_request)
         if not self._enable_lora:
-            raise ValueError(
-                f"lora_request is {shown(lora_request)}; it must be None without enable_lora=True"
-            )
+            raise ValueError(f"lora_request is {shown(lora_request)}; it must be None without enable_lora=True")
 
     def _check_priority(self, priority: object) -> int:
         number = _PRIORITY("priority", priority)
         if number and not self._by_priority:
-            refuse(
-                "priority", number, "0 under scheduling_policy 'fcfs'; with 'priority' lower numbers go first"
-            )
+            refuse("priority", number, "0 under scheduling_policy 'fcfs'; with 'priority' lower numbers go first")
         return number
 
-    def _detokenizer(
-        self, params: SamplingParams, ids: list[int], *, stream: bool
-    ) -> IncrementalDetokenizer | None:
+    def _detokenizer(self, params: SamplingParams, ids: list[int], *, stream: bool) -> IncrementalDetokenizer | None:
         if not params.detokenize or not (stream or params.stop or params.return_tags):
             return None
         return IncrementalDetokenizer(
@@ -265,9 +243,7 @@ class InputProcessor:
             if foreign := [each for each in ("multi_modal_data", "multi_modal_uuids") if prompt.get(each)]:
                 raise ValueError(f"{foreign[0]} is given; models of text alone are served, and no images")
             if not prompt or prompt.keys() - {"prompt", "prompt_token_ids"}:
-                refuse(
-                    "prompt", prompt, "a mapping with prompt or prompt_token_ids, or both, and nothing else"
-                )
+                refuse("prompt", prompt, "a mapping with prompt or prompt_token_ids, or both, and nothing else")
             words = prompt.get("prompt")
             if "prompt" in prompt and not isinstance(words, str):
                 refuse(name, words, "text")

@@ -163,9 +163,7 @@ def _further_graph_bytes(setup: EngineSetup, trial: Engine) -> int:
     support, limits = trial.runner.model_state.graph_support, setup.limits.buffers
     options = setup.graphs
     full, _ = make_dispatcher(options.mode, options.capture_sizes, limits, support, _query_lens(setup))
-    wanted, tried = (
-        Counter(key.mode for key in plan.keys) for plan in (full, trial.runner.graphs.dispatcher)
-    )
+    wanted, tried = (Counter(key.mode for key in plan.keys) for plan in (full, trial.runner.graphs.dispatcher))
     total = 0.0
     for report in trial.runner.all_graphs.reports.values():
         for mode, count in tried.items():

@@ -65,12 +65,8 @@ class ModelRunner:
             self.graphs.capture_draft(self.head)
         pairs = [*caches.kv, *(() if self.head is None else self.head.kv)]
         self._kv_caches = [cache for pair in pairs for cache in pair]
-        self.lengths = (
-            RowLengths(limits.max_num_seqs, device) if setup.async_scheduling and num_drafts else None
-        )
-        self.rejection_sampler = RejectionSampler(
-            self.model, self.sampler, table, num_drafts, setup.rule, drafter
-        )
+        self.lengths = RowLengths(limits.max_num_seqs, device) if setup.async_scheduling and num_drafts else None
+        self.rejection_sampler = RejectionSampler(self.model, self.sampler, table, num_drafts, setup.rule, drafter)
         self.ends = StepEnd(self.rejection_sampler, self.model_state, self.lengths)
         warm_up(self.model, self.graphs, self.producer, self.rejection_sampler, limits, self.head)
         self._capture_ends()
@@ -94,9 +90,7 @@ class ModelRunner:
             if num_drafts < 1:
                 raise ValueError("num_speculative_tokens is 0; with a draft it must be at least 1")
             plan, groups = setup.cache_plan, self.model_state.groups
-            return drafter.speculator(
-                plan, groups, setup.backend, setup.limits, setup.graphs, setup.model, setup.rule
-            )
+            return drafter.speculator(plan, groups, setup.backend, setup.limits, setup.graphs, setup.model, setup.rule)
         if drafter is not None:
             check_drafter(drafter, num_drafts, setup.model.spec.num_layers)
         return drafter
@@ -140,9 +134,7 @@ class ModelRunner:
         if not isinstance(drafter, EagleSpeculator) or drafter.whole is None or self.ends.graphs is None:
             return None
         assert forward is not None
-        graphs = ProposalGraphs(
-            forward, self.setup.graphs, drafter, drafter.whole, self.rejection_sampler, numbers
-        )
+        graphs = ProposalGraphs(forward, self.setup.graphs, drafter, drafter.whole, self.rejection_sampler, numbers)
         graphs.capture()
         keep_common_graphs(graphs.manager, self.model.peers)
         return graphs
@@ -200,9 +192,7 @@ class ModelRunner:
         slots = None
         if self.setup.adapters is not None:
             slots = np.repeat(self.table.adapter_slot[batch.rows], batch.query_lens)
-        return self.producer.prepare(
-            metadata, decision.descriptor, batch_id=rows.batch_id, adapter_slots=slots
-        )
+        return self.producer.prepare(metadata, decision.descriptor, batch_id=rows.batch_id, adapter_slots=slots)
 
     def _fields_of(self, batch: StepBatch, decision: DispatchDecision) -> dict[str, NDArray[Any]]:
         """Everything that must be equal on all ranks."""

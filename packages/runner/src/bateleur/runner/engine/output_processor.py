@@ -103,9 +103,7 @@ class OutputProcessor:
             self._table.append_tokens(rows, tokens_SJ, taken)
         else:
             self._table.append_tokens(rows[present], tokens_SJ[present], taken[present])
-        return EmittedTokens(
-            taken, (drafts_SK >= 0).cumprod(1).sum(1), np.maximum(num_emitted - 1, 0), reports
-        )
+        return EmittedTokens(taken, (drafts_SK >= 0).cumprod(1).sum(1), np.maximum(num_emitted - 1, 0), reports)
 
     def _special_rows(
         self,
@@ -199,14 +197,8 @@ class OutputProcessor:
             known = request.output_token_ids[: len(request.chosen_logprobs)]
             for spot in range(int(taken[i])):
                 at = int(first[i]) + spot
-                before = [
-                    *request.prompt_token_ids[-_CONTEXT:],
-                    *known[-_CONTEXT:],
-                    *tokens_SJ[i, :spot].tolist(),
-                ]
-                entry = self._entry(
-                    lists, at, int(tokens_SJ[i, spot]), wanted, before, request.params.detokenize
-                )
+                before = [*request.prompt_token_ids[-_CONTEXT:], *known[-_CONTEXT:], *tokens_SJ[i, :spot].tolist()]
+                entry = self._entry(lists, at, int(tokens_SJ[i, spot]), wanted, before, request.params.detokenize)
                 request.logprobs.append(entry)
                 request.chosen_logprobs.append(lists.sampled[at])
 

@@ -6,13 +6,7 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from bateleur.runner.engine.admission_limit import require_new
-from bateleur.runner.engine.messages import (
-    AbandonRequests,
-    AbortRequest,
-    AddRequests,
-    Message,
-    SendMessage,
-)
+from bateleur.runner.engine.messages import AbandonRequests, AbortRequest, AddRequests, Message, SendMessage
 from bateleur.runner.engine.output_processor import NO_NUMBERS, OutputProcessor
 from bateleur.runner.engine.request_times import RequestClock
 from bateleur.runner.engine.step_in_flight import StepInFlight
@@ -218,9 +212,7 @@ class RequestRegistry:
             if request_id in self.requests:
                 self._abort(self.requests[request_id])
             self._undelivered.pop(request_id, None)
-        self._reported = {
-            each: state for each, state in self._reported.items() if each.request_id not in gone
-        }
+        self._reported = {each: state for each, state in self._reported.items() if each.request_id not in gone}
         self.claimed.difference_update(gone)
         self.abandoned = self.abandoned.difference(gone)
         self.consistent = True

@@ -95,8 +95,6 @@ class RequestClock:
         histograms.request_prompt_tokens.observe(len(request.prompt_token_ids))
         histograms.request_generation_tokens.observe(len(request.output_token_ids))
         if times.first_token_time:
-            histograms.request_prefill_time_seconds.observe(
-                times.first_token_time - times.first_scheduled_time
-            )
+            histograms.request_prefill_time_seconds.observe(times.first_token_time - times.first_scheduled_time)
             histograms.request_decode_time_seconds.observe(times.last_token_time - times.first_token_time)
             histograms.e2e_request_latency_seconds.observe(times.last_token_time - times.arrival_time)

@@ -22,13 +22,7 @@ from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer, with_end_tokens
 from bateleur.runner.config.attention_backend import choose_backend
-from bateleur.runner.config.engine_config import (
-    NGRAM,
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    SpeculativeConfig,
-)
+from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.kv_cache_dtype import warn_of_missing_scales
 from bateleur.runner.config.limits import EngineLimits
@@ -85,9 +79,7 @@ class EngineSetup:
     """LoRA adapters on the device; None without `enable_lora`."""
 
     @classmethod
-    def of(
-        cls, config: EngineConfig, measure: Callable[[EngineSetup], int], ranks: Ranks = ALONE
-    ) -> EngineSetup:
+    def of(cls, config: EngineConfig, measure: Callable[[EngineSetup], int], ranks: Ranks = ALONE) -> EngineSetup:
         """Open and load what `config` names, or a rank's part of it, and size the caches.
 
         Caches get `kv_cache_memory_bytes` if that is given. By default they get a quarter of main memory on a CPU, and
@@ -110,9 +102,7 @@ class EngineSetup:
         caches = replace(caches, states=replace(caches.states, steps_ahead=int(ahead)))
         limits = EngineLimits.of(config, checkpoint.spec, device)
         checkpoint, tokenizer = _with_tokenizer(checkpoint, config.model)
-        backend = choose_backend(
-            config.model.attention_backend, device, dtype, checkpoint.spec, caches.kv_dtype
-        )
+        backend = choose_backend(config.model.attention_backend, device, dtype, checkpoint.spec, caches.kv_dtype)
         if caches.kv_dtype == torch.float8_e4m3fn and not ranks.rank:
             warn_of_missing_scales(checkpoint.spec)
         scan = choose_scan(config.model.prompt_scan, checkpoint.spec, dtype, device)
@@ -123,9 +113,7 @@ class EngineSetup:
             caches = replace(caches, draft=lookup_costs(limits.max_model_len))
         elif draft is not None:
             shipped = folder is None
-            drafter = DraftHead.open(
-                draft, network, checkpoint=checkpoint, shipped=shipped, recorded=recorded
-            )
+            drafter = DraftHead.open(draft, network, checkpoint=checkpoint, shipped=shipped, recorded=recorded)
         network.pack(recorded=recorded)  # behind the head, which may share some of them
         rule = member_of(Rule, config.speculative.speculative_rule)
         if isinstance(drafter, DraftHead):
@@ -177,9 +165,7 @@ class _CacheSizes:
     ranks: Ranks
     data: Ranks
 
-    def sized(
-        self, limits: EngineLimits, graphs: GraphOptions, measure: Callable[[EngineSetup], int]
-    ) -> EngineSetup:
+    def sized(self, limits: EngineLimits, graphs: GraphOptions, measure: Callable[[EngineSetup], int]) -> EngineSetup:
         """See `EngineSetup.of`."""
         cache, device = self.config.cache, self.model.device
         if device.type == "cuda":
@@ -191,9 +177,7 @@ class _CacheSizes:
         memory = torch.cuda.mem_get_info(device)
         tokens = largest_capture(graphs, limits)
         first = self._within(
-            _left(cache, memory, workspace_bytes(self.model, limits, cache.block_size, tokens)),
-            limits,
-            trial=True,
+            _left(cache, memory, workspace_bytes(self.model, limits, cache.block_size, tokens)), limits, trial=True
         )
         # No more rows than were measured.
         return self._within(_left(cache, memory, measure(first)), first.limits)
@@ -220,9 +204,7 @@ class _CacheSizes:
             limits = min(smaller, key=needed)
         least = self.ranks.least
         return replace(
-            limits,
-            max_num_seqs=least(limits.max_num_seqs),
-            max_num_batched_tokens=least(limits.max_num_batched_tokens),
+            limits, max_num_seqs=least(limits.max_num_seqs), max_num_batched_tokens=least(limits.max_num_batched_tokens)
         )
 
     def _within(self, budget: int, limits: EngineLimits, *, trial: bool = False) -> EngineSetup:

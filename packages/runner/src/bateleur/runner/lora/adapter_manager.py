@@ -100,13 +100,9 @@ class AdapterManager:
         if known is not None and (known.folder == source or not adapter.lora_path):
             return
         if known is not None:
-            raise ValueError(
-                f"lora_name={shown(adapter.lora_name)}: is loaded from {known.folder}; unload it first"
-            )
+            raise ValueError(f"lora_name={shown(adapter.lora_name)}: is loaded from {known.folder}; unload it first")
         if not adapter.lora_path:
-            raise ValueError(
-                f"lora_name={shown(adapter.lora_name)}: is not loaded; give its folder as lora_path"
-            )
+            raise ValueError(f"lora_name={shown(adapter.lora_name)}: is not loaded; give its folder as lora_path")
         try:
             matrices = read_adapter(source, self._names, self._shapes, self._prefixes, self.pool.max_rank)
             digest = _digest(source)
@@ -120,9 +116,7 @@ class AdapterManager:
         """Give the slot of an adapter back. Raises ValueError if it is not loaded, or unfinished requests use it."""
         known = self._loaded.get(name)
         if known is None:
-            raise ValueError(
-                f"lora_name={shown(name)}: is not loaded; loaded are {', '.join(self._loaded) or 'none'}"
-            )
+            raise ValueError(f"lora_name={shown(name)}: is not loaded; loaded are {', '.join(self._loaded) or 'none'}")
         if known.num_requests:
             raise ValueError(
                 f"lora_name={shown(name)}: {known.num_requests} unfinished requests use it; abort them first"

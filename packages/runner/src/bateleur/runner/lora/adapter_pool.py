@@ -20,9 +20,7 @@ from bateleur.runner.utils.device import pinned
 class AdapterPool:
     """Low-rank matrices of up to `num_slots` adapters. Slot 0 is no adapter; adapters have slots 1 to `num_slots`."""
 
-    def __init__(
-        self, model: HybridDecoder, names: Names, num_slots: int, max_rank: int, max_num_tokens: int
-    ) -> None:
+    def __init__(self, model: HybridDecoder, names: Names, num_slots: int, max_rank: int, max_num_tokens: int) -> None:
         """Attach zero matrices to every projection of `model` that an adapter may change.
 
         Args:

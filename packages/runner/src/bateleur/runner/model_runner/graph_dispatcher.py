@@ -133,13 +133,9 @@ class GraphDispatcher:
         self._producer = producer
         support = producer.model_state.graph_support
         limits = producer.buffers.limits
-        self.dispatcher, reason = make_dispatcher(
-            options.mode, options.capture_sizes, limits, support, query_lens
-        )
+        self.dispatcher, reason = make_dispatcher(options.mode, options.capture_sizes, limits, support, query_lens)
         if reason is not None:
-            warnings.warn(
-                f"cudagraph_mode is {self.dispatcher.mode.name}: {reason}", RuntimeWarning, stacklevel=2
-            )
+            warnings.warn(f"cudagraph_mode is {self.dispatcher.mode.name}: {reason}", RuntimeWarning, stacklevel=2)
         gaps = gaps_of_drafts(self.dispatcher, limits.max_num_reqs, max(query_lens))
         if gaps is not None:
             warnings.warn(gaps, RuntimeWarning, stacklevel=2)
@@ -222,9 +218,7 @@ class GraphDispatcher:
     def verify(self, fuzz: int) -> VerifyReport:
         """Check that replays equal eager runs on random steps. Raises ValueError without graphs."""
         if self.manager is None:
-            raise ValueError(
-                "cudagraph_mode: there are no graphs to verify; choose a mode that captures some"
-            )
+            raise ValueError("cudagraph_mode: there are no graphs to verify; choose a mode that captures some")
         with torch.inference_mode():
             return self.manager.verify(fuzz=fuzz, extra_tensors=self._producer.written)
 

@@ -101,9 +101,7 @@ class ModelState:
             widths.append(1)
         self._num_valid = torch.ones(num_rows, dtype=torch.int64, device=model.device)
         self._parameters = model.recurrence_parameters
-        self._mamba = MambaMetadataBuilder(
-            layout, chunk, num_rows, model.device, self._states, prompt_scan=scan
-        )
+        self._mamba = MambaMetadataBuilder(layout, chunk, num_rows, model.device, self._states, prompt_scan=scan)
         check_reads(self._mamba)
         self._mamba_group = len(self.groups)
         own_groups = [KVCacheGroup(layout.block_size, width, has_slots=False) for width in widths]
@@ -130,11 +128,7 @@ class ModelState:
         tables = (kv_blocks,) if self._attention else ()
         if slots is None:
             return tables
-        return (
-            (*tables, slots)
-            if self._states is None
-            else (*tables, slots, (1 + rows).astype(np.int32)[:, None])
-        )
+        return (*tables, slots) if self._states is None else (*tables, slots, (1 + rows).astype(np.int32)[:, None])
 
     def random_tables(
         self,
@@ -184,16 +178,10 @@ class ModelState:
         if pieces and self._mamba is not None and mamba is not None:
             mamba = self._mamba.with_piecewise_decodes(mamba, batch)
         caches = self.caches
-        return StepContext(
-            batch, self.backend, attention, mamba, caches.kv, caches.states, caches.rings, adapters
-        )
+        return StepContext(batch, self.backend, attention, mamba, caches.kv, caches.states, caches.rings, adapters)
 
     def _recurrent(
-        self,
-        builder: MambaMetadataBuilder,
-        batch: CommonAttentionMetadata,
-        phase: BuildPhase,
-        batch_id: object,
+        self, builder: MambaMetadataBuilder, batch: CommonAttentionMetadata, phase: BuildPhase, batch_id: object
     ) -> MambaMetadata:
         """Metadata of the recurrent layers: that of the last step if it is still valid, else new metadata."""
         table = self._state_blocks
@@ -238,9 +226,7 @@ class ModelState:
             accepted = self._num_valid[: context.batch.num_reqs]
             if num_valid is not None:
                 accepted[: len(num_valid)].copy_(num_valid)
-        plan = self._mamba.commit(
-            context.mamba, context.batch, self._mamba_group, accepted, captured=captured
-        )
+        plan = self._mamba.commit(context.mamba, context.batch, self._mamba_group, accepted, captured=captured)
         if isinstance(plan, CopyPlan):
             self.caches.pool.copy(plan)
         elif plan is not None:

@@ -155,9 +155,7 @@ class StepProducer:
                 if tensor is None:  # the state of this layer is its window
                     continue
                 wide = torch.float32 if tensor.dtype.itemsize == 1 else tensor.dtype
-                noise = tensor.new_empty(len(index), *tensor.shape[1:], dtype=wide).normal_(
-                    generator=generator
-                )
+                noise = tensor.new_empty(len(index), *tensor.shape[1:], dtype=wide).normal_(generator=generator)
                 movable(tensor).index_copy_(0, index, movable(noise.to(tensor.dtype)))
         used = slice(0, 1 + len(rows.query_lens))  # the null row, and the row of each request
         for layer, rings in enumerate(caches.rings):
@@ -185,15 +183,11 @@ class StepProducer:
             found[f"{name} elsewhere"] = bits_of(whole) - bits_of(part)
         return found
 
-    def _random_rows(
-        self, key: BatchExecutionDescriptor, rng: np.random.Generator
-    ) -> tuple[StepRows, BatchShape]:
+    def _random_rows(self, key: BatchExecutionDescriptor, rng: np.random.Generator) -> tuple[StepRows, BatchShape]:
         limits, plan = self.buffers.limits, self.model_state.caches.plan
         most = min(limits.max_num_reqs if key.num_reqs is None else key.num_reqs, key.num_tokens)
         room, ahead = limits.max_model_len, self.buffers.groups[0].lookahead_tokens
-        if (
-            plan.num_blocks
-        ):  # every row gets room for one token of context, its own, and what a drafter stores behind
+        if plan.num_blocks:  # every row gets room for one token of context, its own, and what a drafter stores behind
             least = -(-(1 + (key.uniform_query_len or 1) + ahead) // plan.block_size)
             most = min(most, (plan.num_blocks - 1) // least)
         filled = int(rng.integers(1, key.num_tokens + 1, size=2).max())  # the rest is padding

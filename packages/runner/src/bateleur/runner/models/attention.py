@@ -32,13 +32,7 @@ class CachedAttention(Branch):
         self._kv_scales = kv_scales_of(spec, like.device)
 
     def attend(
-        self,
-        context: StepContext,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *rotary: Tensor,
-        work: Tensor | None = None,
+        self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor, work: Tensor | None = None
     ) -> Tensor:
         """Write keys and values (T, kv heads, D), and return the attention of queries (T, H, D): (T, H, D).
 

@@ -210,9 +210,7 @@ class HybridDecoder:
             for prefix, mixer, _ in residual.parts
             for name, projection in mixer.projections.items()
         }
-        return {
-            name: each for name, each in named.items() if isinstance(each, Projection) and is_adaptable(name)
-        }
+        return {name: each for name, each in named.items() if isinstance(each, Projection) and is_adaptable(name)}
 
     def pack(self, *, recorded: bool = False) -> None:
         """Pack the matrices after loading, see `Projection.pack`."""
@@ -254,11 +252,7 @@ class HybridDecoder:
         positions = context.batch.positions
         rotary = tuple(table.at(positions) for table in self._tables.values())
         step = LayerStep(
-            execution,
-            rotary,
-            ranks=self.ranks,
-            work=self._divide_attention(context),
-            adapters=context.adapters,
+            execution, rotary, ranks=self.ranks, work=self._divide_attention(context), adapters=context.adapters
         )
         h_TM = self.embed(context.batch.input_ids)
         if spec.residual_in_fp32:

@@ -53,7 +53,5 @@ class Delta(Recurrent):
             a = a.unflatten(1, state.gates[0].shape)
         y_THP = self.mix(step, qkv_TC, a, b_TH)
         heads = state.output_shape[0]
-        y_TI = gated_rms_norm(
-            y_THP.flatten(1), gate_TI, self.norm, heads, spec.norm_eps, True, spec.gate_activation
-        )
+        y_TI = gated_rms_norm(y_THP.flatten(1), gate_TI, self.norm, heads, spec.norm_eps, True, spec.gate_activation)
         return self.out_proj(y_TI, step.adapters)

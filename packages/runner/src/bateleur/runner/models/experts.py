@@ -59,9 +59,7 @@ class Experts(Branch):
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
         """Return the weighted sum of each token's experts, plus the shared expert: (T, M)."""
         spec = self.spec
-        weights_TK, experts_TK = route(
-            self.router_proj(x_TM.float()), spec.router, spec.top_k, self._correction_E
-        )
+        weights_TK, experts_TK = route(self.router_proj(x_TM.float()), spec.router, spec.top_k, self._correction_E)
         shared_TM = None if self._shared is None else self._shared.forward(x_TM, step)
         gate_T1 = self.shared_gate_proj(x_TM) if spec.shared_gate else None
         if spec.latent_size is None:
@@ -104,9 +102,7 @@ class Experts(Branch):
             return y_SL
         return y_SL.add_(self.down_proj.bias.index_select(0, expert_S))
 
-    def _of_all_ranks(
-        self, exchange: ExpertParallel, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor
-    ) -> Tensor:
+    def _of_all_ranks(self, exchange: ExpertParallel, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Return the weighted sum (T, L) of each token's experts on all ranks; those here take tokens of all ranks."""
         assert self.spec.own is not None
         x_AL, weights_AK, experts_AK = exchange.gather(x_TL, weights_TK, experts_TK)

@@ -150,11 +150,7 @@ class GroupedProjection:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """W by its name, or its codes and scales by names that begin with it."""
         if self._packed and self._packed[0].pieces:
-            return {
-                key: each
-                for e, one in enumerate(self._packed)
-                for key, each in one.tensors(f"{name}.{e}").items()
-            }
+            return {key: each for e, one in enumerate(self._packed) for key, each in one.tensors(f"{name}.{e}").items()}
         return {name: self.weight} if self.quantized is None else self.quantized.tensors(f"{name}.")
 
     def quantize(self, scheme: Scheme) -> None:
@@ -179,9 +175,7 @@ class GroupedProjection:
             return
         if self.quantized is not None:
             whole = self.quantized
-            packed = [
-                Projection.of(whole.rows(slice(e, e + 1)).flat(), self.dtype) for e in range(whole.shape[0])
-            ]
+            packed = [Projection.of(whole.rows(slice(e, e + 1)).flat(), self.dtype) for e in range(whole.shape[0])]
         else:
             packed = [Projection(each) for each in self.weight]
         for each in packed:

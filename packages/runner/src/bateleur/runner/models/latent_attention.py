@@ -56,17 +56,13 @@ def _padded(heads_TH: Tensor, head_dim: int) -> Tensor:
     return F.pad(heads_TH, (0, missing)) if missing else heads_TH
 
 
-def _fake_heads(
-    made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int
-) -> tuple[Tensor, Tensor]:
+def _fake_heads(made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
     k, v = (made.new_empty(made.shape[0], heads, head_dim) for _ in range(2))
     return k, v
 
 
 @operator("latent", _fake_heads, direct=True)
-def join_heads(
-    made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int
-) -> tuple[Tensor, Tensor]:
+def join_heads(made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Return keys and values (T, H, D) from the latent's projection (T, H * (N + V)) and shared key lanes (T, S).
 
     A head of the projection has N key lanes, then V value lanes. A key is N own lanes, S shared ones, and zeros.

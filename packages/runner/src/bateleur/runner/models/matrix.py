@@ -48,17 +48,7 @@ class Unallocated:
 class Projection:
     """`x W^T + b`, with W (rows, columns) and b (rows,) or None."""
 
-    __slots__ = (
-        "_native",
-        "_packed",
-        "_weight",
-        "bias",
-        "dtype",
-        "lora",
-        "num_columns",
-        "num_rows",
-        "pieces",
-    )
+    __slots__ = ("_native", "_packed", "_weight", "bias", "dtype", "lora", "num_columns", "num_rows", "pieces")
 
     def __init__(self, weight: Tensor | Unallocated, bias: Tensor | None = None) -> None:
         self._weight: Tensor | Unallocated | None = weight
@@ -207,9 +197,7 @@ class Rows:
     @property
     def end(self) -> int:
         """The row after the last."""
-        return self.first + (
-            self.matrix.num_rows if isinstance(self.matrix, Projection) else self.matrix.shape[0]
-        )
+        return self.first + (self.matrix.num_rows if isinstance(self.matrix, Projection) else self.matrix.shape[0])
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """(T, N) of x (T, K), and the bias of all rows of the projection."""

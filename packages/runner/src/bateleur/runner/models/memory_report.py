@@ -70,11 +70,7 @@ def describe_quantized(matrix: QuantizedMatrix, device: torch.device, dtype: tor
     if device.type == "cuda" and dtype != torch.float64:
         return "Triton, dequantised in registers"
     one = matrix.rows(slice(0, 1)).flat() if matrix.codes.ndim == 3 else matrix
-    return (
-        "torch, dequantised in tiles"
-        if PackedMatrix.of(one, dtype) is None
-        else "C, dequantised in registers"
-    )
+    return "torch, dequantised in tiles" if PackedMatrix.of(one, dtype) is None else "C, dequantised in registers"
 
 
 def packed_change(matrix: QuantizedMatrix, dtype: torch.dtype) -> int:

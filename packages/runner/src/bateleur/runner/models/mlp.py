@@ -35,12 +35,7 @@ def activate(wide: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
     return activation(wide, spec.intermediate_size, spec.activation, spec.gated)
 
 
-@operator(
-    "activation",
-    lambda wide, size, name, gated: wide.new_empty(wide.shape[0], size),
-    direct=True,
-    native="rows",
-)
+@operator("activation", lambda wide, size, name, gated: wide.new_empty(wide.shape[0], size), direct=True, native="rows")
 def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
     """Return `act(wide)` (T, size), or `act(gate) * up` with the gate in the left half of wide (T, 2 size).
 
@@ -63,9 +58,7 @@ def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
     return inner_TF
 
 
-@operator(
-    "activation", lambda x, by, name: torch.empty_like(x, memory_format=torch.contiguous_format), direct=True
-)
+@operator("activation", lambda x, by, name: torch.empty_like(x, memory_format=torch.contiguous_format), direct=True)
 def gate(x: Tensor, by: Tensor, name: str) -> Tensor:
     """Return `x * act(by)` (T, F) of x and by (T, F). name: "silu", or else "sigmoid"."""
     return (F.silu(by) if name == "silu" else by.sigmoid()).mul_(x)

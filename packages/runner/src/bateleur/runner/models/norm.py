@@ -17,12 +17,7 @@ Term = tuple[Tensor, float]
 
 
 def _fake_sum(
-    h: Tensor,
-    terms: Sequence[Tensor],
-    factors: Sequence[float],
-    weight: Tensor,
-    eps: float,
-    dtype: torch.dtype,
+    h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
     return h.new_empty(h.shape, dtype=dtype)
 
@@ -43,12 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operator("norm", _fake_sum, mutates=("h",), direct=True, native="rows")
 def add_rms_norm(
-    h: Tensor,
-    terms: Sequence[Tensor],
-    factors: Sequence[float],
-    weight: Tensor,
-    eps: float,
-    dtype: torch.dtype,
+    h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
     """Add `factor * term` to h for one or two terms, in place and in h's dtype, and return the norm in `dtype`.
 
@@ -126,9 +116,7 @@ class WholeNorm:
         """Normalise x, which has this rank's heads of the layer's `heads`."""
         parts, lanes = (x[:, :queries].flatten(1), x[:, queries:].flatten(1)), x.shape[2]
         sizes = heads[0] * lanes, heads[1] * lanes
-        return torch.cat(qk_norm_over_ranks(parts, (self.q, self.k), sizes, self._eps, ranks), 1).view(
-            x.shape
-        )
+        return torch.cat(qk_norm_over_ranks(parts, (self.q, self.k), sizes, self._eps, ranks), 1).view(x.shape)
 
     def __call__(self, x: Tensor, queries: int) -> Tensor:
         """Normalise x (T, heads, size), of which the first `queries` heads are queries and the others keys."""

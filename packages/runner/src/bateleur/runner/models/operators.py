@@ -23,12 +23,7 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def operator(
-    home: str,
-    fake: Callable[..., Any],
-    *,
-    mutates: Iterable[str] = (),
-    direct: bool = False,
-    native: str | None = None,
+    home: str, fake: Callable[..., Any], *, mutates: Iterable[str] = (), direct: bool = False, native: str | None = None
 ) -> Callable[[F], F]:
     """Define an operator from its torch form, which has its signature and documentation.
 
@@ -40,9 +35,7 @@ def operator(
     def declare(form: F) -> F:
         name, models = form.__name__, "bateleur.runner.models"
         in_c = None if native is None else f"{models}.native.{native}:{name}"
-        found = FORMS[name] = dispatch.Implementations(
-            form, triton=f"{models}.kernels.{home}:{name}", native=in_c
-        )
+        found = FORMS[name] = dispatch.Implementations(form, triton=f"{models}.kernels.{home}:{name}", native=in_c)
         dispatched = dispatch.define_op(_library, form, found, mutates=mutates, fake=fake)
 
         @wraps(form)

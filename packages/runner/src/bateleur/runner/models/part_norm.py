@@ -38,11 +38,7 @@ def gated_norm_over_ranks(
 
 
 def qk_norm_over_ranks(
-    parts: tuple[Tensor, Tensor],
-    weights: tuple[Tensor, Tensor],
-    lanes: tuple[int, int],
-    eps: float,
-    ranks: Ranks,
+    parts: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], lanes: tuple[int, int], eps: float, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """Root mean square norms over all queries and over all keys of a token, of which this rank has some lanes.
 

@@ -100,9 +100,7 @@ class QuantizedMatrix:
     """(K,) int32, the group of each column, if that is not `(start + k) // group`."""
 
     @classmethod
-    def empty(
-        cls, scheme: Scheme, shape: tuple[int, ...], groups: int | None, device: torch.device
-    ) -> QuantizedMatrix:
+    def empty(cls, scheme: Scheme, shape: tuple[int, ...], groups: int | None, device: torch.device) -> QuantizedMatrix:
         """Uninitialised memory for a matrix of this shape. groups: G, by default what the columns need."""
         *lead, columns = shape
         groups = scheme.num_groups(columns) if groups is None else groups
@@ -143,18 +141,14 @@ class QuantizedMatrix:
 
     def rows(self, rows: slice | Tensor) -> QuantizedMatrix:
         """Some of the N rows of a matrix (N, K), or some of the E matrices; views for a slice."""
-        tensors: dict[str, Any] = {
-            name: each[rows] for name, each in self.tensors().items() if name != "index"
-        }
+        tensors: dict[str, Any] = {name: each[rows] for name, each in self.tensors().items() if name != "index"}
         return replace(self, **tensors)
 
     def flat(self) -> QuantizedMatrix:
         """(E * N, K) of (E, N, K)."""
         if self.codes.ndim == 2:
             return self
-        tensors: dict[str, Any] = {
-            name: each.flatten(0, 1) for name, each in self.tensors().items() if name != "index"
-        }
+        tensors: dict[str, Any] = {name: each.flatten(0, 1) for name, each in self.tensors().items() if name != "index"}
         return replace(self, **tensors)
 
     def cut_columns(self, first: int, end: int) -> QuantizedMatrix:

@@ -13,13 +13,7 @@ class Recurrent(Branch):
     """A branch with a mixer between its projections."""
 
     def __init__(
-        self,
-        state: Recurrence,
-        like: Tensor,
-        index: int,
-        params: tuple[Tensor, ...],
-        *,
-        conv_bias: bool = False,
+        self, state: Recurrence, like: Tensor, index: int, params: tuple[Tensor, ...], *, conv_bias: bool = False
     ) -> None:
         """index: of the layer's states in the state pool. params: tensors for the recurrence's parameters."""
         self._index = index

@@ -40,11 +40,7 @@ class Residual:
 
     @classmethod
     def of(
-        cls,
-        layer: Layer,
-        build: Callable[[SingleLayer], Mixer],
-        make_norm: Callable[[], RMSNorm],
-        multiplier: float,
+        cls, layer: Layer, build: Callable[[SingleLayer], Mixer], make_norm: Callable[[], RMSNorm], multiplier: float
     ) -> Residual:
         """Return `layer` with mixers made by `build`. Names of part i of a parallel layer begin with `i.`."""
         if not isinstance(layer, ParallelLayer):
@@ -64,9 +60,7 @@ class Residual:
     @property
     def matrices(self) -> dict[str, Projection | GroupedProjection]:
         """Projections of all mixers, by the names of their weights."""
-        return {
-            prefix + name: each for prefix, mixer, _ in self.parts for name, each in mixer.projections.items()
-        }
+        return {prefix + name: each for prefix, mixer, _ in self.parts for name, each in mixer.projections.items()}
 
     @property
     def projections(self) -> list[Projection | GroupedProjection]:

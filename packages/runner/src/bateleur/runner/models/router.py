@@ -22,9 +22,7 @@ from bateleur.runner.models.operators import operator
 from bateleur.runner.models.spec import RouterSpec
 
 
-def route(
-    logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return weights (T, K) float32 and experts (T, K) int64 of logits (T, E) float32, the best first."""
     sum_eps = spec.sum_eps if spec.normalised else None
     groups = [spec.num_groups, spec.top_groups]

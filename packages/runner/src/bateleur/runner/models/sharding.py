@@ -82,9 +82,7 @@ def shard_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
                 own = ranks.about(part.num_experts)
                 parts[j] = replace(part, own=own)
                 prefix = f"layers.{i}.{j}." if isinstance(layer, ParallelLayer) else f"layers.{i}."
-                cuts |= {
-                    prefix + name: {0: (own,)} for name in ("up_proj", "up_bias", "down_proj", "down_bias")
-                }
+                cuts |= {prefix + name: {0: (own,)} for name in ("up_proj", "up_bias", "down_proj", "down_bias")}
         layers.append(replace(layer, parts=tuple(parts)) if isinstance(layer, ParallelLayer) else parts[0])
     if not cuts:
         raise ValueError(
@@ -141,11 +139,7 @@ def _attention(layer: AttentionLayer, ranks: Ranks) -> tuple[SingleLayer, Share]
     own_q, own_kv = ranks.even("num_attention_heads", q), ranks.shared("num_key_value_heads", kv)
     stacked = [*([(own_q, q)] if layer.gated else []), (own_q, q), (own_kv, kv), (own_kv, kv)]
     rows = _stacked_rows([(_lanes(own, lanes), count * lanes) for own, count in stacked])
-    cuts: dict[str, Cut] = {
-        "qkv_proj": {0: rows},
-        "qkv_bias": {0: rows},
-        "o_proj": {1: (_lanes(own_q, lanes),)},
-    }
+    cuts: dict[str, Cut] = {"qkv_proj": {0: rows}, "qkv_bias": {0: rows}, "o_proj": {1: (_lanes(own_q, lanes),)}}
     if layer.sinks:
         cuts["sinks"] = {0: (own_q,)}
     if layer.qk_norm_whole:
@@ -198,15 +192,9 @@ def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
     state = layer.state
     (keys, values), (key_dim, value_dim) = state.heads, state.lanes
     own_v, own_k = ranks.even("value heads", values), ranks.shared("key heads", keys)
-    qkv = [
-        *[(_lanes(own_k, key_dim), keys * key_dim)] * 2,
-        (_lanes(own_v, value_dim), values * value_dim),
-    ]
+    qkv = [*[(_lanes(own_k, key_dim), keys * key_dim)] * 2, (_lanes(own_v, value_dim), values * value_dim)]
     decay_lanes = 1 if isinstance(state, GatedDelta) else key_dim
-    gate, decays = (
-        (_lanes(own_v, value_dim), values * value_dim),
-        (_lanes(own_v, decay_lanes), values * decay_lanes),
-    )
+    gate, decays = ((_lanes(own_v, value_dim), values * value_dim), (_lanes(own_v, decay_lanes), values * decay_lanes))
     low = layer.rank
     whole = None if low is None else ((0, low), low)
     rows = _stacked_rows([*qkv, whole or gate, (own_v, values), whole or decays])
@@ -220,9 +208,9 @@ def _delta(layer: DeltaLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
     if low is not None:
         cuts |= {"gate_proj": {0: (gate[0],)}, "decay_proj": {0: (decays[0],)}}
     if isinstance(state, GatedDelta):
-        return replace(
-            layer, state=replace(state, num_key_heads=_size(own_k), num_value_heads=_size(own_v))
-        ), Share(cuts)
+        return replace(layer, state=replace(state, num_key_heads=_size(own_k), num_value_heads=_size(own_v))), Share(
+            cuts
+        )
     return replace(layer, state=replace(state, num_heads=_size(own_v))), Share(cuts)
 
 
@@ -231,13 +219,7 @@ def _short_conv(layer: ShortConvLayer, ranks: Ranks) -> tuple[SingleLayer, Share
     own = ranks.even("hidden_size", width)
     rows, conv = _stacked_rows([(own, width)] * 3), (own,)
     share = Share(
-        {
-            "in_proj": {0: rows},
-            "in_bias": {0: rows},
-            "conv": {0: conv},
-            "conv_bias": {0: conv},
-            "out_proj": {1: conv},
-        },
+        {"in_proj": {0: rows}, "in_bias": {0: rows}, "conv": {0: conv}, "conv_bias": {0: conv}, "out_proj": {1: conv}},
         frozenset(("out_bias",)),
     )
     return replace(layer, state=replace(layer.state, channels=_size(own))), share

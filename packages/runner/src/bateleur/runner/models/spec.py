@@ -52,13 +52,9 @@ class AttentionLayer:
     def __post_init__(self) -> None:
         _positive(self, "num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads = {self.num_heads}"
-            )
+            raise ValueError(f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads = {self.num_heads}")
         if self.rope is not None and self.rope.rotary_dim > self.head_dim:
-            raise ValueError(
-                f"rotary_dim is {self.rope.rotary_dim}; it must not exceed head_dim = {self.head_dim}"
-            )
+            raise ValueError(f"rotary_dim is {self.rope.rotary_dim}; it must not exceed head_dim = {self.head_dim}")
         if self.sliding_window is not None:
             _positive(self, "sliding_window")
 
@@ -126,9 +122,7 @@ class RouterSpec:
         if self.scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores is {self.scores!r}; supported are 'softmax' and 'sigmoid'")
         if self.top_groups > self.num_groups:
-            raise ValueError(
-                f"top_groups is {self.top_groups}; it must be at most num_groups = {self.num_groups}"
-            )
+            raise ValueError(f"top_groups is {self.top_groups}; it must be at most num_groups = {self.num_groups}")
         if self.scores == "softmax" and (self.corrected or self.num_groups > 1):
             raise ValueError("scores is 'softmax'; a correction and groups need 'sigmoid'")
 
@@ -325,11 +319,7 @@ class ModelSpec:
         """
         lengths = [0]
         for layer in self.attention:
-            if (
-                layer.rope is not None
-                and (beyond := layer.rope.beyond)
-                and prompt_len > beyond.original_length
-            ):
+            if layer.rope is not None and (beyond := layer.rope.beyond) and prompt_len > beyond.original_length:
                 dynamic = isinstance(beyond, DynamicRope)
                 lengths.append(prompt_len if dynamic else beyond.original_length + 1)
         return max(lengths)

@@ -44,9 +44,7 @@ class DeviceCache:
     """States of all layers; None for a model without recurrent layers."""
 
     @classmethod
-    def of(
-        cls, prefixes: PrefixCache, caches: Caches, draft_kv: Sequence[tuple[Tensor, Tensor]]
-    ) -> DeviceCache:
+    def of(cls, prefixes: PrefixCache, caches: Caches, draft_kv: Sequence[tuple[Tensor, Tensor]]) -> DeviceCache:
         """draft_kv: keys and values of a draft head, in the same blocks."""
         blocks = pages = None
         if caches.blocks is not None:

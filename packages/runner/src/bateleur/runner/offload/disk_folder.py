@@ -30,9 +30,7 @@ def make_folder(root: Path) -> Path:
     try:
         root.mkdir(0o700, parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"kv_offload_path is {str(root)!r}; it must be a writable folder: {error}"
-        ) from error
+        raise ValueError(f"kv_offload_path is {str(root)!r}; it must be a writable folder: {error}") from error
     return root
 
 
@@ -59,9 +57,7 @@ class DiskFolder:
         try:
             self._folder.mkdir(0o700, exist_ok=True)
             if self._folder.is_symlink():
-                raise ValueError(
-                    f"kv_offload_path is {str(root)!r}; {self._folder.name} in it must not be a link"
-                )
+                raise ValueError(f"kv_offload_path is {str(root)!r}; {self._folder.name} in it must not be a link")
             probe = self._folder / f".{os.getpid()}-0.tmp"
             probe.write_bytes(b"")
             probe.unlink()
@@ -130,9 +126,7 @@ class DiskFolder:
     def _folders(self) -> list[os.DirEntry[str]]:
         """Return the folders of all layouts."""
         with os.scandir(self._root) as found:
-            return [
-                each for each in found if _LAYOUT.fullmatch(each.name) and each.is_dir(follow_symlinks=False)
-            ]
+            return [each for each in found if _LAYOUT.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
 
     def _recount(self) -> list[tuple[float, int, str]]:
         """Count all files of all layouts again; return the time of last use, size and path of each."""

@@ -61,9 +61,7 @@ def pinned_rows(shape: tuple[int, int], device: torch.device) -> Tensor:
     if device.type == "cuda":
         runtime, address = torch.cuda.cudart(), rows.data_ptr()
         if error := int(runtime.cudaHostRegister(address, rows.nbytes, 0)):
-            raise ValueError(
-                f"kv_offload_bytes: can't pin {rows.nbytes} bytes of host memory (CUDA error {error})"
-            )
+            raise ValueError(f"kv_offload_bytes: can't pin {rows.nbytes} bytes of host memory (CUDA error {error})")
         finalize(rows, _unpin, device, address).atexit = False
     return rows
 
@@ -156,9 +154,7 @@ class Level:
             if filled is None:
                 return False
             if filled:
-                self.copies.to_device(
-                    self.host.rows, rows, self.device.rows, [number for _, number in filled]
-                )
+                self.copies.to_device(self.host.rows, rows, self.device.rows, [number for _, number in filled])
                 self.stats.loaded_bytes += len(filled) * self.device.rows.num_bytes
         finally:
             self.host.release(rows[::-1])  # evict the end of a prefix first

@@ -161,9 +161,7 @@ def _allocate(opened: Opened, stored: dict[str, str], layout: Layout) -> Prefix:
     blocks = (end - start) // layout.block_size if layout.block_parts else 0
     has_page = stored.get("state") == "1" and bool(layout.page_parts)
     if 4 * (end - start) + blocks * layout.block_bytes + has_page * layout.page_bytes > opened.size:
-        raise PrefixRefused(
-            "truncated", f"{opened.path}: has {opened.size} bytes, fewer than its header says"
-        )
+        raise PrefixRefused("truncated", f"{opened.path}: has {opened.size} bytes, fewer than its header says")
     return Prefix(
         start,
         key,

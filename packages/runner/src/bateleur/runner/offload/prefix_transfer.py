@@ -79,14 +79,10 @@ class PrefixTransfer:
     def _part(self, path: Path) -> Path:
         """Return the path of this rank's file. Raises PrefixRefused if another number of ranks exported it."""
         size = self._ranks.size
-        sizes = (
-            {1} if path.is_file() else {int(each[1]) for each in map(_PARTS.fullmatch, _names(path)) if each}
-        )
+        sizes = {1} if path.is_file() else {int(each[1]) for each in map(_PARTS.fullmatch, _names(path)) if each}
         if sizes and size not in sizes:
             exported = ", ".join(map(str, sorted(sizes)))
-            raise PrefixRefused(
-                "foreign", f"{path}: is of an engine of {exported} ranks, and this one has {size}"
-            )
+            raise PrefixRefused("foreign", f"{path}: is of an engine of {exported} ranks, and this one has {size}")
         return path if self._ranks.alone else path / _PART.format(rank=self._ranks.rank, size=size)
 
     def _read(self, path: Path, layout: Layout) -> Prefix:

@@ -107,10 +107,7 @@ class Chain:
 
 
 def missing_spans(
-    chain: Chain,
-    has_block: Callable[[bytes], bool],
-    has_page: Callable[[bytes], bool],
-    has_file: Callable[[str], bool],
+    chain: Chain, has_block: Callable[[bytes], bool], has_page: Callable[[bytes], bool], has_file: Callable[[str], bool]
 ) -> list[Span]:
     """Return the files to read, in order, for the longest prefix that is completely in memory or in files."""
     wanted: list[Span] = []

@@ -57,9 +57,7 @@ class WeightFiles:
         except OSError:
             unchanged = False
         if not unchanged:
-            raise ValueError(
-                f"{self.folder}: its files have changed since the model was loaded; restart the engine"
-            )
+            raise ValueError(f"{self.folder}: its files have changed since the model was loaded; restart the engine")
         whole = blake2b(digest_size=16)
         for name, digest in zip(names, digests, strict=True):
             whole.update(name.encode() + b"\0" + digest)

@@ -44,18 +44,12 @@ class CompressedTensorsReader(Reader):
         groups = [each for each in (fields.get("config_groups") or {}).values() if isinstance(each, dict)]
         for each in (fields, *groups):
             if (form := each.get("format")) not in (None, *FORMATS):
-                raise ValueError(
-                    f"quantization_config: format is {form!r}; supported are {', '.join(FORMATS)}"
-                )
+                raise ValueError(f"quantization_config: format is {form!r}; supported are {', '.join(FORMATS)}")
         if fields.get("quantization_status") not in (None, "compressed"):
             status = fields["quantization_status"]
-            raise ValueError(
-                f"quantization_config: quantization_status is {status!r}; it must be 'compressed'"
-            )
+            raise ValueError(f"quantization_config: quantization_status is {status!r}; it must be 'compressed'")
         if fields.get("transform_config"):
-            raise ValueError(
-                "quantization_config: transform_config is set; rotated weights are not supported"
-            )
+            raise ValueError("quantization_config: transform_config is set; rotated weights are not supported")
         sparse = fields.get("sparsity_config") or {}
         if sparse.get("format", "dense") != "dense":
             raise ValueError("quantization_config: sparsity_config is set; sparse weights are not supported")
@@ -80,9 +74,7 @@ class CompressedTensorsReader(Reader):
         if "weight_shape" in module.parts:
             columns = int(module["weight_shape"].mapped()[-1])
         if packed.dtype != "I32" or -(-columns * bits // 32) != width:
-            raise module.refuse(
-                "weight_packed", f"{columns} columns of {bits} bits need I32 words in as many"
-            )
+            raise module.refuse("weight_packed", f"{columns} columns of {bits} bits need I32 words in as many")
         return (*lead, columns)
 
     def scheme(self, module: Module) -> Scheme:
@@ -148,9 +140,7 @@ class CompressedTensorsReader(Reader):
     def _bits(self, module: Module) -> int:
         bits = self._weights(module).get("num_bits")
         if bits not in (4, 8):
-            raise ValueError(
-                f"{module.names[0]}: num_bits is {bits!r}; supported for packed weights are 4 and 8"
-            )
+            raise ValueError(f"{module.names[0]}: num_bits is {bits!r}; supported for packed weights are 4 and 8")
         return int(bits)
 
     def _block(self, module: Module) -> tuple[int, int] | None:

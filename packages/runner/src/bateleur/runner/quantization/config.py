@@ -39,11 +39,7 @@ _REASONS = {
     "quark": "quark is not read yet",
 }
 """Why some methods are refused."""
-_FALLBACKS = (
-    ("hf_quant_config.json", "modelopt"),
-    ("quantize_config.json", "gptq"),
-    ("quant_config.json", "awq"),
-)
+_FALLBACKS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 """Files that say it in place of config.json, and the method that they are of."""
 
 

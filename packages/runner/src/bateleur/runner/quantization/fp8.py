@@ -7,14 +7,7 @@ from typing import Any
 
 from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
 from bateleur.runner.quantization.matching import ends_with, strings
-from bateleur.runner.quantization.module import (
-    Module,
-    Reader,
-    check_codes,
-    check_scales,
-    float_scheme,
-    row_scales,
-)
+from bateleur.runner.quantization.module import Module, Reader, check_codes, check_scales, float_scheme, row_scales
 
 
 class Fp8Reader(Reader):

@@ -27,13 +27,9 @@ class GptqReader(Reader):
         super().__init__(fields)
         form = fields.get("checkpoint_format") or fields.get("format") or "gptq"
         if form not in _FORMATS:
-            raise ValueError(
-                f"quantization_config: checkpoint_format is {form!r}; supported are {', '.join(_FORMATS)}"
-            )
+            raise ValueError(f"quantization_config: checkpoint_format is {form!r}; supported are {', '.join(_FORMATS)}")
         if fields.get("pack_dtype") not in (None, "int32"):
-            raise ValueError(
-                f"quantization_config: pack_dtype is {fields['pack_dtype']!r}; supported is 'int32'"
-            )
+            raise ValueError(f"quantization_config: pack_dtype is {fields['pack_dtype']!r}; supported is 'int32'")
         self.less_one = form == "gptq"
         self._inside = strings(fields.get("modules_in_block_to_quantize"))
         self._dynamic = [(str(name), each) for name, each in (fields.get("dynamic") or {}).items()]

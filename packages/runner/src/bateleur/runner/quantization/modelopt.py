@@ -7,14 +7,7 @@ from typing import Any
 
 from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
 from bateleur.runner.quantization.matching import strings, wildcard
-from bateleur.runner.quantization.module import (
-    Module,
-    Reader,
-    check_codes,
-    check_scales,
-    float_scheme,
-    row_scales,
-)
+from bateleur.runner.quantization.module import Module, Reader, check_codes, check_scales, float_scheme, row_scales
 from bateleur.runner.quantization.nvfp4 import nvfp4_matrix, nvfp4_scheme, nvfp4_shape
 
 FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
@@ -29,9 +22,7 @@ class ModeloptReader(Reader):
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
         layers = fields.get("quantized_layers") or {}
-        self._layers: dict[str, str] = {
-            name: str(each.get("quant_algo")).upper() for name, each in layers.items()
-        }
+        self._layers: dict[str, str] = {name: str(each.get("quant_algo")).upper() for name, each in layers.items()}
         for algorithm in (str(fields.get("quant_algo") or "MIXED_PRECISION").upper(), *self._layers.values()):
             if algorithm not in ALGORITHMS:
                 raise ValueError(

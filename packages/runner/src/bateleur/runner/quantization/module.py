@@ -45,9 +45,7 @@ class Module:
 
     def __getitem__(self, part: str) -> Stored:
         if part not in self.parts:
-            raise ValueError(
-                f"{self.names[0]}: is quantised, but has no {part}; it has {', '.join(self.parts)}"
-            )
+            raise ValueError(f"{self.names[0]}: is quantised, but has no {part}; it has {', '.join(self.parts)}")
         return self.parts[part]
 
     def refuse(self, part: str, rule: str) -> ValueError:
@@ -104,9 +102,7 @@ def row_scales(module: Module, scale: str, block: tuple[int, int] | None, shape:
             raise module.refuse(scale, f"the weight {shape} needs one scale, or one for each of {rows} rows")
         each = scales.reshape(-1, 1) if size == count * rows else scales.reshape(-1, 1, 1).expand(-1, rows, 1)
         return (
-            each.expand(count, rows, 1).reshape(*lead, rows, 1)
-            if size < count * rows
-            else each.reshape(*lead, rows, 1)
+            each.expand(count, rows, 1).reshape(*lead, rows, 1) if size < count * rows else each.reshape(*lead, rows, 1)
         )
     high, wide = block
     blocks = (*lead, -(-rows // high), -(-columns // wide))
@@ -136,6 +132,4 @@ def group_size(columns: int, groups: int, said: int, module: Module) -> int:
         return group
     if groups and columns % groups == 0:
         return columns // groups
-    raise ValueError(
-        f"{module.names[0]}: has {groups} scales in a row of {columns} columns; group_size is {said}"
-    )
+    raise ValueError(f"{module.names[0]}: has {groups} scales in a row of {columns} columns; group_size is {said}")

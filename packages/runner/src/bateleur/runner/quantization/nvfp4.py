@@ -35,9 +35,7 @@ def nvfp4_matrix(module: Module, weight: str, factor: str, *, divides: bool) -> 
     if factors.isnan().any() or (not divides and factors.isinf().any()):
         raise ValueError(f"{module[factor].name}: holds NaN or infinity; the checkpoint is damaged")
     if factors.numel() % count or rows % (factors.numel() // count):
-        raise module.refuse(
-            factor, f"{count} matrices need as many, or as many for equal parts of their rows"
-        )
+        raise module.refuse(factor, f"{count} matrices need as many, or as many for equal parts of their rows")
     parts = factors.reshape(count, -1).repeat_interleave(rows * count // factors.numel(), 1)
     scales = check_codes(module, "weight_scale", module["weight_scale"].mapped())
     codes = module[weight].mapped()

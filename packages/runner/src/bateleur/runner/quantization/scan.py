@@ -58,9 +58,7 @@ def find_modules(
             continue
         bare = "weight" in parts and stem in claimed[stem]
         fused = len(codes[0].shape) == 3
-        modules[stem if bare or fused else f"{stem}.weight"] = Module(
-            _names(stem, codes[0].name, spellings), parts
-        )
+        modules[stem if bare or fused else f"{stem}.weight"] = Module(_names(stem, codes[0].name, spellings), parts)
         used |= claimed[stem]
     return modules, used
 

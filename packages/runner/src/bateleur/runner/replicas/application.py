@@ -82,9 +82,7 @@ def app(args: dict[str, Any]) -> serve.Application:
     engine = served_engine(_taken(given, all_options()) | given)
     EngineConfig.of(**engine)
     threads = None if threads is None else Integer(1)("num_threads", int(threads))
-    return build_application(
-        DeploymentPlan(engine=engine, server=server, replicas=replicas, num_threads=threads)
-    )
+    return build_application(DeploymentPlan(engine=engine, server=server, replicas=replicas, num_threads=threads))
 
 
 def build_application(plan: DeploymentPlan) -> serve.Application:
@@ -116,9 +114,7 @@ def build_application(plan: DeploymentPlan) -> serve.Application:
         ray_actor_options={"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0.0)},
         **_placement(resources),
         max_ongoing_requests=2 * plan.max_num_seqs + _REPLICAS_PER_FRONTEND,
-        max_queued_requests=max(
-            server.max_queued_requests, _REPLICAS_PER_FRONTEND
-        ),  # some for requests being sent
+        max_queued_requests=max(server.max_queued_requests, _REPLICAS_PER_FRONTEND),  # some for requests being sent
         health_check_period_s=2,
         health_check_timeout_s=replicas.health_check_timeout,
         request_router_config={"request_router_class": _ROUTER, "request_router_kwargs": options},

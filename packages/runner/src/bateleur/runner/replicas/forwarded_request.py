@@ -11,17 +11,7 @@ from starlette.types import Message, Scope
 from bateleur.runner.replicas.prefix_routing import PATHS, prefix_keys
 from bateleur.runner.serve.json_text import loads
 
-_SCOPE_FIELDS = [
-    "type",
-    "http_version",
-    "method",
-    "scheme",
-    "path",
-    "raw_path",
-    "query_string",
-    "root_path",
-    "headers",
-]
+_SCOPE_FIELDS = ["type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers"]
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 

@@ -37,10 +37,7 @@ class ReplicaFrontend:
     """
 
     def __init__(
-        self,
-        send_request: SendRequest,
-        metrics: Callable[[], Awaitable[Mapping[str, str]]],
-        config: ServeConfig,
+        self, send_request: SendRequest, metrics: Callable[[], Awaitable[Mapping[str, str]]], config: ServeConfig
     ) -> None:
         self._send_request, self._metrics, self.config = send_request, metrics, config
         self.stopping = False
@@ -106,11 +103,7 @@ class ReplicaFrontend:
                     request = request.excluding(str(lost))
         except TimeoutError as error:
             raise http_error(503, "no replica answered in time", code="no_replica") from error
-        text = (
-            "the replica died during the response"
-            if response.started
-            else "every replica that got the request died"
-        )
+        text = "the replica died during the response" if response.started else "every replica that got the request died"
         raise http_error(500, text, code="replica_lost") from lost
 
     async def _send_once(self, request: ForwardedRequest, response: _Response) -> None:
@@ -193,8 +186,6 @@ class _MetricsCollector:
         for replica, text in self._texts.items():
             for family in text_string_to_metric_families(text):
                 merged = families.setdefault(family.name, family)
-                samples = [
-                    each._replace(labels={**each.labels, "replica": replica}) for each in family.samples
-                ]
+                samples = [each._replace(labels={**each.labels, "replica": replica}) for each in family.samples]
                 merged.samples = [*(merged.samples if merged is not family else ()), *samples]
         yield from families.values()

@@ -32,9 +32,7 @@ def ray_cluster(address: str | None, num_cpus: int) -> Iterator[None]:
     """
     from ray._common.usage.usage_lib import set_usage_stats_enabled_via_env_var
     from ray._private import ray_constants
-    from ray._private.authentication.authentication_token_setup import (
-        maybe_enable_token_auth_if_token_available,
-    )
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
     # Under `uv run` Ray would upload the working folder and start its processes by `uv run`. Local processes find the
     # same packages without that.
@@ -50,12 +48,7 @@ def ray_cluster(address: str | None, num_cpus: int) -> Iterator[None]:
             ray.init(address, **common)
         else:
             _start_local_ray(
-                {
-                    "num_cpus": num_cpus,
-                    "include_dashboard": False,
-                    "object_store_memory": _OBJECT_STORE_BYTES,
-                    **common,
-                }
+                {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES, **common}
             )
         yield
     finally:
@@ -144,9 +137,7 @@ def _check_free(address: str, host: str, port: int) -> None:
     """Raise ValueError if the cluster's Ray Serve has another HTTP address, or runs an application of this name."""
     listens = serve.context._get_global_client().http_config
     if (listens.host, listens.port) != (host, port):
-        refuse(
-            "port", f"{host}:{port}", f"{listens.host}:{listens.port}, the address of Ray Serve at {address}"
-        )
+        refuse("port", f"{host}:{port}", f"{listens.host}:{listens.port}, the address of Ray Serve at {address}")
     if _NAME in serve.status().applications:
         refuse("ray_address", address, f"a cluster without a Ray Serve application {_NAME!r}")
 

@@ -76,9 +76,7 @@ class RequestGroup:
             lora_request=self.lora_request,
         )
 
-    def output(
-        self, reported: Sequence[ReportedState] = ()
-    ) -> tuple[RequestOutput, tuple[ReportedState, ...]]:
+    def output(self, reported: Sequence[ReportedState] = ()) -> tuple[RequestOutput, tuple[ReportedState, ...]]:
         """The output for a caller to whom `reported` of each continuation was reported; and the new reported state.
 
         With DELTA the output holds only what is new, without continuations that have nothing new; outputs share the

@@ -140,9 +140,7 @@ class RequestTable:
         self.free_rows.append(row)
         return blocks
 
-    def append_tokens(
-        self, rows: NDArray[np.int64], tokens_RK: NDArray[np.int64], counts_R: NDArray[np.int64]
-    ) -> None:
+    def append_tokens(self, rows: NDArray[np.int64], tokens_RK: NDArray[np.int64], counts_R: NDArray[np.int64]) -> None:
         """Append the first `counts` tokens of each row of `tokens`; all but the last of them were drafts."""
         spots_K = np.arange(tokens_RK.shape[1])
         left_RK = counts_R[:, None] - spots_K
@@ -160,9 +158,7 @@ class RequestTable:
         reach = self.num_computed[rows] + lens_R
         self.num_computed[rows] = reach
         reach += 1  # a row that samples knows the next token, too
-        self.num_tokens[rows] = (
-            reach if num_decodes == len(rows) else np.maximum(self.num_tokens[rows], reach)
-        )
+        self.num_tokens[rows] = reach if num_decodes == len(rows) else np.maximum(self.num_tokens[rows], reach)
         self.num_uncertain[rows[:num_decodes]] += lens_R[:num_decodes] - 1
 
     def commit(
@@ -189,9 +185,7 @@ class RequestTable:
         self.blocks.write(row, np.arange(start, start + len(blocks)), blocks)
         self.num_blocks[row] = start + len(blocks)
 
-    def missing_blocks(
-        self, rows: NDArray[np.int64], lens_R: Int32s, block_size: int, lookahead: int
-    ) -> MissingBlocks:
+    def missing_blocks(self, rows: NDArray[np.int64], lens_R: Int32s, block_size: int, lookahead: int) -> MissingBlocks:
         """KV blocks that decoding rows need for their next `lens` tokens and `lookahead` tokens after these."""
         stored_R = np.minimum(self.num_computed[rows] + lens_R + lookahead, self.max_model_len)
         missing_R = -(-stored_R // block_size) - self.num_blocks[rows]
@@ -205,9 +199,7 @@ class RequestTable:
         self.blocks.write_cells(missing.cells, blocks)
         self.num_blocks[missing.rows] += missing.counts
 
-    def num_useful_drafts(
-        self, rows: NDArray[np.int64], longest: int, most: int, *, at_least_one: bool
-    ) -> Int32s:
+    def num_useful_drafts(self, rows: NDArray[np.int64], longest: int, most: int, *, at_least_one: bool) -> Int32s:
         """(R,) drafts, at most `most`, that the next step can use: rows end at their limit or at `longest` tokens, and
         a step emits one token more than it accepts.
 

@@ -64,9 +64,7 @@ class Biases:
         self._tails = torch.full((max_rows, 0), _NONE, dtype=torch.int64, device=device)
         """(M, P) the last tokens that each of these rows has generated."""
 
-    def admit(
-        self, row: int, bias: Mapping[int, float], words: Sequence[Sequence[int]], output: Sequence[int]
-    ) -> bool:
+    def admit(self, row: int, bias: Mapping[int, float], words: Sequence[Sequence[int]], output: Sequence[int]) -> bool:
         """Set the entries of `row`; returns whether there are any, including those of other shards.
 
         bias: value by token. words: token ids of each bad word. output: generated tokens.

@@ -69,9 +69,7 @@ class EndSteps:
         fuzz_rows(self._sampler, lent.state.batch, staged.state.hidden, rng, str(key.variant[0]))
         return staged
 
-    def _after_forward(
-        self, lent: StagedBatch[StepContext], key: BatchExecutionDescriptor
-    ) -> StagedBatch[EndState]:
+    def _after_forward(self, lent: StagedBatch[StepContext], key: BatchExecutionDescriptor) -> StagedBatch[EndState]:
         assert lent.key is not None
         hidden, *_ = self._forward.replay(lent.key, lent)
         return StagedBatch(key, EndState(lent.state, hidden), lent.generation, lent.signature)
@@ -88,11 +86,7 @@ class EndSteps:
 
 
 def fuzz_rows(
-    sampler: RejectionSampler,
-    metadata: CommonAttentionMetadata,
-    hidden_TD: Tensor,
-    rng: np.random.Generator,
-    kind: str,
+    sampler: RejectionSampler, metadata: CommonAttentionMetadata, hidden_TD: Tensor, rng: np.random.Generator, kind: str
 ) -> None:
     """Stage random sampling parameters and drafts for a random batch. About half of the drafts are the tokens that
     greedy rows sample.
@@ -107,8 +101,7 @@ def fuzz_rows(
     if kind != GREEDY:
         choices = ((0, 0.2, 0.8, 1.5), (-np.inf, -3.0), (vocab_size, 7), (1.0, 0.9))
         columns = [
-            rng.choice(each if kind == TRUNCATED or not i else each[:1], count)
-            for i, each in enumerate(choices)
+            rng.choice(each if kind == TRUNCATED or not i else each[:1], count) for i, each in enumerate(choices)
         ]
         values = np.stack(columns, 1).astype(np.float32)
     seeds, num_drafts = rng.integers(1 << 62, size=count), rng.integers(0, length, count)
@@ -140,9 +133,7 @@ class EndGraphs:
         # The dispatcher makes no decision: an end runs on the key of its forward pass.
         dispatcher = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
         backend = get_backend(options.backend, sampler.device)
-        self.manager: CudaGraphManager[EndState, Tensor] = CudaGraphManager(
-            dispatcher, backend, checks=options.checks
-        )
+        self.manager: CudaGraphManager[EndState, Tensor] = CudaGraphManager(dispatcher, backend, checks=options.checks)
 
     def capture(self) -> None:
         """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
@@ -151,9 +142,7 @@ class EndGraphs:
         with torch.inference_mode():
             self.manager.capture(EndSteps(self._forward, self._sampler), self._body, keep_going=True)
         for failure in self.manager.report.failures:
-            warnings.warn(
-                f"no graph of the end for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2
-            )
+            warnings.warn(f"no graph of the end for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
 
     def has(self, key: BatchExecutionDescriptor) -> bool:
         """Whether the end of a step on `key` of the forward pass, of any kind, can be replayed."""

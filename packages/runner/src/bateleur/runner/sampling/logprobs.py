@@ -46,6 +46,4 @@ def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int, shard: VocabSha
     if shard is not None:
         shard.collectives.sum_(above_R)
         values_Rn, ids_Rn = shard.top(values_Rn, ids_Rn, num_top)
-    return Logprobs(
-        ids_Rn, scale.log_probs(values_Rn), scale.log_probs(sampled_R1).squeeze(1), above_R.add_(1)
-    )
+    return Logprobs(ids_Rn, scale.log_probs(values_Rn), scale.log_probs(sampled_R1).squeeze(1), above_R.add_(1))

@@ -52,9 +52,7 @@ class PromptLogprobs:
 
         A recomputed request gets only what it has not got yet.
         """
-        asked = [
-            i for i in range(batch.num_decodes, len(batch.rows)) if batch.requests[i].lacks_prompt_logprobs
-        ]
+        asked = [i for i in range(batch.num_decodes, len(batch.rows)) if batch.requests[i].lacks_prompt_logprobs]
         if not asked:
             return None
         starts = np.cumsum(batch.query_lens) - batch.query_lens

@@ -165,19 +165,13 @@ class RejectionSampler:
         if batch.all_decode:
             return self.rows.num_valid[:num_decodes]
         num_valid = query_lens.clone()
-        num_valid[:num_decodes] = self.rows.num_valid[
-            :num_decodes
-        ]  # decodes come first, and all of them sample
+        num_valid[:num_decodes] = self.rows.num_valid[:num_decodes]  # decodes come first, and all of them sample
         return num_valid
 
     # --- eager ------------------------------------------------------------------------------------------------
 
     def verify(
-        self,
-        batch: StepBatch,
-        metadata: CommonAttentionMetadata,
-        hidden_TD: Tensor,
-        allowed: Tensor | None = None,
+        self, batch: StepBatch, metadata: CommonAttentionMetadata, hidden_TD: Tensor, allowed: Tensor | None = None
     ) -> SamplerOutput | None:
         """Verify the drafts of the rows that compute their last known token, and sample; None if there are no such
         rows. `stage` must have been called.
@@ -188,15 +182,11 @@ class RejectionSampler:
         assert inputs is not None
         if not (num_rows := len(index.sampled)):
             return None
-        hidden_LD = (
-            hidden_TD[: index.num_logits] if index.hidden is None else hidden_TD.index_select(0, index.hidden)
-        )
+        hidden_LD = hidden_TD[: index.num_logits] if index.hidden is None else hidden_TD.index_select(0, index.hidden)
         logits_LV, drafts_SK = self.model.logits(hidden_LD), self.rows.drafts(num_rows)
         processed = self._process(batch, inputs, logits_LV, drafts_SK, allowed)
         positions_S = metadata.positions.index_select(0, index.first_token) + 1
-        if (
-            index.num_logits == num_rows
-        ):  # no row has drafts: under every rule that is one sample for each row
+        if index.num_logits == num_rows:  # no row has drafts: under every rule that is one sample for each row
             tokens_S, bad = self.sampler.draw(processed, batch.sampled[1], positions_S)
             tokens_SJ = pad(tokens_S.masked_fill(bad, -1)[:, None], (0, self.num_drafts), value=-1)
             emitted = RejectionOutput(tokens_SJ, (~bad).long(), bad)
@@ -217,12 +207,7 @@ class RejectionSampler:
         return SamplerOutput(index.sampled, index.first_S, packed, 1 + self.num_drafts, logprobs)
 
     def _process(
-        self,
-        batch: StepBatch,
-        inputs: SamplingInputs,
-        logits_LV: Tensor,
-        drafts_SK: Tensor,
-        allowed: Tensor | None,
+        self, batch: StepBatch, inputs: SamplingInputs, logits_LV: Tensor, drafts_SK: Tensor, allowed: Tensor | None
     ) -> Processed:
         """Apply token rules, penalties and the sampling parameters to the logits."""
         if inputs.plain and allowed is None:
@@ -237,12 +222,7 @@ class RejectionSampler:
         return self.sampler.process(logits_LV, rows_S[index.owner_L], generated_L, before_LK, allowed)
 
     def _test(
-        self,
-        processed: Processed,
-        drafts_SK: Tensor,
-        starts: Tensor,
-        positions_S: Tensor,
-        temperature_S: Tensor,
+        self, processed: Processed, drafts_SK: Tensor, starts: Tensor, positions_S: Tensor, temperature_S: Tensor
     ) -> RejectionOutput:
         """Test the drafts of the first S staged rows, whose logits begin at `starts` (S + 1,). Can be captured."""
         count, metadata = len(positions_S), processed.metadata

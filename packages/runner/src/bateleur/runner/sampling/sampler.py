@@ -149,9 +149,7 @@ class Sampler:
         values = self._values[rows, :_REPETITION]
         if not values[:, _TEMPERATURE].any() and penalties is None:
             return Processed(processed, None, empty)
-        return Processed(
-            processed, SamplingMetadata(values, self._copies("values", values), penalties), empty
-        )
+        return Processed(processed, SamplingMetadata(values, self._copies("values", values), penalties), empty)
 
     def draw(self, processed: Processed, rows: NDArray[np.int64], positions: Tensor) -> Drawn:
         """Sample one token for each of R rows, on the device. The request of a bad row must end with an error.

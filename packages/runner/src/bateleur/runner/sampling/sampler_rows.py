@@ -32,9 +32,7 @@ class SamplerRows:
         """max_rows: M. width: J."""
         self._max_rows, self._device = max_rows, device
         self.next_ids = torch.zeros((1 + max_rows, width), dtype=torch.int64, device=device)
-        even = (
-            max_rows + max_rows % 2
-        )  # each part is aligned to 16 bytes, so that Triton compiles a kernel once
+        even = max_rows + max_rows % 2  # each part is aligned to 16 bytes, so that Triton compiles a kernel once
         self._staged = torch.zeros(5, even, dtype=torch.int64, device=device)
         self.table_rows, self.seeds, self.num_drafts = self._staged[:3, :max_rows]
         self.values = self._staged[3:].view(-1).view(torch.float32).view(even, 4)[:max_rows]

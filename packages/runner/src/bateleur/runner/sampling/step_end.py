@@ -48,9 +48,7 @@ class StepEnd:
     by_reason: how many steps ended on a graph, and how many eagerly for which reason.
     """
 
-    def __init__(
-        self, sampler: RejectionSampler, model_state: ModelState, lengths: RowLengths | None
-    ) -> None:
+    def __init__(self, sampler: RejectionSampler, model_state: ModelState, lengths: RowLengths | None) -> None:
         """lengths: for an engine that stages steps from lengths on the device."""
         self.sampler, self._model_state, self._lengths = sampler, model_state, lengths
         self.graphs: EndGraphs | None = None
@@ -64,11 +62,7 @@ class StepEnd:
         self.graphs.capture()
 
     def run(
-        self,
-        batch: StepBatch,
-        staged: StagedBatch[StepContext],
-        hidden_TD: Tensor,
-        allowed: Tensor | None,
+        self, batch: StepBatch, staged: StagedBatch[StepContext], hidden_TD: Tensor, allowed: Tensor | None
     ) -> EndedStep:
         """End a step after its forward pass. allowed: (L, W) bits of the tokens that grammars allow; None without any.
 
@@ -83,9 +77,7 @@ class StepEnd:
         if reason is EndReason.GRAPH:
             assert self.graphs is not None
             output = sampler.output_of(batch, self.graphs.run(staged, hidden_TD, inputs.kind))
-            return EndedStep(
-                output, sampler.rows.num_valid[: len(batch.rows)] if sampler.num_drafts else None
-            )
+            return EndedStep(output, sampler.rows.num_valid[: len(batch.rows)] if sampler.num_drafts else None)
         metadata = staged.state.batch
         eager = sampler.verify(batch, metadata, hidden_TD, allowed)
         num_valid = sampler.num_valid(batch, eager)
@@ -95,11 +87,7 @@ class StepEnd:
         return EndedStep(eager, num_valid)
 
     def _reason(
-        self,
-        batch: StepBatch,
-        staged: StagedBatch[StepContext],
-        inputs: SamplingInputs,
-        allowed: Tensor | None,
+        self, batch: StepBatch, staged: StagedBatch[StepContext], inputs: SamplingInputs, allowed: Tensor | None
     ) -> EndReason:
         key, sampler = staged.key, self.sampler
         if self.graphs is None:

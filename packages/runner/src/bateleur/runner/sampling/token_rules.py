@@ -29,9 +29,7 @@ class TokenRules:
     The bits of allowed tokens, M x V / 8 bytes, are allocated when the first request needs them.
     """
 
-    def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device, shard: VocabShard | None = None
-    ) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, shard: VocabShard | None = None) -> None:
         self._device = device
         self._upload = partial(upload, device=device)
         self._copies = DeviceCopies(device)
@@ -116,9 +114,7 @@ class TokenRules:
     def concern(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
         """Whether any of these rows has a rule, with at least so many generated tokens."""
         return bool(
-            (num_output_tokens < self._min_tokens[rows]).any()
-            or self._limited[rows].any()
-            or self._biased[rows].any()
+            (num_output_tokens < self._min_tokens[rows]).any() or self._limited[rows].any() or self._biased[rows].any()
         )
 
     def looks_back(self, rows: NDArray[np.int64]) -> bool:

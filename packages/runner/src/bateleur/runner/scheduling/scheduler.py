@@ -186,10 +186,7 @@ class Scheduler:
         return batch
 
     def commit(
-        self,
-        batch: StepBatch,
-        num_valid: NDArray[np.int64] | None = None,
-        present: NDArray[np.bool_] | None = None,
+        self, batch: StepBatch, num_valid: NDArray[np.int64] | None = None, present: NDArray[np.bool_] | None = None
     ) -> None:
         """Apply the outcome of the oldest step in flight.
 

@@ -117,9 +117,7 @@ class StepBatch:
             common = longest if num_reqs * longest == num_tokens else None
             return UnpaddedBatch(num_reqs, num_tokens, common, longest, decode_only=True)
         state = (self.query_lens, np.arange(num_reqs) >= self.num_decodes, self.num_computed)
-        return UnpaddedBatch(
-            num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all())
-        )
+        return UnpaddedBatch(num_reqs, num_tokens, uniform_query_len(*state), longest, bool(decode_like(*state).all()))
 
     def step_rows(
         self, table: RequestTable, sampled_ids: Tensor | None, num_computed_device: Tensor | None

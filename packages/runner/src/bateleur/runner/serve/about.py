@@ -49,10 +49,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/")
     async def index(request: Request) -> Response:
-        policy = {
-            "Content-Security-Policy": page.content_security_policy(),
-            "X-Content-Type-Options": "nosniff",
-        }
+        policy = {"Content-Security-Policy": page.content_security_policy(), "X-Content-Type-Options": "nosniff"}
         return HTMLResponse(page.html(), headers=policy)
 
     for route in list(routes.routes):

@@ -30,9 +30,7 @@ async def read_json_object(request: Request, config: ServeConfig) -> dict[str, A
     """Read the body as a JSON object. Raises HTTPException if it is anything else, too long or too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        message = (
-            f"Content-Type is {kind!r}; it must be application/json" if kind else "Content-Type is absent"
-        )
+        message = f"Content-Type is {kind!r}; it must be application/json" if kind else "Content-Type is absent"
         raise http_error(415, message, headers=_CLOSE)
     data = await read_bytes(request, config)
     with http_errors():

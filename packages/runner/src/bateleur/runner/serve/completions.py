@@ -54,9 +54,7 @@ async def _parts(
     service: Service, parsed: CompletionRequest, reader: Reader, usage: Usage
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the fields of each chunk: one choice per prompt and continuation."""
-    offsets: dict[
-        int, int
-    ] = {}  # characters of all tokens so far, per choice; the reported text may be shorter
+    offsets: dict[int, int] = {}  # characters of all tokens so far, per choice; the reported text may be shorter
     async with aclosing(service.outputs(reader)) as outputs:
         async for output in outputs:
             usage.count(output, only_prompt=parsed.only_prompt)

@@ -10,18 +10,7 @@ from typing import Any
 
 from bateleur.runner.assets import default_drafts
 from bateleur.runner.serve.parsers.options import ParserOptions
-from bateleur.runner.utils.arguments import (
-    Integer,
-    Number,
-    OneOf,
-    Several,
-    flag,
-    folder,
-    maybe,
-    refuse,
-    shown,
-    text,
-)
+from bateleur.runner.utils.arguments import Integer, Number, OneOf, Several, flag, folder, maybe, refuse, shown, text
 from bateleur.runner.utils.options import option
 from bateleur.runner.utils.vllm_names import translate_vllm_names
 
@@ -33,16 +22,8 @@ _SECONDS = Number(0, above=True)
 def _keys(name: str, value: Any) -> tuple[str, ...]:
     """Check API keys without showing them in errors."""
     for each in (keys := Several(lambda _, key: key, "a sequence of keys")(name, value)):
-        if (
-            not isinstance(each, str)
-            or not each
-            or not each.isascii()
-            or not each.isprintable()
-            or " " in each
-        ):
-            raise ValueError(
-                f"{name} holds an invalid key: keys must be printable ASCII without spaces, not empty"
-            )
+        if not isinstance(each, str) or not each or not each.isascii() or not each.isprintable() or " " in each:
+            raise ValueError(f"{name} holds an invalid key: keys must be printable ASCII without spaces, not empty")
     return keys
 
 
@@ -57,11 +38,7 @@ def _module(name: str, value: Any) -> tuple[str, str]:
     if isinstance(value, Mapping):
         value = (value.get("name"), value.get("path"))
     pair = value.partition("=")[::2] if isinstance(value, str) else value
-    if (
-        not isinstance(pair, tuple)
-        or len(pair) != 2
-        or not all(isinstance(each, str) and each for each in pair)
-    ):
+    if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(each, str) and each for each in pair):
         refuse(name, value, rule)
     return pair[0], pair[1]
 
@@ -129,9 +106,7 @@ class ServeConfig(ParserOptions):
     """Abort a streaming request if the client reads nothing for this many seconds."""
     shutdown_timeout: int = option(30, Integer(0))
     """Seconds for running requests to finish after SIGTERM or Ctrl-C; a second signal stops at once."""
-    uvicorn_log_level: str = option(
-        "warning", OneOf(("critical", "error", "warning", "info", "debug", "trace"))
-    )
+    uvicorn_log_level: str = option("warning", OneOf(("critical", "error", "warning", "info", "debug", "trace")))
     """Log level of the HTTP server; "info" logs each request."""
 
     def __post_init__(self) -> None:

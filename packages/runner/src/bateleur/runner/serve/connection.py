@@ -70,11 +70,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer invalid HTTP with an error in OpenAI's form."""
         body = dumps(error_body(msg))
-        head = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("connection", "close"),
-        ]
+        head = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for event in (h11.Response(status_code=400, headers=head), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

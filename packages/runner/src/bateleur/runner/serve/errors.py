@@ -136,9 +136,7 @@ def add_handlers(app: FastAPI) -> None:
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, AnyHTTPException)
         if error.status_code in (404, 405) and not isinstance(error.detail, dict):
-            found = {404: "this path does not exist", 405: "this path does not support the method"}[
-                error.status_code
-            ]
+            found = {404: "this path does not exist", 405: "this path does not support the method"}[error.status_code]
             where = f"{request.method} {request.url.path[:100]}"
             error = http_error(error.status_code, f"{found}: {where}", headers=error.headers)
         return response_of(error, request.url.path)

@@ -26,11 +26,7 @@ def loads(data: bytes) -> Any:
     except RecursionError as error:
         raise ValueError("the body is nested too deeply") from error
     except ValueError as error:
-        message = (
-            str(error)
-            if str(error).startswith("the body")
-            else "the body holds a number with too many digits"
-        )
+        message = str(error) if str(error).startswith("the body") else "the body holds a number with too many digits"
         raise ValueError(message) from error
 
 

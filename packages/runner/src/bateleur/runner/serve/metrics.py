@@ -51,9 +51,7 @@ class _Collector:
         yield self._gauge("num_requests_running", "Running requests.", stats.num_running)
         waiting = stats.num_waiting + self._queued
         yield self._gauge("num_requests_waiting", "Queued requests.", waiting)
-        yield self._gauge(
-            "kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", stats.kv_cache_usage
-        )
+        yield self._gauge("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1.", stats.kv_cache_usage)
 
     def _counters(self) -> Iterator[Metric]:
         stats = self._stats
@@ -61,9 +59,7 @@ class _Collector:
         yield self._counter(
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries
         )
-        yield self._counter(
-            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_hits
-        )
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_hits)
         yield self._counter("prompt_tokens", "Prompt tokens computed.", stats.num_prefill_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.num_emitted_tokens)
         yield self._counter("dummy_steps", "Steps run only for other ranks.", stats.num_dummy_steps)
@@ -75,30 +71,22 @@ class _Collector:
         if (below := self._stats.offload) is None:
             return
         found = {"host": float(below.host_hit_tokens), "disk": float(below.disk_hit_tokens)}
-        yield self._by_label(
-            "kv_offload_hit_tokens", "Prompt tokens found in host memory or on disk.", "tier", found
-        )
+        yield self._by_label("kv_offload_hit_tokens", "Prompt tokens found in host memory or on disk.", "tier", found)
         moved = {"store": float(below.stored_bytes), "load": float(below.loaded_bytes)}
         moved |= {"drop": float(below.dropped_bytes), "write": float(below.written_bytes)}
         moved["read"] = float(below.read_bytes)
         help_text = "Bytes of offloaded KV cache stored, loaded, evicted, and written to and read from disk."
         yield self._by_label("kv_offload_bytes", help_text, "direction", moved)
         refused = {reason: float(count) for reason, count in list(below.refused.items())}
-        yield self._by_label(
-            "kv_offload_refused_files", "Files on disk that were rejected.", "reason", refused
-        )
-        yield self._counter(
-            "kv_offload_unwritten_files", "Files that could not be written.", below.unwritten_files
-        )
+        yield self._by_label("kv_offload_refused_files", "Files on disk that were rejected.", "reason", refused)
+        yield self._counter("kv_offload_unwritten_files", "Files that could not be written.", below.unwritten_files)
 
     def _drafts(self) -> Iterator[Metric]:
         if (accepted := self._stats.acceptance) is None:
             return
         yield self._counter("spec_decode_num_drafts", "Verified drafts.", accepted.num_steps)
         yield self._counter("spec_decode_num_draft_tokens", "Draft tokens verified.", accepted.num_drafts)
-        yield self._counter(
-            "spec_decode_num_accepted_tokens", "Draft tokens accepted.", accepted.num_accepted
-        )
+        yield self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", accepted.num_accepted)
         places = {str(place): float(count) for place, count in enumerate(accepted.kept.tolist())}
         help_text = "Draft tokens accepted, by position."
         yield self._by_label("spec_decode_num_accepted_tokens_per_pos", help_text, "position", places)
@@ -113,12 +101,8 @@ class _Collector:
                 graphs[kind] = float(count)
         yield self._by_label("graph_steps", "Steps that replayed a CUDA graph, by kind.", "graph", graphs)
         yield self._by_label("eager_steps", "Steps without a CUDA graph, by reason.", "reason", eager)
-        yield self._counter(
-            "graph_tokens", "Tokens in CUDA graphs, including padding.", decisions.num_graph_tokens
-        )
-        yield self._counter(
-            "graph_padding_tokens", "Padding tokens in CUDA graphs.", decisions.num_pad_tokens
-        )
+        yield self._counter("graph_tokens", "Tokens in CUDA graphs, including padding.", decisions.num_graph_tokens)
+        yield self._counter("graph_padding_tokens", "Padding tokens in CUDA graphs.", decisions.num_pad_tokens)
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         from prometheus_client.core import GaugeMetricFamily

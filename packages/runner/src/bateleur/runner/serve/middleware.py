@@ -48,12 +48,7 @@ class AccessMiddleware:
 
     def _refusal(self, scope: Scope) -> Response | None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if (
-            path.startswith("/v1")
-            and self._keys
-            and scope["method"] != "OPTIONS"
-            and not self._has_valid_key(scope)
-        ):
+        if path.startswith("/v1") and self._keys and scope["method"] != "OPTIONS" and not self._has_valid_key(scope):
             return response_of(
                 http_error(
                     401,

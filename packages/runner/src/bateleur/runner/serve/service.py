@@ -137,9 +137,7 @@ class Service:
                     self._check_length(each)
             ids = [f"{reply_id}-{i}" for i in range(len(prompts))]
             adapter = self.adapter_of(parsed.model)
-            return await self.llm.submit(
-                given, params, request_ids=ids, priority=parsed.priority, lora_request=adapter
-            )
+            return await self.llm.submit(given, params, request_ids=ids, priority=parsed.priority, lora_request=adapter)
 
     def _check_counts(self, num_prompts: int, params: SamplingParams) -> None:
         """Reject too many prompts, continuations or log probabilities."""

@@ -54,9 +54,7 @@ class ThinkingBudget:
             return None
         end = service.chat_format.reasoning_end_id
         if end is None and not opened:
-            log_once(
-                _log, f"thinking_token_budget is ignored: {Think.END} is not a single token of this model"
-            )
+            log_once(_log, f"thinking_token_budget is ignored: {Think.END} is not a single token of this model")
             return None
         if end is None:
             rule = f"absent: {Think.END} is not a single token of this model"
@@ -115,10 +113,7 @@ class ThinkingBudget:
             return
         assert first is not None
         prompt = _extended_prompt(first, written)
-        prepared, max_tokens = (
-            prepare_chat(self.service.chat_format, self.parsed, prompt),
-            self.params.max_tokens,
-        )
+        prepared, max_tokens = (prepare_chat(self.service.chat_format, self.parsed, prompt), self.params.max_tokens)
         params = replace(
             prepared.params,
             seed=self.params.seed,
@@ -175,9 +170,7 @@ def _without_prompt(params: SamplingParams) -> SamplingParams:
 def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
     """Return the completion without tokens, with finish reason `length`."""
     logprobs: list[dict[int, Logprob]] | None = None if completion.logprobs is None else []
-    return replace(
-        completion, text="", token_ids=[], logprobs=logprobs, drafted=[], tags=[], finish_reason="length"
-    )
+    return replace(completion, text="", token_ids=[], logprobs=logprobs, drafted=[], tags=[], finish_reason="length")
 
 
 def _as_one_request(output: RequestOutput, first: RequestOutput) -> RequestOutput:

@@ -62,11 +62,7 @@ def _tokens(service: Service, parsed: dict[str, Any]) -> dict[str, Any]:
         chat = chat_request({name: parsed[name] for name in _CHAT_FIELDS if name in parsed}, {})
         chat = with_options(chat, service.config)
         ids = chat.prompts_for(tokenizer)[0]["prompt_token_ids"]
-    info_fields = {
-        "count": len(ids),
-        "max_model_len": service.llm.llm.limits.max_model_len,
-        "tokens": list(ids),
-    }
+    info_fields = {"count": len(ids), "max_model_len": service.llm.llm.limits.max_model_len, "tokens": list(ids)}
     strings = parsed.get("return_token_strs", False)
     return info_fields | {"token_strs": [service.decode([each]) for each in ids] if strings else None}
 
@@ -96,13 +92,7 @@ def _any_text(name: str, value: Any) -> str:
     return value
 
 
-_CHAT_FIELDS = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-)
+_CHAT_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _TOKENIZE = {
     "model": COMMON["model"],
     "prompt": Field(_any_text, "The text.", "string"),

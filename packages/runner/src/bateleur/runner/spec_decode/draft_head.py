@@ -65,9 +65,7 @@ class DraftHead:
             return cls._of_target(checkpoint, target, recorded)
         if path == "auto":
             if not shipped:
-                raise ValueError(
-                    "draft is 'auto'; the shipped head fits the shipped model only, name a folder"
-                )
+                raise ValueError("draft is 'auto'; the shipped head fits the shipped model only, name a folder")
             path = shipped_draft()
         spec = target.spec
         info = TargetInfo(
@@ -86,13 +84,7 @@ class DraftHead:
             made.append(Projection(weight, bias))
             return made[-1]
 
-        head, report = load_head(
-            path,
-            info,
-            dtype=target.dtype,
-            device=target.device,
-            project=project,
-        )
+        head, report = load_head(path, info, dtype=target.dtype, device=target.device, project=project)
         for projection in made if recorded is not None else ():
             projection.pack(recorded=bool(recorded))
         return cls(head, report)
@@ -167,9 +159,7 @@ class DraftHead:
         scales: tuple[Tensor | None, ...] = ()
         if isinstance(self.head, MtpHead) and plan.costs.kv_dtype == torch.float8_e4m3fn:
             scales = tuple(kv_scales_of(layer, target.device) for layer in self.head.module.attention)
-        cache = DraftCache(
-            kv_caches(plan, heads, target.device), groups, dtype=target.dtype, kv_scales=scales
-        )
+        cache = DraftCache(kv_caches(plan, heads, target.device), groups, dtype=target.dtype, kv_scales=scales)
         own, drafts = get_backend(graphs.backend, target.device), limits.num_speculative_tokens
         if isinstance(self.head, MtpHead):
             self.head.reserve_positions(limits.max_model_len)

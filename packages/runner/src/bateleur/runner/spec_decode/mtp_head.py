@@ -69,9 +69,7 @@ class MtpHead:
 
     target_ids: Tensor | None = None
 
-    def __init__(
-        self, module: ModelSpec, target: HybridDecoder, exchange: ExpertParallel | None = None
-    ) -> None:
+    def __init__(self, module: ModelSpec, target: HybridDecoder, exchange: ExpertParallel | None = None) -> None:
         """module: the target's spec with the layers of the head: attention of one size, and no recurrent layers.
             exchange: see `Experts`.
 
@@ -146,8 +144,7 @@ class MtpHead:
 
 def _spec_of(module: ModelSpec) -> HeadSpec:
     sizes: list[tuple[Any, ...]] = [
-        (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.sliding_window)
-        for layer in module.attention
+        (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.sliding_window) for layer in module.attention
     ]
     if len(set(sizes)) > 1:
         raise ValueError(

@@ -139,9 +139,7 @@ class ProposalGraphs:
         # The plan makes no decision: a proposal runs on the key of its forward pass.
         plan = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
         backend = get_backend(options.backend, sampler.device)
-        self.manager: CudaGraphManager[ProposalState, Tensor] = CudaGraphManager(
-            plan, backend, checks=options.checks
-        )
+        self.manager: CudaGraphManager[ProposalState, Tensor] = CudaGraphManager(plan, backend, checks=options.checks)
 
     def capture(self) -> None:
         """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
@@ -151,13 +149,9 @@ class ProposalGraphs:
         with torch.inference_mode():
             self.manager.capture(steps, self._body, keep_going=True)
         for failure in self.manager.report.failures:
-            warnings.warn(
-                f"no graph of the draft for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2
-            )
+            warnings.warn(f"no graph of the draft for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
 
-    def key_of(
-        self, step: BatchExecutionDescriptor | None, num_drafts: int
-    ) -> BatchExecutionDescriptor | None:
+    def key_of(self, step: BatchExecutionDescriptor | None, num_drafts: int) -> BatchExecutionDescriptor | None:
         """The graph of `num_drafts` drafts after a step on graph `step`; None if there is none."""
         if step is None or step.uniform_query_len is None:
             return None
@@ -186,10 +180,7 @@ class ProposalGraphs:
         """Check that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
 
         def also(state: ProposalState) -> dict[str, Tensor]:
-            own = {
-                "next": self._rows.next_ids[:-1],
-                **written_by(self._drafter, state.context.batch.block_tables[0]),
-            }
+            own = {"next": self._rows.next_ids[:-1], **written_by(self._drafter, state.context.batch.block_tables[0])}
             return {**written(state.context), **own}
 
         with torch.inference_mode():

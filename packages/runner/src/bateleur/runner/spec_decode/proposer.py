@@ -211,9 +211,7 @@ class Proposer:
             start_positions=torch.from_numpy(first) if first.any() else None,
         )
 
-    def learn(
-        self, rows: NDArray[np.int64], num_drafts: NDArray[np.int32], num_accepted: NDArray[np.int64]
-    ) -> None:
+    def learn(self, rows: NDArray[np.int64], num_drafts: NDArray[np.int32], num_accepted: NDArray[np.int64]) -> None:
         """Update acceptance counts and estimates: of `num_drafts` verified drafts of rows (D,), `num_accepted` were
         accepted.
         """
@@ -231,9 +229,7 @@ class Proposer:
         if self._observer is not None:
             others = batch.num_tokens - batch.num_decode_tokens
             self._observer.observe(
-                StepTime(
-                    batch.num_decodes, proposal.num_requested, num_tokens, seconds, others, proposal.greedy
-                )
+                StepTime(batch.num_decodes, proposal.num_requested, num_tokens, seconds, others, proposal.greedy)
             )
 
     def _next_lengths(self, batch: StepBatch, greedy: bool) -> tuple[NDArray[np.int32], bool]:
@@ -250,9 +246,7 @@ class Proposer:
         lengths[draws], declined = self._given(batch, batch.rows[draws], greedy)
         return lengths, declined
 
-    def _given(
-        self, batch: StepBatch, rows: NDArray[np.int64], greedy: bool
-    ) -> tuple[NDArray[np.int32], bool]:
+    def _given(self, batch: StepBatch, rows: NDArray[np.int64], greedy: bool) -> tuple[NDArray[np.int32], bool]:
         """The same of rows (S,) that draw in this step."""
         k = self.drafter.num_speculative_tokens
         most = self._table.num_useful_drafts(rows, self._longest, k, at_least_one=True)

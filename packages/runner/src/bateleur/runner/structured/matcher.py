@@ -124,9 +124,7 @@ class Matcher:
 
 
 def fill(
-    executor: LLExecutor,
-    wanted: Sequence[tuple[Matcher, int, Sequence[int]]],
-    masks_NW: NDArray[np.int32],
+    executor: LLExecutor, wanted: Sequence[tuple[Matcher, int, Sequence[int]]], masks_NW: NDArray[np.int32]
 ) -> None:
     """Write the mask of each matcher's next token to row `first`, and the masks after each of its drafts to later rows.
 

@@ -133,9 +133,7 @@ class _Compiler:
     def _elements(self, place: str, part: Mapping[str, Any], depth: int) -> str:
         given = _several(f"{place}.elements", part.get("elements"))
         between = " " if part["type"] == "sequence" else " | "
-        if between == " | " and all(
-            isinstance(each, Mapping) and each.get("type") == "const_string" for each in given
-        ):
+        if between == " | " and all(isinstance(each, Mapping) and each.get("type") == "const_string" for each in given):
             texts = [_text(f"{place}.elements[{i}].value", each.get("value")) for i, each in enumerate(given)]
             if not any(map(self._tag.search, texts)):
                 return f"/{'|'.join(map(escaped, texts))}/"
@@ -320,9 +318,7 @@ def _pattern_of_text(schema: Mapping[str, Any]) -> str | None:
         if "minLength" in schema or "maxLength" in schema:
             return f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})"
         return "(?s:.*)"
-    parts = [
-        each for name in ("anyOf", "oneOf") for each in schema.get(name) or () if isinstance(each, Mapping)
-    ]
+    parts = [each for name in ("anyOf", "oneOf") for each in schema.get(name) or () if isinstance(each, Mapping)]
     holds = "string" in kind if isinstance(kind, list) else any(_pattern_of_text(each) for each in parts)
     return "(?s:.*)" if holds or not (values or schema.keys() - _SILENT) else None
 

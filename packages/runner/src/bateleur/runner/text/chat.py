@@ -67,13 +67,9 @@ def render(
         text("chat_template", chat_template)
     continues = flag("continue_final_message", continue_final_message)
     if flag("add_generation_prompt", add_generation_prompt) and continues:
-        refuse(
-            "continue_final_message", True, "False with add_generation_prompt, which starts another message"
-        )
+        refuse("continue_final_message", True, "False with add_generation_prompt, which starts another message")
     if chat_template is None and not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            "the checkpoint has no chat template: give chat_template, or a prompt instead of messages"
-        )
+        raise ValueError("the checkpoint has no chat template: give chat_template, or a prompt instead of messages")
     own = getattr(tokenizer, "chat_template", None) if chat_template is None else chat_template
     template = partial(
         cast(Any, tokenizer).apply_chat_template,
@@ -112,9 +108,7 @@ def _write(template: Callable[[list[dict[str, Any]]], str], conversation: list[d
         with suppress(Exception):
             merged = template(_merged(conversation, system))
             if all(each in merged for each in system):
-                log_once(
-                    _log, "system messages were merged into the first one, because the template wants one"
-                )
+                log_once(_log, "system messages were merged into the first one, because the template wants one")
                 return merged
     if written is None:
         assert refusal is not None
@@ -142,6 +136,4 @@ def _names(given: object) -> dict[str, Any]:
 def _named(error: Exception) -> str:
     """Return the message of an error; the type is left out for a template's own `raise_exception`."""
     kind, message = type(error).__name__, " ".join(str(error).split())
-    return (
-        message[:500] if kind == "TemplateError" and message else f"{kind}: {message[:500] or shown(error)}"
-    )
+    return message[:500] if kind == "TemplateError" and message else f"{kind}: {message[:500] or shown(error)}"

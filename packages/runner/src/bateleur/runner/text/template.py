@@ -71,9 +71,7 @@ def _cut(written: str, last: str) -> str:
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with its reasoning, if any, under the names that templates read."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    return (
-        message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    )
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain(value: Any) -> Any:
@@ -101,9 +99,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class _Generation(Extension):

@@ -110,9 +110,7 @@ def decoder_steps(decoder: Any) -> list[_Step]:
     Raises ValueError, with the supported ones, for an unknown decoder.
     """
     if decoder is None:
-        raise ValueError(
-            "one without a decoder, which puts spaces between tokens, and must be one that joins them"
-        )
+        raise ValueError("one without a decoder, which puts spaces between tokens, and must be one that joins them")
     kind = decoder["type"]
     if kind == "Sequence":
         return [step for each in _before_joining(decoder["decoders"]) for step in decoder_steps(each)]

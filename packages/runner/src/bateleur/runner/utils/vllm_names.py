@@ -197,9 +197,7 @@ def translate_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
     return options | meant
 
 
-def drop_unsupported(
-    table: Refusals, given: Mapping[str, Any], *, keep: Collection[str] = ()
-) -> dict[str, Any]:
+def drop_unsupported(table: Refusals, given: Mapping[str, Any], *, keep: Collection[str] = ()) -> dict[str, Any]:
     """Return the arguments without the names in the table. Raises ValueError for values that are refused.
 
     keep: names that are returned although the table has them.

@@ -131,11 +131,7 @@ class Follower:
 
 
 def follow(
-    connection: RankConnection,
-    heartbeat: RankHeartbeat,
-    config: EngineConfig,
-    group: ProcessGroup,
-    step_seconds: float,
+    connection: RankConnection, heartbeat: RankHeartbeat, config: EngineConfig, group: ProcessGroup, step_seconds: float
 ) -> None:
     """Load the model, and follow messages until the first rank closes the connection."""
     follower = Follower(config, group)

@@ -118,23 +118,13 @@ def window_kernel(
     if unit < num_chunks:
         store_tile(conv_ptr + slot * conv_slot + c, e * conv_entry, left_EC, e < WIDTH - 1, real_C)
     else:
-        store_tile(
-            window_ptr + slot * window_row + c,
-            e * window_entry,
-            left_EC,
-            e < WIDTH - 1,
-            real_C,
-        )
+        store_tile(window_ptr + slot * window_row + c, e * window_entry, left_EC, e < WIDTH - 1, real_C)
 
 
 @cache
 def tile_options(width: int) -> dict[str, Any]:
     """Return tile sizes and launch options of `conv_kernel`; `window_kernel` has no BLOCK_T."""
-    return LAUNCH | {
-        "BLOCK_T": 16,
-        "BLOCK_E": triton.next_power_of_2(max(1, width - 1)),
-        "BLOCK_C": 128,
-    }
+    return LAUNCH | {"BLOCK_T": 16, "BLOCK_E": triton.next_power_of_2(max(1, width - 1)), "BLOCK_C": 128}
 
 
 def causal_conv1d_varlen(

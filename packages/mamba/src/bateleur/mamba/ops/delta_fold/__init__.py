@@ -52,9 +52,7 @@ def delta_fold_ring(
         _fold_layer(states, (k, u, g), at, src, dst)
 
 
-def _fold_layer(
-    state: Tensor, ring: tuple[Tensor, Tensor, Tensor], at: RingEntries, src: Tensor, dst: Tensor
-) -> None:
+def _fold_layer(state: Tensor, ring: tuple[Tensor, Tensor, Tensor], at: RingEntries, src: Tensor, dst: Tensor) -> None:
     """Decay the states over all entries, and add the outer product of each entry, decayed over the later ones."""
     (_, heads, lanes, size), (ring_k, ring_u, ring_g) = state.shape, ring
     dtype = compute_dtype(ring_u)

@@ -32,9 +32,7 @@ from bateleur.mamba.ops.shared.triton_conv import keep_window
 from bateleur.mamba.ops.shared.triton_delta_rule import block_options, ring_keys, shape_options, unit
 from bateleur.metadata.dispatch import cdiv
 
-_TILE_ENTRIES = (
-    8192  # of a state; half of it for float32, which has no tensor cores and would spill registers
-)
+_TILE_ENTRIES = 8192  # of a state; half of it for float32, which has no tensor cores and would spill registers
 _BLOCK_C = 512
 
 
@@ -60,9 +58,7 @@ def _fold_head(
         lane_V, real_V = head * VALUE_DIM + v, v < VALUE_DIM
         u_JV = load_tile(ring_u_ptr + lane_V, u_place_J, real_J, real_V).to(tl.float32)
         read_K = k < unless_null(src, KEY_DIM)
-        state_VK = load_tile(state_ptr + src * state_slot + k, lane_V * KEY_DIM, real_V, read_K).to(
-            tl.float32
-        )
+        state_VK = load_tile(state_ptr + src * state_slot + k, lane_V * KEY_DIM, real_V, read_K).to(tl.float32)
         state_VK = tl.dot(tl.trans(u_JV), k_JK, state_VK * fade_D[None, :], input_precision=PRECISION)
         tl.debug_barrier()  # source and destination may be one slot
         store_tile(state_ptr + dst * state_slot + k, lane_V * KEY_DIM, state_VK, real_V, real_K)

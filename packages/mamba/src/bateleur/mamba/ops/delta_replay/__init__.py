@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from bateleur.mamba.ops.custom_op import operator
-from bateleur.mamba.ops.shared import (
-    cached_on_cpu,
-    compute_dtype,
-    pad_rows,
-    query_lens,
-    store_slots,
-    unpad,
-)
+from bateleur.mamba.ops.shared import cached_on_cpu, compute_dtype, pad_rows, query_lens, store_slots, unpad
 from bateleur.mamba.ops.shared.delta_rule import (
     RingEntries,
     apply_state,
@@ -142,11 +135,7 @@ def delta_replay_update(
 
 
 def _before_step(
-    state: Tensor,
-    slot: Tensor,
-    probes: Tensor,
-    ring: tuple[Tensor, Tensor, Tensor],
-    before: RingEntries | None,
+    state: Tensor, slot: Tensor, probes: Tensor, ring: tuple[Tensor, Tensor, Tensor], before: RingEntries | None
 ) -> Tensor:
     """Multiply the state before the step with keys and queries `probes` (R, H, 2 M, Dk): (R, H, 2 M, Dv)."""
     (num_rows, heads, queries, size), dtype = probes.shape, probes.dtype

@@ -32,9 +32,7 @@ from bateleur.mamba.ops.shared.triton_delta_rule import by_head, shape_options, 
 from bateleur.metadata.dispatch import cdiv
 
 _LINE = 32  # key channels
-_TILE_ENTRIES = (
-    4096  # of a state, for one token a row: 128 registers of a thread, all loads in flight at once
-)
+_TILE_ENTRIES = 4096  # of a state, for one token a row: 128 registers of a thread, all loads in flight at once
 _SEVERAL_TILE_ENTRIES = 2048  # for several tokens a row, which keep the state in registers
 
 
@@ -102,10 +100,7 @@ def replay_kernel(
 
     # Loaded with two dimensions: with three, Triton 3.6 and 3.9 would choose different layouts.
     line = tl.arange(0, LINES * BLOCK_V)
-    line_v, line_k = (
-        tile * BLOCK_V + line % BLOCK_V,
-        (line // BLOCK_V * LINE)[:, None] + tl.arange(0, LINE)[None, :],
-    )
+    line_v, line_k = (tile * BLOCK_V + line % BLOCK_V, (line // BLOCK_V * LINE)[:, None] + tl.arange(0, LINE)[None, :])
     state_at = slot * state_slot + ((head * VALUE_DIM + line_v) * KEY_DIM)[:, None] + line_k
     real = (line_v < VALUE_DIM)[:, None] & (line_k < unless_null(slot, KEY_DIM))
     state_CVL = tl.reshape(tl.load(state_ptr + state_at, mask=real, other=0), [LINES, BLOCK_V, LINE])
@@ -120,19 +115,10 @@ def replay_kernel(
     start, token = (start % CAPACITY).to(tl.int32), first.to(tl.int64)
     place = (start + length) % CAPACITY  # ring entry of the first token
     older = tl.where(place == 0, CAPACITY, place) - 1
-    raw_k, raw_q = (
-        _load(k_ptr + token * k_token, k, KEY_DIM, True),
-        _load(q_ptr + token * q_token, k, KEY_DIM, True),
-    )
-    raw_v, raw_a = (
-        _load(v_ptr + token * v_token, v, VALUE_DIM, True),
-        _load(a_ptr + token * a_token, d, DECAYS, True),
-    )
+    raw_k, raw_q = (_load(k_ptr + token * k_token, k, KEY_DIM, True), _load(q_ptr + token * q_token, k, KEY_DIM, True))
+    raw_v, raw_a = (_load(v_ptr + token * v_token, v, VALUE_DIM, True), _load(a_ptr + token * a_token, d, DECAYS, True))
     raw_b = tl.load(b_ptr + token * b_token + head)
-    A, bias_D = (
-        tl.load(A_ptr + head).to(tl.float32),
-        _load(bias_ptr + head * DECAYS, d, DECAYS, True).to(tl.float32),
-    )
+    A, bias_D = (tl.load(A_ptr + head).to(tl.float32), _load(bias_ptr + head * DECAYS, d, DECAYS, True).to(tl.float32))
     next_k = _load(ring_k_ptr + older * K_ENTRY, k, KEY_DIM, length > 0)
     next_u = _load(ring_u_ptr + older * U_ENTRY, v, VALUE_DIM, length > 0)
     next_g = _load(ring_g_ptr + older * G_ENTRY, d, DECAYS, length > 0)
@@ -205,9 +191,7 @@ def replay_kernel(
 
 
 @cache
-def tile_options(
-    value_dim: int, key_dim: int, decays: int, capacity: int, max_query_len: int
-) -> dict[str, Any]:
+def tile_options(value_dim: int, key_dim: int, decays: int, capacity: int, max_query_len: int) -> dict[str, Any]:
     """Return tile sizes and launch options of `replay_kernel`."""
     block_k, one_token = triton.next_power_of_2(key_dim), max_query_len == 1
     line = min(_LINE, block_k)

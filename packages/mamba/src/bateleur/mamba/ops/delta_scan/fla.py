@@ -47,9 +47,7 @@ class _Function(NamedTuple):
 
 
 FUNCTIONS = {
-    False: _Function(
-        "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", (*_SHARED.split(), "chunk_indices")
-    ),
+    False: _Function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", (*_SHARED.split(), "chunk_indices")),
     True: _Function("fla.ops.kda", "chunk_kda", (*_SHARED.split(), "use_gate_in_kernel", "use_graph")),
 }
 """By whether each key channel has its own decay."""

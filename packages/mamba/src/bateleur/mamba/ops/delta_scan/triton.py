@@ -103,12 +103,8 @@ def pairs_kernel(
     for begin in range(0, KEY_DIM, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         real_K = k < KEY_DIM
-        k_TK = load_tile(k_ptr + head // GROUP * k_group + k, token_T * k_token, real_T, real_K).to(
-            tl.float32
-        )
-        q_TK = load_tile(q_ptr + head // GROUP * q_group + k, token_T * q_token, real_T, real_K).to(
-            tl.float32
-        )
+        k_TK = load_tile(k_ptr + head // GROUP * k_group + k, token_T * k_token, real_T, real_K).to(tl.float32)
+        q_TK = load_tile(q_ptr + head // GROUP * q_group + k, token_T * q_token, real_T, real_K).to(tl.float32)
         k_T += tl.sum(k_TK * k_TK, 1)
         q_T += tl.sum(q_TK * q_TK, 1)
         if DECAYS == 1:
@@ -202,14 +198,9 @@ def tile_options(value_dim: int, key_dim: int, decays: int, dtype: torch.dtype) 
     shared = LAUNCH | {"BLOCK_T": _TILE, "PRECISION": precision(dtype), "EXACT": precision(dtype, state=True)}
     # One warp needs no barriers. With decays per channel, or without tensor cores, it has fewer channels.
     exact = dtype == torch.float32
-    pairs = block_options(key_dim, decays, most=32 if exact or decays == 1 else 16) | {
-        "num_warps": 4 if exact else 1
-    }
+    pairs = block_options(key_dim, decays, most=32 if exact or decays == 1 else 16) | {"num_warps": 4 if exact else 1}
     walk = {"BLOCK_V": state_tile(value_dim, 16 if exact else 32), "num_warps": 8}
-    return {
-        "pairs": shared | pairs,
-        "walk": shared | block_options(key_dim, decays) | walk,
-    }
+    return {"pairs": shared | pairs, "walk": shared | block_options(key_dim, decays) | walk}
 
 
 def delta_scan_varlen(

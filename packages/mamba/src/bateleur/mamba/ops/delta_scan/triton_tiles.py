@@ -147,9 +147,7 @@ def join_kernel(
         high, middle, low = _parts(_product_of_parts(high, middle, low, a, b, c))
         inverse_TT -= _product_of_parts(a, b, c, high, middle, low)
     below = (row >= column) & real_T[:, None]
-    inverse_TT_ptr = (
-        inverse_ptr + line * (INVERSE_PARTS * TILE) + t[:, None] * (INVERSE_PARTS * TILE) + t[None, :]
-    )
+    inverse_TT_ptr = inverse_ptr + line * (INVERSE_PARTS * TILE) + t[:, None] * (INVERSE_PARTS * TILE) + t[None, :]
     _store_parts(inverse_TT_ptr, inverse_TT, below, INVERSE_PARTS, TILE)
     tl.debug_barrier()  # loads queries after the keys, so that fewer values are in registers
     q_TK = load_tile(q_K, t * q_token, real_T, real_K)
@@ -263,9 +261,7 @@ def scan_tiles(
     of_tile = torch.empty(
         (heads, num_tokens, _INVERSE_PARTS + _QUERY_PARTS, TILE), dtype=torch.bfloat16, device=v.device
     )
-    parts = of_tile.view(-1).split(
-        [heads * num_tokens * TILE * each for each in (_INVERSE_PARTS, _QUERY_PARTS)]
-    )
+    parts = of_tile.view(-1).split([heads * num_tokens * TILE * each for each in (_INVERSE_PARTS, _QUERY_PARTS)])
     tiles = cdiv(chunk_size, TILE)
     join_kernel[(num_chunks * tiles, heads)](
         q, k, chunk_start_loc, total, inverse, query, scale, *parts,
@@ -277,8 +273,7 @@ def scan_tiles(
     # that a layer's convolution output has, so that no additional kernel is compiled.
     lanes = 2 * q.shape[1] * key_dim + heads * value_dim
     distances = {
-        f"{name}_TOKEN": each.stride(0) if num_tokens > 1 else lanes
-        for name, each in (("Q", q), ("K", k), ("V", v))
+        f"{name}_TOKEN": each.stride(0) if num_tokens > 1 else lanes for name, each in (("Q", q), ("K", k), ("V", v))
     }
     walk_tiles_kernel[(heads * cdiv(value_dim, options["walk"]["BLOCK_V"]), read.shape[0] + 1)](
         state, q, k, v, scale, *parts,

@@ -51,9 +51,7 @@ def delta_state_update(
         return torch.zeros_like(v)
     g, beta = gates(a, b, A, dt_bias, beta_scale, dtype)
     place, tokens, targets = None, None, write[:, :max_query_len]
-    if num_tokens != max_query_len * num_rows or (
-        max_query_len > 1 and not _all_have(query_start_loc, max_query_len)
-    ):
+    if num_tokens != max_query_len * num_rows or (max_query_len > 1 and not _all_have(query_start_loc, max_query_len)):
         tokens, place = pad_rows(query_start_loc, max_query_len, num_tokens)
         targets = torch.where(place < num_tokens, targets, 0)
     step = (num_rows, max_query_len, tokens)

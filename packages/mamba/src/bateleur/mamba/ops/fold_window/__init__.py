@@ -10,9 +10,7 @@ from bateleur.mamba.ops.shared import store_slots
 
 
 @operator(mutates=("conv_state",))
-def fold_window(
-    conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst: Tensor, page_offset: Tensor
-) -> None:
+def fold_window(conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst: Tensor, page_offset: Tensor) -> None:
     """Copy conv windows of running requests to slots: `fold_ring` for layers without an SSM state.
 
     In each layer, conv_state[dst] becomes request_conv[ring_row, page_offset : page_offset + W - 1].
@@ -29,9 +27,7 @@ def fold_window(
     copy_windows(conv_state, request_conv, ring_row, dst, page_offset)
 
 
-def copy_windows(
-    conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst: Tensor, page_offset: Tensor
-) -> None:
+def copy_windows(conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst: Tensor, page_offset: Tensor) -> None:
     """Run `fold_window` for all rows."""
     length, num_entries = request_conv.shape[2], conv_state.shape[2]
     first = ring_row * length + page_offset.clamp(0, length - num_entries)

@@ -16,13 +16,7 @@ _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torc
 
 @operator(like="x", native="mamba2")
 def gated_rms_norm(
-    x: Tensor,
-    z: Tensor,
-    weight: Tensor,
-    groups: int,
-    eps: float,
-    norm_first: bool = False,
-    activation: str = "silu",
+    x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, norm_first: bool = False, activation: str = "silu"
 ) -> Tensor:
     """Root-mean-square norm of x * act(z) over each of `groups` equal parts of the channels, times weight.
 

@@ -30,9 +30,7 @@ from bateleur.mamba.ops.shared.triton import (
 from bateleur.mamba.ops.shared.triton_conv import keep_window
 from bateleur.metadata.dispatch import cdiv
 
-_TILE_ENTRIES = (
-    8192  # of a state; half of it for float32, which has no tensor cores and would spill registers
-)
+_TILE_ENTRIES = 8192  # of a state; half of it for float32, which has no tensor cores and would spill registers
 _BLOCK_C = 512
 
 
@@ -106,9 +104,7 @@ def fold_kernel(
 
 
 @cache
-def tile_options(
-    head_dim: int, state_size: int, capacity: int, keep: int, dtype: torch.dtype
-) -> dict[str, Any]:
+def tile_options(head_dim: int, state_size: int, capacity: int, keep: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return tile sizes and launch options of `fold_kernel`; keep: entries of a conv window."""
     block_n = max(16, triton.next_power_of_2(state_size))
     entries = _TILE_ENTRIES // 2 if dtype == torch.float32 else _TILE_ENTRIES

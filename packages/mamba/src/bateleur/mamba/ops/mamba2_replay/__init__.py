@@ -36,14 +36,7 @@ class _TokenIndices(NamedTuple):
 
 
 def _token_indices(
-    loc: Tensor,
-    row: Tensor,
-    start: Tensor,
-    length: Tensor,
-    num_tokens: int,
-    most: int,
-    capacity: int,
-    heads: int,
+    loc: Tensor, row: Tensor, start: Tensor, length: Tensor, num_tokens: int, most: int, capacity: int, heads: int
 ) -> _TokenIndices:
     """Compute the indices of a step whose rows have at most `most` tokens."""
     device, lens = row.device, query_lens(loc)
@@ -59,9 +52,7 @@ def _token_indices(
     real = tokens >= loc[:-1, None]
     write = torch.where(real, ring.at[:, :queries], 0).view(-1)
     targets = torch.where(real, tokens, num_tokens).view(-1)
-    return _TokenIndices(
-        ring, queries, entries, bags, write, tokens.clamp(0, num_tokens - 1).view(-1), targets
-    )
+    return _TokenIndices(ring, queries, entries, bags, write, tokens.clamp(0, num_tokens - 1).view(-1), targets)
 
 
 @operator(mutates=("ring_x", "ring_dt", "ring_B"), like="x", native="ring")
@@ -141,9 +132,5 @@ def _of_checkpoint(ssm_state: Tensor, slot: Tensor, C: Tensor) -> Tensor:
     (_, heads, channels, size), num_rows, (batch, queries, _) = ssm_state.shape, slot.shape[0], C.shape
     state = ssm_state.index_select(0, slot).to(C.dtype)
     y = torch.bmm(C, state.view(batch, -1, size).mT)
-    y = (
-        y.view(num_rows, batch // num_rows, queries, -1)
-        .transpose(1, 2)
-        .reshape(num_rows, queries, heads, channels)
-    )
+    y = y.view(num_rows, batch // num_rows, queries, -1).transpose(1, 2).reshape(num_rows, queries, heads, channels)
     return y.masked_fill_((slot == 0)[:, None, None, None], 0)

@@ -155,9 +155,7 @@ def _own_tokens(
     return y_MP
 
 
-@triton.jit(
-    do_not_specialize=["num_rows", "num_chunks", "num_tokens"], do_not_specialize_on_alignment=INDICES
-)
+@triton.jit(do_not_specialize=["num_rows", "num_chunks", "num_tokens"], do_not_specialize_on_alignment=INDICES)
 def outputs_kernel(
     x_ptr, B_ptr, C_ptr, D_ptr, step_ptr, sum_ptr, entering_ptr, starts_ptr, chunk_starts_ptr, y_ptr,
     num_rows, num_chunks, num_tokens, x_token, x_head, B_token, B_group, C_token, C_group,
@@ -196,16 +194,12 @@ def outputs_kernel(
         y_MP, C_MN, sum_M, m, x_P, B_N, step_ptr, sum_ptr, first, length, x_token, B_token, real_P, real_N,
         BLOCK_K, PRECISION,
     )  # fmt: skip
-    y_MP += tl.load(D_ptr + head).to(tl.float32) * load_tile(x_P, token_M * x_token, real_M, real_P).to(
-        tl.float32
-    )
+    y_MP += tl.load(D_ptr + head).to(tl.float32) * load_tile(x_P, token_M * x_token, real_M, real_P).to(tl.float32)
     store_tile(y_P, token_M * (HEADS * HEAD_DIM), y_MP, real_M, real_P)
 
 
 @cache
-def tile_options(
-    head_dim: int, state_size: int, chunk_size: int, dtype: torch.dtype
-) -> dict[str, dict[str, Any]]:
+def tile_options(head_dim: int, state_size: int, chunk_size: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """Return tile sizes and launch options of each kernel, by name.
 
     Tiles are small for float32, which has no tensor cores.

@@ -111,13 +111,7 @@ def ssd_scan_varlen(
 
 
 def gated_rms_norm(
-    x: Tensor,
-    z: Tensor,
-    weight: Tensor,
-    groups: int,
-    eps: float,
-    norm_first: bool = False,
-    activation: str = "silu",
+    x: Tensor, z: Tensor, weight: Tensor, groups: int, eps: float, norm_first: bool = False, activation: str = "silu"
 ) -> Tensor | Unsupported:
     """C form of the operator."""
     tokens, inner = x.shape

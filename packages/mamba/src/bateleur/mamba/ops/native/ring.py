@@ -128,10 +128,7 @@ def fold_ring(
         return UNSUPPORTED
     if not _takes_ring(*(each[0] for each in (ssm_state, ring_x, ring_dt, ring_B))):
         return UNSUPPORTED
-    (layers, slots, heads, channels, size), (_, ring_rows, capacity, groups, _) = (
-        ssm_state.shape,
-        ring_B.shape,
-    )
+    (layers, slots, heads, channels, size), (_, ring_rows, capacity, groups, _) = (ssm_state.shape, ring_B.shape)
     entry = request_conv.element_size()
     what = _FoldLayers(
         layers=layers, next_states=ssm_state.stride(0), next_x=ring_x.stride(0), next_B=ring_B.stride(0),
@@ -143,13 +140,7 @@ def fold_ring(
         kept=conv_state.shape[2], entry=request_conv.shape[3] * entry, wide=ring_x.dtype is torch.float32,
     )  # fmt: skip
     what.point(
-        states=ssm_state,
-        ring_x=ring_x,
-        ring_B=ring_B,
-        ring_step=ring_dt,
-        A=A,
-        pages=conv_state,
-        windows=request_conv,
+        states=ssm_state, ring_x=ring_x, ring_B=ring_B, ring_step=ring_dt, A=A, pages=conv_state, windows=request_conv
     )
     rows = contiguous(*places)
     wrong = _kernels()["fold"](

@@ -107,9 +107,7 @@ def unpad(y: Tensor, tokens: Tensor, like: Tensor) -> Tensor:
     return out.index_copy_(0, tokens, y.to(like.dtype))[:-1]
 
 
-def convolve(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, dim: int, *, out: Tensor | None = None
-) -> Tensor:
+def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, dim: int, *, out: Tensor | None = None) -> Tensor:
     """Convolve (..., C) inputs along `dim`; one output for each window of W inputs."""
     width = weight.shape[1]
     count = inputs.shape[dim] - width + 1

@@ -74,14 +74,10 @@ class RingEntries(NamedTuple):
     """(R, 1, L, 1) bool, the entry is missing. None if every row has L entries."""
 
 
-def ring_entries(
-    row: Tensor, start: Tensor, count: Tensor, capacity: int, heads: tuple[int, int]
-) -> RingEntries:
+def ring_entries(row: Tensor, start: Tensor, count: Tensor, capacity: int, heads: tuple[int, int]) -> RingEntries:
     """Return the indices of `count` (R,) entries of each row; heads are (G, H)."""
     ages = ring_indices(row, start, count - 1, capacity)
-    keys, values = (
-        ages.at.unsqueeze(1) * each + torch.arange(each, device=row.device).unsqueeze(1) for each in heads
-    )
+    keys, values = (ages.at.unsqueeze(1) * each + torch.arange(each, device=row.device).unsqueeze(1) for each in heads)
     missing = ages.missing[:, 1:].unsqueeze(1)
     full = row.device.type == "cpu" and not missing.any()
     return RingEntries(keys, values, None if full else missing)
@@ -94,9 +90,7 @@ def take(ring: Tensor, at: Tensor, missing: Tensor | None, dtype: torch.dtype) -
     return found if missing is None else found.masked_fill_(missing, 0)
 
 
-def decayed_keys(
-    ring_k: Tensor, ring_g: Tensor, at: RingEntries, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def decayed_keys(ring_k: Tensor, ring_g: Tensor, at: RingEntries, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return the keys of all ring entries after the decays of later entries, and the decay of the checkpoint.
 
     The keys are the product of (R, G or H, L, Dk) and (R, H, L, 1). The decay is (R, H, 1, 1 or Dk).

@@ -44,9 +44,7 @@ def by_group(entries: Tensor, groups: int) -> Tensor:
     return grouped
 
 
-def decays(
-    ring_dt: Tensor, index: RingIndices, A: Tensor, queries: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def decays(ring_dt: Tensor, index: RingIndices, A: Tensor, queries: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the decay of the checkpoint at each query, (R, M, H), and the weight of each entry, (R, M, L, H).
 
     Query m is the token of age m. A weight is the decay after the entry times the entry's step size. It is 0 for

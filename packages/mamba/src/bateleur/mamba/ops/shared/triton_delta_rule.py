@@ -99,13 +99,7 @@ def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
     heads, value_dim = v.shape[-2:]
     groups, key_dim = q.shape[-2:]
     decays = key_dim if a.dim() == v.dim() else 1
-    return {
-        "HEADS": heads,
-        "GROUP": heads // groups,
-        "VALUE_DIM": value_dim,
-        "KEY_DIM": key_dim,
-        "DECAYS": decays,
-    }
+    return {"HEADS": heads, "GROUP": heads // groups, "VALUE_DIM": value_dim, "KEY_DIM": key_dim, "DECAYS": decays}
 
 
 def block_options(key_dim: int, decays: int, *, least: int = 16, most: int = 1 << 20) -> dict[str, Any]:

@@ -11,12 +11,7 @@ from bateleur.mamba.ops.shared import load_slots, rows_with_slot, store_slots
 
 @operator(mutates=("conv_state", "ssm_state"))
 def copy_states(
-    conv_state: Tensor,
-    ssm_state: Tensor | None,
-    conv_src: Tensor,
-    conv_bias: Tensor,
-    ssm_src: Tensor,
-    dst: Tensor,
+    conv_state: Tensor, ssm_state: Tensor | None, conv_src: Tensor, conv_bias: Tensor, ssm_src: Tensor, dst: Tensor
 ) -> None:
     """Copy states between slots: conv_state[conv_src] without its first conv_bias entries, and ssm_state[ssm_src].
 

@@ -60,9 +60,7 @@ def copy_kernel(
                 src, bias = tl.load(conv_src_ptr + row).to(tl.int64), tl.load(bias_ptr + row).to(tl.int32)
                 e, c = tl.arange(0, BLOCK_E), (part - PARTS) * BLOCK_C + tl.arange(0, BLOCK_C)
                 moved_E, read_C = e < ENTRIES - bias, c < unless_null(src, CHANNELS)
-                window_EC = load_tile(
-                    conv_ptr + src * conv_slot + c, (e + bias) * conv_entry, moved_E, read_C
-                )
+                window_EC = load_tile(conv_ptr + src * conv_slot + c, (e + bias) * conv_entry, moved_E, read_C)
                 tl.debug_barrier()  # source and destination may be one slot
                 store_tile(conv_ptr + dst * conv_slot + c, e * conv_entry, window_EC, moved_E, c < CHANNELS)
             row = next_row(dst_R, r, row)

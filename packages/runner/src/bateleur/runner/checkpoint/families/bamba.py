@@ -13,9 +13,7 @@ from bateleur.runner.models.spec import Layer, MlpLayer, ModelSpec
 def _read_spec(fields: ConfigFields) -> ModelSpec:
     indices, num_layers = fields.raw("attn_layer_indices") or [], fields["num_hidden_layers"]
     if bad := [i for i in indices if not 0 <= i < num_layers]:
-        raise ValueError(
-            f"attn_layer_indices holds {bad[0]}; it must be in [0, num_hidden_layers = {num_layers})"
-        )
+        raise ValueError(f"attn_layer_indices holds {bad[0]}; it must be in [0, num_hidden_layers = {num_layers})")
     fields.choice("hidden_act", ("silu",))
     mlp = MlpLayer(fields["intermediate_size"], bias=fields["mlp_bias"])
 

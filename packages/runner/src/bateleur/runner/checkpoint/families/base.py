@@ -92,9 +92,7 @@ def read_layers(
 WINDOW_KINDS = ("full_attention", "sliding_attention")
 
 
-def read_windows(
-    fields: ConfigFields, attention: AttentionLayer, **windowed: Any
-) -> tuple[AttentionLayer, ...]:
+def read_windows(fields: ConfigFields, attention: AttentionLayer, **windowed: Any) -> tuple[AttentionLayer, ...]:
     """One attention layer per entry of `layer_types`. windowed: fields that sliding-window layers replace."""
     kinds, made = fields.raw("layer_types") or (), {"full_attention": attention}
     if "sliding_attention" in kinds:

@@ -53,9 +53,7 @@ def _fold(fields: ConfigFields, names: Names) -> Names:
         "feed_forward.gate_proj.bias": ((None, fields["mlp_multipliers"][0]),),
     }
     # Input multipliers of attention apply to biases here, but not in the file.
-    factors |= {
-        f"self_attn.{name}_proj.bias": ((None, 1.0 / fields["attention_in_multiplier"]),) for name in "qkvo"
-    }
+    factors |= {f"self_attn.{name}_proj.bias": ((None, 1.0 / fields["attention_in_multiplier"]),) for name in "qkvo"}
     scaled = {name: factors.get(".".join(name.rsplit(".", 3)[1:]), ()) for name in names}
     return {name: replace(part, factors=scaled[name]) for name, part in names.items()}
 

@@ -13,11 +13,7 @@ from bateleur.runner.models.spec import ExpertsLayer, ModelSpec, RouterSpec
 from bateleur.runner.utils.arguments import refuse
 
 _EXPERTS = ExpertNames(router="mlp.router.weight", other_up=(), other_down=())
-_FIELDS = {
-    "num_experts": "num_local_experts",
-    "top_k": "num_experts_per_tok",
-    "intermediate_size": "intermediate_size",
-}
+_FIELDS = {"num_experts": "num_local_experts", "top_k": "num_experts_per_tok", "intermediate_size": "intermediate_size"}
 _ALTERNATE = partial(replace, axis=1, pieces=((0, 1), (1, 2)))
 _STORED = {
     "up_proj": partial(_ALTERNATE, transposed=True),
@@ -48,6 +44,4 @@ def _stored(part: Part) -> Part:
     return part if form is None else form(part)
 
 
-FAMILY = Family(
-    "gpt_oss", "GptOssForCausalLM", _read_spec, _names, kinds=WINDOW_KINDS, needs=("num_hidden_layers",)
-)
+FAMILY = Family("gpt_oss", "GptOssForCausalLM", _read_spec, _names, kinds=WINDOW_KINDS, needs=("num_hidden_layers",))

@@ -11,14 +11,7 @@ from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, at_least_1, read_e
 from bateleur.runner.checkpoint.families.base import Family, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import MIXERS, ExpertNames, Names, OwnNames, Part, weight_names
-from bateleur.runner.models.spec import (
-    DeltaLayer,
-    ExpertsLayer,
-    LatentLayer,
-    Layer,
-    MlpLayer,
-    ModelSpec,
-)
+from bateleur.runner.models.spec import DeltaLayer, ExpertsLayer, LatentLayer, Layer, MlpLayer, ModelSpec
 
 _LATENT_NORM_EPS = 1e-6  # not in the configuration
 _EXPERT_FIELDS = {**EXPERT_FIELDS, "top_k": "num_experts_per_token"}

@@ -19,9 +19,7 @@ llama_names = partial(weight_names, mlp=("mlp", "post_attention_layernorm"))
 def gated_mlp(fields: ConfigFields) -> MlpLayer:
     """The gated MLP of Llama's field names; without a field `mlp_bias` there are no biases."""
     fields.choice("hidden_act", ("silu",))
-    return MlpLayer(
-        fields["intermediate_size"], bias=fields.raw("mlp_bias") is not None and fields["mlp_bias"]
-    )
+    return MlpLayer(fields["intermediate_size"], bias=fields.raw("mlp_bias") is not None and fields["mlp_bias"])
 
 
 def _read_spec(fields: ConfigFields) -> ModelSpec:
@@ -31,10 +29,5 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
 
 
 FAMILY = Family(
-    "llama",
-    "LlamaForCausalLM",
-    _read_spec,
-    llama_names,
-    plain=INERT.union(_READ.split()),
-    needs=("num_hidden_layers",),
+    "llama", "LlamaForCausalLM", _read_spec, llama_names, plain=INERT.union(_READ.split()), needs=("num_hidden_layers",)
 )

@@ -10,15 +10,7 @@ from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, read_experts, sigm
 from bateleur.runner.checkpoint.families.base import INERT, Family, MtpNames, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import ExpertNames, weight_names
-from bateleur.runner.models.spec import (
-    Activation,
-    AttentionLayer,
-    ExpertsLayer,
-    Layer,
-    MambaLayer,
-    MlpLayer,
-    ModelSpec,
-)
+from bateleur.runner.models.spec import Activation, AttentionLayer, ExpertsLayer, Layer, MambaLayer, MlpLayer, ModelSpec
 from bateleur.runner.utils.arguments import refuse
 from bateleur.runner.utils.device import DTYPES
 

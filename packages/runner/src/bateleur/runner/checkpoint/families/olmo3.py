@@ -20,9 +20,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
     )
     blocks = read_windows(fields, attention, rope=fields.rope(partial=False, layer_type="sliding_attention"))
     mlp = gated_mlp(fields)
-    layers = tuple(
-        ParallelLayer((part,), (1.0,), norm_last=True) for block in blocks for part in (block, mlp)
-    )
+    layers = tuple(ParallelLayer((part,), (1.0,), norm_last=True) for block in blocks for part in (block, mlp))
     return fields.model(FAMILY.architecture, layers, branches_per_layer=2)
 
 

@@ -30,10 +30,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
 
     def attention() -> Layer:
         made = fields.attention(
-            rope=_rope(fields),
-            bias=fields["attention_bias"],
-            qk_norm_eps=fields["rms_norm_eps"],
-            qk_norm_whole=True,
+            rope=_rope(fields), bias=fields["attention_bias"], qk_norm_eps=fields["rms_norm_eps"], qk_norm_whole=True
         )
         return ParallelLayer((made,), (1.0,), norm_last=True)
 

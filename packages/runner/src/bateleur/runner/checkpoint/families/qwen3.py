@@ -19,6 +19,4 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
     return fields.model(FAMILY.architecture, layers, branches_per_layer=2)
 
 
-FAMILY = Family(
-    "qwen3", "Qwen3ForCausalLM", _read_spec, llama_names, kinds=WINDOW_KINDS, needs=("num_hidden_layers",)
-)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", _read_spec, llama_names, kinds=WINDOW_KINDS, needs=("num_hidden_layers",))

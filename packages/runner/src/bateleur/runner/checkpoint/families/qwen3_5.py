@@ -10,15 +10,7 @@ from bateleur.runner.checkpoint.experts import read_experts
 from bateleur.runner.checkpoint.families.base import Family, MtpNames, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import MIXERS, Names, OwnNames, norms_less_one, weight_names
-from bateleur.runner.models.spec import (
-    AttentionLayer,
-    DeltaLayer,
-    ExpertsLayer,
-    Layer,
-    MlpLayer,
-    ModelSpec,
-    RouterSpec,
-)
+from bateleur.runner.models.spec import AttentionLayer, DeltaLayer, ExpertsLayer, Layer, MlpLayer, ModelSpec, RouterSpec
 from bateleur.runner.utils.arguments import refuse
 
 KINDS = ("linear_attention", "full_attention")
@@ -30,10 +22,7 @@ def gated_attention(fields: ConfigFields) -> Layer:
     if fields.raw("attn_output_gate") is False:
         raise ValueError("attn_output_gate is False; supported is True")
     return fields.attention(
-        rope=fields.rope(partial=True),
-        bias=fields["attention_bias"],
-        qk_norm_eps=fields["rms_norm_eps"],
-        gated=True,
+        rope=fields.rope(partial=True), bias=fields["attention_bias"], qk_norm_eps=fields["rms_norm_eps"], gated=True
     )
 
 
@@ -75,11 +64,7 @@ def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...
 
 
 MTP = MtpNames(
-    layers=_mtp_layers,
-    token_norm="pre_fc_norm_embedding",
-    hidden_norm="pre_fc_norm_hidden",
-    fc="fc",
-    final_norm="norm",
+    layers=_mtp_layers, token_norm="pre_fc_norm_embedding", hidden_norm="pre_fc_norm_hidden", fc="fc", final_norm="norm"
 )
 
 

@@ -7,14 +7,7 @@ from functools import partial
 from bateleur.runner.checkpoint.delta import packed_names
 from bateleur.runner.checkpoint.experts import sparse_layers
 from bateleur.runner.checkpoint.families.base import Family
-from bateleur.runner.checkpoint.families.qwen3_5 import (
-    KINDS,
-    MTP,
-    NEEDS,
-    qwen_names,
-    read_blocks,
-    read_qwen_experts,
-)
+from bateleur.runner.checkpoint.families.qwen3_5 import KINDS, MTP, NEEDS, qwen_names, read_blocks, read_qwen_experts
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.models.spec import MlpLayer, ModelSpec
 

@@ -14,9 +14,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
     attention = fields.attention(rope=fields.rope(partial=False), bias=fields["attention_bias"])
     blocks, rotary = read_windows(fields, attention), fields["no_rope_layers"]
     if len(rotary) < len(blocks):
-        raise ValueError(
-            f"no_rope_layers has {len(rotary)} entries; it must have num_hidden_layers = {len(blocks)}"
-        )
+        raise ValueError(f"no_rope_layers has {len(rotary)} entries; it must have num_hidden_layers = {len(blocks)}")
     blocks = tuple(block if rotary[i] else replace(block, rope=None) for i, block in enumerate(blocks))
     return fields.model(FAMILY.architecture, followed(blocks, gated_mlp(fields)), branches_per_layer=2)
 

@@ -26,9 +26,7 @@ def rows_of_tile(ends_ptr, tile, GROUPS: tl.constexpr, BLOCK_S: tl.constexpr, BL
     e = tl.arange(0, BLOCK_E)
     end_E = tl.load(ends_ptr + e, mask=e < GROUPS, other=0)
     begin_E = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < GROUPS), other=0)
-    before_E = tl.cumsum(
-        (tl.maximum(end_E - begin_E, 0) + BLOCK_S - 1) // BLOCK_S, 0
-    )  # tiles up to and with a group
+    before_E = tl.cumsum((tl.maximum(end_E - begin_E, 0) + BLOCK_S - 1) // BLOCK_S, 0)  # tiles up to and with a group
     group = tl.minimum(tl.sum((before_E <= tile).to(tl.int32), 0), GROUPS)
     own_E = e == group
     end, begin = tl.sum(tl.where(own_E, end_E, 0), 0), tl.sum(tl.where(own_E, begin_E, 0), 0)

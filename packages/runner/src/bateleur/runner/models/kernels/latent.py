@@ -51,9 +51,7 @@ def tile_options(heads: int, head_dim: int) -> dict[str, Any]:
     return {"BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": 4, "enable_fp_fusion": True}
 
 
-def join_heads(
-    made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int
-) -> tuple[Tensor, Tensor]:
+def join_heads(made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """See `bateleur.runner.models.latent_attention.join_heads`."""
     require_adjacent(made=made, shared=shared)
     num_tokens = made.shape[0]

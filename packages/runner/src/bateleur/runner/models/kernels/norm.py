@@ -79,12 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    h: Tensor,
-    terms: Sequence[Tensor],
-    factors: Sequence[float],
-    weight: Tensor,
-    eps: float,
-    dtype: torch.dtype,
+    h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
     """See `bateleur.runner.models.norm.add_rms_norm`; without terms, the norm of h."""
     y, z = (*terms, h, h)[:2]

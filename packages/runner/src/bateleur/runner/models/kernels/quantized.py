@@ -144,12 +144,7 @@ def linear_kernel(
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     real_T, own = t < num_tokens, tl.minimum(n, ROWS - 1).to(tl.int64)
     bytes_of_row: tl.constexpr = (DEPTH + 1) // 2 if LAYOUT == "I4" or LAYOUT == "F4" else DEPTH
-    codes_N, scales_N, zeros_N, factor_N1 = (
-        codes_ptr + own * bytes_of_row,
-        scales_ptr + own * GROUPS,
-        None,
-        None,
-    )
+    codes_N, scales_N, zeros_N, factor_N1 = (codes_ptr + own * bytes_of_row, scales_ptr + own * GROUPS, None, None)
     if zeros_ptr is not None:
         zeros_N = zeros_ptr + own * GROUPS
     if factors_ptr is not None:
@@ -179,9 +174,7 @@ def linear_kernel(
 
 
 @triton.jit(do_not_specialize=["part_size"])
-def sum_kernel(
-    parts_ptr, bias_ptr, y_ptr, part_size, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def sum_kernel(parts_ptr, bias_ptr, y_ptr, part_size, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Grid (tokens, tiles of rows): sums of parts of columns, in their order.
 
     At least 16 blocks a multiprocessor.
@@ -214,12 +207,7 @@ def grouped_kernel(
     real_T = t < tl.minimum(end, num_rows)
     own = expert.to(tl.int64) * ROWS + tl.minimum(n, ROWS - 1)
     bytes_of_row: tl.constexpr = (DEPTH + 1) // 2 if LAYOUT == "I4" or LAYOUT == "F4" else DEPTH
-    codes_N, scales_N, zeros_N, factor_N1 = (
-        codes_ptr + own * bytes_of_row,
-        scales_ptr + own * GROUPS,
-        None,
-        None,
-    )
+    codes_N, scales_N, zeros_N, factor_N1 = (codes_ptr + own * bytes_of_row, scales_ptr + own * GROUPS, None, None)
     if zeros_ptr is not None:
         zeros_N = zeros_ptr + own * GROUPS
     if factors_ptr is not None:
@@ -303,15 +291,7 @@ def quantized_linear(x, parts, scheme, bias):
     )  # fmt: skip
     if apart:
         sum_kernel[tokens, cdiv(rows, 512)](
-            into,
-            bias,
-            y,
-            tokens * rows,
-            ROWS=rows,
-            PARTS=count,
-            BLOCK_N=512,
-            num_warps=4,
-            enable_fp_fusion=True,
+            into, bias, y, tokens * rows, ROWS=rows, PARTS=count, BLOCK_N=512, num_warps=4, enable_fp_fusion=True
         )
     return y
 

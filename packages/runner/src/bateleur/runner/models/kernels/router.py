@@ -194,9 +194,7 @@ def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     experts = experts.contiguous()
     tokens, places = torch.empty(2, experts.numel(), dtype=torch.int64, device=experts.device).unbind()
     ends = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
-    sort_kernel[(num_experts,)](
-        experts, tokens, places, ends, experts.numel(), TOP_K=experts.shape[1], **SORT_OPTIONS
-    )
+    sort_kernel[(num_experts,)](experts, tokens, places, ends, experts.numel(), TOP_K=experts.shape[1], **SORT_OPTIONS)
     return tokens, places, ends
 
 

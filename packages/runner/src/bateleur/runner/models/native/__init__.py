@@ -56,11 +56,7 @@ def describe_kernels(device: torch.device) -> str | None:
     """Return which kernels compute on a CPU, and why, for `bateleur info`; None for other devices."""
     if device.type != "cpu":
         return None
-    return (
-        "compiled for this processor"
-        if unavailable_reason() is None
-        else f"torch's own: {unavailable_reason()}"
-    )
+    return "compiled for this processor" if unavailable_reason() is None else f"torch's own: {unavailable_reason()}"
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -72,9 +68,7 @@ def pack(weight: Tensor) -> Tensor:
     packed[:full] = weight[: rows - rest].reshape(full, width, columns // together, together).transpose(1, 2)
     if rest:
         packed[full] = 0
-        packed[full, :, :rest] = (
-            weight[rows - rest :].reshape(rest, columns // together, together).transpose(0, 1)
-        )
+        packed[full, :, :rest] = weight[rows - rest :].reshape(rest, columns // together, together).transpose(0, 1)
     return packed
 
 
@@ -95,11 +89,7 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> 
     tokens, columns = x.shape
     expected = packed.shape[1] * packed.shape[3]
     dtype = packed.dtype if bias is None else bias.dtype
-    if (
-        columns != expected
-        or (bias is not None and x.dtype != dtype)
-        or (x.dtype, packed.dtype) not in _NAMES
-    ):
+    if columns != expected or (bias is not None and x.dtype != dtype) or (x.dtype, packed.dtype) not in _NAMES:
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}; it must have {expected} columns of {dtype}")
     y = x.new_empty(tokens, rows)
     _linear(x.dtype, packed.dtype)(
@@ -148,8 +138,5 @@ def _panel_width() -> int:
 
 @cache
 def _kernels() -> dict[str, Kernel]:
-    names = (
-        *((name, _LINEAR) for name in _NAMES.values()),
-        ("panel_width", "p"),
-    )
+    names = (*((name, _LINEAR) for name in _NAMES.values()), ("panel_width", "p"))
     return dict(kernels(Path(__file__).parent / "linear.c", names))

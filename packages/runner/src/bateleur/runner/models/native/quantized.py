@@ -41,12 +41,7 @@ class PackedMatrix:
         """The matrix packed for tokens of a dtype; None if there is no kernel for it."""
         scheme, (rows, columns) = matrix.scheme, matrix.shape
         group, cpu = min(scheme.group, columns), matrix.codes.device.type in ("cpu", "meta")
-        if (
-            not cpu
-            or dtype != torch.float32
-            or scheme.layout not in _NAMES
-            or unavailable_reason() is not None
-        ):
+        if not cpu or dtype != torch.float32 or scheme.layout not in _NAMES or unavailable_reason() is not None:
             return None
         start = scheme.start if matrix.scales.shape[1] > 1 else 0
         if scheme.indexed or start or not rows * columns:
@@ -79,9 +74,7 @@ class PackedMatrix:
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """See `packed_quantized`."""
         rows, layout = self.shape[0], self.scheme.layout
-        found: Tensor = product(
-            x, self.codes, self.scales, self.zeros, bias, [rows, self.group, layout is Layout.I4]
-        )
+        found: Tensor = product(x, self.codes, self.scales, self.zeros, bias, [rows, self.group, layout is Layout.I4])
         return found
 
 

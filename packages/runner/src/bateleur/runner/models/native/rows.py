@@ -23,12 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | Unsupported:
 
 
 def add_rms_norm(
-    h: Tensor,
-    terms: Sequence[Tensor],
-    factors: Sequence[float],
-    weight: Tensor,
-    eps: float,
-    dtype: torch.dtype,
+    h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor | Unsupported:
     """`models.norm.add_rms_norm` in C, for up to two terms of one dtype with dense rows, float32 or bfloat16."""
     if dtype not in _FLOATS or not all(_takes(each) and each.dtype == terms[0].dtype for each in terms):

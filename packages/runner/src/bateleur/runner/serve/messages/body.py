@@ -22,15 +22,7 @@ NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
 }
 """Names of fields in this API, by their names in chat completions."""
-_IGNORED = [
-    "metadata",
-    "service_tier",
-    "container",
-    "context_management",
-    "mcp_servers",
-    "betas",
-    "inference_geo",
-]
+_IGNORED = ["metadata", "service_tier", "container", "context_management", "mcp_servers", "betas", "inference_geo"]
 """Fields of Anthropic's API without effect."""
 
 
@@ -42,9 +34,7 @@ class CountTokensBody(BaseModel):
     messages: list[dict[str, Any]] = Field(description="Messages with the roles user and assistant.")
     model: str | None = Field(None, description="Name of the model. Default: the served model.")
     system: str | list[Block] | None = Field(None, description="System message: text or text blocks.")
-    tools: list[Block] | None = Field(
-        None, description="Tools with name and input_schema; others are ignored."
-    )
+    tools: list[Block] | None = Field(None, description="Tools with name and input_schema; others are ignored.")
     tool_choice: Block | None = Field(None, description="type: auto, any, tool (with name) or none.")
     thinking: Block | None = Field(None, description="type: enabled (budget_tokens), adaptive, disabled.")
     output_config: Block | None = Field(None, description="effort; format: JSON schema of the text.")
@@ -97,11 +87,7 @@ def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     blocks = [each for each in content if isinstance(each, Mapping)]
     for block in blocks:
         if block.get("type") == "tool_result":
-            result = {
-                "role": "tool",
-                "tool_call_id": block.get("tool_use_id"),
-                "content": _parts(block.get("content")),
-            }
+            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _parts(block.get("content"))}
             yield result
     calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
     rest = _parts([block for block in blocks if block.get("type") not in ("tool_result", "tool_use")])
@@ -116,11 +102,7 @@ def _parts(content: Any) -> Any:
     parts = []
     for block in content:
         source = block.get("source") if isinstance(block, Mapping) else None
-        if (
-            isinstance(source, Mapping)
-            and isinstance(source.get("data"), str)
-            and source.get("type") == "text"
-        ):
+        if isinstance(source, Mapping) and isinstance(source.get("data"), str) and source.get("type") == "text":
             parts.append({"type": "text", "text": source["data"]})
         elif not isinstance(block, Mapping) or block.get("type") != "redacted_thinking":
             parts.append(block)

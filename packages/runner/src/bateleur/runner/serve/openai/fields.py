@@ -97,9 +97,7 @@ COMMON: dict[str, Field] = {
     "priority": Field(_PRIORITY, "Lower values run first with --scheduling-policy priority.", "integer"),
     "stream": Field(flag, "Send chunks as tokens are sampled.", "boolean"),
     "stream_options": Field(
-        _stream_options,
-        "include_usage: usage in the last chunk; continuous_usage_stats: in every chunk.",
-        "object",
+        _stream_options, "include_usage: usage in the last chunk; continuous_usage_stats: in every chunk.", "object"
     ),
     "return_tokens_as_token_ids": Field(flag, "Write tokens as token_id:ID in log probabilities.", "boolean"),
     "return_token_ids": Field(
@@ -143,9 +141,7 @@ def report_unknown(names: Iterable[str], *, strict: bool) -> None:
     if strict:
         raise ValueError(f"{listed(names)}: no such field is known here (--strict-fields)")
     for name in sorted(names):
-        log_once(
-            _log, f"field {shown(name)} of a request is unknown and was ignored; --strict-fields refuses it"
-        )
+        log_once(_log, f"field {shown(name)} of a request is unknown and was ignored; --strict-fields refuses it")
 
 
 def as_integer(value: Any) -> Any:

@@ -23,11 +23,7 @@ class Decode(Protocol):
 
 
 def error_body(
-    message: str,
-    *,
-    kind: str = "invalid_request_error",
-    param: str | None = None,
-    code: str | int | None = None,
+    message: str, *, kind: str = "invalid_request_error", param: str | None = None, code: str | int | None = None
 ) -> dict[str, Any]:
     """Return an error body in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -132,9 +128,7 @@ def chat_reply(
         "object": "chat.completion",
         "created": created,
         "model": model,
-        "choices": [
-            chat_choice(parsed, each, message_fields(each), decode=decode) for each in output.outputs
-        ],
+        "choices": [chat_choice(parsed, each, message_fields(each), decode=decode) for each in output.outputs],
         "usage": usage([output]),
         "metrics": request_metrics(output),
     } | prompt_fields(parsed, output, decode)

@@ -12,14 +12,7 @@ from typing import Any
 
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.fields import COMMON, Field, mapping, response_format, split
-from bateleur.runner.serve.openai.tools import (
-    ToolChoice,
-    allowed_tools,
-    forced_schema,
-    is_strict,
-    tool_choice,
-    tools,
-)
+from bateleur.runner.serve.openai.tools import ToolChoice, allowed_tools, forced_schema, is_strict, tool_choice, tools
 from bateleur.runner.text.chat import ChatPrompt, render
 from bateleur.runner.text.messages import checked_messages
 from bateleur.runner.text.tokenizer import Tokenizer
@@ -271,23 +264,15 @@ CHAT_FIELDS: dict[str, Field] = {
     ),
     "parallel_tool_calls": Field(flag, "Allow several calls per answer. Default: true.", "boolean"),
     "logprobs": Field(flag, "Report the log probability of each token.", "boolean"),
-    "top_logprobs": Field(
-        Integer(-1), "Number of most likely tokens to report per position; -1 for all.", "integer"
-    ),
+    "top_logprobs": Field(Integer(-1), "Number of most likely tokens to report per position; -1 for all.", "integer"),
     "max_completion_tokens": Field(Integer(1), "Newer name of max_tokens.", "integer"),
-    "reasoning_effort": Field(
-        text, "Passed to the template; none turns thinking off, other values on.", "string"
-    ),
+    "reasoning_effort": Field(text, "Passed to the template; none turns thinking off, other values on.", "string"),
     "enable_thinking": Field(flag, "Turn thinking on or off, if the template supports it.", "boolean"),
-    "thinking_token_budget": Field(
-        Integer(0), "Maximum reasoning tokens; then the reasoning is ended.", "integer"
-    ),
+    "thinking_token_budget": Field(Integer(0), "Maximum reasoning tokens; then the reasoning is ended.", "integer"),
     "include_reasoning": Field(flag, "Include the reasoning in the reply. Default: true.", "boolean"),
     "documents": Field(_as_it_is, "Passed to the template.", "array"),
     "chat_template_kwargs": Field(mapping, "Additional arguments of the template.", "object"),
-    "add_generation_prompt": Field(
-        flag, "End the prompt with the start of an answer. Default: true.", "boolean"
-    ),
+    "add_generation_prompt": Field(flag, "End the prompt with the start of an answer. Default: true.", "boolean"),
     "echo": Field(flag, "Begin the reply with the last message if its role is assistant.", "boolean"),
     "continue_final_message": Field(flag, "Continue the last message.", "boolean"),
     "response_format": Field(response_format, "text, json_object, json_schema or structural_tag.", "object"),

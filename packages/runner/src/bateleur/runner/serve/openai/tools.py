@@ -64,9 +64,7 @@ def tool_choice(value: Any, known: Tools) -> ToolChoice:
     if value == "none":
         return "none"
     if isinstance(value, dict) and value.get("type") == "function":
-        called = text(
-            "tool_choice.function.name", mapping("tool_choice.function", value.get("function")).get("name")
-        )
+        called = text("tool_choice.function.name", mapping("tool_choice.function", value.get("function")).get("name"))
         names = [each["function"]["name"] for each in known]
         if called not in names:
             refuse("tool_choice.function.name", called, f"one of the tools: {shown(names)}")

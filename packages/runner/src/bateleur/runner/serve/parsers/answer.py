@@ -37,14 +37,10 @@ class AnswerParser:
         self._space = ""
         """White space that is reported with the next text, or dropped if a tag follows."""
         self._after_call = self._has_content = False
-        tools, most, end_tags = (
-            ((), None, ()) if calls is None else (calls.tools, calls.max_calls, calls.end_tags)
-        )
+        tools, most, end_tags = ((), None, ()) if calls is None else (calls.tools, calls.max_calls, calls.end_tags)
         self._calls = Calls(tools, most, self._table, self._report, make_id, end_tags)
         start_tags = () if calls is None else calls.start_tags
-        begin, end = (
-            (self._table.marker(Think.BEGIN), self._table.marker(Think.END)) if reasoning else ("", "")
-        )
+        begin, end = (self._table.marker(Think.BEGIN), self._table.marker(Think.END)) if reasoning else ("", "")
         again = begin if self._table.is_token(Think.BEGIN) else ""
         self._begin, self._end = begin, end
         self._in_reasoning = Search(filter(None, (end, *start_tags)))
@@ -95,9 +91,7 @@ class AnswerParser:
         """Consume the begin tag of the reasoning, if the text starts with it. Returns whether it does."""
         source = self._source
         at = yield from skip_space(source, 0)
-        while (
-            not source.final and self._begin.startswith(source.text[at:]) and source.text[at:] != self._begin
-        ):
+        while not source.final and self._begin.startswith(source.text[at:]) and source.text[at:] != self._begin:
             yield
         if source.text.startswith(self._begin, at):
             source.take(at + len(self._begin))

@@ -84,9 +84,7 @@ class Calls:
         """`max_calls`: None for no limit. `emit`: receives the events. `end_tags`: tags that end a call."""
         self._end_tags = Search(end_tags)
         functions = [tool["function"] for tool in tools]
-        self._schemas: dict[str, Mapping[str, Any]] = {
-            each["name"]: each.get("parameters") or {} for each in functions
-        }
+        self._schemas: dict[str, Mapping[str, Any]] = {each["name"]: each.get("parameters") or {} for each in functions}
         self._max_calls, self._table, self._emit, self._make_id = max_calls, table, emit, make_id
         self.num_calls = 0
 

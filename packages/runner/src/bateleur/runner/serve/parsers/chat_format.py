@@ -144,8 +144,7 @@ class ChatFormat:
         if parsed is not None or (decides is not None and any(map(is_strict, tools))):
             functions = [Function(each["function"]["name"], arguments_of(each)) for each in tools]
             params = replace(
-                params,
-                structured_outputs=answer_grammar(parsed, phase, decides, functions, once=max_calls == 1),
+                params, structured_outputs=answer_grammar(parsed, phase, decides, functions, once=max_calls == 1)
             )
         return PreparedChat(params, phase, self._table, reasoning, kind, tools, max_calls)
 
@@ -154,9 +153,7 @@ class ChatFormat:
         begin, end = self._think_ids.get(Think.BEGIN), self._think_ids.get(Think.END)
         if begin is None or end is None:
             text = prompt["prompt"].rstrip()
-            return (
-                "opened" if text.endswith(Think.BEGIN) else "none" if text.endswith(Think.END) else "possible"
-            )
+            return "opened" if text.endswith(Think.BEGIN) else "none" if text.endswith(Think.END) else "possible"
         for token in reversed(prompt["prompt_token_ids"]):
             if token in (begin, end):
                 return "opened" if token == begin else "none"

@@ -63,9 +63,7 @@ class Qwen3Coder(Hermes):
         """See `ToolFormat`."""
         bare = [
             tagged(
-                f"{FUNCTION}{each.name}>\n",
-                {"type": "qwen_xml_parameter", "json_schema": each.schema},
-                "</function>",
+                f"{FUNCTION}{each.name}>\n", {"type": "qwen_xml_parameter", "json_schema": each.schema}, "</function>"
             )
             for each in functions
         ]
@@ -87,7 +85,6 @@ class Granite(Hermes):
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
         """See `ToolFormat`."""
         calls = [
-            tagged(f'{{"name": {json.dumps(each.name)}, "arguments": ', json_of(each.schema), "}")
-            for each in functions
+            tagged(f'{{"name": {json.dumps(each.name)}, "arguments": ', json_of(each.schema), "}") for each in functions
         ]
         return [tagged("<|tool_call|>[", listed(calls, ", ", once=once), "]")]

@@ -38,8 +38,7 @@ _ESCAPE = "|".join(
 """A complete escape sequence."""
 _IN_STRING = {quote: re.compile(rf"(?:[^{quote}\\]|{_ESCAPE})+", re.DOTALL) for quote in _QUOTES}
 _IN_STRING |= {
-    quote * 3: re.compile(rf"(?:[^{quote}\\]|{_ESCAPE}|{quote}{{1,2}}(?=[^{quote}]))+", re.DOTALL)
-    for quote in _QUOTES
+    quote * 3: re.compile(rf"(?:[^{quote}\\]|{_ESCAPE}|{quote}{{1,2}}(?=[^{quote}]))+", re.DOTALL) for quote in _QUOTES
 }
 _TAG = re.compile("[<\ud800-\udfff]")
 _ENDS_KEY, _ENDS_VALUE = re.compile(r"[:,}\])]"), re.compile(r"[,}\])]")

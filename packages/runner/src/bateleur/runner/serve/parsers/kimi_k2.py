@@ -16,11 +16,7 @@ from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.structured.formats import Format, const, json_of, listed, pattern, sequence, tagged
 
 _SECTION, _CALL = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
-_ARGUMENTS, _END, _END_SECTION = (
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
-)
+_ARGUMENTS, _END, _END_SECTION = ("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
 _LONGEST = 300
 """Maximum characters of a call id."""
 _ID = re.compile(r"\s*((?:functions\.)?([\w.-]+?)(?::\d+)?)\s*")
@@ -46,9 +42,7 @@ class KimiK2(ToolFormat):
             if not source.text[:at].strip():
                 return found
             while (
-                not source.final
-                and begin not in source.text[at : at + _LONGEST]
-                and len(source.text) < at + _LONGEST
+                not source.final and begin not in source.text[at : at + _LONGEST] and len(source.text) < at + _LONGEST
             ):
                 yield
             head, tag, _ = source.text[at : at + _LONGEST].partition(begin)

@@ -41,9 +41,7 @@ class Pythonic(ToolFormat):
         """See `ToolFormat`."""
         calls = [tagged(f"{each.name}(", _keywords(each.schema), ")") for each in functions]
         before, between, after = cls.DELIMITERS
-        return [
-            tagged(cls.START_TAGS[0] + before, listed(calls, between, once=once), after + cls.END_TAGS[0])
-        ]
+        return [tagged(cls.START_TAGS[0] + before, listed(calls, between, once=once), after + cls.END_TAGS[0])]
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
         """See `ToolFormat`."""
@@ -150,10 +148,7 @@ def _keywords(schema: Mapping[str, Any]) -> Format:
     others = [key for key in properties if key not in required]
     if required:
         return sequence(*_with_commas([known[key] for key in required], [known[key] for key in others]))
-    rest = [
-        _with_commas([known[key]], [known[other] for other in others[i + 1 :]])
-        for i, key in enumerate(others)
-    ]
+    rest = [_with_commas([known[key]], [known[other] for other in others[i + 1 :]]) for i, key in enumerate(others)]
     return optional(either(*(sequence(*each) for each in rest)))
 
 

@@ -87,12 +87,7 @@ def _calls_in_text(
 
 
 def _calls_or_answer(
-    reasoning: ReasoningPhase,
-    tools: type[ToolFormat],
-    functions: Sequence[Function],
-    answer: Format,
-    *,
-    once: bool,
+    reasoning: ReasoningPhase, tools: type[ToolFormat], functions: Sequence[Function], answer: Format, *, once: bool
 ) -> Format:
     """Build the format of reasoning followed by calls or an answer. Calls may also end unclosed reasoning."""
     tags = tools.call_tags(functions, once=once)

@@ -28,8 +28,7 @@ _PARTS = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _ESCAPE = re.compile(
-    r"\\(u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)",
-    re.DOTALL,
+    r"\\(u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL
 )
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
@@ -189,12 +188,7 @@ def _close(parts: list[str], bracket: str) -> None:
         parts.pop()
     if parts and parts[-1] == ":":
         parts.append("null")
-    elif (
-        bracket == "}"
-        and len(parts) > 1
-        and parts[-1].startswith('"')
-        and parts[-2].strip(" \n") in ("{", ",")
-    ):
+    elif bracket == "}" and len(parts) > 1 and parts[-1].startswith('"') and parts[-2].strip(" \n") in ("{", ","):
         parts.append(": null")
     parts.append(bracket)
 

@@ -46,17 +46,13 @@ class ResponsesBody(BaseModel):
     store: bool | None = Field(None, description="Store the response. Default: true.")
     background: bool | None = Field(None, description="Return at once. Default: false.")
     stream: bool | None = Field(None, description="Stream events. Default: false.")
-    max_output_tokens: IntegerLike | None = Field(
-        None, ge=1, description="Maximum tokens, including reasoning."
-    )
+    max_output_tokens: IntegerLike | None = Field(None, ge=1, description="Maximum tokens, including reasoning.")
     tools: list[Item] | None = Field(None, description="function and custom tools; others are ignored.")
     tool_choice: str | Item | None = Field(None, description="none, auto, required, or a tool.")
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls. Default: true.")
     text: Item | None = Field(None, description="`format`: text, json_object or json_schema.")
     reasoning: Item | None = Field(None, description="`effort`: none turns thinking off.")
-    top_logprobs: IntegerLike | None = Field(
-        None, ge=0, description="Number of most likely tokens to report."
-    )
+    top_logprobs: IntegerLike | None = Field(None, ge=0, description="Number of most likely tokens to report.")
     include: list[str] | None = Field(None, description="message.output_text.logprobs, or no effect.")
     truncation: str | None = Field(None, description="auto drops the start of an input that is too long.")
     metadata: dict[str, Any] | None = Field(None, description="Returned unchanged.")
@@ -136,9 +132,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
             case None:
                 refuse(f"input[{i}].type", None, "the type of an item, such as message")
             case kind:
-                log_once(
-                    _log, f"items of type {shown(kind)} are ignored: they belong to tools of other servers"
-                )
+                log_once(_log, f"items of type {shown(kind)} are ignored: they belong to tools of other servers")
     return messages
 
 

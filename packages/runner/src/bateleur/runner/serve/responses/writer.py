@@ -56,9 +56,7 @@ class ResponseWriter:
         """Yield the last event."""
         self.response |= {"usage": usage, "completed_at": int(time.time())}
         status = self.response["status"]
-        yield self._event(
-            f"response.{'incomplete' if status == 'cancelled' else status}", response=self._snapshot()
-        )
+        yield self._event(f"response.{'incomplete' if status == 'cancelled' else status}", response=self._snapshot())
 
     def fail(self, error: Item) -> Iterator[StreamEvent]:
         """Yield the last event of a failed response. error: `code` and `message`."""
@@ -145,9 +143,7 @@ class ResponseWriter:
     def _item_event(self, kind: str, **fields: Any) -> StreamEvent:
         assert self._open is not None
         place = {"output_index": len(self.response["output"]) - 1, "item_id": self._open["id"], **fields}
-        return self._event(
-            kind, **{name: value for name, value in place.items() if name != "item_id" or value}
-        )
+        return self._event(kind, **{name: value for name, value in place.items() if name != "item_id" or value})
 
     def _event(self, kind: str, **fields: Any) -> StreamEvent:
         number, self._number = self._number, self._number + 1
