@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quantize
 import tiny as tiny_models
 from lora_files import merge, modules_of, write_adapter
 from tiny import EVEN
@@ -240,3 +241,12 @@ def test_requests_without_slots_are_refused_by_name(llama: Adapted) -> None:
             llm.generate(prompts(), GREEDY, lora_request=[None, "all"])  # type: ignore[list-item]
         with pytest.raises(ValueError, match="lora_request has 1 entries for 2 prompts"):
             llm.generate(prompts(), GREEDY, lora_request=[None])
+
+
+def test_adapters_are_added_to_quantised_weights(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With the tokens of the dequantised checkpoints that they are merged into."""
+    quantised, plain = quantize.Checkpoints(tmp_path_factory)("qwen", "fp8 blocks")
+    adapted = Adapted(plain, tmp_path_factory.mktemp("adapters"))
+    adapted.checkpoint = quantised
+    with adapted.open(**CACHED, **DRAFTED, **RECORDED) as llm:
+        adapted.check(llm)
