@@ -211,7 +211,7 @@ def test_steps_without_a_grammar_fetch_nothing(make_llm: Callable[..., LLM], mon
     fetched: list[tuple[int, ...]] = []
     proposed = llm.engine.runner.rejection_sampler.drafts_of
     monkeypatch.setattr(
-        llm.engine.runner.rejection_sampler, "proposed", lambda rows: fetched.append(rows.shape) or proposed(rows)
+        llm.engine.runner.rejection_sampler, "drafts_of", lambda rows: fetched.append(rows.shape) or proposed(rows)
     )
     llm.generate(["x = 1", "y = 2"], SamplingParams(max_tokens=6, seed=1))
     assert not fetched
