@@ -128,6 +128,27 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
         {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 3}}}},
         "num_bits is 3; supported for packed weights are 4 and 8",
     ),
+    ("fp8 blocks", {"weight_block_size": [128]}, "weight_block_size is [128]; it must be two positive integers"),
+    ("fp8 blocks", {"weight_block_size": [0, 128]}, "weight_block_size is [0, 128]; it must be two positive"),
+    ("fp8 blocks", {"weight_block_size": {}}, "weight_block_size is {}; it must be two positive integers"),
+    ("fp8 blocks", {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'; it must be a list"),
+    ("fp8 blocks", {"ignored_layers": [None]}, "ignored_layers is [None]; it must be a list of names of modules"),
+    ("awq", {"group_size": []}, "group_size is []; it must be an integer"),
+    ("gptq", {"group_size": "many"}, "group_size is 'many'; it must be an integer"),
+    ("gptq", {"sym": "yes"}, "sym is 'yes'; it must be true or false"),
+    ("gptq", {"dynamic": ["a"]}, "dynamic is ['a']; it must be an object"),
+    ("gptq", {"dynamic": {"a": 3}}, "dynamic['a'] is 3; it must be an object"),
+    ("gptq", {"dynamic": {"a(": {}}}, "'a(' is no regular expression"),
+    ("gptq", {"quant_method": "auto-round", "packing_format": "auto_round:hpu"}, "packing_format is 'auto_round:hpu'"),
+    ("gptq", {"quant_method": "auto-round", "extra_config": {"a": {"bits": "16"}}}, "bits is '16'; it must be an int"),
+    ("modelopt mixed", {"quantized_layers": ["a"]}, "quantized_layers is ['a']; it must be an object"),
+    ("pack-quantized", {"config_groups": []}, "config_groups is []; it must be an object"),
+    ("pack-quantized", {"config_groups": {"a": ["Linear"]}}, "config_groups['a'] is ['Linear']; it must be an object"),
+    ("pack-quantized", {"config_groups": {"a": {"weights": 4}}}, "weights is 4; it must be an object"),
+    ("pack-quantized", {"config_groups": {"a": {"weights": {"strategy": "row"}}}}, "strategy is 'row'; it must be one"),
+    ("pack-quantized", {"config_groups": {"a": {"weights": {"block_structure": "8"}}}}, "block_structure is '8'; it"),
+    ("pack-quantized", {"config_groups": {"a": {"targets": ["lm_head"]}}}, "no group of quantization_config names it"),
+    ("pack-quantized", {"sparsity_config": "dense"}, "sparsity_config is 'dense'; it must be an object"),
 ]
 
 
@@ -160,6 +181,27 @@ TENSORS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
     ("modelopt NVFP4", _put(f"{Q}weight_scale", torch.ones(128, 5).byte()), "NVFP4 needs F8_E4M3"),
     ("awq", _put(f"{Q}qweight", torch.ones(64, 3).int()), "of 4 bits need I32 words, 8 rows each"),
     ("fp8 blocks", _put(f"{Q}weight.absmax", torch.ones(3)), "bitsandbytes is not supported"),
+    ("fp8 blocks", _put(f"{Q}weight_scale", torch.ones(1)), "weight_scale: is F32 (1,); is not used beside weight"),
+    ("fp8 blocks", _put(f"{Q}weight_zero_point", torch.ones(1).int()), "weight_zero_point: is I32 (1,); is not used"),
+    ("fp8 blocks", _put(f"{Q}weight_scale_inv", torch.ones(3, 6)), "in blocks of (24, 24) needs (6, 3)"),
+    ("fp8 blocks", _put(f"{Q}weight", torch.ones(64).to(torch.float8_e4m3fn)), "it must have rows and columns"),
+    ("float-quantized channels", _put(f"{Q}weight_scale", torch.ones(2, 64)), "or one for each of 128 rows"),
+    ("gptq", _put(f"{Q}qweight", torch.ones(8).int()), "q_proj.qweight: is I32 (8,); it must have rows and columns"),
+    ("gptq", _put(f"{Q}scales", torch.ones(()).half()), "q_proj.scales: is F16 (); it must have rows and columns"),
+    ("gptq with zeros", _put(f"{Q}qzeros", torch.ones(4, 16)), "q_proj.qzeros: is F32 (4, 16); packed codes must"),
+    ("awq", _put(f"{Q}qzeros", torch.ones(3, 16).int()), "its zeros are (128, 3) torch.uint8; they must be (128, 4)"),
+    ("awq", _put(f"{Q}qzeros", torch.ones(4, 16).long()), "q_proj.qzeros: is I64 (4, 16); packed codes must be I32"),
+    ("gptq v2 act order", _put(f"{Q}g_idx", torch.full((64,), 4).int()), "g_idx must be in [0, 3]"),
+    ("gptq v2 act order", _put(f"{Q}g_idx", torch.full((64,), -1).int()), "g_idx must be in [0, 3]"),
+    ("gptq v2 act order", _put(f"{Q}g_idx", torch.ones(8).int()), "its index are (8,) torch.int32; they must be (64,)"),
+    ("pack-quantized", _put(f"{Q}weight_shape", torch.tensor([64, 64])), "is I32 (128, 8); weight_shape is"),
+    ("pack-quantized", _put(f"{Q}weight_shape", torch.ones(0).int()), "weight_shape is ()"),
+    ("pack-quantized with zeros", _put(f"{Q}weight_zero_point", torch.ones(32, 4).int()), "must hold 128 rows"),
+    ("pack-quantized with zeros", _put(f"{Q}weight_zero_point", torch.ones(128, 4).char()), "packed codes must be I32"),
+    ("pack-quantized", _put(f"{Q}weight_scale", torch.ones(64, 4)), "its scales are (64, 4) torch.float32; they must"),
+    ("nvfp4-pack-quantized", _put(f"{Q}weight_global_scale", torch.zeros(1)), "divided by, so it must be positive"),
+    ("nvfp4-pack-quantized", _put(f"{Q}weight_global_scale", torch.ones(0)), "1 matrices need as many"),
+    ("nvfp4-pack-quantized", _put(f"{Q}weight_global_scale", torch.ones(1).byte()), "its dtype must be one of F32"),
 ]
 
 
@@ -213,6 +255,37 @@ def test_the_file_wins_over_the_ignore_list(folders: Callable[[str, str], Folder
     folder = edited(quantised, tmp_path / "edited", lambda tensors: None, modules_to_not_convert=["self_attn.q_proj"])
     with pytest.warns(UserWarning, match=r"2 modules that quantization_config excludes are quantised .* as \S*q_proj"):
         found = matrices(loaded(folder))
+    for name, weight in matrices(loaded(plain)).items():
+        assert torch.equal(found[name], weight), name
+
+
+def test_a_group_for_one_module_is_not_that_of_all_others(
+    folders: Callable[[str, str], Folders], tmp_path: Path
+) -> None:
+    quantised, plain = folders("qwen", "pack-quantized")
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    config = json.loads((quantised / "config.json").read_text())["quantization_config"]["config_groups"]
+    config = {"a": {"targets": ["lm_head"], "weights": weights}, **config}
+    found = matrices(loaded(edited(quantised, tmp_path / "edited", lambda tensors: None, config_groups=config)))
+    for name, weight in matrices(loaded(plain)).items():
+        assert torch.equal(found[name], weight), name
+
+
+def test_fp8_may_have_zero_points_of_zero(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:
+    """Old versions of compressed-tensors write them."""
+    quantised, plain = folders("qwen", "float-quantized channels")
+    name = f"{Q}weight_zero_point"
+    zeros = torch.zeros(128, 1).to(torch.float8_e4m3fn)
+    found = matrices(loaded(edited(quantised, tmp_path / "zeros", _put(name, zeros))))
+    for each, weight in matrices(loaded(plain)).items():
+        assert torch.equal(found[each], weight), each
+    with pytest.raises(ValueError, match=r"weight_zero_point: .* no zero point other than 0"):
+        loaded(edited(quantised, tmp_path / "ones", _put(name, torch.ones(128, 1).to(torch.float8_e4m3fn))))
+
+
+def test_auto_round_stores_zeros_less_one_by_default(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:
+    quantised, plain = folders("qwen", "gptq with zeros")
+    found = matrices(loaded(edited(quantised, tmp_path / "edited", lambda tensors: None, quant_method="auto-round")))
     for name, weight in matrices(loaded(plain)).items():
         assert torch.equal(found[name], weight), name
 

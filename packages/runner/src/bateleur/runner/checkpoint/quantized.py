@@ -19,7 +19,7 @@ from bateleur.runner.models.grouped import GroupedProjection
 from bateleur.runner.models.matrix import Projection, Rows
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.models.sharding import Cut, Share
-from bateleur.runner.quantization.module import Module, Reader
+from bateleur.runner.quantization.module import Module, Reader, check_matrix, check_parts
 from bateleur.runner.quantization.scan import find_modules
 
 _ROUTERS = ("router_proj",)
@@ -40,7 +40,7 @@ class QuantizedEntry(TensorEntry):
 
     def matrix(self) -> QuantizedMatrix:
         """The codes and scales, as views of the file where its layout is ours."""
-        return self.reader.load(self.module)
+        return check_matrix(self.module, self.reader.load(self.module))
 
     def mapped(self) -> Tensor:
         """The dequantised weight in float32, a copy."""
@@ -60,6 +60,7 @@ def with_quantized(
     found = {name: entry for name, entry in tensors.items() if name not in used}
     against: list[str] = []
     for name, module in modules.items():
+        check_parts(reader, module)
         parts: list[TensorEntry] = [each for each in module.parts.values() if isinstance(each, TensorEntry)]
         found[name] = QuantizedEntry(
             file=parts[0].file,

@@ -7,12 +7,14 @@ from typing import Any
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.quantization.bits import AWQ, pack_nibbles, unpack_columns
-from bateleur.runner.quantization.matching import strings
-from bateleur.runner.quantization.module import Module, Reader, check_scales, group_size, scale_dtype
+from bateleur.runner.quantization.matching import integer, strings
+from bateleur.runner.quantization.module import Module, Reader, check_scales, group_size, scale_dtype, words
 
 
 class AwqReader(Reader):
     """`qweight` (K, N / 8) and `qzeros` (G, N / 8) packed along N, `scales` (G, N)."""
+
+    parts = (frozenset(("qweight", "qzeros", "scales")),)
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -22,8 +24,8 @@ class AwqReader(Reader):
         bits = fields.get("bits", fields.get("w_bit", 4))
         if bits != 4:
             raise ValueError(f"quantization_config: bits is {bits!r}; supported for AWQ is 4")
-        self._group = int(fields.get("group_size", fields.get("q_group_size", 128)))
-        self._ignored = strings(fields.get("modules_to_not_convert"))
+        self._group = integer(fields, "group_size", integer(fields, "q_group_size", 128))
+        self._ignored = strings(fields, "modules_to_not_convert")
 
     def excludes(self, names: tuple[str, ...]) -> bool:
         """See `Reader.excludes`."""
@@ -31,9 +33,9 @@ class AwqReader(Reader):
 
     def shape(self, module: Module) -> tuple[int, ...]:
         """See `Reader.shape`."""
-        columns, words = module["qweight"].shape
+        columns, width = module["qweight"].shape
         rows = module["scales"].shape[-1]
-        if module["qweight"].dtype != "I32" or words * 8 != rows:
+        if module["qweight"].dtype != "I32" or width * 8 != rows:
             raise module.refuse("qweight", f"{rows} rows of 4 bits need I32 words, 8 rows each")
         return rows, columns
 
@@ -45,6 +47,6 @@ class AwqReader(Reader):
     def load(self, module: Module) -> QuantizedMatrix:
         """See `Reader.load`."""
         codes = pack_nibbles(unpack_columns(module["qweight"].mapped(), 4, AWQ).T)
-        zeros = unpack_columns(module["qzeros"].mapped(), 4, AWQ).T.contiguous()
+        zeros = unpack_columns(words(module, "qzeros"), 4, AWQ).T.contiguous()
         scales = check_scales(module, "scales", module["scales"].mapped().T.contiguous())
         return QuantizedMatrix(self.scheme(module), self.shape(module)[1], codes, scales, zeros)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.quantization.bits import unpack_rows
-from bateleur.runner.quantization.matching import listed, strings
+from bateleur.runner.quantization.matching import each_object, integer, listed, objects, pair, strings
 from bateleur.runner.quantization.module import (
     Module,
     Reader,
@@ -21,8 +21,10 @@ from bateleur.runner.quantization.module import (
     group_size,
     row_scales,
     scale_dtype,
+    words,
 )
 from bateleur.runner.quantization.nvfp4 import nvfp4_matrix, nvfp4_scheme, nvfp4_shape
+from bateleur.runner.utils.arguments import refuse
 
 FORMATS = (
     "float-quantized",
@@ -33,15 +35,22 @@ FORMATS = (
     "mixed-precision",
     "dense",
 )
+_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 _GLOBAL = "weight_global_scale"
 
 
 class CompressedTensorsReader(Reader):
     """The tensors of a module tell its format, its group of the configuration the sizes of groups and blocks."""
 
+    parts = (
+        frozenset(("weight", "weight_scale", "weight_zero_point")),
+        frozenset(("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")),
+        frozenset(("weight_packed", "weight_scale", _GLOBAL)),
+    )
+
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
-        groups = [each for each in (fields.get("config_groups") or {}).values() if isinstance(each, dict)]
+        groups = list(each_object(fields, "config_groups").values())
         for each in (fields, *groups):
             if (form := each.get("format")) not in (None, *FORMATS):
                 raise ValueError(f"quantization_config: format is {form!r}; supported are {', '.join(FORMATS)}")
@@ -50,11 +59,17 @@ class CompressedTensorsReader(Reader):
             raise ValueError(f"quantization_config: quantization_status is {status!r}; it must be 'compressed'")
         if fields.get("transform_config"):
             raise ValueError("quantization_config: transform_config is set; rotated weights are not supported")
-        sparse = fields.get("sparsity_config") or {}
+        sparse = objects(fields, "sparsity_config")
         if sparse.get("format", "dense") != "dense":
             raise ValueError("quantization_config: sparsity_config is set; sparse weights are not supported")
-        self._groups = [(strings(each.get("targets")), each.get("weights") or {}) for each in groups]
-        self._ignored = strings(fields.get("ignore"))
+        self._groups = [(strings(each, "targets"), objects(each, "weights")) for each in groups]
+        self._ignored = strings(fields, "ignore")
+        for _, weights in self._groups:
+            integer(weights, "num_bits", 8)
+            integer(weights, "group_size", -1)
+            pair(weights, "block_structure")
+            if weights.get("strategy") not in (None, *_STRATEGIES):
+                refuse("quantization_config: strategy", weights["strategy"], f"one of {', '.join(_STRATEGIES)}")
 
     def excludes(self, names: tuple[str, ...]) -> bool:
         """See `Reader.excludes`."""
@@ -72,14 +87,17 @@ class CompressedTensorsReader(Reader):
         *lead, width = packed.shape
         columns = width * 32 // bits
         if "weight_shape" in module.parts:
-            columns = int(module["weight_shape"].mapped()[-1])
+            said = tuple(module["weight_shape"].mapped().flatten().tolist())
+            if said[:-1] != tuple(lead):
+                raise module.refuse("weight_packed", f"weight_shape is {said}")
+            columns = int(said[-1])
         if packed.dtype != "I32" or -(-columns * bits // 32) != width:
             raise module.refuse("weight_packed", f"{columns} columns of {bits} bits need I32 words in as many")
         return (*lead, columns)
 
     def scheme(self, module: Module) -> Scheme:
         """See `Reader.scheme`."""
-        zeros = "weight_zero_point" in module.parts
+        zeros = "weight_zero_point" in module.parts and not self._is_fp8(module)
         if _GLOBAL in module.parts:
             return nvfp4_scheme(divides=True)
         if "weight_packed" not in module.parts:
@@ -88,7 +106,7 @@ class CompressedTensorsReader(Reader):
         columns, scales = self.shape(module)[-1], module["weight_scale"]
         layout = Layout.I4 if self._bits(module) == 4 else Layout.I8
         said = self._weights(module).get("group_size") or -1
-        group = group_size(columns, scales.shape[-1], int(said), module)
+        group = group_size(columns, math.prod(scales.shape[-1:]), int(said), module)
         indexed = _index(module, group) is not None
         return Scheme(layout, group, scale_dtype(module, "weight_scale"), zeros, indexed=indexed)
 
@@ -105,6 +123,8 @@ class CompressedTensorsReader(Reader):
         zeros = None
         if scheme.layout is Layout.F8:
             check_codes(module, "weight", codes)
+            if "weight_zero_point" in module.parts and module["weight_zero_point"].mapped().any():
+                raise module.refuse("weight_zero_point", "floating-point codes have no zero point other than 0")
         elif scheme.zeros:
             zeros = row_scales(module, "weight_zero_point", block, shape)
         return QuantizedMatrix(scheme, shape[-1], codes, scales, zeros)
@@ -114,9 +134,12 @@ class CompressedTensorsReader(Reader):
         # Words are little-endian, and a nibble of I4 is that of the word.
         codes = module["weight_packed"].mapped().contiguous().view(torch.uint8)
         codes = codes[..., : -(-columns * bits // 8)]
-        zeros = module["weight_zero_point"].mapped() if scheme.zeros else None
-        if zeros is not None:
-            zeros = unpack_rows(zeros, bits, shape[-2])
+        zeros = None
+        if scheme.zeros:
+            packed = words(module, "weight_zero_point")
+            if packed.ndim < 2 or packed.shape[-2] != -(-shape[-2] * bits // 32):
+                raise module.refuse("weight_zero_point", f"it must hold {shape[-2]} rows of {bits} bits, packed")
+            zeros = unpack_rows(packed, bits, shape[-2])
         if scheme.layout is Layout.I8:  # unsigned codes, 128 more than the signed ones
             codes = codes.bitwise_xor(0x80).view(torch.int8)
             zeros = None if zeros is None else zeros.bitwise_xor(0x80).view(torch.int8)
@@ -131,11 +154,14 @@ class CompressedTensorsReader(Reader):
             for target in targets:
                 if listed(target, module.names):
                     found.append((1 if target.startswith("re:") else 0, weights))
-                elif not target.startswith("re:") and "." not in target:
-                    found.append((2, weights))  # the name of a class
+                elif target[:1].isupper():
+                    found.append((2, weights))  # the name of a class, such as Linear
         if not found:
             raise ValueError(f"{module.names[0]}: is quantised, but no group of quantization_config names it")
         return min(found, key=lambda each: each[0])[1]
+
+    def _is_fp8(self, module: Module) -> bool:
+        return "weight" in module.parts and module["weight"].dtype == "F8_E4M3"
 
     def _bits(self, module: Module) -> int:
         bits = self._weights(module).get("num_bits")
@@ -145,11 +171,8 @@ class CompressedTensorsReader(Reader):
 
     def _block(self, module: Module) -> tuple[int, int] | None:
         weights = self._weights(module)
-        size = weights.get("block_structure")
-        if weights.get("strategy") != "block" and size is None:
-            return None
-        rows, columns = size.split("x") if isinstance(size, str) else (size or (128, 128))
-        return int(rows), int(columns)
+        size = pair(weights, "block_structure")
+        return (128, 128) if size is None and weights.get("strategy") == "block" else size
 
 
 def _index(module: Module, group: int) -> Tensor | None:

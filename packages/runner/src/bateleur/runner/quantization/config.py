@@ -10,6 +10,7 @@ from bateleur.runner.quantization.awq import AwqReader
 from bateleur.runner.quantization.compressed_tensors import CompressedTensorsReader
 from bateleur.runner.quantization.fp8 import Fp8Reader
 from bateleur.runner.quantization.gptq import AutoRoundReader, GptqReader
+from bateleur.runner.quantization.matching import objects
 from bateleur.runner.quantization.modelopt import ModeloptReader
 from bateleur.runner.quantization.module import Reader
 from bateleur.runner.utils.json_file import read_json
@@ -55,7 +56,8 @@ def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
             if not fields and (path / name).is_file():
                 file = path / name
                 found = read_json(file)
-                fields = {"quant_method": method, **found.get("quantization", found)}
+                inner = objects(found, "quantization") if "quantization" in found else found
+                fields = {"quant_method": method, **inner}
         return reader_of(fields) if fields else None
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error

@@ -6,20 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
-from bateleur.runner.quantization.matching import ends_with, strings
+from bateleur.runner.quantization.matching import ends_with, pair, strings
 from bateleur.runner.quantization.module import Module, Reader, check_codes, check_scales, float_scheme, row_scales
 
 
 class Fp8Reader(Reader):
     """`weight` e4m3 with `weight_scale_inv`, which multiplies despite its name, or `weight_scale`."""
 
+    parts = frozenset(("weight", "weight_scale_inv")), frozenset(("weight", "weight_scale"))
+
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
         if fields.get("fmt") not in (None, "e4m3"):
             raise ValueError(f"quantization_config: fmt is {fields['fmt']!r}; supported is 'e4m3'")
-        sizes = fields.get("weight_block_size")
-        self.block = None if sizes is None else (int(sizes[0]), int(sizes[1]))
-        self._ignored = strings(fields.get("ignored_layers")) + strings(fields.get("modules_to_not_convert"))
+        self.block = pair(fields, "weight_block_size")
+        self._ignored = strings(fields, "ignored_layers") + strings(fields, "modules_to_not_convert")
 
     def shape(self, module: Module) -> tuple[int, ...]:
         """See `Reader.shape`."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.quantization.bits import pack_nibbles, unpack_columns
-from bateleur.runner.quantization.matching import starts_with, strings
-from bateleur.runner.quantization.module import Module, Reader, check_scales, group_size, scale_dtype
+from bateleur.runner.quantization.matching import each_object, integer, starts_with, strings
+from bateleur.runner.quantization.module import Module, Reader, check_scales, group_size, scale_dtype, words
+from bateleur.runner.utils.arguments import refuse
 
 _FORMATS = ("gptq", "gptq_v2")
 
@@ -20,6 +21,7 @@ _FORMATS = ("gptq", "gptq_v2")
 class GptqReader(Reader):
     """`qweight` (K * bits / 32, N) packed along K, `qzeros` (G, N * bits / 32) along N, `scales` (G, N)."""
 
+    parts = (frozenset(("qweight", "qzeros", "scales", "g_idx")),)
     less_one: bool
     """Whether stored zeros are one less: version 1."""
 
@@ -31,8 +33,13 @@ class GptqReader(Reader):
         if fields.get("pack_dtype") not in (None, "int32"):
             raise ValueError(f"quantization_config: pack_dtype is {fields['pack_dtype']!r}; supported is 'int32'")
         self.less_one = form == "gptq"
-        self._inside = strings(fields.get("modules_in_block_to_quantize"))
-        self._dynamic = [(str(name), each) for name, each in (fields.get("dynamic") or {}).items()]
+        self._inside = strings(fields, "modules_in_block_to_quantize")
+        self._dynamic = list(each_object(fields, "dynamic").items())
+        for each in (fields, *(own for _, own in self._dynamic)):
+            integer(each, "bits", 4)
+            integer(each, "group_size", -1)
+            if each.get("sym") not in (None, True, False):
+                refuse("quantization_config: sym", each["sym"], "true or false")
 
     def excludes(self, names: tuple[str, ...]) -> bool:
         """See `Reader.excludes`."""
@@ -43,13 +50,13 @@ class GptqReader(Reader):
 
     def shape(self, module: Module) -> tuple[int, ...]:
         """See `Reader.shape`."""
-        words, rows = module["qweight"].shape
-        return rows, words * 32 // self._bits(module)
+        height, rows = module["qweight"].shape
+        return rows, height * 32 // self._bits(module)
 
     def scheme(self, module: Module) -> Scheme:
         """See `Reader.scheme`."""
         columns, groups = self.shape(module)[1], module["scales"].shape[0]
-        group = group_size(columns, groups, self._said(module, "group_size", -1), module)
+        group = group_size(columns, groups, self._said(module, "group_size") or -1, module)
         layout = Layout.I4 if self._bits(module) == 4 else Layout.I8
         zeros, indexed = not self._symmetric(module), self._index(module, group) is not None
         return Scheme(layout, group, scale_dtype(module, "scales"), zeros, indexed=indexed)
@@ -69,21 +76,19 @@ class GptqReader(Reader):
 
     def _zeros(self, module: Module, bits: int, rows: int) -> Tensor:
         """(G, N) uint8. One is added after unpacking, modulo 2^bits: 15 in a file is 0 less one."""
-        zeros = unpack_columns(module["qzeros"].mapped(), bits)[:, :rows]
+        zeros = unpack_columns(words(module, "qzeros"), bits)[:, :rows]
         return (zeros + int(self.less_one)) & ((1 << bits) - 1)
 
     def _symmetric(self, module: Module) -> bool:
         """Whether 2^(bits - 1) stands for 0 whatever `qzeros` holds, which is that or one less."""
-        return bool(self._said(module, "sym", 1))
+        return self._said(module, "sym") is not False
 
-    def _said(self, module: Module, name: str, default: int) -> int:
+    def _said(self, module: Module, name: str) -> Any:
         """A field of the configuration, or of the first entry of `dynamic` that names the module."""
-        value = self.fields.get(name, default)
         for pattern, own in self._dynamic:
             if starts_with(pattern.removeprefix("-:").removeprefix("+:"), module.names):
-                value = (own or {}).get(name, value)
-                break
-        return int(default if value is None else value)
+                return own.get(name, self.fields.get(name))
+        return self.fields.get(name)
 
     def _bits(self, module: Module) -> int:
         """As the widths of `qzeros` and `scales` tell; the configuration may differ for some modules."""
@@ -105,14 +110,20 @@ class GptqReader(Reader):
         return index
 
 
+_LESS_ONE, _AS_THEY_ARE = "auto_round:auto_gptq", ("auto_round", "auto_round:gptqmodel")
+
+
 class AutoRoundReader(GptqReader):
-    """`packing_format` says whose zeros these are: auto_gptq stores one less, the others z itself."""
+    """`packing_format` says whose zeros these are: auto_gptq, the default, stores one less, the others z itself."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__({**fields, "checkpoint_format": "gptq_v2"})
-        self.less_one = "auto_gptq" in str(fields.get("packing_format"))
-        extra = fields.get("extra_config") or {}
-        self._plain = [name for name, each in extra.items() if (each or {}).get("bits", 0) >= 16]
+        packing = fields.get("packing_format") or _LESS_ONE
+        if packing not in (_LESS_ONE, *_AS_THEY_ARE):
+            raise ValueError(f"quantization_config: packing_format is {packing!r}; its zero points are not known")
+        self.less_one = packing == _LESS_ONE
+        extra = each_object(fields, "extra_config")
+        self._plain = [name for name, each in extra.items() if integer(each, "bits", 0) >= 16]
 
     def excludes(self, names: tuple[str, ...]) -> bool:
         """See `Reader.excludes`."""

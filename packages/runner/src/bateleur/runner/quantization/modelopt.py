@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bateleur.runner.models.quantized import QuantizedMatrix, Scheme
-from bateleur.runner.quantization.matching import strings, wildcard
+from bateleur.runner.quantization.matching import each_object, strings, wildcard
 from bateleur.runner.quantization.module import Module, Reader, check_codes, check_scales, float_scheme, row_scales
 from bateleur.runner.quantization.nvfp4 import nvfp4_matrix, nvfp4_scheme, nvfp4_shape
 
@@ -19,16 +19,17 @@ _SECOND = "weight_scale_2"
 class ModeloptReader(Reader):
     """The tensors of a module tell its algorithm: `quantized_layers` only has to agree."""
 
+    parts = (frozenset(("weight", "weight_scale", _SECOND)),)
+
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
-        layers = fields.get("quantized_layers") or {}
-        self._layers: dict[str, str] = {name: str(each.get("quant_algo")).upper() for name, each in layers.items()}
-        for algorithm in (str(fields.get("quant_algo") or "MIXED_PRECISION").upper(), *self._layers.values()):
+        layers = [str(each.get("quant_algo")).upper() for each in each_object(fields, "quantized_layers").values()]
+        for algorithm in (str(fields.get("quant_algo") or "MIXED_PRECISION").upper(), *layers):
             if algorithm not in ALGORITHMS:
                 raise ValueError(
                     f"quantization_config: quant_algo is {algorithm!r}; supported are {', '.join(ALGORITHMS)}"
                 )
-        self._ignored = strings(fields.get("ignore")) + strings(fields.get("exclude_modules"))
+        self._ignored = strings(fields, "ignore") + strings(fields, "exclude_modules")
 
     def excludes(self, names: tuple[str, ...]) -> bool:
         """See `Reader.excludes`."""

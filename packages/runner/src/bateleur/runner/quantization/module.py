@@ -6,13 +6,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 
+ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point")
+"""Scales of activations, which are not quantised here."""
+_MATRICES = frozenset(("weight", "weight_packed", "qweight", "qzeros", "scales"))
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -57,6 +60,9 @@ class Module:
 class Reader(ABC):
     """Reads modules of one format. fields: `quantization_config` of the checkpoint."""
 
+    parts: ClassVar[tuple[frozenset[str], ...]]
+    """Tensors that a module may have together, apart from scales of activations."""
+
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.fields = fields
 
@@ -75,6 +81,40 @@ class Reader(ABC):
     @abstractmethod
     def excludes(self, names: tuple[str, ...]) -> bool:
         """Whether the configuration says that the module of these names is not quantised."""
+
+
+def check_parts(reader: Reader, module: Module) -> None:
+    """Raise ValueError for a tensor that the reader would not use beside the others, or without rows and columns."""
+    names = module.parts.keys() - ACTIVATIONS
+    used = max(reader.parts, key=lambda each: len(names & each))
+    if surplus := sorted(names - used):
+        raise module.refuse(surplus[0], f"is not used beside {', '.join(sorted(names & used)) or 'the others'}")
+    for part in names & _MATRICES:
+        if len(module[part].shape) < 2 or 0 in module[part].shape:
+            raise module.refuse(part, "it must have rows and columns")
+
+
+def check_matrix(module: Module, matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """The matrix. Raises ValueError for tensors whose sizes or numbers do not fit each other."""
+    scheme, found = matrix.scheme, matrix.tensors()
+    groups = matrix.scales.shape[-1] if scheme.indexed else None
+    wanted = QuantizedMatrix.empty(scheme, matrix.shape, groups, torch.device("meta")).tensors()
+    for name, each in wanted.items():
+        if name not in found or found[name].shape != each.shape or found[name].dtype != each.dtype:
+            there = f"{tuple(found[name].shape)} {found[name].dtype}" if name in found else "missing"
+            rule = f"{tuple(each.shape)} {each.dtype} for a weight {matrix.shape} in {scheme}"
+            raise ValueError(f"{module.names[0]}: its {name} are {there}; they must be {rule}")
+    index, last = matrix.index, matrix.scales.shape[-1] - 1
+    if index is not None and not 0 <= int(index.min()) <= int(index.max()) <= last:
+        raise ValueError(f"{module.names[0]}: g_idx must be in [0, {last}], the groups of scales")
+    return matrix
+
+
+def words(module: Module, part: str) -> Tensor:
+    """A tensor of packed codes. Raises ValueError if it is not int32."""
+    if module[part].dtype != "I32":
+        raise module.refuse(part, "packed codes must be I32")
+    return module[part].mapped()
 
 
 def float_scheme(module: Module, scale: str, block: tuple[int, int] | None) -> Scheme:
@@ -98,7 +138,7 @@ def row_scales(module: Module, scale: str, block: tuple[int, int] | None, shape:
     scales, count = entry.mapped(), math.prod(lead)
     if block is None:
         size = scales.numel()
-        if size not in (1, count, count * rows):
+        if _long(entry.shape) not in ((), _long(tuple(lead)), _long((*lead, rows))):
             raise module.refuse(scale, f"the weight {shape} needs one scale, or one for each of {rows} rows")
         each = scales.reshape(-1, 1) if size == count * rows else scales.reshape(-1, 1, 1).expand(-1, rows, 1)
         return (
@@ -106,9 +146,14 @@ def row_scales(module: Module, scale: str, block: tuple[int, int] | None, shape:
         )
     high, wide = block
     blocks = (*lead, -(-rows // high), -(-columns // wide))
-    if scales.numel() != math.prod(blocks):
+    if _long(entry.shape) != _long(blocks):
         raise module.refuse(scale, f"the weight {shape} in blocks of {block} needs {blocks}")
     return scales.reshape(blocks).repeat_interleave(high, -2)[..., :rows, :]
+
+
+def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without axes of one entry, which files have or not."""
+    return tuple(size for size in shape if size != 1)
 
 
 def check_scales(module: Module, part: str, scales: Tensor) -> Tensor:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from bateleur.runner.quantization.module import Module, Stored
+from bateleur.runner.quantization.module import ACTIVATIONS, Module, Stored
 
 _CODES = ("weight", "weight_packed", "qweight")
 _SIDES = (
     *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
     *("weight_zero_point", "weight_g_idx", "weight_shape", "qzeros", "scales", "g_idx"),
 )
-_ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point")
-"""Scales of activations, which are not quantised here."""
 _REFUSED = {
     "pre_quant_scale": "activations would have to be scaled by it",
     "absmax": "bitsandbytes is not supported",
@@ -42,7 +40,7 @@ def find_modules(
         stem, _, last = name.rpartition(".")
         if last in _REFUSED:
             raise ValueError(f"{entry.name}: {_REFUSED[last]}")
-        part = last if last in (*_CODES, *_SIDES, *_ACTIVATIONS) else None
+        part = last if last in (*_CODES, *_SIDES, *ACTIVATIONS) else None
         if part is None and (joined := _JOINED.fullmatch(name)) and joined["base"] in tensors:
             stem, part = joined["base"], joined["part"]
             part = part if part.startswith(("weight_", "input_")) else f"weight_{part}"
