@@ -99,6 +99,13 @@ def test_the_scale_follows_the_config(tiny_checkpoint: Any, tmp_path: Path) -> N
         ({"use_dora": True}, "use_dora is True"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication is [[0, 1]]"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4', which changes the base"),
+        ({"lora_alpha": None}, "lora_alpha is None; it must be a finite number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan; it must be a finite number"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern is ['q_proj']; it must be an object"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern['q_proj'] is '8'; it must be a finite number"),
+        ({"alpha_pattern": {"q_proj(": 8}}, "missing ), unterminated subpattern"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
@@ -131,6 +138,64 @@ def test_tensors_that_do_not_fit_are_listed(tiny_checkpoint: Any, tmp_path: Path
         read(write_adapter(tmp_path / "wide", folder, modules_of(folder)[:1]), folder, max_rank=2)
     with pytest.raises(ValueError, match=r"must hold adapter_config\.json"):
         read(tmp_path, folder)
+
+
+@in_torch
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a[0], "lora_A is torch.float32 (48,); it must be a finite matrix in F64, F32, F16, BF16"),
+        (lambda a: a.int(), "lora_A is torch.int32 (3, 48); it must be a finite matrix"),
+        (lambda a: a.fill_(torch.nan), "it must be a finite matrix"),
+        (lambda a: a[:0], "lora_A is (0, 48) and lora_B (144, 3)"),
+    ],
+)
+def test_matrices_that_cannot_be_used_are_named(
+    change: Callable[[torch.Tensor], torch.Tensor], words: str, tiny_checkpoint: Any, tmp_path: Path
+) -> None:
+    folder, _ = tiny_checkpoint("llama")
+    adapter = write_adapter(tmp_path / "adapter", folder, ["model.layers.0.self_attn.q_proj"])
+    file = adapter / "adapter_model.safetensors"
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    tensors = load_file(file)
+    save_file({**tensors, name: change(tensors[name]).contiguous()}, file)
+    with pytest.raises(ValueError, match="1 tensors do not fit the model") as refusal:
+        read(adapter, folder)
+    assert "model.layers.0.self_attn.q_proj: " in str(refusal.value)
+    assert words in str(refusal.value)
+
+
+@in_torch
+def test_adapters_without_matrices_or_with_two_of_a_module_are_refused(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    folder, _ = tiny_checkpoint("llama")
+    empty = write_adapter(tmp_path / "empty", folder, [])
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors: holds no tensors; the adapter is empty"):
+        read(empty, folder)
+    adapter = write_adapter(tmp_path / "adapter", folder, ["model.layers.0.self_attn.q_proj"])
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    again = {name.replace(".weight", ".default.weight"): each.clone() for name, each in tensors.items()}
+    save_file(again, file)
+    read(adapter, folder)
+    save_file({**tensors, **again}, file)
+    with pytest.raises(ValueError, match=r"lora_A.*: the module has two of them"):
+        read(adapter, folder)
+
+
+@in_torch
+def test_patterns_of_alpha_may_name_modules_as_the_adapter_does(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """Adapters of multimodal models have other prefixes."""
+    folder, _ = tiny_checkpoint("qwen3_5_text")
+    (module,) = [each for each in modules_of(folder) if each.endswith("layers.0.mlp.down_proj")]
+    other = module.replace("model.", "model.language_model.", 1)
+    found = []
+    for name, alpha in (("a", {}), ("b", {other: 24})):
+        adapter = write_adapter(tmp_path / name, folder, [module], rank=4, alpha_pattern=alpha)
+        file = adapter / "adapter_model.safetensors"
+        save_file({key.replace(module, other): each for key, each in load_file(file).items()}, file)
+        ((_, b),) = read(adapter, folder).values()
+        found.append(b)
+    torch.testing.assert_close(found[1], found[0] * 3)
 
 
 @in_torch

@@ -13,16 +13,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Names, Part
+from bateleur.runner.checkpoint.tensors import DTYPES
 from bateleur.runner.models.lora import is_adaptable
-from bateleur.runner.utils.arguments import shown
+from bateleur.runner.utils.arguments import Number, shown
 from bateleur.runner.utils.json_file import read_json
 
 _WEIGHT = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])(\.default)?\.weight")
 _REFUSED = (
-    *("use_dora", "use_qalora", "alora_invocation_tokens"),
-    *("modules_to_save", "target_parameters", "trainable_token_indices"),
+    *("use_dora", "use_qalora", "alora_invocation_tokens", "lora_bias"),
+    *("modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication"),
 )
-"""Fields of `adapter_config.json` that ask for more than two matrices for each projection."""
+"""Fields of `adapter_config.json` that ask for more than two matrices for each projection, or for other layers."""
+_CHANGE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""What `init_lora_weights` begins with if PEFT changes the base weights, too."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """The files of an adapter."""
 _LISTED = 20
@@ -57,7 +60,7 @@ def read_adapter(
         raise ValueError(f"lora_path={folder}: must hold {CONFIG} and {WEIGHTS}")
     config = read_json(config_file)
     _check_config(config_file, config)
-    modules, problems = _read_modules(weights_file, other_prefixes)
+    modules, stored, problems = _read_modules(weights_file, other_prefixes)
     parts: dict[str, list[tuple[Part, Tensor, Tensor]]] = {}
     for module, pair in modules.items():
         part = names.get(f"{module}.weight")
@@ -65,33 +68,42 @@ def read_adapter(
         if problem:
             problems.append(f"{module}: {problem}")
         elif part is not None:
-            scale = _scale(config, module, len(pair["A"]))
+            scale = _scale(config, stored[module], len(pair["A"]))
             parts.setdefault(part.target, []).append((part, pair["A"].float(), pair["B"].float() * scale))
     if problems:
         listed = "\n  ".join(problems[:_LISTED])
         raise ValueError(f"{weights_file}: {len(problems)} tensors do not fit the model:\n  {listed}")
+    if not parts:
+        raise ValueError(f"{weights_file}: holds no tensors; the adapter is empty")
     return {target: _joined(found, shapes[target][0]) for target, found in parts.items()}
 
 
-def _read_modules(file: Path, other_prefixes: Prefixes) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """`A` and `B` of each module, and the names of tensors that are neither."""
+def _read_modules(
+    file: Path, other_prefixes: Prefixes
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, str], list[str]]:
+    """`A` and `B` of each module, its name in the file, and the names of tensors that are neither."""
     modules: dict[str, dict[str, Tensor]] = {}
-    unknown: list[str] = []
+    stored: dict[str, str] = {}
+    problems: list[str] = []
     try:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  safetensors has no iterator
                 match = _WEIGHT.fullmatch(name)
                 if match is None:
-                    unknown.append(f"{name}: is neither lora_A nor lora_B of a linear layer")
+                    problems.append(f"{name}: is neither lora_A nor lora_B of a linear layer")
                     continue
                 module = match["module"]
                 for other, ours in other_prefixes:
                     if module.startswith(other):
                         module = ours + module.removeprefix(other)
-                modules.setdefault(module, {})[match["matrix"]] = tensors.get_tensor(name)
+                stored.setdefault(module, match["module"])
+                pair = modules.setdefault(module, {})
+                if match["matrix"] in pair:
+                    problems.append(f"{name}: the module has two of them, under other names")
+                pair[match["matrix"]] = tensors.get_tensor(name)
     except SafetensorError as error:
         raise ValueError(f"{file}: {error}") from error
-    return modules, unknown
+    return modules, stored, problems
 
 
 def _joined(found: Sequence[tuple[Part, Tensor, Tensor]], rows: int) -> LowRank:
@@ -116,6 +128,17 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
             raise ValueError(f"{file}: {name} is {shown(config[name])}; adapters with it are not supported")
     if config.get("bias", "none") != "none":
         raise ValueError(f"{file}: bias is {shown(config['bias'])}; it must be 'none'")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGE_WEIGHTS):
+        raise ValueError(f"{file}: init_lora_weights is {start!r}, which changes the base weights; convert the adapter")
+    if not isinstance(patterns := config.get("alpha_pattern") or {}, dict):
+        raise ValueError(f"{file}: alpha_pattern is {shown(patterns)}; it must be an object")
+    try:
+        for name, alpha in {"lora_alpha": config.get("lora_alpha", 8), **patterns}.items():
+            re.compile(name)
+            Number()(name if name == "lora_alpha" else f"alpha_pattern[{name!r}]", alpha)
+    except (ValueError, re.error) as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _problem(
@@ -127,10 +150,14 @@ def _problem(
         return "adapters of embeddings, lm_head, routers and experts are not supported"
     if len(pair) < 2:
         return "lora_A and lora_B come in pairs"
+    for side, matrix in pair.items():
+        if matrix.ndim != 2 or matrix.dtype not in DTYPES.values() or not matrix.isfinite().all():
+            dtypes = ", ".join(DTYPES)
+            return f"lora_{side} is {matrix.dtype} {tuple(matrix.shape)}; it must be a finite matrix in {dtypes}"
     (rank, columns), (rows, b_rank) = pair["A"].shape, pair["B"].shape
     all_rows, all_columns = shapes[part.target]
     wanted = all_rows if part.rows is None else part.rows
-    if rank != b_rank or columns != all_columns or rows != wanted:
+    if not rank or rank != b_rank or columns != all_columns or rows != wanted:
         found = f"lora_A is ({rank}, {columns}) and lora_B ({rows}, {b_rank})"
         return f"{found}; they must be (r, {all_columns}) and ({wanted}, r)"
     if rank > max_rank:
