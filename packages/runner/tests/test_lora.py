@@ -199,6 +199,13 @@ def test_patterns_of_alpha_may_name_modules_as_the_adapter_does(tiny_checkpoint:
 
 
 @in_torch
+@pytest.mark.parametrize(("name", "path"), [("", "x"), (5, "x"), ("a", None), ("a", 0), ("a", []), ("a", "\ud800")])
+def test_an_adapter_is_a_name_and_a_folder(name: Any, path: Any) -> None:
+    with pytest.raises(ValueError, match=r"lora_(name|path) (is|holds|has)"):
+        LoRARequest(name, 1, path)
+
+
+@in_torch
 def test_adapters_take_the_slots_of_idle_ones(tiny_checkpoint: Any, tmp_path: Path) -> None:
     """The least recently used goes; none that an unfinished request uses, and none twice under one name."""
     folder, _ = tiny_checkpoint("llama")

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -181,8 +181,8 @@ TENSORS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
     ("modelopt NVFP4", _put(f"{Q}weight_scale", torch.ones(128, 5).byte()), "NVFP4 needs F8_E4M3"),
     ("awq", _put(f"{Q}qweight", torch.ones(64, 3).int()), "of 4 bits need I32 words, 8 rows each"),
     ("fp8 blocks", _put(f"{Q}weight.absmax", torch.ones(3)), "bitsandbytes is not supported"),
-    ("fp8 blocks", _put(f"{Q}weight_scale", torch.ones(1)), "weight_scale: is F32 (1,); is not used beside weight"),
-    ("fp8 blocks", _put(f"{Q}weight_zero_point", torch.ones(1).int()), "weight_zero_point: is I32 (1,); is not used"),
+    ("fp8 blocks", _put(f"{Q}weight_scale", torch.ones(1)), "weight_scale: is F32 (1,); quant_method 'fp8' does not"),
+    ("fp8 blocks", _put(f"{Q}weight_zero_point", torch.ones(1).int()), "quant_method 'fp8' does not read it beside"),
     ("fp8 blocks", _put(f"{Q}weight_scale_inv", torch.ones(3, 6)), "in blocks of (24, 24) needs (6, 3)"),
     ("fp8 blocks", _put(f"{Q}weight", torch.ones(64).to(torch.float8_e4m3fn)), "it must have rows and columns"),
     ("float-quantized channels", _put(f"{Q}weight_scale", torch.ones(2, 64)), "or one for each of 128 rows"),
@@ -269,6 +269,39 @@ def test_a_group_for_one_module_is_not_that_of_all_others(
     found = matrices(loaded(edited(quantised, tmp_path / "edited", lambda tensors: None, config_groups=config)))
     for name, weight in matrices(loaded(plain)).items():
         assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "modelopt NVFP4", "gptq with zeros"])
+@pytest.mark.parametrize("model", MODELS)
+def test_any_matrix_may_be_quantised_or_plain(
+    folders: Callable[[str, str], Folders], tmp_path: Path, tiny: ModuleType, model: str, kind: str
+) -> None:
+    """Embeddings are quantised, tied or not, and `v_proj` and `lm_head` are plain beside quantised neighbours."""
+    plain = re.compile(quantize.PLAIN.pattern.replace("embed|", "v_proj|"))
+    for tied in (False, True):
+        found, wanted = quantize.quantise(folders(model, kind)[1], tmp_path / str(tied), kind, plain)
+        for each in (found, wanted) if tied else ():
+            tiny.edit_config(each, tie_word_embeddings=True)
+            tensors = load_file(each / "model.safetensors")
+            del tensors["lm_head.weight"]
+            save_file(tensors, each / "model.safetensors")
+        stored = {each.dtype for name, each in load_file(found / "model.safetensors").items() if ".embed" in name}
+        assert stored & {torch.float8_e4m3fn, torch.uint8, torch.int32}
+        model_of = {each: matrices(loaded(found, dequantize=each)) for each in (False, True)}
+        for name, weight in matrices(loaded(wanted)).items():
+            assert torch.equal(model_of[False][name], weight), name
+            assert torch.equal(model_of[True][name], weight), name
+
+
+def test_zero_points_of_symmetric_files_are_not_used(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:
+    """Whether files have those of version 1 or 2; others with a warning."""
+    quantised, plain = folders("qwen", "gptq")
+    wanted = matrices(loaded(plain))["layers.2.qkv_proj"]
+    for stored in (0x77777777, 0x88888888 - (1 << 32), 0x12345678):
+        words = torch.full((4, 16), stored).int()
+        folder = edited(quantised, tmp_path / str(stored), _put(f"{Q}qzeros", words))
+        with pytest.warns(UserWarning, match="sym is true") if stored == 0x12345678 else nullcontext():
+            assert torch.equal(matrices(loaded(folder))["layers.2.qkv_proj"], wanted)
 
 
 def test_fp8_may_have_zero_points_of_zero(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:

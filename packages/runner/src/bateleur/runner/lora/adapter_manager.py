@@ -39,8 +39,8 @@ class LoRARequest:
     def __post_init__(self) -> None:
         """Check the types. Raises ValueError."""
         text("lora_name", self.lora_name)
-        if self.lora_path:
-            folder("lora_path", self.lora_path)
+        if self.lora_path != "":
+            text("lora_path", folder("lora_path", self.lora_path))
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from bateleur.runner.quantization.module import Module, Reader, check_scales, gr
 from bateleur.runner.utils.arguments import refuse
 
 _FORMATS = ("gptq", "gptq_v2")
+_UNUSED_ZEROS = "quantization_config: sym is true, but qzeros in the files hold zero points; they are not used"
 
 
 class GptqReader(Reader):
@@ -65,7 +67,12 @@ class GptqReader(Reader):
         """See `Reader.load`."""
         bits, scheme, (rows, columns) = self._bits(module), self.scheme(module), self.shape(module)
         codes = unpack_columns(module["qweight"].mapped().T, bits)
-        zeros = self._zeros(module, bits, rows).T.contiguous() if scheme.zeros else None
+        zeros = self._zeros(module, bits, rows).T.contiguous()
+        if not scheme.zeros:
+            stored = zeros - int(self.less_one)
+            if ((stored != (1 << bits - 1)) & (stored != (1 << bits - 1) - 1)).any():
+                warnings.warn(_UNUSED_ZEROS, stacklevel=2)
+            zeros = None
         if bits == 8:
             codes = codes.bitwise_xor(0x80).view(torch.int8)
             zeros = None if zeros is None else zeros.bitwise_xor(0x80).view(torch.int8)

@@ -88,7 +88,8 @@ def check_parts(reader: Reader, module: Module) -> None:
     names = module.parts.keys() - ACTIVATIONS
     used = max(reader.parts, key=lambda each: len(names & each))
     if surplus := sorted(names - used):
-        raise module.refuse(surplus[0], f"is not used beside {', '.join(sorted(names & used)) or 'the others'}")
+        beside = f" beside {', '.join(sorted(names & used))}" if names & used else ""
+        raise module.refuse(surplus[0], f"quant_method {reader.fields.get('quant_method')!r} does not read it{beside}")
     for part in names & _MATRICES:
         if len(module[part].shape) < 2 or 0 in module[part].shape:
             raise module.refuse(part, "it must have rows and columns")
