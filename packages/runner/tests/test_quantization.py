@@ -364,7 +364,10 @@ def test_lm_head_of_a_tied_configuration_is_its_own(
 def test_scales_of_keys_and_values_are_left_to_the_cache(
     folders: Callable[[str, str], Folders], tmp_path: Path
 ) -> None:
-    names = [f"model.layers.1.self_attn.{name}" for name in ("k_scale", "v_proj.v_scale", "attn.q_scale")]
+    names = [
+        f"model.layers.1.self_attn.{name}"
+        for name in ("k_scale", "v_proj.v_scale", "attn.q_scale", "q_proj.output_scale", "prob_scale")
+    ]
     scales = {name: torch.ones(1) for name in [*names, "mtp.layers.0.self_attn.k_scale"]}
     folder = edited(folders("qwen", "fp8 blocks")[0], tmp_path / "edited", lambda tensors: tensors.update(scales))
     checkpoint = open_checkpoint(folder)

@@ -26,6 +26,9 @@ _UNUSED = (
     "attn.q_scale",
     "q_proj.q_scale",
     "qkv_proj.q_scale",
+    "q_proj.output_scale",
+    "prob_scale",
+    "attn.prob_scale",
     "prob_output_scale",
     "attn.prob_output_scale",
 )

@@ -69,7 +69,10 @@ def read_adapter(
             problems.append(f"{module}: {problem}")
         elif part is not None:
             scale = _scale(config, stored[module], len(pair["A"]))
-            parts.setdefault(part.target, []).append((part, pair["A"].float(), pair["B"].float() * scale))
+            low, high = pair["A"].float(), pair["B"].float() * scale
+            if not (low.isfinite().all() and high.isfinite().all()):
+                problems.append(f"{module}: holds NaN or infinity (lora_B is multiplied with {scale:g})")
+            parts.setdefault(part.target, []).append((part, low, high))
     if problems:
         listed = "\n  ".join(problems[:_LISTED])
         raise ValueError(f"{weights_file}: {len(problems)} tensors do not fit the model:\n  {listed}")
@@ -137,7 +140,9 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
         for name, alpha in {"lora_alpha": config.get("lora_alpha", 8), **patterns}.items():
             re.compile(name)
             Number()(name if name == "lora_alpha" else f"alpha_pattern[{name!r}]", alpha)
-    except (ValueError, re.error) as error:
+    except re.error as error:
+        raise ValueError(f"{file}: alpha_pattern has {shown(error.pattern)}: {error}") from error
+    except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 
 
@@ -151,9 +156,9 @@ def _problem(
     if len(pair) < 2:
         return "lora_A and lora_B come in pairs"
     for side, matrix in pair.items():
-        if matrix.ndim != 2 or matrix.dtype not in DTYPES.values() or not matrix.isfinite().all():
+        if matrix.ndim != 2 or matrix.dtype not in DTYPES.values():
             dtypes = ", ".join(DTYPES)
-            return f"lora_{side} is {matrix.dtype} {tuple(matrix.shape)}; it must be a finite matrix in {dtypes}"
+            return f"lora_{side} is {matrix.dtype} {tuple(matrix.shape)}; it must be a matrix in {dtypes}"
     (rank, columns), (rows, b_rank) = pair["A"].shape, pair["B"].shape
     all_rows, all_columns = shapes[part.target]
     wanted = all_rows if part.rows is None else part.rows

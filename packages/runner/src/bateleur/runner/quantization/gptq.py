@@ -67,12 +67,12 @@ class GptqReader(Reader):
         """See `Reader.load`."""
         bits, scheme, (rows, columns) = self._bits(module), self.scheme(module), self.shape(module)
         codes = unpack_columns(module["qweight"].mapped().T, bits)
-        zeros = self._zeros(module, bits, rows).T.contiguous()
-        if not scheme.zeros:
-            stored = zeros - int(self.less_one)
+        found = self._zeros(module, bits, rows).T.contiguous()
+        zeros = found if scheme.zeros else None
+        if zeros is None:
+            stored = found - int(self.less_one)
             if ((stored != (1 << bits - 1)) & (stored != (1 << bits - 1) - 1)).any():
                 warnings.warn(_UNUSED_ZEROS, stacklevel=2)
-            zeros = None
         if bits == 8:
             codes = codes.bitwise_xor(0x80).view(torch.int8)
             zeros = None if zeros is None else zeros.bitwise_xor(0x80).view(torch.int8)
