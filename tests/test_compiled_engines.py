@@ -154,7 +154,7 @@ def test_what_the_warm_up_leaves_out_is_compiled_late(
 ) -> None:
     """The check above must be able to fail."""
     for name in ("warm_up", "run_largest"):
-        monkeypatch.setattr(f"bateleur.runner.engine.engine.{name}", lambda *_: None)
+        monkeypatch.setattr(f"bateleur.runner.engine.model_runner.{name}", lambda *_: None)
     with compiling(on_device=True) as compiled:
         fake = make(compiled)
         llm = _open(fake, CASES["Llama-3.1-8B eager"], tmp_path)
@@ -181,6 +181,10 @@ NOT_IN_AN_ENGINE = {
     "bateleur.mamba.planners.triton.copy_plan_kernel": _BY_PACKAGE,
     "bateleur.runner.models.kernels.lora.expand_kernel": "packages/runner/tests/test_kernel_compile.py",
     "bateleur.runner.models.kernels.lora.shrink_kernel": "packages/runner/tests/test_kernel_compile.py",
+    **{
+        f"bateleur.runner.models.kernels.quantized.{name}": "packages/runner/tests/test_quantized_triton.py"
+        for name in ("linear_kernel", "grouped_kernel", "sum_kernel")
+    },
     "bateleur.runner.models.kernels.norm.add_normed_kernel": "packages/runner/tests/test_kernel_compile.py",
 }
 """Kernels that none of these engines launches, and the tests that compile them."""

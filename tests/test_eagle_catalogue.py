@@ -325,8 +325,8 @@ def test_b9_a_request_that_loses_its_place_forgets_its_drafts(
         in_flight += sum(bool(table.num_proposed[request.row]) for request in victims)
         for request in reversed(victims):
             scheduler.preempt(request)
-        random.shuffle(table._free_rows)
-        assert not table.num_proposed[table._free_rows].any()
+        random.shuffle(table.free_rows)
+        assert not table.num_proposed[table.free_rows].any()
 
     assert sorted(ids(drain(llm, each_step=preempt))) == sorted(wanted)
     assert in_flight > 5

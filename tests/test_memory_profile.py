@@ -18,6 +18,7 @@ from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.engine import memory_profile
 from bateleur.runner.engine.memory_profile import needed_bytes, trial_setup
+from bateleur.runner.engine.model_runner import ModelRunner
 from bateleur.runner.engine.setup import EngineSetup
 
 WEIGHTS, STEPS, GRAPH = 10_000_000, 300_000, 1000
@@ -133,10 +134,10 @@ def test_a_step_that_does_not_fit_names_what_to_choose(
 ) -> None:
     setup = open_setup(cudagraph_mode="NONE")
 
-    def full(engine: Any) -> None:
+    def full(runner: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    monkeypatch.setattr(memory_profile.Engine, "run_largest", full)
+    monkeypatch.setattr(ModelRunner, "run_largest", full)
     with pytest.raises(ValueError, match=r"^max_num_batched_tokens=32, max_num_seqs=6: a step does not fit .*2 GiB"):
         needed_bytes(setup, device)
     gc.collect()
@@ -150,16 +151,16 @@ def test_the_largest_steps_are_run(
     """Several rows share the tokens if one request may not have so many."""
     setup = open_setup(max_model_len=12, cudagraph_mode="NONE")
     seen = set()
-    run = memory_profile.Engine.run_largest
+    run = ModelRunner.run_largest
 
-    def watched(engine: Any) -> None:
-        forward = engine.runner.graphs.run
+    def watched(runner: Any) -> None:
+        forward = runner.graphs.run
         monkeypatch.setattr(
-            engine.runner.graphs, "run", lambda staged: (seen.add(staged.state.batch.num_tokens), forward(staged))[1]
+            runner.graphs, "run", lambda staged: (seen.add(staged.state.batch.num_tokens), forward(staged))[1]
         )
-        run(engine)
+        run(runner)
 
-    monkeypatch.setattr(memory_profile.Engine, "run_largest", watched)
+    monkeypatch.setattr(ModelRunner, "run_largest", watched)
     needed_bytes(setup, device)
     assert seen == {30, ROWS}, "three prompts of 10 tokens, then a decode of every row"
 

@@ -32,6 +32,9 @@ TEXT = [None, 5, [], "", True]
 
 RULES: dict[str, tuple[str, list[Any]]] = {
     "model": ("the path of a folder", [5, "", b"x", [], True]),
+    "enable_lora": ("True or False", [None, 1, "yes", []]),
+    "max_loras": ("an integer >= 1", [0, -1, "4", True, 1.5]),
+    "max_lora_rank": ("an integer >= 1", [0, -1, "4", True, 1.5]),
     "quantization": (f"one of dequantize, {', '.join(QUANTIZATION_METHODS)}", ["bitsandbytes", "", 5, True, []]),
     "kv_cache_dtype": ("one of auto, fp8, fp8_e4m3, bfloat16, float16, float32", ["fp8_e5m2", "int8", "", 5, None]),
     "dtype": ("one of auto, float32, bfloat16, float16", ["float8", "", None, 5, [], np.float32, "float64"]),
@@ -254,7 +257,6 @@ FOREIGN: list[tuple[str, Any, str]] = [
     ("swap_space", 4, "0: what has no room is computed again"),
     ("cpu_offload_gb", 1, "0: weights stay on the device; see kv_offload_bytes for the prefix cache"),
     ("num_gpu_blocks_override", 9, "None: use kv_cache_memory_bytes"),
-    ("enable_lora", True, "None or False: LoRA adapters are not loaded: merge them into the checkpoint"),
     ("limit_mm_per_prompt", {"image": 1}, "None or {}: only text models are supported"),
     ("task", "embed", "'auto' or 'generate': models generate"),
     ("runner", "pooling", "'auto' or 'generate': models generate"),

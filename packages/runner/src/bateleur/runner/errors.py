@@ -1,6 +1,7 @@
 """All exceptions of the five packages.
 
 ValueError                  an argument is wrong: the message names the argument, its value and the rule
+    AdaptersBusy            unfinished requests use all slots of LoRA adapters
     BatchInvariant          a batch breaks a rule of its field table
     InexactBound            an exact length was requested from a host bound
     BorrowError             the target's attention metadata differs from what the drafter was captured with
@@ -86,6 +87,7 @@ else:
 
 
 __all__ = [
+    "AdaptersBusy",
     "AddressMoved",
     "BatchInvariant",
     "BorrowError",
