@@ -114,21 +114,22 @@ def tile_options(
 ) -> dict[str, Any]:
     """Tile sizes and launch options for tiles of about ``tile_rows`` lines. A tile has at most 128: two warp groups.
 
-    float32 has no tensor cores of its precision, so its steps are small. If it ``converts`` keys of another dtype, no
-    registers are left to fetch them ahead. The queries of 128 rows of 256 lanes take 64 KiB, which is too much for a
-    device with ``shared_bytes`` below 112 KiB.
+    float32 has no tensor cores of its precision, so its steps are small. If a kernel ``converts`` keys of another dtype,
+    fewer registers are left to fetch them ahead: one stage less for lanes above 128, none in float32. The queries of 128
+    rows of 256 lanes take 64 KiB, which is too much for a device with ``shared_bytes`` below 112 KiB.
     """
     block_d = max(16, power_of_two(head_dim))
     full = dtype == torch.float32
     most = 32 if full else 64 if head_dim > 128 and shared_bytes < 112 << 10 else 128
     block_m = min(max(16, power_of_two(tile_rows)), most)
+    stages = 2 if full or (converts and block_d > 128) else 3
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": 16 if full else max(32, min(8192 // block_d, 128)),  # 16 KiB of keys a step
         "BLOCK_D": block_d,
         "PRECISION": "ieee" if full else "tf32",
         "num_warps": 8 if full or block_m * block_d > 8192 or block_m > 64 else 4,
-        "num_stages": 3 if not full else 1 if converts else 2,
+        "num_stages": 1 if full and converts else stages,
         "enable_fp_fusion": True,
     }
 
