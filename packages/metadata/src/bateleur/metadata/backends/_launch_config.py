@@ -114,9 +114,9 @@ def tile_options(
 ) -> dict[str, Any]:
     """Tile sizes and launch options for tiles of about ``tile_rows`` lines. A tile has at most 128: two warp groups.
 
-    float32 has no tensor cores of its precision, so its steps are small. If a kernel ``converts`` keys of another dtype,
-    fewer registers are left to fetch them ahead: one stage less for lanes above 128, none in float32. The queries of 128
-    rows of 256 lanes take 64 KiB, which is too much for a device with ``shared_bytes`` below 112 KiB.
+    float32 has no tensor cores of its precision, so its steps are small. If a kernel ``converts`` keys of another
+    dtype, fewer registers are left to fetch them ahead: one stage less for lanes above 128, none in float32. The
+    queries of 128 rows of 256 lanes take 64 KiB, which is too much for a device with ``shared_bytes`` below 112 KiB.
     """
     block_d = max(16, power_of_two(head_dim))
     full = dtype == torch.float32
