@@ -92,6 +92,7 @@ def adapted(
 def test_a_batch_mixes_the_base_model_and_adapters(adapted: Adapted, options: dict[str, Any]) -> None:
     with adapted.open(**options) as llm:
         adapted.check(llm)
+        llm.engine.runner.producer.poison()
         adapted.check(llm)
 
 

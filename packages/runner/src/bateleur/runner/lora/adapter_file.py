@@ -114,11 +114,7 @@ def _joined(found: Sequence[tuple[Part, Tensor, Tensor]], rows: int) -> LowRank:
     a = torch.cat([each for _, each, _ in found])
     b, lane = torch.zeros(rows, len(a)), 0
     for part, low, high in found:
-        if (order := part.row_order(len(high))) is not None:
-            high = high.index_select(0, order)
-        if part.factors:
-            high = high * part.row_factors(len(high)).unsqueeze(1)
-        b[part.start : part.start + len(high), lane : lane + len(low)] = high
+        b[part.start : part.start + len(high), lane : lane + len(low)] = part.read(high)
         lane += len(low)
     return a, b
 

@@ -1,4 +1,4 @@
-"""Which adapters are on the device, and which requests use them."""
+"""Loads and unloads LoRA adapters, and counts the requests that use each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Loaded:
     slot: int
     folder: Path
     digest: bytes
-    """Of both files: prefixes of two adapters are never shared."""
+    """Digest of both files. Prefix keys start from it, so adapters never share prefixes."""
     num_requests: int = 0
     last_use: int = 0
 
@@ -74,7 +74,7 @@ class AdapterManager:
     def of(
         cls, config: LoRAConfig, checkpoint: Checkpoint, model: HybridDecoder, max_num_tokens: int
     ) -> AdapterManager | None:
-        """Slots of `config` on a model, or on what this rank has of it; None without `enable_lora`."""
+        """Return a manager for this rank's part of a model; None without `enable_lora`."""
         if not config.enable_lora:
             return None
         names = checkpoint.names

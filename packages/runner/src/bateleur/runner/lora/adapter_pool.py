@@ -49,13 +49,20 @@ class AdapterPool:
         return sum(each.a_ARK.nbytes + each.b_ANR.nbytes for each in self.weights.values())
 
     def stage(self, num_tokens: int, slots: NDArray[np.int32] | None) -> Tensor:
-        """Write the slots of a step's tokens, 0 behind them; all 0 for None. Return those of its `num_tokens`."""
+        """Write the slot of each token of a step, and return the first `num_tokens` entries, which include padding.
+
+        slots: of the tokens without padding; None for no adapter. Padding gets slot 0.
+        """
         staged = pinned((num_tokens,), torch.int32, self.token_slots.device)
         num_known = 0 if slots is None else len(slots)
         if slots is not None:
             staged.numpy()[:num_known] = slots
         staged[num_known:] = 0
         return self.token_slots[:num_tokens].copy_(staged, non_blocking=True)
+
+    def poison(self) -> None:
+        """Give all tokens the last adapter, whose slot is valid but wrong for padding and most rows."""
+        self.token_slots.fill_(self.num_slots)
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
         """Write an adapter, see `read_adapter`, to a slot that no running request uses."""

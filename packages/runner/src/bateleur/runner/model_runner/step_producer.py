@@ -136,6 +136,8 @@ class StepProducer:
     def poison(self) -> None:
         """Fill all buffers with invalid values; the next staging defines every entry again."""
         self.buffers.poison()
+        if self._adapters is not None:
+            self._adapters.poison()
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[StepContext]:
         """Stage random rows that `key` can hold, over random cache contents; for an engine without requests.
@@ -187,7 +189,7 @@ class StepProducer:
         limits, plan = self.buffers.limits, self.model_state.caches.plan
         most = min(limits.max_num_reqs if key.num_reqs is None else key.num_reqs, key.num_tokens)
         room, ahead = limits.max_model_len, self.buffers.groups[0].lookahead_tokens
-        if plan.num_blocks:  # every row gets room for one token of context, its own, and what a drafter stores behind
+        if plan.num_blocks:  # each row needs room for a token of context, its own, and those that a drafter stores
             least = -(-(1 + (key.uniform_query_len or 1) + ahead) // plan.block_size)
             most = min(most, (plan.num_blocks - 1) // least)
         filled = int(rng.integers(1, key.num_tokens + 1, size=2).max())  # the rest is padding
