@@ -2,8 +2,8 @@
 
 Shapes: N rows of a matrix, K columns, G groups of columns with a scale each, E matrices of a grouped projection.
 
-A weight is `(code - zero) * scale`, formed in float32 and rounded once to the dtype of the tokens. A product is that of
-the rounded weights, so it equals the product with a matrix that was dequantised before.
+A weight is `(code - zero) * scale`, computed in float32 and rounded once to the dtype of the tokens. A product uses the
+rounded weights, so it equals the product with a matrix that was dequantised on load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Layout(StrEnum):
-    """How the codes of a matrix lie in memory. Nibbles of a byte are an even column, then an odd one."""
+    """Memory layout of the codes of a matrix. The low nibble of a byte is an even column, the high one the next."""
 
     F8 = "F8"
     """(N, K) uint8, the bits of float8 e4m3."""
@@ -40,7 +40,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How a matrix is quantised, apart from its sizes. Rows of one scheme can be stacked."""
+    """Quantisation of a matrix, apart from its sizes. Rows with equal schemes can be stacked."""
 
     layout: Layout
     group: int
@@ -56,15 +56,15 @@ class Scheme:
     """Columns of the first group that come before this part of the matrix."""
 
     def num_groups(self, columns: int) -> int:
-        """Of a matrix of so many columns."""
+        """Return the number of groups in `columns` columns."""
         return -(-(self.start + columns) // self.group)
 
     def cut(self, first: int, end: int) -> Scheme:
-        """Of the columns [first, end)."""
+        """Return the scheme of the columns [first, end)."""
         return self if self.indexed else replace(self, start=(self.start + first) % self.group)
 
     def key(self) -> str:
-        """All fields but the dtype of scales, as operators take them; `scheme_of` reads it."""
+        """Return all fields except the dtype of scales as text, for operators. `scheme_of` parses it."""
         flags = int(self.zeros), int(self.divides), int(self.indexed)
         return " ".join(map(str, (self.layout.value, self.group, self.start, *flags)))
 
@@ -76,7 +76,7 @@ class Scheme:
 
 @cache
 def scheme_of(key: str, scale_dtype: torch.dtype) -> Scheme:
-    """The scheme whose `key` that is."""
+    """Return the scheme with this `key`."""
     layout, *numbers = key.split()
     group, start, zeros, divides, indexed = map(int, numbers)
     return Scheme(Layout(layout), group, scale_dtype, bool(zeros), bool(divides), bool(indexed), start)
@@ -101,7 +101,7 @@ class QuantizedMatrix:
 
     @classmethod
     def empty(cls, scheme: Scheme, shape: tuple[int, ...], groups: int | None, device: torch.device) -> QuantizedMatrix:
-        """Uninitialised memory for a matrix of this shape. groups: G, by default what the columns need."""
+        """Return uninitialised memory for a matrix of this shape. groups: G; None computes it from the columns."""
         *lead, columns = shape
         groups = scheme.num_groups(columns) if groups is None else groups
         width = -(-columns // 2) if scheme.layout in PACKED else columns
@@ -122,7 +122,7 @@ class QuantizedMatrix:
 
     @classmethod
     def of(cls, key: str, columns: int, parts: Sequence[Tensor]) -> QuantizedMatrix:
-        """Of `Scheme.key` and of `tensors` in their order."""
+        """Return the matrix with this `Scheme.key`. parts: the values of `tensors`, in order."""
         codes, scales, *rest = parts
         scheme, more = scheme_of(key, scales.dtype), iter(rest)
         zeros = next(more) if scheme.zeros else None
@@ -135,24 +135,24 @@ class QuantizedMatrix:
         return (*self.codes.shape[:-1], self.columns)
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """What it holds in memory, by name behind a prefix."""
+        """Return the tensors in memory. Their names begin with `prefix`."""
         named = {prefix + each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def rows(self, rows: slice | Tensor) -> QuantizedMatrix:
-        """Some of the N rows of a matrix (N, K), or some of the E matrices; views for a slice."""
+        """Return some of the N rows of a matrix (N, K), or some of E matrices; views for a slice."""
         tensors: dict[str, Any] = {name: each[rows] for name, each in self.tensors().items() if name != "index"}
         return replace(self, **tensors)
 
     def flat(self) -> QuantizedMatrix:
-        """(E * N, K) of (E, N, K)."""
+        """Return (E, N, K) as (E * N, K)."""
         if self.codes.ndim == 2:
             return self
         tensors: dict[str, Any] = {name: each.flatten(0, 1) for name, each in self.tensors().items() if name != "index"}
         return replace(self, **tensors)
 
     def cut_columns(self, first: int, end: int) -> QuantizedMatrix:
-        """Columns [first, end) with the scales that they need. Raises ValueError if a byte would be cut."""
+        """Return the columns [first, end) and their scales. Raises ValueError if a byte would be cut."""
         if (first, end) == (0, self.columns):
             return self
         scheme = self.scheme
@@ -177,7 +177,7 @@ class QuantizedMatrix:
         )
 
     def scaled(self, factors: Tensor) -> QuantizedMatrix:
-        """Each row multiplied by one of factors (N,) float32; scales are float32 afterwards, but for F4."""
+        """Return the matrix with row n multiplied by factors[n] (float32). Scales become float32, except for F4."""
         if self.factors is not None:
             combined = self.factors / factors if self.scheme.divides else self.factors * factors
             return replace(self, factors=combined)
@@ -193,12 +193,13 @@ class QuantizedMatrix:
             each.copy_(theirs[name])
 
     def dequantize(self) -> Tensor:
-        """(N, K) or (E, N, K) float32."""
+        """Return the weights (N, K) or (E, N, K) in float32."""
         scheme, device = self.scheme, self.codes.device
         values = unpack(self.codes, scheme.layout)[..., : self.columns]
-        scales = self.scales.float()
-        if self.factors is not None:
-            scales, factors = e4m3(self.scales), self.factors[..., None]
+        if self.factors is None:
+            scales = self.scales.float()
+        else:
+            scales, factors = self.scales.view(torch.float8_e4m3fn).float(), self.factors[..., None]
             scales = scales / factors if scheme.divides else scales * factors
         group = self.index
         if group is None:
@@ -211,9 +212,9 @@ class QuantizedMatrix:
 
 
 def unpack(codes: Tensor, layout: Layout) -> Tensor:
-    """The numbers that codes stand for, float32; those of I4 are unsigned."""
+    """Return the values of codes in float32; I4 values are unsigned."""
     if layout is Layout.F8:
-        return e4m3(codes)
+        return codes.view(torch.float8_e4m3fn).float()
     if layout is Layout.I8:
         return codes.float()
     nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
@@ -221,10 +222,3 @@ def unpack(codes: Tensor, layout: Layout) -> Tensor:
         return nibbles.float()
     table = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device=codes.device)
     return table[nibbles.int()]
-
-
-def e4m3(bits: Tensor) -> Tensor:
-    """float32 of uint8 bits of float8 e4m3. torch's own conversion is ten times as slow on a CPU. NaN becomes 480."""
-    wide = bits.int()
-    placed = (wide & 0x80) << 24 | (wide & 0x7F) << 20
-    return placed.view(torch.float32) * 2.0**120

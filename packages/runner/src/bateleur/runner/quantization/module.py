@@ -1,4 +1,4 @@
-"""The tensors of one quantised module of a checkpoint, and what a reader of a format makes of them."""
+"""Tensors of one quantised module of a checkpoint, and the interface of readers, one per format."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Stored(Protocol):
 
     @property
     def name(self) -> str:
-        """As the file has it."""
+        """Name in the file."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the file has it."""
+        """Shape in the file."""
 
     @property
     def dtype(self) -> str:
-        """As safetensors writes it."""
+        """Dtype as safetensors names it: "F8_E4M3", "BF16", ..."""
 
     def mapped(self) -> Tensor:
-        """Its numbers, read from the file when they are used; those of float8 as their bits in uint8."""
+        """Return the contents, mapped from the file; float8 as uint8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Tensors of one module, by what their names end with: `weight`, `weight_scale`, ..."""
+    """Tensors of one module, by the last part of their names: `weight`, `weight_scale`, ..."""
 
     names: tuple[str, ...]
-    """Of the module: as the file has it first, then other spellings."""
+    """Names of the module: first the one in the file, then other spellings."""
     parts: Mapping[str, Stored]
 
     def __getitem__(self, part: str) -> Stored:
@@ -52,7 +52,7 @@ class Module:
         return self.parts[part]
 
     def refuse(self, part: str, rule: str) -> ValueError:
-        """The error for a tensor that does not fit."""
+        """Return the error for a tensor that breaks a rule."""
         entry = self[part]
         return ValueError(f"{entry.name}: is {entry.dtype} {entry.shape}; {rule}")
 
@@ -68,23 +68,23 @@ class Reader(ABC):
 
     @abstractmethod
     def shape(self, module: Module) -> tuple[int, ...]:
-        """(N, K) or (E, N, K) of the weight. Raises ValueError for sizes that do not fit each other."""
+        """Return the shape (N, K) or (E, N, K) of the weight. Raises ValueError if sizes do not match."""
 
     @abstractmethod
     def scheme(self, module: Module) -> Scheme:
-        """How it is quantised. Raises ValueError for what is not supported."""
+        """Return the scheme of the weight. Raises ValueError for what is not supported."""
 
     @abstractmethod
     def load(self, module: Module) -> QuantizedMatrix:
-        """The matrix on the CPU, as far as possible as views of the file."""
+        """Return the matrix on the CPU, as views of the file if possible."""
 
     @abstractmethod
     def excludes(self, names: tuple[str, ...]) -> bool:
-        """Whether the configuration says that the module of these names is not quantised."""
+        """Return whether the configuration excludes the module with these names from quantisation."""
 
 
 def check_parts(reader: Reader, module: Module) -> None:
-    """Raise ValueError for a tensor that the reader would not use beside the others, or without rows and columns."""
+    """Raise ValueError for a tensor that the reader does not use, or a matrix without rows or columns."""
     names = module.parts.keys() - ACTIVATIONS
     used = max(reader.parts, key=lambda each: len(names & each))
     if surplus := sorted(names - used):
@@ -96,7 +96,7 @@ def check_parts(reader: Reader, module: Module) -> None:
 
 
 def check_matrix(module: Module, matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """The matrix. Raises ValueError for tensors whose sizes or numbers do not fit each other."""
+    """Return the matrix. Raises ValueError if sizes or group numbers do not match."""
     scheme, found = matrix.scheme, matrix.tensors()
     groups = matrix.scales.shape[-1] if scheme.indexed else None
     wanted = QuantizedMatrix.empty(scheme, matrix.shape, groups, torch.device("meta")).tensors()
@@ -112,39 +112,36 @@ def check_matrix(module: Module, matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def words(module: Module, part: str) -> Tensor:
-    """A tensor of packed codes. Raises ValueError if it is not int32."""
+    """Return a tensor of packed codes. Raises ValueError if its dtype is not int32."""
     if module[part].dtype != "I32":
         raise module.refuse(part, "packed codes must be I32")
     return module[part].mapped()
 
 
 def float_scheme(module: Module, scale: str, block: tuple[int, int] | None) -> Scheme:
-    """FP8 or INT8 codes with scales for a tensor, rows, or `block`s of (rows, columns)."""
+    """Return the scheme of FP8 or INT8 codes with scales per tensor, per row, or per `block` of (rows, columns)."""
     columns = module["weight"].shape[-1]
     layout = Layout.F8 if module["weight"].dtype.startswith("F8") else Layout.I8
     return Scheme(layout, columns if block is None else block[1], scale_dtype(module, scale))
 
 
 def scale_dtype(module: Module, scale: str) -> torch.dtype:
-    """Of scales in one of the floating-point types."""
+    """Return the dtype of scales. Raises ValueError if it is no floating-point type."""
     if module[scale].dtype not in _FLOATS:
         raise module.refuse(scale, f"its dtype must be one of {', '.join(_FLOATS)}")
     return _FLOATS[module[scale].dtype]
 
 
 def row_scales(module: Module, scale: str, block: tuple[int, int] | None, shape: tuple[int, ...]) -> Tensor:
-    """(..., N, G) of scales of a tensor, of rows, or of blocks, whose last rows and columns may be ragged."""
+    """Expand scales per tensor, per row or per block to (..., N, G). The last block may be smaller."""
     *lead, rows, columns = shape
     entry = module[scale]
     scales, count = entry.mapped(), math.prod(lead)
     if block is None:
-        size = scales.numel()
         if _long(entry.shape) not in ((), _long(tuple(lead)), _long((*lead, rows))):
             raise module.refuse(scale, f"the weight {shape} needs one scale, or one for each of {rows} rows")
-        each = scales.reshape(-1, 1) if size == count * rows else scales.reshape(-1, 1, 1).expand(-1, rows, 1)
-        return (
-            each.expand(count, rows, 1).reshape(*lead, rows, 1) if size < count * rows else each.reshape(*lead, rows, 1)
-        )
+        each = scales.reshape(-1, rows if scales.numel() == count * rows else 1, 1)
+        return each.expand(count, rows, 1).reshape(*lead, rows, 1)
     high, wide = block
     blocks = (*lead, -(-rows // high), -(-columns // wide))
     if _long(entry.shape) != _long(blocks):
@@ -153,26 +150,26 @@ def row_scales(module: Module, scale: str, block: tuple[int, int] | None, shape:
 
 
 def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without axes of one entry, which files have or not."""
+    """Return the shape without axes of size 1, because files differ in them."""
     return tuple(size for size in shape if size != 1)
 
 
 def check_scales(module: Module, part: str, scales: Tensor) -> Tensor:
-    """The scales. Raises ValueError for one that is NaN or infinite."""
+    """Return the scales. Raises ValueError if one is NaN or infinite."""
     if not scales.isfinite().all():
         raise ValueError(f"{module[part].name}: holds NaN or infinity; the checkpoint is damaged")
     return scales
 
 
 def check_codes(module: Module, part: str, codes: Tensor) -> Tensor:
-    """Bits of e4m3. Raises ValueError for a NaN among them."""
+    """Return the bits of e4m3 codes. Raises ValueError if one is NaN."""
     if ((codes & 0x7F) == 0x7F).any():
         raise ValueError(f"{module[part].name}: holds NaN; the checkpoint is damaged")
     return codes
 
 
 def group_size(columns: int, groups: int, said: int, module: Module) -> int:
-    """Columns with a common scale. said: by the configuration; below 1 means all columns."""
+    """Return the columns per scale. said: `group_size` of the configuration; below 1 means all columns."""
     group = columns if said < 1 else said
     if -(-columns // group) == groups:
         return group
