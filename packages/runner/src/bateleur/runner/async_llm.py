@@ -173,15 +173,15 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(threads, function)
 
     async def add_lora(self, lora_request: LoRARequest) -> None:
-        """As `LLM.add_lora`."""
+        """Load an adapter; see `LLM.add_lora`."""
         await self.inspect(lambda llm: llm.add_lora(lora_request))
 
     async def remove_lora(self, lora_name: str) -> None:
-        """As `LLM.remove_lora`."""
+        """Unload an adapter; see `LLM.remove_lora`."""
         await self.inspect(lambda llm: llm.remove_lora(lora_name))
 
     async def list_loras(self) -> dict[str, Path]:
-        """As `LLM.list_loras`."""
+        """Return folders of loaded adapters by name; see `LLM.list_loras`."""
         return await self.inspect(lambda llm: llm.list_loras())
 
     # --- the engine ---------------------------------------------------------------------------------------

@@ -35,22 +35,22 @@ class QuantizedEntry(TensorEntry):
     reader: Reader
 
     def scheme(self) -> Scheme:
-        """How it is quantised."""
+        """Return how the weight is quantised."""
         return self.reader.scheme(self.module)
 
     def matrix(self) -> QuantizedMatrix:
-        """The codes and scales, as views of the file where its layout is ours."""
+        """Return codes and scales: views of the file if its layout is ours."""
         return check_matrix(self.module, self.reader.load(self.module))
 
     def mapped(self) -> Tensor:
-        """The dequantised weight in float32, a copy."""
+        """Return a dequantised copy in float32."""
         return self.matrix().dequantize()
 
 
 def with_quantized(
     tensors: Mapping[str, TensorEntry], reader: Reader | None, spellings: Sequence[tuple[str, str]]
 ) -> dict[str, TensorEntry]:
-    """The tensors, with one entry in place of all tensors of each quantised module.
+    """Return the tensors, with one entry in place of all tensors of each quantised module.
 
     Raises ValueError for tensors of a format that is not supported, or that do not fit each other.
     """
@@ -119,14 +119,14 @@ def quantize_projections(
 
 
 def _common(found: list[tuple[Part, TensorEntry]]) -> Scheme | None:
-    """The scheme of all experts; None if they differ, or if groups have no order, which would differ."""
+    """Return the scheme of all experts; None if schemes differ, or if tables of groups (act order) could differ."""
     schemes = {_scheme(part, entry) for part, entry in found}
     (first, *others) = schemes
     return None if others or first is None or first.indexed else first
 
 
 def _scheme(part: Part, entry: TensorEntry) -> Scheme | None:
-    """None for a plain tensor."""
+    """Return the scheme of a tensor; None for a plain one."""
     if not isinstance(entry, QuantizedEntry):
         return None
     scheme = entry.scheme()
@@ -136,7 +136,9 @@ def _scheme(part: Part, entry: TensorEntry) -> Scheme | None:
 
 
 def _pieces(found: list[tuple[Part, TensorEntry]], cut: Cut) -> Iterator[tuple[int, int, Scheme | None, int | None]]:
-    """(first row, row after the last, scheme, groups) of the rows of this rank; neighbours of one scheme are one."""
+    """Yield (first row, row after the last, scheme, groups) for the rows of this rank. Adjacent rows with equal
+    schemes are joined.
+    """
     every = []
     for part, entry in found:
         scheme, groups = _scheme(part, entry), None
@@ -199,7 +201,7 @@ def _columns(cut: Cut, axis: int) -> Range | None:
 
 
 def _source(part: Part, entry: QuantizedEntry) -> QuantizedMatrix:
-    """What a file holds, with rows in the order of the weight, and multiplied with its factors."""
+    """Return the stored matrix, with rows in the order of the weight, multiplied by its factors."""
     matrix = entry.matrix()
     if (order := part.row_order(matrix.shape[-2])) is not None:
         matrix = matrix.rows(order)

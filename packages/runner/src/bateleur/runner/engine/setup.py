@@ -114,7 +114,7 @@ class EngineSetup:
         elif draft is not None:
             shipped = folder is None
             drafter = DraftHead.open(draft, network, checkpoint=checkpoint, shipped=shipped, recorded=recorded)
-        network.pack(recorded=recorded)  # behind the head, which may share some of them
+        network.pack(recorded=recorded)  # after the head, which may share some of them
         rule = member_of(Rule, config.speculative.speculative_rule)
         if isinstance(drafter, DraftHead):
             caches = replace(caches, draft=drafter.costs(caches.kv_dtype or dtype, rule))
@@ -285,7 +285,7 @@ def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
 
 
 def _host_sizes(cache: CacheConfig, plan: CachePlan, ranks: Ranks) -> HostSizes | None:
-    """Of this rank. Raises ValueError for more memory than there is, or too little for anything."""
+    """Return the host memory sizes of this rank. Raises ValueError for more memory than is free, or too little."""
     wanted = cache.kv_offload_bytes
     if not wanted or not plan.share_prefixes:
         return None

@@ -35,11 +35,11 @@ class Unallocated:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrix."""
+        """Dtype of the matrix."""
         return self.like.dtype
 
     def allocate(self) -> Tensor:
-        """Uninitialised memory."""
+        """Return uninitialised memory for the matrix."""
         if self.by_columns:
             return self.like.new_empty(self.shape[::-1]).t()
         return self.like.new_empty(self.shape)
@@ -104,7 +104,7 @@ class Projection:
 
     @classmethod
     def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> Projection:
-        """Of a quantised matrix (N, K), for tokens of a dtype."""
+        """Return the projection of a quantised matrix (N, K), for tokens of `dtype`."""
         made = cls(Unallocated(matrix.shape, matrix.codes.new_empty(0, dtype=dtype)))
         made._weight, made.pieces = None, (Rows(0, matrix),)
         return made
@@ -224,7 +224,7 @@ class Rows:
         return self if packed is None else Rows(self.first, packed)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """What it holds in memory, by names behind a prefix."""
+        """Return the tensors in memory. Their names begin with `prefix`."""
         if isinstance(self.matrix, Projection):
             return self.matrix.tensors(f"{prefix}plain")
         return self.matrix.tensors(prefix)

@@ -32,7 +32,7 @@ class Weighted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightSize:
-    """Of one weight, which may be several tensors: codes and scales."""
+    """Size of one weight, which may be several tensors: codes and scales."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -66,7 +66,7 @@ def quantized_parts(projection: Projection | GroupedProjection) -> list[Quantize
 
 
 def describe_quantized(matrix: QuantizedMatrix, device: torch.device, dtype: torch.dtype) -> str:
-    """What computes products with a matrix."""
+    """Return a description of what computes products with a matrix."""
     if device.type == "cuda" and dtype != torch.float64:
         return "Triton, dequantised in registers"
     one = matrix.rows(slice(0, 1)).flat() if matrix.codes.ndim == 3 else matrix

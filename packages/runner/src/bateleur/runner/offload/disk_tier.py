@@ -85,7 +85,7 @@ class DiskTier:
         self._names = folder.names()
         """Known files."""
         self._bad: set[str] = set()
-        """Unreadable files, which are not read again; the next request that computes their contents writes them anew.
+        """Unreadable files, which are not read again; the next request that computes their contents writes them again.
         """
         self._spans: deque[Span] = deque()
         self._queued: set[str] = set()

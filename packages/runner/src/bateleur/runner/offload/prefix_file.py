@@ -1,7 +1,7 @@
 """Prefixes in safetensors files, verified when read.
 
-The header of a file follows from its layout, its tokens and its checksum. A reader makes the header anew and compares,
-so a file of another engine is refused with the reason. The checksum detects damage, not forgery: anyone who can write
+The header of a file follows from its layout, its tokens and its checksum. A reader builds it again and compares, so a
+file of another engine is refused with the reason. The checksum detects damage, not forgery: anyone who can write
 files that an engine reads can change what it computes.
 """
 

@@ -1,4 +1,4 @@
-"""The configuration of a quantised checkpoint: where it is, and the reader that it asks for."""
+"""Finds the configuration of a quantised checkpoint, and the reader for its method."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
     "awq": AwqReader,
     "auto-round": AutoRoundReader,
 }
-"""By `quant_method`."""
+"""Readers by `quant_method`."""
 _SAME = {
     "modelopt_fp4": "modelopt",
     "modelopt_mixed": "modelopt",
@@ -41,11 +41,11 @@ _REASONS = {
 }
 """Why some methods are refused."""
 _FALLBACKS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
-"""Files that say it in place of config.json, and the method that they are of."""
+"""Files that replace `quantization_config` of config.json, and their methods."""
 
 
 def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
-    """The reader of the checkpoint folder `path`, whose config.json has the fields `config`; None if it is plain.
+    """Return the reader for the checkpoint folder `path`; None if it is not quantised. config: fields of config.json.
 
     Raises ValueError for a method or an option of it that is not supported.
     """
@@ -64,7 +64,7 @@ def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
 
 
 def reader_of(fields: Mapping[str, Any]) -> Reader:
-    """The reader that `quantization_config` asks for. Raises ValueError as `read_quantization`."""
+    """Return the reader for a `quantization_config`. Raises ValueError as `read_quantization`."""
     said = fields.get("quant_method")
     method = str(said).lower().replace("_", "-")
     method = _SAME.get(str(said).lower(), method)
@@ -90,7 +90,7 @@ def check_method(quantization: str, reader: Reader | None) -> None:
 
 
 def _fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the whole model, or else of its text part."""
+    """Return `quantization_config` of the whole model, else of its text model; empty if neither has one."""
     inner = config.get("text_config")
     for where in (config, inner if isinstance(inner, dict) else {}):
         for name in ("quantization_config", "compression_config"):

@@ -98,7 +98,7 @@ class GptqReader(Reader):
         return self.fields.get(name)
 
     def _bits(self, module: Module) -> int:
-        """As the widths of `qzeros` and `scales` tell; the configuration may differ for some modules."""
+        """Return the bits per code, from the widths of `qzeros` and `scales`; modules may differ in it."""
         rows = math.prod(module["scales"].shape[1:])
         bits = 32 * module["qzeros"].shape[1] // rows if rows else 0
         if module["qweight"].dtype != "I32" or bits not in (4, 8):

@@ -1,4 +1,4 @@
-"""Fields of `quantization_config`, and names of modules in ignore lists, in the ways of the tools that write them."""
+"""Checks of `quantization_config` fields, and matching of module names as each tool does it."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def starts_with(pattern: str, names: Iterable[str]) -> bool:
 
 
 def listed(entry: str, names: tuple[str, ...]) -> bool:
-    """As compressed-tensors reads an entry: `re:` and a regular expression, or the whole name."""
+    """Match an entry as compressed-tensors does: `re:` and a regular expression, or the whole name."""
     return starts_with(entry[3:], names) if entry.startswith("re:") else entry in names
 
 
 def wildcard(entry: str, names: tuple[str, ...]) -> bool:
-    """As modelopt reads an entry: a shell pattern for the whole name."""
+    """Match an entry as modelopt does: a shell pattern for the whole name."""
     return any(fnmatchcase(name, entry) for name in names)
 
 
 def ends_with(entry: str, names: tuple[str, ...]) -> bool:
-    """As transformers reads an entry of an FP8 file: the whole name, its first parts, or its last parts."""
+    """Match an entry as transformers does for FP8 files: the whole name, its first parts, or its last characters."""
     return any(name == entry or name.startswith(f"{entry}.") or name.endswith(entry) for name in names)

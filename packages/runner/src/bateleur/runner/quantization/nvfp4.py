@@ -13,7 +13,7 @@ _GROUP = 16
 
 
 def nvfp4_shape(module: Module, weight: str) -> tuple[int, ...]:
-    """Of the weight in tensor `weight`."""
+    """Return the shape of the weight in tensor `weight`."""
     *lead, width = module[weight].shape
     if module[weight].dtype != "U8":
         raise module.refuse(weight, "two numbers of NVFP4 are a byte: its dtype must be U8")

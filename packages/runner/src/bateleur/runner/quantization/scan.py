@@ -1,4 +1,4 @@
-"""Which tensors of a file belong to one quantised module."""
+"""Groups the tensors of a file by quantised module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _JOINED = re.compile(r"(?P<base>.+?)_(?P<part>(?:weight_)?(?:scale(?:_inv|_2)?|g
 def find_modules(
     tensors: Mapping[str, Stored], spellings: Sequence[tuple[str, str]] = ()
 ) -> tuple[dict[str, Module], set[str]]:
-    """Quantised modules, by the name that the weight of each has without quantisation, and all tensors of them.
+    """Return quantised modules, by the name of their plain weight, and the names of all their tensors.
 
     spellings: (other, ours) prefixes of names, both of which ignore lists may use.
 
@@ -62,7 +62,7 @@ def find_modules(
 
 
 def _names(stem: str, stored: str, spellings: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Of a module: in the file, here, and with the prefixes that other tools write."""
+    """Return names of a module: in the file, here, and with the prefixes that other tools write."""
     own = stored.rpartition(".")[0] if stored.rpartition(".")[2] in _CODES else stored
     found = [own, stem]
     for one, other in (*spellings, ("model.", "backbone."), ("model.", "model.language_model.")):

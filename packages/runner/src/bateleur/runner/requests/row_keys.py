@@ -57,8 +57,8 @@ class RowKeys:
             keys = block_keys(ids, first, end, size, before)
             self._latest[row], self._num_keys[row] = np.frombuffer(keys[-1], np.uint8), end
             for block, key in enumerate(keys, first):
-                behind = ids[(block + 1) * size : (block + 1) * size + ahead].astype("<i4")
-                names.append(key + behind.tobytes())
+                following = ids[(block + 1) * size : (block + 1) * size + ahead].astype("<i4")
+                names.append(key + following.tobytes())
             blocks += [0] * len(keys) if self._table is None else self._table[row, first:end].tolist()
         self._found = names
         return blocks, names

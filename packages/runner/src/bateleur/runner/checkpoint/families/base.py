@@ -74,9 +74,9 @@ INERT = frozenset(_INERT.split())
 
 
 def read_layers(
-    named: str, kinds: Sequence[str], readers: Mapping[str, Callable[[], Layer]], *behind: Layer
+    named: str, kinds: Sequence[str], readers: Mapping[str, Callable[[], Layer]], *following: Layer
 ) -> tuple[Layer, ...]:
-    """Return the branches of layers of these kinds: each kind's, followed by `behind`.
+    """Return the branches of layers of these kinds: each kind's, followed by `following`.
 
     named: format of the error message for entry i. Raises ValueError for an unsupported kind.
     """
@@ -86,7 +86,7 @@ def read_layers(
             raise ValueError(f"{named.format(i=i, kind=kind)}; supported are {', '.join(readers)}")
         if kind not in made:
             made[kind] = readers[kind]()
-    return followed([made[kind] for kind in kinds], *behind)
+    return followed([made[kind] for kind in kinds], *following)
 
 
 WINDOW_KINDS = ("full_attention", "sliding_attention")
@@ -103,6 +103,6 @@ def read_windows(fields: ConfigFields, attention: AttentionLayer, **windowed: An
     return tuple(made[kind] for kind in kinds)
 
 
-def followed(blocks: Sequence[Layer], *behind: Layer) -> tuple[Layer, ...]:
-    """Each block, followed by the layers `behind`."""
-    return tuple(layer for block in blocks for layer in (block, *behind))
+def followed(blocks: Sequence[Layer], *following: Layer) -> tuple[Layer, ...]:
+    """Each block, followed by the layers `following`."""
+    return tuple(layer for block in blocks for layer in (block, *following))

@@ -35,8 +35,8 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
         "dense": lambda: MlpLayer(fields["intermediate_size"]),
         "sparse": lambda: _experts(fields),
     }
-    behind = read_layers("mlp_layer_types[{i}] is {kind!r}", fields.raw("mlp_layer_types") or (), networks)
-    layers = tuple(each for pair in zip(blocks, behind, strict=True) for each in pair)
+    networks_after = read_layers("mlp_layer_types[{i}] is {kind!r}", fields.raw("mlp_layer_types") or (), networks)
+    layers = tuple(each for pair in zip(blocks, networks_after, strict=True) for each in pair)
     return fields.model(FAMILY.architecture, layers, branches_per_layer=2)
 
 

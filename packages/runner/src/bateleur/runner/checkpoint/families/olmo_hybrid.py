@@ -37,11 +37,8 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
     readers = {"linear_attention": delta, "full_attention": attention}
     kinds = fields.raw("layer_types") or ()
     blocks = read_layers("layer_types[{i}] is {kind!r}", kinds, readers)
-    behind: dict[str, Layer] = {
-        "linear_attention": mlp,
-        "full_attention": ParallelLayer((mlp,), (1.0,), norm_last=True),
-    }
-    layers = tuple(each for kind, block in zip(kinds, blocks, strict=True) for each in (block, behind[kind]))
+    after: dict[str, Layer] = {"linear_attention": mlp, "full_attention": ParallelLayer((mlp,), (1.0,), norm_last=True)}
+    layers = tuple(each for kind, block in zip(kinds, blocks, strict=True) for each in (block, after[kind]))
     return fields.model(FAMILY.architecture, layers, branches_per_layer=2)
 
 
@@ -56,7 +53,7 @@ def _with_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, Part]]:
         "input_layernorm": ("attention_layer_norm", "input_layernorm"),
         "post_attention_layernorm": ("feedforward_layer_norm", "post_attention_layernorm"),
     }
-    behind = {
+    after = {
         "input_layernorm": ("post_attention_layernorm", "feedforward_layer_norm"),
         "post_attention_layernorm": ("post_feedforward_layernorm",),
     }
@@ -66,7 +63,7 @@ def _with_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, Part]]:
             yield name, part
             continue
         kind = spec.layers[int(part.target.split(".")[1])]
-        first, *others = (behind if isinstance(kind, ParallelLayer) else before)[norm]
+        first, *others = (after if isinstance(kind, ParallelLayer) else before)[norm]
         instead = {f"{layer}.{other}.weight": part for other in others}
         yield f"{layer}.{first}.weight", Part(part.target, instead=instead)
 

@@ -26,14 +26,14 @@ def gated_attention(fields: ConfigFields) -> Layer:
     )
 
 
-def read_blocks(fields: ConfigFields, *behind: Layer) -> tuple[Layer, ...]:
-    """Read a gated delta net or gated attention for each of `layer_types`, each followed by `behind`."""
+def read_blocks(fields: ConfigFields, *following: Layer) -> tuple[Layer, ...]:
+    """Read a gated delta net or gated attention for each of `layer_types`, each followed by `following`."""
     fields.choice("hidden_act", ("silu",))
     readers = {
         "linear_attention": lambda: read_gated_delta(fields, fields["rms_norm_eps"]),
         "full_attention": lambda: gated_attention(fields),
     }
-    return read_layers("layer_types[{i}] is {kind!r}", fields.raw("layer_types") or (), readers, *behind)
+    return read_layers("layer_types[{i}] is {kind!r}", fields.raw("layer_types") or (), readers, *following)
 
 
 def read_qwen_experts(fields: ConfigFields, *, normalised: bool = True) -> ExpertsLayer:

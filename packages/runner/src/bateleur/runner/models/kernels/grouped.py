@@ -22,7 +22,7 @@ _FEW_ROWS = 32  # mean rows per group; below, tiles have the minimum height of t
 
 @triton.jit
 def rows_of_tile(ends_ptr, tile, GROUPS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Of a tile of rows: its group, its first row, and where the group ends. Without a group it is GROUPS."""
+    """Return the group of a tile of rows, its first row, and the end of the group. Without a group it is GROUPS."""
     e = tl.arange(0, BLOCK_E)
     end_E = tl.load(ends_ptr + e, mask=e < GROUPS, other=0)
     begin_E = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < GROUPS), other=0)

@@ -70,7 +70,7 @@ def weight_tile(
     WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(N, K) float32: the weights of columns from `first` on. Columns behind the last have any finite numbers."""
+    """(N, K) float32: the weights of columns from `first` on. Columns after the last have arbitrary finite values."""
     k = first + tl.arange(0, BLOCK_K)
     if LAYOUT == "I4" or LAYOUT == "F4":
         at = first // 2 + tl.arange(0, BLOCK_K // 2)

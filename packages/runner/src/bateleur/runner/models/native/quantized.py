@@ -58,7 +58,7 @@ class PackedMatrix:
         return self.scheme.group if self.scales.shape[1] > 1 else self.shape[1]
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """What it holds in memory, by name behind a prefix."""
+        """Return the tensors in memory. Their names begin with `prefix`."""
         named = {prefix + each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
