@@ -470,3 +470,12 @@ def test_the_option_names_the_method_of_the_checkpoint() -> None:
         assert accepted[0][:3] == {"inc": "auto-round"}.get(name, name)[:3]
     with pytest.raises(ValueError, match="quantization is 'awq'; the method of the checkpoint is none"):
         check_method("awq", None)
+
+
+@pytest.mark.parametrize("inner", [[1], "x", 3, True])
+def test_a_text_config_that_is_no_object_says_nothing(inner: Any, tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """In a family without one: such a field of config.json is ignored, by the readers and by the KV cache."""
+    shutil.copytree(tiny_checkpoint("llama")[0], tmp_path / "llama")
+    file = tmp_path / "llama" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"text_config": inner}))
+    assert open_checkpoint(tmp_path / "llama").spec.kv_cache_dtype == "auto"

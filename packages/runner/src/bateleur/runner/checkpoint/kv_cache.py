@@ -14,7 +14,7 @@ from typing import Any
 from bateleur.runner.checkpoint.names import Names
 from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
 from bateleur.runner.models.spec import AttentionLayer, LatentLayer, Layer, ModelSpec, ParallelLayer, SingleLayer
-from bateleur.runner.utils.json_file import read_json
+from bateleur.runner.quantization.config import quantization_fields
 
 _SPELLINGS = (
     *("{}_scale", "attn.{}_scale", "{}_proj.{}_scale", "qkv_proj.{}_scale", "{}_proj.output_scale"),
@@ -38,15 +38,9 @@ _UNUSED = (
 def declared_kv_cache(folder: Path, config: Mapping[str, Any]) -> str:
     """Return the KV cache that a checkpoint asks for: "auto" if it does not say, "fp8", or the text of another one.
 
-    config: contents of `config.json`. `hf_quant_config.json` counts if `config.json` has no quantization.
+    config: fields of `config.json`, see `quantization_fields`.
     """
-    places = ((config, "quantization_config"), (config.get("text_config") or {}, "quantization_config"))
-    quantization: Mapping[str, Any] = {}
-    for where, name in (*places, (config, "compression_config")):
-        quantization = quantization or where.get(name) or {}
-    if not quantization and (file := folder / "hf_quant_config.json").is_file():
-        quantization = read_json(file).get("quantization") or {}
-    return _kv_cache_of(quantization)
+    return _kv_cache_of(quantization_fields(folder, config)[1])
 
 
 def _kv_cache_of(quantization: Mapping[str, Any]) -> str:

@@ -44,10 +44,11 @@ _FALLBACKS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gp
 """Files that replace `quantization_config` of config.json, and their methods."""
 
 
-def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
-    """Return the reader for the checkpoint folder `path`; None if it is not quantised. config: fields of config.json.
+def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]]:
+    """Return the file that describes the quantisation of the checkpoint folder `path`, and its fields; none if nothing
+    does. config: fields of config.json.
 
-    Raises ValueError for a method or an option of it that is not supported.
+    Raises ValueError if they are no object.
     """
     file = path / "config.json"
     try:
@@ -58,6 +59,18 @@ def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
                 found = read_json(file)
                 inner = objects(found, "quantization") if "quantization" in found else found
                 fields = {"quant_method": method, **inner}
+        return file, fields
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
+    """Return the reader for the checkpoint folder `path`; None if it is not quantised. config: fields of config.json.
+
+    Raises ValueError for a method or an option of it that is not supported.
+    """
+    file, fields = quantization_fields(path, config)
+    try:
         return reader_of(fields) if fields else None
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
