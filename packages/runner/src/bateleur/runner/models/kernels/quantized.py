@@ -18,7 +18,7 @@ import triton.language as tl
 
 from bateleur.metadata.dispatch import cdiv
 from bateleur.runner.models.kernels.grouped import rows_of_tile
-from bateleur.runner.models.quantized import PACKED, Layout, Scheme, scheme_of
+from bateleur.runner.models.quantized import PACKED, QuantizedMatrix, Scheme
 
 _ROWS = 64  # of W in a tile for few tokens: the least that Hopper's tensor cores take of it
 _PROGRAMS = 264  # that few rows of W are cut into parts for: two for each multiprocessor of an H100
@@ -261,19 +261,16 @@ def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
     }
 
 
-def _parts(parts: list[torch.Tensor], scheme: Scheme) -> tuple[Any, ...]:
-    """Codes, scales, zeros, factors and index of contiguous tensors, None for those that the scheme lacks."""
-    codes, scales, *rest = parts
-    more = iter(rest)
-    zeros = next(more) if scheme.zeros else None
-    factors = next(more) if scheme.layout is Layout.F4 else None
-    return codes, scales, zeros, factors, next(more) if scheme.indexed else None
+def _tensors(matrix: QuantizedMatrix) -> tuple[torch.Tensor | None, ...]:
+    """Codes, scales, zeros, factors and index, which are None if the scheme lacks them."""
+    return matrix.codes, matrix.scales, matrix.zeros, matrix.factors, matrix.index
 
 
 def quantized_linear(x, parts, scheme, bias):
     """See `bateleur.runner.models.quantized_product.quantized_linear`."""
-    kind = scheme_of(scheme, parts[1].dtype)
     (tokens, columns), (rows, groups) = x.shape, parts[1].shape
+    matrix = QuantizedMatrix.of(scheme, columns, parts)
+    kind = matrix.scheme
     y = x.new_empty(tokens, rows)
     if tokens == 0:
         return y
@@ -285,7 +282,7 @@ def quantized_linear(x, parts, scheme, bias):
     into = x.new_empty(count, tokens, rows, dtype=torch.float32) if apart else y
     grid = cdiv(rows, options["BLOCK_N"]), cdiv(tokens, options["BLOCK_T"]), count if apart else 1
     linear_kernel[grid](
-        x, *_parts(parts, kind), None if apart else bias, into, tokens, x.stride(0),
+        x, *_tensors(matrix), None if apart else bias, into, tokens, x.stride(0),
         ROWS=rows, INDEXED=kind.indexed, PARTS=count, PART=size, APART=apart,
         **constants, **options,
     )  # fmt: skip
@@ -298,8 +295,9 @@ def quantized_linear(x, parts, scheme, bias):
 
 def quantized_grouped(x, ends, parts, scheme):
     """See `bateleur.runner.models.quantized_product.quantized_grouped`."""
-    kind = scheme_of(scheme, parts[1].dtype)
     (tokens, columns), (experts, rows, groups) = x.shape, parts[1].shape
+    matrix = QuantizedMatrix.of(scheme, columns, parts)
+    kind = matrix.scheme
     y = x.new_empty(tokens, rows)
     if tokens == 0:
         return y
@@ -307,7 +305,7 @@ def quantized_grouped(x, ends, parts, scheme):
     options = tile_options(cdiv(tokens, experts) if many else 1, x.dtype, by_column=constants["GROUP"] == 0)
     tiles = tokens // options["BLOCK_T"] + min(experts, tokens)
     grouped_kernel[cdiv(rows, options["BLOCK_N"]), tiles](
-        x, ends, *_parts(parts, kind)[:4], y, tokens, x.stride(0),
+        x, ends, *_tensors(matrix)[:4], y, tokens, x.stride(0),
         ROWS=rows, EXPERTS=experts, BLOCK_E=triton.next_power_of_2(experts),
         **constants, **options,
     )  # fmt: skip
