@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import threading
@@ -21,6 +22,8 @@ from bateleur.runner.utils.arguments import refuse
 _NAME = "bateleur"
 _OBJECT_STORE_BYTES = 80 * 2**20
 """Shared memory of a local Ray, for requests and responses."""
+_PROXY_SECONDS = "60"
+"""Seconds in which the HTTP proxy of a local Ray must start. Ray's default of 5 is too short on a busy machine."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -47,6 +50,7 @@ def ray_cluster(address: str | None, num_cpus: int) -> Iterator[None]:
             maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as `ray start` does
             ray.init(address, **common)
         else:
+            os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", _PROXY_SECONDS)  # read by Ray's processes
             _start_local_ray(
                 {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES, **common}
             )
