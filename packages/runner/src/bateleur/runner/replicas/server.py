@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import threading
@@ -50,10 +49,9 @@ def ray_cluster(address: str | None, num_cpus: int) -> Iterator[None]:
             maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as `ray start` does
             ray.init(address, **common)
         else:
-            os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", _PROXY_SECONDS)  # read by Ray's processes
-            _start_local_ray(
-                {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES, **common}
-            )
+            options = {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+            variables = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": _PROXY_SECONDS}  # read by Ray Serve's controller
+            _start_local_ray({**options, "runtime_env": {"env_vars": variables}, **common})
         yield
     finally:
         ray.shutdown()

@@ -1,8 +1,8 @@
 """Products with quantised matrices as Triton kernels, which dequantise codes in registers.
 
-A product is W x^T, so that rows of W are what a tensor core takes 64 of, whatever the number of tokens: every token
-has the same instructions. Columns are cut into parts by the sizes of W alone, and sums of parts are added in order, by
-a kernel of their own for few tokens, and in one program for many. So the bits of a token never depend on the others.
+A product is W x^T: the 64 rows of a tensor core instruction are rows of W for any number of tokens. Columns are cut
+into parts by the sizes of W alone, and the sums of parts are added in order: by `sum_kernel` for few tokens, in one
+program for many. So the bits of a token do not depend on other tokens.
 Legend: T tokens of a tile, N rows of W, K columns, G groups of columns with a scale each, E groups of rows of x.
 """
 
@@ -20,17 +20,17 @@ from bateleur.metadata.dispatch import cdiv
 from bateleur.runner.models.kernels.grouped import rows_of_tile
 from bateleur.runner.models.quantized import PACKED, QuantizedMatrix, Scheme
 
-_ROWS = 64  # of W in a tile for few tokens: the least that Hopper's tensor cores take of it
-_PROGRAMS = 264  # that few rows of W are cut into parts for: two for each multiprocessor of an H100
-_PART = 512  # columns, at least
+_ROWS = 64  # rows of W in a tile for few tokens: the smallest tile of Hopper's tensor cores
+_PROGRAMS = 264  # programs to reach by cutting columns, if W has few rows: two per multiprocessor of an H100
+_PART = 512  # least columns of a part
 _BLOCK = 128  # columns of a tile
-_LEAST = 32  # rows of an expert, on average: below, tiles are 16 high
-_FEW, _MANY = 16, 256  # tokens: more have tiles of 64 tokens, and tiles of 128 rows of W
+_LEAST = 32  # average rows of x per expert; with fewer, tiles have 16 tokens
+_FEW, _MANY = 16, 256  # above these numbers of tokens, tiles have 64 tokens and 128 rows of W
 
 
 @triton.jit
 def e4m3(bits):
-    """float32 of the bits of e4m3, without an instruction for it, which only some GPUs have."""
+    """Convert bits of e4m3 to float32 without the instruction that only some GPUs have."""
     wide = bits.to(tl.int16)
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -40,7 +40,7 @@ def e4m3(bits):
 def of_columns(row_N, k, first, group_K,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Entries (N, 1), (N, G) or (N, K) of a table (N, G) for columns `k` that begin at `first`.
+    """Load the entries (N, 1), (N, G) or (N, K) of a table (N, G) for the columns `k`, which begin at `first`.
 
     GROUP: columns of a group; 0 reads the group of each column from group_K.
     """
@@ -55,7 +55,7 @@ def of_columns(row_N, k, first, group_K,
 
 @triton.jit
 def by_column(values_NK, table, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`of_columns` with a form that broadcasts to (N, K)."""
+    """Broadcast the result of `of_columns` to (N, K)."""
     if GROUP == 0 or GROUP % BLOCK_K == 0:
         return table + tl.zeros_like(values_NK)
     else:
@@ -70,7 +70,7 @@ def weight_tile(
     WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(N, K) float32: the weights of columns from `first` on. Columns after the last have arbitrary finite values."""
+    """Return the weights (N, K) of columns from `first` on, float32. Columns after the last have any finite values."""
     k = first + tl.arange(0, BLOCK_K)
     if LAYOUT == "I4" or LAYOUT == "F4":
         at = first // 2 + tl.arange(0, BLOCK_K // 2)
@@ -115,7 +115,7 @@ def product_tile(
     WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """(N, T) float32: sums over the columns [begin, end)."""
+    """Return the sums (N, T) over the columns [begin, end) in float32."""
     sum_NT = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for first in range(begin, end, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
@@ -136,7 +136,7 @@ def linear_kernel(
     PARTS: tl.constexpr, PART: tl.constexpr, APART: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, tiles of tokens, parts of columns if APART, whose sums float32 y (parts, T, N) gets).
+    """Grid (tiles of rows, tiles of tokens, parts of columns). If APART, y (parts, T, N) float32 gets sums of parts.
 
     At least 1 blocks a multiprocessor.
     """
@@ -239,14 +239,14 @@ def tile_options(num_tokens: int, dtype: torch.dtype, *, by_column: bool) -> dic
 
 
 def cut(rows: int, columns: int) -> tuple[int, int]:
-    """Into how many parts the columns of a matrix are cut, and how many a part has."""
+    """Return the number of parts that the columns of a matrix are cut into, and the columns of a part."""
     parts = max(1, min(_PROGRAMS // cdiv(rows, _ROWS), columns // _PART))
     size = cdiv(cdiv(columns, parts), _BLOCK) * _BLOCK
     return cdiv(columns, size), size
 
 
 def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
-    """Constants of the kernels for a scheme. GROUP is 0 if groups neither fill blocks of columns nor divide them."""
+    """Return the constants of the kernels. GROUP is 0 if groups neither fill nor divide blocks of columns."""
     width, start = (columns, 0) if groups == 1 else (scheme.group, scheme.start)
     one = groups == 1 and not scheme.indexed
     whole = not scheme.indexed and start == 0 and (width % _BLOCK == 0 or _BLOCK % width == 0)
@@ -262,7 +262,7 @@ def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
 
 
 def _tensors(matrix: QuantizedMatrix) -> tuple[torch.Tensor | None, ...]:
-    """Codes, scales, zeros, factors and index, which are None if the scheme lacks them."""
+    """Return codes, scales, zeros, factors and index; None for those that the scheme lacks."""
     return matrix.codes, matrix.scales, matrix.zeros, matrix.factors, matrix.index
 
 
