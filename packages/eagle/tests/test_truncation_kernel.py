@@ -231,7 +231,7 @@ def test_wide_rows_are_read_twice_and_their_candidates_are_few(kind: str, size: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", WIDE)
 def test_wide_rows_of_a_batch_and_in_a_graph(kind: str) -> None:
     """Of many rows at once; the graph is replayed for other logits and other laws than it was captured with."""
