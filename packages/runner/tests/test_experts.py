@@ -311,8 +311,8 @@ def test_a_branch_is_captured_on_cuda(layer: Experts, dtype: torch.dtype) -> Non
     with torch.cuda.graph(graph):
         y = ours.forward(x, STEP)
     graph.replay()
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(y.double(), wanted, rtol=tolerance, atol=tolerance)
+    # Entries are sums of large terms of both signs, so the error is relative to the norm.
+    assert (y.double() - wanted).norm() <= (1e-5 if dtype == torch.float32 else 4e-2) * wanted.norm()
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from bateleur.cudagraph.manager import CudaGraphManager
 from bateleur.cudagraph.modes import CudaGraphMode
 from bateleur.cudagraph.replay_checks import ReplayChecks
 from bateleur.cudagraph.staging import Fuzzable, Phase, Poisonable, Producer, SignatureLike, StagedBatch
-from bateleur.cudagraph.verify import ReplayComparison, VerifyReport
+from bateleur.cudagraph.verify import ReplayComparison, VerifyReport, rounding_tolerance
 
 __all__ = [
     "AddressMoved",
@@ -96,4 +96,5 @@ __all__ = [
     "VerifyReport",
     "dispatch_jointly",
     "get_backend",
+    "rounding_tolerance",
 ]

@@ -118,9 +118,11 @@ class CudaBackend(GraphBackend):
     def session(self) -> Iterator[None]:
         """Switch to a side stream, ordered with the current stream, and switch garbage collection off.
 
-        A collection during a capture may free a Triton module or a graph, which the driver does not allow then.
+        A collection during a capture may free a Triton module or a graph, which the driver does not allow then. Nor
+        does it allow to create the handle of cuBLAS, which the first matrix product of a thread would do.
         """
         with torch.cuda.device(self._device), _garbage_collection_off():
+            torch.cuda.current_blas_handle()
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
             self._in_session = True

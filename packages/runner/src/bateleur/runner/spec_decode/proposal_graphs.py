@@ -25,6 +25,7 @@ from bateleur.cudagraph import (
     Phase,
     StagedBatch,
     VerifyReport,
+    rounding_tolerance,
 )
 from bateleur.cudagraph.backends import get_backend
 from bateleur.eagle import DraftContext, Drafter, EagleSpeculator
@@ -177,14 +178,19 @@ class ProposalGraphs:
         self._drafter.decisions.count(decision)
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
-        """Check that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
+        """Check that replays equal eager runs on random steps. written: what a step may have changed in the caches.
+
+        The tolerance is 16 times the usual one. Passes of a chain enlarge the rounding of earlier passes: with the
+        shipped head, a relative difference of 1e-7 in the features becomes one of 1e-5 in keys after 4 passes.
+        """
 
         def also(state: ProposalState) -> dict[str, Tensor]:
             own = {"next": self._rows.next_ids[:-1], **written_by(self._drafter, state.context.batch.block_tables[0])}
             return {**written(state.context), **own}
 
         with torch.inference_mode():
-            return self.manager.verify(fuzz=fuzz, extra_tensors=also)
+            rtol = 16 * rounding_tolerance(self._drafter.inputs.hidden.dtype)
+            return self.manager.verify(fuzz=fuzz, rtol=rtol, extra_tensors=also)
 
     def _body(self, execution: Execution[ProposalState]) -> Tensor:
         assert execution.key is not None
