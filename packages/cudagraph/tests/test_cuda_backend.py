@@ -132,7 +132,7 @@ class Driver:
         self.free = 100
         self.current = "main"
         self.capturing: Any = None
-        self.drawing = False
+        self.drawing = self.has_blas_handle = False
         self.device, self.host = Allocator(), Allocator()
         driver = self
 
@@ -170,11 +170,19 @@ class Driver:
             "graph_pool_handle": lambda: (0, next(pools)),
             "mem_get_info": lambda device: (driver.free, 1000),
             "is_current_stream_capturing": lambda: driver.capturing is not None,
+            "current_blas_handle": driver.blas_handle,
         }.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: self.device.end(pool), raising=False)
         patch.setattr(torch._C, "_cuda_releasePool", lambda device, pool: self.device.release(pool), raising=False)
         patch.setattr(cuda, "_INVALID", [])
+
+    def blas_handle(self) -> int:
+        """Return cuBLAS's handle, as a matrix product does. It cannot be created during a capture."""
+        if self.capturing is not None and not self.has_blas_handle:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+        self.has_blas_handle = True
+        return 1
 
     def step(self) -> None:
         """Do what eager work does between captures: allocate on device and host, and draw random numbers."""
@@ -204,6 +212,13 @@ def test_a_capture_is_on_a_side_stream_with_one_pool(driver: Driver) -> None:
         driver.log.clear()
     assert bodies[0].replay(None) == 7
     assert driver.log == ["replay"]
+
+
+def test_the_first_matrix_product_may_be_in_a_capture(driver: Driver) -> None:
+    """An H200 refused it."""
+    backend = cuda.CudaBackend("cuda")
+    with backend.session():
+        assert backend.capture(lambda _: driver.blas_handle(), KEY, None).replay(None) == 1
 
 
 def test_a_pool_ends_with_its_last_graph(driver: Driver) -> None:
