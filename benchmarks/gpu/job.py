@@ -96,12 +96,22 @@ class Job:
 
     @property
     def copy_rate(self) -> float:
-        """Bytes a second, read and written, of a large copy, measured once in each process: the bound of memory."""
+        """Bytes a second, read and written, of a large copy, measured once in each process: the bound of memory.
+
+        The first of two measurements lets the clocks rise: an idle card runs at a sixth of its frequency.
+        """
         if not self._rate:
-            source = torch.empty(1 << (24 if self.quick else 30), dtype=torch.uint8, device=self.device)
+            source = torch.empty(1 << (24 if self.quick else 31), dtype=torch.uint8, device=self.device)
             target = torch.empty_like(source)
-            self._rate = 2e6 * source.nbytes / self.microseconds(lambda: target.copy_(source))
+            self._rate = 2e6 * source.nbytes / min(self.microseconds(lambda: target.copy_(source)) for _ in range(2))
         return self._rate
+
+    def matrix_rate(self) -> float:
+        """Return the floating-point operations a second of a large matrix product, measured as `copy_rate` is."""
+        size = 256 if self.quick else 8192
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        a, b = (torch.randn(size, size, device=self.device, dtype=dtype) for _ in "ab")
+        return 2e6 * size**3 / min(self.microseconds(lambda: a @ b, seconds=0.3) for _ in range(2))
 
     def moved(self, name: str, us: float, num_bytes: float, **facts: Any) -> None:
         """Record a time in microseconds, and the share of it that its bytes take at the copy rate (`of_bound`)."""

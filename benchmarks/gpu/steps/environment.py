@@ -62,8 +62,6 @@ def machine(job: Job) -> None:
 def ceilings(job: Job) -> None:
     """Rates of a copy and of a matrix product, and the time per launch."""
     free, total = torch.cuda.mem_get_info()
-    a, b = (torch.randn(8192, 8192, device=job.device, dtype=torch.bfloat16) for _ in range(2))
-    flops = 2 * 8192**3 / job.microseconds(lambda: a @ b)
     x = torch.zeros(1, device=job.device)
 
     def launches() -> None:
@@ -74,7 +72,7 @@ def ceilings(job: Job) -> None:
         "ceilings",
         key=True,
         copy_GB_per_s=job.copy_rate / 1e9,
-        bf16_TFLOP_per_s=flops / 1e6,
+        bf16_TFLOP_per_s=job.matrix_rate() / 1e12,
         launch_in_graph_us=job.microseconds(launches) / 200,
         launch_eager_us=job.microseconds(launches, graph=False) / 200,
         free_GB=free / 1e9,

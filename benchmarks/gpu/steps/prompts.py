@@ -22,20 +22,12 @@ LENGTH, STEP_TOKENS, TURNS = 8192, (2048, 8192), 3
 
 def run(job: Job) -> None:
     """Time both sizes of a step."""
-    rate = matrix_rate(job)
+    rate = job.matrix_rate()
     for tokens in (48,) if job.quick else STEP_TOKENS:
         name = f"steps of {tokens}"
         if job.has_time(name, 15):
             with job.part(name):
                 measure(job, name, tokens, rate)
-
-
-def matrix_rate(job: Job) -> float:
-    """Floating-point operations a second of a large product."""
-    size = 256 if job.quick else 8192
-    dtype = torch.bfloat16 if job.cuda else torch.float32
-    a, b = (torch.randn(size, size, device=job.device, dtype=dtype) for _ in "ab")
-    return 2e6 * size**3 / job.microseconds(lambda: a @ b)
 
 
 def measure(job: Job, name: str, tokens: int, rate: float) -> None:
