@@ -57,7 +57,6 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "Kimi-Linear-48B-A3B": {"draft": "ngram"},
 }
 PREFIXES = {"enable_prefix_caching": True, "kv_offload_bytes": 1 << 28}
-OTHER_POLICY = {name: "fold" if "Qwen" in name or "Kimi" in name else "slots" for name in MODELS}
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def _cases() -> Iterator[Case]:
         yield Case(f"{model} float32", model, torch.float32, SIZES)
         yield Case(f"{model} drafts, prefixes", model, options=drafting | SIZES)
         yield Case(f"{model} drafts in float32", model, torch.float32, drafting | SIZES)
-        policy = {} if model.startswith("Llama") else {"mamba_state_policy": OTHER_POLICY[model]}
+        policy = {} if model.startswith("Llama") else {"mamba_state_policy": "fold"}
         if model in ("Llama-3.1-8B", "Qwen3.5-9B"):
             yield Case(f"{model} FP8 cache", model, options=drafting | SIZES | {"kv_cache_dtype": "fp8"})
         if model in ("Llama-3.1-8B", "Nemotron-3-Nano-30B-A3B"):

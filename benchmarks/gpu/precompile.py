@@ -1,14 +1,15 @@
 """Compiles the kernels of steps on a machine without a GPU: `python -m benchmarks.gpu.precompile FOLDER [STEP ...]`.
 
-Steps run with their real sizes and few layers on a fake H100 (`tests/plugins/compiled_cuda.py`): each launch is compiled
-for sm_90 and runs nothing, so nothing that a step records means anything, and nothing is kept. FOLDER becomes a cache
-of Triton. A machine with an H100 or H200 uses it if FOLDER has the same path there, `TRITON_CACHE_DIR` names it, and
+Steps run with their real sizes and few layers on a fake H100 (`tests/plugins/compiled_cuda.py`): each launch is
+compiled for sm_90 and runs nothing, so results of a step mean nothing, and are not kept. FOLDER becomes a cache of
+Triton. A machine with an H100 or H200 uses it if FOLDER has the same path there, `TRITON_CACHE_DIR` names it, and
 Triton's wheel is the same. Kernels that only the GPU tests launch, at odd sizes, are not in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import subprocess
@@ -27,11 +28,11 @@ make_importable()
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from compiled_cuda import CompiledCuda  # noqa: E402
-from sm90 import compiling  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from bateleur.runner import LLM  # noqa: E402
+from compiled_cuda import CompiledCuda  # noqa: E402
+from sm90 import compiling  # noqa: E402
 
 from . import models  # noqa: E402
 from .child import MODULES  # noqa: E402
@@ -70,7 +71,7 @@ class DryJob(Job):
 def compile_step(name: str) -> int:
     """Run a step, and return the number of its kernels."""
     step, _, case = name.partition(":")
-    job = DryJob(step, case, False, torch.device("cuda:0"), float("inf"), Record(open(os.devnull, "w")))
+    job = DryJob(step, case, False, torch.device("cuda:0"), float("inf"), Record(io.StringIO()))
     with pytest.MonkeyPatch.context() as patch, compiling(on_device=True) as compiled:
         fake = CompiledCuda(patch, compiled)
         for function in ("synchronize", "empty_cache"):
@@ -114,9 +115,7 @@ def main() -> None:
     here = [sys.executable, "-m", "benchmarks.gpu.precompile", str(folder)]
     environment = os.environ | {"TRITON_CACHE_DIR": str(folder)}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        codes = list(
-            pool.map(lambda name: subprocess.call([*here, name, "--here"], env=environment, cwd=ROOT), names)
-        )
+        codes = list(pool.map(lambda name: subprocess.call([*here, name, "--here"], env=environment, cwd=ROOT), names))
     keep_binaries(folder)
     sys.exit(sum(code != 0 for code in codes))
 

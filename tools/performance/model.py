@@ -26,8 +26,8 @@ measured. The counted bytes are
 
 * weights, once for all rows; of experts only those that a step uses, with random routing;
 * reads of the keys and values of all rows, and writes of those of the new tokens;
-* recurrent states under the default policy. Delta rules use `slots`: one state is read and written. Others use `fold`:
-  one state and its ring are read, a ring entry is written, and every {{steps}}th step the state is written;
+* recurrent states under the default policy. Without drafts it is `slots`: one state is read and written. With drafts it
+  is `fold`: one state and its ring are read, a ring entry is written, and every {{steps}}th step the state is written;
 * activations: inputs and outputs of every product, the residual stream once per branch, and float32 logits.
 
 Transfers and operations overlap, so the bound is the larger of the two. Here it is always the bytes. The last column is

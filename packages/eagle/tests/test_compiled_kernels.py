@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bateleur.eagle import Keys, Lanes, Penalties, SamplingMetadata
+from bateleur.eagle import Keys, Lanes, Penalties, Role, SamplingMetadata
 from bateleur.eagle.buffers import DraftBuffers
 from bateleur.eagle.rules import Coupled, Drafts, Rows
 from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVCacheGroup, StepRows
@@ -71,7 +71,7 @@ def test_a_draw_from_a_law_that_truncates(size: int, dtype: torch.dtype, kind: i
             keys = Keys(on_cuda(num, dtype=torch.int64), on_cuda(num, dtype=torch.int64))
             metadata = metadata_of(num, TRUNCATED, penalties_of(num, size, kind))
             logits, lanes = on_cuda(num, size, dtype=dtype), Lanes(on_cuda(size, dtype=torch.int32), True)
-            rejection_sampler.sample(logits, metadata, keys, lanes)
+            rejection_sampler.sample(logits, metadata, keys, Role.TARGET, lanes)
     kernels = check(found, {*TRUNCATION, "draw_kernel", "emit_kernel"}, record_property, f"{size} {dtype} {kind}")
     names = [launch.kernel.name for launch in found.launches]
     assert names == 2 * [*TRUNCATION, "draw_kernel", "emit_kernel"]

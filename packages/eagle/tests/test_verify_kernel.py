@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bateleur.eagle import Keys, Lanes, Penalties, Role, SamplingMetadata, draw, gumbel, uniform
+from bateleur.eagle.draw import DRAW, Drawn
 from bateleur.eagle.rejection_sampler import COUPLED, verify
 from bateleur.eagle.rules import Coupled, Drafts, RejectionOutput, Rows
 from bateleur.eagle.sample import SAMPLE
@@ -71,7 +72,7 @@ def same(mine: RejectionOutput, other: RejectionOutput) -> None:
 @pytest.mark.parametrize(("size", "num_drafts"), [(5, 3), (64, 0), (1000, 4), (2100, 1)])
 def test_same_ids_as_the_torch_form(size: int, num_drafts: int, device: torch.device) -> None:
     logits, drafts, rows = problem(size, device, num_drafts, seed=size + num_drafts)
-    want = COUPLED.torch(logits, drafts, rows, None)
+    want = COUPLED.torch(*problem(size, torch.device("cpu"), num_drafts, seed=size + num_drafts), None)
     assert want.bad.any()
     assert num_drafts == 0 or want.num_emitted.max() > 1
     same(kernels.coupled(logits, drafts, rows, Lanes.of(size, device)), want)
@@ -121,6 +122,28 @@ def test_rows_may_be_apart_and_lanes_may_not(device: torch.device) -> None:
         kernels.coupled(logits.T.contiguous().T, drafts, rows, None)
 
 
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_draws_have_the_noise_of_their_role_and_place(role: Role, reduced: bool, device: torch.device) -> None:
+    """As `draw` by torch on a CPU, with the lanes of a whole and of a reduced vocabulary."""
+    num_rows, size = 7, 300
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(num_rows, size, generator=generator)
+    logits[2, 5] = NAN
+    temperature = torch.tensor([0.0, 1.0]).repeat(4)[:num_rows]
+    ids = torch.arange(size) * 3 if reduced else size
+
+    def drawn(where: torch.device, form: Callable[..., Drawn]) -> Drawn:
+        row = torch.arange(num_rows, device=where)
+        keys = Keys(row * 11, row + 5, (row % 3).to(where))
+        lanes = Lanes.of(ids.to(where) if isinstance(ids, torch.Tensor) else ids, where)
+        return form(logits.to(where), temperature.to(where), keys, role, lanes)
+
+    mine, want = drawn(device, kernels.draw), drawn(torch.device("cpu"), DRAW.torch)
+    assert mine.token_ids.tolist() == want.token_ids.tolist()
+    assert mine.bad.tolist() == want.bad.tolist() == [row == 2 for row in range(num_rows)]
+
+
 def test_a_law_at_every_place(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Temperature and truncation within the launches, and a draw of rows without drafts by the same."""
     for name, value in (("_TILE", 128), ("_SAMPLES", 64), ("_BLOCK", 64)):
@@ -137,7 +160,7 @@ def test_a_law_at_every_place(device: torch.device, monkeypatch: pytest.MonkeyPa
     want = COUPLED.torch(metadata.apply(logits), drafts, rows, None)
     same(kernels.coupled(logits, drafts, rows, None, metadata=metadata), want)
     keys, lanes = Keys(torch.arange(len(logits), device=device), kind_N.to(device)), Lanes.of(300, device)
-    mine, other = kernels.sample(logits, metadata, keys, lanes), SAMPLE.torch(logits, metadata, keys, lanes)
+    mine, other = (form(logits, metadata, keys, Role.TARGET, lanes) for form in (kernels.sample, SAMPLE.torch))
     assert torch.equal(mine.token_ids, other.token_ids)
     assert torch.equal(mine.bad, other.bad)
     assert other.bad.any()
@@ -182,7 +205,7 @@ def test_penalties_are_of_the_same_launches(
     same(COUPLED.torch(logits, drafts, rows, None, metadata=metadata), want)
     keys, lanes = Keys(torch.arange(len(logits), device=device), owners.to(device)), Lanes.of(300, device)
     for mine, other in zip(
-        kernels.sample(logits, metadata, keys, lanes), SAMPLE.torch(logits, metadata, keys, lanes), strict=True
+        *(form(logits, metadata, keys, Role.TARGET, lanes) for form in (kernels.sample, SAMPLE.torch)), strict=True
     ):
         assert torch.equal(mine, other)
 
@@ -229,7 +252,7 @@ def test_launches_of_a_draw(monkeypatch: pytest.MonkeyPatch, device: torch.devic
         metadata = SamplingMetadata(values.numpy(), values.to(device), penalties)
         counted.names.clear()
         with counted:
-            kernels.sample(logits, metadata, keys, lanes)
+            kernels.sample(logits, metadata, keys, Role.TARGET, lanes)
         return list(counted.names)
 
     plain, truncated = (0.8, -INF, 0, 1), (0.8, -3, 50, 0.9)

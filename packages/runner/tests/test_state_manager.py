@@ -8,20 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.mamba import (
-    CacheLayout,
-    GatedDelta,
-    KimiDelta,
-    Mamba2,
-    MambaCacheMode,
-    MambaStateManager,
-    PrefixRetention,
-    StatePolicy,
-)
+from bateleur.mamba import CacheLayout, MambaCacheMode, MambaStateManager, PrefixRetention, StatePolicy
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.config.engine_config import CacheConfig
 from bateleur.runner.config.state_options import StateOptions
-from bateleur.runner.models.spec import DeltaLayer, MambaLayer, ModelSpec
 from oracle import Planner
 from oracle import run as run_oracle
 
@@ -184,7 +174,7 @@ def test_the_oracle_finds_nothing_in_pages_over_the_engines_pool() -> None:
     assert report.seen["hits"] > 200
 
 
-def parsed(mode=None, policy=None, block=None, retention=None, dtype="auto", k=0, device="cpu", share=False, spec=None):
+def parsed(mode=None, policy=None, block=None, retention=None, dtype="auto", k=0, device="cpu", share=False):
     cache = CacheConfig(
         mamba_cache_mode=mode,
         mamba_state_policy=policy,
@@ -193,29 +183,17 @@ def parsed(mode=None, policy=None, block=None, retention=None, dtype="auto", k=0
         mamba_ssm_cache_dtype=dtype,
         enable_prefix_caching=share or mode not in (None, "none"),
     )
-    return StateOptions.of(cache, spec or recurrent(MAMBA), k, torch.device(device))
-
-
-def recurrent(*layers):
-    """A model of these layers."""
-    return ModelSpec(architecture="Some", vocab_size=8, hidden_size=8, layers=layers, norm_eps=1e-5)
-
-
-MAMBA = MambaLayer(Mamba2(2, 4, 4, 1), 16, conv_bias=True, proj_bias=False, norm_eps=1e-5)
-DELTA = (DeltaLayer(GatedDelta(1, 2, 4, 4), 64, norm_eps=1e-5), DeltaLayer(KimiDelta(2, 4, 4), 64, norm_eps=1e-5))
+    return StateOptions.of(cache, k, torch.device(device))
 
 
 def test_defaults_are_the_best_for_the_device() -> None:
     assert parsed().policy is StatePolicy.SLOTS
     assert parsed(k=1).policy is StatePolicy.SLOTS
-    assert parsed(device="cuda").policy is StatePolicy.FOLD
     assert parsed(policy="slots", k=3).policy is StatePolicy.SLOTS
-    for layer in DELTA:
-        for share in (False, True):
-            on_cuda = {"device": "cuda", "spec": recurrent(layer), "share": share}
-            assert parsed(**on_cuda).policy is StatePolicy.SLOTS
-            assert parsed(**on_cuda, k=1).policy is StatePolicy.FOLD
-            assert parsed(**on_cuda, policy="fold").policy is StatePolicy.FOLD
+    for share in (False, True):
+        assert parsed(device="cuda", share=share).policy is StatePolicy.SLOTS
+        assert parsed(device="cuda", share=share, k=1).policy is StatePolicy.FOLD
+        assert parsed(device="cuda", share=share, policy="fold").policy is StatePolicy.FOLD
     shared = parsed(k=4, share=True)
     assert (shared.mode, shared.policy) == (MambaCacheMode.ALL, StatePolicy.FOLD)
 

@@ -92,8 +92,17 @@ def draw(
             f"logits={tuple(logits.shape)}, temperature={tuple(temperature.shape)}, keys={len(keys)}: must have the "
             "same number of rows"
         )
-    noise_RV = gumbel(keys, role, logits.shape[1] if lanes is None else lanes)
-    return argmax(perturbed(noise_RV, logits, temperature), None if lanes is None else lanes.shard)
+    lanes = Lanes.of(logits.shape[1], logits.device) if lanes is None else lanes
+    whole = lanes.shard is None and len(keys) > 0
+    return (DRAW.on(logits) if whole else _draw)(logits, temperature, keys, role, lanes)
+
+
+def _draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
+    return argmax(perturbed(gumbel(keys, role, lanes), logits, temperature), lanes.shard)
+
+
+DRAW = Implementations(_draw, triton="bateleur.eagle.kernels.rejection_sampler:draw")
+"""For at least one row over a whole vocabulary."""
 
 
 def perturbed(noise_RV: Tensor, logits: Tensor, temperature: Tensor) -> Tensor:

@@ -42,9 +42,7 @@ def sample(
             logits, metadata, keys, role, lanes, lanes.shard
         )
         return drawn
-    if role is Role.TARGET and isinstance(keys.place, int) and not keys.place:
-        return SAMPLE.on(logits)(logits, metadata, keys, lanes)
-    return _drawn(logits, metadata, keys, role, lanes)
+    return SAMPLE.on(logits)(logits, metadata, keys, role, lanes)
 
 
 def _drawn(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
@@ -57,12 +55,8 @@ def _drawn(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, l
     return argmax(_whole(logits, metadata, lanes.words, keys.seed, name))
 
 
-def _by_torch(logits: Tensor, metadata: SamplingMetadata, keys: Keys, lanes: Lanes) -> Drawn:
-    return _drawn(logits, metadata, keys, Role.TARGET, lanes)
-
-
-SAMPLE = Implementations(_by_torch, triton="bateleur.eagle.kernels.rejection_sampler:sample")
-"""For role TARGET at place 0."""
+SAMPLE = Implementations(_drawn, triton="bateleur.eagle.kernels.rejection_sampler:sample")
+"""For a whole vocabulary."""
 
 
 def _whole(logits: Tensor, metadata: SamplingMetadata, words: Tensor, seeds: Tensor, name: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from triton.language.extra import libdevice
 from bateleur.eagle.draw import Drawn
 from bateleur.eagle.kernels.penalties import NATIVE, arguments, penalised, penalties_of
 from bateleur.eagle.kernels.truncation import truncation_thresholds
-from bateleur.eagle.noise import Keys, Lanes
+from bateleur.eagle.noise import Keys, Lanes, Role, names
 from bateleur.eagle.rules import Drafts, RejectionOutput, Rows
 from bateleur.eagle.sampling_metadata import SamplingMetadata
 
@@ -39,7 +39,7 @@ def fmix64(x):
 
 @triton.jit
 def row_words(seed, position):
-    """Low and high word of the key (seed, position) in the role TARGET, at place 0."""
+    """Low and high word of the key (seed, position); position may contain place and role, see `noise.names`."""
     row = fmix64(fmix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64, bitcast=True))
     return row.to(tl.uint32), (row >> 32).to(tl.uint32)
 
@@ -209,16 +209,25 @@ def coupled(
     return _launch(logits, drafts.tokens.contiguous(), rows, lanes, metadata)
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, lanes: Lanes) -> Drawn:
-    """See `bateleur.eagle.sample`, for the role TARGET at place 0: verification of rows that have no draft."""
-    none = keys.seed.new_empty(len(logits), 0)
-    rows = _Singles(keys.seed, keys.position, metadata.temperature)
-    output = _launch(logits, none, rows, lanes, metadata)
+def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
+    """See `bateleur.eagle.sample`: verification of rows that have no draft."""
+    return _of_singles(logits, _Singles(keys.seed, names(keys, role), metadata.temperature), lanes, metadata)
+
+
+def draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
+    """See `bateleur.eagle.draw`; two launches."""
+    return _of_singles(logits, _Singles(keys.seed, names(keys, role), temperature), lanes, None)
+
+
+def _of_singles(logits: Tensor, rows: _Singles, lanes: Lanes, metadata: SamplingMetadata | None) -> Drawn:
+    output = _launch(logits, rows.seeds.new_empty(len(logits), 0), rows, lanes, metadata)
     return Drawn(output.tokens[:, 0], output.bad)
 
 
 class _Singles(NamedTuple):
-    """`Rows` of one logit row each."""
+    """`Rows` of one logit row each. first_position: what `bateleur.eagle.noise.names` returns: position, place and role
+    in one number.
+    """
 
     seeds: Tensor
     first_position: Tensor

@@ -44,7 +44,7 @@ class CacheOptions:
         return cls(
             block_size=config.cache.block_size,
             share_prefixes=config.cache.enable_prefix_caching,
-            states=StateOptions.of(config.cache, spec, config.speculative.num_drafts, device),
+            states=StateOptions.of(config.cache, config.speculative.num_drafts, device),
             kv_dtype=choose_kv_cache_dtype(str(config.cache.kv_cache_dtype), spec),
         )
 

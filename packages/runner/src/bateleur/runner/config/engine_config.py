@@ -169,8 +169,8 @@ class CacheConfig(Checked):
     `block_size` * 2**n up to 64 and up to a quarter of `max_model_len`."""
     mamba_state_policy: StatePolicy | str | None = option(None, maybe(OneOf(("slots", "fold"))))
     """How a step keeps the states that rejected drafts may need: "fold" (one state and a ring of inputs per request) or
-    "slots" (one state per draft token). Default: "fold", except "slots" without drafts on CPU and for delta rules on
-    CUDA, and with drafts on CPU if prefixes are not cached."""
+    "slots" (one state per draft token). Default: "slots" without drafts, and on a CPU that caches no prefixes; else
+    "fold"."""
     mamba_retention: str | None = option(None, maybe(text))
     """States of `mamba_cache_mode` that stay in the prefix cache: "all", "none", or a sum by "+" of "last",
     "prompt_end", "doubling" (after 1, 2, 4, ... blocks) and "every=N" (tokens). Default: by mode. If a state costs more

@@ -146,6 +146,6 @@ def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> S
 def default_cache_costs(spec: ModelSpec, dtype: torch.dtype, longest: int, device: str, drafts: int = 0) -> CacheCosts:
     """The caches of an engine with default options. longest: tokens of a request. device: its type, "cpu" or "cuda"."""
     config = EngineConfig.of()
-    states = StateOptions.of(config.cache, spec, drafts, torch.device(device))
+    states = StateOptions.of(config.cache, drafts, torch.device(device))
     options = CacheOptions(block_size=config.cache.block_size, share_prefixes=False, states=states)
     return CacheCosts.of(spec, dtype, longest, options)
