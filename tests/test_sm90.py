@@ -11,6 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402
+from sass import faults_of_products  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from bateleur.metadata._device_fields import gather_block_tables  # noqa: E402
@@ -116,6 +117,36 @@ def test_spills_and_occupancy_below_the_docstring_are_faults(compiled: Compiled)
     spilled, few = faults_of(compiled.kernels[0])
     assert "bytes of registers are spilled" in spilled
     assert "its docstring states 9" in few
+
+
+SHARED_PRODUCT = "HGMMA.64x16x16.F32.BF16 R24, gdesc[UR48].tnspB, R24, gsb0"
+REGISTER_PRODUCT = "HGMMA.64x16x16.F32.BF16 R24, R64, gdesc[UR48].tnspB, R24, gsb0"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        (["S2R R0, SR_TID.X", "IADD3 R13, P2, R0.reuse, 0x20, RZ", "R2UR UR50, R13", SHARED_PRODUCT], "UR50"),
+        (["S2R R0, SR_CgaCtaId", "LEA R84, R0, R84, 0x18", "R2UR UR50, R84", SHARED_PRODUCT], None),
+        (["S2R R0, SR_TID.X", "SHFL.IDX PT, R1, R0, RZ, 0x1f", "R2UR UR48, R1", SHARED_PRODUCT], None),
+        # Eight warps choose their operands by the number of the warp.
+        (["S2R R0, SR_TID.X", "SHF.R.U32.HI R1, RZ, 0x5, R0", "R2UR UR48, R1", SHARED_PRODUCT], None),
+        (["S2R R0, SR_TID.X", "LOP3.LUT R1, R0, 0x60, RZ, 0xc0, !PT", "R2UR UR48, R1", SHARED_PRODUCT], None),
+        (["S2R R0, SR_TID.X", "LOP3.LUT R1, R0, 0x70, RZ, 0xc0, !PT", "R2UR UR48, R1", SHARED_PRODUCT], "UR48"),
+        # Of a branch that ends, the values do not count; of a loop, those of its end do.
+        (["S2R R0, SR_TID.X", "@P0 BRA 0x40", "MOV R0, RZ", "EXIT", "R2UR UR49, R0", SHARED_PRODUCT], "UR49"),
+        (["S2R R0, SR_TID.X", SHARED_PRODUCT, "R2UR UR51, R0", "@P0 BRA 0x10", "EXIT"], "UR51"),
+        ([REGISTER_PRODUCT, "LDS.128 R64, [R4]", WAIT, "EXIT"], "R64, R65, R66, R67"),
+        ([REGISTER_PRODUCT, "MOV R68, R4", WAIT, "LDS.128 R64, [R4]", "EXIT"], None),
+        ([REGISTER_PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R67, R4", "EXIT"], "R67"),
+    ],
+)
+def test_wrong_matrix_products_are_faults(code: list[str], fault: str | None) -> None:
+    """A descriptor that depends on the thread, and an operand that is overwritten before the product is waited for."""
+    found = faults_of_products(code if code[-1] == "EXIT" else [*code, "EXIT"])
+    assert len(found) == (fault is not None)
+    assert fault is None or f"({fault})" in found[0]
 
 
 def test_the_driver_is_put_back() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from sass import faults_of_products
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from triton import knobs
@@ -330,8 +331,8 @@ def stated_occupancy(kernel: Kernel) -> int | None:
 
 
 def faults_of(kernel: Kernel) -> list[str]:
-    """Faults of a compiled kernel: spilled registers, or fewer blocks per multiprocessor than its docstring states."""
-    faults = []
+    """Faults of a compiled kernel: wrong matrix products, spilled registers, and a lower occupancy than it states."""
+    faults = [f"{kernel}: {fault}" for fault in faults_of_products(kernel.sass)]
     if kernel.spilled_bytes:
         faults.append(f"{kernel}: {kernel.spilled_bytes} bytes of registers are spilled")
     blocks, limit = kernel.occupancy

@@ -334,6 +334,19 @@ def test_a_scan_of_three_heads(dtype: torch.dtype) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("keys", "values", "walk"), [(40, 40, "walk_kernel"), (48, 40, "walk_tiles_kernel")])
+def test_a_delta_rule_of_odd_sizes(keys: int, values: int, walk: str) -> None:
+    """Tiles of 64 tokens with keys that begin at multiples of 8 channels gave wrong outputs on an H200."""
+    layer = Delta(2, 4, values, keys, chunk_size=64)
+
+    def make(num_rows: int, num_tokens: int) -> None:
+        launch(iter([*Batch(layer, num_rows, num_tokens, torch.bfloat16, torch.float32).prompts()][-1:]))
+
+    found = kernels_of_sizes(make, PROMPTS)
+    assert [fault for kernel in found.kernels for fault in faults_of(kernel)] == []
+    assert walk in {kernel.name for kernel in found.kernels}
+
+
 LAYOUTS = {
     mode: CacheLayout(
         max_model_len=4096, block_size=4096 if mode is MambaCacheMode.NONE else 256, mode=mode,

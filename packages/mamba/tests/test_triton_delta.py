@@ -9,6 +9,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,11 +36,22 @@ KINDS = pytest.mark.parametrize(
 PER_CHANNEL = pytest.mark.parametrize("per_channel", [False, True], ids=["head", "channel"])
 
 
+def sums_of_a_gpu(scan: Any, x: Any) -> list[Any]:
+    """Running sums in the order of a warp, pairs first; the interpreter adds one token after another."""
+    total, distance = np.moveaxis(x.handle.data.copy(), scan.axis, 0), 1
+    while distance < len(total):
+        total[distance:] = total[distance:] + total[:-distance]
+        distance *= 2
+    return [scan.to_tensor(np.ascontiguousarray(np.moveaxis(total, 0, scan.axis)), x.dtype)]
+
+
 @pytest.fixture(params=["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Device of the kernels; new memory is NaN, so that reads before writes are detected."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if INTERPRETED:
+        monkeypatch.setattr("triton.runtime.interpreter.ScanOps.cumsum", sums_of_a_gpu)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(NAN))
     return torch.device(request.param)
@@ -221,9 +233,10 @@ def scanned(batch: Batch, device: torch.device, tolerance: float = 5e-6) -> dict
 @pytest.mark.parametrize(
     ("lens", "size", "shape"),
     [
-        ([150, 1, 70, 0, 33], 64, {"keys": 40, "values": 40}),  # two tiles of values, and tiles of all lengths
-        ([100, 16], 32, {"keys": 16, "groups": 1, "shared": 3}),
-        ([65], 128, {"keys": 128}),
+        ([150, 1, 70, 0, 33], 64, {"keys": 48, "values": 40}),  # three tiles of values, and tiles of all lengths
+        ([150, 1, 70, 0, 33], 64, {"keys": 40, "values": 40}),  # tiles of 16 tokens, because keys are not aligned
+        ([100, 16], 32, {"keys": 16, "groups": 1, "shared": 3, "values": 16}),
+        ([65], 128, {"keys": 128, "values": 8}),
     ],
     ids=str,
 )
@@ -247,7 +260,9 @@ def test_scan_of_bfloat16_holds_for_all_decays_and_repeated_keys(
     device: torch.device, per_channel: bool, decays: str
 ) -> None:
     """Keys that repeat and are corrected twice over, if they do not decay; logarithms of thousands a token."""
-    batch = Batch([140, 30], per_channel=per_channel, keys=16, dtype=torch.bfloat16, state_dtype=torch.float32)
+    batch = Batch(
+        [140, 30], per_channel=per_channel, keys=16, values=8, dtype=torch.bfloat16, state_dtype=torch.float32
+    )
     if decays == "none":
         batch.args["k"][1:130] = batch.args["k"][0]
         batch.args["a"][:130], batch.args["b"][:130] = -9.0, 9.0
@@ -255,8 +270,7 @@ def test_scan_of_bfloat16_holds_for_all_decays_and_repeated_keys(
         batch.args["A"].fill_(-20.0 if decays == "some" else -4000.0)
         batch.args["a"][::3] = -20.0  # and some tokens that forget nothing
     batch.chunks(64, [0, 10], lambda row, rank, last: row + 1 if last else 20 + 5 * row + rank)
-    # A sum of 130 corrections of one key, and sums of logarithms of which ulps are larger: as float32 loses digits.
-    tolerance = {"none": 1e-3, "some": 5e-6, "strong": 1e-4}[decays]
+    tolerance = 1e-3 if decays == "none" else 5e-6  # a sum of 130 corrections of one key loses digits of float32
     assert scanned(batch, device, tolerance)["o"].isfinite().all()
 
 
@@ -266,12 +280,12 @@ def test_a_prompt_cut_between_chunks_has_the_same_bits(
     device: torch.device, dtype: torch.dtype, per_channel: bool
 ) -> None:
     """The first part leaves the state of its last chunk, from which the second part goes on."""
-    whole = Batch([170], per_channel=per_channel, keys=16, dtype=dtype)
+    whole = Batch([170], per_channel=per_channel, keys=16, values=8, dtype=dtype)
     results = []
     for parts in ([170], [64, 106], [128, 42]):
         outputs, state, begin = [], whole.args["state"], 0
         for length in parts:
-            part = Batch([length], per_channel=per_channel, keys=16, dtype=dtype)
+            part = Batch([length], per_channel=per_channel, keys=16, values=8, dtype=dtype)
             part.args |= {key: whole.args[key] for key in ("A", "dt_bias")} | {"state": state}
             part.args |= {key: whole.args[key][begin : begin + length] for key in ("q", "k", "v", "a", "b")}
             part.chunks(64, [begin % 64], lambda row, rank, last: int(last))
@@ -306,7 +320,7 @@ def test_strong_decays_do_not_overflow(device: torch.device, per_channel: bool) 
     batch.args["A"].fill_(-4000.0)
     batch.args["a"][::3] = -20.0  # and some tokens that forget nothing
     batch.chunks(18, [0, 0], lambda row, rank, last: row + 1 if last else 20)
-    batch.check("delta_scan_varlen", device, 1e-4)
+    batch.check("delta_scan_varlen", device, 2e-5)
     for lens in ([3, 3], [1, 1]):
         short = Batch(lens, per_channel=per_channel)
         short.args["A"].fill_(-4000.0)

@@ -5,7 +5,7 @@ the
    triangular system of corrected values, which does not depend on the state (Yang et al., 2024).
 2. walk: the tiles of a row in order, with the state in registers; writes states to the slots `chunk_write`.
 
-The gated delta rule in bfloat16 uses `triton_tiles` instead of walk, with tiles of 64 tokens.
+The gated delta rule in bfloat16 uses `triton_tiles` instead of walk, with tiles of 64 tokens, if keys are aligned.
 
 Legend: T tokens of a tile, V value channels of a head's tile, K key channels, D decays of a head (1 or K).
 """
@@ -40,7 +40,6 @@ from bateleur.mamba.ops.shared.triton_delta_rule import (
     product,
     shape_options,
     solve,
-    sums_of_tokens,
     to_unit,
     unit,
     zero_tokens,
@@ -51,24 +50,20 @@ _TILE = 16  # tokens: the minimum of a matrix product, and few enough for forwar
 
 
 @triton.jit
-def _decayed_pairs(
-    k_TK, q_TK, sum_TK, sum_K, line, t, real_T, real_K,
-    DECAYS: tl.constexpr, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+def _decayed_pairs(k_TK, q_TK, g_TK, t, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr):
     """Return decayed products of keys and queries with earlier keys, (T, T) each, with one decay per key channel.
 
     The tile is halved recursively. The decay from a token of the earlier half to a token of the later half is split at
-    the border into two factors that are at most 1, so the products are a matrix product. ``sum_K`` points to the stored
-    running sums of log decays, from which those at the borders are read.
+    the border into two factors that are at most 1, so the products are a matrix product.
     """
     i_T, j_T = t[:, None], t[None, :]
     key_TT = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     query_TT = tl.where(i_T == j_T, tl.sum(q_TK * k_TK, 1)[:, None], 0.0)
-    for level in tl.static_range(4):
+    for level in range(4):  # not unrolled, which would spill registers
         half = 8 >> level
-        border_T = t // (2 * half) * (2 * half) + half - 1
-        border_TK = load_tile(sum_K, (line + border_T) * DECAYS, real_T, real_K)
-        left_TK = tl.exp(-tl.abs(sum_TK - border_TK))
+        border_T = i_T // (2 * half) * (2 * half) + half - 1
+        between_TT = (j_T > tl.minimum(i_T, border_T)) & (j_T <= tl.maximum(i_T, border_T))
+        left_TK = tl.exp(product(between_TT.to(tl.float32), g_TK, EXACT))
         early_TK = tl.trans(k_TK * left_TK)
         seen_TT = (i_T // (2 * half) == j_T // (2 * half)) & (i_T // half > j_T // half)
         key_TT = tl.where(seen_TT, product(k_TK * left_TK, early_TK, EXACT), key_TT)
@@ -78,13 +73,16 @@ def _decayed_pairs(
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
 def pairs_kernel(
-    q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, bias_ptr, chunk_starts_ptr, sum_ptr, inverse_ptr, query_ptr, scale_ptr,
-    num_tokens, beta_scale, q_token, q_group, k_token, k_group, a_token, a_head, b_token,
+    q_ptr, k_ptr, a_ptr, b_ptr, A_ptr, bias_ptr, chunk_starts_ptr, sum_ptr, rest_ptr, inverse_ptr, query_ptr,
+    scale_ptr, num_tokens, beta_scale, q_token, q_group, k_token, k_group, a_token, a_head, b_token,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr, TILES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks x tiles of tokens, heads). Results by head and token: running sums of log decays in the tile (D),
-    the inverse times beta and the weights of queries (both T), and the scale factors of keys and queries.
+    """Grid (chunks x tiles of tokens, heads). Results by head and token: sums of log decays from the start of the tile
+    to the token and after the token (both D), the inverse times beta and the weights of queries (both T), and the scale
+    factors of keys and queries.
+
+    Every sum of log decays is of its own tokens: differences of sums would lose digits after a strong decay.
 
     At least 3 blocks a multiprocessor.
     """
@@ -96,7 +94,7 @@ def pairs_kernel(
     t = tl.arange(0, BLOCK_T)
     real_T, token_T = t < count, (first + t).to(tl.int64)
     line, A = head.to(tl.int64) * num_tokens + first, tl.load(A_ptr + head).to(tl.float32)
-    line_T = line + t
+    line_T, later_TT = line + t, (t[None, :] > t[:, None]).to(tl.float32)
     # Before normalization, because products of bfloat16 values are exact.
     key_TT, query_TT = tl.zeros([BLOCK_T, BLOCK_T], tl.float32), tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
     k_T, q_T = tl.zeros([BLOCK_T], tl.float32), tl.zeros([BLOCK_T], tl.float32)
@@ -112,19 +110,20 @@ def pairs_kernel(
             query_TT += product(q_TK, tl.trans(k_TK), PRECISION)
         else:
             a_K, bias_K = a_ptr + head * a_head + k, bias_ptr + head * DECAYS + k
-            sum_TK = sums_of_tokens(log_decays(a_K, token_T * a_token, A, bias_K, real_T, real_K), False)
+            g_TK = log_decays(a_K, token_T * a_token, A, bias_K, real_T, real_K)
+            sum_TK, rest_TK = product(1.0 - later_TT, g_TK, EXACT), product(later_TT, g_TK, EXACT)
             store_tile(sum_ptr + k, line_T * DECAYS, sum_TK, real_T, real_K)
-            tl.debug_barrier()  # the sums at borders are read from memory
-            more = _decayed_pairs(
-                k_TK, q_TK, sum_TK, sum_ptr + k, line, t, real_T, real_K, DECAYS, BLOCK_T, PRECISION, EXACT
-            )
+            store_tile(rest_ptr + k, line_T * DECAYS, rest_TK, real_T, real_K)
+            more = _decayed_pairs(k_TK, q_TK, g_TK, t, BLOCK_T, PRECISION, EXACT)
             key_TT, query_TT = key_TT + more[0], query_TT + more[1]
     if DECAYS == 1:
         d = tl.arange(0, BLOCK_D)
         a_D, bias_D = a_ptr + head * a_head + d, bias_ptr + head * DECAYS + d
-        sum_TD = sums_of_tokens(log_decays(a_D, token_T * a_token, A, bias_D, real_T, d < DECAYS), False)
-        store_tile(sum_ptr + d, line_T * DECAYS, sum_TD, real_T, d < DECAYS)
-        left_TT = tl.exp(tl.minimum(sum_TD - tl.trans(sum_TD), 0.0))
+        g_T = tl.sum(log_decays(a_D, token_T * a_token, A, bias_D, real_T, d < DECAYS), 1)
+        g_TT = tl.where(t[:, None] > t[None, :], g_T[:, None], 0.0)
+        tl.store(sum_ptr + line_T, tl.cumsum(g_T, 0), mask=real_T)
+        tl.store(rest_ptr + line_T, tl.sum(g_TT, 0), mask=real_T)
+        left_TT = tl.exp(product(1.0 - later_TT, g_TT, EXACT))
         key_TT, query_TT = key_TT * left_TT, query_TT * left_TT
     beta_T = betas(b_ptr + token_T * b_token + head, real_T, beta_scale)
     k_T, q_T = to_unit(k_T), to_unit(q_T) * KEY_DIM**-0.5
@@ -139,7 +138,7 @@ def pairs_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=INDICES)
 def walk_kernel(
-    state_ptr, q_ptr, k_ptr, v_ptr, sum_ptr, inverse_ptr, query_ptr,
+    state_ptr, q_ptr, k_ptr, v_ptr, sum_ptr, rest_ptr, inverse_ptr, query_ptr,
     starts_ptr, chunk_starts_ptr, row_chunk_ptr, read_ptr, chunk_write_ptr, o_ptr,
     num_rows, num_tokens, state_slot, q_token, q_group, k_token, k_group, v_token, v_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
@@ -174,6 +173,7 @@ def walk_kernel(
             q_TK = unit(load_tile(q_K, token_T * q_token, real_T, real_K)) * KEY_DIM**-0.5
             v_TV = load_tile(v_ptr + head * v_head + v, token_T * v_token, real_T, real_V)
             sum_TD = load_tile(sum_ptr + d, line_T * DECAYS, real_T, real_D)
+            rest_TD = load_tile(rest_ptr + d, line_T * DECAYS, real_T, real_D)
             sum_D = tl.load(sum_ptr + last * DECAYS + d, mask=real_D, other=0)
             inverse_TT = load_tile(inverse_ptr + t, line_T * BLOCK_T, real_T, t < BLOCK_T)
             query_TT = load_tile(query_ptr + t, line_T * BLOCK_T, real_T, t < BLOCK_T)
@@ -182,7 +182,7 @@ def walk_kernel(
             u_TV = product(inverse_TT, u_TV, EXACT)
             o_TV = product(q_TK * fade_TD, tl.trans(state_VK), PRECISION) + product(query_TT, u_TV, PRECISION)
             store_tile(o_ptr + lane_V, token_T * (HEADS * VALUE_DIM), o_TV, real_T, real_V)
-            k_TK *= tl.exp(sum_D[None, :] - sum_TD)
+            k_TK *= tl.exp(rest_TD)
             state_VK = state_VK * tl.exp(sum_D)[None, :] + product(tl.trans(u_TV), k_TK, EXACT)
         slot = tl.load(chunk_write_ptr + chunk).to(tl.int64)
         write_K = k < unless_null(slot, tl.where(end > begin, KEY_DIM, 0))
@@ -196,9 +196,9 @@ def tile_options(value_dim: int, key_dim: int, decays: int, dtype: torch.dtype) 
     The tiles of a row run in order, so narrow tiles of value channels are needed to fill a GPU.
     """
     shared = LAUNCH | {"BLOCK_T": _TILE, "PRECISION": precision(dtype), "EXACT": precision(dtype, state=True)}
-    # One warp needs no barriers. With decays per channel, or without tensor cores, it has fewer channels.
+    # One warp needs no barriers. With decays per channel it has fewer channels, so that no registers are spilled.
     exact = dtype == torch.float32
-    pairs = block_options(key_dim, decays, most=32 if exact or decays == 1 else 16) | {"num_warps": 4 if exact else 1}
+    pairs = block_options(key_dim, decays, most=32 if decays == 1 else 16) | {"num_warps": 4 if exact else 1}
     walk = {"BLOCK_V": state_tile(value_dim, 16 if exact else 32), "num_warps": 8}
     return {"pairs": shared | pairs, "walk": shared | block_options(key_dim, decays) | walk}
 
@@ -219,24 +219,25 @@ def delta_scan_varlen(
     heads, value_dim, key_dim, decays = (shape[name] for name in ("HEADS", "VALUE_DIM", "KEY_DIM", "DECAYS"))
     options = tile_options(value_dim, key_dim, decays, v.dtype)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    total = torch.empty((heads, num_tokens, decays), dtype=torch.float32, device=v.device)
+    # Two tensors, not parts of one, are aligned for any number of tokens.
+    total, rest = (torch.empty((heads, num_tokens, decays), dtype=torch.float32, device=v.device) for _ in range(2))
     inverse, query = torch.empty((2, heads, num_tokens, _TILE), dtype=torch.float32, device=v.device)
     scale = torch.empty((heads, num_tokens, 4), dtype=torch.float32, device=v.device)
     keys = {name: shape[name] for name in ("GROUP", "KEY_DIM", "DECAYS")}
     tiles = cdiv(chunk_size, _TILE)
     pairs_kernel[(num_chunks * tiles, heads)](
-        q, k, a, b, A, dt_bias, chunk_start_loc, total, inverse, query, scale,
+        q, k, a, b, A, dt_bias, chunk_start_loc, total, rest, inverse, query, scale,
         num_tokens, beta_scale, *q.stride()[:2], *k.stride()[:2], *by_head(a), b.stride(0),
         **keys, TILES=tiles, **options["pairs"],
     )  # fmt: skip
-    if takes_tiles(key_dim, decays, v.dtype, chunk_size):
+    if takes_tiles(q, k, v, decays, chunk_size):
         scan_tiles(
-            state, q, k, v, total, inverse, query, scale, shape,
+            state, q, k, v, total, rest, inverse, query, scale, shape,
             query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
         )  # fmt: skip
         return o
     walk_kernel[(heads * cdiv(value_dim, options["walk"]["BLOCK_V"]), num_rows + 1)](
-        state, q, k, v, total, inverse, query,
+        state, q, k, v, total, rest, inverse, query,
         query_start_loc, chunk_start_loc, row_chunk_loc, read, chunk_write, o,
         num_rows, num_tokens, state.stride(0), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         **shape, **options["walk"],

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from bateleur.mamba.ops.shared.triton import INDICES, LAUNCH, load_tile, state_tile, store_tile, unless_null
 from bateleur.mamba.ops.shared.triton_delta_rule import zero_tokens
@@ -37,9 +38,29 @@ _MOST_KEY_CHANNELS = 128  # two tiles of keys and queries fit into shared memory
 _INVERSE_PARTS, _QUERY_PARTS = 3, 2  # parts of bfloat16 that are kept: 24 and 16 bits
 
 
-def takes_tiles(key_dim: int, decays: int, dtype: torch.dtype, chunk_size: int) -> bool:
-    """Return whether tiles of 64 tokens can be used: keys are exact in bfloat16, and chunks longer than 16 tokens."""
-    return dtype == torch.bfloat16 and decays == 1 and key_dim <= _MOST_KEY_CHANNELS and chunk_size > _BLOCK
+def token_distances(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Return the distances of tokens, which are constants of the kernel.
+
+    A view of one token may have any stride. It gets the stride that a layer's convolution output has, so that no
+    additional kernel is compiled.
+    """
+    lanes = 2 * q.shape[1] * q.shape[2] + v.shape[1] * v.shape[2]
+    named = (("Q_TOKEN", q), ("K_TOKEN", k), ("V_TOKEN", v))
+    return {name: each.stride(0) if v.shape[0] > 1 else lanes for name, each in named}
+
+
+def takes_tiles(q: Tensor, k: Tensor, v: Tensor, decays: int, chunk_size: int) -> bool:
+    """Return whether tiles of 64 tokens can be used: bfloat16, one decay per head, chunks longer than 16 tokens, and
+    keys and queries that begin at multiples of 16 elements.
+
+    Others are not copied to shared memory ahead, and other matrices take their place there within a tile. Of two matrix
+    layouts at one address ptxas 12.8 (Triton 3.6) makes wrong descriptors, with the number of the thread as address.
+    """
+    distances = token_distances(q, k, v)
+    begins = (distances["Q_TOKEN"], distances["K_TOKEN"], q.stride(1), k.stride(1))
+    is_aligned = all(begin % 16 == 0 for begin in (*begins, q.storage_offset(), k.storage_offset()))
+    exact = v.dtype == torch.bfloat16 and decays == 1 and q.shape[2] <= _MOST_KEY_CHANNELS
+    return exact and chunk_size > _BLOCK and is_aligned
 
 
 @triton.jit
@@ -94,8 +115,8 @@ def _store_parts(ptr_TT, x_TT, mask_TT, PARTS: tl.constexpr, TILE: tl.constexpr)
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=INDICES)
 def join_kernel(
-    q_ptr, k_ptr, chunk_starts_ptr, sum_ptr, block_inverse_ptr, block_query_ptr, scale_ptr, inverse_ptr, query_ptr,
-    num_tokens, q_token, q_group, k_token, k_group,
+    q_ptr, k_ptr, chunk_starts_ptr, sum_ptr, rest_ptr, block_inverse_ptr, block_query_ptr, scale_ptr,
+    inverse_ptr, query_ptr, num_tokens, q_token, q_group, k_token, k_group,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
     INVERSE_PARTS: tl.constexpr, QUERY_PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -118,11 +139,10 @@ def join_kernel(
     k_TK = load_tile(k_K, t * k_token, real_T, real_K)
     scale_T = scale_ptr + (line + t) * 4
     k_T, q_T = tl.load(scale_T, mask=real_T, other=0), tl.load(scale_T + 1, mask=real_T, other=0)
-    # Exponents are sums over the tokens between two tokens. Differences of running sums would lose digits after a
-    # strong decay.
+    # Exponents are sums over the tokens between two tokens, not differences of sums, as in `pairs_kernel`.
     sum_ptr += line
     sum_T = tl.load(sum_ptr + t, mask=real_T, other=0)
-    rest_T = tl.load(sum_ptr + tl.minimum(t // 16 * 16 + 15, count - 1), mask=real_T, other=0) - sum_T
+    rest_T = tl.load(rest_ptr + line + t, mask=real_T, other=0)
     total_0 = tl.load(sum_ptr + tl.minimum(15, count - 1))
     total_1 = tl.load(sum_ptr + tl.minimum(31, count - 1), mask=count > 16, other=0)
     total_2 = tl.load(sum_ptr + tl.minimum(47, count - 1), mask=count > 32, other=0)
@@ -251,10 +271,10 @@ def tile_options(value_dim: int, key_dim: int) -> dict[str, dict[str, Any]]:
 
 
 def scan_tiles(
-    state, q, k, v, total, inverse, query, scale, shape,
+    state, q, k, v, total, rest, inverse, query, scale, shape,
     query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
 ):  # fmt: skip
-    """Launch the kernels after `pairs_kernel`, whose results are ``total``, ``inverse``, ``query`` and ``scale``."""
+    """Launch the kernels after `pairs_kernel`. Its results are ``total`` to ``scale``."""
     heads, value_dim, key_dim = (shape[name] for name in ("HEADS", "VALUE_DIM", "KEY_DIM"))
     options = tile_options(value_dim, key_dim)
     num_tokens, num_chunks = v.shape[0], chunk_write.shape[0]
@@ -264,20 +284,14 @@ def scan_tiles(
     parts = of_tile.view(-1).split([heads * num_tokens * TILE * each for each in (_INVERSE_PARTS, _QUERY_PARTS)])
     tiles = cdiv(chunk_size, TILE)
     join_kernel[(num_chunks * tiles, heads)](
-        q, k, chunk_start_loc, total, inverse, query, scale, *parts,
+        q, k, chunk_start_loc, total, rest, inverse, query, scale, *parts,
         num_tokens, *q.stride()[:2], *k.stride()[:2],
         GROUP=shape["GROUP"], KEY_DIM=key_dim, TILES=tiles, **options["join"],
     )  # fmt: skip
     sizes = {name: shape[name] for name in ("HEADS", "GROUP", "VALUE_DIM", "KEY_DIM")}
-    # The distance of tokens is a constant of the kernel. A view of one token may have any stride. It gets the stride
-    # that a layer's convolution output has, so that no additional kernel is compiled.
-    lanes = 2 * q.shape[1] * key_dim + heads * value_dim
-    distances = {
-        f"{name}_TOKEN": each.stride(0) if num_tokens > 1 else lanes for name, each in (("Q", q), ("K", k), ("V", v))
-    }
     walk_tiles_kernel[(heads * cdiv(value_dim, options["walk"]["BLOCK_V"]), read.shape[0] + 1)](
         state, q, k, v, scale, *parts,
         query_start_loc, chunk_start_loc, row_chunk_loc, read, chunk_write, o,
         read.shape[0], num_tokens, state.stride(0), q.stride(1), k.stride(1), v.stride(1),
-        **distances, **sizes, **options["walk"],
+        **token_distances(q, k, v), **sizes, **options["walk"],
     )  # fmt: skip
