@@ -63,8 +63,8 @@ def values(text: st.SearchStrategy[str]) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-def written(name: str, given: dict[str, Any], *, python: bool) -> str:
-    """A call of `weather` as a model writes it."""
+def written(name: str, given: dict[str, Any], *, python: bool, between: str = ", ") -> str:
+    """A call of `weather` as a model writes it. between: text between keyword arguments."""
 
     def note(value: Any) -> str:
         return repr(value) if python else json.dumps(value, ensure_ascii=False)
@@ -84,7 +84,7 @@ def written(name: str, given: dict[str, Any], *, python: bool) -> str:
             section, call = "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.weather:0"
             arguments = f"<|tool_call_argument_begin|>{note(given)}<|tool_call_end|>"
             return f"{section}{call}{arguments}<|tool_calls_section_end|>"
-    keywords = ", ".join(f"{key}={note(each)}" for key, each in given.items())
+    keywords = between.join(f"{key}={note(each)}" for key, each in given.items())
     if name == "olmo3":
         return f"<function_calls>\nweather({keywords})\n</function_calls>"
     return f"<|tool_call_start|>[weather({keywords})]<|tool_call_end|>"
@@ -127,12 +127,13 @@ NAMES, KIND = st.sampled_from(sorted(TOOL_PARSERS)), st.sampled_from(KINDS)
 
 
 @settings(max_examples=300, deadline=None)
-@given(given=values(TEXT), python=st.booleans(), quoted=st.booleans(), name=NAMES, kind=KIND)
-@example({"city": "t", "either": "t </tool_call> <function=ping> t"}, False, False, "qwen3_coder", "special")
-@example({"city": "t </parameter> <parameter=days> t"}, False, False, "qwen3_coder", "text")
-@example({"city": "t </parameter> </function> </tool_call> <tool_call> t"}, False, False, "qwen3_coder", "text")
-def test_values_come_back(given: dict[str, Any], python: bool, quoted: bool, name: str, kind: str) -> None:
-    tokens = tokens_of(kind, written(name, given, python=python), given, quoted=quoted)
+@given(given=values(TEXT), python=st.booleans(), quoted=st.booleans(), name=NAMES, kind=KIND, comma=st.booleans())
+@example({"city": "t", "either": "t </tool_call> <function=ping> t"}, False, False, "qwen3_coder", "special", True)
+@example({"city": "t </parameter> <parameter=days> t"}, False, False, "qwen3_coder", "text", True)
+@example({"city": "t </parameter> </function> </tool_call> <tool_call> t"}, False, False, "qwen3_coder", "text", True)
+def test_values_come_back(given: dict[str, Any], python: bool, quoted: bool, name: str, kind: str, comma: bool) -> None:
+    text = written(name, given, python=python, between=", " if comma else "\n")
+    tokens = tokens_of(kind, text, given, quoted=quoted)
     for each in (False, True):
         ((called, arguments),) = model(kind).reads(name, TOOLS, tokens, each=each)
         assert (called, json.loads(arguments)) == ("weather", given)

@@ -266,6 +266,13 @@ OTHERS: list[tuple[str, str, list[Any]]] = [
     ("lfm2", LFM.format('weather(city="""""", days=3)'), [["weather", '{"city": "", "days": 3}']]),
     ("llama3_json", '{"type": "function", "function": "we", "parameters": {}}', [["we", "{}"]]),
     ("lfm2", LFM.format('weather("Oslo", 4)'), [["weather", '{"city": "Oslo", "days": 4}']]),
+    (
+        "lfm2",
+        LFM.format("""weather(city="say "hi" now"\n  days="3" list=[1, {'a': 2}] on=True share=-1.5)"""),
+        [["weather", '{"city": "say \\"hi\\" now", "days": 3, "list": [1, {"a": 2}], "on": true, "share": -1.5}']],
+    ),
+    ("lfm2", LFM.format("weather(city=Oslo days=3) we()"), [["weather", '{"city": "Oslo", "days": 3}'], ["we", "{}"]]),
+    ("lfm2", LFM.format('weather(city="days=3" == days==4")'), [["weather", '{"city": "days=3\\" == days==4"}']]),
     ("lfm2", LFM.format('{"name": "we", "arguments": {}}'), [["we", "{}"]]),
     ("lfm2", '<|tool_call_start|>[weather(city="Os', [["weather", '{"city": "Os"}']]),
     ("lfm2", "<|tool_call_start|>[weather(days=3", [["weather", '{"days": 3}']]),

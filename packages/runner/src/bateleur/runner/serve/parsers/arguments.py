@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
@@ -10,6 +11,9 @@ from bateleur.runner.serve.openai.tools import Tools
 from bateleur.runner.serve.parsers.events import Arguments, Content, Event, ToolCall
 from bateleur.runner.serve.parsers.source import Search, TagTable
 from bateleur.runner.serve.parsers.values import as_json, as_string, literal_as_json, types_of
+
+NO_KEY = re.compile("(?!)")
+"""Matches nothing: keys follow commas."""
 
 
 def new_call_id() -> str:
@@ -27,6 +31,8 @@ class ArgumentsWriter:
         """Tags that end a call."""
         self.keys: list[str] = []
         """Keys written so far."""
+        self.next_key = NO_KEY
+        """Pattern of a key that ends the value before it, without a comma."""
 
     @property
     def properties(self) -> list[str]:

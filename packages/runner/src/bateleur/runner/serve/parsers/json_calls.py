@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
+from bateleur.runner.serve.parsers.arguments import NO_KEY, ArgumentsWriter, Calls
 from bateleur.runner.serve.parsers.source import Reader, Source, skip_space
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.serve.parsers.values import unescaped
@@ -44,6 +44,8 @@ _TAG = re.compile("[<\ud800-\udfff]")
 _ENDS_KEY, _ENDS_VALUE = re.compile(r"[:,}\])]"), re.compile(r"[,}\])]")
 """Characters that follow the closing quote of a string."""
 _KEY = re.compile(r"[A-Za-z_$][\w$.-]*")
+MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
+"""Text that may become the name of a keyword argument."""
 
 
 def read_calls(source: Source, at: int, calls: Calls) -> Reader[bool]:
@@ -207,7 +209,7 @@ def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Reader[bool
     first, types = source.text[0], writer.types(key)
     if first in _QUOTES and (not types or "string" in types):
         return (yield from _read_string(source, writer))
-    end = yield from value_end(source, 0)
+    end = yield from value_end(source, 0, writer.next_key)
     if end == len(source.text) and source.cut:
         source.take(end)
         return False
@@ -218,8 +220,8 @@ def read_value(source: Source, writer: ArgumentsWriter, key: str) -> Reader[bool
 def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
     """Consume a quoted string, and write it incrementally. Returns False if it was truncated.
 
-    A quote ends the string only before a comma, a bracket, or the end of the call or text. Without such a quote, the
-    string ends at the end tags of the call if no text follows them.
+    A quote ends the string only before a comma, a bracket, the next key, or the end of the call or text. Without such a
+    quote, the string ends at the end tags of the call if no text follows them.
     """
     quote = source.take(1)
     while source.text in ("", quote) and not source.final:
@@ -234,7 +236,8 @@ def _read_string(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
         elif source.text.startswith(quote):
             at = yield from skip_space(source, len(quote))
             after = yield from skip_end_tags(source, at, writer)
-            if after == len(source.text) or (_ENDS_VALUE if at == after else _TAG).match(source.text, after):
+            ends = after == len(source.text) or (_ENDS_VALUE if at == after else _TAG).match(source.text, after)
+            if ends or (yield from _begins_key(source, after, writer.next_key)):
                 source.take(len(quote))
                 writer.end_text()
                 return True
@@ -270,14 +273,24 @@ def skip_end_tags(source: Source, at: int, writer: ArgumentsWriter) -> Reader[in
     return at
 
 
-def _string_end(source: Source, at: int, quote: str, follows: re.Pattern[str]) -> Reader[int]:
+def _begins_key(source: Source, at: int, next_key: re.Pattern[str]) -> Reader[bool]:
+    """Whether the next key of Python's arguments begins at a position."""
+    while next_key is not NO_KEY and not source.final and MAY_KEYWORD.match(source.text, at):
+        yield
+    return next_key.match(source.text, at) is not None
+
+
+def _string_end(
+    source: Source, at: int, quote: str, follows: re.Pattern[str], next_key: re.Pattern[str] = NO_KEY
+) -> Reader[int]:
     """Return the position of the closing quote of a string, or the end of the text."""
     while True:
         if found := _IN_STRING[quote].match(source.text, at):
             at = found.end()
         if source.text.startswith(quote, at):
             after = yield from skip_space(source, at + 1)
-            if after == len(source.text) or follows.match(source.text, after):
+            ends = after == len(source.text) or follows.match(source.text, after)
+            if ends or (yield from _begins_key(source, after, next_key)):
                 return at
             at += 1
         elif source.final:
@@ -286,10 +299,21 @@ def _string_end(source: Source, at: int, quote: str, follows: re.Pattern[str]) -
             yield
 
 
-def value_end(source: Source, at: int) -> Reader[int]:
-    """Return the position of the comma or bracket after a JSON or Python value, or the end of the text."""
+def _key_in_plain_text(source: Source, at: int, next_key: re.Pattern[str]) -> Reader[re.Match[str] | None]:
+    """Search for the next key up to the first quote, bracket, comma or tag."""
+    while True:
+        found = _PLAIN.match(source.text, at)
+        if found is None or found.end() < len(source.text) or source.final:
+            return None if found is None else next_key.search(source.text, at, found.end())
+        yield
+
+
+def value_end(source: Source, at: int, next_key: re.Pattern[str] = NO_KEY) -> Reader[int]:
+    """Return the position of the comma, bracket or key after a JSON or Python value, or the end of the text."""
     opened: list[str] = []
     while True:
+        if not opened and (key := (yield from _key_in_plain_text(source, at, next_key))):
+            return key.start()
         if found := _PLAIN.match(source.text, at):
             at = found.end()
         char = source.text[at : at + 1]
@@ -298,7 +322,7 @@ def value_end(source: Source, at: int) -> Reader[int]:
                 return at
             yield
         elif char in _QUOTES:
-            at = yield from _string_end(source, at + 1, char, _ENDS_KEY)
+            at = yield from _string_end(source, at + 1, char, _ENDS_KEY, next_key)
             at = min(at + 1, len(source.text))
         elif char in _PAIRS:
             opened.append(_PAIRS[char])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
-from bateleur.runner.serve.parsers.json_calls import read_calls, read_value, skip_end_tags
+from bateleur.runner.serve.parsers.json_calls import MAY_KEYWORD, read_calls, read_value, skip_end_tags
 from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
 from bateleur.runner.structured.formats import (
@@ -27,7 +27,6 @@ from bateleur.runner.structured.structural_tag import property_schema
 _CALL = re.compile(r"([A-Za-z_][\w.-]{0,200})\s*\(")
 _MAY_CALL = re.compile(r"[A-Za-z_][\w.-]{0,200}\s*$")
 _KEYWORD = re.compile(r"([A-Za-z_]\w{0,200})\s*=(?!=)\s*")
-_MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
 
 
 class Pythonic(ToolFormat):
@@ -97,7 +96,12 @@ def _read_functions(source: Source, at: int, calls: Calls) -> Reader[bool]:
 
 
 def _read_keywords(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
-    """Consume arguments up to `)`. Returns False if they were truncated. Positional arguments get the next name."""
+    """Consume arguments up to `)`. Returns False if they were truncated. Positional arguments get the next name.
+
+    Models forget commas. So the name of a parameter and "=" after a value begin the next argument.
+    """
+    if names := "|".join(map(re.escape, writer.properties)):
+        writer.next_key = re.compile(rf"(?<!\w)(?:{names})\s*=(?!=)")
     while True:
         at = yield from skip_space(source, 0)
         if at == len(source.text):
@@ -125,7 +129,7 @@ def _read_keywords(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
 
 def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> Reader[tuple[str, int]]:
     """Return an argument's name and the position of its value; an empty name if no parameter is left."""
-    while _MAY_KEYWORD.match(source.text, at):
+    while MAY_KEYWORD.match(source.text, at):
         if source.final:  # truncated
             return "", at
         yield
