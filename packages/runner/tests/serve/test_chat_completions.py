@@ -307,6 +307,13 @@ def test_a_schema_that_cannot_be_compiled_is_named_as_the_client_wrote_it(script
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": bad}}
     for body in ({"tools": [tool]}, {"tools": [tool], "tool_choice": "required"}, {"response_format": form}):
         assert scripted.error(400, PATH, {"messages": HELLO, **body})["param"] == next(iter(body))
+    good = {"type": "function", "function": {"name": "f", "strict": True}}
+    for field, tools in (("tools", [tool]), ("response_format", [good])):
+        both = {"tools": tools, "response_format": {"type": "json_object"} if field == "tools" else form}
+        assert scripted.error(400, PATH, {"messages": HELLO, **both})["param"] == field
+        own = {"tools": tools, "structured_outputs": {"json": {} if field == "tools" else bad}}
+        param = "structured_outputs" if field == "response_format" else field
+        assert scripted.error(400, PATH, {"messages": HELLO, **own})["param"] == param
     completion = {"prompt": "x", "response_format": form}
     assert scripted.error(400, "/v1/completions", completion)["param"] == "response_format"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fastapi import Request
 
@@ -12,6 +13,7 @@ from bateleur.runner.outputs import CompletionOutput, RequestOutput
 from bateleur.runner.serve.errors import http_errors
 from bateleur.runner.serve.openai.replies import Usage
 from bateleur.runner.serve.openai.requests import ChatRequest
+from bateleur.runner.serve.openai.tools import is_strict
 from bateleur.runner.serve.parsers.chat_format import AnswerReader, PreparedChat, prepare_chat, with_options
 from bateleur.runner.serve.parsers.events import Content, End, Event, Reasoning, ToolCall
 from bateleur.runner.serve.service import Service, merge_outputs
@@ -111,6 +113,16 @@ async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequ
 async def answer(service: Service, parsed: ChatRequest, reply_id: str) -> Answer:
     """Submit a conversation. Raises HTTPException if it is invalid or the queue is full."""
     parsed, prompt = await render_prompt(service, parsed)
+    if (
+        parsed.params.structured_outputs is not None
+        and parsed.tool_choice == "auto"
+        and any(map(is_strict, parsed.tools))
+    ):
+        # One grammar for both follows, whose errors then are those of the tools.
+        with http_errors(parsed.names):
+            prepare = partial(service.llm.llm.prepare, prompt, parsed.params, request_id=reply_id)
+            await service.llm.run_in_thread(prepare, long=True)
+        parsed = replace(parsed, names={**parsed.names, "structured_outputs": "tools"})
     with http_errors(parsed.names):
         prepared = prepare_chat(service.chat_format, parsed, prompt)
         budget = ThinkingBudget.of(service, parsed, prompt, prepared)

@@ -12,7 +12,7 @@ from typing import Any
 
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.serve.openai.fields import COMMON, Field, mapping, response_format, split
-from bateleur.runner.serve.openai.tools import ToolChoice, allowed_tools, forced_schema, is_strict, tool_choice, tools
+from bateleur.runner.serve.openai.tools import ToolChoice, allowed_tools, forced_schema, tool_choice, tools
 from bateleur.runner.text.chat import ChatPrompt, render
 from bateleur.runner.text.messages import checked_messages
 from bateleur.runner.text.tokenizer import Tokenizer
@@ -145,13 +145,13 @@ def chat_request(
         refuse("add_generation_prompt", prompted, "false if continue_final_message is true")
     choice, parallel = tool_choice(chosen, known), own.get("parallel_tool_calls", True)
     schema = forced_schema(choice, known, parallel=parallel)
+    grammar = "structured_outputs" if "structured_outputs" in sampling else "tools"
     if schema is not None:
         own.pop("response_format", None)  # the answer is a call without text
         if (given := sampling.get("structured_outputs")) is not None:
             refuse("structured_outputs", given, f"absent with tool_choice = {shown(choice)}")
         sampling["structured_outputs"] = {"json": schema, "disable_any_whitespace": True}
-    strict_calls = schema is not None or (choice == "auto" and any(map(is_strict, known)))
-    common = _common(own, {"max_tokens": None, **defaults, **sampling}, "tools" if strict_calls else "")
+    common = _common(own, {"max_tokens": None, **defaults, **sampling}, grammar)
     source = common["names"]["structured_outputs"]
     return ChatRequest(
         messages=own["messages"],
@@ -184,7 +184,7 @@ def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
     return names if thinking is None else names | {"enable_thinking": thinking, "thinking": thinking}
 
 
-def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "") -> dict[str, Any]:
+def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "structured_outputs") -> dict[str, Any]:
     """Return the fields of `APIRequest`. grammar: the field that sets a grammar, if not `response_format`."""
     if (form := own.get("response_format")) is not None:
         if sampling.get("structured_outputs") is not None:
@@ -193,7 +193,7 @@ def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "")
     stream_options = own.get("stream_options", {})
     return {
         "params": SamplingParams.from_dict(sampling),
-        "names": {"structured_outputs": grammar or "structured_outputs"},
+        "names": {"structured_outputs": grammar},
         "model": own.get("model"),
         "request_id": own.get("request_id"),
         "priority": own.get("priority", 0),
