@@ -261,6 +261,28 @@ def test_fields_become_those_of_chat_completions() -> None:
     assert chat["tools"][1] == {"type": "web_search"}
 
 
+def test_input_items_come_in_pages(scripted: Any) -> None:
+    given: Any = [{"role": "user", "content": str(i)} for i in range(25)]
+    given[3]["id"] = "own"
+
+    async def run() -> None:
+        client = scripted.openai()
+        response = await client.responses.create(model="scripted", input=given)
+        page = await client.responses.input_items.list(response.id)
+        assert [each.content for each in page.data] == [str(i) for i in range(24, 4, -1)]
+        assert (page.has_more, page.first_id, page.last_id) == (True, "item_24", "item_5")
+        page = await client.responses.input_items.list(response.id, order="asc", after="own", limit=2)
+        assert [each.content for each in page.data] == ["4", "5"]
+        assert [each.content async for each in page] == [str(i) for i in range(4, 25)]
+        page = await client.responses.input_items.list(response.id, after="item_0")
+        assert (page.data, page.has_more, page.first_id, page.last_id) == ([], False, None, None)
+        for wrong in ("limit=0", "limit=101", "limit=x", "order=up", "after=item_99"):
+            error = await asyncio.to_thread(scripted.error, 400, f"{PATH}/{response.id}/input_items?{wrong}")
+            assert error["param"] == wrong.partition("=")[0]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

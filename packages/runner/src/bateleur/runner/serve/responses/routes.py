@@ -24,6 +24,7 @@ from bateleur.runner.serve.responses.store import ResponseStore, StoredResponse
 from bateleur.runner.serve.responses.writer import ResponseWriter
 from bateleur.runner.serve.service import Service
 from bateleur.runner.serve.sse import EventStream
+from bateleur.runner.utils.arguments import refuse
 
 _CANCEL_SECONDS = 10
 """Seconds for an aborted request to end; a client that does not read its stream may delay the end."""
@@ -64,13 +65,33 @@ def router(service: Service) -> APIRouter:
         return JSONText(await responses.cancel(response_id))
 
     @routes.get("/v1/responses/{response_id}/input_items")
-    async def inputs(request: Request, response_id: str) -> Response:
-        """Return the input items of a stored response, newest first."""
-        items = [{"id": f"item_{i}", **each} for i, each in enumerate(responses.stored(response_id).inputs)]
-        ids = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
-        return JSONText({"object": "list", "data": items[::-1], "has_more": False, **ids})
+    async def inputs(
+        request: Request, response_id: str, limit: str = "20", order: str = "desc", after: str | None = None
+    ) -> Response:
+        """Return a page of the input items of a stored response, newest first unless `order` is asc."""
+        inputs = responses.stored(response_id).inputs
+        items = [{**each, "id": str(each.get("id") or f"item_{i}")} for i, each in enumerate(inputs)]
+        with http_errors():
+            return JSONText(_page(items, limit, order, after))
 
     return routes
+
+
+def _page(items: list[Item], limit: str, order: str, after: str | None) -> Item:
+    """Return up to `limit` items that follow the item with the id `after`."""
+    if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
+        refuse("limit", limit, "1 to 100")
+    if order not in ("asc", "desc"):
+        refuse("order", order, "asc or desc")
+    ordered = items if order == "asc" else items[::-1]
+    ids = [each["id"] for each in ordered]
+    if after is not None and after not in ids:
+        refuse("after", after, "the id of an input item")
+    start = 0 if after is None else ids.index(after) + 1
+    end = min(start + int(limit), len(ids))
+    first, last = (ids[start], ids[end - 1]) if start < end else (None, None)
+    more = {"has_more": end < len(ids), "first_id": first, "last_id": last}
+    return {"object": "list", "data": ordered[start:end], **more}
 
 
 @dataclass(slots=True)
