@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bateleur.runner import AsyncLLM
+from bateleur.runner.errors import QueueFull
 from bateleur.runner.serve.config import ServeConfig
 from scripted_model import marker
 
@@ -289,9 +290,48 @@ def test_a_grammar_follows_the_end_of_a_bounded_reasoning(scripted: Any) -> None
     assert content in ("yes", "no")
 
 
+@pytest.mark.parametrize(
+    "asked", [{"messages": LONG, **OPENED}, {"messages": [{"role": "user", "content": "thinker"}]}]
+)
+def test_every_choice_has_its_budget(scripted: Any, asked: dict[str, Any]) -> None:
+    """Choice i of n is the answer of a request with seed + i."""
+    asked |= {"temperature": 250, "thinking_token_budget": 2, "max_tokens": 12, "return_token_ids": True}
+    one_by_one = [scripted.ask(PATH, asked | {"seed": seed}).json() for seed in (5, 6, 7)]
+    reply = scripted.ask(PATH, asked | {"seed": 5, "n": 3}).json()
+    assert [each["index"] for each in reply["choices"]] == [0, 1, 2]
+    for single, choice in zip(one_by_one, reply["choices"], strict=True):
+        assert choice | {"index": 0, "drafted": None} == single["choices"][0] | {"drafted": None}
+    written = [each["usage"]["completion_tokens"] for each in one_by_one]
+    assert reply["usage"]["completion_tokens"] == sum(written)
+    assert reply["usage"]["prompt_tokens"] == one_by_one[0]["usage"]["prompt_tokens"]
+    texts = ["", "", ""]
+    for chunk in scripted.stream(PATH, asked | {"seed": 5, "n": 3}):
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == [each["message"]["content"] for each in reply["choices"]]
+    assert len({*texts}) == 3
+
+
+def test_choices_with_budgets_are_queued_together_or_not_at_all(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = scripted.service.llm
+    submit, readers = llm.submit, list[Any]()
+
+    async def submit_two(*args: Any, **options: Any) -> Any:
+        if len(readers) == 2:
+            raise QueueFull("two requests")
+        readers.append(await submit(*args, **options))
+        return readers[-1]
+
+    aborted = list[Any]()
+    monkeypatch.setattr(llm, "submit", submit_two)
+    monkeypatch.setattr(llm, "abort_unfinished", aborted.append)
+    body = {"messages": LONG, **OPENED, "thinking_token_budget": 3, "n": 3, "temperature": 1, "max_tokens": 9}
+    assert scripted.error(429, PATH, body)["code"] == "rate_limit_exceeded"
+    assert aborted == readers
+    assert len(readers) == 2
+
+
 def test_a_budget_that_no_token_can_end_is_refused(scripted: Any, make_client: Callable[..., Any]) -> None:
-    many = {"messages": LONG, **OPENED, "thinking_token_budget": 3, "n": 2, "temperature": 1}
-    assert scripted.error(400, PATH, many)["param"] == "thinking_token_budget"
     client = make_client(chat_template="{{ messages[0].content ~ '<think>' }}", reasoning_parser="think")
     error = client.error(400, PATH, {"messages": HELLO, "thinking_token_budget": 3})
     assert "</think> is not a single token of this model" in error["message"]

@@ -109,7 +109,7 @@ class InputProcessor:
         if params.seed is None:
             seeds = tuple(_mix(self._seed, first + index) for index in range(params.n))
         else:
-            seeds = tuple(_wrapped(params.seed + index) for index in range(params.n))
+            seeds = tuple(wrapped_seed(params.seed + index) for index in range(params.n))
         admitted = AdmittedRequest(
             request_id=name,
             prompt=words,
@@ -341,7 +341,7 @@ def _is_array(value: object) -> bool:
     return isinstance(value, np.ndarray | Tensor) and value.ndim == 1
 
 
-def _wrapped(seed: int) -> int:
+def wrapped_seed(seed: int) -> int:
     """Wrap a seed into an int64."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 

@@ -127,8 +127,7 @@ async def answer(service: Service, parsed: ChatRequest, reply_id: str) -> Answer
         prepared = prepare_chat(service.chat_format, parsed, prompt)
         budget = ThinkingBudget.of(service, parsed, prompt, prepared)
     if budget is not None:
-        reader = await budget.submit(reply_id)
-        return Answer(service, parsed, prepared, budget.outputs(reader, reply_id))
+        return Answer(service, parsed, prepared, await budget.submit(reply_id))
     parsed = replace(parsed, params=prepared.params)
     reader = await service.submit([prompt], parsed, reply_id)
     return Answer(service, parsed, prepared, service.outputs(reader))

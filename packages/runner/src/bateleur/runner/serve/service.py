@@ -129,7 +129,7 @@ class Service:
         kind = RequestOutputKind.DELTA if parsed.stream else RequestOutputKind.FINAL_ONLY
         params = replace(parsed.params, output_kind=kind)
         with http_errors(parsed.names):
-            self._check_counts(len(prompts), params)
+            self.check_counts(len(prompts), params)
             # A prompt with one field is passed as its value, so that errors name it as the body does.
             given: list[Any] = [next(iter(each.values())) if len(each) == 1 else each for each in prompts]
             if params.truncate_prompt_tokens is None:
@@ -139,7 +139,7 @@ class Service:
             adapter = self.adapter_of(parsed.model)
             return await self.llm.submit(given, params, request_ids=ids, priority=parsed.priority, lora_request=adapter)
 
-    def _check_counts(self, num_prompts: int, params: SamplingParams) -> None:
+    def check_counts(self, num_prompts: int, params: SamplingParams) -> None:
         """Reject too many prompts, continuations or log probabilities."""
         room = self.llm.llm.limits.max_num_seqs + self.config.max_queued_requests
         if num_prompts * params.n > room:

@@ -1,18 +1,20 @@
 """Thinking budget: limits the reasoning tokens by writing the end tag for the model.
 
-The engine runs one request for the reasoning and one for the answer. If the prompt does not open the reasoning, a
-request of one token shows whether the model does. Sampling depends on the seed and the position, so an unused budget
-changes no token of a seeded request.
+For each continuation, the engine runs one request for the reasoning and one for the answer. If the prompt does not
+open the reasoning, a request of one token shows whether the model does. Sampling depends on the seed and the position,
+so an unused budget changes no token of a seeded request.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
+from bateleur.runner.engine.input_processor import wrapped_seed
 from bateleur.runner.engine_thread import Reader
 from bateleur.runner.outputs import CompletionOutput, Logprob, RequestOutput, TextTag
 from bateleur.runner.sampling_params import SamplingParams
@@ -59,8 +61,7 @@ class ThinkingBudget:
         if end is None:
             rule = f"absent: {Think.END} is not a single token of this model"
             refuse("thinking_token_budget", budget, rule)
-        if params.n > 1:
-            refuse("thinking_token_budget", budget, f"absent with n = {params.n}")
+        service.check_counts(1, params)
         if params.truncate_prompt_tokens is None:
             left = max(1, service.llm.llm.limits.max_model_len - len(prompt["prompt_token_ids"]))
             params = replace(params, max_tokens=min(left, params.max_tokens or left))
@@ -71,14 +72,32 @@ class ThinkingBudget:
         begin = service.chat_format.reasoning_begin_id
         return cls(service, parsed, prompt, params, budget, opened, begin, end)
 
-    async def submit(self, reply_id: str) -> Reader:
+    async def submit(self, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
+        """Submit all continuations. Returns their outputs, as those of one request."""
+        assert self.params.seed is not None, "`of` sets it"
+        one = replace(self, parsed=replace(self.parsed, params=replace(self.parsed.params, n=1)))
+        readers: list[Reader] = []
+        outputs = []
+        try:
+            for i in range(self.params.n):
+                params = replace(self.params, n=1, seed=wrapped_seed(self.params.seed + i))
+                choice, name = replace(one, params=params), f"{reply_id}-{i}" if i else reply_id
+                readers.append(await choice._begin(name))
+                outputs.append(choice._outputs(readers[-1], name))
+        except BaseException:
+            for reader in readers:
+                self.service.llm.abort_unfinished(reader)
+            raise
+        return _as_continuations(outputs, f"{reply_id}-0")
+
+    async def _begin(self, reply_id: str) -> Reader:
         """Submit the reasoning, or one token to see whether the model begins it."""
         if self.opened:
             return await self._submit_reasoning(self.prompt, reply_id)
         params = replace(self.params, max_tokens=1, min_tokens=min(1, self.params.min_tokens))
         return await self._submit(self.prompt, params, reply_id)
 
-    async def outputs(self, reader: Reader, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
+    async def _outputs(self, reader: Reader, reply_id: str) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of reasoning and answer as those of one request."""
         written: list[int] = []
         answer_follows, first, bounded = False, None, True
@@ -155,6 +174,29 @@ class ThinkingBudget:
         completion.text += text
         completion.tags.append(TextTag(at, at + len(text), self.end))
         completion.finish_reason = completion.stop_reason = None
+
+
+async def _as_continuations(
+    outputs: Sequence[AsyncGenerator[RequestOutput, None]], request_id: str
+) -> AsyncGenerator[RequestOutput, None]:
+    """Yield the outputs of several requests as they come, as those of continuations of one request."""
+    awaited = {asyncio.ensure_future(anext(each)): i for i, each in enumerate(outputs)}
+    try:
+        while awaited:
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = awaited.pop(task)
+                with suppress(StopAsyncIteration):
+                    output = task.result()
+                    output.request_id, output.outputs[0].index = request_id, i
+                    yield output
+                    awaited[asyncio.ensure_future(anext(outputs[i]))] = i
+    finally:
+        for task in awaited:
+            task.cancel()
+        await asyncio.gather(*awaited, return_exceptions=True)
+        for each in outputs:
+            await each.aclose()
 
 
 def _extended_prompt(first: RequestOutput, written: list[int]) -> ChatPrompt:
