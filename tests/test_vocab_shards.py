@@ -125,6 +125,18 @@ def test_ranks_tell_each_other_as_many_bytes_as_the_docs_say(name: str) -> None:
     assert len(together.told) == collectives
 
 
+def test_log_probabilities_of_named_tokens_are_those_of_all_shards() -> None:
+    named = torch.tensor([[1002, 5], [400, -1]] * (N // 2))
+    together = Together(3)
+    parts = parts_of(V, together)
+    tokens = torch.arange(N) * 125
+    want = logprobs_of(LOGITS, tokens, 2, None, named)
+    for found in at_once(
+        together, lambda r: logprobs_of(LOGITS[:, parts[r].first : parts[r].end], tokens, 2, parts[r], named)
+    ):
+        torch.testing.assert_close(found, want)
+
+
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True),

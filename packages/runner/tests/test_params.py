@@ -28,6 +28,7 @@ def test_defaults_and_names() -> None:
         "stop_token_ids": (),
         "ignore_eos": False,
         "logprobs": None,
+        "logprob_token_ids": None,
         "prompt_logprobs": None,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,

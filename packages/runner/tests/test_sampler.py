@@ -280,6 +280,24 @@ def test_min_tokens_with_stop_lists_of_different_lengths() -> None:
     assert step(cases, logits).token_ids.tolist() == [0, 0, 5]
 
 
+def test_logprobs_of_named_tokens_replace_the_most_likely_ones() -> None:
+    logits = random_logits(3)
+    cases = [Case(SamplingParams(logprob_token_ids=ids, logprobs=2)) for ids in ([7, 0, 59], None, [5])]
+    sampled = step(cases, logits)
+    assert sampled.logprobs is not None
+    raw = logits.double().log_softmax(-1)
+    best = raw.topk(3).indices.tolist()
+    wanted = [[7, 0, 59], best[1], [5, *best[2][1:]]]
+    assert sampled.logprobs.top_ids.tolist() == wanted
+    torch.testing.assert_close(sampled.logprobs.top_values.double(), raw.gather(1, torch.tensor(wanted)))
+    state = Sampler(1, V, "cpu")
+    admit(state, 0, cases[0])
+    admit(state, 0, cases[1])
+    again = sample(state, cases[1:2], logits[1:2], [0]).logprobs
+    assert again is not None
+    assert again.top_ids.tolist() == [best[1][:2]], "a row forgets the tokens of its last request"
+
+
 def test_logprobs_are_of_the_raw_logits() -> None:
     logits = random_logits(3)
     cases = [

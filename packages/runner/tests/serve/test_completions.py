@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,6 +70,31 @@ def test_log_probabilities_have_the_places_of_the_text(client: Any, more: dict[s
     joined = [each or 0 for part in parts for each in part["logprobs"]["token_logprobs"]]
     assert joined == pytest.approx([each or 0 for each in told["token_logprobs"]], abs=1e-4)
     assert told["text_offset"][0] == 0
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+def test_log_probabilities_of_named_tokens(make_client: Callable[..., Any], path: str) -> None:
+    """They replace the most likely ones, also with drafts and next to other requests."""
+    client = make_client(max_logprobs=-1, chat_template="{{ messages[0].content }}")
+    chat = {"messages": [{"role": "user", "content": "def f(x):"}], "logprobs": True}
+    body = GREEDY | {"return_tokens_as_token_ids": True} | ({"prompt": "def f(x):"} if path == PATH else chat)
+    count = "logprobs" if path == PATH else "top_logprobs"
+
+    def positions(reply: Any) -> list[tuple[str, dict[str, float]]]:
+        told = reply["choices"][0]["logprobs"]
+        if path == PATH:
+            return list(zip(told["tokens"], told["top_logprobs"], strict=True))
+        tops = [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told["content"]]
+        return [(each["token"], top) for each, top in zip(told["content"], tops, strict=True)]
+
+    everything = client.ask(path, body | {count: -1}).json()
+    reply = client.ask(path, body | {"logprob_token_ids": [7, 300, 7], count: 1}).json()
+    for (token, known), (drawn, named) in zip(positions(everything), positions(reply), strict=True):
+        assert drawn == token
+        assert named == pytest.approx({name: known[name] for name in ("token_id:7", "token_id:300", token)})
+    assert client.error(400, path, body | {"logprob_token_ids": [99999]})["param"] == "logprob_token_ids"
+    few = make_client(max_logprobs=1).error(400, PATH, {"prompt": "x", "logprob_token_ids": [1, 2]})
+    assert few["param"] == "logprob_token_ids"
 
 
 def test_usage_has_cached_tokens(client: Any) -> None:

@@ -26,7 +26,7 @@ class Logprob:
 
     logprob: float
     rank: int
-    """1 for the most likely token."""
+    """1 for the most likely token; of a token of `logprob_token_ids`, its place in that list, as in vLLM."""
     decoded_token: str | None
     """Text of the token; a character of several tokens belongs to the last of them. None without detokenization."""
     token_bytes: bytes = b""

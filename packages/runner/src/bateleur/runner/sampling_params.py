@@ -62,6 +62,10 @@ def _allowed_ids(name: str, value: Any) -> tuple[int, ...]:
     return _ALLOWED_IDS(name, value) or refuse(name, value, _ALLOWED_IDS.rule)
 
 
+def _logprob_ids(name: str, value: Any) -> tuple[int, ...] | None:
+    return tuple(dict.fromkeys(_STOP_IDS(name, value))) or None
+
+
 def _bad_words(name: str, value: Any) -> tuple[str, ...]:
     return _BAD_WORDS(name, () if value is None else value)
 
@@ -136,6 +140,8 @@ class SamplingParams(Checked):
     """Continue after the end-of-sequence token."""
     logprobs: int | None = option(None, maybe(Integer(-1, why=" (-1 is all), or None")))
     """Return log probabilities of the drawn token and this many most likely ones; -1 for all tokens, None for none."""
+    logprob_token_ids: Sequence[int] | None = option(None, maybe(_logprob_ids))
+    """Return log probabilities of these tokens instead of the most likely ones. Sets `logprobs` to their number."""
     prompt_logprobs: int | None = option(None, maybe(Integer(-1, why=" (-1 is all), or None")))
     """Return log probabilities of prompt tokens, all but the first, as for `logprobs`. The prompt is then computed
     without the prefix cache."""
@@ -170,6 +176,8 @@ class SamplingParams(Checked):
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
+        if self.logprob_token_ids:
+            object.__setattr__(self, "logprobs", len(self.logprob_token_ids))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"at most max_tokens = {self.max_tokens}")
         if self.stop and not self.detokenize:

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return run_file(args, NativeFormat(defaults), batch, _request_runner(args))
     if args.output is not None:
         raise ValueError("--output needs --prompt-file; the text of a single prompt goes to stdout")
-    for name in ("logprobs", "prompt_logprobs"):
+    for name in ("logprob_token_ids", "logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} needs --prompt-file; for a single prompt only the text is printed")

@@ -90,6 +90,7 @@ _MORE_HELP = {
     "files of requests",
     "stop": "; repeatable",
     "logprobs": "; with --prompt-file",
+    "logprob_token_ids": "; with --prompt-file",
     "prompt_logprobs": "; with --prompt-file",
 }
 _KINDS: dict[str, dict[str, Any]] = {

@@ -286,7 +286,7 @@ class InputProcessor:
         """
         if not ids:
             raise ValueError("prompt is empty; at least one token is needed")
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             if wrong := [i for i in getattr(params, name) or () if not 0 <= i < self._spec.vocab_size]:
                 named = ", ".join(map(str, wrong[:8]))
                 raise ValueError(f"{name} holds {named}; ids must be in [0, {self._spec.vocab_size})")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Logprobs(NamedTuple):
     """Log probabilities under the raw logits.
 
-    top_ids: (R, n) int64, most likely first; n is the largest number that a request of the step needs.
+    top_ids: (R, n) int64, most likely first, or the tokens that the request names; n is the largest number that a
+        request of the step needs.
     top_values: (R, n) float32.
     sampled: (R,) float32, of the sampled token.
     rank: (R,) int64, of the sampled token; 1 is the most likely.
@@ -30,20 +31,31 @@ class Logprobs(NamedTuple):
     rank: Tensor
 
 
-def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int, shard: VocabShard | None = None) -> Logprobs:
+def logprobs_of(
+    logits: Tensor, token_ids: Tensor, num_top: int, shard: VocabShard | None = None, named: Tensor | None = None
+) -> Logprobs:
     """Log probabilities of (R,) tokens and of the `num_top` most likely ones, under (R, V) float32 logits or a shard.
 
+    named: (R, k) int64 tokens that replace the first of the most likely ones, -1 for none; k <= num_top.
     If several tokens are equally likely at the end of the list, any of them may be returned.
     """
     scale = LogNormalizer.of(logits, shard)
-    if shard is None:
-        sampled_R1 = logits.gather(1, token_ids.unsqueeze(1))
-    else:
-        lane_R, here_R = shard.lanes(token_ids)
-        sampled_R1 = shard.best(logits.gather(1, lane_R.unsqueeze(1)).where(here_R.unsqueeze(1), -torch.inf))
+    sampled_R1 = _gathered(logits, token_ids.unsqueeze(1), shard)
     above_R = (logits > sampled_R1).sum(dim=-1)
     values_Rn, ids_Rn = logits.topk(min(num_top, logits.shape[1]), dim=-1)
     if shard is not None:
         shard.collectives.sum_(above_R)
         values_Rn, ids_Rn = shard.top(values_Rn, ids_Rn, num_top)
+    if named is not None:
+        (_, k), own_Rk = named.shape, _gathered(logits, named.clamp_min(0), shard)
+        values_Rn[:, :k] = own_Rk.where(named >= 0, values_Rn[:, :k])
+        ids_Rn[:, :k] = named.where(named >= 0, ids_Rn[:, :k])
     return Logprobs(ids_Rn, scale.log_probs(values_Rn), scale.log_probs(sampled_R1).squeeze(1), above_R.add_(1))
+
+
+def _gathered(logits: Tensor, token_ids: Tensor, shard: VocabShard | None) -> Tensor:
+    """Return the logits of (R, k) tokens, also of those in other shards."""
+    if shard is None:
+        return logits.gather(1, token_ids)
+    lane_Rk, here_Rk = shard.lanes(token_ids)
+    return shard.best(logits.gather(1, lane_Rk).where(here_Rk, -torch.inf))

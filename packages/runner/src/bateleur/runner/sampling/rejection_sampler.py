@@ -198,7 +198,7 @@ class RejectionSampler:
             self.sampler.count(batch.sampled[1], emitted.tokens)
             if self.sampler.scores(batch.sampled[1]):
                 tokens_L = emitted.tokens[index.owners, index.num_before].clamp_min_(0)
-                logprobs = self.sampler.logprobs(logits_LV, tokens_L, batch.sampled[1])
+                logprobs = self.sampler.logprobs(logits_LV, tokens_L, batch.sampled[1][index.owner_L])
         bad = emitted.bad.long()
         if processed.empty is not None:
             after_S = (index.starts[:-1] + emitted.num_emitted).clamp_max_(index.num_logits - 1)

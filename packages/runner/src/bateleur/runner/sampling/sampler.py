@@ -66,6 +66,7 @@ class Sampler:
         self._values = np.tile(_NEUTRAL, (max_rows, 1))
         self._seeds = np.zeros(max_rows, dtype=np.int64)
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int64)
+        self._named = np.full((max_rows, 0), -1)  # logprob_token_ids of rows, -1 after the last
         self._penalised = np.zeros(max_rows, dtype=np.bool_)
         self._truncated = np.zeros(max_rows, dtype=np.bool_)
         self._output_counts: Tensor | None = None  # (M, V) int32
@@ -102,6 +103,10 @@ class Sampler:
             self._truncated[row] = top_k < self.vocab_size or log_min_p > -math.inf or values[_TOP_P] < 1
         self._seeds[row] = seed
         self._num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
+        named = params.logprob_token_ids or ()
+        if (more := len(named) - self._named.shape[1]) > 0:
+            self._named = np.pad(self._named, ((0, 0), (0, more)), constant_values=-1)
+        self._named[row, : len(named)] = named
         self._rules.admit(row, params, output_token_ids, stop_token_ids, bad_words)
         if penalties != (1.0, 0.0, 0.0):
             self._penalised[row] = True
@@ -110,7 +115,7 @@ class Sampler:
     def release(self, row: int) -> None:
         """Clear `row`, which may be free."""
         self._values[row] = _NEUTRAL
-        self._num_logprobs[row] = -1
+        self._num_logprobs[row] = self._named[row] = -1
         self._rules.release(row)
         self._penalised[row] = self._truncated[row] = False
 
@@ -171,11 +176,13 @@ class Sampler:
         return bool((self._num_logprobs[rows] >= 0).any())
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
-        """Log probabilities of (R,) tokens under the raw logits, if a request in `rows` needs any."""
+        """Log probabilities of (R,) tokens under the raw logits, if a request in `rows` (R,) needs any."""
         wanted = int(self._num_logprobs[rows].max(initial=-1))
         if wanted < 0:
             return None
-        return logprobs_of(logits, token_ids, wanted, self._shard)
+        named = self._named[rows]
+        named = named[:, : (named >= 0).sum(axis=1).max(initial=0)]
+        return logprobs_of(logits, token_ids, wanted, self._shard, self._copies("named", named) if named.size else None)
 
     def _penalties(self, rows: NDArray[np.int64], before: Tensor | None) -> Penalties:
         assert self._output_counts is not None

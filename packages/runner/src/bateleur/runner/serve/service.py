@@ -147,7 +147,9 @@ class Service:
                 f"prompt has {num_prompts} entries for n = {params.n} answers each; max_num_seqs and "
                 f"max_queued_requests leave room for {room}"
             )
-        most = self.config.max_logprobs
+        most, named = self.config.max_logprobs, params.logprob_token_ids or ()
+        if most != -1 and len(named) > most:
+            refuse("logprob_token_ids", named, f"at most max_logprobs = {most} token ids")
         for name in ("logprobs", "prompt_logprobs"):
             parsed = getattr(params, name) or 0
             if most != -1 and not 0 <= parsed <= most:

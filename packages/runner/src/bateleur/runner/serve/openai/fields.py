@@ -42,7 +42,6 @@ REFUSED = table(
     ("use_beam_search", (False,), "beam search is not supported"),
     ("length_penalty", (1, 1.0), "beam search is not supported"),
     ("early_stopping", (False,), "beam search is not supported"),
-    ("logprob_token_ids", ([],), "use logprobs or top_logprobs for the most likely tokens"),
     ("chat_template", (), "clients may not send templates, which are programs: see --chat-template"),
     ("cache_salt", (), "the prefix cache is shared by all requests: see --no-enable-prefix-caching"),
     ("vllm_xargs kv_transfer_params", ({},), "there are no plug-ins that read it"),

@@ -89,13 +89,12 @@ def completion_choice(
         "finish_reason": "length" if parsed.only_prompt else completion.finish_reason,
         "stop_reason": None if parsed.only_prompt else completion.stop_reason,
     }
-    if parsed.params.logprobs is not None:
+    if (num_top := parsed.num_top_logprobs) is not None:
         ids, beginning = drawn, ""
         known: list[dict[int, Logprob] | None] = [*(completion.logprobs or ())[: len(drawn)]]
         if echoed and output.prompt_logprobs is not None:
             ids, known = [*output.prompt_token_ids, *drawn], [*output.prompt_logprobs, *known]
             beginning = decode(ids[:1])
-        num_top = parsed.params.logprobs
         choice["logprobs"] = completion_logprobs(
             ids, known, num_top, offset=offset, beginning=beginning, as_ids=parsed.return_tokens_as_token_ids
         )
@@ -156,9 +155,9 @@ def chat_choice(
         "finish_reason": reason,
         "stop_reason": completion.stop_reason,
     }
-    if parsed.params.logprobs is not None:
+    if (num_top := parsed.num_top_logprobs) is not None:
         known = completion.logprobs or ()
-        num_top, as_ids = parsed.params.logprobs, parsed.return_tokens_as_token_ids
+        as_ids = parsed.return_tokens_as_token_ids
         choice["logprobs"] = chat_logprobs(completion.token_ids, known, num_top, as_ids=as_ids)
     if parsed.return_token_ids:
         choice |= _token_fields(completion, list(completion.token_ids), decode)

@@ -40,6 +40,11 @@ class APIRequest:
     names: Mapping[str, str] = field(default_factory=dict)
     """The client's names of fields, by their names in chat completions; for errors."""
 
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Number of log probabilities to report per position, -1 for all that are known; None for none."""
+        return -1 if self.params.logprob_token_ids else self.params.logprobs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(APIRequest):

@@ -183,7 +183,7 @@ class _ResponseHandler:
                 with http_errors():
                     async for report in reports:
                         logprobs = None
-                        if (num_top := answered.parsed.params.logprobs) is not None:
+                        if (num_top := answered.parsed.num_top_logprobs) is not None:
                             known = report.completion.logprobs or ()
                             logprobs = chat_logprobs(report.completion.token_ids, known, num_top)["content"]
                         for event in writer.write(report.events, logprobs):
