@@ -162,16 +162,17 @@ def test_what_is_not_stored_is_not_found(make_scripted: Callable[..., Any]) -> N
 def test_the_store_is_bounded_in_bytes() -> None:
     store = ResponseStore(1000)
     for name in "abcdefgh":
-        store.put({"id": name, "output": [{"text": "x" * 200}]}, [], None)
+        store.put({"id": name, "output": [{"id": f"msg_{name}", "text": "x" * 186}]}, [], None)
     assert [name for name in "abcdefgh" if store.get(name)] == ["e", "f", "g", "h"]
+    assert [*store.outputs] == ["msg_e", "msg_f", "msg_g", "msg_h"]
     store.get("e")
     store.put({"id": "i", "output": []}, [{"text": "y" * 100}], store.get("f"))
     found = [name for name in "efghi" if store.get(name)]
     assert found == ["e", "f", "i"], "what was not used for longest goes; a continuation counts with what it continues"
     assert [item["text"][0] for item in store.get("i").items] == ["x", "y"]  # type: ignore[union-attr]
-    store.put({"id": "huge", "output": ["z" * 2000]}, [], None)
+    store.put({"id": "huge", "output": [{"id": "msg_huge", "text": "z" * 2000}]}, [], None)
     assert store.get("huge") is None
-    assert store._num_bytes == 0
+    assert (store._num_bytes, store.outputs) == (0, {})
 
 
 def test_a_response_in_the_background_is_polled_and_cancelled(scripted: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,7 +23,8 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/models")
     async def models(request: Request) -> Response:
         names = (*service.names, *service.adapters)
-        return JSONText({"object": "list", "data": [_model(service, name) for name in names]})
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONText({"object": "list", "data": [_model(service, name) for name in names], **ends})
 
     @routes.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
@@ -60,6 +62,7 @@ def router(service: Service) -> APIRouter:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    """Return a model with the fields of OpenAI, of vLLM (from `root` on) and of Anthropic (from `type` on)."""
     adapter = service.adapters.get(name)
     return {
         "id": name,
@@ -69,4 +72,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "root": service.names[0] if adapter is None else adapter.lora_path,
         "parent": None if adapter is None else service.names[0],
         "max_model_len": service.llm.llm.limits.max_model_len,
+        "type": "model",
+        "display_name": name,
+        "created_at": f"{datetime.fromtimestamp(service.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
     }

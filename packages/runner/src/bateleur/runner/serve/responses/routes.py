@@ -125,6 +125,16 @@ class _ResponseHandler:
             raise http_error(404, message, param="previous_response_id", code="response_not_found")
         return stored
 
+    def _resolved(self, item: Item) -> Item:
+        """Return the stored item that a reference names. Raises HTTPException if it does not exist."""
+        if item.get("type") != "item_reference":
+            return item
+        found = self.store.outputs.get(str(item.get("id")))
+        if found is None:
+            message = f"input has a reference to the item {str(item.get('id'))[:100]!r}, which is not stored"
+            raise http_error(404, message, param="input", code="item_not_found")
+        return found
+
     async def read(self, request: Request) -> tuple[ResponsesBody, ChatRequest, StoredResponse | None]:
         """Parse a request. Returns its body, the chat request, and the previous response."""
         value = await read_json_object(request, self._service.config)
@@ -132,6 +142,8 @@ class _ResponseHandler:
             body = validate(ResponsesBody, value)
             if body.background and (body.stream or not body.stored):
                 raise ValueError("background is True; it must be False with stream or without store")
+            if isinstance(body.input, list):
+                body.input = [self._resolved(each) for each in body.input]
         previous = None if body.previous_response_id is None else self.stored(body.previous_response_id)
         if previous is not None and previous.response["status"] in _RUNNING:
             raise http_error(

@@ -29,6 +29,8 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.outputs: dict[str, Item] = {}
+        """Output items of the stored responses, by id."""
 
     def get(self, response_id: str) -> StoredResponse | None:
         """Return the response with this id, or None."""
@@ -45,6 +47,7 @@ class ResponseStore:
         size = len(dumps((response, inputs))) + (previous.num_bytes if previous else 0)
         self._stored[response["id"]] = StoredResponse(response, inputs, items, size)
         self._num_bytes += size
+        self.outputs |= {each["id"]: each for each in output}
         while self._num_bytes > self._max_bytes:
             self.drop(next(iter(self._stored)))
 
@@ -53,4 +56,6 @@ class ResponseStore:
         stored = self._stored.pop(response_id, None)
         if stored is not None:
             self._num_bytes -= stored.num_bytes
+            for each in stored.response["output"]:
+                self.outputs.pop(each["id"], None)
         return stored is not None
