@@ -56,6 +56,9 @@ def test_a_server_that_is_about_to_end_takes_no_requests(make_client: Callable[.
     assert client.ask("/health").status_code == 200
 
 
+HALF_A_NAME = b'{"input": "x", "\\ud800": 1}'
+
+
 @pytest.mark.parametrize(
     ("status", "path", "options", "said"),
     [
@@ -67,6 +70,8 @@ def test_a_server_that_is_about_to_end_takes_no_requests(make_client: Callable[.
         (400, PATH, {"content": b"[1]", "headers": JSON}, "the body is an array; it must be an object"),
         (400, PATH, {"content": b'{"n": NaN}', "headers": JSON}, "the body holds NaN, which is not JSON"),
         (400, PATH, {"content": b'"\xff"', "headers": JSON}, "the body is not UTF-8: byte 1"),
+        (400, PATH, {"content": b'\xef\xbb\xbf{"prompt": 5}', "headers": JSON}, "prompt is 5; it must be text"),
+        (400, "/v1/responses", {"content": HALF_A_NAME, "headers": JSON}, "the body has a field whose name is half of"),
         (400, PATH, {"content": b"[" * 10**5, "headers": JSON}, "the body is nested too deeply"),
         (400, PATH, {"content": b"9" * 5000, "headers": JSON}, "the body holds a number with too many digits"),
         (413, PATH, {"content": b" " * 2001, "headers": JSON}, "the body has more than max_body_bytes = 2000 bytes"),

@@ -46,6 +46,8 @@ def validate(model: type[Model], body: dict[str, Any]) -> Model:
         return model.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        if not first["loc"]:  # pydantic does not read other fields then
+            raise ValueError("the body has a field whose name is half of a surrogate pair") from error
         name = ".".join(map(str, first["loc"][:1]))
         if first["type"] == "missing":
             raise ValueError(f"{name} is absent; it is required") from error

@@ -15,9 +15,12 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Parse strict JSON. Raises ValueError with one line for invalid, too deep or too large values."""
+    """Parse strict JSON, with or without a byte order mark.
+
+    Raises ValueError with one line for invalid, too deep or too large values.
+    """
     try:
-        return json.loads(data.decode(), parse_constant=_refuse)
+        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse)
     except UnicodeDecodeError as error:
         raise ValueError(f"the body is not UTF-8: byte {error.start}") from error
     except json.JSONDecodeError as error:

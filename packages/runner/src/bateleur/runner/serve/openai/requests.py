@@ -108,6 +108,8 @@ def completion_request(
     own, sampling = split(body, COMPLETION_FIELDS, strict=strict)
     if isinstance(sampling.get("logprobs"), bool):
         sampling["logprobs"] = 1 if sampling["logprobs"] else None
+    if sampling.get("best_of") == sampling.get("n"):  # all are returned in any case
+        sampling.pop("best_of", None)
     if "prompt" not in own:
         raise ValueError("prompt is absent; it must be text, token ids, or a list of these")
     echo, limit = own.get("echo", False), sampling.get("max_tokens")

@@ -48,8 +48,11 @@ def router(service: Service) -> APIRouter:
         return JSONText({"object": "response.input_tokens", "input_tokens": len(prompt["prompt_token_ids"])})
 
     @routes.get("/v1/responses/{response_id}")
-    async def retrieve(request: Request, response_id: str) -> Response:
+    async def retrieve(request: Request, response_id: str, stream: str = "false") -> Response:
         """Return a stored response."""
+        with http_errors():
+            if stream.lower() not in ("false", "0", ""):
+                refuse("stream", stream, "false: only the request that creates a response streams it")
         return JSONText(responses.stored(response_id).response)
 
     @routes.delete("/v1/responses/{response_id}")
