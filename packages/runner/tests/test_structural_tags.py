@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 from random import Random
 from typing import Any
 
@@ -101,6 +102,39 @@ def test_calls_stand_in_free_text(model: Model, name: str) -> None:
     separator = TOOL_PARSERS[name].SEPARATOR
     assert model.allows(params, call + separator + call)
     assert model.reads(name, TOOLS, model.encode(before + call)) == [*filter(None, [before.strip()]), FOUND]
+
+
+@pytest.mark.parametrize("required", [[], ["b"], ["c", "a"]])
+def test_keyword_arguments_come_in_order(model: Model, required: list[str]) -> None:
+    properties = {"a": {"type": "integer"}, "b": {"type": "boolean"}, "c": {"type": "integer"}, "d": {"type": "null"}}
+    written = {"a": "a=1", "b": "b=True", "c": "c=2", "d": "d=null"}
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    found = answer_grammar(None, "none", TOOL_PARSERS["lfm2"], [Function("f", schema)], once=True)
+    assert found is not None
+    for keys in (each for n in range(5) for each in permutations("abcd", n)):
+        order = [key for key in "abcd" if key in required] + [key for key in "abcd" if key not in required]
+        right = list(keys) == [key for key in order if key in keys] and {*required} <= {*keys}
+        call = f"<|tool_call_start|>[f({', '.join(written[key] for key in keys)})]<|tool_call_end|>"
+        assert model.allows(found, call) == right, keys
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_coder"])
+@pytest.mark.parametrize(("count", "length"), [(1000, 1), (600, 20_000)])
+def test_large_schemas_are_compiled_or_refused(model: Model, name: str, count: int, length: int) -> None:
+    """A grammar that grew with the square of the properties would take minutes."""
+    definitions = {"a": {"type": "boolean", "description": "x" * length}}
+    properties = {
+        f"p{i}": {"type": "boolean"} if length == 1 else {"$ref": "#/$defs/a", "title": f"{i}"} for i in range(count)
+    }
+    schema = {"type": "object", "properties": properties, "$defs": definitions, "additionalProperties": False}
+    params = answer_grammar(None, "none", TOOL_PARSERS[name], [Function("f", schema)], once=True)
+    assert params is not None
+    assert len(str(params.structural_tag)) < 100_000
+    if length > 1:
+        with pytest.raises(ValueError, match="its grammars have more than 4194304 bytes"):
+            model.matcher(params)
+    elif name == "lfm2":
+        assert model.allows(params, "<|tool_call_start|>[f(p7=True, p999=False)]<|tool_call_end|>")
 
 
 @pytest.mark.parametrize(("answer", "end"), [(None, ""), (NUMBER, "</think>5")])

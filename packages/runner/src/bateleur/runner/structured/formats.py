@@ -33,16 +33,6 @@ def either(*elements: Format) -> Format:
     return {"type": "or", "elements": elements}
 
 
-def optional(content: Format) -> Format:
-    """This, or nothing."""
-    return {"type": "optional", "content": content}
-
-
-def star(content: Format) -> Format:
-    """This, any number of times."""
-    return {"type": "star", "content": content}
-
-
 def tagged(begin: str, content: Format, end: str) -> Format:
     """Content between `begin` and `end`."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}

@@ -17,11 +17,13 @@ from bateleur.runner.utils.arguments import refuse, shown
 _TEXT = "/(?s:.+)/"
 _MAX_DEPTH = 64
 """Maximum depth of nested formats."""
+_MAX_BYTES = 1 << 22
+"""Maximum size of all grammars as JSON. Definitions are repeated for each property that refers to one."""
 _END_OF_PARAMETER = "\n</parameter>\n"
 _REPEATS = {"optional": "?", "star": "*", "plus": "+"}
 _TYPES = (
     *("const_string", "json_schema", "qwen_xml_parameter", "regex", "grammar", "any_text", "sequence", "or"),
-    *("optional", "star", "plus", "tag", "triggered_tags", "tags_with_separator"),
+    *("python_arguments", "optional", "star", "plus", "tag", "triggered_tags", "tags_with_separator"),
 )
 
 
@@ -82,6 +84,7 @@ class _Compiler:
         self.grammars: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
         """Names of rules and grammars by their text."""
+        self._num_bytes = 0
         known = sorted(tokens.tags, key=len, reverse=True)
         self._tag = re.compile("|".join(map(re.escape, known)) or "(?!)")
 
@@ -120,6 +123,8 @@ class _Compiler:
                 return self._json(f"{place}.json_schema", part.get("json_schema"))
             case "qwen_xml_parameter":
                 return self._parameters(_mapping(f"{place}.json_schema", part.get("json_schema")))
+            case "python_arguments":
+                return self._keywords(_mapping(f"{place}.json_schema", part.get("json_schema")))
             case "regex":
                 return f"/{self._pattern(text('pattern'))}/"
             case "grammar":
@@ -204,6 +209,28 @@ class _Compiler:
             parts.append(f"{begin} {rest}" if required else f"({begin} {rest})?")
         return " ".join(parts)
 
+    def _keywords(self, schema: Mapping[str, Any]) -> str:
+        """Return keyword arguments in Python's notation: required ones in the order of the schema, then optional ones.
+
+        A rule for each optional argument and those after it keeps the grammar as long as the schema.
+        """
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping) or not properties:
+            one = f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}=/ {self._json('json_schema', {})}"
+            return '""' if schema.get("additionalProperties") is False else f'({one} (", " {one})*)?'
+        required = set(map(str, schema.get("required") or ()))
+        needed: list[str] = []
+        first, after = '""', '""'
+        for key in reversed(properties):
+            single = property_schema(schema, key)
+            value = "/True|False/" if single.get("type") == "boolean" else self._json(key, single)
+            one = self._rule(f"{self._literal(f'{key}=')} {value}")
+            if key in required:
+                needed.insert(0, one)
+            else:
+                first, after = self._rule(f"{one} {after} | {first}"), self._rule(f'(", " {one})? {after}')
+        return ' ", " '.join(needed) + f" {after}" if needed else first
+
     # --- parts of rules --------------------------------------------------------------------------------------
 
     def _segments(
@@ -268,6 +295,9 @@ class _Compiler:
         if known not in self._names:
             self._names[known] = name = f"g{len(self._names)}"
             self.grammars.append({"name": name, **grammar})
+            self._num_bytes += len(known)
+            if self._num_bytes > _MAX_BYTES:
+                raise ValueError(f"its grammars have more than {_MAX_BYTES} bytes, with definitions for each property")
         return f"@{self._names[known]}"
 
     def _lazy(self, pattern: str) -> str:

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 from bateleur.runner.serve.parsers.arguments import ArgumentsWriter, Calls
 from bateleur.runner.serve.parsers.json_calls import MAY_KEYWORD, read_calls, read_value, skip_end_tags
 from bateleur.runner.serve.parsers.source import Reader, Source, skip_space, take_tags
 from bateleur.runner.serve.parsers.tool_format import Function, ToolFormat
-from bateleur.runner.structured.formats import (
-    Format,
-    const,
-    either,
-    json_of,
-    listed,
-    optional,
-    pattern,
-    sequence,
-    star,
-    tagged,
-)
-from bateleur.runner.structured.structural_tag import property_schema
+from bateleur.runner.structured.formats import Format, listed, tagged
 
 _CALL = re.compile(r"([A-Za-z_][\w.-]{0,200})\s*\(")
 _MAY_CALL = re.compile(r"[A-Za-z_][\w.-]{0,200}\s*$")
@@ -38,7 +26,9 @@ class Pythonic(ToolFormat):
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
         """See `ToolFormat`."""
-        calls = [tagged(f"{each.name}(", _keywords(each.schema), ")") for each in functions]
+        calls = [
+            tagged(f"{each.name}(", {"type": "python_arguments", "json_schema": each.schema}, ")") for each in functions
+        ]
         before, between, after = cls.DELIMITERS
         return [tagged(cls.START_TAGS[0] + before, listed(calls, between, once=once), after + cls.END_TAGS[0])]
 
@@ -136,35 +126,3 @@ def _read_keyword(source: Source, at: int, writer: ArgumentsWriter) -> Reader[tu
     if found := _KEYWORD.match(source.text, at):
         return found[1], found.end()
     return next((key for key in writer.properties if key not in writer.keys), ""), at
-
-
-def _keywords(schema: Mapping[str, Any]) -> Format:
-    """Build the grammar of keyword arguments: required ones in the order of the schema, then optional ones."""
-    properties = schema.get("properties") or {}
-    if not properties and schema.get("additionalProperties") is False:
-        return const("")
-    if not properties:
-        name = pattern(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-        one = sequence(name, const("="), json_of({}))
-        return optional(sequence(one, star(sequence(const(", "), one))))
-    known = {key: sequence(const(f"{key}="), _value(property_schema(schema, key))) for key in properties}
-    required = [key for key in properties if key in (schema.get("required") or ())]
-    others = [key for key in properties if key not in required]
-    if required:
-        return sequence(*_with_commas([known[key] for key in required], [known[key] for key in others]))
-    rest = [_with_commas([known[key]], [known[other] for other in others[i + 1 :]]) for i, key in enumerate(others)]
-    return optional(either(*(sequence(*each) for each in rest)))
-
-
-def _with_commas(required: Sequence[Format], others: Sequence[Format]) -> list[Format]:
-    """Join required and optional arguments with commas."""
-    first, *more = required
-    after = [sequence(const(", "), each) for each in more]
-    return [first, *after, *(optional(sequence(const(", "), each)) for each in others)]
-
-
-def _value(schema: Mapping[str, Any]) -> Format:
-    """Build the grammar of a value: JSON, with Python's words for booleans."""
-    if schema.get("type") == "boolean":
-        return either(const("True"), const("False"))
-    return json_of(schema)
