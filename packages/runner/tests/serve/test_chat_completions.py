@@ -167,6 +167,18 @@ def test_a_reply_may_leave_out_its_reasoning(scripted: Any) -> None:
     )
 
 
+def test_usage_counts_reasoning_tokens(scripted: Any) -> None:
+    """As OpenAI's clients read it, with the end tag; 0 for an answer without reasoning. A stream has the same."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "weather"}]}
+    whole = scripted.ask(PATH, body).json()["usage"]
+    *_, last = scripted.stream(PATH, body | {"stream_options": {"include_usage": True}})
+    counted = whole["completion_tokens_details"]["reasoning_tokens"]
+    assert 0 < counted < whole["completion_tokens"]
+    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
+    plain = scripted.ask(PATH, {"messages": [{"role": "user", "content": "hello"}]}).json()["usage"]
+    assert plain["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 def test_usage_is_in_every_chunk_only_if_it_is_asked_for_at_all(
     scripted: Any, make_scripted: Callable[..., Any]
 ) -> None:

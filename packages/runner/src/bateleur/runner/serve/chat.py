@@ -62,6 +62,7 @@ async def chat_completion(service: Service, request: Request, body: dict[str, An
         decode=service.decode,
         message=lambda each: messages[each.index],
     )
+    reply["usage"] = answered.usage.as_dict()
     for choice, report in zip(reply["choices"], reports, strict=True):
         choice["finish_reason"] = report.finish_reason
     return JSONText(reply)

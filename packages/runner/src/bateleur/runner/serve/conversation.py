@@ -46,7 +46,7 @@ class Answer:
         outputs: AsyncGenerator[RequestOutput, None],
     ) -> None:
         """outputs: outputs of the engine."""
-        self.parsed, self.usage = parsed, Usage()
+        self.parsed, self.usage = parsed, Usage(num_reasoning=0)
         self._service, self._prepared, self._outputs = service, prepared, outputs
         self._readers: dict[int, AnswerReader] = {}
         self._num_reasoning: dict[int, int] = {}
@@ -96,6 +96,7 @@ class Answer:
             self._answering.add(index)
             count = ends[0] + 1 if ends else 0
         self._num_reasoning[index] = self._num_reasoning.get(index, 0) + count
+        self.usage.num_reasoning = self.num_reasoning_tokens
 
 
 async def render_prompt(service: Service, parsed: ChatRequest) -> tuple[ChatRequest, ChatPrompt]:

@@ -204,9 +204,13 @@ def prompt_fields(
 
 
 class Usage:
-    """Counts the prompt and completion tokens of one reply from its outputs, whole or deltas."""
+    """Counts the prompt and completion tokens of one reply from its outputs, whole or deltas.
 
-    def __init__(self) -> None:
+    num_reasoning: completion tokens that are reasoning; None if the reply is not a chat.
+    """
+
+    def __init__(self, num_reasoning: int | None = None) -> None:
+        self.num_reasoning = num_reasoning
         self._prompts: dict[str, tuple[int, int]] = {}
         self._written = 0
 
@@ -220,7 +224,10 @@ class Usage:
         """Return `usage` of a reply. `cached_tokens` are prompt tokens found in the prefix cache."""
         read = sum(length for length, _ in self._prompts.values())
         cached = sum(cached for _, cached in self._prompts.values())
-        return _usage_fields(read, self._written, cached)
+        fields = _usage_fields(read, self._written, cached)
+        if self.num_reasoning is not None:
+            fields["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
+        return fields
 
 
 def _usage_fields(read: int, written: int, cached: int) -> dict[str, Any]:
