@@ -67,19 +67,16 @@ def test_experts_that_a_step_meets() -> None:
     assert many.weight_bytes < 4.01 * few.weight_bytes, "no expert is read twice"
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_states_are_those_of_traffic(drafts: int) -> None:
-    caches = default_cache_costs(SPEC, BF16, 256, "cuda", drafts)
+def test_states_are_those_of_traffic() -> None:
+    """Under the default policies: FOLD with drafts, SLOTS without."""
+    caches = default_cache_costs(SPEC, BF16, 256, "cuda", 3)
     assert caches.layout is not None
     (state,) = caches.options.states.specs(SPEC, BF16)
-    cycle = memory_traffic.FoldCycle.of(caches.layout, 1 + drafts)
-    part = costs(batch=5, tokens=1 + drafts, drafts=drafts)["mamba"]
-    assert part.state_bytes == 5 * memory_traffic.fold_step_bytes(state, 1 + drafts, cycle)
-    slots = step_costs(
-        HybridDecoder(SPEC, dtype=BF16, device="meta"), default_cache_costs(SPEC, BF16, 256, "cpu"), 5, 1
-    )
-    (state,) = default_cache_costs(SPEC, BF16, 256, "cpu").options.states.specs(SPEC, BF16)
-    assert slots["mamba"].state_bytes == 5 * memory_traffic.slots_step_bytes(state, 1)
+    cycle = memory_traffic.FoldCycle.of(caches.layout, 4)
+    part = costs(batch=5, tokens=4, drafts=3)["mamba"]
+    assert part.state_bytes == 5 * memory_traffic.fold_step_bytes(state, 4, cycle)
+    (state,) = default_cache_costs(SPEC, BF16, 256, "cuda").options.states.specs(SPEC, BF16)
+    assert costs(batch=5)["mamba"].state_bytes == 5 * memory_traffic.slots_step_bytes(state, 1)
 
 
 def test_bounds() -> None:
