@@ -19,7 +19,8 @@ Written by `python tools/performance_page.py > docs/performance.md` from `benchm
 
 "Measured" and "Claims" were measured on CPUs, with the command next to each table. "Launches" counts operators.
 "Kernels" was compiled. Everything else is arithmetic. Nothing here was measured on a GPU: [gpu.md](gpu.md) has what
-was, and how to do it. `bateleur bench latency` prints the same bound next to the measured time, for any checkpoint and device.
+was, and how to do it. `bateleur bench latency` prints the same bound next to the measured time, for any checkpoint and
+device.
 
 """
 
