@@ -275,9 +275,7 @@ def measure(
 
 
 def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
-    """All planners on a decode batch, with the request states that they update. Each has the implementation that an
-    engine uses on a CPU; if that is numpy, the torch implementation of CUDA graphs as well.
-    """
+    """All planners on a decode batch, with the request states that they update."""
     computed = torch.randint(300, 3000, (rows,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     computed[0] = 2 * BLOCK - 1  # in most steps some row crosses a block boundary
     lens = torch.full((rows,), 1 + drafts, dtype=torch.int32)
@@ -287,7 +285,7 @@ def planners(rows: int, drafts: int) -> dict[str, Callable[[], object]]:
     calls: dict[str, Callable[[], object]] = {}
 
     def add(name: str, planner: Callable[..., object]) -> None:
-        calls[name], calls[f"{name}, torch"] = partial(planner, eager=True), planner
+        calls[name] = planner
         planner()  # the next planner needs its plan
 
     for mode in MambaCacheMode:
@@ -366,11 +364,7 @@ def main() -> None:
         print_counts(counts)
         plans = {f"{drafts} drafts": planning(PLANNED_ROWS, drafts, 5 * rounds) for drafts in (0, 5)}
         for name, micros in plans.items():
-            figures = ", ".join(
-                f"{call} {us:.1f}" + (f" (torch {micros[form]:.1f})" if (form := f"{call}, torch") in micros else "")
-                for call, us in micros.items()
-                if not call.endswith(", torch")
-            )
+            figures = ", ".join(f"{call} {us:.1f}" for call, us in micros.items())
             print(f"planning {PLANNED_ROWS} rows, {name}: {figures} us")
         measured = []
         if device.type == "cuda" or args.quick:

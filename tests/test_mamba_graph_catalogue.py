@@ -338,7 +338,6 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
     head = {"draft": random_head, "drafter": None}
     llm = make(policy, "NONE", **(head if drafts == "head" else {"drafter": RandomDrafter(K, VOCAB)}))
     engine, mode = llm.engine, NoSync()
-    monkeypatch.setattr(engine.runner.model_state._mamba, "on_host", False)  # type: ignore[attr-defined]
     drafting = engine.runner.proposer
     assert drafting is not None
     monkeypatch.setattr(drafting, "_sees_drafts", False)  # as on other devices than a CPU

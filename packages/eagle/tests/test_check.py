@@ -29,9 +29,7 @@ K, VOCAB = 3, 19
 def speculator(engine: GraphEngine) -> EagleSpeculator:
     head: Any = ToyHead(engine.target)
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
-    made = EagleSpeculator(head, DraftCache(kv, engine.groups), engine.backend, engine.limits, K)
-    made.inputs.on_host = False  # a host may look at its own memory, and what is asked is whether others would wait
-    return made
+    return EagleSpeculator(head, DraftCache(kv, engine.groups), engine.backend, engine.limits, K)
 
 
 def captured(engine: GraphEngine) -> EagleSpeculator:
@@ -39,7 +37,6 @@ def captured(engine: GraphEngine) -> EagleSpeculator:
     kv = paged_caches(1, engine.num_blocks, engine.block_size)
     graphs = DraftGraphs(RecordedBackend(), (1, 2, 4))
     made = EagleSpeculator(head, DraftCache(kv, engine.groups), engine.backend, engine.limits, K, graphs=graphs)
-    made.inputs.on_host = False
     plan = CudagraphDispatcher.make(
         CudaGraphMode.FULL_AND_PIECEWISE, (4, 8, 16), max_num_reqs=4, max_num_tokens=64, query_lens=(1 + K,)
     )

@@ -137,9 +137,7 @@ def test_coupled_keeps_nothing() -> None:
 @pytest.mark.parametrize("rule", [Rule.RATIO, Rule.BLOCK])
 def test_drafts_with_noise_of_their_own_are_all_that_engines_rely_on(rule: Rule) -> None:
     def drafter(engine: GraphEngine) -> EagleSpeculator:
-        speculator = made(engine, rule)
-        speculator.inputs.on_host = False
-        return speculator
+        return made(engine, rule)
 
     report = check_drafter(drafter)
     assert report.num_accepted > 0

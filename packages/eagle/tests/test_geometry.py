@@ -15,9 +15,8 @@ from torch import Tensor
 
 from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode
 from bateleur.cudagraph.backends import get_backend
-from bateleur.eagle import geometry
 from bateleur.eagle.buffers import DraftBuffers
-from bateleur.eagle.geometry import FORMS, advance, draft_max_seq_len, stage_chain, stage_first
+from bateleur.eagle.geometry import advance, draft_max_seq_len, stage_chain, stage_first
 from bateleur.metadata import (
     BatchLimits,
     BatchShape,
@@ -34,8 +33,6 @@ MAX_ROWS, MAX_TOKENS, MAX_LEN = 6, 48, 32
 
 class Step:
     """A staged step of the target: rows of (context, tokens), some of them rejected, with padding behind."""
-
-    eager = False
 
     def __init__(
         self,
@@ -79,7 +76,7 @@ class Step:
         next_token, num_valid = (torch.full((given,), 2**62) for _ in range(2))
         next_token[: self.num_rows] = torch.tensor(self.next, dtype=torch.int64)
         num_valid[: self.num_rows] = torch.tensor(self.valid, dtype=torch.int64)
-        stage_first(self.buffers, self.batch, 0, next_token, num_valid, eager=self.eager)
+        stage_first(self.buffers, self.batch, 0, next_token, num_valid)
         return contents(self.buffers)
 
     def drawn(self, step: int, given: int | None = None) -> Tensor:
@@ -90,18 +87,12 @@ class Step:
     def chain(self, step: int, given: int | None = None) -> dict[str, list[Any]]:
         """Record draft `step` and stage the pass behind it."""
         stage = advance if step else stage_chain
-        stage(self.buffers, self.drawn(step, given), self.batch.block_tables[0], BLOCK, eager=self.eager)
+        stage(self.buffers, self.drawn(step, given), self.batch.block_tables[0], BLOCK)
         return contents(self.buffers)
 
     def slot(self, row: int, position: int) -> int:
         block = int(self.batch.block_tables[0][row, position // BLOCK])
         return block * BLOCK + position % BLOCK if block else -1
-
-
-@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["torch", "host"])
-def form(request: pytest.FixtureRequest) -> None:
-    """Both forms that a CPU has."""
-    Step.eager = request.param
 
 
 def contents(buffers: DraftBuffers) -> dict[str, list[Any]]:
@@ -322,7 +313,7 @@ def test_a_row_that_drew_nothing_drafts_nothing_and_embeds_a_real_id() -> None:
     step = Step([(5, 1), (6, 1)])
     step.next[0] = -1
     assert step.stage_first()["input_ids"][:2] == [0, 901]
-    stage_chain(step.buffers, torch.tensor([-1, 3]), step.batch.block_tables[0], BLOCK, eager=step.eager)
+    stage_chain(step.buffers, torch.tensor([-1, 3]), step.batch.block_tables[0], BLOCK)
     assert step.buffers.input_ids[:2].tolist() == [0, 3]
     assert step.buffers.tokens[:2, 0].tolist() == [-1, 3]
 
@@ -379,11 +370,3 @@ def test_wrong_arguments() -> None:
         advance(step.buffers, token[None], step.batch.block_tables[0], BLOCK)
     with pytest.raises(ValueError, match="num_speculative_tokens=0 must be at least 1"):
         DraftBuffers(BatchLimits(1, 2, 8), 0, "cpu")
-
-
-def test_the_host_form_is_for_eager_passes_on_a_cpu() -> None:
-    buffers = DraftBuffers(BatchLimits(1, 2, 8), 1, "cpu")
-    assert geometry._form("advance", buffers, True) is geometry._host_advance
-    assert geometry._form("advance", buffers, False) is FORMS["advance"].torch
-    buffers.on_host = False
-    assert geometry._form("advance", buffers, True) is FORMS["advance"].torch

@@ -86,9 +86,6 @@ def test_bad_plans_are_refused():
     for wrong in (torch.tensor([1]), two):  # one number would be taken for that of all rows
         with pytest.raises(ValueError, match=rf"prev_col has shape \({len(wrong)},\); the table has 4 rows"):
             plan_step(layout(), TABLE, TABLE[:, 0], TABLE[:, 0], prev_col=wrong)
-    kept, wide = CacheLayout(MambaCacheMode.ALL, 100, 0, MAX_LEN), TABLE[:, :2]
-    with pytest.raises(ValueError, match=r"computed \+ query_lens is 201 in some row; it must be at most"):
-        plan_step(kept, wide, torch.tensor([8, 199, 8, 900]), torch.tensor([1, 2, 1, 0]), eager=True)
     with pytest.raises(ValueError, match="chunk_size is 0"):
         MambaMetadataBuilder(layout(), 0, 16, "cpu")
     with pytest.raises(ValueError, match="max_num_reqs is 0"):
@@ -167,34 +164,6 @@ def test_the_builders_slots_are_the_plans(drafts):
         assert as_lists(builder.build(batch, 0).plan) == as_lists(expected)
 
 
-def test_beside_prompts_rows_without_drafts_are_planned_on_the_host_as_on_a_device():
-    stage, made = Stage(2, states=True), []
-    for on_host in (True, False):
-        builder = MambaMetadataBuilder(layout(2), 4, 16, "cpu", RequestStates(17, "cpu"))
-        builder.on_host = on_host
-        builder.states.admit(range(1, 17))
-        plans = []
-        for rows, accepted in (
-            ([(1, 9, False), (7, 6, True), (1, 0, True)], [1, 1, 1]),
-            ([(3, 10, False), (5, 0, True)], [2, 1]),  # drafts, of which one stays
-            ([(1, 12, False), (5, 0, True)], [1, 1]),  # the state of the first row is in its second column
-            ([(1, 13, False), (1, 5, True), (4, 0, True)], [1, 1, 1]),
-        ):
-            batch = stage(rows, pad_reqs=1, pad_tokens=1)
-            meta = builder.build(batch, 0)
-            plan = as_lists(meta.plan)
-            plan["ssm_write"] = [
-                slots[: 1 if prompt else 3]  # a prompt's step leaves its last state alone
-                for slots, (_, _, prompt) in zip(plan["ssm_write"], rows, strict=False)
-            ]
-            plans.append(plan)
-            assert builder.num_repeatable_steps(meta, batch) == 0
-            builder.commit(meta, batch, 0, torch.tensor([*accepted, 1]))
-            plans.append(builder.states.values[0].tolist())
-        made.append(plans)
-    assert made[0] == made[1]
-
-
 def test_a_decode_batch_lives_at_the_builders_addresses():
     stage, builder = Stage(), MambaMetadataBuilder(layout(), 4, 16, "cpu")
     before = builder.addresses()
@@ -230,56 +199,6 @@ def test_drafts_are_decoded_and_short_prompts_are_not():
     assert (meta.num_decodes, meta.num_decode_tokens, meta.max_query_len) == (2, 4, 3)
     assert as_lists(meta.plan)["ssm_read"] == [2, 6, 7]
     assert meta.prefill_chunks.query_start_loc.tolist() == [0, 2]
-
-
-def test_rows_that_come_again_with_drafts_are_planned_anew_in_what_was_built():
-    """Repeated rows with other accepted counts, other rows, and commits give the plans of a new builder."""
-    sides = [RequestStates(4, "cpu") for _ in range(2)]
-    stage = Stage(drafts=2, states=True)
-    steady, fresh = (MambaMetadataBuilder(layout(2), 4, 16, "cpu", states) for states in sides)
-    fresh.on_host = False
-    for rows, accepted in (
-        ([(3, 9, False), (3, 7, False)], [2, 3]),
-        ([(3, 11, False), (3, 10, False)], [1, 2]),
-        ([(3, 12, False), (3, 12, False)], [3, 1]),
-        ([(3, 5, False)], [2]),
-        ([(3, 7, False)], [3]),
-    ):
-        batch, kept = stage(rows), torch.tensor(accepted)
-        meta, want = steady.build(batch, 0), fresh.build(batch, 0)
-        assert as_lists(meta.plan) == as_lists(want.plan)
-        assert meta.request_row.tolist() == want.request_row.tolist()
-        steady.commit(meta, batch, 0, kept)
-        fresh.commit(want, batch, 0, kept)
-        assert torch.equal(sides[0].values, sides[1].values)
-    assert sides[0].values[0].tolist() == [1, 3, 1, 1]
-
-
-@pytest.mark.parametrize("policy", list(StatePolicy))
-def test_rows_that_come_in_turn_with_other_drafts_are_planned_anew_in_what_was_built(policy):
-    """The same for rows that alternate with other numbers of drafts."""
-    where = CacheLayout(MambaCacheMode.NONE, MAX_LEN, 2, MAX_LEN, policy, 16)
-    sides = [RequestStates(4, "cpu") for _ in range(2)]
-    stage = Stage(drafts=2, states=True)
-    steady, fresh = (MambaMetadataBuilder(where, 4, 16, "cpu", states) for states in sides)
-    fresh.on_host = False
-    for lens, computed, accepted in (
-        ([3, 3], [9, 7], [2, 3]),
-        ([1, 1], [11, 10], [1, 1]),
-        ([3, 3], [12, 11], [1, 2]),
-        ([2, 1], [13, 13], [2, 1]),
-        ([1, 1], [15, 14], [1, 1]),
-        ([1, 1], [16, 15], [1, 1]),
-        ([3, 3], [17, 16], [3, 2]),
-        ([2, 1], [20, 18], [1, 1]),
-    ):
-        batch = stage([(n, at, False) for n, at in zip(lens, computed, strict=True)])
-        meta, want = steady.build(batch, 0), fresh.build(batch, 0)
-        assert as_lists(meta.plan) == as_lists(want.plan)
-        assert (meta.num_decodes, meta.num_decode_tokens) == (want.num_decodes, want.num_decode_tokens)
-        for each, builder in ((meta, steady), (want, fresh)):
-            builder.commit(each, batch, 0, torch.tensor(accepted))
-        assert torch.equal(sides[0].values, sides[1].values)
 
 
 @pytest.mark.parametrize(("widths", "message"), [((3,), "group 1 is missing"), ((3, 6), "group 1 has 6 columns")])

@@ -9,8 +9,8 @@ are members of a subclass of `Planner`.
 """
 
 from oracle.lanes import Case, Kind
-from oracle.planner import HostPlanner, Planner
+from oracle.planner import Planner
 from oracle.run import Report, cases, run, simulate
 from oracle.simulation import Simulation
 
-__all__ = ["Case", "HostPlanner", "Kind", "Planner", "Report", "Simulation", "cases", "run", "simulate"]
+__all__ = ["Case", "Kind", "Planner", "Report", "Simulation", "cases", "run", "simulate"]

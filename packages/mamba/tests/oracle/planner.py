@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from bateleur.mamba.planners import plan_copy, plan_fold, plan_replay, plan_step
 from bateleur.mamba.prefill_chunks import PrefillChunker
@@ -22,10 +21,3 @@ class Planner:
     pages = MambaStateManager
     pool: Callable[[int], StateBlockPool] = Pool
     """Return a pool of `num_pages` slots, including the null slot."""
-
-
-class HostPlanner(Planner):
-    """The numpy forms of the planners."""
-
-    step = staticmethod(partial(plan_step, eager=True))
-    copy = staticmethod(partial(plan_copy, eager=True))

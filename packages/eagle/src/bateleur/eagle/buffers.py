@@ -6,8 +6,6 @@ head, n rows of a pass, R rows.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor
 
@@ -33,8 +31,6 @@ class DraftBuffers:
         noise key is used twice.
     tokens: (N, K) int64, the drafts so far, -1 where there is none.
     step: () int64, the column for the next drawn token.
-    on_host: eager passes compute the geometry in numpy, by default on a CPU. False uses torch operators, so that a
-        test on a CPU can detect host-device syncs.
     """
 
     def __init__(self, limits: BatchLimits, num_speculative_tokens: int, device: torch.device | str) -> None:
@@ -49,7 +45,6 @@ class DraftBuffers:
         self.limits = limits
         self.num_speculative_tokens = num_speculative_tokens
         self.device = torch.device(device)
-        self.on_host = self.device.type == "cpu"
         rows, tokens = limits.max_num_reqs, max(limits.max_num_tokens, limits.max_num_reqs)
 
         def new(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> Tensor:
@@ -65,18 +60,10 @@ class DraftBuffers:
         self.token_positions = new(rows)
         self.tokens = new(rows, num_speculative_tokens, fill=NO_TOKEN)
         self.step = new()
-        self._arrays: SimpleNamespace | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Every buffer by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def arrays(self) -> SimpleNamespace:
-        """The same memory as numpy arrays, on a CPU; without hidden states in bfloat16, which numpy lacks."""
-        if self._arrays is None:
-            whole = {name: each for name, each in self.tensors().items() if each.dtype != torch.bfloat16}
-            self._arrays = SimpleNamespace(**{name: each.numpy() for name, each in whole.items()})
-        return self._arrays
 
     def addresses(self) -> dict[str, int]:
         """Data pointer of every buffer by name; constant."""

@@ -160,7 +160,7 @@ class ChainSteps:
         num_rows, x = batch.num_actual_reqs, self._inputs
         stage_dummy(x, self._cache, batch, 0, table, seed)
         drawn = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
-        stage_chain(x, drawn, x.block_table, self._cache.blocks.block_size, eager=True)
+        stage_chain(x, drawn, x.block_table, self._cache.blocks.block_size)
         longest = self.max_seq_len
         if phase is Phase.RUN:
             longest = draft_max_seq_len(batch.seq_len_bound, x.num_speculative_tokens, longest)
@@ -198,7 +198,7 @@ def stage_dummy(
         seeds = torch.empty_like(next_token).random_(1 << 40, generator=generator)
         temperature = torch.empty_like(next_token).random_(2, generator=generator).float()
         inputs.set_rows(seeds, temperature, table)
-    stage_first(inputs, batch, group, next_token, torch.ones_like(next_token), eager=True)
+    stage_first(inputs, batch, group, next_token, torch.ones_like(next_token))
 
 
 def bound_of_drafts(batch: CommonAttentionMetadata) -> SeqLenBound:

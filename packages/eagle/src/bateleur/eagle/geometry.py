@@ -7,8 +7,7 @@ need not know how many drafts were accepted. Each later pass has one row per req
 All functions write into `DraftBuffers`, read no value on the host, and have static shapes, so they can be captured.
 They find the number of real rows on the device, and define every entry after the real ones.
 
-On CUDA each function is one kernel. The code here serves torch and numpy. With `eager`, which says that nothing is
-captured, a CPU runs it in numpy, whose operators on few numbers take a quarter of the time of torch's.
+On CUDA each function is one kernel. The code here is the torch form.
 
 Legend for shapes: R rows and T tokens of the batch with padding, N rows and M tokens of the buffers, K drafts.
 """
@@ -16,10 +15,7 @@ Legend for shapes: R rows and T tokens of the batch with padding, N rows and M t
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,13 +30,7 @@ def draft_max_seq_len(bound: SeqLenBound, num_speculative_tokens: int, max_model
 
 
 def stage_first(
-    buffers: DraftBuffers,
-    batch: CommonAttentionMetadata,
-    group: int,
-    next_token: Tensor,
-    num_valid: Tensor,
-    *,
-    eager: bool = False,
+    buffers: DraftBuffers, batch: CommonAttentionMetadata, group: int, next_token: Tensor, num_valid: Tensor
 ) -> None:
     """Stage the first draft pass on the rows and tokens of the target's step; drops earlier drafts.
 
@@ -70,13 +60,10 @@ def stage_first(
             f"next_token {tuple(next_token.shape)} and num_valid {tuple(num_valid.shape)} must both be (n,) with at "
             f"most the {rows} rows of the batch"
         )
-    slots = batch.slot_mappings[group]
-    _form("stage_first", buffers, eager)(buffers, batch, slots, next_token, num_valid)
+    FORMS["stage_first"].on(buffers.seq_lens)(buffers, batch, batch.slot_mappings[group], next_token, num_valid)
 
 
-def stage_chain(
-    buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, eager: bool = False
-) -> None:
+def stage_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
     """Record the draws of the first pass, and stage the second pass: one token for each row of the first.
 
     token: (n,) integer, draws of rows 0 .. n - 1; n rows, at least all real ones. -1 is recorded as no draft.
@@ -87,16 +74,16 @@ def stage_chain(
     `ValueError` if n is larger than the buffers or the table.
     """
     _check_chain(buffers, token, block_table)
-    _form("stage_chain", buffers, eager)(buffers, token, block_table, block_size)
+    FORMS["stage_chain"].on(buffers.seq_lens)(buffers, token, block_table, block_size)
 
 
-def advance(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, eager: bool = False) -> None:
+def advance(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
     """Record the draws of a pass of the chain, and stage the next one; arguments as for `stage_chain`.
 
     Called after the last draft, too, although the pass it stages is not run; a further call records nothing.
     """
     _check_chain(buffers, token, block_table)
-    _form("advance", buffers, eager)(buffers, token, block_table, block_size)
+    FORMS["advance"].on(buffers.seq_lens)(buffers, token, block_table, block_size)
 
 
 def _check_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor) -> None:
@@ -108,109 +95,87 @@ def _check_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor) -> N
         )
 
 
-def _form(name: str, buffers: DraftBuffers, eager: bool) -> Callable[..., None]:
-    return FORMS[name].on(buffers.seq_lens, eager=eager and buffers.on_host)
-
-
 def _stage_first(
-    xp: Any, buffers: DraftBuffers, batch: CommonAttentionMetadata, slots: Tensor, next_token: Tensor, num_valid: Tensor
+    x: DraftBuffers, batch: CommonAttentionMetadata, slots: Tensor, next_token: Tensor, num_valid: Tensor
 ) -> None:
-    x, of = _seen(xp, buffers)
-    count, limit = len(next_token), buffers.limits.max_model_len
-    starts = xp.asarray(of(batch.query_start_loc), dtype=xp.int64)
-    first_R, lengths_R = starts[:-1], starts[1:] - starts[:-1]
+    count, limit = len(next_token), x.limits.max_model_len
+    starts = batch.query_start_loc.long()
+    first_R, lengths_R = starts[:-1], starts.diff()
     live_R = lengths_R > 0
-    valid_R, next_R = xp.zeros_like(lengths_R), xp.zeros_like(lengths_R)
-    valid_R[:count], next_R[:count] = of(num_valid), of(next_token)
-    valid_R = xp.minimum(valid_R.clip(0), lengths_R)
-    last_R = (first_R + (valid_R - 1).clip(0)) * live_R
+    valid_R, next_R = torch.zeros_like(lengths_R), torch.zeros_like(lengths_R)
+    valid_R[:count], next_R[:count] = num_valid, next_token
+    valid_R = torch.minimum(valid_R.clamp_(min=0), lengths_R)
+    last_R = (first_R + (valid_R - 1).clamp_(min=0)) * live_R
 
     _put(x.query_start_loc, starts, starts[-1])
-    _put(x.seq_lens, of(batch.seq_lens) * live_R)
-    _put(x.num_computed_tokens, of(batch.num_computed_tokens) * live_R)
+    _put(x.seq_lens, batch.seq_lens * live_R)
+    _put(x.num_computed_tokens, batch.num_computed_tokens * live_R)
     _put(x.last_index, last_R)
-    x.tokens[:] = NO_TOKEN
-    x.step.reshape(1)[:] = 0  # a 0-d tensor: before torch 2.12 `[...]` would copy a number from the host
+    x.tokens.fill_(NO_TOKEN)
+    x.step.zero_()
     if not len(live_R) or not batch.num_tokens:
         _clear(x, x.token_positions)
         return
 
-    ids_T, positions_T = of(batch.input_ids), of(batch.positions)
+    ids_T, positions_T = batch.input_ids, batch.positions
     _put(x.token_positions, (positions_T[last_R] + 2) * live_R)
-    index_T = _count(xp, batch.num_tokens, buffers)
-    row_T = xp.searchsorted(starts[1:], index_T, side="right").clip(max=len(live_R) - 1)
+    index_T = torch.arange(batch.num_tokens, device=x.device)
+    row_T = torch.searchsorted(starts[1:], index_T, right=True).clamp_(max=len(live_R) - 1)
     valid_T = index_T < (first_R + valid_R)[row_T]
-    shifted_T = xp.concatenate((ids_T[1:], ids_T[:1]))
-    ids_T = xp.where(index_T == last_R[row_T], next_R.clip(0)[row_T], shifted_T)
+    ids_T = torch.where(index_T == last_R[row_T], next_R.clamp_(min=0)[row_T], ids_T.roll(-1))
     _put(x.input_ids, ids_T * valid_T)
-    _put(x.positions, positions_T.clip(max=limit - 1) * (index_T < starts[-1]))
+    _put(x.positions, positions_T.clamp(max=limit - 1) * (index_T < starts[-1]))
     stored_T = valid_T & (positions_T < limit)
-    _put(x.slot_mapping, xp.where(stored_T, of(slots), PAD_SLOT), PAD_SLOT)
+    _put(x.slot_mapping, torch.where(stored_T, slots, PAD_SLOT), PAD_SLOT)
 
 
-def _stage_chain(xp: Any, buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
-    x, _ = _seen(xp, buffers)
+def _stage_chain(x: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
     starts = x.query_start_loc
     num_rows = (starts[1:] > starts[:-1]).sum()
-    index = _count(xp, len(starts), buffers)
-    starts[:] = xp.minimum(index, num_rows)
-    x.last_index[:] = index[:-1] * (index[:-1] < num_rows)
+    index = torch.arange(len(starts), device=x.device)
+    starts.copy_(torch.minimum(index, num_rows))
+    x.last_index.copy_(index[:-1] * (index[:-1] < num_rows))
     _clear(x, x.seq_lens, x.num_computed_tokens)
-    _advance(xp, buffers, token, block_table, block_size)
+    _advance(x, token, block_table, block_size)
 
 
-def _advance(xp: Any, buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
-    x, of = _seen(xp, buffers)
-    count, limit = len(token), buffers.limits.max_model_len
-    index_n = _count(xp, count, buffers)
+def _advance(x: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
+    count, limit = len(token), x.limits.max_model_len
+    index_n = torch.arange(count, device=x.device)
     live_n = index_n < x.query_start_loc[-1]
     position_n = x.token_positions[:count] - 2
-    token_n = xp.where(live_n & (position_n < limit), of(token), NO_TOKEN)
-    tokens_nK = x.tokens[:count]
-    here_K = _count(xp, tokens_nK.shape[1], buffers) == x.step
-    tokens_nK[:] = xp.where(here_K, token_n[:, None], tokens_nK)
+    token_n = torch.where(live_n & (position_n < limit), token, NO_TOKEN)
+    here_K = torch.arange(x.tokens.shape[1], device=x.device) == x.step
+    x.tokens[:count] = torch.where(here_K, token_n.unsqueeze(1), x.tokens[:count])
     x.step += 1
 
     position_n += 1
-    held_n = position_n.clip(max=limit - 1) * live_n
+    held_n = position_n.clamp(max=limit - 1) * live_n
     x.token_positions[:count] += live_n
-    x.input_ids[:count] = token_n.clip(0)
+    x.input_ids[:count] = token_n.clamp(min=0)
     x.positions[:count] = held_n
     x.num_computed_tokens[:count] = held_n
     x.seq_lens[:count] = (held_n + 1) * live_n
-    block_n = xp.asarray(of(block_table)[index_n, held_n // block_size], dtype=xp.int64)
+    block_n = block_table[index_n, held_n // block_size].long()
     stored_n = live_n & (position_n < limit) & (block_n != NULL_BLOCK)
     slot_n = block_n * block_size + held_n % block_size
-    x.slot_mapping[:count] = xp.where(stored_n, slot_n, PAD_SLOT)
+    x.slot_mapping[:count] = torch.where(stored_n, slot_n, PAD_SLOT)
 
 
-def _seen(xp: Any, buffers: DraftBuffers) -> tuple[Any, Callable[[Tensor], Any]]:
-    """Return the buffers as arrays of `xp`, and a function that converts other tensors."""
-    return (buffers.arrays(), Tensor.numpy) if xp is np else (buffers, lambda tensor: tensor)
-
-
-def _count(xp: Any, number: int, buffers: DraftBuffers) -> Any:
-    return np.arange(number) if xp is np else torch.arange(number, device=buffers.device)
-
-
-def _clear(x: Any, *zeroed: Any) -> None:
+def _clear(x: DraftBuffers, *zeroed: Tensor) -> None:
     """Zero the inputs of all tokens, and store nothing."""
     for each in (x.input_ids, x.positions, *zeroed):
-        each[:] = 0
-    x.slot_mapping[:] = PAD_SLOT
+        each.zero_()
+    x.slot_mapping.fill_(PAD_SLOT)
 
 
-def _put(buffer: Any, values: Any, tail: Any = 0) -> None:
+def _put(buffer: Tensor, values: Tensor, tail: Tensor | int = 0) -> None:
     """Write the leading entries, and `tail` to all entries after them."""
     buffer[: len(values)] = values
     buffer[len(values) :] = tail
 
 
-_WRITE: dict[str, Callable[..., None]] = {"stage_first": _stage_first, "stage_chain": _stage_chain, "advance": _advance}
-_host_stage_first, _host_stage_chain, _host_advance = (partial(write, np) for write in _WRITE.values())
 FORMS: dict[str, Implementations[Callable[..., None]]] = {
-    name: Implementations(
-        partial(write, torch), triton=f"bateleur.eagle.kernels.geometry:{name}", numpy=f"{__name__}:_host_{name}"
-    )
-    for name, write in _WRITE.items()
+    name: Implementations(form, triton=f"bateleur.eagle.kernels.geometry:{name}")
+    for name, form in (("stage_first", _stage_first), ("stage_chain", _stage_chain), ("advance", _advance))
 }

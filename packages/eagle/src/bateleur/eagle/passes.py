@@ -113,7 +113,7 @@ class DraftPasses:
         h_nH, recycled_nH = self._forward(execution, rows, self._layers)
         token_n = self._draw(execution, h_nH)
         x.hidden[: len(token_n)] = recycled_nH
-        stage(x, token_n, x.block_table, self._block_size, eager=execution.key is None)
+        stage(x, token_n, x.block_table, self._block_size)
         return token_n
 
     def _forward(

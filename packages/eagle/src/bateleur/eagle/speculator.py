@@ -145,7 +145,7 @@ class EagleSpeculator:
         self.draft_max_seq_len = draft_max_seq_len(
             batch.seq_len_bound, self.num_speculative_tokens, self.steps.max_seq_len
         )
-        stage_first(x, batch, self._cache.group, context.next_token, context.num_valid, eager=True)
+        stage_first(x, batch, self._cache.group, context.next_token, context.num_valid)
         x.set_rows(context.seeds, context.temperature, batch.block_tables[self._cache.group], context.rows)
         x.hidden[: batch.num_tokens] = self.head.fuse(context.features)
         room_R = self._room(context)
@@ -168,10 +168,10 @@ class EagleSpeculator:
 
     @property
     def _is_eager(self) -> bool:
-        """Whether passes on a CPU run without graphs."""
+        """Whether passes run without graphs."""
         first, chain = self.prefill, self.decode
         graphed = (first is not None and first.ready) or (chain is not None and chain.ready)
-        return self.inputs.on_host and not graphed
+        return not graphed
 
     def _room(self, context: DraftContext) -> Tensor | None:
         """Return how many drafts of each row are useful, (R,) int64: those at an index that the target can compute,

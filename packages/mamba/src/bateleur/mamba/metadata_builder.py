@@ -46,9 +46,6 @@ class MambaMetadataBuilder:
         prompt_scan: kernels that scan prefills. `MambaMetadata.prefill_chunks.prompt_scan` tells which ones a step
             uses.
 
-    On a CPU, `build` and eager `commit` run the planners in numpy. Set `on_host` to False to use the torch form, which
-    other devices share, for example to check for host-device synchronization.
-
     Raises ValueError for a chunk size or a row count below 1, and for the FOLD policy without `states`.
     """
 
@@ -80,7 +77,6 @@ class MambaMetadataBuilder:
             raise ValueError("states is None; the policy 'fold' needs RequestStates")
         self.layout = layout
         self.states = states
-        self.on_host = torch.device(device).type == "cpu"
         self.graph_support = self.supports(layout.num_speculative_tokens)
         self._buffers = MetadataBuffers.allocate(layout, max_num_reqs, device)
         self._views: dict[int, MetadataBuffers] = {}
@@ -178,8 +174,7 @@ class MambaMetadataBuilder:
         if self.states is None or meta.request_row is None:
             return None
         table, computed, starts = (common.block_tables[group], common.num_computed_tokens, common.query_start_loc)
-        out, eager = self._views[common.num_reqs].commit_plan, self.on_host and not captured
-        lens = starts[1:] - starts[:-1]
+        out, lens = self._views[common.num_reqs].commit_plan, starts[1:] - starts[:-1]
         scanned = None
         if meta.num_prefills:
             scanned = self._row_indices[: common.num_reqs] >= meta.num_decodes
@@ -188,14 +183,12 @@ class MambaMetadataBuilder:
             drafts = (lens - 1).clamp_min_(0)
             if scanned is not None:
                 drafts.masked_fill_(scanned, 0)
-            args = (self.layout, table, computed, lens, drafts, accepted, meta.plan)
-            copies = plan_copy(*args, out, eager=eager)
+            copies = plan_copy(self.layout, table, computed, lens, drafts, accepted, meta.plan, out)
             self.states.scatter(meta.request_row, copies.accepted, prev_col=copies.prev_col)
             return None if self.layout.mode is MambaCacheMode.NONE else copies
         assert isinstance(out, FoldPlan)
         flush = None if captured else self._rows_to_flush(meta, common)
-        options = {"flush": flush, "scanned": scanned}
-        fold = plan_fold(self.layout, meta.plan, computed, lens, accepted, **options, out=out, eager=eager)
+        fold = plan_fold(self.layout, meta.plan, computed, lens, accepted, flush=flush, scanned=scanned, out=out)
         self.states.scatter(meta.request_row, fold.accepted, base=fold.base)
         return fold
 
@@ -226,11 +219,9 @@ class MambaMetadataBuilder:
         carried = None if self.states is None else self.states.gather(buffers.request_row)
         if isinstance(plan, ReplayPlan):
             assert carried is not None
-            rows = (table, computed, lens, carried.base, carried.accepted)
-            return plan_replay(self.layout, *rows, plan, eager=self.on_host)
+            return plan_replay(self.layout, table, computed, lens, carried.base, carried.accepted, plan)
         accepted, prev_col = (None, None) if carried is None else (carried.accepted, carried.prev_col)
-        args = (self.layout, table, computed, lens, accepted, plan)
-        return plan_step(*args, prev_col=prev_col, eager=self.on_host)
+        return plan_step(self.layout, table, computed, lens, accepted, plan, prev_col=prev_col)
 
     def _buffers_of(self, num_reqs: int) -> MetadataBuffers:
         most = len(self._buffers.request_row)

@@ -4,7 +4,6 @@ reference: loops, optionally in float64. The specification; never selected autom
 torch: vectorised, on every device.
 native: C, on a CPU with a compiler, for arguments that it supports.
 triton: on CUDA. Imported at the first call, so that importing a package does not import Triton.
-numpy: on a CPU outside of graphs, for small calls whose time is mostly torch's dispatch.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,13 +51,10 @@ class Implementations(Generic[F]):
 
     torch: F
     triton: str | None = None
-    numpy: str | None = None
     native: str | None = None
 
-    def on(self, where: Tensor, *, eager: bool = False) -> F:
+    def on(self, where: Tensor) -> F:
         """Return the implementation for the device of ``where``.
-
-        eager: the caller guarantees that no graph records the call, so numpy may be used.
 
         Triton launches on the current device. If ``where`` is on another GPU, the returned function makes that GPU
         current while it runs.
@@ -67,8 +63,6 @@ class Implementations(Generic[F]):
             form = load(self.triton)
             here = where.get_device() == torch.accelerator.current_device_index()
             return cast(F, form if here else partial(_on_device, where.device, form))
-        if eager and self.numpy is not None and where.is_cpu:
-            return cast(F, load(self.numpy))
         return self.torch
 
 

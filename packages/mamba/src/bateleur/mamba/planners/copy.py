@@ -18,8 +18,6 @@ def plan_copy(
     accepted: Tensor,
     plan: SlotPlan,
     out: CopyPlan | None = None,
-    *,
-    eager: bool = False,
 ) -> CopyPlan:
     """Plan the copies after a step planned by `plan_step`, once the accepted tokens are known.
 
@@ -29,7 +27,7 @@ def plan_copy(
     is run_col, the step ends at the boundary. The next step then reads column run_col, so its `accepted` becomes 1.
 
     Args:
-        layout, table, computed, query_lens, out, eager: as in `plan_step`.
+        layout, table, computed, query_lens, out: as in `plan_step`.
         num_drafts: (R,) tokens of the row after its first, if the row wrote a state after each; 0 for a prefill, which
             wrote only its last state. The end of a prompt that runs as a step with drafts counts its other tokens here,
             and all of them are accepted.
@@ -44,8 +42,7 @@ def plan_copy(
     rows = {"computed": computed, "query_lens": query_lens, "num_drafts": num_drafts, "accepted": accepted}
     rows |= {"plan": plan.run_col, "out": out.accepted}
     require(layout, StatePolicy.SLOTS, table, rows)
-    fill = FORMS.on(table, eager=eager)
-    fill(layout, out, table, computed, query_lens, num_drafts, accepted, plan)
+    FORMS.on(table)(layout, out, table, computed, query_lens, num_drafts, accepted, plan)
     return out
 
 
@@ -82,6 +79,4 @@ def _in_torch(
         field.copy_(slot)
 
 
-FORMS = Implementations(
-    _in_torch, triton="bateleur.mamba.planners.triton:plan_copy", numpy="bateleur.mamba.planners.numpy_forms:plan_copy"
-)
+FORMS = Implementations(_in_torch, triton="bateleur.mamba.planners.triton:plan_copy")

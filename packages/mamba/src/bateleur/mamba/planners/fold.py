@@ -28,7 +28,6 @@ def plan_fold(
     flush: Tensor | None = None,
     scanned: Tensor | None = None,
     out: FoldPlan | None = None,
-    eager: bool = False,
 ) -> FoldPlan:
     """Plan the folds after a step planned by `plan_replay`, once the accepted tokens are known.
 
@@ -38,7 +37,7 @@ def plan_fold(
     the `ReplayPlan`, and dst, count and page_offset from the result.
 
     Args:
-        layout, computed, query_lens, out, eager: as in `plan_step`.
+        layout, computed, query_lens, out: as in `plan_step`.
         plan: result of `plan_replay` for this step.
         accepted: (R,) accepted tokens of the row, the first one included; clamped to [1, query_lens].
         flush: (R,) bool, decode rows inside a prompt: their ring is emptied unless they pass a boundary, because the
@@ -52,7 +51,7 @@ def plan_fold(
     out = FoldPlan.allocate(len(plan.slot), plan.slot.device) if out is None else out
     rows = {"computed": computed, "query_lens": query_lens, "accepted": accepted, "flush": flush}
     require_rows("plan", len(plan.slot), rows | {"scanned": scanned, "out": out.dst})
-    FORMS.on(plan.slot, eager=eager)(layout, out, plan, computed, query_lens, accepted, flush, scanned)
+    FORMS.on(plan.slot)(layout, out, plan, computed, query_lens, accepted, flush, scanned)
     return out
 
 
@@ -87,6 +86,4 @@ def _in_torch(
     torch.sub(out.accepted, keep, out=out.page_offset).sub_(1).mul_(folds)
 
 
-FORMS = Implementations(
-    _in_torch, triton="bateleur.mamba.planners.triton:plan_fold", numpy="bateleur.mamba.planners.numpy_forms:plan_fold"
-)
+FORMS = Implementations(_in_torch, triton="bateleur.mamba.planners.triton:plan_fold")

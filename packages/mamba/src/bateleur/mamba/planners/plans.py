@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bateleur.mamba.spec import CacheLayout
@@ -20,9 +18,8 @@ from bateleur.mamba.spec import CacheLayout
 class Plan:
     """Base class of plans: dataclasses of int64 tensors whose first dimension is the row."""
 
-    __slots__ = ("_arrays",)
+    __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    _arrays: tuple[NDArray[np.int64], ...]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields by name."""
@@ -31,15 +28,6 @@ class Plan:
     def rows(self, first: int, end: int) -> Self:
         """Return views of the rows from `first` to `end`."""
         return type(self)(*[getattr(self, name)[first:end] for name in self.__dataclass_fields__])
-
-    def arrays(self) -> tuple[NDArray[np.int64], ...]:
-        """Return numpy views of the fields; cached, because creating them takes longer than planning."""
-        try:
-            return self._arrays
-        except AttributeError:
-            found = tuple(tensor.numpy() for tensor in self.tensors().values())
-            object.__setattr__(self, "_arrays", found)  # the dataclass is frozen
-            return found
 
 
 class RowPlan(Plan):

@@ -17,13 +17,11 @@ def plan_replay(
     base: Tensor,
     accepted: Tensor,
     out: ReplayPlan | None = None,
-    *,
-    eager: bool = False,
 ) -> ReplayPlan:
     """Plan the checkpoint, ring and conv window that each row of a step under FOLD starts from.
 
     Args:
-        layout, table, computed, query_lens, out, eager: as in `plan_step`.
+        layout, table, computed, query_lens, out: as in `plan_step`.
         base: (R,) int64 tokens in the checkpoint, at most `computed`: the result of the previous `plan_fold`, or the
             tokens of the prefix-cache hit of a new request.
         accepted: (R,) int64 accepted tokens of the row's previous step, in [1, 1 + K], from `plan_fold`; 1 if there was
@@ -36,7 +34,7 @@ def plan_replay(
     plan = ReplayPlan.allocate(len(table), table.device) if out is None else out
     rows = {"computed": computed, "query_lens": query_lens, "base": base, "accepted": accepted}
     require(layout, StatePolicy.FOLD, table, rows | {"out": plan.slot})
-    FORMS.on(table, eager=eager)(layout, plan, table, computed, query_lens, base, accepted)
+    FORMS.on(table)(layout, plan, table, computed, query_lens, base, accepted)
     return plan
 
 
@@ -63,8 +61,4 @@ def _in_torch(
     plan.fold_slot.copy_(written)
 
 
-FORMS = Implementations(
-    _in_torch,
-    triton="bateleur.mamba.planners.triton:plan_replay",
-    numpy="bateleur.mamba.planners.numpy_forms:plan_replay",
-)
+FORMS = Implementations(_in_torch, triton="bateleur.mamba.planners.triton:plan_replay")

@@ -18,7 +18,6 @@ def plan_step(
     out: SlotPlan | None = None,
     *,
     prev_col: Tensor | None = None,
-    eager: bool = False,
 ) -> SlotPlan:
     """Plan the slots of one step under SLOTS, in any cache mode.
 
@@ -41,12 +40,10 @@ def plan_step(
         out: plan to fill in place; by default a new one is allocated.
         prev_col: (R,) int64 `run_col` of the row's previous step, -1 if there was none; None means -1 in all rows.
             Ignored in mode NONE.
-        eager: the caller guarantees that no graph records the call, so a CPU may use the numpy form, with the same
-            result. On CUDA the planner is one Triton kernel in both cases.
 
     Raises:
-        ValueError: the layout has another policy, the table is too narrow, a row count differs, a row exceeds
-            `max_model_len` (numpy form only), or, on CUDA, `out` is not contiguous.
+        ValueError: the layout has another policy, the table is too narrow, a row count differs, or, on CUDA, `out` is
+            not contiguous.
     """
     rows, width = table.shape[0], 1 + layout.num_speculative_tokens
     plan = SlotPlan.allocate(layout, rows, table.device) if out is None else out
@@ -54,8 +51,7 @@ def plan_step(
         raise ValueError(f"out has shape {tuple(plan.ssm_write.shape)}; the step needs {(rows, width)}")
     of_rows = {"computed": computed, "query_lens": query_lens, "accepted": accepted, "prev_col": prev_col}
     require(layout, StatePolicy.SLOTS, table, of_rows | {"out": plan.run_col})
-    fill = FORMS.on(table, eager=eager)
-    fill(layout, plan, table, computed, query_lens, accepted, prev_col)
+    FORMS.on(table)(layout, plan, table, computed, query_lens, accepted, prev_col)
     return plan
 
 
@@ -101,6 +97,4 @@ def _fill(plan: SlotPlan, table: Tensor, anchor: Tensor, run: Tensor, has: Tenso
     plan.conv_write.copy_(write[:, 0])
 
 
-FORMS = Implementations(
-    _in_torch, triton="bateleur.mamba.planners.triton:plan_step", numpy="bateleur.mamba.planners.numpy_forms:plan_step"
-)
+FORMS = Implementations(_in_torch, triton="bateleur.mamba.planners.triton:plan_step")
