@@ -1,7 +1,5 @@
 """`CaptureTracker`: sees every operator of a capture, tracks its memory, and refuses what no graph can hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache

@@ -1,7 +1,5 @@
 """`CpuGraphPool`: CPU memory that all captures of one `RecordedBackend` share, like the private pool of CUDA graphs."""
 
-from __future__ import annotations
-
 import weakref
 from typing import NamedTuple
 

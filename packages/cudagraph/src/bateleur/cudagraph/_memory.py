@@ -1,7 +1,5 @@
 """Tracks the memory that a capture uses: owned memory, and external memory that is only known by address."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass
 from typing import cast

@@ -1,7 +1,5 @@
 """Walks through states and outputs: dataclasses, mappings, tuples, lists, sets and plain objects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from copy import copy

@@ -1,7 +1,5 @@
 """Shapes of a batch: `UnpaddedBatch` before padding, `BatchExecutionDescriptor` as one captured graph has it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import total_ordering
 

@@ -1,7 +1,5 @@
 """`BodyCapture`: captures a body as one full graph, or as piecewise graphs with eager parts between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Generic

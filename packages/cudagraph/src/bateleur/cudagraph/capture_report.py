@@ -1,7 +1,5 @@
 """`CaptureReport`: time and memory of each capture, failed captures, and releases."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 

@@ -1,7 +1,5 @@
 """`CapturedState`: the state that a graph was captured with, and `CapturedStateProducer`, which stages into it."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields

@@ -4,8 +4,6 @@ Data-parallel ranks whose layers communicate must all replay the same graph, or 
 computes the decision itself by `dispatch_jointly`, from the same input of all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Errors of capture and replay. Every message names the key and what differs."""
 
-from __future__ import annotations
-
 
 class GraphError(RuntimeError):
     """Base class of all errors of this package, except `ValueError` and `TypeError` for wrong arguments."""

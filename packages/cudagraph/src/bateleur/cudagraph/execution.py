@@ -1,7 +1,5 @@
 """`Execution`: the argument of a body, with the state of one step and the way to leave a piecewise graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Concatenate, Generic, TypeAlias, TypeVar
 

@@ -1,7 +1,5 @@
 """`CudaGraphManager`: captures the graphs of a dispatcher, replays them after checks, and verifies them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from time import perf_counter

@@ -1,7 +1,5 @@
 """ReplayChecks before a replay: that the graph reads the batch that was staged for it."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 from torch import Tensor

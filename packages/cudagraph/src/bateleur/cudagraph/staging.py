@@ -1,7 +1,5 @@
 """`Producer` stages batches into buffers at fixed addresses. `StagedBatch` shows which batch the buffers hold."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum

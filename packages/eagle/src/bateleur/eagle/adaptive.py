@@ -1,7 +1,5 @@
 """Draft or not, decided by measured time: K drafts for every row or none, whichever takes less time per token."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The first draft pass runs on the rows of the target's step, so it can use the ta
 build of its own. This is checked, because wrong metadata only lowers the acceptance rate and no output shows it.
 """
 
-from __future__ import annotations
-
 from dataclasses import is_dataclass
 from typing import Protocol
 

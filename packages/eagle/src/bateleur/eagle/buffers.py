@@ -4,8 +4,6 @@ Legend for shapes: N rows and M tokens of the largest batch, K drafts, Vd draft 
 head, n rows of a pass, R rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

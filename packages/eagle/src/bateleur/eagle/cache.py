@@ -1,7 +1,5 @@
 """KV caches of a draft head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

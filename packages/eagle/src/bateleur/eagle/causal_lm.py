@@ -1,7 +1,5 @@
 """A transformers language model as the target of a speculative loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

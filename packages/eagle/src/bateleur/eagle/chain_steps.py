@@ -1,7 +1,5 @@
 """Staging of the draft passes after the first: one token per row, from what the pass before left on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -2,8 +2,6 @@
 
 # Shape letters: N rows of a padded step, T its tokens, K drafts at most.
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -12,8 +12,6 @@ On CUDA each function is one kernel. The code here is the torch form.
 Legend for shapes: R rows and T tokens of the batch with padding, N rows and M tokens of the buffers, K drafts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

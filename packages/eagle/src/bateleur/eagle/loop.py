@@ -6,8 +6,6 @@ requests. All tensors are on the target's device.
 Legend for shapes: n tokens, K draft tokens at most, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable

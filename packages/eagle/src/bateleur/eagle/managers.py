@@ -4,8 +4,6 @@ Both capture into a memory pool apart from the target's. So outputs of the targe
 target's next replay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

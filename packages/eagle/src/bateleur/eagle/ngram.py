@@ -11,8 +11,6 @@ queued, so a search on the host would delay every step.
 
 # Shape letters: R rows of a step, J = 1 + K, N tokens of the longest suffix, C columns of a tile of the table.
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Legend for shapes: N logit rows, M rows of the request table, K draft tokens at most, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

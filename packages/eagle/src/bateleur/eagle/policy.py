@@ -3,8 +3,6 @@
 Host numpy. Legend for shapes: R rows, K draft tokens at most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias, final, runtime_checkable

@@ -3,8 +3,6 @@
 Legend for shapes: R requests, N logit rows, K draft tokens at most, V target vocabulary, Vd draft vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Legend for shapes: N logit rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.library import Library
 

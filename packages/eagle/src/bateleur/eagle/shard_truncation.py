@@ -10,8 +10,6 @@ The mass of a token is exp(logit - max) in units of 2^-40, as in `bateleur.eagle
 Legend for shapes: N logit rows, L tokens of the shard, D values of a digit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ metadata. Then one pass follows for each further draft, with one token per row a
 host-device sync.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

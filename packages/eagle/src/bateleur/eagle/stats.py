@@ -3,8 +3,6 @@
 Host numpy. Legend for shapes: R rows of one step, K draft tokens at most, N rows of the engine's request table.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import numpy as np

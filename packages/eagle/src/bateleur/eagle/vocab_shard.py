@@ -7,8 +7,6 @@ half, counted backwards. The maximum is the first maximum of all shards. NaN is 
 Legend for shapes: N rows, L tokens of a shard, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Builds the metadata of recurrent layers from a staged batch: decode/prefill split, state slots, prefill chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

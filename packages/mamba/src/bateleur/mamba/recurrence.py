@@ -3,8 +3,6 @@
 Legend: T tokens, R rows, H heads, P values of a head, W taps of the convolution, K draft tokens, L entries of a ring.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

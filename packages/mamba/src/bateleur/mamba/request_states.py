@@ -1,7 +1,5 @@
 """Per-request values that the planners carry from one step to the next, on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

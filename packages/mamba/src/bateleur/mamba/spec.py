@@ -1,7 +1,5 @@
 """Cache modes, state policies, and the block-table layout of state slots."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral

@@ -8,8 +8,6 @@ is full, the slot is never written again and may be published. The state after t
 
 # Shape letters: R rows of a step.
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 

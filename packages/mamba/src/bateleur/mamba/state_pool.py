@@ -1,7 +1,5 @@
 """State tensors of all recurrent layers, and the copies and folds that end a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

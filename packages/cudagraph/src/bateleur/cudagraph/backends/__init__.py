@@ -1,7 +1,5 @@
 """Capture backends: `cuda`, `recorded` and `eager`."""
 
-from __future__ import annotations
-
 import torch
 
 from bateleur.cudagraph.backends.base import GraphBackend

@@ -1,7 +1,5 @@
 """`GraphBackend`: the interface of all capture backends, and `CapturedBody`, what they return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Protocol

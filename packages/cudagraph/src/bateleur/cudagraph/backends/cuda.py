@@ -1,7 +1,5 @@
 """`CudaBackend`: captures `torch.cuda.CUDAGraph` objects, with one memory pool and one stream per backend object."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

@@ -1,7 +1,5 @@
 """`EagerBackend`: no graphs; a replay runs the body. For devices without CUDA graphs, and for comparison."""
 
-from __future__ import annotations
-
 from bateleur.cudagraph.backends.base import CapturedBody, GraphBackend
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 from bateleur.cudagraph.execution import Body, Execution, S, T

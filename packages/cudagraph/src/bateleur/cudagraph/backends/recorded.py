@@ -3,8 +3,6 @@
 A capture records the operators of the body, then undoes their effects. A replay runs the operators again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

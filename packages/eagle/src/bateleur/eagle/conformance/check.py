@@ -1,7 +1,5 @@
 """The conformance check of drafters; see `check_drafter`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

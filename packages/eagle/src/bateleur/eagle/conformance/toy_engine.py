@@ -3,8 +3,6 @@
 It reads the device where that is convenient. Only what it passes to the drafter is like in a real engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Legend for shapes: T tokens, V vocabulary, W width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

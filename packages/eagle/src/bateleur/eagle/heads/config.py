@@ -5,8 +5,6 @@ which is the boundary itself. Some trainers give the layer whose *output* is tap
 boundary. A checkpoint does not say which, so the caller does (`layer_ids`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Attention of a head over one sequence with a growing cache: for tests, teaching and first experiments on a CPU."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -5,8 +5,6 @@ own features, so its output goes straight into the target's `lm_head` (no norm),
 has no norm in front of the attention.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ switches of EAGLE-3.1. With E the embedding of the token and g the hidden state 
     logits = lm_head(norm(h)); the next step is fed h   norm_output: it is fed norm(h)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Loads a draft head from a folder."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

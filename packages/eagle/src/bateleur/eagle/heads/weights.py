@@ -1,7 +1,5 @@
 """Passes the tensors of a checkpoint to a head: each is taken once, by name, with its required shape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

@@ -8,10 +8,6 @@ top_k. A bracket is only a hint: `truncation_thresholds` is exact with any brack
 Legend for shapes: S samples of a row, T tiles of a row.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,10 +4,6 @@
 Legend: T tokens or N rows of a tile.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,9 +1,5 @@
 """Penalties applied while logits are read, so that they need no launch: see `bateleur.eagle.penalties`."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from typing import Any
 
 import triton

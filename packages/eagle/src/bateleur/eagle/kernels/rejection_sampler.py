@@ -6,8 +6,6 @@ so the two logarithms of the noise are computed for a few tiles of a row only. T
 splits.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

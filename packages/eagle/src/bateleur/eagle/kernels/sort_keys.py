@@ -5,10 +5,6 @@ Its lower 24 bits are the id, counted from the end. So all keys of a row differ,
 the largest key.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice

@@ -5,10 +5,6 @@ Ranks do not use the kernels of `truncation`. Those search a row again if its br
 decides on the device. Ranks would have to exchange sums again, and the collectives of a step are fixed.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from typing import Any
 
 import torch

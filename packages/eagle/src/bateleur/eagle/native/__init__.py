@@ -1,7 +1,5 @@
 """Draws over a vocabulary in C, on a CPU with a compiler: `draw.c`."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

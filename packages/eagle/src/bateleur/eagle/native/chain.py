@@ -2,8 +2,6 @@
 layer in float32 whose products can be called from C.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Detects rows that write a slot which another row reads or writes; operators do not check for this error."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Runs all parts of the check of a recurrence."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

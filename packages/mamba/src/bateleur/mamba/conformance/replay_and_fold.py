@@ -1,7 +1,5 @@
 """Checks replay and fold with rings of every length and every number of accepted tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from random import Random
 

@@ -1,7 +1,5 @@
 """Checks scan and update."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import numpy as np

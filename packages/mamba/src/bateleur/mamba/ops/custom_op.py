@@ -1,7 +1,5 @@
 """Registers operators under `torch.ops.bateleur`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ code.
 Each function has the signature of its operator and updates the states in place. float64 inputs are computed in float64.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps

@@ -3,10 +3,6 @@
 Legend: R rows of a tile.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -1,7 +1,5 @@
 """Base class of the delta rules: everything except the shape of the decay."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The gated delta rule (Qwen3-Next, Qwen3.5): one decay per value head."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from bateleur.mamba.recurrence import Recurrence

@@ -1,7 +1,5 @@
 """Kimi delta attention: one decay per key channel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from bateleur.mamba.recurrence import Recurrence

@@ -1,7 +1,5 @@
 """Mamba-2: one scalar decay per head, and an outer product of input and B per token."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

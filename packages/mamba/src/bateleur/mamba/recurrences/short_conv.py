@@ -1,7 +1,5 @@
 """A short convolution without a recurrence: the conv window is the only state."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

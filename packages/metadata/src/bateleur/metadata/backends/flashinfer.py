@@ -8,8 +8,6 @@ waiting. Batches with equal query lengths are planned into fixed buffers and may
 speculative decoding could differ from plain decoding in the last bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.util import find_spec
 

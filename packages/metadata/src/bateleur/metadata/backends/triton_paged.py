@@ -1,7 +1,5 @@
 """Paged attention in Triton, with norms and rotary embedding fused into the KV write: the default on CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ a key is read once for all of them. Shapes: M tile lines, N keys of a loop itera
 of a page, D head dimension.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ joins them. Programs never wait for each other, because launches run in order.
 Shapes: M lines of a tile (tokens x query heads of one key head), D head dimension, S splits, L lines of a join.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from typing import NamedTuple
 
 import torch

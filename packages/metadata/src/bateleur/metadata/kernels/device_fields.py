@@ -3,8 +3,6 @@
 Shapes: N rows, T tokens, C cells or columns of a tile.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 import triton
 import triton.language as tl
 from torch import Tensor

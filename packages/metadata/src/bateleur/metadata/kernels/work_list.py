@@ -3,8 +3,6 @@
 Shapes: J rows, the last one first; I items.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 import torch
 import triton
 import triton.language as tl

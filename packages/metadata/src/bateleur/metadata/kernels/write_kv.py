@@ -3,8 +3,6 @@
 Shapes: H heads of a tile, L lanes of a head or of one half of the rotated lanes.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from functools import cache
 from typing import Any
 

@@ -9,8 +9,6 @@ do not survive a fork, and waiting for them would hang. Once a kernel is loaded,
 `torch.set_num_threads(1)` and must keep it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

@@ -1,7 +1,5 @@
 """Argument structs of C kernels."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

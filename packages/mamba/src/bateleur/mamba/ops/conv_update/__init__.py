@@ -3,8 +3,6 @@
 Shapes: T tokens, R rows, C conv channels, W taps, K draft tokens, M tokens of the longest row.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

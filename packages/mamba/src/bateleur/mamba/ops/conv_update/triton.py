@@ -3,10 +3,6 @@
 Legend: T tokens of a row, E entries of the window after the row, C channels of a tile.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

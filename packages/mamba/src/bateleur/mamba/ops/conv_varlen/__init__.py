@@ -1,7 +1,5 @@
 """The causal convolution of prefill rows."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

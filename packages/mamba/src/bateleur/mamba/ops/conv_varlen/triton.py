@@ -4,10 +4,6 @@ A row may write the slot that it reads, in another program. The first kernel the
 rows, and the second kernel reads the copies. Legend: T tokens of a tile, E entries of a window, C channels.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

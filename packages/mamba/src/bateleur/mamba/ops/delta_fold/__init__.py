@@ -1,7 +1,5 @@
 """Folds accepted tokens of the delta rules into checkpoints. Shapes: as in `shared.delta_rule`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,10 +5,6 @@ values, so the new state is a sum of outer products.
 Legend: V value channels of a head's tile, K key channels, D decays of a head (1 or K), J ring entries.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

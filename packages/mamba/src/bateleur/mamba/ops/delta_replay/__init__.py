@@ -4,8 +4,6 @@ The ring stores the corrected values u, so the state before a token is a plain s
 of the new tokens are the solution of a unit lower triangular system. Shapes: as in `shared.delta_rule`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

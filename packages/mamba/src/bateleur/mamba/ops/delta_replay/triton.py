@@ -16,10 +16,6 @@ Legend: V value channels of a tile, C lines of key channels, L key channels of a
 head (1 or C x L).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The delta rules of decode rows, token by token. Shapes: as in `shared.delta_rule`, and K draft tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

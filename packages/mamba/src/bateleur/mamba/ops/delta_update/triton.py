@@ -5,10 +5,6 @@ all key channels but no other value channel, so the state is split by value chan
 Legend: V value channels of a head's tile, K key channels, D decays of a head (1 or K).
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

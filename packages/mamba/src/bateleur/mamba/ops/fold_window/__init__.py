@@ -1,7 +1,5 @@
 """Copies the conv windows of running requests to slots."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,10 +4,6 @@ Most rows have no copy, so programs skip to the rows with a destination: see `ro
 Legend: E entries of a conv window, C conv channels, R rows.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

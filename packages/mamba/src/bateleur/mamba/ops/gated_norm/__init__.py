@@ -1,7 +1,5 @@
 """The gated RMS norm before the output projection of a recurrent layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,9 +1,5 @@
 """The gated RMS norm: one program per token and group of channels."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

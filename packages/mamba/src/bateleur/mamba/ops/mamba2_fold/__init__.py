@@ -1,7 +1,5 @@
 """Folds accepted inputs of Mamba-2 into checkpoints. Shapes: as in `shared.mamba2_ring`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

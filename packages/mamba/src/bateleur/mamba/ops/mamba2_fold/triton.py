@@ -4,10 +4,6 @@ Most rows have no fold, so programs skip to the rows with a destination: see `ro
 Legend: P channels of a head's tile, N state entries, J ring entries, R rows.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

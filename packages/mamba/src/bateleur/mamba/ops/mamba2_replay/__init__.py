@@ -3,8 +3,6 @@
 Shapes: as in `shared.mamba2_ring`, and M new tokens of the longest row.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,10 +5,6 @@ of checkpoint, ring entries and new tokens, where the new tokens are padded to 1
 N state entries, T new tokens, J ring entries followed by the new tokens.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

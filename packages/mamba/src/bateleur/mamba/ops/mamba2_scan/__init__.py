@@ -10,8 +10,6 @@ Shapes: T tokens, R rows, H heads, G groups, J = H / G heads per group, P head c
 tile.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,10 +9,6 @@ Legend: H heads, T tokens, Q tokens of a chunk, M queries and K keys among them,
 S entries of a head's state.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: T tokens, R rows, H heads, G groups, P head channels, N state entries, K draft tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

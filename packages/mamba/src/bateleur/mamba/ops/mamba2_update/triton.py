@@ -5,10 +5,6 @@ reading one state, and writing one state per token.
 Legend: P channels of a head's tile, N state entries.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

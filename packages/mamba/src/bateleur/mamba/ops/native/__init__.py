@@ -6,8 +6,6 @@ Each function has the signature of its operator. It returns `UNSUPPORTED` for ar
 operator then uses the torch form.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

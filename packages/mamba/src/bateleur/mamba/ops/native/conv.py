@@ -1,7 +1,5 @@
 """C forms of the causal convolution of decodes and prefills, which have the same bits. See `conv.c`."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

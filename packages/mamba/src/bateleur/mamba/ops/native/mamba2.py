@@ -1,7 +1,5 @@
 """C forms of decodes, prefills and the gated norm of Mamba-2. See `mamba2.c`."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The inputs of a ring are processed one by one, so outputs and states have the sa
 (`mamba2.c`), wherever a ring starts.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from functools import cache

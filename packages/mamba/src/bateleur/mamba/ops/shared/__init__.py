@@ -4,8 +4,6 @@ Dropped writes go to slot 0, which is set to zero before every read. This costs 
 masking would cost one slot per row.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -8,8 +8,6 @@ Shapes: T tokens, R rows, M tokens of the longest row, H value heads, G key head
 value, L entries of a ring.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

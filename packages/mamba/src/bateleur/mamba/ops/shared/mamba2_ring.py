@@ -5,8 +5,6 @@ Entries are ordered by age, where the newest has age 0. Rows with fewer entries 
 an earlier request left in the ring are never read.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,9 +1,5 @@
 """Helpers of the Triton kernels: step sizes, activations, tiles, rows with a destination, and tensor checks."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

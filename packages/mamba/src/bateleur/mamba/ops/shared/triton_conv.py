@@ -3,10 +3,6 @@
 Legend: T tokens of a tile, E entries of a window, C channels.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

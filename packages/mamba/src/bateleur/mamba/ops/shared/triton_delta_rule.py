@@ -4,10 +4,6 @@ A head has one decay, or one per key channel. D is 1 or K, so values by decay ar
 Legend: T tokens of a tile, K key channels of a head, V value channels of its tile, D decays of a head.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -1,7 +1,5 @@
 """Copies conv and SSM states between slots."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
