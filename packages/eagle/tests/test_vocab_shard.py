@@ -6,26 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.eagle import Drawn, Keys, Lanes, Role, SamplingMetadata, argmax, draw, native, sample
+from bateleur.eagle import Drawn, Keys, Lanes, Role, SamplingMetadata, argmax, draw, sample
 from bateleur.eagle.sampling_metadata import thresholds_by_sort
 from bateleur.eagle.shard_truncation import shard_thresholds
 from bateleur.eagle.vocab_shard import VocabShard, float_of, order_of
-from bateleur.metadata.native import unavailable_reason
 from eagle_doubles.laws import HOSTILE, INF, NAN, SAMPLINGS, keys_of, left_by, likely, metadata_of, normal
 from together import OneOf, Together, at_once, parts_of
 
 CPU = torch.device("cpu")
 PLAIN = [(0.0, 0, 0, 1), (1, 0, 0, 1), (0.7, 0, 0, 1), (30, 0, 0, 1), (1e-3, 0, 0, 1)] * 3
-
-
-@pytest.fixture(params=["c", "torch"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who looks for the best of a part."""
-    if request.param == "c" and unavailable_reason() is not None:
-        pytest.skip(f"no kernels in C: {unavailable_reason()}")
-    if request.param == "torch":
-        monkeypatch.setattr(native, "takes", lambda _: False)
-    return str(request.param)
 
 
 def of(logits: Tensor, shard: VocabShard) -> Tensor:
@@ -56,7 +45,7 @@ def same(logits: Tensor, metadata: SamplingMetadata, keys: Keys, num_ranks: int,
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_ranks_draw_what_one_does(kind: str, num_ranks: int, form: str) -> None:
+def test_ranks_draw_what_one_does(kind: str, num_ranks: int) -> None:
     keys = keys_of(len(PLAIN), num_ranks)
     for logits in (normal(len(PLAIN), 1003, 2.5), likely(len(PLAIN), 1003)):
         together = same(HOSTILE[kind](logits), metadata_of(*PLAIN), keys, num_ranks)
@@ -64,7 +53,7 @@ def test_ranks_draw_what_one_does(kind: str, num_ranks: int, form: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_what_laws_leave_does_not_hang_on_what_the_host_knows_of_them(num_ranks: int, form: str) -> None:
+def test_what_laws_leave_does_not_hang_on_what_the_host_knows_of_them(num_ranks: int) -> None:
     """As in a graph, which finds them on the device."""
     logits, keys, metadata = (normal(len(SAMPLINGS), 517, 2.0), keys_of(len(SAMPLINGS), 3), metadata_of(*SAMPLINGS))
     want = draw(metadata.apply(logits), metadata.temperature, keys)
@@ -89,7 +78,7 @@ def test_logits_of_any_dtype_and_draws_in_any_role(dtype: torch.dtype, role: Rol
     same(normal(len(SAMPLINGS), 517, 3.0).to(dtype), metadata_of(*SAMPLINGS), keys_of(len(SAMPLINGS)), 3, role)
 
 
-def test_rows_that_one_rank_finds_bad_are_bad_on_all(form: str) -> None:
+def test_rows_that_one_rank_finds_bad_are_bad_on_all() -> None:
     """NaN in any part; no token in some of them, or in all."""
     logits = normal(8, 1003)
     logits[1, 0] = logits[2, 1002] = logits[3, 500] = NAN
@@ -105,7 +94,7 @@ def test_rows_that_one_rank_finds_bad_are_bad_on_all(form: str) -> None:
         assert drawn.token_ids[drawn.bad].tolist() == [0] * 5
 
 
-def test_of_equal_ones_in_two_parts_the_lowest_id_wins(form: str) -> None:
+def test_of_equal_ones_in_two_parts_the_lowest_id_wins() -> None:
     logits = torch.zeros(4, 10)
     logits[0, [4, 5]] = 1.0  # the last of one part and the first of the next
     logits[1, [2, 9]] = 1.0
@@ -136,7 +125,7 @@ def test_parts_are_those_of_the_ranks(starts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_laws_leave_is_what_they_leave_on_one(kind: str, num_ranks: int, form: str) -> None:
+def test_what_laws_leave_is_what_they_leave_on_one(kind: str, num_ranks: int) -> None:
     metadata, logits = metadata_of(*SAMPLINGS), HOSTILE[kind](normal(len(SAMPLINGS), 1003, 2.0))
     together = Together(num_ranks)
     parts = parts_of(1003, together)

@@ -37,7 +37,7 @@ def argmax(logits: Tensor, shard: VocabShard | None = None) -> Drawn:
     shard: the vocabulary shard of the logits; None for the whole vocabulary.
     """
     if shard is not None:
-        return Drawn(*shard.reduce_argmax(*best_rows(logits)))
+        return Drawn(*shard.reduce_argmax(*logits.max(-1)))
     return Drawn(*_argmax_rows(logits))
 
 
@@ -56,22 +56,6 @@ def fake_token_rows(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
 
 ARGMAX = Implementations(_argmax, native="bateleur.eagle.native:argmax_rows")
 _argmax_rows = define_op(_library, _argmax, ARGMAX, mutates=(), fake=fake_token_rows, name="argmax_rows")
-
-
-def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    best_R, lane_R = logits.max(dim=-1)
-    return best_R.float(), lane_R
-
-
-def fake_value_rows(logits: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    """Fake implementation of operators that return a value and an index for each row."""
-    values = logits.new_empty(len(logits), dtype=torch.float32)
-    return values, values.new_empty(len(logits), dtype=torch.int64)
-
-
-BEST = Implementations(_best, native="bateleur.eagle.native:best_rows")
-best_rows = define_op(_library, _best, BEST, mutates=(), fake=fake_value_rows, name="best_rows")
-"""The first maximum of each of N rows, (N,) float32, NaN if the row holds one; and its index, (N,) int64."""
 
 
 def draw(

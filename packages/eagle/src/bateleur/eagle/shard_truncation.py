@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
-from bateleur.eagle.native import DIGIT
 from bateleur.eagle.rules import apply_temperature
 from bateleur.eagle.sampling_metadata import LOG_MIN_P, TEMPERATURE, TOP_K, TOP_P, SamplingMetadata
 from bateleur.eagle.vocab_shard import VocabShard, float_of, order_of
-from bateleur.metadata.dispatch import Implementations, define_op
+from bateleur.metadata.dispatch import Implementations
 
+DIGIT = 8
+"""Bits of the ordered integers that one pass of a search determines."""
 _LEAST = torch.finfo(torch.float32).min
 
 
@@ -71,7 +71,7 @@ def shard_thresholds(logits: Tensor, metadata: SamplingMetadata, shard: VocabSha
         least_N = float_of(edge.order)
         before_N = shard.collectives.every(edge.own)[: shard.collectives.rank].sum(0)
         kept_N = (edge.kept - before_N).clamp_min_(0).minimum(edge.own)
-        last_N = _last_tie_rows(scaled_NL, least_N, kept_N, edge.own)
+        last_N = LAST_TIE.on(scaled_NL)(scaled_NL, least_N, kept_N, edge.own)
     lawful_N = (values[:, TEMPERATURE] > 0) & best_N.isfinite()
     return least_N.where(lawful_N, -torch.inf), last_N.where(lawful_N, size)
 
@@ -119,7 +119,7 @@ def _search(
     """
     above_N, goal_N1 = torch.zeros_like(start_N), None
     for shift in range(32 - DIGIT, -1, -DIGIT):
-        own_ND = histogram_rows(scaled_NL, mass_NL, start_N, shift)
+        own_ND = HISTOGRAM.on(scaled_NL)(scaled_NL, mass_NL, start_N, shift)
         every_ND = shard.collectives.sum_(own_ND.clone())
         # The weight that is not below each value of the digit.
         reached_ND = every_ND.flip(1).cumsum(1).flip(1).add_(above_N.unsqueeze(1))
@@ -133,6 +133,12 @@ def _search(
 
 
 def _histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
+    """Return the weight of each digit d in each row, (N, D) int64: of the values with order start + (d << shift) to
+    start + ((d + 1) << shift) - 1.
+
+    Weight is the number of tokens, or their mass if `mass` (N, L) float32 is given, 1 for the largest. scaled: (N, L)
+    float32. start: (N,) int64.
+    """
     digit_NL = (order_of(scaled) - start.unsqueeze(1)) >> shift
     weight_NL = torch.ones_like(digit_NL) if mass is None else mass.double().mul_(2.0**40).long()
     # The first and last column collect values outside of the digit's range.
@@ -141,36 +147,14 @@ def _histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -
     return weights_ND[:, 1:-1].contiguous()
 
 
-def _fake_histogram(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    return start.new_empty(len(scaled), 1 << DIGIT)
-
-
 def _last_tie(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
+    """Return the index of the last kept tie of each row, (N,) int32: of `own` values equal to `least` the first `kept`,
+    (N,) int64 each; -1 if none is kept, L if all are.
+    """
     last_N = ((scaled == least.unsqueeze(1)).cumsum(-1) < kept.unsqueeze(1)).sum(-1)
     return last_N.where(kept > 0, -1).where(kept < own, scaled.shape[1]).int()
 
 
-def _fake_last_tie(scaled: Tensor, *_: Tensor) -> Tensor:
-    return scaled.new_empty(len(scaled), dtype=torch.int32)
-
-
-_library = Library("bateleur", "FRAGMENT")
-HISTOGRAM = Implementations(
-    _histogram,
-    triton="bateleur.eagle.kernels.vocab_shard:histogram_rows",
-    native="bateleur.eagle.native:histogram_rows",
-)
-LAST_TIE = Implementations(
-    _last_tie, triton="bateleur.eagle.kernels.vocab_shard:last_tie_rows", native="bateleur.eagle.native:last_tie_rows"
-)
-histogram_rows = define_op(_library, _histogram, HISTOGRAM, mutates=(), fake=_fake_histogram, name="histogram_rows")
-"""The weight of each digit d in each row, (N, D) int64: of the values with order start + (d << shift) to start + ((d
-+ 1) << shift) - 1. Weight is the number of tokens, or their mass if `mass` (N, L) float32 is given, 1 for the
-largest.
-
-scaled: (N, L) float32. start: (N,) int64.
-"""
-_last_tie_rows = define_op(_library, _last_tie, LAST_TIE, mutates=(), fake=_fake_last_tie, name="last_tie_rows")
-"""The index of the last kept tie of each row, (N,) int32: of `own` values equal to `least` the first `kept`, (N,)
-int64 each; -1 if none is kept, L if all are.
-"""
+_KERNELS = "bateleur.eagle.kernels.vocab_shard"
+HISTOGRAM = Implementations(_histogram, triton=f"{_KERNELS}:histogram_rows")
+LAST_TIE = Implementations(_last_tie, triton=f"{_KERNELS}:last_tie_rows")

@@ -10,17 +10,7 @@ from bateleur.eagle.rules import apply_temperature
 from bateleur.metadata.dispatch import UNSUPPORTED, Unsupported
 from bateleur.metadata.native import Kernel, kernels, unavailable_reason
 
-DIGIT = 8
-"""Bits of the ordered integers that one pass of `shard_truncation` determines."""
-_SIGNATURES = (
-    ("draw_rows", "plipppppp" + "lli"),
-    ("argmax_rows", "plipp" + "lli"),
-    ("best_rows", "plipp" + "lli"),
-    ("perturbed_max_rows", "plipppppppp" + "lli"),
-    ("truncate_rows", "ppppppll"),
-    ("histogram_rows", "ppplplll"),
-    ("last_tie_rows", "pppppll"),
-)
+_SIGNATURES = (("draw_rows", "plipppppp" + "lli"), ("argmax_rows", "plipp" + "lli"), ("truncate_rows", "ppppppll"))
 
 
 def takes(logits: Tensor) -> bool:
@@ -57,39 +47,6 @@ def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
     return tokens, bad
 
 
-def best_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
-    """See `draw.best_rows`."""
-    if not takes(logits):
-        return UNSUPPORTED
-    values, lanes = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
-    _kernels()["best_rows"](
-        logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, values.data_ptr(), lanes.data_ptr(),
-        *logits.shape, torch.get_num_threads(),
-    )  # fmt: skip
-    return values, lanes
-
-
-def perturbed_max_rows(
-    logits: Tensor, values: Tensor, kept: tuple[Tensor, Tensor] | None, words: Tensor, seeds: Tensor, names: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The token with the largest perturbed logit in a shard of N rows: its logit over the temperature, (N,) float32,
-    NaN in a row that holds one and -inf if no token is left; and its index, (N,) int64, -2 if float32 noise
-    decides.
-
-    kept: thresholds of each row as of `shard_thresholds`, or None. Other arguments as for `draw_rows`.
-    """
-    leads, lanes = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
-    values, words, seeds, names = (each.contiguous() for each in (values, words, seeds, names))
-    kept = None if kept is None else (kept[0].contiguous(), kept[1].contiguous())
-    least, last = (None, None) if kept is None else (each.data_ptr() for each in kept)
-    _kernels()["perturbed_max_rows"](
-        logits.data_ptr(), logits.stride(0), logits.dtype is torch.bfloat16, values.data_ptr(), least, last,
-        words.data_ptr(), seeds.data_ptr(), names.data_ptr(), leads.data_ptr(), lanes.data_ptr(), *logits.shape,
-        torch.get_num_threads(),
-    )  # fmt: skip
-    return leads, lanes
-
-
 def truncate_rows(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
     """See `sampling_metadata.truncation_thresholds`."""
     if not takes(logits):
@@ -105,33 +62,6 @@ def truncate_rows(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | Uns
         *scaled.shape,
     )  # fmt: skip
     return least, last
-
-
-def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor | Unsupported:
-    """See `shard_truncation.histogram_rows`."""
-    if not takes(scaled):
-        return UNSUPPORTED
-    digits = 1 << DIGIT
-    sums, scaled = torch.empty(len(scaled), digits, dtype=torch.int64), scaled.contiguous()
-    mass = None if mass is None else mass.contiguous()
-    start = start.contiguous()
-    _kernels()["histogram_rows"](
-        scaled.data_ptr(), None if mass is None else mass.data_ptr(), start.data_ptr(), shift, sums.data_ptr(), digits,
-        *scaled.shape,
-    )  # fmt: skip
-    return sums
-
-
-def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor | Unsupported:
-    """See `shard_truncation`."""
-    if not takes(scaled):
-        return UNSUPPORTED
-    last = torch.empty(len(scaled), dtype=torch.int32)
-    scaled, least, kept, own = (each.contiguous() for each in (scaled, least, kept, own))
-    _kernels()["last_tie_rows"](
-        scaled.data_ptr(), least.data_ptr(), kept.data_ptr(), own.data_ptr(), last.data_ptr(), *scaled.shape
-    )
-    return last
 
 
 def _empty(logits: Tensor) -> tuple[Tensor, Tensor]:
