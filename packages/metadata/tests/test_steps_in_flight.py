@@ -114,8 +114,3 @@ def test_T_H1_host_fields_and_device_fields_are_of_one_step_after_a_sync(make: A
         batch = _stage(make, buffers, index)
         deferred.sync()
         validate(batch, LIMITS, GROUPS, level="device")
-
-
-def test_without_a_queue_cpu_copies_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_memory.PackedUpload, "send", None)
-    _stage(make, InputBuffers(LIMITS, GROUPS, "cpu"), 0)

@@ -1,8 +1,7 @@
 """Device-side staging: three functions that fill the device fields of a batch from one uploaded step.
 
 Each is one launch on CUDA; ``expand`` takes one more for each further group with slots. The host uploads counts, token
-ids and block ids. The device computes positions, lengths, slot mappings and padding. The results equal those of
-:class:`~bateleur.metadata._host_staging.HostStaging` bit for bit.
+ids and block ids. The device computes positions, lengths, slot mappings and padding.
 
 Shapes: R real rows, T real tokens, n entries, C columns of a block table, M rows of the request table.
 """

@@ -1,4 +1,4 @@
-"""Staging for a GPU: one upload of the values that only the host knows; the device computes the rest."""
+"""Staging: one upload of the values that only the host knows; the device computes the rest."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bateleur.metadata._block_table_mirror import BlockTableMirror
 from bateleur.metadata._device_fields import DeviceFields, DeviceStep, expand, gather_block_tables, write_cells
 from bateleur.metadata._memory import Buffer, DeviceQueue, PackedUpload
 from bateleur.metadata._step_values import StepLengths, StepValues
+from bateleur.metadata.block_table import BlockTable
 from bateleur.metadata.common_attention_metadata import BatchShape
 from bateleur.metadata.fields import LeadingDim
-from bateleur.metadata.seq_len_bound import I32Array, IntArray
+from bateleur.metadata.seq_len_bound import BoolArray, I32Array, IntArray
 from bateleur.metadata.step_inputs import StepRows
 
 _Tables: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -35,19 +35,19 @@ class DeviceStaging:
         self,
         values: StepValues,
         buffers: Sequence[Buffer],
-        mirror: BlockTableMirror,
+        tables: Sequence[BlockTable],
         device: torch.device,
         queue: DeviceQueue,
         seq_len_fill: int,
     ) -> None:
-        self._values, self._mirror, self._device, self._queue = values, mirror, device, queue
+        self._values, self._mirror, self._device, self._queue = values, BlockTableMirror(tables), device, queue
         self._buffers = tuple(buffers)
         self._tables = [b.tensor for b in buffers if b.field.leading_dim is LeadingDim.REQS_BY_BLOCKS]
         named = {b.name: b.tensor for b in buffers}
         slots = tuple(
-            (named[f"slot_mappings.{index}"], self._tables[index], each.group.block_size)
-            for index, each in enumerate(values.groups)
-            if each.group.has_slots
+            (named[f"slot_mappings.{index}"], self._tables[index], group.block_size)
+            for index, group in enumerate(values.groups)
+            if group.has_slots
         )
         self._fields = DeviceFields(
             named["input_ids"],
@@ -60,10 +60,10 @@ class DeviceStaging:
         )
         rows = values.limits.max_num_reqs
         self._request_tables = [
-            torch.zeros((mirror.num_rows + 1, table.ids.shape[1]), dtype=torch.int32, device=device)
-            for table in mirror.tables
+            torch.zeros((self._mirror.num_rows + 1, table.ids.shape[1]), dtype=torch.int32, device=device)
+            for table in tables
         ]
-        self._rows = [torch.zeros(rows, dtype=torch.int32, device=device) for _ in mirror.tables]
+        self._rows = [torch.zeros(rows, dtype=torch.int32, device=device) for _ in tables]
         queue.launch(self._warm_up)
 
     def _warm_up(self) -> None:
@@ -78,8 +78,9 @@ class DeviceStaging:
         limits = self._values.limits
         self._dirty_rows = self._dirty_places = limits.max_num_reqs
         self._dirty_tokens = limits.max_num_tokens
-        self._columns = [group.group.max_blocks for group in self._values.groups]
+        self._columns = [group.max_blocks for group in self._values.groups]
         self._unpadded = True
+        self._mirror.forget_all()
 
     def poison(self) -> None:
         """Fill all buffers with poison values."""
@@ -90,25 +91,10 @@ class DeviceStaging:
 
         self._queue.launch(fill)
 
-    def check(self, rows: StepRows, lengths: StepLengths, real: bool, is_next_step: bool) -> None:
-        """Raise ValueError if a token has no block."""
-        del is_next_step
-        if real:
-            self._values.check_blocks(rows, lengths)
-
-    def write(
-        self,
-        rows: StepRows,
-        shape: BatchShape,
-        lengths: StepLengths,
-        checked: None,
-        starts: I32Array | None,
-        is_next_step: bool,
-    ) -> None:
+    def write(self, rows: StepRows, shape: BatchShape, lengths: StepLengths, starts: I32Array | None) -> None:
         """Upload the step and launch the kernels. ``starts``: None if they equal those of the last step."""
-        del is_next_step
         packet, work = PackedUpload(), self._pad_once()
-        truth = packet.add(lengths.num_computed_tokens) if rows.num_computed_tokens_device is None else 0
+        truth = packet.add(rows.num_computed_tokens) if rows.num_computed_tokens_device is None else 0
         begins = None if starts is None else packet.add(starts)
         first = 0 if rows.sampled_token_ids is None else rows.sampled_token_ids.shape[0]
         ids = packet.add(rows.token_ids[first:])
@@ -150,10 +136,8 @@ class DeviceStaging:
         """Upload whole block tables, for a step that does not name rows of a :class:`BlockTable`."""
         work: list[Work] = []
         for index, table in enumerate(rows.block_tables):
-            group = self._values.groups[index]
-            width = group.width(lengths.longest)
-            masked = np.empty((len(table), width), np.int32)
-            group.write_table(table, lengths.upper, masked)
+            masked = self._values.used_table(index, table, lengths)
+            width = masked.shape[1]
             ends = max(self._dirty_places, len(table)), max(self._columns[index], width)
             target = self._tables[index][: ends[0], : ends[1]]
             work.append(partial(_put_table, target, masked.shape, packet.add(masked)))
@@ -165,8 +149,8 @@ class DeviceStaging:
         """Upload the assignment of requests to batch rows, if it changed, and new block ids."""
         moved, work = self._mirror.place_rows(rows), list[Work]()
         for index, batch in enumerate(self._tables):
-            table, memory = (self._mirror.tables[index], (batch, self._request_tables[index], self._rows[index]))
-            cells = self._mirror.take_writes(index, moved is not None)
+            table, memory = self._mirror.tables[index], (batch, self._request_tables[index], self._rows[index])
+            cells = table.take_writes(self._mirror.batch_row_of, moved is not None)
             width = self._columns[index] = max(self._columns[index], table.width)
             if moved is not None:
                 source: IntArray = np.full(max(len(rows), self._dirty_places), self._mirror.num_rows)
@@ -180,6 +164,51 @@ class DeviceStaging:
         if moved is not None:
             self._dirty_places = len(rows)
         return work
+
+
+class BlockTableMirror:
+    """Tracks which request rows are in the batch.
+
+    Attributes:
+        batch_row_of: (M,) batch row of each request row, -1 if it is not in the batch.
+    """
+
+    def __init__(self, tables: Sequence[BlockTable]) -> None:
+        self.tables = tuple(tables)
+        self.num_rows = len(tables[0].ids) if tables else 0
+        self.forget_batch()
+
+    def forget_batch(self) -> None:
+        """Forget which request rows are in the batch, because other tables were staged."""
+        self.batch_row_of: IntArray = np.full(self.num_rows, -1, np.int64)
+        self._rows: IntArray = self.batch_row_of[:0]
+        self._rows_bytes = b""
+        self._num_clears = -1
+
+    def forget_all(self) -> None:
+        """Forget the staged tables, on the device as well: the next step stages all rows again."""
+        self.forget_batch()
+        for table in self.tables:
+            table.mark_all_unstaged()
+
+    def place_rows(self, rows: IntArray) -> BoolArray | None:
+        """Assign request rows (R,) to batch rows 0 to R - 1.
+
+        Returns (R,) bool, True for batch rows that hold another request's block ids; None if none does.
+        """
+        num_clears = sum(table.num_clears for table in self.tables)
+        rows_bytes = rows.tobytes()
+        if rows_bytes == self._rows_bytes and num_clears == self._num_clears:
+            return None
+        moved: BoolArray = np.ones(len(rows), np.bool_)
+        both = min(len(rows), len(self._rows))
+        np.not_equal(rows[:both], self._rows[:both], out=moved[:both])
+        for table in self.tables:
+            moved |= table.cleared[rows]
+        self.batch_row_of[self._rows] = -1
+        self.batch_row_of[rows] = np.arange(len(rows))
+        self._rows, self._rows_bytes, self._num_clears = rows.copy(), rows_bytes, num_clears
+        return moved
 
 
 def _fill(tensor: Tensor, value: Any, parts: Sequence[Tensor]) -> None:

@@ -56,7 +56,7 @@ class Buffer:
     Attributes:
         name: ``field`` or ``field.group``.
         tensor: the tensor that the batch carries; on the device for device fields.
-        host: numpy array of the same memory; empty if the device has memory of its own.
+        host: numpy array of the same memory; empty for device fields.
         pad: value of the padded entries.
         dirty: number of leading entries that may differ from ``pad``.
     """
@@ -76,20 +76,15 @@ class Buffer:
         self.dirty = count
 
 
-def allocate(
-    arrays: Sequence[tuple[str, Field, tuple[int, ...]]], device: torch.device, *, own_memory: bool
-) -> list[Buffer]:
-    """Allocate a zeroed buffer for each (name, field, shape), in this order, in one piece of memory on ``device``.
-
-    own_memory: the host cannot write this memory.
-    """
+def allocate(arrays: Sequence[tuple[str, Field, tuple[int, ...]]], device: torch.device) -> list[Buffer]:
+    """Allocate a zeroed buffer for each (name, field, shape), in this order, in one piece of memory on ``device``."""
     sizes = [int(np.prod(shape)) * field.dtype.itemsize for _, field, shape in arrays]
     starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
     memory = torch.zeros(starts.pop(), dtype=torch.uint8, device=device)
     buffers = []
     for (name, field, shape), start, size in zip(arrays, starts, sizes, strict=True):
         tensor = memory[start : start + size].view(field.dtype).view(shape)
-        buffers.append(Buffer(name, field, tensor, np.empty(0) if own_memory else tensor.numpy()))
+        buffers.append(Buffer(name, field, tensor, np.empty(0)))
     return buffers
 
 

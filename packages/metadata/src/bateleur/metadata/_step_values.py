@@ -1,15 +1,13 @@
 """Checks a step and computes the values that it stages, on the host in numpy, without a loop over rows.
 
-Shapes: R real rows, T real tokens. A numpy call costs more than its arithmetic at these sizes. 0-dimensional arrays and
-``argmax`` are faster than Python numbers and ``max``.
+Shapes: R real rows. A numpy call costs more than its arithmetic at these sizes. 0-dimensional arrays and ``argmax`` are
+faster than Python numbers and ``max``.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from bateleur.metadata._slot_mapping import SlotMapper
 from bateleur.metadata.block_table import BlockTable
 from bateleur.metadata.common_attention_metadata import BatchShape
 from bateleur.metadata.fields import NULL_BLOCK
@@ -17,7 +15,6 @@ from bateleur.metadata.seq_len_bound import I32Array, IntArray
 from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
 
 _ONE = np.array(1, np.int32)
-_NO_SLOTS: IntArray = np.empty(0, np.int64)
 _NEGATIVE = 1 << 31  # smallest negative int32, read as uint32
 
 
@@ -25,16 +22,12 @@ class StepLengths(NamedTuple):
     """Lengths of the rows of a step.
 
     Attributes:
-        num_computed_tokens: (R,) int32, tokens before this step, as written to the device fields.
-        seq_lens: (R,) int32, ``num_computed_tokens`` plus the query lengths.
-        upper: (R,) int32, upper bounds of ``seq_lens`` on the host.
+        upper: (R,) int32, upper bounds of the sequence lengths after the step.
         longest: largest upper bound, 0 for no rows.
         starts: (R + 1,) int32, index of each row's first token, and the token count.
         single_token: every row has one token.
     """
 
-    num_computed_tokens: I32Array
-    seq_lens: I32Array
     upper: I32Array
     longest: int
     starts: I32Array
@@ -47,13 +40,15 @@ class StepValues:
     def __init__(
         self, limits: BatchLimits, groups: tuple[KVCacheGroup, ...], tables: tuple[BlockTable, ...] = ()
     ) -> None:
-        self.limits = limits
+        self.limits, self.groups = limits, groups
         self._tables = tables
         self._table_rows = len(tables[0].ids) if tables else 0
-        self.groups = [SlotMapper(index, group, limits) for index, group in enumerate(groups)]
         self._iota: I32Array = np.arange(max(limits.max_num_tokens, limits.max_num_reqs) + 1, dtype=np.int32)
         self._ones = np.ones(limits.max_num_reqs, np.int32).tobytes()
-        self._groups = groups
+        # By group: a row uses column c of the block table if it is longer than entry c.
+        self._column_starts = [
+            np.arange(group.max_blocks, dtype=np.int64) * group.block_size - group.lookahead_tokens for group in groups
+        ]
 
     def check_sizes(self, rows: StepRows, shape: BatchShape) -> None:
         """Raise ValueError if the sizes of a step do not fit the buffers or each other."""
@@ -62,21 +57,21 @@ class StepValues:
             raise ValueError(f"padded_reqs: {shape.padded_reqs} is above max_num_reqs {limits.max_num_reqs}")
         if shape.padded_tokens > limits.max_num_tokens:
             raise ValueError(f"padded_tokens: {shape.padded_tokens} is above max_num_tokens {limits.max_num_tokens}")
-        rows.check_arrays(shape.num_reqs, shape.num_tokens, self._groups, self._table_rows)
+        rows.check_arrays(shape.num_reqs, shape.num_tokens, self.groups, self._table_rows)
 
-    def one_token_each(self, rows: StepRows, shape: BatchShape) -> bool:
-        """Return whether every row has exactly one token."""
+    def lengths(self, rows: StepRows, shape: BatchShape) -> StepLengths:
+        """Return the checked lengths of a step. Raises ValueError."""
         ones = rows.query_lens.tobytes() == self._ones[: 4 * shape.num_reqs]
-        return ones and shape.num_tokens == shape.num_reqs
+        single_token = ones and shape.num_tokens == shape.num_reqs
+        starts = self._iota[: shape.num_reqs + 1] if single_token else self._starts(rows, shape)
+        return StepLengths(*self._bounds(rows, single_token), starts, single_token)
 
-    def starts(self, rows: StepRows, shape: BatchShape, single_token: bool) -> I32Array:
-        """Return index of each row's first token, and the token count: (R + 1,) int32.
+    def lengths_of_next_step(self, rows: StepRows, shape: BatchShape, last: StepLengths) -> StepLengths:
+        """Return the lengths of rows from :meth:`StepRows.next_step`. ``last``: lengths of the step before."""
+        rows.check_next_step(shape.num_reqs, shape.num_tokens)
+        return StepLengths(*self._bounds(rows, last.single_token), last.starts, last.single_token)
 
-        Raises:
-            ValueError: the query lengths do not fit the shape.
-        """
-        if single_token:
-            return self._iota[: shape.num_reqs + 1]
+    def _starts(self, rows: StepRows, shape: BatchShape) -> I32Array:
         query_lens = rows.query_lens
         starts = np.zeros(shape.num_reqs + 1, np.int32)
         query_lens.cumsum(out=starts[1:])
@@ -92,23 +87,7 @@ class StepValues:
                 )
         return starts
 
-    def lengths(self, rows: StepRows, shape: BatchShape, on_host: bool) -> StepLengths:
-        """Return the checked lengths of a step. ``on_host``: read device counts on the host, for a CPU."""
-        single_token = self.one_token_each(rows, shape)
-        starts = self.starts(rows, shape, single_token)
-        upper, longest = self._lengths(rows, single_token)
-        if rows.num_computed_tokens_device is None or not on_host:
-            return StepLengths(rows.num_computed_tokens, upper, upper, longest, starts, single_token)
-        before = rows.num_computed_tokens_device.numpy().astype(np.int32)
-        return StepLengths(before, before + rows.query_lens, upper, longest, starts, single_token)
-
-    def lengths_of_next_step(self, rows: StepRows, shape: BatchShape, last: StepLengths) -> StepLengths:
-        """Return the lengths of rows from :meth:`StepRows.next_step`. ``last``: lengths of the step before."""
-        rows.check_next_step(shape.num_reqs, shape.num_tokens)
-        upper, longest = self._lengths(rows, last.single_token)
-        return StepLengths(rows.num_computed_tokens, upper, upper, longest, last.starts, last.single_token)
-
-    def _lengths(self, rows: StepRows, single_token: bool) -> tuple[I32Array, int]:
+    def _bounds(self, rows: StepRows, single_token: bool) -> tuple[I32Array, int]:
         """Return upper bounds (R,) of the sequence lengths after the step, and the largest one (0 for no rows)."""
         computed = rows.num_computed_tokens
         if not len(computed):
@@ -128,48 +107,39 @@ class StepValues:
             )
         return upper, longest
 
-    def positions(self, rows: StepRows, lengths: StepLengths) -> I32Array:
-        """Return the position (T,) of each token."""
-        if lengths.single_token:
-            return lengths.num_computed_tokens
-        positions = (lengths.num_computed_tokens - lengths.starts[:-1]).repeat(rows.query_lens)
-        positions += self._iota[: len(positions)]
-        return positions
-
-    def slots(self, rows: StepRows, lengths: StepLengths, positions: I32Array, real: bool) -> Sequence[IntArray]:
-        """Return the slot mapping (T,) of each group, empty for groups without slots and for dummy batches."""
-        if not real:
-            return [_NO_SLOTS] * len(self.groups)
-        args = positions, rows.query_lens, lengths.single_token
-        if rows.block_table_rows is None:
-            return [g.slots(table, None, *args) for g, table in zip(self.groups, rows.block_tables, strict=True)]
-        return [
-            g.slots(table.ids, rows.block_table_rows, *args) for g, table in zip(self.groups, self._tables, strict=True)
-        ]
-
-    def slots_of_next_step(self, rows: StepRows, positions: I32Array) -> Sequence[IntArray]:
-        """Return the same for rows of one token each that continue those of the last call."""
-        assert rows.block_table_rows is not None
-        return [
-            group.slots_of_next_step(table.ids, rows.block_table_rows, positions, rows.query_lens)
-            for group, table in zip(self.groups, self._tables, strict=True)
-        ]
-
     def check_blocks(self, rows: StepRows, lengths: StepLengths) -> None:
         """Raise ValueError if the first or last token of a row has no block. Blocks are allocated in order."""
         if not len(lengths.upper):
             return
         for index, group in enumerate(self.groups):
-            if group.group.has_slots:
-                ids, where = self._ids_of(index, rows)
-                for last in (rows.num_computed_tokens, lengths.upper - 1):
-                    group.check_block(ids, where, last)
+            if group.has_slots:
+                table, where = self._table_of(index, rows)
+                for positions in (rows.num_computed_tokens, lengths.upper - 1):
+                    block = table[where, np.minimum(positions // group.block_size, group.max_blocks - 1)]
+                    row = int((block <= NULL_BLOCK).argmax())
+                    if block[row] <= NULL_BLOCK:
+                        raise ValueError(
+                            f"block_tables: group {index} has block {block[row]} for position {positions[row]} of row "
+                            f"{row}, which this step writes; must be above {NULL_BLOCK}"
+                        )
 
-    def _ids_of(self, index: int, rows: StepRows) -> tuple[I32Array, IntArray]:
+    def _table_of(self, index: int, rows: StepRows) -> tuple[I32Array, IntArray]:
         """Return the block table of a group, and the table row of each row of the step."""
         if rows.block_table_rows is None:
             return rows.block_tables[index], self._iota[: len(rows.query_lens)]
         return self._tables[index].ids, rows.block_table_rows
+
+    def used_table(self, index: int, table: I32Array, lengths: StepLengths) -> I32Array:
+        """Return the leading columns of a group's block table (R, W) that a row may use.
+
+        Columns after each row's last block become the null block. Kernels may read up to a bound, and stale ids there
+        would make them read blocks of other requests. Without slots the table is copied unchanged.
+        """
+        group = self.groups[index]
+        if not group.has_slots:
+            return table.copy()
+        width = min(-(-(lengths.longest + group.lookahead_tokens) // group.block_size), group.max_blocks)
+        return np.where(self._column_starts[index][:width] < lengths.upper[:, None], table[:, :width], NULL_BLOCK)
 
 
 def dummy_rows(shape: BatchShape, groups: tuple[KVCacheGroup, ...], context_len: int, is_prefilling: bool) -> StepRows:

@@ -93,12 +93,6 @@ class BlockTable:
             cells, batch_rows, columns = cells[here], batch_rows[here], columns[here]
         return (batch_rows, columns, self._flat[cells]) if len(batch_rows) else None
 
-    def copy_writes(self, batch_row: IntArray, moved: bool, out: I32Array) -> None:
-        """Take the same writes and copy them to ``out`` (R, max_blocks)."""
-        writes = self.take_writes(batch_row, moved)
-        if writes is not None:
-            out[writes[0], writes[1]] = writes[2]
-
     def _pending_cells(self, moved: bool) -> IntArray | None:
         """Take the cells to search from the log."""
         if moved:

@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bateleur.metadata._block_table_mirror import BlockTableMirror
 from bateleur.metadata._device_staging import DeviceStaging
-from bateleur.metadata._host_staging import HostStaging
 from bateleur.metadata._memory import Buffer, CurrentStream, DeviceQueue, allocate
 from bateleur.metadata._step_values import StepLengths, StepValues, dummy_rows
 from bateleur.metadata.block_table import BlockTable
@@ -31,9 +29,9 @@ class _Staged(NamedTuple):
 class InputBuffers:
     """Device and host buffers of one batch, at fixed addresses.
 
-    :meth:`stage` writes the real rows, pads the rest of every buffer, and returns views. On a CPU it writes in place.
-    For a GPU it uploads once from new pinned memory, and kernels compute the other fields. Several steps may therefore
-    be in flight. Host fields are not copied: they hold the last staged step only.
+    :meth:`stage` writes the real rows, pads the rest of every buffer, and returns views. It uploads once from new
+    (pinned) memory, and the device computes the other fields. Several steps may therefore be in flight. Host fields are
+    not copied: they hold the last staged step only.
 
     Attributes:
         generation: number of stagings so far; metadata with an older generation is stale.
@@ -56,8 +54,7 @@ class InputBuffers:
             device: device of the device fields.
             seq_len_fill: ``seq_lens`` of padded rows: 0, or 1 if a builder needs that.
             tables: the :class:`BlockTable` of each group, if steps name its rows (``StepRows.block_table_rows``).
-            queue: runs the device work. Default: the current stream on a GPU, none on a CPU. With a queue, a CPU is
-                treated as a device with memory of its own.
+            queue: runs the device work. Default: the current stream of the device.
 
         Raises:
             ValueError: ``seq_len_fill`` is not 0 or 1, a group's table is too narrow for ``max_model_len``, or
@@ -78,16 +75,11 @@ class InputBuffers:
         self.seq_len_fill = seq_len_fill
         self.generation = 0
         self._values = StepValues(limits, self.groups, tuple(tables))
-        self._mirror = BlockTableMirror(tables)
-        self._in_place = queue is None and self.device.type == "cpu"
         self._allocate()
         on_device = [buffer for buffer in self._buffers.values() if not buffer.field.on_host]
-        self._device: HostStaging | DeviceStaging
-        if self._in_place:
-            self._device = HostStaging(self._values, on_device, self._mirror)
-        else:
-            stream = CurrentStream() if queue is None else queue
-            self._device = DeviceStaging(self._values, on_device, self._mirror, self.device, stream, seq_len_fill)
+        self._device = DeviceStaging(
+            self._values, on_device, tables, self.device, queue or CurrentStream(), seq_len_fill
+        )
         # Addresses are fixed, so views are cached by size.
         view = lru_cache(len(FIELDS) * _MAX_CACHED_VIEWS)(partial(leading, self._whole))
         self._views_of = lru_cache(_MAX_CACHED_VIEWS)(partial(batch_arrays, view))
@@ -146,7 +138,6 @@ class InputBuffers:
         for buffer in self._on_host:
             buffer.dirty = len(buffer.host)
         self._device.forget()
-        self._mirror.forget_all()
         self._known_starts = b""
         self._last: _Staged | None = None
 
@@ -165,7 +156,7 @@ class InputBuffers:
         fields = sorted(FIELDS.values(), key=lambda field: (order.index(field.leading_dim), field.dtype.itemsize))
         arrays = [(name, field, shape) for field in fields for name, shape in self._arrays(field)]
         on_device = [array for array in arrays if not array[1].on_host]
-        made = allocate(on_device, self.device, own_memory=not self._in_place)
+        made = allocate(on_device, self.device)
         for name, field, shape in arrays:
             if field.on_host:
                 tensor = torch.zeros(shape, dtype=field.dtype)
@@ -202,7 +193,7 @@ class InputBuffers:
             lengths = steps.lengths_of_next_step(rows, shape, last.lengths)
         else:
             steps.check_sizes(rows, shape)
-            lengths = steps.lengths(rows, shape, self._in_place)
+            lengths = steps.lengths(rows, shape)
         longest = lengths.longest
         if max_seq_len is None:
             max_seq_len = longest
@@ -211,7 +202,8 @@ class InputBuffers:
                 f"max_seq_len: {max_seq_len} must be at least the longest row {longest} "
                 f"and at most max_model_len {self.limits.max_model_len}"
             )
-        checked = self._device.check(rows, lengths, real, is_next_step)
+        if real:
+            steps.check_blocks(rows, lengths)
         # All checks passed. The buffers change from here on.
         self._last = None
         starts = None
@@ -219,7 +211,7 @@ class InputBuffers:
             self._upper.put(lengths.upper, shape.num_reqs)
         else:
             starts = self._write_host(rows, shape, lengths)
-        self._device.write(rows, shape, lengths, checked, starts, is_next_step)
+        self._device.write(rows, shape, lengths, starts)
         if real and rows.num_computed_is_exact is None and rows.num_computed_tokens_device is None:
             self._last = _Staged(rows.batch_id, shape, lengths)
         return self._metadata(shape, max_seq_len)
