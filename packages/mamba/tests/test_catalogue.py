@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import reference_operators as reference
 from bateleur.mamba import (
     CacheLayout,
     FoldCache,
@@ -29,7 +30,6 @@ from bateleur.mamba import (
     plan_fold,
     plan_replay,
 )
-from bateleur.mamba.ops import reference
 from bateleur.metadata import (
     BatchLimits,
     BatchShape,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import reference_operators as reference
 from bateleur.mamba import CacheLayout, Mamba2, MambaCacheMode, ShortConv, StatePolicy, plan_fold, plan_replay
 from bateleur.mamba import memory_traffic as bytes_of
-from bateleur.mamba.ops import reference
 
 SLOTS, FOLD = StatePolicy
 NAN = float("nan")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import reference_operators as reference
 from bateleur.mamba import ops
-from bateleur.mamba.ops import reference
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 DTYPES = [

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import reference_operators as reference
 from bateleur.mamba import ops
-from bateleur.mamba.ops import delta_scan, reference
+from bateleur.mamba.ops import delta_scan
 
 NAN = float("nan")
 F64 = torch.float64

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import reference_operators as reference
 from bateleur.mamba import ops
-from bateleur.mamba.ops import reference
 
 NAN = float("nan")
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}

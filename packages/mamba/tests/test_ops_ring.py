@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+import reference_operators as reference
 from bateleur.mamba import ops
-from bateleur.mamba.ops import reference
 
 NAN = float("nan")
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import bateleur.mamba
+import reference_operators as reference
 from bateleur.mamba import ops
-from bateleur.mamba.ops import FORMS, reference
+from bateleur.mamba.ops import FORMS
 
 
 def test_import_is_light(modules_of):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import reference_operators as reference
 from bateleur.mamba import ops
-from bateleur.mamba.ops import reference
 
 CAPACITY = 7
 

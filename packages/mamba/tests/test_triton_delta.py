@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.mamba.ops import reference
+import reference_operators as reference
 from triton_rows import NAN, PaddedRows, triton_form, with_shares
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bateleur.mamba.ops import FORMS, reference
+import reference_operators as reference
+from bateleur.mamba.ops import FORMS
 from bateleur.metadata.dispatch import load
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from bateleur.mamba.ops import FORMS, reference
+import reference_operators as reference
+from bateleur.mamba.ops import FORMS
 from triton_rows import NAN, PaddedRows, moved, triton_form, with_shares
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -1,8 +1,7 @@
 """Operators that read and write recurrent states, one package each.
 
 The device of the arguments selects the form: on CUDA the Triton kernels in the module `triton` (torch for float64), on
-a CPU the C kernels in `native` if there is a compiler and the form accepts the arguments, otherwise torch. `reference`
-is the specification.
+a CPU the C kernels in `native` if there is a compiler and the form accepts the arguments, otherwise torch.
 
 Conventions:
 
