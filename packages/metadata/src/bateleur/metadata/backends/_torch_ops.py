@@ -20,8 +20,8 @@ _Rows: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 FP8_MAX = 448.0
 """Largest value of float8_e4m3fn."""
-_MAX_TILE_SCORES = 1 << 20  # scores of one prefill tile: bounds the mask at 4 MiB in float32
-_MAX_TILE_KEYS = 1 << 20  # gathered entries of one decode tile: keys and values take 4 MiB each in float32
+_MAX_TILE_SCORES = 1 << 20  # scores of a tile: bounds the mask at 4 MiB in float32
+_MAX_TILE_KEYS = 1 << 20  # gathered entries of a tile of several rows: keys and values take 4 MiB each in float32
 
 
 def write_kv(
@@ -118,25 +118,20 @@ def paged_attention(
     sinks: Tensor | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`bateleur.metadata.ops.paged_attention`. Decodes and prefills are computed in separate tiles."""
+    """See :data:`bateleur.metadata.ops.paged_attention`. Computed in tiles of rows and queries."""
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
-    num_rows, n = seq_lens.shape[0], num_decodes
-    caches, rows = (k_cache, v_cache, kv_scales), (block_table, seq_lens, query_start_loc)
-    scores = max_seq_len, scale, sliding_window, sinks
-    if n == num_rows == q.shape[0] and max_seq_len:
-        return _decode(q, caches, rows, *scores)
     out_THD = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row receives results of padded queries
     if not max_seq_len:
         return out_THD[:-1]
-    if n:
-        out_THD[:n] = _decode(q[:n], caches, _part(rows, 0, n), *scores)
+    caches, scores = (k_cache, v_cache, kv_scales), (max_seq_len, scale, sliding_window, sinks)
+    num_rows, num_keys = seq_lens.shape[0], max_seq_len * k_cache.shape[2] * k_cache.shape[3]
     tile_queries = max(1, min(max_query_len, _MAX_TILE_SCORES // max_seq_len))
-    tile_rows = max(1, _MAX_TILE_SCORES // (max_seq_len * tile_queries))
-    for first in range(n, num_rows, tile_rows):
-        tile = _part(rows, first, min(first + tile_rows, num_rows))
+    tile_rows = max(1, min(_MAX_TILE_SCORES // (max_seq_len * tile_queries), _MAX_TILE_KEYS // num_keys))
+    for first in range(0, num_rows, tile_rows):
+        last = min(first + tile_rows, num_rows)
+        rows = block_table[first:last], seq_lens[first:last], query_start_loc[first : last + 1]
         for offset in range(0, max_query_len, tile_queries):
-            queries = offset, min(offset + tile_queries, max_query_len)
-            _prefill_tile(out_THD, q, caches, tile, queries, *scores)
+            _attend_tile(out_THD, q, caches, rows, (offset, min(offset + tile_queries, max_query_len)), *scores)
     return out_THD[:-1]
 
 
@@ -195,74 +190,6 @@ def check_sizes(
         raise ValueError(f"max_seq_len: {max_seq_len} is above the {capacity} tokens a block table holds")
 
 
-def _part(rows: _Rows, first: int, last: int) -> _Rows:
-    block_table, seq_lens, starts = rows
-    return block_table[first:last], seq_lens[first:last], starts[first : last + 1]
-
-
-def _decode(
-    q_RHD: Tensor,
-    caches: _Caches,
-    rows: _Rows,
-    max_seq_len: int,
-    scale: float,
-    sliding_window: int,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of one query per row, in tiles of rows that bound the gathered keys."""
-    scores = max_seq_len, scale, sliding_window, sinks
-    keys = min(max_seq_len, sliding_window or max_seq_len)
-    R, tile = q_RHD.shape[0], max(1, _MAX_TILE_KEYS // (keys * caches[0].shape[2] * caches[0].shape[3]))
-    if tile >= R:
-        return _decode_tile(q_RHD, caches, rows, *scores)
-    ends = [(first, min(first + tile, R)) for first in range(0, R, tile)]
-    return torch.cat([_decode_tile(q_RHD[a:b], caches, _part(rows, a, b), *scores) for a, b in ends])
-
-
-def _decode_tile(
-    q_RHD: Tensor,
-    caches: _Caches,
-    rows: _Rows,
-    max_seq_len: int,
-    scale: float,
-    sliding_window: int,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of one query per row, at the row's last position."""
-    block_table, seq_lens, starts = rows
-    block_size, H, D = caches[0].shape[1:]
-    R, G = q_RHD.shape[0], q_RHD.shape[1] // H
-    if sliding_window and sliding_window < max_seq_len:  # gather the window only
-        oldest = (seq_lens - sliding_window).clamp_(min=0)[:, None]
-        j_RS = torch.arange(sliding_window, device=q_RHD.device, dtype=torch.int32) + oldest
-        slots_RS = _slots_of(block_table, j_RS.clamp(max=max_seq_len - 1), block_size)
-        hidden_RS = j_RS >= seq_lens[:, None]
-    else:
-        slots_RS = _leading_slots(block_table, max_seq_len, block_size)
-        j_S = torch.arange(max_seq_len, device=q_RHD.device, dtype=torch.int32)
-        hidden_RS = j_S >= seq_lens[:, None]
-    k_RHSD, v_RHSD = _gather(caches, slots_RS.masked_fill_(hidden_RS, 0), H, q_RHD.dtype)
-    if sinks is not None:
-        out = _sink_attention(q_RHD[:, :, None], k_RHSD, v_RHSD, hidden_RS[:, None], scale, sinks)
-    elif q_RHD.dtype in (torch.float32, torch.float64):
-        out = _matmul_attention(q_RHD.reshape(R * H, G, D) * scale, k_RHSD, v_RHSD, hidden_RS)
-    else:  # SDPA keeps the scores in float32
-        bias = q_RHD.new_zeros(hidden_RS.shape).masked_fill_(hidden_RS, torch.finfo(q_RHD.dtype).min)
-        q_RHGD = q_RHD.reshape(R, H, G, D)
-        out = F.scaled_dot_product_attention(q_RHGD, k_RHSD, v_RHSD, bias[:, None, None], scale=scale)
-    empty_R = starts[1:] == starts[:-1]
-    return out.reshape(R, H * G, D).masked_fill_(empty_R[:, None, None], 0)
-
-
-def _matmul_attention(q: Tensor, k_RHSD: Tensor, v_RHSD: Tensor, hidden_RS: Tensor) -> Tensor:
-    """Attention by plain matrix products: on a CPU 1.1 to 3 times as fast as SDPA for short queries (measured)."""
-    R, H, S, D = k_RHSD.shape
-    scores = torch.bmm(q, k_RHSD.view(R * H, S, D).transpose(1, 2))
-    # With a finite minimum, rows without keys give 0 instead of NaN: they read the zeros of slot 0.
-    scores.view(R, -1, S).masked_fill_(hidden_RS[:, None], torch.finfo(scores.dtype).min)
-    return torch.bmm(scores.softmax(-1), v_RHSD.view(R * H, S, D))
-
-
 def _sink_attention(
     q_RHMD: Tensor, k_RHSD: Tensor, v_RHSD: Tensor, hidden_RMS: Tensor, scale: float, sinks: Tensor
 ) -> Tensor:
@@ -277,7 +204,7 @@ def _sink_attention(
     return (weights @ v).to(q_RHMD.dtype)
 
 
-def _prefill_tile(
+def _attend_tile(
     out_THD: Tensor,
     q_THD: Tensor,
     caches: _Caches,
@@ -325,12 +252,6 @@ def _leading_slots(block_table: Tensor, num_keys: int, block_size: int) -> Tenso
     offsets = torch.arange(block_size, device=block_table.device, dtype=torch.int32)
     slots = torch.add(offsets, block_table[:, :num_blocks, None], alpha=block_size)
     return slots.flatten(1)[:, :num_keys]
-
-
-def _slots_of(block_table: Tensor, j_RS: Tensor, block_size: int) -> Tensor:
-    """Return slots (R, S) int32 of positions ``j_RS``."""
-    column = torch.div(j_RS, block_size, rounding_mode="floor")
-    return block_table.gather(1, column.long()) * block_size + j_RS.remainder(block_size)
 
 
 def _gather(caches: _Caches, slots_RS: Tensor, num_heads: int, dtype: torch.dtype) -> list[Tensor]:
