@@ -4,9 +4,7 @@ layer in float32 whose products can be called from C.
 
 import ctypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
-from operator import is_
 from pathlib import Path
 from typing import ClassVar
 
@@ -50,38 +48,17 @@ class _Step(Struct):
     ]
 
 
-_MAX_TURNS = 64
-
-
-@dataclass(slots=True, eq=False)
-class _Pointed:
-    """Pointers to the rows of a step, and to their drafts."""
-
-    rows: tuple[Tensor, ...]
-    step: _Step
-    address: int
-    ends: tuple[Tensor, Tensor] | None = None
-
-
 class NativeChain:
-    """Drafts under COUPLED, all of a step in one call. They equal those of the torch passes up to rounding.
-
-    Pointers that steps of the same rows share are set up once.
-    """
+    """Drafts under COUPLED, all of a step in one call. They equal those of the torch passes up to rounding."""
 
     def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int, width: int) -> None:
         """positions: number of positions that the head has reserved. longest: most tokens of a sequence. width: K."""
-        self._group, self._width = cache.group, width
+        self._group, self._width, self._longest = cache.group, width, longest
         self._held: list[object] = [head, cache]
         self._struct = s = self._described(head, cache, positions)
         self._by_token = s.hidden + max(2 * s.hidden + s.qkv.rows, s.taps * s.tap_width)
         self._by_row = 2 * s.hidden + s.heads * s.size + s.up.rows + s.down.columns + s.output.rows
-        self._tap_width = s.tap_width
         self._taps = (ctypes.c_int64 * (2 * s.taps))()
-        self._turns: dict[tuple[int, int], _Pointed] = {}
-        """Pointers by numbers of rows and tokens."""
-        self._fixed = {"longest": longest, "width": width, "taps": ctypes.addressof(self._taps)}
-        self._at = ctypes.addressof(self._struct)
         self._room, self._places = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
     @staticmethod
@@ -101,98 +78,49 @@ class NativeChain:
         """Return (R, K) int64 drafts of the step, -1 where there is none; or None without drafts to make, or for
         tensors that the C function does not support.
         """
-        next_token = context.next_token
-        if not 0 < context.num_drafts <= self._width or (at := self._pointed_to(context)) is None:
+        if not 0 < context.num_drafts <= self._width or not self._takes(context):
             return None
-        step = at.step
-        drafts = next_token.new_empty(step.rows, self._width)
-        if not self._point_to_ends(at, next_token, drafts) or not self._point_to_tokens(step, context):
-            return None
-        step.k, step.greedy, step.threads = context.num_drafts, context.greedy, torch.get_num_threads()
-        if _draft()(self._at, at.address):
-            raise MemoryError(f"out of memory for the drafts of {step.rows} rows")
+        batch, next_token, num_valid = context.batch, context.next_token, context.num_valid
+        rows, table = batch.num_actual_reqs, batch.block_tables[self._group]
+        self._make_room(rows, batch.num_actual_tokens)
+        for index, tap in enumerate(context.features):
+            self._taps[2 * index], self._taps[2 * index + 1] = tap.data_ptr(), tap.stride(0)
+        drafts = next_token.new_empty(rows, self._width)
+        step = _Step()
+        step.point(
+            input_ids=batch.input_ids, starts=batch.query_start_loc, table=table, positions=batch.positions,
+            next_token=next_token, num_valid=num_valid, seeds=context.seeds, start_positions=context.start_positions,
+            taps=ctypes.addressof(self._taps), temperature=context.temperature, drafts=drafts, places=self._places,
+            room=self._room, rows=rows, k=context.num_drafts, table_stride=table.stride(0),
+            next_stride=next_token.stride(0), valid_stride=num_valid.stride(0), drafts_stride=drafts.stride(0),
+            longest=self._longest, width=self._width, greedy=context.greedy, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        if _draft()(ctypes.addressof(self._struct), ctypes.addressof(step)):
+            raise MemoryError(f"out of memory for the drafts of {rows} rows")
         return drafts
 
-    def _pointed_to(self, context: DraftContext) -> _Pointed | None:
-        """Return the pointers of the step's rows, reused from the last step of the same size if possible; None for
-        unsupported tensors.
-        """
-        batch = context.batch
-        sizes = rows, tokens = batch.num_actual_reqs, batch.num_actual_tokens
-        narrow = input_ids, starts, table = (batch.input_ids, batch.query_start_loc, batch.block_tables[self._group])
-        shared = (*narrow, batch.positions, context.seeds, context.temperature)
-        known = self._turns.get(sizes)
-        if known is not None and all(map(is_, known.rows, shared)):
-            return known
-        if (
-            any(each.dtype != torch.int32 or each.stride(-1) != 1 for each in narrow)
-            or not _is_row(batch.positions[:tokens], torch.int64, tokens)
-            or not _is_row(context.seeds, torch.int64, rows)
-            or not _is_row(context.temperature, torch.float32, rows)
-        ):
-            return None
-        self._make_room(rows, tokens)
-        step = _Step(**self._fixed)
-        step.point(
-            input_ids=input_ids,
-            starts=starts,
-            table=table,
-            table_stride=table.stride(0),
-            positions=batch.positions,
-            seeds=context.seeds,
-            temperature=context.temperature,
-            rows=rows,
-            room=self._room,
-            places=self._places,
+    def _takes(self, context: DraftContext) -> bool:
+        """Return whether the C function supports the tensors of a step."""
+        batch, rows = context.batch, context.batch.num_actual_reqs
+        narrow = batch.input_ids, batch.query_start_loc, batch.block_tables[self._group]
+        rows_of_int64 = [context.seeds, *([] if context.start_positions is None else [context.start_positions])]
+        shape = batch.num_tokens, self._struct.tap_width
+        return (
+            all(each.dtype == torch.int32 and each.stride(-1) == 1 for each in narrow)
+            and _is_row(batch.positions[: batch.num_actual_tokens], torch.int64, batch.num_actual_tokens)
+            and all(_is_row(each, torch.int64, rows) for each in rows_of_int64)
+            and _is_row(context.temperature, torch.float32, rows)
+            and all(x.shape == (rows,) and x.dtype == torch.int64 for x in (context.next_token, context.num_valid))
+            and len(context.features) * 2 == len(self._taps)
+            and all(x.shape == shape and x.dtype == torch.float32 and x.stride(1) == 1 for x in context.features)
         )
-        if len(self._turns) == _MAX_TURNS:
-            self._turns.clear()
-        made = self._turns[sizes] = _Pointed(shared, step, ctypes.addressof(step))
-        return made
-
-    def _point_to_ends(self, at: _Pointed, next_token: Tensor, drafts: Tensor) -> bool:
-        """Set the pointers to the tokens before the drafts, and to the drafts."""
-        if at.ends is not None and next_token is at.ends[0] and drafts is at.ends[1]:
-            return True
-        rows = at.step.rows
-        if next_token.shape != (rows,) or drafts.shape != (rows, self._width) or drafts.stride(1) != 1:
-            return False
-        if next_token.dtype != torch.int64 or drafts.dtype != torch.int64:
-            return False
-        at.step.point(
-            next_token=next_token, next_stride=next_token.stride(0), drafts=drafts, drafts_stride=drafts.stride(0)
-        )
-        at.ends = next_token, drafts
-        return True
 
     def _make_room(self, rows: int, tokens: int) -> None:
         room, places = tokens * self._by_token + rows * self._by_row, 6 * (tokens + rows)
-        if room <= len(self._room) and places <= len(self._places):
-            return
-        self._turns.clear()  # these point to the old workspace
-        self._room = torch.empty(max(room, len(self._room)))
-        self._places = torch.empty(max(places, len(self._places)), dtype=torch.int64)
-
-    def _point_to_tokens(self, step: _Step, context: DraftContext) -> bool:
-        """Set the pointers that change in every step."""
-        shape = context.batch.num_tokens, self._tap_width
-        num_valid, start_positions, rows = (context.num_valid, context.start_positions, context.batch.num_actual_reqs)
-        if len(context.features) * 2 != len(self._taps):
-            return False
-        for index, tap in enumerate(context.features):
-            if tap.shape != shape or tap.dtype != torch.float32:
-                return False
-            apart, dense = tap.stride()
-            if dense != 1:
-                return False
-            self._taps[2 * index], self._taps[2 * index + 1] = tap.data_ptr(), apart
-        if num_valid.shape != (rows,) or num_valid.dtype != torch.int64:
-            return False
-        if start_positions is not None and not _is_row(start_positions, torch.int64, rows):
-            return False
-        step.num_valid, step.valid_stride = num_valid.data_ptr(), num_valid.stride(0)
-        step.start_positions = None if start_positions is None else start_positions.data_ptr()
-        return True
+        if room > len(self._room):
+            self._room = torch.empty(room)
+        if places > len(self._places):
+            self._places = torch.empty(places, dtype=torch.int64)
 
     def _described(self, head: Eagle3Head, cache: DraftCache, positions: int) -> _Head:
         spec, layer, first = head.spec, head.first.layer, head.first
