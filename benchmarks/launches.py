@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from performance.published import MODELS, NARROW, SHOWN
 
-from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.models import HybridDecoder

@@ -20,7 +20,7 @@ from torch.library import Library
 from bateleur.eagle import geometry
 from bateleur.eagle.native.chain import NativeChain
 from bateleur.mamba.ops import FORMS
-from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.metadata.dispatch import Implementations, load
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.models.operators import FORMS as LAYERS

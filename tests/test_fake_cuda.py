@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bateleur.cudagraph import DispatchReason
 from bateleur.mamba.ops.delta_scan import fla
-from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.engine.engine import Engine

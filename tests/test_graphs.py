@@ -25,8 +25,7 @@ from bateleur.cudagraph import (
     StaleState,
 )
 from bateleur.metadata import BatchInvariant, BatchLimits, BuildPhase, GraphSupport
-from bateleur.metadata.backends.torch_paged import TorchBackend
-from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.backends.paged import TorchBackend, TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.cli import main
 from bateleur.runner.model_runner.graph_dispatcher import make_dispatcher

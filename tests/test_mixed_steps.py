@@ -12,7 +12,7 @@ from bateleur.cudagraph import CudaGraphMode, DispatchReason, StagedBatch
 from bateleur.cudagraph.backends.recorded import RecordedPiece
 from bateleur.eagle import EagleSpeculator
 from bateleur.mamba import MambaMetadata
-from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher
 from bateleur.runner.models import StepContext

@@ -13,7 +13,7 @@ from torch.library import Library
 from bateleur.cudagraph import Phase, manager
 from bateleur.cudagraph.backends.base import CapturedBody
 from bateleur.eagle.native.chain import NativeChain
-from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.sampling import rejection_sampler

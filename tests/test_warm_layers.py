@@ -16,7 +16,7 @@ from torch.library import Library
 from bateleur.cudagraph import Phase, manager
 from bateleur.mamba.ops import FORMS as MAMBA
 from bateleur.metadata.backends import _torch_ops
-from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.models.operators import FORMS

@@ -54,7 +54,7 @@ from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.spec import Rope
 from bateleur.eagle.heads.weights import Weights
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2
-from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.engine import Engine

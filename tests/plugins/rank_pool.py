@@ -20,7 +20,7 @@ from bateleur.runner.distributed.connections import RankConnection, RankProcess
 from bateleur.runner.workers import leader
 
 FOLLOWER = "bateleur.runner.workers.follower"
-LATER = ["bateleur.metadata.backends.native_paged", "transformers.models.auto.modeling_auto"]
+LATER = ["bateleur.metadata.backends.paged", "transformers.models.auto.modeling_auto"]
 """Modules that an engine imports at construction, which would take a second in each rank."""
 PRELOADED = [FOLLOWER, "rank_pool", "folder_users", *LATER]
 """Modules that the process imports before it forks."""

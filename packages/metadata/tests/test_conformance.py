@@ -23,6 +23,7 @@ from bateleur.metadata import (
     ops,
 )
 from bateleur.metadata.backends import _load, backend_names, unsupported_reason
+from bateleur.metadata.backends.base import LayerConfig
 from bateleur.metadata.conformance import ConformanceError, check_backend, check_builder
 
 LIMITS = BatchLimits(max_num_reqs=7, max_num_tokens=31, max_model_len=19)
@@ -367,7 +368,7 @@ def test_T_A4_gpu_shipped_backends_conform(
     name: str, dtype: torch.dtype, head_dim: int, layout: tuple[tuple[int, int], int]
 ) -> None:
     backend, (heads, block_size) = backend_on(name, "cuda"), layout
-    reason = backend.unsupported_reason(head_dim, dtype, torch.device("cuda"))
+    reason = backend.unsupported_reason(LayerConfig(head_dim, dtype, torch.device("cuda")))
     if reason is not None:
         pytest.skip(reason)
     options = {"heads": (heads,), "head_dims": (head_dim,), "block_sizes": (block_size,)}

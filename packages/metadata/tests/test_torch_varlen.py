@@ -16,6 +16,7 @@ from torch import Tensor
 from bateleur.metadata import BatchLimits, BatchShape, InputBuffers, KVCacheGroup, get_backend
 from bateleur.metadata.attention_metadata_builder import GraphSupport
 from bateleur.metadata.backends import torch_varlen
+from bateleur.metadata.backends.base import LayerConfig
 from bateleur.metadata.backends.reference import ReferenceBackend, paged_attention_reference
 from bateleur.metadata.backends.torch_varlen import TorchVarlenBackend
 
@@ -133,7 +134,7 @@ def fresh_probe() -> Iterator[None]:
 
 
 def _probe(window: int | None = None) -> str | None:
-    return torch_varlen._probe(16, torch.float32, torch.device("cpu"), window, None)
+    return torch_varlen._probe(LayerConfig(16, torch.float32, torch.device("cpu"), window), None)
 
 
 @pytest.mark.usefixtures("fresh_probe")
@@ -201,7 +202,7 @@ def test_bad_calls(make: Any) -> None:
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("name", list(BATCHES))
 def test_gpu_equals_the_torch_backend(make: Any, name: str, window: int | None) -> None:
-    reason = TorchVarlenBackend().unsupported_reason(64, torch.bfloat16, torch.device("cuda"), window)
+    reason = TorchVarlenBackend().unsupported_reason(LayerConfig(64, torch.bfloat16, torch.device("cuda"), window))
     if reason is not None:
         pytest.skip(reason)
     results = []

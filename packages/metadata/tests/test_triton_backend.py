@@ -11,8 +11,7 @@ import torch
 
 from bateleur.metadata import get_backend, native
 from bateleur.metadata.backends._launch_config import MAX_SHORT_QUERY_LEN, launches_of, split_limit, work_shape
-from bateleur.metadata.backends.torch_paged import TorchBackend
-from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.backends.paged import TorchBackend, TritonBackend
 
 OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 64}
 
@@ -88,7 +87,7 @@ def test_the_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=message):
             get_backend("triton", **({"device": cuda} | OPTIONS | changes))
     for name, value, message in (
-        ("bateleur.metadata.backends.triton_paged.find_spec", lambda name: None, "triton is not installed"),
+        ("bateleur.metadata.backends.paged.find_spec", lambda name: None, "triton is not installed"),
         ("torch.cuda.get_device_capability", lambda device: (7, 5), "compute capability 7.5 is below 8.0"),
         ("torch.cuda.is_available", lambda: False, "there is no CUDA device"),
     ):
@@ -114,7 +113,7 @@ def test_auto_prefers_the_kernels_on_cuda_and_torch_elsewhere(monkeypatch: pytes
 def test_triton_loads_with_the_first_call_on_cuda(fresh: Callable[[str], str]) -> None:
     code = (
         "import sys, torch\nfrom bateleur.metadata import get_backend, ops\n"
-        "from bateleur.metadata.backends.triton_paged import TritonBackend\nTritonBackend().builder()\n"
+        "from bateleur.metadata.backends.paged import TritonBackend\nTritonBackend().builder()\n"
         "print('triton' in sys.modules)"
     )
     assert fresh(code) == "False\n"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import EagleSpeculator
+from bateleur.metadata.backends.paged import TorchBackend
 from bateleur.metadata.backends.reference import write_kv_reference
-from bateleur.metadata.backends.torch_paged import TorchBackend
 from bateleur.metadata.conformance import ConformanceError, check_backend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.cache.block_pool import BlockPool

@@ -12,8 +12,7 @@ import torch
 from tiny import FAMILIES
 
 from bateleur.metadata.backends.flashinfer import FlashInferBackend
-from bateleur.metadata.backends.native_paged import NativeBackend
-from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.backends.paged import NativeBackend, TritonBackend
 from bateleur.runner import LLM
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.config.attention_backend import choose_backend, describe_backend

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import FAMILIES
 
-from bateleur.metadata.backends.triton_paged import TritonBackend
+from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.models import HybridDecoder
 

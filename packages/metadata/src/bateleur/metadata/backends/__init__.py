@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from bateleur.metadata.backends.base import AttentionBackend, PagedAttentionBuilder, PagedAttentionMetadata
+from bateleur.metadata.backends.base import AttentionBackend, LayerConfig, PagedAttentionBuilder, PagedAttentionMetadata
 from bateleur.metadata.dispatch import load
 
 __all__ = [
@@ -18,10 +18,10 @@ __all__ = [
 ]
 
 _PATHS: Mapping[str, str] = {
-    "torch": "torch_paged:TorchBackend",
-    "native": "native_paged:NativeBackend",
+    "torch": "paged:TorchBackend",
+    "native": "paged:NativeBackend",
     "reference": "reference:ReferenceBackend",
-    "triton": "triton_paged:TritonBackend",
+    "triton": "paged:TritonBackend",
     "torch_varlen": "torch_varlen:TorchVarlenBackend",
     "flashinfer": "flashinfer:FlashInferBackend",
 }
@@ -51,7 +51,7 @@ def unsupported_reason(
     backend = _load(name)
     if sinks and not backend.supports_sinks:
         return "attention sinks are not supported"
-    return backend.unsupported_reason(head_dim, dtype, device, sliding_window, kv_dtype)
+    return backend.unsupported_reason(LayerConfig(head_dim, dtype, device, sliding_window, kv_dtype))
 
 
 def get_backend(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +39,26 @@ class PagedAttentionMetadata:
     num_decodes: int
     max_query_len: int
     max_seq_len: int
+
+
+class AttentionOptions(NamedTuple):
+    """Options of one attention call, see :meth:`AttentionBackend.attend`."""
+
+    scale: float
+    sliding_window: int | None = None
+    work: Tensor | None = None
+    sinks: Tensor | None = None
+    kv_scales: Tensor | None = None
+
+
+class LayerConfig(NamedTuple):
+    """What a backend must support. ``device``, ``dtype``: of queries; ``kv_dtype``: of caches, None is ``dtype``."""
+
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    sliding_window: int | None = None
+    kv_dtype: torch.dtype | None = None
 
 
 class PagedAttentionBuilder:
@@ -149,18 +169,9 @@ class AttentionBackend:
         """Return a new metadata builder, for one or more KV-cache groups."""
         return PagedAttentionBuilder(self.graph_support)
 
-    def unsupported_reason(
-        self,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        sliding_window: int | None = None,
-        kv_dtype: torch.dtype | None = None,
-    ) -> str | None:
-        """Return why the backend cannot serve a configuration, or None if it can.
-
-        kv_dtype: of caches; None: ``dtype``.
-        """
+    def unsupported_reason(self, config: LayerConfig) -> str | None:
+        """Return why the backend cannot serve a configuration, or None if it can."""
+        head_dim, dtype, device, sliding_window, kv_dtype = config
         if head_dim < 1:
             return f"head_dim {head_dim} is not positive"
         if dtype not in self.dtypes:
@@ -169,13 +180,13 @@ class AttentionBackend:
             return f"it has no KV cache in {kv_dtype} for queries in {dtype}"
         if sliding_window is not None and sliding_window < 1:
             return f"sliding_window {sliding_window} is not positive"
-        reason = self.missing_requirement(head_dim, device)
+        reason = self.missing_requirement(config)
         if reason is None and self.min_capability is not None:
             reason = device_refusal(device, self.min_capability)
         return reason
 
-    def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """Return which requirement of the backend fails for this head dimension and device, or None."""
+    def missing_requirement(self, config: LayerConfig) -> str | None:
+        """Return which requirement of the backend fails for this configuration, or None."""
         return None
 
     def build_work_list(
@@ -251,28 +262,20 @@ class AttentionBackend:
             raise ValueError(f"kv: the backend {self.name!r} has none in {kv[0].dtype} for q in {q.dtype}")
         self.check(kv, meta)
         scales = {} if kv_scales is None else {"kv_scales": kv_scales}
+        options = AttentionOptions(scale, sliding_window, work, sinks, kv_scales)
         if self.fuses_rotary:
             self.write(q, k, v, *kv, meta.slot_mapping, *(rotary or (None, None)), *(norm or ()), **scales)
         else:
             self.write(k, v, *kv, meta.slot_mapping, **scales)
-        return self.attend_cache(q, kv, meta, scale, sliding_window, work, sinks, **scales)
+        return self.attend_cache(q, kv, meta, options)
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Raise ValueError for unsupported arguments, before anything is stored."""
 
-    def attend_cache(
-        self,
-        q: Tensor,
-        kv: KVCache,
-        meta: PagedAttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-        work: Tensor | None = None,
-        sinks: Tensor | None = None,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
-        """Return attention (T, Hq, D) over the cache; 0 for padded tokens. kv_scales: see :meth:`attend`."""
-        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, sliding_window or 0, sinks, kv_scales)
+    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
+        """Return attention (T, Hq, D) over the cache; 0 for padded tokens."""
+        scale, window, _, sinks, kv_scales = options
+        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, window or 0, sinks, kv_scales)
         return out
 
 

@@ -17,7 +17,14 @@ from torch import Tensor
 from bateleur.metadata import ops
 from bateleur.metadata.attention_metadata_builder import BuildPhase, GraphSupport
 from bateleur.metadata.backends._flashinfer_plans import FlashInferMetadata, GraphShape, PlanCache, PlanConfig
-from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionBuilder, PagedAttentionMetadata
+from bateleur.metadata.backends.base import (
+    AttentionBackend,
+    AttentionOptions,
+    KVCache,
+    LayerConfig,
+    PagedAttentionBuilder,
+    PagedAttentionMetadata,
+)
 from bateleur.metadata.common_attention_metadata import CommonAttentionMetadata
 from bateleur.metadata.seq_len_bound import I32Array, InexactBound
 from bateleur.metadata.signature import Role, Signature
@@ -115,12 +122,12 @@ class FlashInferBackend(AttentionBackend):
         """Return a new metadata builder, for one or more KV-cache groups."""
         return FlashInferBuilder(self._plans)
 
-    def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
+    def missing_requirement(self, config: LayerConfig) -> str | None:
         """See :meth:`AttentionBackend.missing_requirement`."""
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed; bateleur-metadata[flashinfer] installs it"
-        if head_dim not in _HEAD_DIMS:
-            return f"head_dim {head_dim} is not one of {', '.join(map(str, _HEAD_DIMS))}"
+        if config.head_dim not in _HEAD_DIMS:
+            return f"head_dim {config.head_dim} is not one of {', '.join(map(str, _HEAD_DIMS))}"
         return None
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
@@ -128,23 +135,13 @@ class FlashInferBackend(AttentionBackend):
         if not isinstance(meta, FlashInferMetadata):
             raise ValueError(f"meta: is {type(meta).__name__}, must be the FlashInferMetadata of its builder")
 
-    def attend_cache(
-        self,
-        q: Tensor,
-        kv: KVCache,
-        meta: PagedAttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-        work: Tensor | None = None,
-        sinks: Tensor | None = None,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
         """See :meth:`AttentionBackend.attend_cache`. The first layer of a step plans."""
         assert isinstance(meta, FlashInferMetadata)
         out = torch.zeros_like(q)  # padded tokens stay 0
         k_cache, n = kv[0], min(meta.num_decodes, len(meta.key_lens))
         sizes = q.shape[1], k_cache.shape[2], q.shape[2], k_cache.shape[1]
-        rest = meta.group, sizes, q.dtype, k_cache.dtype, q.device, scale, sliding_window
+        rest = meta.group, sizes, q.dtype, k_cache.dtype, q.device, options.scale, options.sliding_window
         if (shape := meta.shape) is not None:
             single = shape.query_len == 1
             wrapper = self._plans.graph_wrapper(PlanConfig(single, *rest, shape), meta)

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from bateleur.metadata.attention_metadata_builder import GraphSupport
-from bateleur.metadata.backends.base import KV_DTYPES, AttentionBackend, KVCache, PagedAttentionMetadata
+from bateleur.metadata.backends.base import (
+    KV_DTYPES,
+    AttentionBackend,
+    AttentionOptions,
+    KVCache,
+    PagedAttentionMetadata,
+)
 
 
 def write_kv_reference(
@@ -80,17 +86,8 @@ class ReferenceBackend(AttentionBackend):
     kv_dtypes = KV_DTYPES
     write = staticmethod(write_kv_reference)
 
-    def attend_cache(
-        self,
-        q: Tensor,
-        kv: KVCache,
-        meta: PagedAttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-        work: Tensor | None = None,
-        sinks: Tensor | None = None,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
         """See :meth:`AttentionBackend.attend_cache`."""
         rows = meta.block_table, meta.seq_lens, meta.query_start_loc
-        return paged_attention_reference(q, *kv, *rows, scale, sliding_window or 0, sinks, kv_scales)
+        scale, window, _, sinks, kv_scales = options
+        return paged_attention_reference(q, *kv, *rows, scale, window or 0, sinks, kv_scales)

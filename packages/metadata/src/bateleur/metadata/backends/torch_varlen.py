@@ -13,7 +13,13 @@ from torch import Tensor
 
 from bateleur.metadata import ops
 from bateleur.metadata.attention_metadata_builder import GraphSupport
-from bateleur.metadata.backends.base import AttentionBackend, KVCache, PagedAttentionMetadata
+from bateleur.metadata.backends.base import (
+    AttentionBackend,
+    AttentionOptions,
+    KVCache,
+    LayerConfig,
+    PagedAttentionMetadata,
+)
 
 _MAX_HEAD_DIM = 256
 _PROBE_BLOCK_SIZE = 16
@@ -31,27 +37,19 @@ class TorchVarlenBackend(AttentionBackend):
     min_capability = (0, 0)
     write = staticmethod(ops.write_kv)
 
-    def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
+    def missing_requirement(self, config: LayerConfig) -> str | None:
         """See :meth:`AttentionBackend.missing_requirement`."""
-        if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
-            return f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
-        return None
+        fits = config.head_dim % 8 == 0 and config.head_dim <= _MAX_HEAD_DIM
+        return None if fits else f"head_dim {config.head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
 
-    def unsupported_reason(
-        self,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        sliding_window: int | None = None,
-        kv_dtype: torch.dtype | None = None,
-    ) -> str | None:
+    def unsupported_reason(self, config: LayerConfig) -> str | None:
         """See :meth:`AttentionBackend.unsupported_reason`. On CUDA this runs the kernel once, on five tokens."""
-        reason = super().unsupported_reason(head_dim, dtype, device, sliding_window, kv_dtype)
+        reason = super().unsupported_reason(config)
         if reason is not None:
             return reason
         if _kernel() is None:
             return f"torch {torch.__version__} has no varlen_attn_out with a block table"
-        return _probe(head_dim, dtype, device, sliding_window, _active_flash_attention())
+        return _probe(config, _active_flash_attention())
 
     def check(self, kv: KVCache, meta: PagedAttentionMetadata) -> None:
         """Raise ValueError for a block size that cuDNN does not support: it must be a power of two."""
@@ -61,17 +59,7 @@ class TorchVarlenBackend(AttentionBackend):
                 f"kv: has blocks of {block_size} tokens; cuDNN needs a power of two, FlashAttention 3 takes any"
             )
 
-    def attend_cache(
-        self,
-        q: Tensor,
-        kv: KVCache,
-        meta: PagedAttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-        work: Tensor | None = None,
-        sinks: Tensor | None = None,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
+    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
         """See :meth:`AttentionBackend.attend_cache`. The kernel does not write padded tokens, so the output starts at
         0.
         """
@@ -86,8 +74,8 @@ class TorchVarlenBackend(AttentionBackend):
                 None,  # lengths of keys come from seqused_k
                 meta.max_query_len,
                 max(meta.max_seq_len, 1),
-                scale=scale,
-                window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+                scale=options.scale,
+                window_size=((options.sliding_window or 0) - 1, 0),
                 enable_gqa=True,
                 seqused_k=meta.seq_lens,
                 block_table=meta.block_table,
@@ -114,15 +102,13 @@ def _active_flash_attention() -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _probe(
-    head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None, active: str | None
-) -> str | None:
+def _probe(config: LayerConfig, active: str | None) -> str | None:
     """Return why torch's kernel fails on two rows over two blocks each, or None. ``active`` is only a cache key.
 
     The table names the blocks in descending order. Values are 1 in its blocks and 2 elsewhere, so that a kernel that
     ignores the table is detected. All cache values are finite.
     """
-    size = _PROBE_BLOCK_SIZE
+    size, (head_dim, dtype, device, sliding_window, _) = _PROBE_BLOCK_SIZE, config
     keys = torch.zeros(8, size, 1, head_dim, dtype=dtype, device=device)
     values = torch.full_like(keys, 2)
     table = torch.tensor([[7, 6], [5, 4]], dtype=torch.int32, device=device)
@@ -138,7 +124,7 @@ def _probe(
     )
     q = torch.zeros(5, 2, head_dim, dtype=dtype, device=device)
     try:
-        out = TorchVarlenBackend().attend_cache(q, (keys, values), meta, 1.0, sliding_window)
+        out = TorchVarlenBackend().attend_cache(q, (keys, values), meta, AttentionOptions(1.0, sliding_window))
         right = bool((out[:4] == 1).all()) and bool((out[4:] == 0).all())
     except (RuntimeError, ValueError) as error:
         lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]

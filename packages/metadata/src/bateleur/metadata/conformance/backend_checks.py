@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bateleur.metadata.backends._torch_ops import quantize
-from bateleur.metadata.backends.base import AttentionBackend, KVCache
+from bateleur.metadata.backends.base import AttentionBackend, AttentionOptions, KVCache, LayerConfig
 from bateleur.metadata.backends.reference import ReferenceBackend
 from bateleur.metadata.common_attention_metadata import BatchShape, CommonAttentionMetadata
 from bateleur.metadata.conformance._random_steps import StepMaker
@@ -90,7 +90,7 @@ def check_backend(
     num_cases = 0
     with_sinks = (False, True) if backend.supports_sinks else (False,)
     for dim, window in product(head_dims, sliding_windows):
-        reason = backend.unsupported_reason(dim, dtype, torch.device(device), window, *([kv_dtype] if kv_dtype else []))
+        reason = backend.unsupported_reason(LayerConfig(dim, dtype, torch.device(device), window, kv_dtype))
         if reason is not None:
             refused.append(f"head_dim {dim}, sliding_window {window}: {reason}")
             continue
@@ -174,7 +174,8 @@ class _Case:
         scales: dict[str, Any] = {} if self.kv_dtype is None else {"kv_scales": self.kv_scales}
         out = backend.attend(q, k, v, (k_cache, v_cache), meta, scale, self.window, **fused, **scales)
         if read is not None:
-            out = backend.attend_cache(q, read, meta, scale, self.window, sinks=fused.get("sinks"), **scales)
+            options = AttentionOptions(scale, self.window, sinks=fused.get("sinks"), **scales)
+            out = backend.attend_cache(q, read, meta, options)
         return out, k_cache, v_cache
 
     @property
