@@ -25,13 +25,11 @@ class StepLengths(NamedTuple):
         upper: (R,) int32, upper bounds of the sequence lengths after the step.
         longest: largest upper bound, 0 for no rows.
         starts: (R + 1,) int32, index of each row's first token, and the token count.
-        single_token: every row has one token.
     """
 
     upper: I32Array
     longest: int
     starts: I32Array
-    single_token: bool
 
 
 class StepValues:
@@ -64,12 +62,7 @@ class StepValues:
         ones = rows.query_lens.tobytes() == self._ones[: 4 * shape.num_reqs]
         single_token = ones and shape.num_tokens == shape.num_reqs
         starts = self._iota[: shape.num_reqs + 1] if single_token else self._starts(rows, shape)
-        return StepLengths(*self._bounds(rows, single_token), starts, single_token)
-
-    def lengths_of_next_step(self, rows: StepRows, shape: BatchShape, last: StepLengths) -> StepLengths:
-        """Return the lengths of rows from :meth:`StepRows.next_step`. ``last``: lengths of the step before."""
-        rows.check_next_step(shape.num_reqs, shape.num_tokens)
-        return StepLengths(*self._bounds(rows, last.single_token), last.starts, last.single_token)
+        return StepLengths(*self._bounds(rows, single_token), starts)
 
     def _starts(self, rows: StepRows, shape: BatchShape) -> I32Array:
         query_lens = rows.query_lens

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,14 +16,6 @@ from bateleur.metadata.seq_len_bound import I32Array
 from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
 
 _MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) with cached views; a miss costs a few microseconds
-
-
-class _Staged(NamedTuple):
-    """The last staged rows, if their counts were exact."""
-
-    batch_id: object
-    shape: BatchShape
-    lengths: StepLengths
 
 
 class InputBuffers:
@@ -139,7 +131,6 @@ class InputBuffers:
             buffer.dirty = len(buffer.host)
         self._device.forget()
         self._known_starts = b""
-        self._last: _Staged | None = None
 
     def addresses(self) -> dict[str, int]:
         """Return the data pointer of every buffer by name (``field`` or ``field.group``). They never change."""
@@ -171,7 +162,6 @@ class InputBuffers:
             self._whole[name] = carried if field.per_group else carried[0]
         self._on_host = [buffer for buffer in made if buffer.field.on_host]
         self._starts_cpu = self._buffers["query_start_loc_cpu"]
-        self._upper = self._buffers["seq_lens_cpu_upper_bound"]
 
     def _arrays(self, field: Field) -> list[tuple[str, tuple[int, ...]]]:
         """Return name and shape of each array of a field."""
@@ -187,13 +177,9 @@ class InputBuffers:
     # -- staging ---------------------------------------------------------------------------------------------
 
     def _stage(self, rows: StepRows, shape: BatchShape, max_seq_len: int | None, real: bool) -> CommonAttentionMetadata:
-        steps, last = self._values, self._last
-        is_next_step = real and last is not None and rows.batch_id is last.batch_id and shape is last.shape
-        if is_next_step and last is not None:
-            lengths = steps.lengths_of_next_step(rows, shape, last.lengths)
-        else:
-            steps.check_sizes(rows, shape)
-            lengths = steps.lengths(rows, shape)
+        steps = self._values
+        steps.check_sizes(rows, shape)
+        lengths = steps.lengths(rows, shape)
         longest = lengths.longest
         if max_seq_len is None:
             max_seq_len = longest
@@ -205,15 +191,7 @@ class InputBuffers:
         if real:
             steps.check_blocks(rows, lengths)
         # All checks passed. The buffers change from here on.
-        self._last = None
-        starts = None
-        if is_next_step:
-            self._upper.put(lengths.upper, shape.num_reqs)
-        else:
-            starts = self._write_host(rows, shape, lengths)
-        self._device.write(rows, shape, lengths, starts)
-        if real and rows.num_computed_is_exact is None and rows.num_computed_tokens_device is None:
-            self._last = _Staged(rows.batch_id, shape, lengths)
+        self._device.write(rows, shape, lengths, self._write_host(rows, shape, lengths))
         return self._metadata(shape, max_seq_len)
 
     def _metadata(self, shape: BatchShape, max_seq_len: int) -> CommonAttentionMetadata:

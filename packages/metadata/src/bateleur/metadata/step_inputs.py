@@ -1,6 +1,6 @@
 """Inputs of :class:`InputBuffers`: batch limits, KV-cache groups, and the rows of one step."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -84,29 +84,16 @@ class StepRows:
     batch_id: object = field(default_factory=object, init=False, repr=False, compare=False)
 
     def next_step(self, num_computed_tokens: I32Array, sampled_token_ids: Tensor | None) -> "StepRows":
-        """Return the same rows for the next step, with exact counts and new sampled ids.
-
-        No array of these rows may have changed. The block tables may have new blocks at the end of a row. If these
-        rows were staged last, staging reads only the changed values.
-        """
-        rows = StepRows(
-            self.query_lens,
-            num_computed_tokens,
-            self.is_prefilling,
-            self.token_ids,
-            self.block_tables,
-            None,
-            sampled_token_ids,
-            self.block_table_rows,
-            None,
+        """Return the same rows for the next step, with exact counts and new sampled ids."""
+        rows = replace(
+            self,
+            num_computed_tokens=num_computed_tokens,
+            sampled_token_ids=sampled_token_ids,
+            num_computed_is_exact=None,
+            num_computed_tokens_device=None,
         )
         object.__setattr__(rows, "batch_id", self.batch_id)  # set here, so that only derived rows share it
         return rows
-
-    def check_next_step(self, num_reqs: int, num_tokens: int) -> None:
-        """Check the values that :meth:`next_step` replaced. Raises ValueError."""
-        _expect("num_computed_tokens", self.num_computed_tokens, (num_reqs,), _I32)
-        self._check_sampled(num_tokens)
 
     def check_arrays(self, num_reqs: int, num_tokens: int, groups: tuple[KVCacheGroup, ...], table_rows: int) -> None:
         """Check shapes and dtypes. ``table_rows``: number of rows of the block tables, 0 without tables.
@@ -126,9 +113,6 @@ class StepRows:
             raise ValueError(
                 f"num_computed_tokens_device: has shape {tuple(self.num_computed_tokens_device.shape)}, must be {rows}"
             )
-        self._check_sampled(num_tokens)
-
-    def _check_sampled(self, num_tokens: int) -> None:
         if self.sampled_token_ids is not None and (
             self.sampled_token_ids.dim() != 1 or self.sampled_token_ids.shape[0] > num_tokens
         ):
