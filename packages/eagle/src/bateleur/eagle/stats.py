@@ -28,24 +28,20 @@ class AcceptStats:
         self.counted = np.zeros((2, num_speculative_tokens), np.int64)
         """Both as one array."""
         self.tried, self.kept = self.counted
-        self._pairs = _Pairs(num_speculative_tokens)
 
     def update(self, num_drafts: IntArray, num_accepted: IntArray) -> None:
-        """Add the rows of one step: verified drafts (-1 is none) and accepted ones, both (R,).
+        """Add the rows of one step: verified drafts and accepted ones, both (R,).
 
         Raises `ValueError` unless 0 <= accepted <= drafts <= K.
         """
-        often = self._pairs.count(self._pairs.number(num_drafts, num_accepted))
-        drafted = len(num_drafts) - int(often[0])
-        self.num_plain += len(num_drafts) - drafted
-        if not drafted:
-            return
+        tried, kept = _reached(len(self.tried), num_drafts, num_accepted)
+        drafted = int(np.count_nonzero(num_drafts))
         self.num_steps += drafted
-        self.num_drafts += int(often @ self._pairs.num_drafts)
-        self.num_accepted += int(often @ self._pairs.num_accepted)
-        k, sums = len(self.tried), often @ self._pairs.tried_kept
-        self.tried += sums[:k]
-        self.kept += sums[k:]
+        self.num_plain += len(num_drafts) - drafted
+        self.num_drafts += int(num_drafts.sum())
+        self.num_accepted += int(num_accepted.sum())
+        self.tried += tried.sum(0)
+        self.kept += kept.sum(0)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -91,14 +87,11 @@ class AcceptanceEstimates:
             )
         self._prior, self._strength, self.fade = prior, strength, float(np.exp(-1 / memory))
         self.memory_of_all = float(memory_of_all)
-        self._k, self._pairs = num_speculative_tokens, _Pairs(num_speculative_tokens)
+        self._k = num_speculative_tokens
         self.seen = np.zeros((max_num_reqs, 2 * num_speculative_tokens))
         """(N, 2 K) decayed counts of drafts that were reached, then of those that were accepted."""
         self.all_seen = np.zeros(2 * num_speculative_tokens)
         self._tried = np.tile(np.arange(num_speculative_tokens), 2)
-        tried = np.tile(self._pairs.tried_kept[:, :num_speculative_tokens], 2)
-        self._fades = np.where(tried > 0, self.fade, 1.0)
-        self._adds = self._pairs.tried_kept.astype(np.float64)
 
     def admit(self, row: int) -> None:
         """A new request takes row `row`."""
@@ -106,9 +99,10 @@ class AcceptanceEstimates:
 
     def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
         """Add one step of R different rows of the table; the counts are those of `AcceptStats.update`."""
-        pair = self._pairs.number(num_drafts, num_accepted)
-        self.seen[rows] = self.seen[rows] * self._fades[pair] + self._adds[pair]
-        sums = self._pairs.count(pair) @ self._adds
+        tried, kept = _reached(self._k, num_drafts, num_accepted)
+        new = np.concatenate((tried, kept), 1)
+        self.seen[rows] = self.seen[rows] * np.where(np.tile(tried, 2) > 0, self.fade, 1.0) + new
+        sums = new.sum(0)
         left = self.memory_of_all / (self.memory_of_all + sums[self._tried])
         self.all_seen[:] = self.all_seen * left + sums
 
@@ -120,33 +114,20 @@ class AcceptanceEstimates:
         return own
 
 
-class _Pairs:
-    """All pairs (drafts, accepted) of a row, numbered; `C = (1 + K) ** 2`, some of which cannot occur.
+def _reached(k: int, num_drafts: IntArray, num_accepted: IntArray) -> tuple[IntArray, IntArray]:
+    """Return which drafts of each row were reached, and which were accepted, (R, K) int64 each.
 
-    num_drafts, num_accepted: (C,) int64.
-    tried_kept: (C, 2 K) int64, 1 for drafts that were reached, then for those that were accepted.
+    Raises `ValueError` for impossible counts.
     """
-
-    def __init__(self, k: int) -> None:
-        self._k = k
-        self.num_drafts, self.num_accepted = np.divmod(np.arange((1 + k) ** 2), 1 + k)
-        drafts, accepted, position = self.num_drafts[:, None], self.num_accepted[:, None], np.arange(k)
-        tried = (position < drafts) & (position <= accepted)
-        self.tried_kept = np.concatenate((tried, position < accepted), 1).astype(np.int64)
-
-    def number(self, num_drafts: IntArray, num_accepted: IntArray) -> IntArray:
-        """(R,) number of each row's pair. Raises `ValueError` for impossible counts."""
-        if num_drafts.ndim != 1 or num_drafts.shape != num_accepted.shape:
-            raise ValueError(f"num_drafts {num_drafts.shape} and num_accepted {num_accepted.shape} must both be (R,)")
-        wrong = (num_accepted < 0) | (num_accepted > num_drafts) | (num_drafts > self._k)
-        if np.count_nonzero(wrong):
-            row = int(wrong.argmax())
-            raise ValueError(
-                f"row {row}: num_accepted={num_accepted[row]} and num_drafts={num_drafts[row]} must satisfy "
-                f"0 <= accepted <= drafts <= {self._k}"
-            )
-        return num_drafts * (1 + self._k) + num_accepted
-
-    def count(self, pair: IntArray) -> npt.NDArray[np.int64]:
-        """(C,) how often each pair occurs."""
-        return np.bincount(pair, minlength=len(self.num_drafts))
+    if num_drafts.ndim != 1 or num_drafts.shape != num_accepted.shape:
+        raise ValueError(f"num_drafts {num_drafts.shape} and num_accepted {num_accepted.shape} must both be (R,)")
+    wrong = (num_accepted < 0) | (num_accepted > num_drafts) | (num_drafts > k)
+    if np.count_nonzero(wrong):
+        row = int(wrong.argmax())
+        raise ValueError(
+            f"row {row}: num_accepted={num_accepted[row]} and num_drafts={num_drafts[row]} must satisfy "
+            f"0 <= accepted <= drafts <= {k}"
+        )
+    draft, accepted = np.arange(k), num_accepted[:, None]
+    tried = (draft < num_drafts[:, None]) & (draft <= accepted)
+    return tried.astype(np.int64), (draft < accepted).astype(np.int64)
