@@ -64,12 +64,12 @@ and rounded before the rotation.
 
 paged_attention = _define(_torch_ops.paged_attention)
 """``(q (T, Hq, D), k_cache, v_cache, block_table (R, max_blocks) int32, seq_lens (R,) int32, query_start_loc
-(R + 1,) int32, num_decodes, max_query_len, max_seq_len, scale, sliding_window, sinks (Hq,) float32 or None, kv_scales
-(2, Hkv) float32 or None) -> (T, Hq, D)``.
+(R + 1,) int32, num_decodes, max_query_len, max_seq_len, scale, sliding_window, work or None, sinks (Hq,) float32 or
+None, kv_scales (2, Hkv) float32 or None) -> (T, Hq, D)``.
 
 Row ``r < num_decodes`` has token ``r`` or none. ``sliding_window`` 0 means no window. Padded tokens give 0. ``sinks``
 has a score for each query head, of a key without a value that every query sees; the scale does not apply to it. Keys
-and values are what the caches hold, times the scale of their head.
+and values are what the caches hold, times the scale of their head. ``work`` is ignored.
 """
 
 attention_work = _define(
@@ -85,13 +85,10 @@ have the shape of ``k_cache``; the number of blocks may differ. ``num_tokens``, 
 """
 
 triton_paged_attention = _define(
-    _torch_ops.paged_attention_ignoring_work,
-    fake=_like_queries,
-    triton="paged_attention",
-    name="triton_paged_attention",
+    _torch_ops.paged_attention, fake=_like_queries, triton="paged_attention", name="triton_paged_attention"
 )
-"""Like ``paged_attention``, but ignores ``num_decodes``. The additional argument ``work`` is the result of
-``attention_work`` for the same rows; if it is None, the call computes it.
+"""Like ``paged_attention``, but ignores ``num_decodes``. ``work`` is the result of ``attention_work`` for the same
+rows; if it is None, the call computes it.
 """
 
 native_write_kv = skip_dispatcher(

@@ -63,6 +63,7 @@ def paged_attention(
     max_seq_len: int,
     scale: float,
     sliding_window: int,
+    work: Tensor | None = None,
     sinks: Tensor | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
@@ -79,7 +80,7 @@ def paged_attention(
     fits = fits and _scales_fit(kv_scales, k_cache)
     if not (fits and block_table.stride(1) == 1 and _dense(k_cache, v_cache, seq_lens, query_start_loc)):
         rest = block_table, seq_lens, query_start_loc, num_decodes
-        return _torch_ops.paged_attention(q, k_cache, v_cache, *rest, *sizes, sinks, kv_scales)
+        return _torch_ops.paged_attention(q, k_cache, v_cache, *rest, *sizes, work, sinks, kv_scales)
     if not _by_heads(q):
         q = q.contiguous()
     tokens, out = q.shape[0], q.new_empty(q.shape)

@@ -115,6 +115,7 @@ def paged_attention(
     max_seq_len: int,
     scale: float,
     sliding_window: int,
+    work: Tensor | None = None,
     sinks: Tensor | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
@@ -133,29 +134,6 @@ def paged_attention(
         for offset in range(0, max_query_len, tile_queries):
             _attend_tile(out_THD, q, caches, rows, (offset, min(offset + tile_queries, max_query_len)), *scores)
     return out_THD[:-1]
-
-
-def paged_attention_ignoring_work(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_decodes: int,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    sliding_window: int,
-    work: Tensor | None = None,
-    sinks: Tensor | None = None,
-    kv_scales: Tensor | None = None,
-) -> Tensor:
-    """Like :func:`paged_attention`; the work list is ignored."""
-    rows = block_table, seq_lens, query_start_loc, num_decodes
-    return paged_attention(
-        q, k_cache, v_cache, *rows, max_query_len, max_seq_len, scale, sliding_window, sinks, kv_scales
-    )
 
 
 def check_slots(k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

@@ -24,6 +24,8 @@ Padding of joins: zeros.
 Shapes: R rows, the last one first; I items.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,18 +50,9 @@ def attention_work(
     return torch.cat((*items, *joins))
 
 
-def empty_work_list(
-    k_cache: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    num_heads: int,
-    num_tokens: int,
-    max_query_len: int,
-    sliding_window: int,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return an empty list of the same size, for fake tensors."""
-    shape = work_shape(num_heads, k_cache, seq_lens.shape[0], num_tokens, max_query_len, sliding_window, dtype)
+def empty_work_list(k_cache: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, *bounds: Any) -> Tensor:
+    """Return an empty list of the same size, for fake tensors; arguments as for :func:`attention_work`."""
+    shape = work_shape(num_heads, k_cache, seq_lens.shape[0], *bounds)
     return seq_lens.new_empty(shape.num_entries, ENTRY_SIZE, dtype=torch.int32)
 
 

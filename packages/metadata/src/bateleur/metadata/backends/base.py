@@ -274,8 +274,8 @@ class AttentionBackend:
 
     def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
         """Return attention (T, Hq, D) over the cache; 0 for padded tokens."""
-        scale, window, _, sinks, kv_scales = options
-        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, window or 0, sinks, kv_scales)
+        scale, window, *rest = options
+        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, window or 0, *rest)
         return out
 
 

@@ -1,8 +1,6 @@
 """Paged attention by the operators of this package: in Triton, in C, and in torch."""
 
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,12 +9,10 @@ from bateleur.metadata import native, ops
 from bateleur.metadata.backends.base import (
     KV_DTYPES,
     AttentionBackend,
-    AttentionOptions,
     KVCache,
     LayerConfig,
     PagedAttentionMetadata,
     device_refusal,
-    kernel_row_args,
 )
 
 _MAX_HEAD_DIM = 256
@@ -70,7 +66,7 @@ class TritonBackend(AttentionBackend):
     kv_dtypes = KV_DTYPES
     min_capability = (8, 0)  # bfloat16 and asynchronous copies
     write = staticmethod(ops.rotate_and_write_kv)
-    kernel: ClassVar[Callable[..., Any]] = staticmethod(ops.triton_paged_attention)
+    kernel = staticmethod(ops.triton_paged_attention)
 
     def build_work_list(
         self,
@@ -83,12 +79,6 @@ class TritonBackend(AttentionBackend):
         """Compute the work list of the pass, (n, 8) int32, in one launch."""
         bounds = num_heads, meta.slot_mapping.shape[0], meta.max_query_len, sliding_window or 0
         return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds, dtype)
-
-    def attend_cache(self, q: Tensor, kv: KVCache, meta: PagedAttentionMetadata, options: AttentionOptions) -> Tensor:
-        """See :meth:`AttentionBackend.attend_cache`."""
-        scale, window, *rest = options
-        out: Tensor = self.kernel(q, *kv, *kernel_row_args(meta), scale, window or 0, *rest)
-        return out
 
     def missing_requirement(self, config: LayerConfig) -> str | None:
         """See :meth:`AttentionBackend.missing_requirement`. FP8 caches need an instruction of capability 8.9."""
