@@ -17,6 +17,8 @@ from bateleur.mamba.prefill_chunks import PrefillChunks
 from bateleur.mamba.spec import CacheLayout, StatePolicy, at_least, one_of
 
 Tensors = tuple[Tensor, ...]
+State = Tensor | None
+"""State of a layer; None for a pure convolution."""
 
 
 class TensorSpec(NamedTuple):
@@ -145,7 +147,7 @@ class Recurrence(ABC):
         params: Tensors,
         channels: Tensor,
         gates: Tensors,
-        state: Tensor | None,
+        state: State,
         chunks: PrefillChunks,
         chunk_size: int,
         read: Tensor,
@@ -165,9 +167,7 @@ class Recurrence(ABC):
         """
 
     @abstractmethod
-    def update(
-        self, params: Tensors, channels: Tensor, gates: Tensors, state: Tensor | None, rows: MambaMetadata
-    ) -> Tensor:
+    def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
         """Run decode rows of 1 to 1 + K tokens under SLOTS; `rows.plan` is a `SlotPlan`.
 
         A row starts from slot `ssm_read`, and the state after its token i is written to slot `ssm_write[:, i]`. Other
@@ -176,13 +176,7 @@ class Recurrence(ABC):
 
     @abstractmethod
     def replay(
-        self,
-        params: Tensors,
-        channels: Tensor,
-        gates: Tensors,
-        state: Tensor | None,
-        ring: Tensors,
-        rows: MambaMetadata,
+        self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
         """Run decode rows of 1 to 1 + K tokens under FOLD, without changing a state; `rows.plan` is a `ReplayPlan`.
 
@@ -195,7 +189,7 @@ class Recurrence(ABC):
 
     @abstractmethod
     def fold(
-        self, params: Tensors, conv: Tensor, state: Tensor | None, request_conv: Tensor, ring: Tensors, at: FoldBatch
+        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
         """Update checkpoints with the first `counts` entries of their rings, in several layers at once.
 

@@ -11,7 +11,7 @@ from bateleur.mamba.ops import delta_fold_ring, delta_replay_update, delta_scan_
 from bateleur.mamba.ops.delta_scan.fla import delta_scan_fla
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prefill_chunks import PrefillChunks
-from bateleur.mamba.recurrence import FoldBatch, Recurrence, Tensors, TensorSpec
+from bateleur.mamba.recurrence import FoldBatch, Recurrence, State, Tensors, TensorSpec
 from bateleur.mamba.spec import PromptScan
 
 
@@ -99,7 +99,7 @@ class DeltaRule(Recurrence):
         params: Tensors,
         channels: Tensor,
         gates: Tensors,
-        state: Tensor | None,
+        state: State,
         chunks: PrefillChunks,
         chunk_size: int,
         read: Tensor,
@@ -115,9 +115,7 @@ class DeltaRule(Recurrence):
             chunks.chunk_write, self.beta_scale,
         )  # fmt: skip
 
-    def update(
-        self, params: Tensors, channels: Tensor, gates: Tensors, state: Tensor | None, rows: MambaMetadata
-    ) -> Tensor:
+    def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
         """Run `delta_state_update`."""
         plan = rows.plan
         assert state is not None
@@ -129,13 +127,7 @@ class DeltaRule(Recurrence):
         )  # fmt: skip
 
     def replay(
-        self,
-        params: Tensors,
-        channels: Tensor,
-        gates: Tensors,
-        state: Tensor | None,
-        ring: Tensors,
-        rows: MambaMetadata,
+        self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
         """Run `delta_replay_update`."""
         plan, row = rows.plan, rows.request_row
@@ -150,7 +142,7 @@ class DeltaRule(Recurrence):
         )  # fmt: skip
 
     def fold(
-        self, params: Tensors, conv: Tensor, state: Tensor | None, request_conv: Tensor, ring: Tensors, at: FoldBatch
+        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
         """Run `delta_fold_ring`."""
         assert state is not None

@@ -10,7 +10,7 @@ from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.ops import fold_ring, replay_update, selective_state_update, ssd_scan_varlen
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prefill_chunks import PrefillChunks
-from bateleur.mamba.recurrence import FoldBatch, Recurrence, Tensors, TensorSpec
+from bateleur.mamba.recurrence import FoldBatch, Recurrence, State, Tensors, TensorSpec
 from bateleur.mamba.spec import at_least
 
 
@@ -97,7 +97,7 @@ class Mamba2(Recurrence):
         params: Tensors,
         channels: Tensor,
         gates: Tensors,
-        state: Tensor | None,
+        state: State,
         chunks: PrefillChunks,
         chunk_size: int,
         read: Tensor,
@@ -111,9 +111,7 @@ class Mamba2(Recurrence):
             chunks.chunk_write, self.dt_min, self.dt_max,
         )  # fmt: skip
 
-    def update(
-        self, params: Tensors, channels: Tensor, gates: Tensors, state: Tensor | None, rows: MambaMetadata
-    ) -> Tensor:
+    def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
         """Run `selective_state_update`."""
         plan = rows.plan
         assert state is not None
@@ -125,13 +123,7 @@ class Mamba2(Recurrence):
         )  # fmt: skip
 
     def replay(
-        self,
-        params: Tensors,
-        channels: Tensor,
-        gates: Tensors,
-        state: Tensor | None,
-        ring: Tensors,
-        rows: MambaMetadata,
+        self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
         """Run `replay_update`."""
         plan, row = rows.plan, rows.request_row
@@ -145,7 +137,7 @@ class Mamba2(Recurrence):
         )  # fmt: skip
 
     def fold(
-        self, params: Tensors, conv: Tensor, state: Tensor | None, request_conv: Tensor, ring: Tensors, at: FoldBatch
+        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
         """Run `fold_ring`."""
         assert state is not None

@@ -8,7 +8,7 @@ from torch import Tensor
 from bateleur.mamba.metadata import MambaMetadata
 from bateleur.mamba.ops import fold_window
 from bateleur.mamba.prefill_chunks import PrefillChunks
-from bateleur.mamba.recurrence import FoldBatch, Recurrence, Tensors, TensorSpec
+from bateleur.mamba.recurrence import FoldBatch, Recurrence, State, Tensors, TensorSpec
 from bateleur.mamba.spec import at_least
 
 
@@ -66,7 +66,7 @@ class ShortConv(Recurrence):
         params: Tensors,
         channels: Tensor,
         gates: Tensors,
-        state: Tensor | None,
+        state: State,
         chunks: PrefillChunks,
         chunk_size: int,
         read: Tensor,
@@ -74,26 +74,18 @@ class ShortConv(Recurrence):
         """Return the convolved channels."""
         return channels
 
-    def update(
-        self, params: Tensors, channels: Tensor, gates: Tensors, state: Tensor | None, rows: MambaMetadata
-    ) -> Tensor:
+    def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
         """Return the convolved channels."""
         return channels
 
     def replay(
-        self,
-        params: Tensors,
-        channels: Tensor,
-        gates: Tensors,
-        state: Tensor | None,
-        ring: Tensors,
-        rows: MambaMetadata,
+        self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
         """Return the convolved channels."""
         return channels
 
     def fold(
-        self, params: Tensors, conv: Tensor, state: Tensor | None, request_conv: Tensor, ring: Tensors, at: FoldBatch
+        self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
         """Run `fold_window`."""
         fold_window(conv, request_conv, at.ring_row, at.dst, at.page_offset)
