@@ -1,7 +1,6 @@
 """`CaptureReport`: time and memory of each capture, failed captures, and releases."""
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
 
@@ -88,10 +87,3 @@ class CaptureReport:
             f"{self.seconds:.3f} s, {self.nbytes / MIB:.2f} MiB"
         )
         return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """Return the report as JSON with the fields of this class."""
-        plain = asdict(self)
-        for row in (*plain["captured"], *plain["failures"], *plain["releases"]):
-            row["key"]["mode"] = row["key"]["mode"].name
-        return json.dumps(plain, indent=2)

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from bateleur.mamba.planners.checks import require
-from bateleur.mamba.planners.plans import CopyPlan, SlotPlan
+from bateleur.mamba.planners.plans import CopyPlan, SlotPlan, require
 from bateleur.mamba.spec import CacheLayout, MambaCacheMode, StatePolicy
 from bateleur.metadata.dispatch import Implementations
 

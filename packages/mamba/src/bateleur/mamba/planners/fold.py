@@ -12,8 +12,7 @@ Legend: as in `plans`, and L the capacity of a ring. Token t of a request is in 
 import torch
 from torch import Tensor
 
-from bateleur.mamba.planners.checks import require_policy, require_rows
-from bateleur.mamba.planners.plans import FoldPlan, ReplayPlan
+from bateleur.mamba.planners.plans import FoldPlan, ReplayPlan, require_policy, require_rows
 from bateleur.mamba.spec import CacheLayout, StatePolicy
 from bateleur.metadata.dispatch import Implementations
 

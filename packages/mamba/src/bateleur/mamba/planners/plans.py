@@ -6,13 +6,14 @@ tokens), `accepted` accepted tokens of the row's previous step, the first one in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from bateleur.mamba.spec import CacheLayout
+from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 
 class Plan:
@@ -127,3 +128,29 @@ class FoldPlan(RowPlan):
     """Tokens in the checkpoint after the fold."""
     accepted: Tensor
     """Argument `accepted` of the next step."""
+
+
+def require(layout: CacheLayout, policy: StatePolicy, table: Tensor, rows: Mapping[str, Tensor | None]) -> None:
+    """Raise ValueError if the policy is wrong, the table is too narrow, or a tensor has not one entry per table row."""
+    require_policy(layout, policy)
+    num_rows, columns = table.shape
+    if columns < layout.columns():
+        raise ValueError(
+            f"table has {columns} columns; a layout of {layout.num_speculative_tokens} draft tokens and "
+            f"{layout.max_model_len} tokens in blocks of {layout.block_size} needs {layout.columns()}"
+        )
+    require_rows("table", num_rows, rows)
+
+
+def require_policy(layout: CacheLayout, policy: StatePolicy) -> None:
+    """Raise ValueError if the layout has another policy."""
+    if layout.policy is not policy:
+        raise ValueError(f"layout has the policy {layout.policy.value!r}; this plan is for {policy.value!r}")
+
+
+def require_rows(of: str, num_rows: int, rows: Mapping[str, Tensor | None]) -> None:
+    """Raise ValueError unless each tensor is (num_rows,): others would be broadcast, or would resize `out`."""
+    shape = (num_rows,)
+    for name, tensor in rows.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; the {of} has {num_rows} rows")

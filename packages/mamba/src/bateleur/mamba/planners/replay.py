@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from bateleur.mamba.planners.checks import require
-from bateleur.mamba.planners.plans import ReplayPlan
+from bateleur.mamba.planners.plans import ReplayPlan, require
 from bateleur.mamba.spec import CacheLayout, StatePolicy
 from bateleur.metadata.dispatch import Implementations
 

@@ -1,7 +1,6 @@
 """Recurrences of published models."""
 
-from bateleur.mamba.recurrences.gated_delta import GatedDelta
-from bateleur.mamba.recurrences.kimi_delta import KimiDelta
+from bateleur.mamba.recurrences.delta_rule import GatedDelta, KimiDelta
 from bateleur.mamba.recurrences.mamba2 import Mamba2
 from bateleur.mamba.recurrences.short_conv import ShortConv
 

@@ -1,4 +1,4 @@
-"""Base class of the delta rules: everything except the shape of the decay."""
+"""The gated delta rule (Qwen3-Next, Qwen3.5) and Kimi delta attention."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from bateleur.mamba.ops.delta_scan.fla import delta_scan_fla
 from bateleur.mamba.planners import ReplayPlan, SlotPlan
 from bateleur.mamba.prefill_chunks import PrefillChunks
 from bateleur.mamba.recurrence import FoldBatch, Recurrence, State, Tensors, TensorSpec
-from bateleur.mamba.spec import PromptScan
+from bateleur.mamba.spec import PromptScan, at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaRule(Recurrence):
-    """S <- exp(g) S, u = beta (v - S k), S <- S + u k^T, o = S q, for each value head.
+    """Base class of the delta rules: S <- exp(g) S, u = beta (v - S k), S <- S + u k^T, o = S q, for each value head.
 
     k and q are normalized to length 1, and q is scaled by key_dim ** -0.5. g = A softplus(a + dt_bias), and beta =
     beta_scale * sigmoid(b). The channels of the convolution are q | k | v. A ring entry is k, the corrected value u,
@@ -148,3 +148,89 @@ class DeltaRule(Recurrence):
         assert state is not None
         k, u, g = ring
         delta_fold_ring(state, conv, request_conv, k, u, g, *at)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta(DeltaRule):
+    """The delta rule with one decay per value head. Source: arXiv 2412.06464.
+
+    Raises ValueError as `Recurrence` does, and if num_value_heads is not a multiple of num_key_heads.
+    """
+
+    num_key_heads: int
+    """G: heads of queries and keys."""
+    num_value_heads: int
+    """H: heads of values and of the state; value head h uses key head h // (H / G)."""
+    key_dim: int
+    """Dk: channels of a key."""
+    value_dim: int
+    """Dv: channels of a value."""
+    allow_neg_eigval: bool = False
+    """Use beta = 2 sigmoid(b), so that a state can change its sign along a key. Source: arXiv 2411.12537."""
+
+    def __post_init__(self) -> None:
+        """Validate the fields."""
+        for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim"):
+            at_least(name, getattr(self, name), 1)
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_value_heads is {self.num_value_heads}; it must be a multiple of num_key_heads = "
+                f"{self.num_key_heads}"
+            )
+        Recurrence.__post_init__(self)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """(G, H)."""
+        return (self.num_key_heads, self.num_value_heads)
+
+    @property
+    def lanes(self) -> tuple[int, int]:
+        """(Dk, Dv)."""
+        return (self.key_dim, self.value_dim)
+
+    @property
+    def decay_shape(self) -> tuple[int]:
+        """(H,)."""
+        return (self.num_value_heads,)
+
+    @property
+    def beta_scale(self) -> float:
+        """1, or 2 with `allow_neg_eigval`."""
+        return 2.0 if self.allow_neg_eigval else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDelta(DeltaRule):
+    """The delta rule with one decay per key channel and head. Source: arXiv 2510.26692.
+
+    Raises ValueError as `Recurrence` does.
+    """
+
+    num_heads: int
+    """H: heads of queries, keys and values."""
+    key_dim: int
+    """Dk: channels of a key."""
+    value_dim: int
+    """Dv: channels of a value."""
+
+    def __post_init__(self) -> None:
+        """Validate the fields."""
+        for name in ("num_heads", "key_dim", "value_dim"):
+            at_least(name, getattr(self, name), 1)
+        Recurrence.__post_init__(self)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """(H, H)."""
+        return (self.num_heads, self.num_heads)
+
+    @property
+    def lanes(self) -> tuple[int, int]:
+        """(Dk, Dv)."""
+        return (self.key_dim, self.value_dim)
+
+    @property
+    def decay_shape(self) -> tuple[int, int]:
+        """(H, Dk)."""
+        return (self.num_heads, self.key_dim)
