@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig
 import bateleur.runner
 from bateleur.mamba import Mamba2
 from bateleur.runner import LLM, SamplingParams
-from bateleur.runner.checkpoint.families import FAMILIES, Family, nemotron_h
+from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.names import Form
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer, ModelSpec
@@ -27,7 +27,7 @@ SMALL = MambaLayer(Mamba2(6, 12, 16, 3), 8, conv_bias=True, proj_bias=False, nor
 LARGE = MambaLayer(Mamba2(4, 20, 24, 1, conv_width=3), 12, conv_bias=False, proj_bias=True, norm_eps=1e-5)
 LAYERS = (SMALL, LARGE, AttentionLayer(6, 2, 16, 0.25), MlpLayer(56, "relu2", gated=False), LARGE, SMALL)
 SPEC = ModelSpec("TwoStatesForCausalLM", VOCAB, 40, LAYERS, 1e-5, max_position_embeddings=256)
-FAMILY = Family("two_states", SPEC.architecture, lambda _: SPEC, nemotron_h.FAMILY.names)
+FAMILY = Family("two_states", SPEC.architecture, lambda _: SPEC, FAMILIES["nemotron_h"].names, needs=())
 PARAMS = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
 SHARED = [(7 * i) % 4000 + 3 for i in range(40)]
 PROMPTS = [{"prompt_token_ids": ids} for ids in (SHARED, [9, 8, 7], SHARED[20:37], [*SHARED, 5, 6, 7], [11])]

@@ -50,6 +50,10 @@ class ConfigFields:
         """Return the checked field."""
         return CHECKS[name](self.called(name), self.raw(name))
 
+    def optional(self, name: str) -> Any:
+        """Return the checked field; None if it is missing or null."""
+        return None if self.raw(name) is None else self[name]
+
     def called(self, name: str) -> str:
         """Return the name that the file has for a field with two names in transformers."""
         if name not in self._written:
@@ -74,25 +78,27 @@ class ConfigFields:
 
     def head_dim(self) -> int:
         """Return the head size: `head_dim`, or the hidden size divided by the number of heads."""
-        if self.raw("head_dim") is not None:
-            return int(self["head_dim"])
+        if (size := self.optional("head_dim")) is not None:
+            return int(size)
         self.divides("num_attention_heads", "hidden_size")
         return int(self["hidden_size"] // self["num_attention_heads"])
 
-    def attention(
-        self, *, rope: RopeSpec | None, bias: bool, scale: float | None = None, **more: Any
-    ) -> AttentionLayer:
-        """Return the attention layer of the common fields. scale: None is head_dim**-0.5. more: further arguments."""
+    def attention(self, *, bias: bool | None = None, **given: Any) -> AttentionLayer:
+        """Return the attention layer of the common fields.
+
+        bias: of all projections; None is the field `attention_bias`. given: arguments of `AttentionLayer` that are not
+        Llama's.
+        """
+        bias = self["attention_bias"] if bias is None else bias
+        given.setdefault("scale", self.head_dim() ** -0.5)
+        if "rope" not in given:
+            given["rope"] = self.rope()
         self.divides("num_key_value_heads", "num_attention_heads")
         return AttentionLayer(
             num_heads=self["num_attention_heads"],
             num_kv_heads=self["num_key_value_heads"],
             head_dim=self.head_dim(),
-            scale=self.head_dim() ** -0.5 if scale is None else scale,
-            rope=rope,
-            qkv_bias=bias,
-            o_bias=bias,
-            **more,
+            **{"qkv_bias": bias, "o_bias": bias, **given},
         )
 
     def mamba(
@@ -113,19 +119,20 @@ class ConfigFields:
 
     def model(
         self,
-        architecture: str,
         layers: tuple[Layer, ...],
         norm_eps: str = "rms_norm_eps",
         lengths: tuple[int, int] | None = None,
+        *,
+        branches_per_layer: int = 2,
         **more: Any,
     ) -> ModelSpec:
-        """Return the model of these layers, with fields that all families share.
+        """Return the model of these layers, with fields that all families share, but without an architecture.
 
         norm_eps: field name. lengths: default and largest maximum length of a request, if no field has them.
         """
         longest, scaled = lengths or self._lengths()
         return ModelSpec(
-            architecture=architecture,
+            architecture="",
             vocab_size=self["vocab_size"],
             hidden_size=self["hidden_size"],
             layers=layers,
@@ -134,6 +141,7 @@ class ConfigFields:
             max_position_embeddings=longest,
             max_scaled_positions=scaled,
             eos_token_ids=token_ids("eos_token_id", self.raw("eos_token_id")),
+            branches_per_layer=branches_per_layer,
             **more,
         )
 
@@ -151,7 +159,7 @@ class ConfigFields:
         before = {"linear": positions, "dynamic": positions, "longrope": original}
         return positions, int(before.get(kind, 0) * factor)
 
-    def rope(self, *, partial: bool, layer_type: str | None = None) -> RopeSpec:
+    def rope(self, *, partial: bool = False, layer_type: str | None = None) -> RopeSpec:
         """Return rotary embedding from `rope_parameters`, as transformers computes it.
 
         partial: whether the default kind of this family uses `partial_rotary_factor`; scaled kinds always do.

@@ -8,7 +8,7 @@ from typing import Any
 
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import Names
-from bateleur.runner.models.spec import AttentionLayer, Layer, ModelSpec
+from bateleur.runner.models.spec import AttentionLayer, Layer, MlpLayer, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,8 @@ class Family:
     model_type: str
     architecture: str
     """The causal-language-model class in `architectures` of config.json."""
-    read_spec: Callable[[ConfigFields], ModelSpec]
-    """Raises ValueError for invalid or unsupported settings."""
+    read: Callable[[ConfigFields], ModelSpec]
+    """Reads everything but the architecture. Raises ValueError for invalid or unsupported settings."""
     names: Callable[[ModelSpec], Names]
     other_prefixes: tuple[tuple[str, str], ...] = ()
     """(other, ours): prefixes of tensor names in some files, and the ones of `names` that they stand for."""
@@ -49,8 +49,12 @@ class Family:
     plain: frozenset[str] = frozenset()
     """Fields that transformers passes through unchanged. A file with no others is read without transformers, except for
     missing fields."""
-    needs: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ("num_hidden_layers",)
     """Fields of which a configuration must have at least one, because transformers has a default for them."""
+
+    def read_spec(self, fields: ConfigFields) -> ModelSpec:
+        """Return the model that a configuration describes. Raises ValueError as `read`."""
+        return replace(self.read(fields), architecture=self.architecture)
 
     @property
     def architectures(self) -> frozenset[str]:
@@ -73,17 +77,23 @@ INERT = frozenset(_INERT.split())
 """Common fields that are not read, or mean the same in all families."""
 
 
-def read_layers(
-    named: str, kinds: Sequence[str], readers: Mapping[str, Callable[[], Layer]], *following: Layer
-) -> tuple[Layer, ...]:
-    """Return the branches of layers of these kinds: each kind's, followed by `following`.
+def gated_mlp(fields: ConfigFields) -> MlpLayer:
+    """The gated MLP of Llama's field names; without a field `mlp_bias` there are no biases."""
+    fields.choice("hidden_act", ("silu",))
+    return MlpLayer(fields["intermediate_size"], bias=fields.optional("mlp_bias") or False)
 
-    named: format of the error message for entry i. Raises ValueError for an unsupported kind.
+
+def read_layers(
+    fields: ConfigFields, listed: str, readers: Mapping[str, Callable[[], Layer]], *following: Layer
+) -> tuple[Layer, ...]:
+    """Return the branches of the kinds of layers in the field `listed`: each kind's, followed by `following`.
+
+    Raises ValueError for an unsupported kind.
     """
     made: dict[str, Layer] = {}
-    for i, kind in enumerate(kinds):
+    for i, kind in enumerate(kinds := fields.raw(listed) or ()):
         if kind not in readers:
-            raise ValueError(f"{named.format(i=i, kind=kind)}; supported are {', '.join(readers)}")
+            raise ValueError(f"{listed}[{i}] is {kind!r}; supported are {', '.join(readers)}")
         if kind not in made:
             made[kind] = readers[kind]()
     return followed([made[kind] for kind in kinds], *following)

@@ -27,11 +27,9 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
     for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if fields.raw(name) not in (None, value):
             refuse(name, fields.raw(name), f"{value}: another activation is not supported")
-    bias = fields["attention_bias"]
-    attention = fields.attention(rope=fields.rope(partial=False), bias=bias, sinks=True)
+    attention = fields.attention(sinks=True)
     experts = read_experts(fields, RouterSpec(bias=True), _FIELDS, bias=True, activation="clamped_swiglu")
-    layers = followed(read_windows(fields, attention), experts)
-    return fields.model(FAMILY.architecture, layers, branches_per_layer=2)
+    return fields.model(followed(read_windows(fields, attention), experts))
 
 
 def _names(spec: ModelSpec) -> Names:
@@ -44,4 +42,4 @@ def _stored(part: Part) -> Part:
     return part if form is None else form(part)
 
 
-FAMILY = Family("gpt_oss", "GptOssForCausalLM", _read_spec, _names, kinds=WINDOW_KINDS, needs=("num_hidden_layers",))
+FAMILIES = (Family("gpt_oss", "GptOssForCausalLM", _read_spec, _names, kinds=WINDOW_KINDS),)

@@ -6,7 +6,7 @@ from functools import partial
 
 from bateleur.mamba import ShortConv
 from bateleur.runner.checkpoint.experts import read_experts
-from bateleur.runner.checkpoint.families.base import Family, read_layers
+from bateleur.runner.checkpoint.families.base import Family, followed, read_layers
 from bateleur.runner.checkpoint.fields import ConfigFields
 from bateleur.runner.checkpoint.names import MIXERS, ExpertNames, Form, Names, OwnNames, Part, weight_names
 from bateleur.runner.models.spec import (
@@ -21,7 +21,6 @@ from bateleur.runner.models.spec import (
 
 _CHUNK = 128
 """Tokens between two windows that may be kept within a prompt; a convolution has no chunks."""
-_KINDS = ("conv", "full_attention")
 _MOE = "feed_forward"
 _EXPERTS = ExpertNames(
     norm="ffn_norm",
@@ -42,7 +41,7 @@ _RENAMED = {
 }
 
 
-def _read_blocks(fields: ConfigFields) -> list[Layer]:
+def _read_blocks(fields: ConfigFields) -> tuple[Layer, ...]:
     """Return the convolution or attention of each layer."""
 
     def conv() -> Layer:
@@ -50,10 +49,9 @@ def _read_blocks(fields: ConfigFields) -> list[Layer]:
         return ShortConvLayer(state, _CHUNK, fields["conv_bias"])
 
     def attention() -> Layer:
-        return fields.attention(rope=fields.rope(partial=False), bias=False, qk_norm_eps=fields["norm_eps"])
+        return fields.attention(bias=False, qk_norm_eps=fields["norm_eps"])
 
-    readers = {"conv": conv, "full_attention": attention}
-    return list(read_layers("layer_types[{i}] is {kind!r}", fields.raw("layer_types") or (), readers))
+    return read_layers(fields, "layer_types", {"conv": conv, "full_attention": attention})
 
 
 def _mlp_size(fields: ConfigFields) -> int:
@@ -66,9 +64,7 @@ def _mlp_size(fields: ConfigFields) -> int:
 
 
 def _read_dense(fields: ConfigFields) -> ModelSpec:
-    mlp = MlpLayer(_mlp_size(fields))
-    layers = tuple(layer for block in _read_blocks(fields) for layer in (block, mlp))
-    return fields.model(DENSE.architecture, layers, "norm_eps", branches_per_layer=2)
+    return fields.model(followed(_read_blocks(fields), MlpLayer(_mlp_size(fields))), "norm_eps")
 
 
 def _read_experts(fields: ConfigFields) -> ModelSpec:
@@ -82,8 +78,7 @@ def _read_experts(fields: ConfigFields) -> ModelSpec:
     )
     experts, dense = read_experts(fields, router), fields["num_dense_layers"]
     pairs = ((block, mlp if i < dense else experts) for i, block in enumerate(_read_blocks(fields)))
-    layers = tuple(layer for pair in pairs for layer in pair)
-    return fields.model(EXPERTS.architecture, layers, "norm_eps", branches_per_layer=2)
+    return fields.model(tuple(layer for pair in pairs for layer in pair), "norm_eps")
 
 
 def _conv_names(layer: ShortConvLayer) -> Names:
@@ -112,6 +107,5 @@ def _renamed(name: str) -> str:
     return name
 
 
-_common = partial(Family, names=_names, kinds=_KINDS, needs=("layer_types", "full_attn_idxs"))
-DENSE = _common("lfm2", "Lfm2ForCausalLM", _read_dense)
-EXPERTS = _common("lfm2_moe", "Lfm2MoeForCausalLM", _read_experts)
+_lfm2 = partial(Family, names=_names, kinds=("conv", "full_attention"), needs=("layer_types", "full_attn_idxs"))
+FAMILIES = (_lfm2("lfm2", "Lfm2ForCausalLM", _read_dense), _lfm2("lfm2_moe", "Lfm2MoeForCausalLM", _read_experts))

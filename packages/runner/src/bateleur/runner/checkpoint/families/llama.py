@@ -1,33 +1,171 @@
-"""Llama: attention with rotary embedding, then a gated MLP."""
+"""Llama and families like it: attention in every layer, then a gated MLP or experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from bateleur.runner.checkpoint.families.base import INERT, Family
+from bateleur.runner.checkpoint.experts import read_experts, sparse_layers
+from bateleur.runner.checkpoint.families.base import INERT, WINDOW_KINDS, Family, followed, gated_mlp, read_windows
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.names import weight_names
-from bateleur.runner.models.spec import MlpLayer, ModelSpec
+from bateleur.runner.checkpoint.names import MIXERS, Names, OwnNames, Part, norms_less_one, weight_names
+from bateleur.runner.models.spec import AttentionLayer, MlpLayer, ModelSpec, ParallelLayer, RouterSpec
+from bateleur.runner.utils.arguments import refuse
 
 _READ = (
     "vocab_size hidden_size num_hidden_layers rms_norm_eps max_position_embeddings tie_word_embeddings eos_token_id "
     "hidden_act intermediate_size mlp_bias num_attention_heads num_key_value_heads head_dim rope_parameters"
 )
-llama_names = partial(weight_names, mlp=("mlp", "post_attention_layernorm"))
+_names = partial(weight_names, mlp=("mlp", "post_attention_layernorm"))
 
 
-def gated_mlp(fields: ConfigFields) -> MlpLayer:
-    """The gated MLP of Llama's field names; without a field `mlp_bias` there are no biases."""
-    fields.choice("hidden_act", ("silu",))
-    return MlpLayer(fields["intermediate_size"], bias=fields.raw("mlp_bias") is not None and fields["mlp_bias"])
+def _equal_layers(fields: ConfigFields, attention: AttentionLayer, **multipliers: Any) -> ModelSpec:
+    return fields.model((attention, gated_mlp(fields)) * fields["num_hidden_layers"], **multipliers)
 
 
-def _read_spec(fields: ConfigFields) -> ModelSpec:
-    attention = fields.attention(rope=fields.rope(partial=False), bias=fields["attention_bias"])
-    layers = (attention, gated_mlp(fields)) * fields["num_hidden_layers"]
-    return fields.model(FAMILY.architecture, layers, branches_per_layer=2)
+def _llama(fields: ConfigFields) -> ModelSpec:
+    return _equal_layers(fields, fields.attention())
 
 
-FAMILY = Family(
-    "llama", "LlamaForCausalLM", _read_spec, llama_names, plain=INERT.union(_READ.split()), needs=("num_hidden_layers",)
+def _mistral(fields: ConfigFields) -> ModelSpec:
+    """Llama, with one sliding window in all layers or none."""
+    return _equal_layers(fields, fields.attention(bias=False, sliding_window=fields.optional("sliding_window")))
+
+
+def _granite(fields: ConfigFields) -> ModelSpec:
+    """Llama with multipliers of embeddings, scores, branches and logits."""
+    return _equal_layers(
+        fields,
+        fields.attention(scale=fields["attention_multiplier"]),
+        embedding_multiplier=fields["embedding_multiplier"],
+        residual_multiplier=fields["residual_multiplier"],
+        logits_divisor=fields["logits_scaling"],
+    )
+
+
+def _phi3(fields: ConfigFields) -> ModelSpec:
+    """Phi-3 and Phi-4: Llama in fused matrices, with partly rotary embedding and one sliding window or none."""
+    window = fields.optional("sliding_window")
+    return _equal_layers(fields, fields.attention(rope=fields.rope(partial=True), bias=False, sliding_window=window))
+
+
+def _phi3_attention(_: AttentionLayer) -> Names:
+    return {"qkv_proj.weight": Part("qkv_proj"), "o_proj.weight": Part("o_proj")}
+
+
+def _phi3_mlp(_: MlpLayer) -> Names:
+    return {"gate_up_proj.weight": Part("up_proj"), "down_proj.weight": Part("down_proj")}
+
+
+def _qwen2(fields: ConfigFields) -> ModelSpec:
+    """Qwen2 and Qwen2.5: Llama with biases of queries, keys and values, and a sliding window in some layers."""
+    return fields.model(followed(read_windows(fields, fields.attention(bias=True, o_bias=False)), gated_mlp(fields)))
+
+
+def _qwen3(fields: ConfigFields) -> ModelSpec:
+    """Llama with a norm of each head of queries and keys, and a sliding window in some layers."""
+    attention = fields.attention(qk_norm_eps=fields["rms_norm_eps"])
+    return fields.model(followed(read_windows(fields, attention), gated_mlp(fields)))
+
+
+def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
+    """Qwen3's attention, with one sliding window or none, then experts or a gated MLP."""
+    window = fields.optional("sliding_window")
+    attention = fields.attention(qk_norm_eps=fields["rms_norm_eps"], sliding_window=window)
+    experts = read_experts(fields, RouterSpec(normalised=fields["norm_topk_prob"]))
+    return fields.model(sparse_layers(fields, (attention,) * fields["num_hidden_layers"], gated_mlp(fields), experts))
+
+
+def _smollm3(fields: ConfigFields) -> ModelSpec:
+    """Llama with layers without positions, which may have a sliding window."""
+    blocks, rotary = read_windows(fields, fields.attention()), fields["no_rope_layers"]
+    if len(rotary) < len(blocks):
+        raise ValueError(f"no_rope_layers has {len(rotary)} entries; it must have num_hidden_layers = {len(blocks)}")
+    blocks = tuple(block if rotary[i] else replace(block, rope=None) for i, block in enumerate(blocks))
+    return fields.model(followed(blocks, gated_mlp(fields)))
+
+
+def _olmo3(fields: ConfigFields) -> ModelSpec:
+    """Llama with a sliding window in most layers, and norms after the branches."""
+    attention = fields.attention(
+        rope=fields.rope(layer_type="full_attention"), qk_norm_eps=fields["rms_norm_eps"], qk_norm_whole=True
+    )
+    blocks, mlp = read_windows(fields, attention, rope=fields.rope(layer_type="sliding_attention")), gated_mlp(fields)
+    layers = (ParallelLayer((part,), (1.0,), norm_last=True) for block in blocks for part in (block, mlp))
+    return fields.model(tuple(layers))
+
+
+def _gemma3(fields: ConfigFields) -> ModelSpec:
+    """Attention with a sliding window in most layers, then a gated MLP, with norms before and after each."""
+    fields.choice("hidden_activation", ("gelu_pytorch_tanh",))
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if fields.raw(name):
+            refuse(name, fields.raw(name), "null or false: other values are not supported")
+    attention = fields.attention(
+        rope=fields.rope(layer_type="full_attention"),
+        scale=fields["query_pre_attn_scalar"] ** -0.5,
+        qk_norm_eps=fields["rms_norm_eps"],
+    )
+    blocks = read_windows(fields, attention, rope=fields.rope(layer_type="sliding_attention"))
+    mlp = MlpLayer(fields["intermediate_size"], "gelu_tanh")
+    return fields.model(
+        tuple(ParallelLayer((part,), (1.0,), output_norm=True) for block in blocks for part in (block, mlp)),
+        embedding_multiplier=fields["hidden_size"] ** 0.5,
+        rounds_multiplier=True,
+        exact_norms=True,
+    )
+
+
+def _gemma3_names(spec: ModelSpec) -> Names:
+    names = weight_names(spec, ("mlp", "pre_feedforward_layernorm"))
+    for i in range(len(spec.layers)):
+        norm = ("post_attention_layernorm", "post_feedforward_layernorm")[i % 2]
+        names[f"model.layers.{i // 2}.{norm}.weight"] = Part(f"layers.{i}.output_norm")
+    return norms_less_one(names)
+
+
+_GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    _gemma3,
+    _gemma3_names,
+    other_prefixes=(
+        ("language_model.lm_head.", "lm_head."),
+        ("language_model.model.", "model."),
+        ("model.language_model.", "model."),
+    ),
+    kinds=WINDOW_KINDS,
+)
+FAMILIES = (
+    _GEMMA3,
+    replace(_GEMMA3, model_type="gemma3", architecture="Gemma3ForConditionalGeneration", inside="text_config"),
+    Family("granite", "GraniteForCausalLM", _granite, _names),
+    Family("llama", "LlamaForCausalLM", _llama, _names, plain=INERT.union(_READ.split())),
+    Family("mistral", "MistralForCausalLM", _mistral, _names),
+    Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        _olmo3,
+        partial(
+            weight_names,
+            mlp=("mlp", "post_feedforward_layernorm"),
+            mixers={**MIXERS, AttentionLayer: ("self_attn", "post_attention_layernorm")},
+        ),
+        kinds=WINDOW_KINDS,
+    ),
+    Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        _phi3,
+        partial(
+            weight_names,
+            mlp=OwnNames(("mlp", "post_attention_layernorm"), _phi3_mlp),
+            mixers={**MIXERS, AttentionLayer: OwnNames(("self_attn", "input_layernorm"), _phi3_attention)},
+        ),
+    ),
+    Family("qwen2", "Qwen2ForCausalLM", _qwen2, _names, kinds=WINDOW_KINDS),
+    Family("qwen3", "Qwen3ForCausalLM", _qwen3, _names, kinds=WINDOW_KINDS),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, _names),
+    Family("smollm3", "SmolLM3ForCausalLM", _smollm3, _names, kinds=WINDOW_KINDS),
 )

@@ -1,0 +1,366 @@
+"""Families with delta rules: Qwen3.5, Qwen3-Next, OLMo-hybrid and Kimi Linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from bateleur.mamba import GatedDelta, KimiDelta
+from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, at_least_1, read_experts, sigmoid_router, sparse_layers
+from bateleur.runner.checkpoint.families.base import Family, MtpNames, read_layers
+from bateleur.runner.checkpoint.fields import ConfigFields
+from bateleur.runner.checkpoint.names import (
+    MIXERS,
+    ExpertNames,
+    Form,
+    Names,
+    OwnNames,
+    Part,
+    norms_less_one,
+    weight_names,
+)
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    DeltaLayer,
+    ExpertsLayer,
+    LatentLayer,
+    Layer,
+    MlpLayer,
+    ModelSpec,
+    ParallelLayer,
+    RouterSpec,
+)
+from bateleur.runner.utils.arguments import refuse
+
+_KINDS = ("linear_attention", "full_attention")
+_CHUNK = 64
+"""Tokens of a chunk in a scan; configurations have no such field."""
+
+
+def _gated_delta(fields: ConfigFields, norm_eps: float, *, allow_neg_eigval: bool = False) -> DeltaLayer:
+    """Read a gated delta net from the fields `linear_*`. norm_eps: of the output norm."""
+    fields.choice("hidden_act", ("silu",))
+    fields.divides("linear_num_key_heads", "linear_num_value_heads")
+    state = GatedDelta(
+        fields["linear_num_key_heads"],
+        fields["linear_num_value_heads"],
+        fields["linear_key_head_dim"],
+        fields["linear_value_head_dim"],
+        allow_neg_eigval,
+        conv_width=fields["linear_conv_kernel_dim"],
+    )
+    return DeltaLayer(state, _CHUNK, norm_eps)
+
+
+def _joined_names(layer: DeltaLayer) -> Names:
+    """Names of Qwen3.5: queries, keys and values in one matrix, one matrix for each other part of the projection."""
+    sizes = _sizes(layer)
+    rows = {"in_proj_qkv": sum(sizes[:3]), "in_proj_z": sizes[3], "in_proj_b": sizes[4], "in_proj_a": sizes[5]}
+    return _stacked("in_proj", rows) | _rest("norm", "out_proj") | _CONV
+
+
+def _packed_names(layer: DeltaLayer) -> Names:
+    """Names of Qwen3-Next: key head by key head, with the value heads that it serves."""
+    sizes, state = _sizes(layer), layer.state
+    assert isinstance(state, GatedDelta)
+    first, second = sum(sizes[:4]), sum(sizes[4:])
+    names = _stacked("in_proj", {"in_proj_qkvz": first, "in_proj_ba": second})
+    for name, rows in (("in_proj_qkvz.weight", sizes[:4]), ("in_proj_ba.weight", sizes[4:])):
+        ends = [sum(rows[: i + 1]) // state.num_key_heads for i in range(len(rows))]
+        names[name] = replace(names[name], pieces=tuple(zip([0, *ends], ends, strict=False)))
+    return names | _rest("norm", "out_proj") | _CONV
+
+
+def _split_names(layer: DeltaLayer) -> Names:
+    """Names of OLMo-hybrid: one matrix for each part of the projection, and separate or joined convolutions."""
+    named = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+    names = _stacked("in_proj", dict(zip(named, _sizes(layer), strict=True)))
+    return names | _rest("o_norm", "o_proj") | _separate_convolutions(layer)
+
+
+def _factored_names(layer: DeltaLayer) -> Names:
+    """Names of Kimi Linear: one matrix for each part; gate and decay are products of two matrices."""
+    state, rank = layer.state, layer.rank
+    assert isinstance(state, KimiDelta)
+    assert rank is not None
+    heads, decays = state.num_heads, state.num_heads * state.key_dim
+    first = dict(zip(("q_proj", "k_proj", "v_proj"), _channels(layer), strict=True))
+    return {
+        **_stacked("in_proj", {**first, "g_a_proj": rank, "b_proj": heads, "f_a_proj": rank}),
+        "g_b_proj.weight": Part("gate_proj"),
+        "f_b_proj.weight": Part("decay_proj"),
+        **_rest("o_norm", "o_proj"),
+        "A_log": Part("A", form=Form.A_LOG, stored=(1, 1, heads, 1)),
+        "dt_bias": Part("dt_bias", stored=(decays,)),
+        **_separate_convolutions(layer),
+    }
+
+
+def _separate_convolutions(layer: DeltaLayer) -> Names:
+    """Names of separate convolutions for queries, keys and values, or of one for all."""
+    rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _channels(layer), strict=True))
+    apart = {name: replace(part, form=Form.CONV) for name, part in _stacked("conv", rows).items()}
+    name, joined = next(iter(_CONV.items()))
+    return {name: replace(joined, instead=apart)}
+
+
+_CONV: Names = {"conv1d.weight": Part("conv", form=Form.CONV)}
+
+
+def _rest(norm: str, out: str) -> Names:
+    return {
+        "A_log": Part("A", form=Form.A_LOG),
+        "dt_bias": Part("dt_bias"),
+        f"{norm}.weight": Part("norm"),
+        f"{out}.weight": Part("out_proj"),
+    }
+
+
+def _channels(layer: DeltaLayer) -> tuple[int, int, int]:
+    """Return the rows of queries, keys and values."""
+    (key_heads, value_heads), (key_dim, value_dim) = layer.state.heads, layer.state.lanes
+    return key_heads * key_dim, key_heads * key_dim, value_heads * value_dim
+
+
+def _sizes(layer: DeltaLayer) -> tuple[int, ...]:
+    """Return the rows of queries, keys, values, gate, b and a."""
+    channels, heads = _channels(layer), layer.state.heads[1]
+    return *channels, channels[2], heads, heads
+
+
+def _stacked(target: str, rows: dict[str, int]) -> Names:
+    """Return parts of one weight, stacked by rows."""
+    names, start = {}, 0
+    for name, count in rows.items():
+        names[f"{name}.weight"] = Part(target, start, count)
+        start += count
+    return names
+
+
+# --- Qwen3.5 and Qwen3-Next: gated delta nets or gated attention, then a gated MLP or experts -----------------------
+
+
+def _qwen_blocks(fields: ConfigFields, *following: Layer) -> tuple[Layer, ...]:
+    """Return a gated delta net or gated attention for each of `layer_types`, each followed by `following`."""
+
+    def attention() -> Layer:
+        """Attention with an output gate, norms of queries and keys, and partial rotary embedding."""
+        if fields.raw("attn_output_gate") is False:
+            raise ValueError("attn_output_gate is False; supported is True")
+        return fields.attention(rope=fields.rope(partial=True), qk_norm_eps=fields["rms_norm_eps"], gated=True)
+
+    fields.choice("hidden_act", ("silu",))
+    delta = partial(_gated_delta, fields, fields["rms_norm_eps"])
+    return read_layers(fields, "layer_types", {"linear_attention": delta, "full_attention": attention}, *following)
+
+
+def _qwen_experts(fields: ConfigFields, *, normalised: bool = True) -> ExpertsLayer:
+    """Return experts with a softmax router, and a shared expert with a gate."""
+    shared = MlpLayer(fields["shared_expert_intermediate_size"])
+    return read_experts(fields, RouterSpec(normalised=normalised), shared=shared, shared_gate=True)
+
+
+def _qwen3_5(fields: ConfigFields) -> ModelSpec:
+    return fields.model(_qwen_blocks(fields, MlpLayer(fields["intermediate_size"])), exact_norms=True)
+
+
+def _qwen3_5_moe(fields: ConfigFields) -> ModelSpec:
+    return fields.model(_qwen_blocks(fields, _qwen_experts(fields)), exact_norms=True)
+
+
+def _qwen3_next(fields: ConfigFields) -> ModelSpec:
+    experts = _qwen_experts(fields, normalised=fields["norm_topk_prob"])
+    layers = sparse_layers(fields, _qwen_blocks(fields), MlpLayer(fields["intermediate_size"]), experts)
+    return fields.model(layers, exact_norms=True)
+
+
+def _qwen_names(delta: Callable[[DeltaLayer], Names], spec: ModelSpec) -> Names:
+    """Return the names of a decoder whose delta layers have the names `delta`."""
+    mixers = {**MIXERS, DeltaLayer: OwnNames(("linear_attn", "input_layernorm"), delta)}
+    return norms_less_one(weight_names(spec, ("mlp", "post_attention_layernorm"), mixers))
+
+
+def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
+    """Return a layer like the target's last one with attention. Files of Qwen3-Next have no number of layers."""
+    count, dedicated = fields.raw("mtp_num_hidden_layers"), fields.raw("mtp_use_dedicated_embeddings")
+    if count not in (None, 1):
+        refuse("mtp_num_hidden_layers", count, "1: a head of one layer, which is fed its own output")
+    if dedicated:
+        refuse("mtp_use_dedicated_embeddings", dedicated, "false: the embedding of a head is the target's")
+    each = spec.branches_per_layer
+    layers = [spec.layers[i : i + each] for i in range(0, len(spec.layers), each)]
+    like = [layer for layer in layers if isinstance(layer[0], AttentionLayer)]
+    if not like:
+        raise ValueError("layer_types has no 'full_attention', which the layer of an MTP head is like")
+    return like[-1], each
+
+
+# --- OLMo-hybrid: gated delta nets with norms before them, or attention with norms after it, then a gated MLP -------
+
+_OUTPUT_NORM_EPS = 1e-5  # output norm of a delta net; not in the configuration
+
+
+def _olmo_hybrid(fields: ConfigFields) -> ModelSpec:
+    mlp = MlpLayer(fields["intermediate_size"])
+
+    def delta() -> Layer:
+        return _gated_delta(fields, _OUTPUT_NORM_EPS, allow_neg_eigval=fields["linear_allow_neg_eigval"])
+
+    def attention() -> Layer:
+        parameters = fields.raw("rope_parameters")  # None in published models, whose delta nets carry the order
+        rope = None if not parameters or parameters.get("rope_theta") is None else fields.rope()
+        made = fields.attention(rope=rope, qk_norm_eps=fields["rms_norm_eps"], qk_norm_whole=True)
+        return ParallelLayer((made,), (1.0,), norm_last=True)
+
+    blocks = read_layers(fields, "layer_types", {"linear_attention": delta, "full_attention": attention})
+    after = ParallelLayer((mlp,), (1.0,), norm_last=True)
+    pairs = ((block, after if isinstance(block, ParallelLayer) else mlp) for block in blocks)
+    return fields.model(tuple(each for pair in pairs for each in pair))
+
+
+def _olmo_hybrid_names(spec: ModelSpec) -> Names:
+    mixers = {**MIXERS, DeltaLayer: OwnNames(("linear_attn", "input_layernorm"), _split_names)}
+    return dict(_olmo_norms(spec, weight_names(spec, ("mlp", "post_attention_layernorm"), mixers)))
+
+
+def _olmo_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, Part]]:
+    """Yield the names of norms in files and in transformers (some layers only in files)."""
+    before = {
+        "input_layernorm": ("attention_layer_norm", "input_layernorm"),
+        "post_attention_layernorm": ("feedforward_layer_norm", "post_attention_layernorm"),
+    }
+    after = {
+        "input_layernorm": ("post_attention_layernorm", "feedforward_layer_norm"),
+        "post_attention_layernorm": ("post_feedforward_layernorm",),
+    }
+    for name, part in names.items():
+        layer, _, norm = name.removesuffix(".weight").rpartition(".")
+        if norm not in before:
+            yield name, part
+            continue
+        kind = spec.layers[int(part.target.split(".")[1])]
+        first, *others = (after if isinstance(kind, ParallelLayer) else before)[norm]
+        instead = {f"{layer}.{other}.weight": part for other in others}
+        yield f"{layer}.{first}.weight", Part(part.target, instead=instead)
+
+
+# --- Kimi Linear: Kimi delta attention or latent attention without positions, then a gated MLP or experts -----------
+
+_LATENT_NORM_EPS = 1e-6  # not in the configuration
+_MOE = "block_sparse_moe"
+_EXPERTS = ExpertNames(
+    router=f"{_MOE}.gate.weight",
+    correction=f"{_MOE}.gate.e_score_correction_bias",
+    up=f"{_MOE}.experts.gate_up_proj",
+    other_up=(f"{_MOE}.experts.{{}}.w1.weight", f"{_MOE}.experts.{{}}.w3.weight"),
+    down=f"{_MOE}.experts.down_proj",
+    other_down=(f"{_MOE}.experts.{{}}.w2.weight",),
+    shared=f"{_MOE}.shared_experts",
+)
+
+
+def _kimi_linear(fields: ConfigFields) -> ModelSpec:
+    def delta() -> Layer:
+        size = fields["linear_head_dim"]
+        state = KimiDelta(fields["linear_num_heads"], size, size, conv_width=fields["linear_conv_kernel_dim"])
+        return DeltaLayer(state, _CHUNK, fields["rms_norm_eps"], gate_activation="sigmoid", rank=size)
+
+    def experts() -> Layer:
+        shared = MlpLayer(at_least_1(fields, "moe_intermediate_size") * fields["num_shared_experts"])
+        names = {**EXPERT_FIELDS, "top_k": "num_experts_per_token"}
+        return read_experts(fields, sigmoid_router(fields, "num_experts"), names, shared=shared)
+
+    fields.choice("hidden_act", ("silu",))
+    mixers: dict[str, Callable[[], Layer]] = {"linear_attention": delta, "full_attention": partial(_latent, fields)}
+    networks: dict[str, Callable[[], Layer]] = {
+        "dense": lambda: MlpLayer(fields["intermediate_size"]),
+        "sparse": experts,
+    }
+    pairs = zip(
+        read_layers(fields, "layer_types", mixers), read_layers(fields, "mlp_layer_types", networks), strict=True
+    )
+    return fields.model(tuple(each for pair in pairs for each in pair))
+
+
+def _latent(fields: ConfigFields) -> Layer:
+    heads, keys = fields["num_attention_heads"], fields["num_key_value_heads"]
+    if keys != heads:
+        raise ValueError(f"num_key_value_heads is {keys}; it must equal num_attention_heads = {heads}")
+    for name, only in (("q_lora_rank", None), ("attention_bias", False), ("mla_use_nope", True)):
+        if (value := fields.raw(name)) not in (None, only):
+            raise ValueError(f"{name} is {value!r}; supported is {only}")
+    own, shared, value = (fields[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return LatentLayer(
+        heads,
+        heads,
+        max(own + shared, value),
+        (own + shared) ** -0.5,
+        rank=fields["kv_lora_rank"],
+        key_dim=own,
+        shared_dim=shared,
+        value_dim=value,
+        norm_eps=_LATENT_NORM_EPS,
+    )
+
+
+def _latent_names(layer: LatentLayer) -> Names:
+    queries, latent = layer.num_heads * (layer.key_dim + layer.shared_dim), layer.rank + layer.shared_dim
+    return {
+        "q_proj.weight": Part("in_proj", 0, queries),
+        "kv_a_proj_with_mqa.weight": Part("in_proj", queries, latent),
+        "kv_a_layernorm.weight": Part("latent_norm"),
+        "kv_b_proj.weight": Part("latent_proj"),
+        "o_proj.weight": Part("o_proj"),
+    }
+
+
+def _kimi_names(spec: ModelSpec) -> Names:
+    called = ("self_attn", "input_layernorm")
+    mixers = {
+        **MIXERS,
+        DeltaLayer: OwnNames(called, _factored_names),
+        LatentLayer: OwnNames(called, _latent_names),
+        ExpertsLayer: _EXPERTS,
+    }
+    names = weight_names(spec, ("mlp", "post_attention_layernorm"), mixers)
+    # transformers writes the dense layers, too, under the name of the experts.
+    return {
+        name: replace(part, instead={name.replace(".mlp.", f".{_MOE}."): part}) if ".mlp." in name else part
+        for name, part in names.items()
+    }
+
+
+_qwen = partial(
+    Family,
+    kinds=_KINDS,
+    mtp=MtpNames(
+        layers=_mtp_layers,
+        token_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        fc="fc",
+        final_norm="norm",
+    ),
+    needs=("layer_types", "full_attention_interval"),
+)
+_qwen_in_larger = partial(
+    _qwen, names=partial(_qwen_names, _joined_names), other_prefixes=(("model.language_model.", "model."),)
+)
+FAMILIES = (
+    Family(
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        _kimi_linear,
+        _kimi_names,
+        kinds=_KINDS,
+        needs=("layer_types", "linear_attn_config"),
+    ),
+    Family(
+        "olmo_hybrid", "OlmoHybridForCausalLM", _olmo_hybrid, _olmo_hybrid_names, kinds=_KINDS, needs=("layer_types",)
+    ),
+    _qwen_in_larger("qwen3_5", "Qwen3_5ForConditionalGeneration", _qwen3_5, inside="text_config"),
+    _qwen_in_larger("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _qwen3_5_moe, inside="text_config"),
+    _qwen_in_larger("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _qwen3_5_moe),
+    _qwen_in_larger("qwen3_5_text", "Qwen3_5ForCausalLM", _qwen3_5),
+    _qwen("qwen3_next", "Qwen3NextForCausalLM", _qwen3_next, partial(_qwen_names, _packed_names)),
+)

@@ -1,0 +1,276 @@
+"""Families with Mamba-2 layers: Bamba, Falcon-H1, GraniteMoeHybrid, Mamba-2 and NemotronH."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+from bateleur.runner.checkpoint.experts import EXPERT_FIELDS, read_experts, sigmoid_router
+from bateleur.runner.checkpoint.families.base import INERT, Family, MtpNames, followed, gated_mlp, read_layers
+from bateleur.runner.checkpoint.fields import ConfigFields
+from bateleur.runner.checkpoint.names import MIXERS, ExpertNames, Names, weight_names
+from bateleur.runner.models.spec import (
+    Activation,
+    AttentionLayer,
+    ExpertsLayer,
+    GatedNorm,
+    Layer,
+    MambaLayer,
+    MlpLayer,
+    ModelSpec,
+    ParallelLayer,
+    RouterSpec,
+)
+from bateleur.runner.utils.arguments import refuse
+from bateleur.runner.utils.device import DTYPES
+
+# --- Bamba: a Mamba-2 mixer or attention with partial rotary embedding, then a gated MLP --------------------------
+
+
+def _bamba(fields: ConfigFields) -> ModelSpec:
+    indices, num_layers = fields.raw("attn_layer_indices") or [], fields["num_hidden_layers"]
+    if bad := [i for i in indices if not 0 <= i < num_layers]:
+        raise ValueError(f"attn_layer_indices holds {bad[0]}; it must be in [0, num_hidden_layers = {num_layers})")
+    attention, mamba = fields.attention(rope=fields.rope(partial=True)), fields.mamba()
+    return fields.model(followed([attention if i in indices else mamba for i in range(num_layers)], gated_mlp(fields)))
+
+
+_feed_forward_names = partial(weight_names, mlp=("feed_forward", "pre_ff_layernorm"), final_norm="final_layernorm")
+
+# --- Falcon-H1: parallel attention and Mamba-2 in every layer, then a gated MLP, with multipliers ------------------
+
+
+def _falcon_h1(fields: ConfigFields) -> ModelSpec:
+    """No multiplier costs a step anything: they are folded into existing factors, into `scale`, or into weights."""
+    if fields["projectors_bias"] != fields["mamba_proj_bias"]:
+        raise ValueError(
+            f"projectors_bias is {fields['projectors_bias']}; it must equal mamba_proj_bias = "
+            f"{fields['mamba_proj_bias']}"
+        )
+    norm: GatedNorm = "norm first" if fields["mamba_norm_before_gate"] else "gate first"
+    mamba = replace(fields.mamba(), norm=norm if fields["mamba_rms_norm"] else "gate only")
+    # Queries, keys and values are linear in the input: its multiplier applies twice to scores and once to outputs.
+    inward = fields["attention_in_multiplier"]
+    attention = fields.attention(scale=fields.head_dim() ** -0.5 * fields["key_multiplier"] * inward**2)
+    outward = (fields["ssm_out_multiplier"], fields["attention_out_multiplier"] * inward)
+    mlp = ParallelLayer((gated_mlp(fields),), (fields["mlp_multipliers"][1],))
+    return fields.model(
+        (ParallelLayer((mamba, attention), outward), mlp) * fields["num_hidden_layers"],
+        embedding_multiplier=fields["embedding_multiplier"],
+        logits_divisor=1.0 / fields["lm_head_multiplier"],
+    )
+
+
+def _fold(fields: ConfigFields, names: Names) -> Names:
+    """Fold multipliers before nonlinear functions into weights: the gate of the MLP, and the inputs of Mamba."""
+    groups, heads = fields["mamba_n_groups"] * fields["mamba_d_state"], fields["mamba_n_heads"]
+    inner, inward = heads * fields["mamba_d_head"], fields["ssm_in_multiplier"]
+    rows = (inner, inner, groups, groups, heads)
+    biases = tuple(zip(rows, fields["ssm_multipliers"], strict=True))
+    factors = {
+        "mamba.in_proj.weight": tuple((count, inward * factor) for count, factor in biases),
+        "mamba.in_proj.bias": biases,
+        "feed_forward.gate_proj.weight": ((None, fields["mlp_multipliers"][0]),),
+        "feed_forward.gate_proj.bias": ((None, fields["mlp_multipliers"][0]),),
+    }
+    # Input multipliers of attention apply to biases here, but not in the file.
+    factors |= {f"self_attn.{name}_proj.bias": ((None, 1.0 / fields["attention_in_multiplier"]),) for name in "qkvo"}
+    scaled = {name: factors.get(".".join(name.rsplit(".", 3)[1:]), ()) for name in names}
+    return {name: replace(part, factors=scaled[name]) for name, part in names.items()}
+
+
+# --- GraniteMoeHybrid: Mamba-2 or attention, then a gated MLP, optionally with experts, and four multipliers -------
+
+_MOE = "block_sparse_moe"
+_GRANITE_EXPERTS = ExpertNames(
+    router=f"{_MOE}.router.layer.weight",
+    other_router=(f"{_MOE}.router.weight",),
+    up=f"{_MOE}.input_linear.weight",
+    other_up=(f"{_MOE}.experts.gate_up_proj",),
+    down=f"{_MOE}.output_linear.weight",
+    other_down=(f"{_MOE}.experts.down_proj",),
+    shared="shared_mlp",
+)
+_GRANITE_EXPERT_FIELDS = {
+    "num_experts": "num_local_experts",
+    "top_k": "num_experts_per_tok",
+    "intermediate_size": "intermediate_size",
+}
+
+
+def _granitemoehybrid(fields: ConfigFields) -> ModelSpec:
+    fields.choice("hidden_act", ("silu",))
+    shared = MlpLayer(fields["shared_intermediate_size"])
+    mlp: Layer = shared
+    if fields["num_local_experts"]:
+        mlp = read_experts(fields, RouterSpec(), _GRANITE_EXPERT_FIELDS, shared=shared)
+
+    def attention() -> Layer:
+        # Anything but "rope" means no position code at all: the Mamba layers carry the order.
+        rope = fields.rope() if fields.raw("position_embedding_type") == "rope" else None
+        return fields.attention(rope=rope, scale=fields["attention_multiplier"])
+
+    return fields.model(
+        read_layers(fields, "layer_types", {"full_attention": attention, "linear_attention": fields.mamba}, mlp),
+        embedding_multiplier=fields["embedding_multiplier"],
+        residual_multiplier=fields["residual_multiplier"],
+        logits_divisor=fields["logits_scaling"],
+    )
+
+
+# --- NemotronH: one branch per layer (Mamba-2, attention without rotary embedding, an ungated MLP or experts) ------
+
+_CALLED = ("mixer", "norm")
+_MAMBA_FIELDS = {
+    "activation": "mamba_hidden_act",
+    "num_heads": "mamba_num_heads",
+    "head_dim": "mamba_head_dim",
+    "state_size": "ssm_state_size",
+    "num_groups": "n_groups",
+    "conv_width": "conv_kernel",
+    "chunk_size": "chunk_size",
+    "conv_bias": "use_conv_bias",
+    "proj_bias": "use_bias",
+    "norm_eps": "layer_norm_epsilon",
+}
+_EXPERT_FIELDS = {**EXPERT_FIELDS, "num_experts": "n_routed_experts"}
+_EXPERTS = ExpertNames(
+    norm="norm",
+    router="mixer.gate.weight",
+    correction="mixer.gate.e_score_correction_bias",
+    up="mixer.experts.up_proj",
+    other_up=("mixer.experts.{}.up_proj.weight",),
+    down="mixer.experts.down_proj",
+    other_down=("mixer.experts.{}.down_proj.weight",),
+    latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
+    shared="mixer.shared_experts",
+)
+_READ = (
+    "vocab_size hidden_size layers_block_type layer_norm_epsilon max_position_embeddings residual_in_fp32 "
+    "tie_word_embeddings eos_token_id intermediate_size mlp_bias mlp_hidden_act "
+    "num_attention_heads num_key_value_heads head_dim time_step_min mamba_ssm_cache_dtype "
+    "n_routed_experts num_experts_per_tok moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size "
+    "n_group topk_group norm_topk_prob routed_scaling_factor num_nextn_predict_layers mtp_layers_block_type"
+)
+_UNREAD = (
+    "expand mamba_proj_bias moe_shared_expert_overlap n_shared_experts num_logits_to_keep rescale_prenorm_residual "
+    "sliding_window time_step_floor time_step_limit time_step_max use_mamba_kernels"
+)
+
+
+def _nemotron_h(fields: ConfigFields, listed: str = "layers_block_type") -> ModelSpec:
+    """Read the model whose kinds of layers are in the field `listed`."""
+
+    def mamba() -> Layer:
+        dtype = fields.choice("mamba_ssm_cache_dtype", ("float32", "float16", "bfloat16"))
+        # transformers clamps dt to (time_step_min, inf) and leaves `time_step_limit` unread; logits agree with it.
+        limits = fields["time_step_min"], math.inf
+        return fields.mamba(_MAMBA_FIELDS, limits, DTYPES[dtype])
+
+    def mlp(size: str = "intermediate_size") -> MlpLayer:
+        activation = cast(Activation, fields.choice("mlp_hidden_act", ("relu2", "silu")))
+        return MlpLayer(fields[size], activation, gated=False, bias=fields["mlp_bias"])
+
+    def experts() -> Layer:
+        shared = mlp("moe_shared_expert_intermediate_size")
+        return read_experts(
+            fields,
+            sigmoid_router(fields, "n_routed_experts"),
+            _EXPERT_FIELDS,
+            activation=shared.activation,
+            gated=False,
+            shared=shared,
+            latent_size=fields.optional("moe_latent_size"),
+            latent_bias=shared.bias,
+        )
+
+    def attention() -> Layer:
+        # `attention_bias` and `sliding_window` exist in the configuration, and no version of the model reads them.
+        return fields.attention(rope=None, bias=False)
+
+    readers = {"linear_attention": mamba, "full_attention": attention, "mlp": mlp, "moe": experts}
+    return fields.model(
+        read_layers(fields, listed, readers),
+        "layer_norm_epsilon",
+        branches_per_layer=1,
+        residual_in_fp32=fields["residual_in_fp32"],
+    )
+
+
+def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
+    modules = fields.raw("num_nextn_predict_layers")
+    if modules != 1:
+        refuse("num_nextn_predict_layers", modules, "1: a head of one module, which is fed its own output")
+    return _nemotron_h(fields, "mtp_layers_block_type").layers, spec.branches_per_layer
+
+
+# --- Mamba-2: one mixer per layer, without attention, MLP or position limit ----------------------------------------
+
+_MAMBA2_FIELDS = _MAMBA_FIELDS | {
+    "activation": "hidden_act",
+    "num_heads": "num_heads",
+    "head_dim": "head_dim",
+    "state_size": "state_size",
+}
+_LENGTHS = 2048, (1 << 31) - 1
+"""Default and maximum request length in tokens. The configuration has no limit; the default is vLLM's."""
+
+
+def _mamba2(fields: ConfigFields) -> ModelSpec:
+    mamba, expanded = fields.mamba(_MAMBA2_FIELDS), fields["expand"] * fields["hidden_size"]
+    if mamba.state.inner_size != expanded:
+        raise ValueError(
+            f"num_heads * head_dim is {mamba.state.inner_size}; it must equal expand * hidden_size = {expanded}"
+        )
+    return fields.model(
+        (mamba,) * fields["num_hidden_layers"],
+        "layer_norm_epsilon",
+        _LENGTHS,
+        branches_per_layer=1,
+        residual_in_fp32=fields["residual_in_fp32"],
+    )
+
+
+_backbone_names = partial(
+    weight_names,
+    mlp=_CALLED,
+    mixers={AttentionLayer: _CALLED, MambaLayer: _CALLED, ExpertsLayer: _EXPERTS},
+    stem="backbone",
+    embedding="embeddings",
+    final_norm="norm_f",
+)
+FAMILIES = (
+    Family("bamba", "BambaForCausalLM", _bamba, _feed_forward_names),
+    Family("falcon_h1", "FalconH1ForCausalLM", _falcon_h1, _feed_forward_names, fold=_fold),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        _granitemoehybrid,
+        partial(
+            weight_names,
+            mlp=("shared_mlp", "post_attention_layernorm"),
+            fused_mlp=True,
+            mixers={**MIXERS, ExpertsLayer: _GRANITE_EXPERTS},
+        ),
+        needs=("layer_types", "layers_block_type"),
+    ),
+    Family("mamba2", "Mamba2ForCausalLM", _mamba2, _backbone_names),
+    Family(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        _nemotron_h,
+        _backbone_names,
+        other_prefixes=(("model.", "backbone."),),
+        mtp=MtpNames(
+            layers=_mtp_layers,
+            token_norm="layers.0.enorm",
+            hidden_norm="layers.0.hnorm",
+            fc="layers.0.eh_proj",
+            final_norm="layers.{last}.final_layernorm",
+        ),
+        plain=INERT.union(_READ.split(), _UNREAD.split(), _MAMBA_FIELDS.values()),
+        needs=("layers_block_type", "hybrid_override_pattern"),
+    ),
+)
