@@ -105,8 +105,7 @@ def _scales_of(names: list[str], tensors: Mapping[str, TensorEntry], num_heads: 
             f"{entry.file}: {entry.name} is {entry.dtype} {entry.shape}; must be a float, or one for each of "
             f"{num_heads} heads"
         )
-    with entry.file.open("rb") as opened:
-        scales: list[float] = entry.read(opened).float().flatten().tolist()
+    scales: list[float] = entry.mapped().float().flatten().tolist()
     if wrong := [scale for scale in scales if not 0 < scale < math.inf]:
         raise ValueError(f"{entry.file}: {entry.name} is {wrong[0]}; a scale of the KV cache must be positive")
     return tuple(scales * (num_heads // len(scales)))

@@ -1,4 +1,4 @@
-"""Reads the slices of a checkpoint's tensors that one of several ranks needs."""
+"""Reads a tensor of a checkpoint into a weight, or the slices that one of several ranks needs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from bateleur.runner.distributed.ranks import Range
 from bateleur.runner.models.sharding import Cut
 
 
-def fill_shard(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None:
-    """Copy this rank's slice of one tensor into its `weight`. `cut` is the rank's part of the whole weight."""
+def fill_weight(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None:
+    """Copy this rank's slice of one tensor into its `weight`.
+
+    cut: the rank's part of the whole weight; {} for all of it. Only that part of the tensor is read.
+    """
     shift, target = 0, weight
     if part.expert is not None:
         (first, end), *_ = cut.get(0, ((0, len(weight)),))

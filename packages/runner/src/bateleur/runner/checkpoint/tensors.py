@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from io import BufferedReader
 from pathlib import Path
 from typing import ClassVar
 
@@ -43,22 +42,17 @@ class TensorEntry:
     """Whether the numbers are computed from codes and scales, and rounded to the dtype of the model at first."""
 
     def mapped(self) -> Tensor:
-        """The tensor, of a dtype in `DTYPES`, an integer or float8 as its bits: read from the file when it is used."""
+        """Return the tensor (of a dtype in `DTYPES`, an integer, or float8 as bits), read from its file on use.
+
+        Memory-mapping by torch would reserve memory for the whole file. Raises ValueError for another dtype, or if the
+        file became shorter.
+        """
         if self.dtype not in _MAPPED:
             raise ValueError(f"{self.file}: {self.name} is {self.dtype}; supported are {', '.join(_MAPPED)}")
+        if self.file.stat().st_size < self.start + self.num_bytes:
+            raise ValueError(f"{self.file}: ends within {self.name}")
         raw = np.memmap(self.file, np.uint8, "c", self.start, (self.num_bytes,))
         return torch.from_numpy(raw).view(_MAPPED[self.dtype]).view(self.shape)
-
-    def read(self, opened: BufferedReader) -> Tensor:
-        """Read the tensor, of a dtype in `DTYPES`, as a copy. Raises ValueError if the file became shorter.
-
-        Memory-mapping by torch would reserve memory for the whole file.
-        """
-        raw = torch.empty(self.num_bytes, dtype=torch.uint8)
-        opened.seek(self.start)
-        if opened.readinto(raw.numpy().data) != self.num_bytes:
-            raise ValueError(f"{self.file}: ends within {self.name}")
-        return raw.view(DTYPES[self.dtype]).view(self.shape)
 
 
 def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -> dict[str, TensorEntry]:

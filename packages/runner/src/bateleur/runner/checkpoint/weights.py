@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bateleur.runner.checkpoint.names import Form, Names, Part
 from bateleur.runner.checkpoint.quantized import Matrices, fill_quantized
-from bateleur.runner.checkpoint.slices import fill_shard
+from bateleur.runner.checkpoint.slices import fill_weight
 from bateleur.runner.checkpoint.tensors import DTYPES, TensorEntry
 from bateleur.runner.models.sharding import Share
 from bateleur.runner.models.spec import ModelSpec
@@ -90,29 +90,18 @@ def fill_weights(
 ) -> None:
     """Copy all tensors, checked by `check_weights`, to their place, dtype and device, one at a time.
 
-    share: this rank's part of the weights; only that part of a tensor is read. quantized: projections that keep codes
-    and scales, by the names of their weights, which are not among `weights`.
+    share: this rank's part of the weights. quantized: projections that keep codes and scales, by the names of their
+    weights, which are not among `weights`.
     """
-    quantized = quantized or {}
-    by_file: dict[Path, list[str]] = {}
-    for name in names:
-        by_file.setdefault(tensors[name].file, []).append(name)
-    for file, wanted in by_file.items():
-        with file.open("rb") as opened:
-            for name in wanted:
-                part = names[name]
-                cut = {} if share is None else share.cuts.get(part.target, {})
-                if part.target in quantized:
-                    fill_quantized(quantized[part.target], part, tensors[name], cut)
-                elif share is not None and part.target in share.once:
-                    weights[part.target].zero_()
-                elif cut:
-                    fill_shard(weights[part.target], part, tensors[name], cut)
-                else:
-                    target = _rows(weights, part)
-                    entry = tensors[name]
-                    stored = entry.mapped().to(target.dtype) if entry.quantized else entry.read(opened)
-                    target.copy_(part.read(stored).reshape(target.shape))
+    for name in sorted(names, key=lambda name: tensors[name].file):
+        part, entry = names[name], tensors[name]
+        cut = {} if share is None else share.cuts.get(part.target, {})
+        if quantized and part.target in quantized:
+            fill_quantized(quantized[part.target], part, entry, cut)
+        elif share is not None and part.target in share.once:
+            weights[part.target].zero_()
+        else:
+            fill_weight(weights[part.target], part, entry, cut)
 
 
 def _rows(weights: Mapping[str, Tensor], part: Part) -> Tensor:
