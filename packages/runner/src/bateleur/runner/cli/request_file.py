@@ -1,6 +1,7 @@
 """Reads files of requests, one JSON object per line. An invalid line does not affect the others.
 
-The file is never held in memory. One pass detects the format and duplicate ids; each later pass reads it line by line.
+The file is never held in memory. One pass detects the format and, by hashes, duplicate ids. Each later pass reads the
+file line by line.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ import shutil
 import stat
 import sys
 import tempfile
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from os import fstat
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+import numpy as np
+
 from bateleur.runner.cli.console import name_in_errors
-from bateleur.runner.cli.duplicate_ids import DuplicateIds
 from bateleur.runner.cli.line_formats import LineFormat, LineRequest, NativeFormat, OpenAIBatchFormat
 from bateleur.runner.cli.parquet import is_parquet, json_lines
 
 _MAX_LINE_BYTES = 1 << 26
+_HASH_BYTES = 16
+"""Enough that two different ids never share a hash."""
 _BATCH_FIELDS = {"custom_id", "method", "url", "body"}
 """A line with one of these fields has OpenAI's batch format."""
 
@@ -41,14 +45,14 @@ class LineParser:
     engine_digest: str
     """Hash of everything that decides results apart from the line."""
 
-    def request(self, number: int, raw: bytes, first_line: Callable[[str | int], int]) -> LineRequest:
-        """The request of a line; an invalid line has an `error`. first_line: returns the first line with an id."""
+    def request(self, number: int, raw: bytes, first: int) -> LineRequest:
+        """The request of a line; an invalid line has an `error`. first: the first line with the id of this one."""
         where = f"{self.name}, line {number}"
         valid_id: str | int | None = number if isinstance(self.format, NativeFormat) else None
         try:
             fields = _json_object(raw)
             ident = self.format.pop_id(fields, number)
-            if (first := first_line(ident)) != number:
+            if first != number:
                 raise ValueError(f"id is {json.dumps(ident)}; line {first} has it already")
             valid_id = ident
             request = self.format.parse(fields)
@@ -76,7 +80,7 @@ class FileChunk:
             for number, first in self.lines:
                 raw = _read_line(file)
                 if number:
-                    yield parser.request(number, raw, lambda ident, first=first: first)  # type: ignore[misc]
+                    yield parser.request(number, raw, first)
 
 
 class RequestFile:
@@ -97,7 +101,8 @@ class RequestFile:
         self._num_requests = 0
         self._batch = batch
         self._engine_digest = hashlib.sha256(json.dumps(engine, sort_keys=True).encode()).hexdigest()
-        self._duplicates = DuplicateIds()
+        self._first_lines: dict[int, int] = {}
+        """By line whose id an earlier line has: the first line with that id."""
         self._parquet = file != "-" and is_parquet(file)
         self._file: BinaryIO | IO[bytes] = sys.stdin.buffer
         with name_in_errors(self.name):
@@ -117,13 +122,10 @@ class RequestFile:
         return self.remaining(lambda line: False)
 
     def remaining(self, done: Callable[[int], bool]) -> Iterator[LineRequest]:
-        """The requests of all lines for which `done` is False. Others are only parsed if there are duplicate ids."""
-        self._duplicates.restart()
+        """The requests of all lines for which `done` is False."""
         for number, raw in islice(self._lines(), self.num_lines):
-            if raw.strip() and (self._duplicates.any or not done(number)):
-                request = self.parser.request(number, raw, partial(self._duplicates.first_line, line=number))
-                if not done(number):
-                    yield request
+            if raw.strip() and not done(number):
+                yield self.parser.request(number, raw, self._first_lines.get(number, number))
 
     def close(self) -> None:
         """Close the file."""
@@ -153,7 +155,7 @@ class RequestFile:
                 self._file = tempfile.TemporaryFile(dir=spool)  # noqa: SIM115 (until `close`)
                 shutil.copyfileobj(source, self._file, 1 << 20)
                 source.close()
-        detected = False
+        detected, lines, hashes = False, array("q"), bytearray()
         for number, raw in self._lines():
             self.num_lines = number
             if not raw.strip():
@@ -164,8 +166,15 @@ class RequestFile:
                 if not detected and not _BATCH_FIELDS.isdisjoint(fields):
                     self.format = self._batch
                 detected = True
-                self._duplicates.add(self.format.pop_id(fields, number))
-        self._duplicates.finish()
+                ident = json.dumps(self.format.pop_id(fields, number))
+                lines.append(number)
+                hashes += hashlib.blake2b(ident.encode(), digest_size=_HASH_BYTES).digest()
+        if lines:
+            ids = np.frombuffer(hashes, f"S{_HASH_BYTES}")
+            _, indices, inverse = np.unique(ids, return_index=True, return_inverse=True)
+            firsts = indices[inverse]
+            for index in np.flatnonzero(firsts != np.arange(len(ids))).tolist():
+                self._first_lines[lines[index]] = lines[firsts[index]]
 
     def _copy_rows(self, spool: Path | None) -> None:
         """Convert Parquet rows to lines in a temporary file, which other processes can read until `close`."""
@@ -185,27 +194,18 @@ class RequestFile:
     def chunks(self, done: Callable[[int], bool], size: int) -> Iterator[FileChunk]:
         """Chunks with the lines that are not done, at most `size` each. Not for stdin and pipes."""
         assert self.path is not None
-        self._duplicates.restart()
         start, lines = 0, list[tuple[int, int]]()
         for number, raw in islice(self._lines(), self.num_lines):
             line_start, self._line_end = self._line_end, self._file.tell()
             wanted = bool(raw.strip()) and not done(number)
-            first = self._first_line(number, raw)
             if wanted or lines:
                 start = start if lines else line_start
-                lines.append((number, first) if wanted else (0, 0))
+                lines.append((number, self._first_lines.get(number, number)) if wanted else (0, 0))
             if sum(bool(each) for each, _ in lines) == size:
                 yield FileChunk(self.path, start, tuple(lines))
                 lines = []
         if lines:
             yield FileChunk(self.path, start, tuple(lines))
-
-    def _first_line(self, number: int, raw: bytes) -> int:
-        if not self._duplicates.any or not raw.strip():
-            return number
-        with suppress(ValueError, RecursionError):
-            return self._duplicates.first_line(self.format.pop_id(_json_object(raw), number), number)
-        return number
 
 
 def _read_line(file: BinaryIO | IO[bytes]) -> bytes:
