@@ -131,7 +131,7 @@ def test_full_graphs_of_mixed_batches_where_every_layer_is_attention(
     With CUDA's default backend, whose operators run as torch implementations here, the rotary embedding is part of the
     graph.
     """
-    monkeypatch.setattr("bateleur.runner.config.attention_backend.get_backend", lambda *_, **__: backend())
+    monkeypatch.setattr("bateleur.runner.config.resolve.get_backend", lambda *_, **__: backend())
     prompts = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (1, 9, 4, 14)]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 3, 7, 5)]
     common = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 12, "max_model_len": 32}

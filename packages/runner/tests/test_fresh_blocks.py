@@ -71,7 +71,7 @@ class Careless(ByWeight):
 def make_with(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     def make(backend: TorchBackend, **overrides: Any) -> LLM:
         with monkeypatch.context() as patch:
-            patch.setattr("bateleur.runner.config.attention_backend.get_backend", lambda *args, **kwargs: backend)
+            patch.setattr("bateleur.runner.config.resolve.get_backend", lambda *args, **kwargs: backend)
             return make_llm(max_num_seqs=2, **overrides)
 
     return make

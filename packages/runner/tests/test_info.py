@@ -15,7 +15,7 @@ from bateleur.metadata.backends.flashinfer import FlashInferBackend
 from bateleur.metadata.backends.paged import NativeBackend, TritonBackend
 from bateleur.runner import LLM
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint
-from bateleur.runner.config.attention_backend import choose_backend, describe_backend
+from bateleur.runner.config.resolve import choose_backend, describe_backend
 from bateleur.runner.diagnose.checkpoint_facts import describe_checkpoint, format_bytes
 from bateleur.runner.models import native
 

@@ -8,7 +8,7 @@ import torch
 
 from bateleur.mamba import CacheLayout, MambaCacheMode, PrefixRetention
 from bateleur.runner.config.engine_config import EngineConfig
-from bateleur.runner.config.kv_cache_dtype import choose_kv_cache_dtype
+from bateleur.runner.config.resolve import choose_kv_cache_dtype
 from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.models.spec import ModelSpec
 

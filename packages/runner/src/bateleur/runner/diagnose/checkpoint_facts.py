@@ -21,11 +21,10 @@ from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.cache.plan import plan_caches
 from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, describe_model, open_checkpoint, resolve_dtype
-from bateleur.runner.config.attention_backend import describe_backend
 from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.config.prompt_scan import describe_scan
+from bateleur.runner.config.resolve import describe_backend, describe_scan
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.setup import unmeasured_budget
 from bateleur.runner.model_runner.graph_dispatcher import largest_capture

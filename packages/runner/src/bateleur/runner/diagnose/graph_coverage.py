@@ -14,11 +14,10 @@ from bateleur.eagle.full_proposal import can_follow
 from bateleur.mamba import MambaMetadataBuilder
 from bateleur.runner.cache.workspace import graph_bytes
 from bateleur.runner.checkpoint.open import open_checkpoint, resolve_dtype
-from bateleur.runner.config.attention_backend import choose_backend
 from bateleur.runner.config.engine_config import NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
-from bateleur.runner.config.kv_cache_dtype import choose_kv_cache_dtype
 from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.config.resolve import choose_backend, choose_kv_cache_dtype
 from bateleur.runner.diagnose.checkpoint_facts import empty_model
 from bateleur.runner.engine.setup import policy_of
 from bateleur.runner.model_runner.graph_dispatcher import gaps_of_drafts, make_dispatcher, query_lens_of

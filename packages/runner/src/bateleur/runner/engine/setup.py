@@ -21,12 +21,10 @@ from bateleur.runner.cache.plan import CachePlan, plan_caches
 from bateleur.runner.cache.workspace import workspace_bytes
 from bateleur.runner.checkpoint.open import Checkpoint, load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer, with_end_tokens
-from bateleur.runner.config.attention_backend import choose_backend
 from bateleur.runner.config.engine_config import NGRAM, CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
 from bateleur.runner.config.graph_options import GraphOptions
-from bateleur.runner.config.kv_cache_dtype import warn_of_missing_scales
 from bateleur.runner.config.limits import EngineLimits
-from bateleur.runner.config.prompt_scan import choose_scan
+from bateleur.runner.config.resolve import choose_backend, choose_scan, warn_of_missing_scales
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.lora.adapter_manager import AdapterManager
 from bateleur.runner.model_runner.graph_dispatcher import largest_capture
