@@ -11,9 +11,8 @@ import torch
 
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.disk_folder import DiskFolder
-from bateleur.runner.offload.layout import Layout
 from bateleur.runner.offload.prefix_file import Prefix, prefix_bytes, write_prefix
-from bateleur.runner.offload.rows import Part
+from bateleur.runner.offload.rows import Layout, Part
 
 LAYOUT = Layout({"weights": "abc"}, 4, 4, 0, (Part("keys", torch.float32, (64,), 0),), ())
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.offload.copies import Copies
-from bateleur.runner.offload.device_cache import PagedCache
 from bateleur.runner.offload.host_memory import HostMemory, Level
-from bateleur.runner.offload.rows import PagedRows
+from bateleur.runner.offload.rows import PagedCache, PagedRows
 from bateleur.runner.offload.tier import HostTier
 from bateleur.runner.stats import OffloadStats
 

@@ -13,9 +13,8 @@ import torch
 from safetensors import safe_open
 
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.offload.layout import Layout
 from bateleur.runner.offload.prefix_file import MAX_HEADER, Prefix, read_prefix, write_prefix
-from bateleur.runner.offload.rows import PagedRows
+from bateleur.runner.offload.rows import Layout, PagedRows
 
 
 def paged(**shapes: tuple[torch.dtype, tuple[int, ...]]) -> PagedRows:

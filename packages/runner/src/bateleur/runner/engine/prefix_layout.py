@@ -10,8 +10,7 @@ import torch
 from bateleur.mamba import StatePolicy
 from bateleur.runner.distributed.agreement import run_on_all_ranks
 from bateleur.runner.engine.setup import EngineSetup
-from bateleur.runner.offload.device_cache import DeviceCache
-from bateleur.runner.offload.layout import Layout
+from bateleur.runner.offload.rows import DeviceCache, Layout
 from bateleur.runner.offload.weights_digest import WeightFiles
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.utils.version import package_version

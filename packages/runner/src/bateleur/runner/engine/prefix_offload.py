@@ -10,10 +10,10 @@ from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.engine.prefix_layout import PrefixLayout
 from bateleur.runner.engine.setup import EngineSetup
-from bateleur.runner.offload.device_cache import DeviceCache
 from bateleur.runner.offload.disk_folder import DiskFolder, make_folder
 from bateleur.runner.offload.disk_tier import DiskTier
 from bateleur.runner.offload.prefix_transfer import PrefixTransfer
+from bateleur.runner.offload.rows import DeviceCache
 from bateleur.runner.offload.tier import HostTier
 from bateleur.runner.stats import EngineStats, OffloadStats
 from bateleur.runner.utils.device import explain_out_of_memory

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.offload.layout import Layout
 from bateleur.runner.offload.prefix_file import Prefix, prefix_bytes, read_prefix, write_prefix
+from bateleur.runner.offload.rows import Layout
 
 _NAME = re.compile(r"[0-9a-f]{8,128}\.(kv|end)\.safetensors")
 _LAYOUT = re.compile(r"[0-9a-f]{32}")

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.offload.device_cache import DeviceCache
 from bateleur.runner.offload.disk_folder import DiskFolder
 from bateleur.runner.offload.host_memory import Level
 from bateleur.runner.offload.prefix_file import Prefix
+from bateleur.runner.offload.rows import DeviceCache
 from bateleur.runner.offload.spans import KINDS, Chain, Span, missing_spans
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request

@@ -12,7 +12,7 @@ from torch import Tensor
 from bateleur.runner.cache.block_pool import BlockPool
 from bateleur.runner.cache.plan import CachePlan
 from bateleur.runner.offload.copies import Copies
-from bateleur.runner.offload.device_cache import PagedCache
+from bateleur.runner.offload.rows import PagedCache
 from bateleur.runner.stats import OffloadStats
 from bateleur.runner.utils.device import use_device
 

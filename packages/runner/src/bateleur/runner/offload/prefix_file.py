@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.offload.layout import Layout
-from bateleur.runner.offload.rows import cut, join
+from bateleur.runner.offload.rows import Layout, cut, join
 from bateleur.runner.offload.whole_file import Opened, opened_file, write_whole
 from bateleur.runner.utils.arguments import shown
 

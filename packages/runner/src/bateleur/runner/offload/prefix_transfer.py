@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from bateleur.runner.distributed.agreement import run_on_all_ranks
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.offload.device_cache import DeviceCache
-from bateleur.runner.offload.layout import Layout
 from bateleur.runner.offload.prefix_file import Prefix, read_prefix, write_prefix
+from bateleur.runner.offload.rows import DeviceCache, Layout
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 _PART = "{rank}-of-{size}.safetensors"

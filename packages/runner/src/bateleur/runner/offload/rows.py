@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
 from math import prod
 
 import numpy as np
@@ -11,6 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bateleur.runner.cache.block_pool import BlockPool
+from bateleur.runner.cache.prefix_cache import PrefixCache
+from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.utils.device import upload
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -84,3 +90,91 @@ def _divides(word: torch.dtype, tensor: Tensor) -> bool:
     width = prod(tensor.shape[1:]) * tensor.dtype.itemsize
     offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
     return bool(width % word.itemsize == 0 and offset % word.itemsize == 0)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything that keys, values and states depend on besides tokens, and their order in a file."""
+
+    fields: Mapping[str, str]
+    """Weights, dtype, device, kernels, ranks and versions, by name."""
+    block_size: int
+    """Tokens of a block; without attention, distance of two states in tokens."""
+    granularity: int
+    """Tokens between two possible ends of a prefix."""
+    ahead: int
+    """Tokens after a prefix that its last block depends on: 1 if a draft head stores keys, else 0."""
+    block_parts: tuple[Part, ...]
+    """Parts of a KV block; empty without attention."""
+    page_parts: tuple[Part, ...]
+    """Parts of a state; empty without recurrent layers."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a KV block."""
+        return self.block_parts[-1].end if self.block_parts else 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of a state."""
+        return self.page_parts[-1].end if self.page_parts else 0
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the whole layout, 32 hexadecimal digits."""
+        parts = [[each.name, str(each.dtype), each.shape] for each in (*self.block_parts, *self.page_parts)]
+        sizes = [self.block_size, self.granularity, self.ahead]
+        text = json.dumps([dict(sorted(self.fields.items())), sizes, parts])
+        return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """KV blocks or recurrent states of a device: the pool of their numbers and keys, and their bytes."""
+
+    pool: BlockPool
+    rows: PagedRows
+
+    def add(self, keys: Sequence[Hashable], data: NDArray[np.uint8]) -> bool:
+        """Add those of `keys` that are not cached, with contents (n, num_bytes), which are not written to any more.
+
+        Returns False, and adds nothing, if there is not enough room.
+        """
+        filled = self.pool.fill(keys)
+        if filled:
+            self.rows.put([number for _, number in filled], data[[index for index, _ in filled]])
+        return filled is not None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCache:
+    """The prefix cache of a device and the memory of its blocks and states."""
+
+    prefixes: PrefixCache
+    blocks: PagedCache | None
+    """Keys and values of all layers and the draft head; None for a model without attention."""
+    pages: PagedCache | None
+    """States of all layers; None for a model without recurrent layers."""
+
+    @classmethod
+    def of(cls, prefixes: PrefixCache, caches: Caches, draft_kv: Sequence[tuple[Tensor, Tensor]]) -> DeviceCache:
+        """draft_kv: keys and values of a draft head, in the same blocks."""
+        blocks = pages = None
+        if caches.blocks is not None:
+            kv = {f"kv.{i}": pair for i, pair in enumerate(caches.kv)}
+            kv |= {f"draft.{i}": pair for i, pair in enumerate(draft_kv)}
+            found = {
+                f"{name}.{kind}": tensor
+                for name, pair in kv.items()
+                for kind, tensor in zip(("keys", "values"), pair, strict=True)
+            }
+            blocks = PagedCache(caches.blocks, PagedRows(found))
+        if caches.free_pages is not None:
+            states = {
+                f"states.{i}.{kind}": tensor
+                for i, pair in enumerate(caches.states)
+                for kind, tensor in zip(("conv", "state"), pair, strict=True)
+                if tensor is not None and tensor.numel()
+            }
+            pages = PagedCache(caches.free_pages, PagedRows(states))
+        return cls(prefixes, blocks, pages)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.runner.offload.device_cache import DeviceCache
+from bateleur.runner.offload.rows import DeviceCache
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 
 SEGMENT_BLOCKS = 16

@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 
 from bateleur.runner.offload.copies import Copies
-from bateleur.runner.offload.device_cache import DeviceCache, PagedCache
 from bateleur.runner.offload.disk_tier import DiskTier
 from bateleur.runner.offload.host_memory import HostMemory, HostSizes, Level
+from bateleur.runner.offload.rows import DeviceCache, PagedCache
 from bateleur.runner.requests.prefix_keys import PrefixKeys
 from bateleur.runner.requests.request import Request
 from bateleur.runner.stats import OffloadStats
