@@ -23,7 +23,7 @@ from bateleur.runner.checkpoint.open import load_model, open_checkpoint
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.errors import EngineDead, RankFailed
 from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher
-from bateleur.runner.spec_decode.draft_sync import DraftSync
+from bateleur.runner.spec_decode.mtp_head import DraftSync
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 

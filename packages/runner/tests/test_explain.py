@@ -23,8 +23,6 @@ from bateleur.metadata.backends.base import PagedAttentionBuilder
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_draft
 from bateleur.runner.cli import main
-from bateleur.runner.diagnose.conventions import conventions
-from bateleur.runner.diagnose.draft_offline import DraftsByPosition, RecordedText, RecordingDrafter, draft_by_position
 from bateleur.runner.diagnose.explain_acceptance import PROMPTS as EXPLAINED
 from bateleur.runner.diagnose.explain_acceptance import TEMPERATURES, explain
 from bateleur.runner.diagnose.explanation import (
@@ -36,6 +34,13 @@ from bateleur.runner.diagnose.explanation import (
     Explanation,
     Run,
     conclude,
+)
+from bateleur.runner.diagnose.head_alone import (
+    DraftsByPosition,
+    RecordedText,
+    RecordingDrafter,
+    conventions,
+    draft_by_position,
 )
 from bateleur.runner.spec_decode.draft_head import DraftHead
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +18,6 @@ import torch
 from bateleur.runner.checkpoint.families import FAMILIES, Family
 from bateleur.runner.checkpoint.field_rules import check_fields, token_ids
 from bateleur.runner.checkpoint.fields import ConfigFields
-from bateleur.runner.checkpoint.file_config import FileConfig, has_current_kinds
 from bateleur.runner.checkpoint.kv_cache import declared_kv_cache, read_kv_scales
 from bateleur.runner.checkpoint.names import Names, cut_evenly, resolve_layout, with_prefix
 from bateleur.runner.checkpoint.quantized import Matrices, quantize_projections, with_quantized
@@ -303,3 +303,37 @@ def _eos_token_ids(path: Path, spec: ModelSpec) -> tuple[int, ...]:
         if unknown := [i for i in ids if i >= spec.vocab_size]:
             raise ValueError(f"{where}: eos_token_id holds {unknown[0]}; the vocabulary has {spec.vocab_size} tokens")
     return tuple(dict.fromkeys(i for ids in by_file.values() for i in ids))
+
+
+class FileConfig:
+    """Fields of a configuration as attributes: those of the file, else those of transformers.
+
+    Importing transformers takes longer than everything else in opening a small checkpoint.
+
+    written: fields of the file, all in `Family.plain`.
+    ask: returns the configuration object of transformers; called when first needed.
+    """
+
+    def __init__(self, written: Mapping[str, Any], ask: Callable[[], Any]) -> None:
+        self._written, self._ask = written, ask
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._written.get(name)
+        if value is None or (name == "rope_parameters" and not _is_complete(value)):
+            return getattr(self._asked, name)
+        return value
+
+    @cached_property
+    def _asked(self) -> Any:
+        return self._ask()
+
+
+def _is_complete(rope: Mapping[str, Any]) -> bool:
+    """Return whether transformers would add nothing to these parameters of rotary embedding."""
+    return rope.get("rope_type") == "default" and rope.get("rope_theta") is not None
+
+
+def has_current_kinds(written: Mapping[str, Any], kinds: frozenset[str]) -> bool:
+    """Return whether all lists of layers have these kinds only; older files have other names for some."""
+    listed = (written.get(name) or () for name in ("layers_block_type", "layer_types", "mtp_layers_block_type"))
+    return all(kinds.issuperset(each) for each in listed)

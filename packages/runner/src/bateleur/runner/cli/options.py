@@ -158,7 +158,7 @@ def is_follower_rank(args: Namespace) -> bool:
     sizes = (getattr(args, name, 1) for name in ("tensor_parallel_size", "data_parallel_size"))
     if max(sizes) == 1:
         return False
-    from bateleur.runner.distributed.torchrun import is_follower
+    from bateleur.runner.distributed.launch import is_follower
 
     return is_follower()
 

@@ -16,8 +16,6 @@ from bateleur.runner.assets import shipped_draft, shipped_model
 from bateleur.runner.checkpoint.open import Checkpoint, open_checkpoint
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
 from bateleur.runner.config.engine_config import NGRAM
-from bateleur.runner.diagnose.conventions import Convention, conventions
-from bateleur.runner.diagnose.draft_offline import DraftsByPosition, RecordedText, RecordingDrafter, draft_by_position
 from bateleur.runner.diagnose.explanation import (
     ALONE,
     EAGER,
@@ -27,6 +25,14 @@ from bateleur.runner.diagnose.explanation import (
     Explanation,
     Run,
     conclude,
+)
+from bateleur.runner.diagnose.head_alone import (
+    Convention,
+    DraftsByPosition,
+    RecordedText,
+    RecordingDrafter,
+    conventions,
+    draft_by_position,
 )
 from bateleur.runner.engine.input_processor import Prompt
 from bateleur.runner.llm import LLM

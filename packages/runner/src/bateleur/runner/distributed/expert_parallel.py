@@ -1,4 +1,4 @@
-"""Expert parallelism: exchange of tokens between data-parallel ranks in a layer whose experts they share.
+"""Expert parallelism: data-parallel ranks agree on each step, and exchange tokens in layers of shared experts.
 
 Shapes: T tokens of this rank, P rows that each rank sends, A rows of all ranks (size * P), L width of the experts, K
 experts of a token.
@@ -6,10 +6,14 @@ experts of a token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bateleur.cudagraph import BatchExecutionDescriptor, CudagraphDispatcher, JointDispatch, RankStep, UnpaddedBatch
+from bateleur.cudagraph.data_parallel import RankStepCodec, dispatch_jointly
 from bateleur.runner.distributed.ranks import Ranks
 
 
@@ -41,3 +45,31 @@ class ExpertParallel:
         """(T, L) sums over all ranks for the tokens of this rank. y_AL: partial sums of this rank for all tokens."""
         parts = self.ranks.swap(y_AL.view(self.ranks.size, -1, y_AL.shape[1]))
         return parts[:, :num_tokens].sum(0)
+
+
+class DataParallelSync:
+    """Chooses one graph for all ranks, or the number of rows that each rank sends to the experts. One collective.
+
+    A `bateleur.cudagraph.DispatchCoordinator`. The host waits for the other hosts, because its padding depends on their
+    batches.
+    """
+
+    def __init__(
+        self, exchange: ExpertParallel, plan: CudagraphDispatcher, ready: Iterable[BatchExecutionDescriptor]
+    ) -> None:
+        """ready: the graphs that all ranks have, see `keep_common_graphs`."""
+        self._exchange, self._plan, self._codec = exchange, plan, RankStepCodec(plan)
+        everywhere = frozenset(ready)
+        self._ready = None if everywhere.issuperset(plan.keys) else everywhere
+
+    def coordinate(self, mine: RankStep) -> JointDispatch:
+        """Exchange the batches of all ranks, and dispatch them together."""
+        by_rank = self._exchange.ranks.gather_ints(self._codec.encode(RankStep(mine.batch)))
+        steps = [RankStep(self._codec.decode(each).batch, self._ready) for each in by_rank]
+        agreed = dispatch_jointly(steps, self._plan)
+        self._exchange.num_rows = 0 if agreed.descriptor is not None else agreed.num_tokens
+        return agreed
+
+    def dispatch(self, batch: UnpaddedBatch | None) -> JointDispatch:
+        """The joint decision for a rank with this batch; None for a rank without work."""
+        return self.coordinate(RankStep(batch))

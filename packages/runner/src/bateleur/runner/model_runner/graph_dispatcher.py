@@ -28,7 +28,7 @@ from bateleur.metadata import BatchLimits, GraphSupport
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.distributed.agreement import keep_common_graphs
-from bateleur.runner.distributed.data_parallel_sync import DataParallelSync
+from bateleur.runner.distributed.expert_parallel import DataParallelSync
 from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.models import HybridDecoder, StepContext
 

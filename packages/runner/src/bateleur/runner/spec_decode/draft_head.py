@@ -32,8 +32,7 @@ from bateleur.runner.models.matrix import Projection
 from bateleur.runner.models.memory_report import weight_sizes
 from bateleur.runner.models.sharding import shard_experts
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, ModelSpec, parts_of
-from bateleur.runner.spec_decode.draft_sync import DraftSync
-from bateleur.runner.spec_decode.mtp_head import MtpHead
+from bateleur.runner.spec_decode.mtp_head import DraftSync, MtpHead
 
 
 @dataclass(frozen=True, slots=True)

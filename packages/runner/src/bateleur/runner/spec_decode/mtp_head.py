@@ -169,3 +169,37 @@ def _spec_of(module: ModelSpec) -> HeadSpec:
         sliding_window=window,
         recycle="post_norm",
     )
+
+
+class DraftSync:
+    """Makes all ranks run equally many draft passes, by one exchange of two integers. Each pass of the head runs the
+    collectives of its experts, but policies may want different numbers on each rank, and an idle rank wants none.
+    """
+
+    def __init__(self, head: MtpHead, exchange: ExpertParallel) -> None:
+        self._head, self._exchange = head, exchange
+
+    def agree(self, num_rows: int, num_drafts: int) -> int:
+        """Return the largest number of drafts that any rank wants."""
+        by_rank = self._exchange.ranks.gather_ints([num_rows, num_drafts])
+        self._exchange.num_rows = max(rows for rows, _ in by_rank)
+        return max(drafts for _, drafts in by_rank)
+
+    def idle(self) -> int:
+        """Without rows, take part in the proposals of other ranks; returns their number of drafts. A dummy token goes
+        through the head, and nothing is stored.
+        """
+        drafts = self.agree(1, 0)
+        for _ in range(drafts):
+            self._pass()
+        return drafts
+
+    def _pass(self) -> None:
+        like = self._head.fc_proj.weight
+        zero = torch.zeros(1, dtype=torch.int64, device=like.device)
+        hidden = torch.zeros(1, like.shape[0], dtype=like.dtype, device=like.device)
+        self._head.forward(zero, hidden, zero, _no_attention)
+
+
+def _no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.zeros_like(q)

@@ -32,8 +32,8 @@ from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.sampling.step_end import EndedStep
 from bateleur.runner.scheduling.step_batch import StepBatch
-from bateleur.runner.spec_decode.draft_sync import DraftSync
 from bateleur.runner.spec_decode.drafter_checks import checked_drafts, checked_lengths
+from bateleur.runner.spec_decode.mtp_head import DraftSync
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs
 from bateleur.runner.utils.device import DeviceCopies, upload
 

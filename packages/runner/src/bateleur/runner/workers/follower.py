@@ -19,10 +19,9 @@ from torch._C._distributed_c10d import TCPStore
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.distributed.connections import RankConnection
 from bateleur.runner.distributed.heartbeat import RankHeartbeat
-from bateleur.runner.distributed.launch import inherited
+from bateleur.runner.distributed.launch import TorchrunRendezvous, inherited
 from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
 from bateleur.runner.distributed.ranks import Ranks
-from bateleur.runner.distributed.torchrun import TorchrunRendezvous
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.input_processor import InputProcessor
 from bateleur.runner.engine.memory_profile import needed_bytes

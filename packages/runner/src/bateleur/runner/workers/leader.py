@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
-from typing import NoReturn
+from threading import current_thread, main_thread
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import TCPStore
@@ -18,12 +20,10 @@ from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig, SpeculativeConfig
 from bateleur.runner.distributed.connections import RankProcess
 from bateleur.runner.distributed.heartbeat import type_and_message
-from bateleur.runner.distributed.interrupts import Interrupts
-from bateleur.runner.distributed.launch import start
+from bateleur.runner.distributed.launch import TorchrunRendezvous, start
 from bateleur.runner.distributed.monitor import RankMonitor
 from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
 from bateleur.runner.distributed.ranks import Ranks
-from bateleur.runner.distributed.torchrun import TorchrunRendezvous
 from bateleur.runner.engine.messages import AddAdmittedRequests, AddRequests, Message, Reply, WireMessage
 from bateleur.runner.engine.setup import device_of
 from bateleur.runner.errors import CollectiveBroken, EngineDead, RankFailed
@@ -234,3 +234,30 @@ def _check_portable(config: EngineConfig) -> None:
             pickle.dumps(value)
         except Exception as error:
             refuse(name, value, f"something that pickle can send to other ranks: {error}")
+
+
+class Interrupts:
+    """Delays SIGINT from `hold` to `release`, in the main thread. A second Ctrl-C is not delayed."""
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._pending = False
+
+    def hold(self) -> None:
+        """Delay signals from here on."""
+        if current_thread() is main_thread() and callable(before := signal.getsignal(signal.SIGINT)):
+            self._before, self._pending = before, False
+            signal.signal(signal.SIGINT, self._note)
+
+    def release(self) -> None:
+        """Stop delaying, and raise a signal that has arrived."""
+        if (before := self._before) is not None:
+            self._before = None
+            signal.signal(signal.SIGINT, before)
+            if self._pending:
+                before(signal.SIGINT, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._pending:
+            self.release()
+        self._pending = True
