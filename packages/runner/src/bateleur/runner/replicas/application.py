@@ -20,6 +20,7 @@ from starlette.types import Message
 from bateleur.runner.config.engine_config import EngineConfig, all_options
 from bateleur.runner.errors import EngineDead, QueueFull, ReplicaLost
 from bateleur.runner.replicas.config import NOT_OF_RAY, OF_RAY, ReplicaConfig
+from bateleur.runner.replicas.engine_replica import EngineReplica
 from bateleur.runner.replicas.forwarded_request import ForwardedRequest
 from bateleur.runner.replicas.frontend import ReplicaFrontend
 from bateleur.runner.serve.config import ServeConfig, served_engine
@@ -131,51 +132,36 @@ def build_application(plan: DeploymentPlan) -> serve.Application:
     return frontends.bind(engines.bind(plan.engine, internal, plan.num_threads), server)
 
 
-class _EngineDeployment:
-    """`EngineReplica` in a Ray process."""
+class _EngineDeployment(EngineReplica):
+    """An `EngineReplica` that a Ray process makes."""
 
     def __init__(self, engine: Mapping[str, Any], config: ServeConfig, num_threads: int | None) -> None:
         import torch
 
         from bateleur.runner.async_llm import AsyncLLM
-        from bateleur.runner.replicas.engine_replica import EngineReplica
 
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         options = dict(engine)
         llm = AsyncLLM(options.pop("model", None), max_queued_requests=config.max_queued_requests, **options)
         llm.llm.prepare_structured_outputs()
-        self._replica = EngineReplica(serve.get_replica_context().replica_tag, llm, config)
-
-    async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-        async for messages in self._replica.answer(request):
-            yield messages
-
-    async def metrics(self) -> tuple[str, str]:
-        return await self._replica.metrics()
-
-    async def check_health(self) -> None:
-        await self._replica.check_health()
+        super().__init__(serve.get_replica_context().replica_tag, llm, config)
 
     async def __del__(self) -> None:
-        await self._replica.close()
+        await self.close()
 
 
-class _FrontendDeployment:
-    """`ReplicaFrontend` in a Ray process."""
+class _FrontendDeployment(ReplicaFrontend):
+    """A `ReplicaFrontend` that a Ray process makes."""
 
     def __init__(self, engines: serve.handle.DeploymentHandle, config: ServeConfig) -> None:
+        super().__init__(self._send_to_engine, self._metrics_of_engines, config)
         self._engines = engines
-        self._frontend = ReplicaFrontend(self._send_request, self._metrics, config)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._frontend.app()
+        return self.app()
 
-    async def drain(self, timeout: float) -> None:
-        """Refuse new requests and wait for running ones."""
-        await self._frontend.drain(timeout)
-
-    async def _send_request(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+    async def _send_to_engine(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
         answers = self._engines.options(stream=True).answer.remote(request)
         try:
             async for messages in answers:
@@ -190,7 +176,7 @@ class _FrontendDeployment:
             with suppress(Exception):
                 answers.cancel()
 
-    async def _metrics(self) -> dict[str, str]:
+    async def _metrics_of_engines(self) -> dict[str, str]:
         return dict(await self._engines.broadcast("metrics").results_async(timeout_s=10))
 
 

@@ -6,14 +6,16 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from starlette.types import Message
 
-from bateleur.runner.async_llm import AsyncLLM
 from bateleur.runner.errors import EngineDead, ReplicaLost
 from bateleur.runner.replicas.forwarded_request import ForwardedRequest
-from bateleur.runner.serve.app import build_app
 from bateleur.runner.serve.config import ServeConfig
+
+if TYPE_CHECKING:
+    from bateleur.runner.async_llm import AsyncLLM
 
 _MAX_QUEUED_MESSAGES = 8
 """Messages of a response that wait to be sent. If it is full, the engine's outputs are merged meanwhile."""
@@ -27,6 +29,8 @@ class EngineReplica:
     """
 
     def __init__(self, name: str, llm: AsyncLLM, config: ServeConfig) -> None:
+        from bateleur.runner.serve.app import build_app  # imported late: it imports torch
+
         self.name, self.llm = name, llm
         self.app = build_app(llm, config)
 

@@ -3,8 +3,8 @@
 A forbidden token gets the logit -inf whatever the other rules are, so their order does not matter.
 
 Biases are values added to logits: always (`logit_bias`), or after certain tokens. A bad word adds -inf to its last
-token if the tokens before it have just been generated. Both are entries of one table for all requests, which a step adds
-at once.
+token if the tokens before it have just been generated. Both are entries of one table for all requests; a step adds all
+of them at once.
 """
 
 # Shape letters: R or L rows of logits, M rows of the request table, V vocabulary, W words of 32 bits, N entries of
