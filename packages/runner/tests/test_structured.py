@@ -20,9 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.structured import grammar as grammar_module
 from bateleur.runner.structured import trial
-from bateleur.runner.structured.grammar import CompiledGrammar, Grammars
+from bateleur.runner.structured.grammar import CompiledGrammar, Grammars, token_bytes
 from bateleur.runner.structured.matcher import Matcher, fill
-from bateleur.runner.structured.vocabulary import token_bytes
 from bateleur.runner.structured_outputs import MAX_BYTES, StructuredOutputsParams
 from bateleur.runner.text.tokenizer import NoTokenizer
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import atexit
+import json
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from bateleur.runner.errors import MissingExtra
-from bateleur.runner.structured.limits import error_line, parser_limits
+from bateleur.runner.structured.limits import SPECIAL, error_line, parser_limits
 from bateleur.runner.structured.matcher import Matcher
-from bateleur.runner.structured.source import grammar_source
-from bateleur.runner.structured.structural_tag import TagTokens
+from bateleur.runner.structured.structural_tag import (
+    HEAD,
+    TagTokens,
+    compile_structural_tag,
+    escaped,
+    json_grammar,
+    lark_rules,
+    pattern,
+)
 from bateleur.runner.structured.trial import Trials
-from bateleur.runner.structured.vocabulary import SPECIAL, token_bytes
 from bateleur.runner.structured_outputs import StructuredOutputsParams
-from bateleur.runner.text.tokenizer import Tokenizer, special_token_ids, tag_tokens
+from bateleur.runner.text.token_bytes import decoder_steps, is_byte_piece, piece_bytes
+from bateleur.runner.text.tokenizer import NoTokenizer, Tokenizer, special_token_ids, tag_tokens
 from bateleur.runner.utils.arguments import shown
 
 if TYPE_CHECKING:
@@ -24,6 +32,39 @@ if TYPE_CHECKING:
 
 _CACHE_SIZE = 64
 """Maximum number of cached grammars; the least recently used one is dropped."""
+
+
+def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
+    """Return the bytes that each of `vocab_size` tokens adds to a text.
+
+    b"" for ids that the tokenizer lacks, and for a byte token if another token has the same bytes.
+    Raises ValueError for a tokenizer whose tokens can't be read one by one.
+    """
+    if isinstance(tokenizer, NoTokenizer):
+        raise ValueError("structured_outputs is given; it needs a tokenizer: leave skip_tokenizer_init False")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    about = "structured_outputs is given; the tokenizer of this checkpoint is"
+    if backend is None:
+        raise ValueError(f"{about} a {type(tokenizer).__name__}, and must be one of the tokenizers library")
+    described = json.loads(backend.to_str())
+    try:
+        steps = decoder_steps(described["decoder"])
+    except ValueError as error:
+        raise ValueError(f"{about} {error}") from error
+    special = {each["id"] for each in described["added_tokens"] if each["special"]}
+    found, plain, pieces = [b""] * vocab_size, set(), []
+    for piece, token in backend.get_vocab(with_added_tokens=True).items():
+        if token < vocab_size:
+            pieces.append((token in special or is_byte_piece(piece), token, piece))
+    for _, token, piece in sorted(pieces):  # byte tokens come last
+        if token in special:
+            found[token] = SPECIAL + piece.encode()
+            continue
+        data = piece_bytes(piece, steps)
+        if data not in plain:
+            found[token] = data
+            plain.add(data)
+    return found
 
 
 class Vocabulary:
@@ -150,3 +191,32 @@ def _require_library() -> None:
         raise MissingExtra(
             "structured_outputs needs llguidance, which comes with an extra: pip install 'bateleur-runner[structured]'"
         ) from error
+
+
+_SCHEMA = HEAD + "start: @schema\n"
+
+
+def grammar_source(params: StructuredOutputsParams, tokens: TagTokens) -> str:
+    """Return the source of a grammar, which also identifies it.
+
+    Raises ValueError for EBNF that can't be parsed, and for an invalid structural tag.
+    """
+    if params.structural_tag is not None:
+        tag = json.loads(str(params.structural_tag))
+        grammars = compile_structural_tag(tag, tokens, compact=params.disable_any_whitespace)
+        return json.dumps({"grammars": grammars}, ensure_ascii=False)
+    if params.json is not None or params.json_object:
+        schema = '{"type": "object"}' if params.json is None else str(params.json)
+        grammar = json_grammar(json.loads(schema), compact=params.disable_any_whitespace)
+        grammars = [{"lark_grammar": _SCHEMA}, {"name": "schema", **grammar}]
+        return json.dumps({"grammars": grammars}, ensure_ascii=False)
+    if params.regex is not None:
+        return _lark(HEAD + f"start: /{pattern(params.regex)}/\n")
+    if params.choice is not None:
+        return _lark(HEAD + f"start: /{'|'.join(map(escaped, params.choice))}/\n")
+    assert params.grammar is not None
+    return _lark(HEAD + lark_rules(params.grammar))
+
+
+def _lark(rules: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": rules}]}, ensure_ascii=False)

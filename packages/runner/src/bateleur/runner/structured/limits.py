@@ -1,4 +1,4 @@
-"""Limits on what llguidance may spend on a grammar, and its errors in one line."""
+"""Limits on what llguidance may spend on a grammar, its errors in one line, and the mark of special tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
+
+
+SPECIAL = b"\xff"
+"""Prefix of tokens without text. No grammar allows it, because the byte is never part of UTF-8."""
 
 
 def parser_limits() -> LLParserLimits:

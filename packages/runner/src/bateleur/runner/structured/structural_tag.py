@@ -14,6 +14,12 @@ from typing import Any
 
 from bateleur.runner.utils.arguments import refuse, shown
 
+HEAD = '%llguidance {"no_forcing": true}\n'
+"""Start of a grammar. Forcing is off: for bytes with no alternative, llguidance would accept only one tokenisation, and
+refuse drafts that write the same bytes in other tokens."""
+_COMPACT = {"whitespace_flexible": False}
+_SPACE = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
+"""Whitespace between the parts of JSON. Without a bound, a weak model may write nothing else."""
 _TEXT = "/(?s:.+)/"
 _MAX_DEPTH = 64
 """Maximum depth of nested formats."""
@@ -39,24 +45,45 @@ class TagTokens:
     """Ids of tokens that end a text."""
 
 
-def compile_structural_tag(
-    tag: Mapping[str, Any],
-    tokens: TagTokens,
-    *,
-    head: str,
-    json_grammar: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    pattern: Callable[[str], str],
-    lark: Callable[[str], str],
-) -> list[dict[str, Any]]:
-    """Return grammars for llguidance; the first refers to the others. Raises ValueError that names a wrong field.
+def compile_structural_tag(tag: Mapping[str, Any], tokens: TagTokens, *, compact: bool) -> list[dict[str, Any]]:
+    """Return grammars for llguidance; the first refers to the others. compact: JSON has no whitespace.
 
-    head: start of the first grammar. json_grammar: returns the grammar of a JSON schema. pattern: translates a regular
-    expression to llguidance's. lark: translates EBNF.
+    Raises ValueError that names a wrong field.
     """
-    compiler = _Compiler(tokens, json_grammar, pattern, lark)
+    compiler = _Compiler(tokens, compact)
     start = compiler.format("format", _format_of(tag), 0)
     rules = "\n".join([f"start: {start}", *compiler.rules])
-    return [{"lark_grammar": f"{head}{rules}\n"}, *compiler.grammars]
+    return [{"lark_grammar": f"{HEAD}{rules}\n"}, *compiler.grammars]
+
+
+def json_grammar(schema: Mapping[str, Any], *, compact: bool) -> dict[str, Any]:
+    """Return the grammar of a JSON schema."""
+    own = schema.get("x-guidance")
+    space = {**(_COMPACT if compact else _SPACE), **(own if isinstance(own, dict) else {})}
+    return {"json_schema": {**schema, "x-guidance": space}}
+
+
+def pattern(regex: str) -> str:
+    """Return a pattern without anchors, which llguidance lacks, because the whole text has to match."""
+    from llguidance import regex_to_lark
+
+    body = regex.removeprefix("^")
+    if body.endswith("$"):
+        escapes = len(body) - 1 - len(body[:-1].rstrip("\\"))
+        body = body[:-1] if escapes % 2 == 0 else body
+    return regex_to_lark(body)
+
+
+def lark_rules(grammar: str) -> str:
+    """Return Lark rules; EBNF is translated."""
+    if "::=" not in grammar:
+        return grammar
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as error:  # the parser documents no exceptions
+        raise ValueError(f"it can't be read as EBNF: {error}") from error
 
 
 def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -72,14 +99,8 @@ def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 class _Compiler:
     """Collects the rules of one structural tag."""
 
-    def __init__(
-        self,
-        tokens: TagTokens,
-        json_grammar: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-        pattern: Callable[[str], str],
-        lark: Callable[[str], str],
-    ) -> None:
-        self._tokens, self._json_grammar, self._pattern, self._lark = tokens, json_grammar, pattern, lark
+    def __init__(self, tokens: TagTokens, compact: bool) -> None:
+        self._tokens, self._compact = tokens, compact
         self.rules: list[str] = []
         self.grammars: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
@@ -126,9 +147,9 @@ class _Compiler:
             case "python_arguments":
                 return self._keywords(_mapping(f"{place}.json_schema", part.get("json_schema")))
             case "regex":
-                return f"/{self._pattern(text('pattern'))}/"
+                return f"/{pattern(text('pattern'))}/"
             case "grammar":
-                return self._grammar({"lark_grammar": self._lark(text("grammar"))})
+                return self._grammar({"lark_grammar": lark_rules(text("grammar"))})
             case "any_text":
                 return self._segments({}, (), _texts(f"{place}.excludes", part.get("excludes", ())))
         refuse(f"{place}.type", part.get("type"), f"one of {', '.join(_TYPES)}")
@@ -204,7 +225,7 @@ class _Compiler:
             if text is None:
                 rest = f"{self._json(key, single)} {self._literal(_END_OF_PARAMETER)}"
             else:
-                rest = self._lazy(f"({self._pattern(text)}){escaped(_END_OF_PARAMETER)}")
+                rest = self._lazy(f"({pattern(text)}){escaped(_END_OF_PARAMETER)}")
             required = key in (schema.get("required") or ())
             parts.append(f"{begin} {rest}" if required else f"({begin} {rest})?")
         return " ".join(parts)
@@ -287,7 +308,7 @@ class _Compiler:
     def _json(self, place: str, schema: object) -> str:
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
-        return self._grammar(self._json_grammar(_mapping(place, schema)))
+        return self._grammar(json_grammar(_mapping(place, schema), compact=self._compact))
 
     def _grammar(self, grammar: Mapping[str, Any]) -> str:
         """Add a grammar, unless it is there, and return a reference to it."""
@@ -300,9 +321,9 @@ class _Compiler:
                 raise ValueError(f"its grammars have more than {_MAX_BYTES} bytes, with definitions for each property")
         return f"@{self._names[known]}"
 
-    def _lazy(self, pattern: str) -> str:
-        """Return a rule for the shortest text that matches a pattern."""
-        return self._rule(f"/{pattern}/", options="[lazy]")
+    def _lazy(self, regex: str) -> str:
+        """Return a rule for the shortest text that matches a regular expression."""
+        return self._rule(f"/{regex}/", options="[lazy]")
 
     def _rule(self, body: str, *, options: str = "", terminal: bool = False) -> str:
         """Add a rule, unless it is there, and return its name."""
