@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from bateleur.runner.checkpoint import tiktoken_file
 from bateleur.runner.checkpoint.open import Checkpoint, quiet_transformers
-from bateleur.runner.checkpoint.tokenizer_files import read_without_transformers
+from bateleur.runner.checkpoint.tokenizer_files import TIKTOKEN, is_kimi, read_tiktoken, read_without_transformers
 from bateleur.runner.text.tokenizer import Tokenizer
 from bateleur.runner.utils.json_file import read_json
 
@@ -30,9 +29,9 @@ def load_tokenizer(checkpoint: Checkpoint, folder: str | Path | None = None) -> 
     if not folder.is_dir():
         raise ValueError(f"tokenizer is {str(folder)!r}; it must be a folder with tokenizer.json or tiktoken.model")
     tokenizer: Any
-    if (folder / tiktoken_file.NAME).is_file() and not (folder / "tokenizer.json").is_file():
-        _refuse_code(folder, known=tiktoken_file.is_kimi)
-        tokenizer = tiktoken_file.read_tiktoken(folder)
+    if (folder / TIKTOKEN).is_file() and not (folder / "tokenizer.json").is_file():
+        _refuse_code(folder, known=is_kimi)
+        tokenizer = read_tiktoken(folder)
     else:
         _refuse_code(folder)
         tokenizer = read_without_transformers(folder) or _ask_transformers(folder)
@@ -96,7 +95,7 @@ def _refuse_code(folder: Path, known: Callable[[Any], bool] = lambda named: Fals
 def _find_fault(folder: Path) -> None:
     """Raise ValueError that says what is wrong with a tokenizer's files, if that is known."""
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder}: has no tokenizer.json and no {tiktoken_file.NAME}. {_INSTEAD}")
+        raise ValueError(f"{folder}: has no tokenizer.json and no {TIKTOKEN}. {_INSTEAD}")
     for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):
         if (folder / name).is_file():
             read_json(folder / name)

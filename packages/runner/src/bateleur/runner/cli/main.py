@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from bateleur.runner.cli import bench, generate, reports, serve
+from bateleur.runner.cli import generate, reports, serve
 from bateleur.runner.cli.console import announcing_compilation, discard_stdout, name_in_errors, print_status
 from bateleur.runner.cli.options import build_parser
 
 _COMMANDS = {
     "batch": generate.batch,
-    "bench": bench.run,
+    "bench": reports.bench,
     "explain-acceptance": reports.explain_acceptance,
     "generate": generate.run,
     "info": reports.info,

@@ -1,13 +1,17 @@
-"""`bateleur info` and `bateleur explain-acceptance`: print a report as a table or as one JSON object."""
+"""`bateleur info`, `explain-acceptance` and `bench`: print a report as a table or as one JSON object."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from pathlib import Path
+from typing import Any
 
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.cli.console import print_status, progress_messages, write_text
-from bateleur.runner.cli.options import ENGINE_OPTIONS, given_options
+from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
+from bateleur.runner.cli.console import name_in_errors, print_status, progress_messages, write_text
+from bateleur.runner.cli.options import ENGINE_OPTIONS, check_num_threads, given_options
 
 
 def info(args: argparse.Namespace) -> int:
@@ -33,3 +37,53 @@ def explain_acceptance(args: argparse.Namespace) -> int:
         explanation = explain(model, args.draft, prompts=args.prompt, **options)
     write_text((json.dumps(explanation.as_dict()) if args.json else explanation.table()) + "\n")
     return 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Run a benchmark and return the exit code: 1 if tokens differ or an engine does not answer."""
+    try:
+        result, table = (_serve if args.measure == "serve" else _offline)(args)
+    except RuntimeError as error:
+        from bateleur.runner.errors import Unmeasured  # imported late: it imports torch
+
+        if not isinstance(error, Unmeasured):
+            raise
+        print_status(str(error))
+        return 1
+    text = json.dumps(result, indent=1)
+    write_text(text + "\n" if args.json else table)  # before the file, which may not be writable
+    output: Path | None = getattr(args, "output_json", None)
+    if output is not None:
+        with name_in_errors(output):
+            Path(output).write_text(text + "\n")
+    return int(any("fault" in row for row in result["results"]))
+
+
+def _offline(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    kind: type[LatencyConfig] | type[ThroughputConfig] = (
+        LatencyConfig if args.measure == "latency" else ThroughputConfig
+    )
+    config, num_threads = kind(**given_options(args, kind)), check_num_threads(args)
+    print_status("loading torch")
+    from bateleur.runner.bench.offline import BenchTarget, bench_latency, bench_throughput, offline_table
+
+    model, options = args.model or shipped_model(), given_options(args, ENGINE_OPTIONS)
+    target = BenchTarget(model, options, num_threads, print_status)
+    if isinstance(config, LatencyConfig):
+        result = bench_latency(target, config, _command())
+    else:
+        result = bench_throughput(target, config, _command())
+    return result, offline_table(result)
+
+
+def _serve(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    config = ServeBenchConfig(**given_options(args, ServeBenchConfig))
+    from bateleur.runner.bench.serve import bench_serve, serve_table
+
+    model, options = args.model or shipped_model(), given_options(args, ENGINE_OPTIONS)
+    result = bench_serve(model, config, options, print_status, _command())
+    return result, serve_table(result)
+
+
+def _command() -> str:
+    return " ".join(["bateleur", *sys.argv[1:]])

@@ -42,6 +42,7 @@ from bateleur.runner.models.spec import (
     MlpLayer,
     ModelSpec,
     ShortConvLayer,
+    SingleLayer,
     parts_of,
 )
 from bateleur.runner.spec_decode.draft_head import DraftHead
@@ -323,19 +324,24 @@ def _held(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, devi
     return packed_weight_bytes(model, device, checkpoint.dtype, recorded=recorded)
 
 
+def layer_of(spec: ModelSpec, name: str) -> SingleLayer | None:
+    """Return the layer of a weight; None outside of layers. A norm that several mixers share belongs to the first."""
+    where = name.split(".")
+    if where[0] != "layers":
+        return None
+    return parts_of(spec.layers[int(where[1])])[int(where[2]) if where[2].isdecimal() else 0]
+
+
 def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
     """Sum up layers, parameters and weight bytes by kind of layer."""
     spec = model.module if isinstance(model, MtpHead) else model.spec
-    layers = [parts_of(layer) for layer in spec.layers]
-    counts = Counter(KINDS[type(part)] for parts in layers for part in parts)
+    counts = Counter(KINDS[type(part)] for layer in spec.layers for part in parts_of(layer))
     found = {kind: [count, 0, 0, 0] for kind, count in counts.items()} | {EMBEDDINGS: [0, 0, 0, 0]}
     for name, weight in weight_sizes(model).items():
         kind, active = EMBEDDINGS, weight.num_bytes
-        where = name.split(".")  # a norm that several mixers share counts for the first
-        if where[0] == "layers":
-            layer = layers[int(where[1])][int(where[2]) if where[2].isdecimal() else 0]
+        if (layer := layer_of(spec, name)) is not None:
             kind = KINDS[type(layer)]
-            if isinstance(layer, ExpertsLayer) and where[-1] in ROUTED:
+            if isinstance(layer, ExpertsLayer) and name.rpartition(".")[2] in ROUTED:
                 active = active // layer.num_experts * layer.top_k
         part = found[kind]
         part[1] += weight.numel
@@ -346,11 +352,10 @@ def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
 
 def count_schemes(model: HybridDecoder, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, int]]:
     """Bytes of quantised matrices by kind of layer, then by scheme and kernel of an engine on a device."""
-    layers, found = [parts_of(layer) for layer in model.spec.layers], dict[str, dict[str, int]]()
+    found: dict[str, dict[str, int]] = {}
     for name, projection in model.matrices.items():
-        kind, where = EMBEDDINGS, name.split(".")
-        if where[0] == "layers":
-            kind = KINDS[type(layers[int(where[1])][int(where[2]) if where[2].isdecimal() else 0])]
+        layer = layer_of(model.spec, name)
+        kind = EMBEDDINGS if layer is None else KINDS[type(layer)]
         for matrix in quantized_parts(projection):
             told = f"{matrix.scheme}: {describe_quantized(matrix, device, dtype)}"
             schemes = found.setdefault(kind, {})

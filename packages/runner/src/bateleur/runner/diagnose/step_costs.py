@@ -18,7 +18,7 @@ from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, StatePolic
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.state_options import StateOptions
-from bateleur.runner.diagnose.checkpoint_facts import EMBEDDINGS, KINDS
+from bateleur.runner.diagnose.checkpoint_facts import EMBEDDINGS, KINDS, layer_of
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
 from bateleur.runner.models.memory_report import WeightSize, weight_sizes
@@ -92,24 +92,21 @@ def experts_met(layer: ExpertsLayer, num_tokens: int) -> float:
 def _weights(model: HybridDecoder, num_tokens: int) -> list[tuple[str, StepPart]]:
     """Costs of matrix products, and of reads of other weights, in the order of the weights."""
     spec, size = model.spec, model.dtype.itemsize
-    layers = [parts_of(layer) for layer in spec.layers]
     rows = StepPart(weight_bytes=num_tokens * spec.hidden_size * size)
     logits = StepPart(activation_bytes=num_tokens * spec.vocab_size * _LOGIT_BYTES)
     sizes = weight_sizes(model)
     head = _product(sizes["embedding" if model.ties_lm_head else "lm_head"], num_tokens, 1.0)
     found = [(EMBEDDINGS, rows + logits + head)]
     for name, weight in sizes.items():
-        where = name.split(".")
-        if where[0] != "layers":
+        if (layer := layer_of(spec, name)) is None:
             continue
-        layer = layers[int(where[1])][int(where[2]) if where[2].isdecimal() else 0]
         share, inputs = 1.0, float(num_tokens)
-        if isinstance(layer, ExpertsLayer) and where[-1] in ROUTED:
+        if isinstance(layer, ExpertsLayer) and name.rpartition(".")[2] in ROUTED:
             share = experts_met(layer, num_tokens) / layer.num_experts
             inputs = num_tokens * layer.top_k / layer.num_experts
         found.append((KINDS[type(layer)], _product(weight, inputs, share)))
     stream = StepPart(activation_bytes=2 * num_tokens * spec.hidden_size * size)
-    return [*found, *((KINDS[type(parts[0])], stream) for parts in layers)]
+    return [*found, *((KINDS[type(parts[0])], stream) for parts in map(parts_of, spec.layers))]
 
 
 def _product(weight: WeightSize, num_inputs: float, share: float) -> StepPart:
