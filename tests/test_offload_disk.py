@@ -263,10 +263,10 @@ def test_a_full_disk_is_counted_and_changes_nothing(
     said = ids(engine(kv_offload_path=None).generate(PROMPTS, GREEDY))
     llm = engine()
 
-    def full(*_: object) -> int:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.writev", full)
+    monkeypatch.setattr("os.replace", full)
     assert ids(llm.generate(PROMPTS, GREEDY)) == said
     llm.engine.operations.flush_disk()
     stats = llm.get_metrics().offload

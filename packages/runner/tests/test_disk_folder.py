@@ -11,8 +11,9 @@ import torch
 
 from bateleur.runner.errors import PrefixRefused
 from bateleur.runner.offload.disk_folder import DiskFolder
-from bateleur.runner.offload.prefix_file import Prefix, prefix_bytes, write_prefix
+from bateleur.runner.offload.prefix_file import Prefix, encode_prefix
 from bateleur.runner.offload.rows import Layout, Part
+from bateleur.runner.offload.whole_file import write_whole
 
 LAYOUT = Layout({"weights": "abc"}, 4, 4, 0, (Part("keys", torch.float32, (64,), 0),), ())
 
@@ -97,14 +98,13 @@ def test_files_take_no_more_than_the_limit_while_one_is_written(
     """Files were removed after a write, so the limit was exceeded meanwhile; larger files were written at all."""
     most = [0]
 
-    def written(path: Path, layout: Layout, what: Prefix) -> int:
-        size = write_prefix(path, layout, what)
-        assert size == prefix_bytes(layout, what) == path.stat().st_size
+    def written(path: Path, data: bytes) -> int:
+        size = write_whole(path, data)
         most[0] = max(most[0], sum(each.stat().st_size for each in path.parent.iterdir()))
         return size
 
-    monkeypatch.setattr("bateleur.runner.offload.disk_folder.write_prefix", written)
-    size = prefix_bytes(LAYOUT, prefix(0))
+    monkeypatch.setattr("bateleur.runner.offload.disk_folder.write_whole", written)
+    size = len(encode_prefix(LAYOUT, prefix(0)))
     folder = DiskFolder(tmp_path, LAYOUT, 3 * size + 1)
     assert [folder.write(name(number), prefix(number)) for number in range(9)] == [size] * 9
     assert 2 * size <= most[0] <= 3 * size + 1
@@ -116,7 +116,7 @@ def test_files_take_no_more_than_the_limit_while_one_is_written(
 
 def test_who_looks_makes_room_for_what_others_wrote(tmp_path: Path) -> None:
     """Each process counted its own files only, so two with half of the limit each exceeded it together."""
-    size = prefix_bytes(LAYOUT, prefix(0))
+    size = len(encode_prefix(LAYOUT, prefix(0)))
     folders = [DiskFolder(tmp_path, LAYOUT, 4 * size) for _ in range(2)]
     for number in range(8):
         folders[number % 2].write(name(number), prefix(number))
@@ -130,7 +130,7 @@ def test_who_looks_makes_room_for_what_others_wrote(tmp_path: Path) -> None:
 
 
 def test_files_of_other_layouts_count_too(tmp_path: Path) -> None:
-    size = prefix_bytes(LAYOUT, prefix(0))
+    size = len(encode_prefix(LAYOUT, prefix(0)))
     other = Layout({"weights": "def"}, 4, 4, 0, LAYOUT.block_parts, ())
     folders = [DiskFolder(tmp_path, layout, 4 * size) for layout in (LAYOUT, other)]
     for number in range(4):
@@ -151,7 +151,7 @@ def test_who_writes_nothing_removes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_gone_has_no_names(tmp_path: Path) -> None:
-    size = prefix_bytes(LAYOUT, prefix(0))
+    size = len(encode_prefix(LAYOUT, prefix(0)))
     folder, other = (DiskFolder(tmp_path / "shared", LAYOUT, size) for _ in range(2))
     folder.write(name(0), prefix(0))
     other.write(name(1), prefix(1))

@@ -169,12 +169,11 @@ class RequestFile:
                 ident = json.dumps(self.format.pop_id(fields, number))
                 lines.append(number)
                 hashes += hashlib.blake2b(ident.encode(), digest_size=_HASH_BYTES).digest()
-        if lines:
-            ids = np.frombuffer(hashes, f"S{_HASH_BYTES}")
-            _, indices, inverse = np.unique(ids, return_index=True, return_inverse=True)
-            firsts = indices[inverse]
-            for index in np.flatnonzero(firsts != np.arange(len(ids))).tolist():
-                self._first_lines[lines[index]] = lines[firsts[index]]
+        ids = np.frombuffer(hashes, f"S{_HASH_BYTES}")
+        order = ids.argsort(kind="stable")
+        for index in np.flatnonzero(ids[order[1:]] == ids[order[:-1]]).tolist():
+            before, line = lines[order[index]], lines[order[index + 1]]
+            self._first_lines[line] = self._first_lines.get(before, before)
 
     def _copy_rows(self, spool: Path | None) -> None:
         """Convert Parquet rows to lines in a temporary file, which other processes can read until `close`."""

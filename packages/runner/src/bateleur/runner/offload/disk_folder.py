@@ -14,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.offload.prefix_file import Prefix, prefix_bytes, read_prefix, write_prefix
+from bateleur.runner.offload.prefix_file import Prefix, encode_prefix, read_prefix
 from bateleur.runner.offload.rows import Layout
+from bateleur.runner.offload.whole_file import write_whole
 
 _NAME = re.compile(r"[0-9a-f]{8,128}\.(kv|end)\.safetensors")
 _LAYOUT = re.compile(r"[0-9a-f]{32}")
@@ -86,7 +87,8 @@ class DiskFolder:
 
         Only one thread may call this. Raises OSError.
         """
-        room = prefix_bytes(self._layout, prefix) * self._writers
+        data = encode_prefix(self._layout, prefix)
+        room = len(data) * self._writers
         if room > self.limit_bytes:
             return 0
         if self._total + room > self.limit_bytes:
@@ -94,7 +96,7 @@ class DiskFolder:
         self._writes = True
         self._total += room
         self._counted.add(str(self._folder / name))
-        return write_prefix(self._folder / name, self._layout, prefix)
+        return write_whole(self._folder / name, data)
 
     def read(self, name: str, key: bytes) -> Prefix:
         """Read a file and mark it as used. Raises PrefixRefused if it is not what its name says."""

@@ -1,40 +1,33 @@
 """Prefixes in safetensors files, verified when read.
 
-The header of a file follows from its layout, its tokens and its checksum. A reader builds it again and compares, so a
-file of another engine is refused with the reason. The checksum detects damage, not forgery: anyone who can write
-files that an engine reads can change what it computes.
+The metadata of a file name its layout and its tokens, so a file of another engine is refused with the reason. The
+checksum detects damage, not forgery: anyone who can write files that an engine reads can change what it computes.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
 
 from bateleur.runner.errors import PrefixRefused
-from bateleur.runner.offload.rows import Layout, cut, join
+from bateleur.runner.offload.rows import Layout, Part
 from bateleur.runner.offload.whole_file import Opened, opened_file, write_whole
 from bateleur.runner.utils.arguments import shown
 
-FORMAT, VERSION = "bateleur-prefix", "1"
+FORMAT, VERSION = "bateleur-prefix", "2"
 MAX_HEADER = 1 << 20
 """Maximum header size in bytes; a thousand layers need less."""
 _TOKENS = "token_ids"
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
 _FOREIGN_TENSORS = "its tensors are not laid out as this engine's"
 
 
@@ -54,39 +47,20 @@ class Prefix:
     """(page_bytes,) the state after the last token; None if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """One tensor of a file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+def encode_prefix(layout: Layout, prefix: Prefix) -> bytes:
+    """Return the contents of a file."""
+    tensors = {_TOKENS: torch.from_numpy(np.array(prefix.token_ids, np.int32))}
+    if len(prefix.blocks):
+        tensors |= _cut(prefix.blocks, layout.block_parts)
+    if prefix.page is not None:
+        tensors |= {name: each[0] for name, each in _cut(prefix.page[None], layout.page_parts).items()}
+    contents: bytes = save(tensors, _metadata(layout, prefix, tensors))
+    return contents
 
 
 def write_prefix(path: Path, layout: Layout, prefix: Prefix) -> int:
     """Write a file atomically with `write_whole` and return its size in bytes."""
-    named = {_TOKENS: np.ascontiguousarray(prefix.token_ids, "<i4").view(np.uint8)}
-    if len(prefix.blocks):
-        names = (each.name for each in layout.block_parts)
-        named |= zip(names, cut(prefix.blocks, layout.block_parts), strict=True)
-    if prefix.page is not None:
-        names = (each.name for each in layout.page_parts)
-        named |= zip(names, cut(prefix.page[None], layout.page_parts), strict=True)
-    tensors = _tensors(layout, prefix)
-    data = [named[each.name] for each in tensors]
-    header = _header(layout, prefix, tensors, _checksum(data))
-    return write_whole(path, [memoryview(header), *(each.data for each in data)])
-
-
-def prefix_bytes(layout: Layout, prefix: Prefix) -> int:
-    """Return the size of the file that `write_prefix` would write."""
-    tensors = _tensors(layout, prefix)
-    header = _header(layout, prefix, tensors, _checksum([]))  # checksums have equal length
-    return len(header) + sum(each.num_bytes for each in tensors)
+    return write_whole(path, encode_prefix(layout, prefix))
 
 
 def read_prefix(path: Path, layout: Layout, *, follow: bool = False) -> Prefix:
@@ -99,31 +73,57 @@ def read_prefix(path: Path, layout: Layout, *, follow: bool = False) -> Prefix:
 
 
 def _read(opened: Opened, layout: Layout) -> Prefix:
-    path = opened.path
-    length = int.from_bytes(opened.read(8).tobytes(), "little")
+    path, begin = opened.path, opened.read(8)
+    length = int.from_bytes(begin, "little")
     if length > min(MAX_HEADER, opened.size - 8):
         raise PrefixRefused("truncated", f"{path}: is no complete safetensors file")
-    header = opened.read(length).tobytes()
-    stored = _metadata(path, header)
+    header = opened.read(length)
+    stored = _stored_metadata(path, header)
     _compare(path, stored, layout)
-    prefix = _allocate(opened, stored, layout)
-    tensors, checksum = _tensors(layout, prefix), stored.get("checksum", "")
-    if _header(layout, prefix, tensors, checksum)[8:] != header:
-        raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}")
-    if opened.size != 8 + length + sum(each.num_bytes for each in tensors):
+    try:
+        start, end, key = int(stored["start"]), int(stored["end"]), bytes.fromhex(stored["key"])
+        if not 0 <= start <= end < 1 << 31 or not end or start % layout.block_size or end % layout.block_size:
+            raise ValueError
+    except (LookupError, ValueError) as error:
+        raise PrefixRefused("foreign", f"{path}: its header does not say which tokens it is of") from error
+    count = (end - start) // layout.block_size if layout.block_parts else 0
+    has_page = stored.get("state") == "1" and bool(layout.page_parts)
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {_TOKENS: (torch.int32, (end - start + layout.ahead,))}
+    expected |= {each.name: (each.dtype, (count, *each.shape)) for each in layout.block_parts if count}
+    expected |= {each.name: (each.dtype, each.shape) for each in layout.page_parts if has_page}
+    size = 4 * (end - start + layout.ahead) + count * layout.block_bytes + has_page * layout.page_bytes
+    if opened.size != 8 + length + size:
         raise PrefixRefused("truncated", f"{path}: has {opened.size} bytes, not as many as its header says")
-    data = {each.name: opened.read(each.num_bytes) for each in tensors}
-    if _checksum(list(data.values())) != checksum:
+    try:
+        tensors = load(begin + header + opened.read(size))
+    except SafetensorError as error:
+        raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}") from error
+    if {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()} != expected:
+        raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}")
+    blocks = np.empty((0, layout.block_bytes), np.uint8)
+    if count:
+        blocks = _join(tensors, layout.block_parts, count)
+    page = _join(tensors, layout.page_parts, 1)[0] if has_page else None
+    prefix = Prefix(start, key, tensors[_TOKENS].numpy(), blocks, page)
+    if stored != _metadata(layout, prefix, tensors):
         raise PrefixRefused("corrupt", f"{path}: its checksum is wrong")
-    prefix.token_ids[:] = data[_TOKENS].view("<i4")
-    if len(prefix.blocks):
-        join([data[each.name] for each in layout.block_parts], layout.block_parts, prefix.blocks)
-    if prefix.page is not None:
-        join([data[each.name] for each in layout.page_parts], layout.page_parts, prefix.page[None])
     return prefix
 
 
-def _metadata(path: Path, header: bytes) -> dict[str, str]:
+def _cut(rows: NDArray[np.uint8], parts: Sequence[Part]) -> dict[str, Tensor]:
+    """Split rows (n, num_bytes) into the tensors (n, *shape) of each part."""
+    pieces = {each: torch.from_numpy(rows[:, each.start : each.end].copy()) for each in parts}
+    return {each.name: piece.view(each.dtype).view(len(rows), *each.shape) for each, piece in pieces.items()}
+
+
+def _join(tensors: Mapping[str, Tensor], parts: Sequence[Part], count: int) -> NDArray[np.uint8]:
+    """Return `count` rows of the tensors that `_cut` made."""
+    pieces = [tensors[each.name].reshape(count, -1).view(torch.uint8) for each in parts]
+    rows: NDArray[np.uint8] = torch.cat(pieces, 1).numpy()
+    return rows
+
+
+def _stored_metadata(path: Path, header: bytes) -> dict[str, str]:
     try:
         stored = json.loads(header)["__metadata__"]
     except (ValueError, RecursionError, LookupError, TypeError) as error:
@@ -143,63 +143,14 @@ def _compare(path: Path, stored: dict[str, str], layout: Layout) -> None:
         raise PrefixRefused("foreign", f"{path}: {_FOREIGN_TENSORS}")
 
 
-def _allocate(opened: Opened, stored: dict[str, str], layout: Layout) -> Prefix:
-    """Return an uninitialised prefix of the size that the header says, at most that of the file."""
-
-    def refuse() -> NoReturn:
-        raise PrefixRefused("foreign", f"{opened.path}: its header does not say which tokens it is of")
-
-    try:
-        start, end, key = int(stored["start"]), int(stored["end"]), bytes.fromhex(stored["key"])
-    except (LookupError, ValueError):
-        refuse()
-    if not 0 <= start <= end < 1 << 31 or not end:
-        refuse()
-    if start % layout.block_size or end % layout.block_size:
-        refuse()
-    blocks = (end - start) // layout.block_size if layout.block_parts else 0
-    has_page = stored.get("state") == "1" and bool(layout.page_parts)
-    if 4 * (end - start) + blocks * layout.block_bytes + has_page * layout.page_bytes > opened.size:
-        raise PrefixRefused("truncated", f"{opened.path}: has {opened.size} bytes, fewer than its header says")
-    return Prefix(
-        start,
-        key,
-        np.empty(end - start + layout.ahead, np.int32),
-        np.empty((blocks, layout.block_bytes), np.uint8),
-        np.empty(layout.page_bytes, np.uint8) if has_page else None,
-    )
-
-
-def _tensors(layout: Layout, prefix: Prefix) -> list[_Tensor]:
-    """Return the tensors of a file, wide dtypes first, so that each is aligned."""
-    found = [_Tensor(_TOKENS, torch.int32, prefix.token_ids.shape)]
-    if count := len(prefix.blocks):
-        found += [_Tensor(each.name, each.dtype, (count, *each.shape)) for each in layout.block_parts]
-    if prefix.page is not None:
-        found += [_Tensor(each.name, each.dtype, each.shape) for each in layout.page_parts]
-    return sorted(found, key=lambda each: -each.dtype.itemsize)
-
-
-def _header(layout: Layout, prefix: Prefix, tensors: list[_Tensor], checksum: str) -> bytes:
-    """Return everything before the data of a file."""
+def _metadata(layout: Layout, prefix: Prefix, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the metadata of a file; the checksum is of the others and of the tensors."""
     end = prefix.start + len(prefix.token_ids) - layout.ahead
     metadata = {"format": FORMAT, "version": VERSION, "layout": layout.digest}
     metadata |= {f"layout.{name}": value for name, value in layout.fields.items()}
     metadata |= {"key": prefix.key.hex(), "start": str(prefix.start), "end": str(end)}
-    metadata |= {"state": str(int(prefix.page is not None)), "checksum": checksum}
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    start = 0
-    for each in tensors:
-        stop = start + each.num_bytes
-        entries[each.name] = {"dtype": _NAMES[each.dtype], "shape": each.shape, "data_offsets": (start, stop)}
-        start = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _checksum(data: list[NDArray[np.uint8]]) -> str:
-    digest = blake2b(digest_size=16)
-    for each in data:
-        digest.update(each.data)
-    return digest.hexdigest()
+    metadata["state"] = str(int(prefix.page is not None))
+    digest = blake2b(json.dumps(metadata).encode(), digest_size=16)
+    for name in sorted(tensors):
+        digest.update(tensors[name].flatten().view(torch.uint8).numpy().data)
+    return metadata | {"checksum": digest.hexdigest()}

@@ -74,17 +74,6 @@ class PagedRows:
         self.scatter(numbers, upload(rows, self._rows[0].device))
 
 
-def cut(rows: NDArray[np.uint8], parts: Sequence[Part]) -> list[NDArray[np.uint8]]:
-    """Split rows (n, num_bytes) on the host into the bytes of each part, (n, bytes) contiguous."""
-    return [np.ascontiguousarray(rows[:, each.start : each.end]) for each in parts]
-
-
-def join(pieces: Sequence[NDArray[np.uint8]], parts: Sequence[Part], rows: NDArray[np.uint8]) -> None:
-    """Write the pieces made by `cut` back into `rows` (n, num_bytes)."""
-    for each, piece in zip(parts, pieces, strict=True):
-        rows[:, each.start : each.end] = piece.reshape(len(rows), -1)
-
-
 def _divides(word: torch.dtype, tensor: Tensor) -> bool:
     """Return whether the entries of a tensor are whole, aligned words."""
     width = prod(tensor.shape[1:]) * tensor.dtype.itemsize

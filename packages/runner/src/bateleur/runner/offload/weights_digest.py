@@ -45,7 +45,7 @@ class WeightFiles:
         digest = self._digest()
         if known is not None:
             with suppress(OSError):  # the next start then reads all files again
-                write_whole(known, [memoryview(json.dumps([digest, self.stats]).encode())])
+                write_whole(known, json.dumps([digest, self.stats]).encode())
         return digest
 
     def _digest(self) -> str:
@@ -67,7 +67,7 @@ class WeightFiles:
 def _cached_digest(known: Path, stats: tuple[tuple[str, Stat], ...]) -> str | None:
     try:
         with opened_file(known, follow=False) as opened:
-            digest, cached = json.loads(opened.read(min(opened.size, _MAX_CACHED)).tobytes())
+            digest, cached = json.loads(opened.read(min(opened.size, _MAX_CACHED)))
     except (PrefixRefused, ValueError, TypeError, RecursionError):
         return None
     same = cached == json.loads(json.dumps(stats))

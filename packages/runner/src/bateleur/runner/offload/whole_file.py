@@ -6,66 +6,49 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import BinaryIO
 
 from bateleur.runner.errors import PrefixRefused
 
 TEMPORARY = ".{process}-{number}.tmp"
-_MAX_BUFFERS = 1024
-"""Maximum number of buffers in one system call."""
 _numbers = count()
 
 
-def write_whole(path: Path, buffers: list[memoryview]) -> int:
+def write_whole(path: Path, data: bytes) -> int:
     """Write a file for its owner only and return its size. Other processes see all of it, or its predecessor.
 
     Nothing is flushed to disk: after a power failure the file may be empty or incomplete. Raises OSError; a failed
     write leaves no file.
     """
-    size = sum(each.nbytes for each in buffers)
     written = path.parent / TEMPORARY.format(process=os.getpid(), number=next(_numbers))
-    opened = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    number = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            _write(opened, [each.cast("B") for each in buffers if each.nbytes])
-        finally:
-            os.close(opened)
+        with os.fdopen(number, "wb") as file:
+            file.write(data)
         os.replace(written, path)
     except BaseException:
         os.unlink(written)
         raise
-    return size
+    return len(data)
 
 
-def _write(opened: int, buffers: list[memoryview]) -> None:
-    while buffers:
-        done = os.writev(opened, buffers[:_MAX_BUFFERS])
-        while buffers and done >= buffers[0].nbytes:
-            done -= buffers.pop(0).nbytes
-        if done:
-            buffers[0] = buffers[0][done:]
-
-
+@dataclass(frozen=True, slots=True)
 class Opened:
-    """An open file that is read from start to end."""
+    """An open file of `size` bytes that is read from start to end."""
 
-    def __init__(self, path: Path, number: int, size: int) -> None:
-        self.path, self.size = path, size
-        self._number = number
+    path: Path
+    file: BinaryIO
+    size: int
 
-    def read(self, size: int) -> NDArray[np.uint8]:
+    def read(self, size: int) -> bytes:
         """Return the next `size` bytes. Raises PrefixRefused if there are fewer."""
-        found = np.empty(size, np.uint8)
-        view, have = found.data, 0
-        while have < size:
-            if not (more := os.readv(self._number, [view[have:]])):
-                raise PrefixRefused("truncated", f"{self.path}: ends too early")
-            have += more
-        return found
+        data = self.file.read(size)
+        if len(data) < size:
+            raise PrefixRefused("truncated", f"{self.path}: ends too early")
+        return data
 
 
 @contextmanager
@@ -77,13 +60,12 @@ def opened_file(path: Path, *, follow: bool) -> Iterator[Opened]:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a pipe does not wait
     try:
         number = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
-        try:
-            at = os.fstat(number)
-            if not stat.S_ISREG(at.st_mode):
-                raise PrefixRefused("unreadable", f"{path}: is not a regular file")
-            yield Opened(path, number, at.st_size)
-        finally:
+        at = os.fstat(number)
+        if not stat.S_ISREG(at.st_mode):
             os.close(number)
+            raise PrefixRefused("unreadable", f"{path}: is not a regular file")
+        with os.fdopen(number, "rb") as file:
+            yield Opened(path, file, at.st_size)
     except FileNotFoundError as error:
         raise PrefixRefused("gone", f"{path}: {error.strerror}") from error
     except OSError as error:
