@@ -49,7 +49,7 @@ class Prefix:
 
 def encode_prefix(layout: Layout, prefix: Prefix) -> bytes:
     """Return the contents of a file."""
-    tensors = {_TOKENS: torch.from_numpy(np.array(prefix.token_ids, np.int32))}
+    tensors = {_TOKENS: torch.tensor(prefix.token_ids, dtype=torch.int32)}
     if len(prefix.blocks):
         tensors |= _cut(prefix.blocks, layout.block_parts)
     if prefix.page is not None:
