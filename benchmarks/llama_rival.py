@@ -22,8 +22,7 @@ from typing import Any
 
 from rival import write_checkpoint
 
-from bateleur.runner.bench.peers import EngineProcess, run_script
-from bateleur.runner.bench.rounds import Task, run_interleaved, run_task
+from bateleur.runner.bench.peers import EngineProcess, Task, run_interleaved, run_script, run_task
 
 PASSES = 4
 

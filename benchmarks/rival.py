@@ -20,8 +20,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bateleur.runner.bench.peers import EngineProcess
-from bateleur.runner.bench.rounds import Task, run_interleaved
+from bateleur.runner.bench.peers import EngineProcess, Task, run_interleaved
 
 
 def hybrid() -> Any:

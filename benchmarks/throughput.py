@@ -28,8 +28,7 @@ from torch import Tensor
 from bateleur.cudagraph import Execution
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.assets import shipped_model
-from bateleur.runner.bench.peers import EngineProcess
-from bateleur.runner.bench.rounds import Task, run_interleaved
+from bateleur.runner.bench.peers import EngineProcess, Task, run_interleaved
 from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.models import HybridDecoder, StepContext
 

@@ -13,8 +13,7 @@ from rival import write_checkpoint
 
 from bateleur.mamba import PromptScan
 from bateleur.metadata import get_backend
-from bateleur.runner.bench.peers import EngineProcess
-from bateleur.runner.bench.rounds import Task, run_interleaved
+from bateleur.runner.bench.peers import EngineProcess, Task, run_interleaved
 
 from ..job import Job
 from ..plan import MODELS

@@ -11,8 +11,7 @@ import pytest
 
 from bateleur.runner.bench import offline, worker
 from bateleur.runner.bench.config import LatencyConfig, ServeBenchConfig, ThroughputConfig
-from bateleur.runner.bench.peers import EngineProcess
-from bateleur.runner.bench.rounds import Task, TaskRun, TaskRuns, run_interleaved, run_task
+from bateleur.runner.bench.peers import EngineProcess, Task, TaskRun, TaskRuns, run_interleaved, run_task
 from bateleur.runner.bench.serve import CompletionClient
 from bateleur.runner.cli import main
 from bateleur.runner.errors import Unmeasured

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from bateleur.runner.bench.config import LatencyConfig, OfflineConfig, ThroughputConfig
-from bateleur.runner.bench.peers import EngineProcess
-from bateleur.runner.bench.rounds import Task, TaskRun, TaskRuns, run_interleaved, run_task
+from bateleur.runner.bench.peers import EngineProcess, Task, TaskRun, TaskRuns, run_interleaved, run_task
 from bateleur.runner.checkpoint.open import describe_model, open_checkpoint, resolve_dtype
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.diagnose.step_costs import default_cache_costs, step_costs, total

@@ -1,6 +1,7 @@
-"""Starts the processes of peers: engines, servers and scripts in their environments.
+"""Starts the processes of peers (engines, servers and scripts in their environments), and runs engines in rounds.
 
-`bateleur bench` and `benchmarks/` start vLLM, transformers and llama.cpp only here.
+`bateleur bench` and `benchmarks/` start vLLM, transformers and llama.cpp only here. In interleaved rounds all engines
+are loaded, one runs at a time, and each runs every task once per round.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import os
 import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -192,3 +195,85 @@ def vllm_command(python: Path, model: Path, options: dict[str, Any], arguments: 
 
 def _env(variables: dict[str, str]) -> list[str]:
     return ["env", *(f"{name}={value}" for name, value in variables.items())]
+
+
+TokenIds = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Greedy requests: prompts as token ids, and the number of output tokens of each."""
+
+    prompts: TokenIds
+    tokens: list[int]
+
+    def first_token_only(self) -> Task:
+        """The same prompts with one output token each."""
+        return Task(self.prompts, [1] * len(self.prompts))
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRun:
+    """Time and output token ids of one run of a task."""
+
+    seconds: float
+    cpu_seconds: float
+    """CPU time of all threads of the process."""
+    ids: TokenIds
+
+
+@dataclass(slots=True)
+class TaskRuns:
+    """All runs of a task by one engine."""
+
+    runs: list[TaskRun] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Median time of a run."""
+        return statistics.median(run.seconds for run in self.runs)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Median CPU time of a run."""
+        return statistics.median(run.cpu_seconds for run in self.runs)
+
+    @property
+    def ids(self) -> TokenIds:
+        """Output token ids of the first run."""
+        return self.runs[0].ids
+
+    def fault(self, task: Task) -> str | None:
+        """Why the speed is not valid: a wrong number of tokens, or tokens that differ between runs. None if valid."""
+        if (counts := [len(ids) for ids in self.ids]) != task.tokens:
+            return f"returned {sum(counts)} tokens instead of {sum(task.tokens)}"
+        changed = sum(run.ids != self.ids for run in self.runs)
+        return f"tokens of {changed} of {len(self.runs)} rounds differ from the first" if changed else None
+
+
+def run_task(engine: EngineProcess, task: Task) -> TaskRun:
+    """Run a task once. Raises Unmeasured if the process ends."""
+    return TaskRun(**engine.request({"prompts": task.prompts, "tokens": task.tokens}))
+
+
+def run_interleaved(
+    engines: Sequence[EngineProcess],
+    tasks: Sequence[Task],
+    rounds: int,
+    warm_ups: int,
+    after_round: Callable[[], object] = lambda: None,
+) -> list[dict[str, TaskRuns]]:
+    """Run every task on every engine in each round, starting each round with the next engine.
+
+    Returns for each task its runs by engine name, without the warm-up rounds.
+    """
+    found = [{engine.name: TaskRuns() for engine in engines} for _ in tasks]
+    for index in range(warm_ups + rounds):
+        start = index % len(engines)
+        for engine in [*engines[start:], *engines[:start]]:
+            for task, runs in zip(tasks, found, strict=True):
+                run = run_task(engine, task)
+                if index >= warm_ups:
+                    runs[engine.name].runs.append(run)
+        after_round()
+    return found

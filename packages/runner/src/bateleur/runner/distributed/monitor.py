@@ -22,8 +22,8 @@ from bateleur.runner.distributed.connections import (
     Ready,
     Started,
     StatusRequest,
+    status_of,
 )
-from bateleur.runner.distributed.heartbeat import status_of
 from bateleur.runner.errors import RankFailed
 
 _POLL_SECONDS = 0.1

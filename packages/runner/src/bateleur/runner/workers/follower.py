@@ -17,8 +17,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from bateleur.runner.config.engine_config import EngineConfig
-from bateleur.runner.distributed.connections import RankConnection
-from bateleur.runner.distributed.heartbeat import RankHeartbeat
+from bateleur.runner.distributed.connections import RankConnection, RankHeartbeat
 from bateleur.runner.distributed.launch import TorchrunRendezvous, inherited
 from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
 from bateleur.runner.distributed.ranks import Ranks

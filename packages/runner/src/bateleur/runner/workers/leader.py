@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 from bateleur.runner.assets import shipped_model
 from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig, SpeculativeConfig
-from bateleur.runner.distributed.connections import RankProcess
-from bateleur.runner.distributed.heartbeat import type_and_message
+from bateleur.runner.distributed.connections import RankProcess, type_and_message
 from bateleur.runner.distributed.launch import TorchrunRendezvous, start
 from bateleur.runner.distributed.monitor import RankMonitor
 from bateleur.runner.distributed.process_group import LOCALHOST, ProcessGroup
