@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bateleur.runner.utils.arguments import Integer, Number, OneOf, Several, folder, maybe, refuse, text
+from bateleur.runner.utils.arguments import Integer, Number, OneOf, Several, file, maybe, refuse, text
 from bateleur.runner.utils.options import Checked, option
 
 PEERS = ("transformers", "vllm", "llama.cpp")
-_FILE = maybe(lambda name, value: Path(folder(name, value)))
+_FILE = maybe(file)
 _COUNT = Integer(1)
 
 

@@ -168,22 +168,19 @@ def bench_latency(target: BenchTarget, config: LatencyConfig, command: str) -> d
     task = Task(bench.random_prompts([config.input_len] * count, 0), [config.output_len] * count)
     (whole, first), versions = bench.measure(config, [task, task.first_token_only()])
     step = bench.step_bound(count, config.input_len + config.output_len // 2)
-    rows = []
-    for name, runs in whole.items():
-        row = _checked_row(name, runs, whole[_OURS], task)
-        if "fault" not in row:
-            per_token = (runs.seconds - first[name].seconds) / (config.output_len - 1)
-            cpu = (runs.cpu_seconds - first[name].cpu_seconds) / (config.output_len - 1)
-            row |= {
-                "first_token_ms": 1e3 * first[name].seconds,
-                "per_token_ms": 1e3 * per_token,
-                "cpu_per_token_ms": 1e3 * cpu,
-                "tokens_per_s": count / per_token,
-                "of_bound": step["bound_us"] / (1e6 * per_token),
-            }
-        rows.append(row)
+
+    def figures(name: str, runs: TaskRuns) -> dict[str, float]:
+        per_token = (runs.seconds - first[name].seconds) / (config.output_len - 1)
+        return {
+            "first_token_ms": 1e3 * first[name].seconds,
+            "per_token_ms": 1e3 * per_token,
+            "cpu_per_token_ms": 1e3 * (runs.cpu_seconds - first[name].cpu_seconds) / (config.output_len - 1),
+            "tokens_per_s": count / per_token,
+            "of_bound": step["bound_us"] / (1e6 * per_token),
+        }
+
     sizes = {"input_len": config.input_len, "output_len": config.output_len, "batch_size": count}
-    return bench.result(command, rows, versions=versions, **sizes, step=step)
+    return bench.result(command, _rows(whole, task, figures), versions=versions, **sizes, step=step)
 
 
 def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str) -> dict[str, Any]:
@@ -200,27 +197,28 @@ def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str
     (whole,), versions = bench.measure(config, [task])
     batch = min(bench.max_num_seqs, config.num_prompts)
     step = bench.step_bound(batch, config.input_len + config.output_len // 2)
-    bound = 1e6 * batch / step["bound_us"]
-    rows = []
-    for name, runs in whole.items():
-        row = _checked_row(name, runs, whole[_OURS], task)
-        if "fault" not in row:
-            speed = sum(output_lens) / runs.seconds
-            row |= {"tokens_per_s": speed, "requests_per_s": config.num_prompts / runs.seconds}
-            row["of_bound"] = speed / bound
-        rows.append(row)
+
+    def figures(name: str, runs: TaskRuns) -> dict[str, float]:
+        speed = sum(output_lens) / runs.seconds
+        bound = 1e6 * batch / step["bound_us"]
+        return {"tokens_per_s": speed, "requests_per_s": config.num_prompts / runs.seconds, "of_bound": speed / bound}
+
     sizes = {name: getattr(config, name) for name in ("input_len", "output_len", "num_prompts", "seed")}
-    return bench.result(command, rows, versions=versions, **sizes, step=step)
+    return bench.result(command, _rows(whole, task, figures), versions=versions, **sizes, step=step)
 
 
-def _checked_row(name: str, runs: TaskRuns, ours: TaskRuns, task: Task) -> dict[str, Any]:
-    """A row without speeds. It has a `fault` if its tokens are wrong or mostly unlike bateleur's."""
-    same = sum(a == b for a, b in zip(runs.ids, ours.ids, strict=True))
-    fault = runs.fault(task)
-    if fault is None and 2 * same < len(task.prompts):
-        fault = f"not comparable: {same} of {len(task.prompts)} requests have bateleur's tokens"
-    row: dict[str, Any] = {"engine": name, "equal_requests": [same, len(task.prompts)]}
-    return row if fault is None else row | {"fault": fault}
+def _rows(
+    whole: dict[str, TaskRuns], task: Task, figures: Callable[[str, TaskRuns], dict[str, float]]
+) -> list[dict[str, Any]]:
+    """A row for each engine: its figures, or a `fault` if its tokens are wrong or mostly unlike bateleur's."""
+    rows: list[dict[str, Any]] = []
+    for name, runs in whole.items():
+        same, fault = sum(a == b for a, b in zip(runs.ids, whole[_OURS].ids, strict=True)), runs.fault(task)
+        if fault is None and 2 * same < len(task.prompts):
+            fault = f"not comparable: {same} of {len(task.prompts)} requests have bateleur's tokens"
+        row = {"engine": name, "equal_requests": [same, len(task.prompts)]}
+        rows.append(row | (figures(name, runs) if fault is None else {"fault": fault}))
+    return rows
 
 
 def offline_table(result: dict[str, Any]) -> str:
