@@ -10,17 +10,17 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from bateleur.runner.errors import MissingExtra
-from bateleur.runner.structured.limits import SPECIAL, error_line, parser_limits
-from bateleur.runner.structured.matcher import Matcher
-from bateleur.runner.structured.structural_tag import (
+from bateleur.runner.structured.library import (
     HEAD,
-    TagTokens,
-    compile_structural_tag,
-    escaped,
+    SPECIAL,
+    error_line,
     json_grammar,
     lark_rules,
+    parser_limits,
     pattern,
 )
+from bateleur.runner.structured.matcher import Matcher
+from bateleur.runner.structured.structural_tag import TagTokens, compile_structural_tag, escaped
 from bateleur.runner.structured.trial import Trials
 from bateleur.runner.structured_outputs import StructuredOutputsParams
 from bateleur.runner.text.token_bytes import decoder_steps, is_byte_piece, piece_bytes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.runner.structured.limits import error_line
+from bateleur.runner.structured.library import error_line
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

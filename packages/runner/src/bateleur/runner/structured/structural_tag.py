@@ -12,14 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bateleur.runner.structured.library import HEAD, json_grammar, lark_rules, pattern
 from bateleur.runner.utils.arguments import refuse, shown
 
-HEAD = '%llguidance {"no_forcing": true}\n'
-"""Start of a grammar. Forcing is off: for bytes with no alternative, llguidance would accept only one tokenisation, and
-refuse drafts that write the same bytes in other tokens."""
-_COMPACT = {"whitespace_flexible": False}
-_SPACE = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
-"""Whitespace between the parts of JSON. Without a bound, a weak model may write nothing else."""
 _TEXT = "/(?s:.+)/"
 _MAX_DEPTH = 64
 """Maximum depth of nested formats."""
@@ -54,36 +49,6 @@ def compile_structural_tag(tag: Mapping[str, Any], tokens: TagTokens, *, compact
     start = compiler.format("format", _format_of(tag), 0)
     rules = "\n".join([f"start: {start}", *compiler.rules])
     return [{"lark_grammar": f"{HEAD}{rules}\n"}, *compiler.grammars]
-
-
-def json_grammar(schema: Mapping[str, Any], *, compact: bool) -> dict[str, Any]:
-    """Return the grammar of a JSON schema."""
-    own = schema.get("x-guidance")
-    space = {**(_COMPACT if compact else _SPACE), **(own if isinstance(own, dict) else {})}
-    return {"json_schema": {**schema, "x-guidance": space}}
-
-
-def pattern(regex: str) -> str:
-    """Return a pattern without anchors, which llguidance lacks, because the whole text has to match."""
-    from llguidance import regex_to_lark
-
-    body = regex.removeprefix("^")
-    if body.endswith("$"):
-        escapes = len(body) - 1 - len(body[:-1].rstrip("\\"))
-        body = body[:-1] if escapes % 2 == 0 else body
-    return regex_to_lark(body)
-
-
-def lark_rules(grammar: str) -> str:
-    """Return Lark rules; EBNF is translated."""
-    if "::=" not in grammar:
-        return grammar
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return str(any_to_lark(grammar))
-    except Exception as error:  # the parser documents no exceptions
-        raise ValueError(f"it can't be read as EBNF: {error}") from error
 
 
 def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:

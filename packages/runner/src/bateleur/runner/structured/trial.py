@@ -14,7 +14,7 @@ from select import select
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING
 
-from bateleur.runner.structured.limits import SPECIAL, parser_limits
+from bateleur.runner.structured.library import SPECIAL, parser_limits
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

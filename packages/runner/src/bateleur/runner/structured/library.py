@@ -1,0 +1,74 @@
+"""Notation of grammars for llguidance, limits on what it may spend on one, and its errors in one line."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+
+HEAD = '%llguidance {"no_forcing": true}\n'
+"""Start of a grammar. Forcing is off: for bytes with no alternative, llguidance would accept only one tokenisation, and
+refuse drafts that write the same bytes in other tokens."""
+_COMPACT = {"whitespace_flexible": False}
+_SPACE = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
+"""Whitespace between the parts of JSON. Without a bound, a weak model may write nothing else."""
+SPECIAL = b"\xff"
+"""Prefix of tokens without text. No grammar allows it, because the byte is never part of UTF-8."""
+
+
+def parser_limits() -> LLParserLimits:
+    """Return limits under which no mask takes longer than about 50 ms on one core."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_items_in_row=500,  # a step of an ambiguous grammar takes the square of them
+        max_lexer_states=20_000,  # 2 kB each
+        max_grammar_size=100_000,
+        verbose_errors=False,  # verbose ones repeat the grammar and the text
+    )
+
+
+def error_line(error: str) -> str:
+    """Return an error of llguidance in one line."""
+    if "NoExtension" in error:
+        return "no text that the model's tokens can write follows it"
+    lines = [line.strip() for line in error.removesuffix("<non-verbose/>").splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "")
+    return textwrap.shorten(reason.removeprefix("error: "), 200, placeholder=" ...")
+
+
+def json_grammar(schema: Mapping[str, Any], *, compact: bool) -> dict[str, Any]:
+    """Return the grammar of a JSON schema."""
+    own = schema.get("x-guidance")
+    space = {**(_COMPACT if compact else _SPACE), **(own if isinstance(own, dict) else {})}
+    return {"json_schema": {**schema, "x-guidance": space}}
+
+
+def pattern(regex: str) -> str:
+    """Return a pattern without anchors, which llguidance lacks, because the whole text has to match."""
+    from llguidance import regex_to_lark
+
+    body = regex.removeprefix("^")
+    if body.endswith("$"):
+        escapes = len(body) - 1 - len(body[:-1].rstrip("\\"))
+        body = body[:-1] if escapes % 2 == 0 else body
+    return regex_to_lark(body)
+
+
+def lark_rules(grammar: str) -> str:
+    """Return Lark rules; EBNF is translated."""
+    if "::=" not in grammar:
+        return grammar
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except Exception as error:  # the parser documents no exceptions
+        raise ValueError(f"it can't be read as EBNF: {error}") from error
