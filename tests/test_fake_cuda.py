@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bateleur.cudagraph import DispatchReason
 from bateleur.mamba.ops.delta_scan import fla
+from bateleur.metadata import Fetch
 from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
@@ -28,7 +29,6 @@ from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.scheduling.step_batch import LogitsIndex
 from bateleur.runner.structured.grammar import Grammars
-from bateleur.runner.utils.device import Fetch
 from fla_double import Double, unlooked
 from quick_fakes import QuickFakes, leaves_of
 

@@ -54,6 +54,7 @@ from bateleur.eagle.heads.layers import Vocabulary
 from bateleur.eagle.heads.spec import Rope
 from bateleur.eagle.heads.weights import Weights
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2
+from bateleur.metadata import Fetch
 from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.distributed.ranks import Ranks
@@ -76,7 +77,6 @@ from bateleur.runner.models.spec import (
 )
 from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.rejection_sampler import SamplerOutput
-from bateleur.runner.utils.device import Fetch
 from gpus import Gpus
 from quick_fakes import QuickFakes, leaves_of
 

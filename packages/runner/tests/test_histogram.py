@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bateleur.runner.utils.histogram import Histogram
+from bateleur.runner.stats import Histogram
 
 VALUES = st.lists(st.tuples(st.floats(0, 100), st.integers(0, 5)), max_size=20)
 

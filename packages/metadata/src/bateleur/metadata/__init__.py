@@ -1,6 +1,6 @@
 """Attention metadata for paged KV caches: batch staging, metadata builders, attention backends and kernels."""
 
-from bateleur.metadata._memory import DeviceQueue, movable, pinned, upload
+from bateleur.metadata._memory import DeviceQueue, Fetch, movable, pinned, upload
 from bateleur.metadata.attention_metadata_builder import AttentionMetadataBuilder, BuildPhase, GraphSupport, check_reads
 from bateleur.metadata.backends import AttentionBackend, PagedAttentionBuilder, PagedAttentionMetadata, get_backend
 from bateleur.metadata.block_table import BlockTable, expand_ranges
@@ -26,6 +26,7 @@ __all__ = [
     "BuildPhase",
     "CommonAttentionMetadata",
     "DeviceQueue",
+    "Fetch",
     "Field",
     "GraphSupport",
     "InexactBound",

@@ -128,3 +128,29 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return source.to(device)
     return pinned(tuple(source.shape), source.dtype, device).copy_(source).to(device, non_blocking=True)
+
+
+class Fetch:
+    """Asynchronous copies of tensors to the host.
+
+    `wait` waits for work queued before the `Fetch` was made; work queued later continues meanwhile. The tensors must
+    not change before `wait` returns.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """tensors: all on one device. On a CPU nothing is copied."""
+        self._done: torch.cuda.Event | None = None
+        if not tensors[0].is_cuda:
+            self._on_host = list(tensors)
+            return
+        self._on_host = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+        for host, each in zip(self._on_host, tensors, strict=True):
+            host.copy_(each, non_blocking=True)
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait(self) -> list[npt.NDArray[Any]]:
+        """Return the contents in the order given."""
+        if self._done is not None:
+            self._done.synchronize()
+        return [tensor.numpy() for tensor in self._on_host]

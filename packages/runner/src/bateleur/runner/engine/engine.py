@@ -10,6 +10,7 @@ from time import perf_counter, thread_time
 import torch
 
 from bateleur.cudagraph import ReplayFailed, VerifyReport
+from bateleur.metadata import Fetch
 from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.engine.messages import RunStep
@@ -29,7 +30,6 @@ from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.stats import EngineStats
-from bateleur.runner.utils.device import Fetch
 
 Marks = list[tuple[str, float]]
 """Parts of a step and when they ended, in seconds of `perf_counter`; the first entry is the start."""

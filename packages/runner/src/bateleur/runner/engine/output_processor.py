@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bateleur.metadata import Fetch
 from bateleur.runner.outputs import Logprob
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
@@ -18,7 +19,6 @@ from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.text.detokenizer import decode_all
 from bateleur.runner.text.token_bytes import TokenText
 from bateleur.runner.text.tokenizer import Tokenizer
-from bateleur.runner.utils.device import Fetch
 
 NO_NUMBERS = "the model's logits are not numbers (NaN)"
 _NO_TOKEN = "no token is left that the request's own parameters allow"

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bateleur.metadata import Fetch
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.prompt_logprobs import Scored
 from bateleur.runner.sampling.rejection_sampler import SamplerOutput
 from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.proposer import Proposal
-from bateleur.runner.utils.device import Fetch
 
 _NONE: tuple[Sequence[Request], NDArray[np.int32]] = ((), np.empty(0, np.int32))
 

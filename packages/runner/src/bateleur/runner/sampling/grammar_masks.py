@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from bateleur.eagle import Rule
+from bateleur.metadata import Fetch
 from bateleur.runner.requests.request import Request
 from bateleur.runner.sampling.masks import mask_words
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.structured.matcher import Matcher, fill
-from bateleur.runner.utils.device import Fetch, pinned
+from bateleur.runner.utils.device import pinned
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bateleur.metadata import Fetch
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.scheduling.step_batch import StepBatch
-from bateleur.runner.utils.device import Fetch, upload
+from bateleur.runner.utils.device import upload
 
 _LOGITS_AT_ONCE = 1 << 24
 """Logits of a slice: 64 MiB of float32, which is 67 tokens of a vocabulary of 250,000."""

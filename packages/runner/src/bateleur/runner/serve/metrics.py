@@ -7,8 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from bateleur.cudagraph import DispatchCounter
-from bateleur.runner.stats import EngineStats
-from bateleur.runner.utils.histogram import Histogram
+from bateleur.runner.stats import EngineStats, Histogram
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bateleur.runner.utils.device import Fetch
+from bateleur.metadata import Fetch
 
 
 def test_what_was_given_comes_in_its_order() -> None:
