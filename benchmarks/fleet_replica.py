@@ -16,6 +16,7 @@ from bateleur.runner.cache.prefix_cache import PrefixCache
 from bateleur.runner.checkpoint.open import open_checkpoint
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.engine.output_processor import append_tokens
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling_params import SamplingParams
@@ -113,7 +114,6 @@ class Replica:
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
                 self.counts.cached_tokens += request.num_cached_tokens
         self.scheduler.admitted.clear()
-        self.table.advance(plan.rows, plan.query_lens, plan.num_decodes)
         seconds = self.costs.seconds(plan.num_decodes, plan.num_tokens - plan.num_decode_tokens)
         self.counts.busy_s += seconds
         return seconds
@@ -125,7 +125,7 @@ class Replica:
         requests, rows = plan.sampled
         ones = np.ones(len(rows), np.int64)
         # Any id will do: it only has to differ between conversations.
-        self.table.append_tokens(rows, (self.table.num_known[rows] + 1 + rows)[:, None].astype(np.int64), ones)
+        append_tokens(self.table, rows, (self.table.num_known[rows] + 1 + rows)[:, None].astype(np.int64), ones)
         self.scheduler.commit(plan)
         over = self.table.num_known[rows] >= self.table.limit[rows]
         answered = []

@@ -14,7 +14,6 @@ import pytest
 from bateleur.runner import LLM, CompletionOutput, RequestOutput, SamplingParams
 from bateleur.runner.engine.engine import Engine
 from bateleur.runner.engine.step_in_flight import StepInFlight
-from bateleur.runner.requests.request import Request
 from scripted import Partly, Script
 
 Make = Callable[..., LLM]
@@ -225,7 +224,7 @@ def test_vllm_53919_accepted_counts_travel_with_their_rows(make: Make, monkeypat
     asked, script = requests(14, seed=1), Script()
     serve(make(False), asked, seed=2, script=script)
     engine = (llm := make(True, num_speculative_tokens=3, drafter=Partly(script, 3, 97))).engine
-    launch, collect, reached, moved = engine._launch, engine._collector.collect, {}, 0
+    launch, collect, reached, moved = engine._launch, engine._collect, {}, 0
 
     def launched(marks: Any) -> StepInFlight | None:
         flight = launch(marks)
@@ -234,10 +233,11 @@ def test_vllm_53919_accepted_counts_travel_with_their_rows(make: Make, monkeypat
             reached[id(flight)] = engine.runner.lengths._computed_M.numpy()[flight.batch.rows]
         return flight
 
-    def collected(flight: StepInFlight) -> list[Request]:
+    def collected(marks: Any) -> None:
         nonlocal moved
-        plan, before, later = flight.batch, engine.table.num_committed.copy(), engine.registry.in_flight[1:]
-        reports = collect(flight)
+        flight, *later = engine.registry.in_flight
+        plan, before = flight.batch, engine.table.num_committed.copy()
+        collect(marks)
         accepted = {}
         for request, row, expected in zip(plan.requests, plan.rows, reached[id(flight)], strict=True):
             if request.row == row and request.finish_reason is None:
@@ -246,10 +246,9 @@ def test_vllm_53919_accepted_counts_travel_with_their_rows(make: Make, monkeypat
         for place, row in enumerate(later[0].batch.rows.tolist() if later else ()):
             there = int(plan.rows[place]) if place < len(plan.rows) else row
             moved += row in accepted and there in accepted and accepted[row] != accepted[there]
-        return reports
 
     monkeypatch.setattr(engine, "_launch", launched)
-    monkeypatch.setattr(engine._collector, "collect", collected)
+    monkeypatch.setattr(engine, "_collect", collected)
     serve(llm, asked, seed=3, aborts=0.1)
     assert moved > 3
 

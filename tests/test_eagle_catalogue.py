@@ -16,6 +16,8 @@ from torch import Tensor
 
 from bateleur.eagle import DraftContext, EagleSpeculator
 from bateleur.runner import LLM, RequestOutput, SamplingParams
+from bateleur.runner.sampling.rejection_sampler import EndedStep
+from bateleur.runner.scheduling.step_batch import StepBatch
 from eagle_doubles.drafters import ScriptedDrafter
 
 VOCAB = 97
@@ -194,15 +196,15 @@ def test_b4_host_counts_are_those_of_the_device_after_every_step(
     wanted = [texts.of(prompt, params) for prompt in prompts]
     verifier, table = llm.engine.runner.rejection_sampler, llm.engine.table
     on_device = torch.zeros(4, dtype=torch.int64)
-    num_valid = verifier.num_valid
+    verify = verifier.verify
 
-    def spy(*args: Any) -> Tensor | None:
-        valid = num_valid(*args)
-        assert valid is not None
-        on_device.index_add_(0, args[0].index.rows, valid)
-        return valid
+    def spy(batch: StepBatch, *args: Any) -> EndedStep:
+        ended = verify(batch, *args)
+        assert ended.num_valid is not None
+        on_device.index_add_(0, batch.index.rows, ended.num_valid)
+        return ended
 
-    verifier.num_valid = spy  # type: ignore[method-assign]
+    verifier.verify = spy  # type: ignore[method-assign]
     for prompt in prompts:
         llm.add_request({"prompt_token_ids": prompt}, params)
 

@@ -23,7 +23,7 @@ from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.metadata.dispatch import Implementations
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.engine.engine import Engine
-from bateleur.runner.engine.step_collector import StepCollector
+from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
 from bateleur.runner.scheduling.scheduler import Scheduler
@@ -162,7 +162,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     """Each output is fetched by one copy and waited for once, after the host's work for the next step."""
-    run, emit, init, schedule = Engine._launch, StepCollector._emit, Fetch.__init__, Scheduler.schedule
+    run, emit, init, schedule = Engine._launch, OutputProcessor.emit, Fetch.__init__, Scheduler.schedule
     launched: list[StepInFlight] = []
     copies: list[Any] = []
     waits: list[tuple[int, int]] = []
@@ -179,13 +179,13 @@ def test_a_step_is_launched_before_the_one_before_it_is_waited_for(
             launched.append(flight)
         return flight
 
-    def waited(collector: StepCollector, flight: StepInFlight, here: Any) -> Any:
+    def waited(outputs: OutputProcessor, flight: StepInFlight, present: Any) -> Any:
         waits.append((next(i for i, each in enumerate(launched) if each is flight), len(launched)))
-        return emit(collector, flight, here)
+        return emit(outputs, flight, present)
 
     monkeypatch.setattr(Scheduler, "schedule", planned)
     monkeypatch.setattr(Engine, "_launch", noted)
-    monkeypatch.setattr(StepCollector, "_emit", waited)
+    monkeypatch.setattr(OutputProcessor, "emit", waited)
     monkeypatch.setattr(Fetch, "__init__", lambda fetch, tensors: copies.append(tensors) or init(fetch, tensors))
     finish(cuda, cuda.make(**settings))
     drawing = [flight for flight in launched if flight.output is not None]
@@ -455,9 +455,9 @@ def test_what_is_remembered_is_what_torch_says(call: Callable[[Tensor], Any]) ->
 
 
 def test_nothing_stays_replaced(harness: ModuleType) -> None:
-    before = (torch.inference_mode, Engine.step, StepCollector._emit, Fetch.__init__)
+    before = (torch.inference_mode, Engine.step, OutputProcessor.emit, Fetch.__init__)
     with pytest.MonkeyPatch.context() as patch:
         cuda = harness.FakeCuda(patch)
         assert all(old is not new for old, new in zip(before, (torch.inference_mode, Engine.step), strict=False))
         cuda.run(cuda.make(), [[5]], [SamplingParams(max_tokens=2)])
-    assert before == (torch.inference_mode, Engine.step, StepCollector._emit, Fetch.__init__)
+    assert before == (torch.inference_mode, Engine.step, OutputProcessor.emit, Fetch.__init__)

@@ -115,7 +115,7 @@ def test_a_step_waits_for_the_device_once(
     admit(0)
     while llm.has_unfinished_requests:  # warm up: one-time compilation and allocation
         llm.step()
-    emit = llm.engine._collector._emit
+    emit = llm.engine._outputs.emit
 
     def waits(*arguments: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
@@ -124,7 +124,7 @@ def test_a_step_waits_for_the_device_once(
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
-    monkeypatch.setattr(llm.engine._collector, "_emit", waits)
+    monkeypatch.setattr(llm.engine._outputs, "emit", waits)
     admit(1)
     torch.cuda.set_sync_debug_mode("error")
     try:

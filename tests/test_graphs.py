@@ -294,10 +294,10 @@ def test_kernels_are_told_the_longest_request_under_capture(
     prepare = ModelState.prepare
     seen: dict[BuildPhase, set[int]] = {phase: set() for phase in BuildPhase}
 
-    def spy(self: Any, batch: Any, phase: BuildPhase = BuildPhase.RUN, **options: Any) -> Any:
+    def spy(self: Any, batch: Any, key: Any, phase: BuildPhase = BuildPhase.RUN, **options: Any) -> Any:
         seen[phase].add(batch.max_seq_len)
         assert phase is not BuildPhase.RUN or batch.max_seq_len == int(batch.seq_lens.max())
-        return prepare(self, batch, phase, **options)
+        return prepare(self, batch, key, phase, **options)
 
     monkeypatch.setattr(ModelState, "prepare", spy)
     llm = make()
@@ -389,11 +389,11 @@ def test_b1_a_batch_that_was_staged_before_another_is_not_replayed(make: Callabl
     large, small = (next(key for key in manager.ready if key.num_tokens == n) for n in (8, 2))
     with torch.inference_mode():
         old = producer.stage(large, Phase.RUN).state.batch
-        assert manager.replay(large, producer.prepare(old, large))[0].shape[0] == 8
+        assert manager.replay(large, producer.model_state.prepare(old, large))[0].shape[0] == 8
         producer.stage(small, Phase.RUN)
         for batch in (old, old.unpadded()):
             with pytest.raises(StaleState, match=r"FULL 8 tokens.*: staged at generation"):
-                manager.replay(large, producer.prepare(batch, large))
+                manager.replay(large, producer.model_state.prepare(batch, large))
 
 
 @pytest.mark.parametrize("checks", ["ADDRESSES", "PARANOID"])
@@ -403,10 +403,10 @@ def test_b2_paranoid_validates_every_batch(make: Callable[..., LLM], checks: str
         batch = producer.stage(FULL_4, Phase.RUN).state.batch
         batch.positions[1] += 1
         if checks == "ADDRESSES":
-            assert producer.prepare(batch, FULL_4).key == FULL_4
+            assert producer.model_state.prepare(batch, FULL_4).key == FULL_4
             return
         with pytest.raises(BatchInvariant, match="positions: has 2 for token 1, must be 1"):
-            producer.prepare(batch, FULL_4)
+            producer.model_state.prepare(batch, FULL_4)
 
 
 @pytest.mark.parametrize(

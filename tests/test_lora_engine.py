@@ -217,7 +217,7 @@ def test_an_interruption_keeps_adapters(llama: Adapted, monkeypatch: pytest.Monk
             llm.add_request(prompts()[0], GREEDY, lora_request=adapter)
         llm.step()
         with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.runner, "stage", interrupt)
+            patch.setattr(llm.engine.runner, "execute_model", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.step()
         outputs = []

@@ -127,7 +127,7 @@ def test_m08_dummy_steps_between_real_ones_change_nothing(
         state.commit(staged.state, None)
         shape = shapes[turn % 3]
         profiled = producer.buffers.dummy(shape, is_prefilling=turn % 2 == 0)
-        staged = producer.prepare(profiled, None)
+        staged = producer.model_state.prepare(profiled, None)
         engine.runner.graphs.run(staged)
         state.commit(staged.state, torch.full((shape.num_reqs,), 1 + K))
         assert differing(before, everything(llm)) == []
@@ -185,7 +185,7 @@ def test_m24_a_step_gets_the_same_metadata_after_profiling_and_verifying(
         assert not others or engine.verify_graphs(fuzz=1).ok
         for key in engine.runner.graphs.dispatcher.keys:
             if others:
-                engine.runner.producer.prepare(engine.runner.producer.buffers.dummy(BatchShape.of(3, 11, 9)), None)
+                engine.runner.model_state.prepare(engine.runner.producer.buffers.dummy(BatchShape.of(3, 11, 9)), None)
             context = engine.runner.producer.fuzz(key, 11).state
             found[key] = [leaves(context.batch), leaves(context.mamba), leaves(context.attention)]
     for key, (batch, mamba, attention) in seen[0].items():
@@ -346,7 +346,7 @@ def test_m23_verify_commit_and_propose_wait_for_nothing(
         monkeypatch.setattr(drafting.drafter, "_native", None)
     watched = [
         (engine.runner.rejection_sampler, "verify"),
-        (engine.runner.rejection_sampler, "num_valid"),
+        (engine.runner.rejection_sampler, "stage"),
         (engine.runner.model_state, "commit"),
         (drafting, "propose"),
     ]

@@ -51,13 +51,12 @@ class Grammar:
         patch.setattr(self.verifier, "verify", self._masked)
 
     def _masked(self, plan: Any, batch: Any, hidden: torch.Tensor, allowed: None) -> Any:
-        table, index = self.verifier.table, plan.index
-        drawing, first = index.sampled, index.first_S
+        drawing, first, generated = plan.index.sampled, plan.index.first_S, self.verifier.num_generated(plan)
         query_lens = np.where(drawing < plan.num_decodes, plan.query_lens[drawing], 1)
         bits = np.zeros((int(query_lens.sum()), 32 * mask_words(V)), np.uint8)
-        for row, start, num in zip(plan.rows[drawing], first, query_lens, strict=True):
+        for before, start, num in zip(generated, first, query_lens, strict=True):
             for place in range(num):
-                at = table.num_tokens[row] - table.prompt_len[row] + place
+                at = before + place
                 if at < self.most:
                     bits[start + place, at % 7 :: 7] = 1
         words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)

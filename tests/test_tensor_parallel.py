@@ -99,13 +99,13 @@ def test_laws_that_truncate_end_on_graphs_of_ranks_with_a_part_each(
     """Each parameter alone and then all at once, with a vocabulary that is not divisible by the number of ranks."""
     laws: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8}]
     params = [SamplingParams(seed=i, max_tokens=12, ignore_eos=True, **each) for i, each in enumerate(laws)]
-    folder, kinds, output_of = tiny("llama", **EVEN["llama"]), set[str](), RejectionSampler.output_of
+    folder, kinds, outcome_of = tiny("llama", **EVEN["llama"]), set[str](), RejectionSampler.outcome_of
 
     def noted(sampler: RejectionSampler, batch: Any, packed: Any) -> Any:
         kinds.add(batch.sampling.kind)
-        return output_of(sampler, batch, packed)
+        return outcome_of(sampler, batch, packed)
 
-    monkeypatch.setattr(RejectionSampler, "output_of", noted)
+    monkeypatch.setattr(RejectionSampler, "outcome_of", noted)
     asked = [*prompts(), prompts()[0]]
     found = []
     ranks = {"tensor_parallel_size": 2, "num_speculative_tokens": 2, "cudagraph_checks": "PARANOID"}

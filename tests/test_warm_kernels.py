@@ -17,7 +17,6 @@ from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.runner import LLM, SamplingParams
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.sampling import rejection_sampler
-from bateleur.runner.sampling.sampler import Sampler
 
 GRAPHS = {
     "cudagraph_mode": "FULL_AND_PIECEWISE",
@@ -145,18 +144,18 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
     """Verification and the commit of states, with the rows and drafts of each decode graph."""
     seen: Counter[tuple[Any, ...]] = Counter()
     truncated: set[bool] = set()
-    verify, sample, commit = rejection_sampler.verify, Sampler.draw, ModelState.commit
+    verify, sample, commit = rejection_sampler.verify, rejection_sampler.draw, ModelState.commit
 
     def verified(logits: Any, drafts: Any, *args: Any, **options: Any) -> Any:
         if not options["greedy"]:
             seen["verify", len(drafts.tokens), len(logits) // len(drafts.tokens)] += 1
         return verify(logits, drafts, *args, **options)
 
-    def sampled(self: Any, processed: Any, *args: Any) -> Any:
+    def sampled(sampler: Any, processed: Any, *args: Any) -> Any:
         seen["verify", len(processed.logits), 1] += 1
         if processed.metadata is not None:
             truncated.add(processed.metadata.truncates(processed.logits.shape[1]))
-        return sample(self, processed, *args)
+        return sample(sampler, processed, *args)
 
     def committed(self: Any, context: Any, num_valid: Any, **options: Any) -> None:
         rows = context.batch.num_reqs
@@ -164,7 +163,7 @@ def test_what_follows_a_forward_pass_has_run_once_for_every_size(
         commit(self, context, num_valid, **options)
 
     monkeypatch.setattr(rejection_sampler, "verify", verified)
-    monkeypatch.setattr(Sampler, "draw", sampled)
+    monkeypatch.setattr(rejection_sampler, "draw", sampled)
     monkeypatch.setattr(ModelState, "commit", committed)
     drafts = {"draft": random_head, "num_speculative_tokens": num_drafts} if num_drafts else {}
     llm = make_llm(**GRAPHS, **drafts, mamba_state_policy=policy)

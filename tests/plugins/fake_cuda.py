@@ -59,8 +59,8 @@ from bateleur.metadata.backends.paged import TritonBackend
 from bateleur.runner import LLM, RequestOutput, SamplingParams
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.engine import Engine
+from bateleur.runner.engine.logprobs_processor import LogprobsProcessor
 from bateleur.runner.engine.output_processor import EmittedTokens, OutputProcessor
-from bateleur.runner.engine.step_collector import StepCollector
 from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.rope import RopeSpec
@@ -444,18 +444,18 @@ class FakeCuda:
         patch.setattr(CapturedBody, "replay", one_launch)
 
     def _replace_emission(self, patch: pytest.MonkeyPatch) -> None:
-        emit = StepCollector._emit
+        emit = OutputProcessor.emit
 
         def emit_invented(
-            collector: StepCollector, flight: StepInFlight, here: NDArray[np.bool_] | None
+            outputs: OutputProcessor, flight: StepInFlight, present: NDArray[np.bool_] | None
         ) -> EmittedTokens:
             assert flight.output is not None
             arrays = self._invent(flight, flight.output)
             flight.fetched = SimpleNamespace(wait=lambda: arrays)  # type: ignore[assignment]
-            return emit(collector, flight, here)
+            return emit(outputs, flight, present)
 
-        patch.setattr(StepCollector, "_emit", emit_invented)
-        patch.setattr(OutputProcessor, "add_prompt_logprobs", _add_blank)
+        patch.setattr(OutputProcessor, "emit", emit_invented)
+        patch.setattr(LogprobsProcessor, "append_prompt", _append_blank)
         patch.setattr(Fetch, "__init__", _queue_nothing)
         patch.setattr(Fetch, "wait", _drafts)
         pin = self._watch.pin
@@ -466,7 +466,7 @@ class FakeCuda:
         patch.setattr("bateleur.runner.lora.adapter_pool.pinned", pin)
 
     def _invent(self, flight: StepInFlight, output: SamplerOutput) -> list[NDArray[Any]]:
-        """The values that `OutputProcessor.fetch` returns: counts, bad flags, tokens, drafts, and log probabilities."""
+        """The values that `StepInFlight.fetched` returns: counts, bad flags, tokens, drafts, and log probabilities."""
         drawing, width = output.sampled, output.width
         most = np.where(drawing < flight.batch.num_decodes, 1 + flight.num_drafts[drawing], 1)
         rows = len(drawing)
@@ -493,8 +493,8 @@ def _drafts(fetch: Fetch) -> list[NDArray[Any]]:
     return [np.ones(shape, np.int64) for shape in fetch.shapes]  # type: ignore[attr-defined]
 
 
-def _add_blank(emitter: OutputProcessor, scored: Scored) -> None:
-    """Replaces `OutputProcessor.add_prompt_logprobs`: adds as many values as there would be."""
+def _append_blank(logprobs: LogprobsProcessor, scored: Scored) -> None:
+    """Replaces `LogprobsProcessor.append_prompt`: adds as many values as there would be."""
     for request, count in scored.requests:
         request.prompt_logprobs += [{} for _ in range(count)]
 

@@ -34,11 +34,11 @@ def check(scheduler: Scheduler, plan: StepBatch, budget: int) -> None:
         count = int(table.num_blocks[row])
         held += table.block_table[row, :count].tolist()
         assert not table.block_table[row, count:].any(), "the tail of a row is the null block"
-    for request, row, count in zip(plan.requests, plan.rows, plan.query_lens, strict=True):
+    for request, row in zip(plan.requests, plan.rows, strict=True):
         assert request.row == row
-        reach = table.num_computed[row] + count
+        reach = table.num_computed[row]
         assert table.num_blocks[row] * BLOCK >= reach, "every token of the step has a slot"
-        assert reach <= table.num_tokens[row]
+        assert reach <= request.num_tokens
     assert 0 not in held
     assert len(set(held)) == len(held), "no block belongs to two requests"
     assert len(held) + pool.num_free == pool.capacity
@@ -46,7 +46,6 @@ def check(scheduler: Scheduler, plan: StepBatch, budget: int) -> None:
 
 def finish_step(scheduler: Scheduler, plan: StepBatch) -> list[Request]:
     """What the engine does after the model ran: commit, draw, retire."""
-    scheduler.table.advance(plan.rows, plan.query_lens, plan.num_decodes)
     scheduler.commit(plan)
     table, done = scheduler.table, []
     for request, row, draws in zip(plan.requests, plan.rows, plan.samples, strict=True):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bateleur.runner.sampling.masks import forbid_, mask_words
+from bateleur.runner.sampling.rejection_sampler import draw
 from bateleur.runner.sampling.sampler import Sampler
 from bateleur.runner.sampling_params import SamplingParams
 
@@ -43,7 +44,7 @@ def test_a_draw_is_of_what_is_allowed(temperature: float) -> None:
     allowed[2] = False
     rows, generated, before = np.arange(5), np.zeros(5, np.int64), logits.clone()
     processed = state.process(logits, rows, generated, allowed=words_of(allowed))
-    drawn = state.draw(processed, rows, torch.full((5,), 9))
+    drawn = draw(state, processed, torch.full((5,), 3), torch.full((5,), 9))
     assert drawn.bad.tolist() == [False, False, True, True, False]
     assert processed.empty is not None
     assert processed.empty.tolist() == [False, False, True, False, False]

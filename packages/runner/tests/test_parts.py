@@ -13,6 +13,7 @@ from torch import Tensor
 from bateleur.eagle import VocabShard
 from bateleur.runner.sampling.logprobs import Logprobs
 from bateleur.runner.sampling.masks import mask_words
+from bateleur.runner.sampling.rejection_sampler import draw
 from bateleur.runner.sampling.sampler import Sampler
 from bateleur.runner.sampling_params import SamplingParams
 from together import Together, at_once, parts_of
@@ -52,7 +53,7 @@ def steps_of(shard: VocabShard | None, logits: list[Tensor], allowed: Tensor | N
         before = DRAFTS.repeat(len(rows), 1) if step == 0 else None
         generated = np.ones(len(places), np.int64) + (np.tile(np.arange(3), len(rows)) if step == 0 else 0)
         processed = state.process(own, places, generated, before, allowed if step == 0 else None)
-        drawn = state.draw(processed, places, torch.arange(len(places)) + 4)
+        drawn = draw(state, processed, torch.from_numpy(places), torch.arange(len(places)) + 4)
         state.count(rows, drawn.token_ids.view(len(rows), -1))
         found.append((*drawn, processed.empty, state.logprobs(own, drawn.token_ids, places)))
     return found

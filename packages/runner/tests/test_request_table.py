@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from bateleur.runner.cache.block_pool import BlockPool
+from bateleur.runner.engine.output_processor import append_tokens
 from bateleur.runner.requests.request_table import RequestTable
+from bateleur.runner.scheduling.scheduler import Scheduler
+from bateleur.runner.scheduling.step_batch import StepBatch
 
 ROWS, LONGEST, K, VOCAB = 7, 90, 4, 50
 OUTCOME = ("num_known", "num_committed", "num_computed", "num_tokens", "num_uncertain")
@@ -18,6 +23,14 @@ def table_of(rng: np.random.Generator) -> RequestTable:
     return table
 
 
+def scheduler_of(table: RequestTable, **settings: int) -> Scheduler:
+    return Scheduler(table, None, **{"block_size": 18, "max_num_batched_tokens": 999} | settings)
+
+
+def decodes(rows: np.ndarray, lens: np.ndarray) -> StepBatch:
+    return StepBatch([], rows, lens, len(rows), np.ones(len(rows), np.bool_), torch.device("cpu"))
+
+
 def some_rows(rng: np.random.Generator, least: int = 1) -> np.ndarray:
     return rng.permutation(ROWS)[: rng.integers(least, ROWS + 1)]
 
@@ -25,6 +38,7 @@ def some_rows(rng: np.random.Generator, least: int = 1) -> np.ndarray:
 @pytest.mark.parametrize("width", [1, 1 + K])
 def test_the_outcome_of_a_step_keeps_what_was_emitted_and_takes_back_the_rest(width: int) -> None:
     rng, table = np.random.default_rng(1), table_of(np.random.default_rng(0))
+    scheduler = scheduler_of(table)
     for _ in range(8):
         rows = some_rows(rng)
         counts = rng.integers(1 if width == 1 else 0, width + 1, len(rows))
@@ -41,56 +55,56 @@ def test_the_outcome_of_a_step_keeps_what_was_emitted_and_takes_back_the_rest(wi
             expected["num_computed"][row] -= width - count
             expected["num_tokens"][row] -= width - count
             expected["num_uncertain"][row] -= width - 1
-        committed = table.num_committed[rows]
-        table.append_tokens(rows, tokens, counts)
-        before, after = table.commit(rows, lens, counts, len(rows))
-        assert before.tolist() == committed.tolist()
-        assert after.tolist() == (committed + counts).tolist()
+        append_tokens(table, rows, tokens, counts)
+        scheduler.commit(decodes(rows, lens), counts)
         assert table.token_ids.tolist() == ids.tolist()
         assert table.drafted.tolist() == drafted.tolist()
         for name in OUTCOME:
             assert getattr(table, name).tolist() == expected[name].tolist(), name
 
 
-def test_a_launched_step_counts_its_drafts_as_accepted_until_it_is_known() -> None:
+def test_a_scheduled_step_counts_its_drafts_as_accepted_until_it_is_known() -> None:
     rng, table = np.random.default_rng(2), table_of(np.random.default_rng(0))
+    scheduler = scheduler_of(table)
     for _ in range(8):
         rows = some_rows(rng)
         lens = rng.integers(1, 2 + K, len(rows), dtype=np.int32)
-        num_decodes = int(rng.integers(0, len(rows) + 1))
+        table.num_draft_slots[rows] = lens - 1
         expected = {name: getattr(table, name).copy() for name in OUTCOME}
-        for i, (row, count) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
+        for row, count in zip(rows.tolist(), lens.tolist(), strict=True):
             expected["num_computed"][row] += count
-            drawn = expected["num_computed"][row] + 1
-            decodes = i < num_decodes
-            expected["num_tokens"][row] = drawn if num_decodes == len(rows) else max(drawn, expected["num_tokens"][row])
-            expected["num_uncertain"][row] += (count - 1) * decodes
-        table.advance(rows, lens, num_decodes)
+            expected["num_tokens"][row] = expected["num_computed"][row] + 1
+            expected["num_uncertain"][row] += count - 1
+        before = table.num_computed[rows].tolist()
+        scheduler.batch = decodes(rows, lens)
+        assert scheduler.schedule() is scheduler.batch
+        assert scheduler.batch.num_computed.tolist() == before
         for name in OUTCOME:
             assert getattr(table, name).tolist() == expected[name].tolist(), name
 
 
-def test_rows_lack_the_blocks_of_their_next_tokens() -> None:
-    rng, table = np.random.default_rng(3), table_of(np.random.default_rng(0))
+def test_decoding_rows_get_the_blocks_of_their_next_tokens() -> None:
+    rng = np.random.default_rng(3)
     for _ in range(60):
+        table = table_of(np.random.default_rng(0))
         rows = some_rows(rng)
         table.num_computed[:], table.num_draft_slots[:] = (rng.integers(0, 88, ROWS), rng.integers(0, 1 + K, ROWS))
         table.num_blocks[:] = table.num_computed // 18
-        size, ahead = 18, int(rng.integers(0, 3))
-        cells, short, counts = [], [], []
+        size, ahead, cells = 18, int(rng.integers(0, 3)), []
+        held = table.num_blocks.copy()
         for row in rows.tolist():
             stored = min(table.num_computed[row] + table.num_draft_slots[row] + 1 + ahead, LONGEST)
             missing = max(0, -(-stored // size) - table.num_blocks[row])
             cells += [row * 8 + table.num_blocks[row] + i for i in range(missing)]
-            short += [row][: int(missing > 0)]
-            counts += [missing][: int(missing > 0)]
-        lens = table.num_draft_slots[rows] + np.int32(1)
-        found = table.missing_blocks(rows, lens, size, ahead)
-        assert [each.tolist() for each in found] == [cells, short, counts]
-        held = table.num_blocks.copy()
-        table.extend_blocks(found, list(range(1, 1 + len(cells))))
-        assert table.block_table.reshape(-1)[cells].tolist() == list(range(1, 1 + len(cells)))
-        assert (table.num_blocks - held)[short].tolist() == counts
+            held[row] += missing
+        scheduler = scheduler_of(table, lookahead_tokens=ahead)
+        scheduler.pool = BlockPool(99)
+        scheduler.batch = decodes(rows, table.num_draft_slots[rows] + np.int32(1))
+        assert scheduler.schedule() is scheduler.batch
+        given = table.block_table.reshape(-1)[cells].tolist()
+        assert 0 not in given
+        assert len(set(given)) == len(given) == np.count_nonzero(table.block_table), "one new block each, and no other"
+        assert table.num_blocks.tolist() == held.tolist()
 
 
 @pytest.mark.parametrize("least", [False, True])
@@ -104,7 +118,7 @@ def test_drafts_are_of_use_up_to_the_last_token_but_one(least: bool) -> None:
         found = table.num_useful_drafts(rows, longest, K, at_least_one=least)
         assert found.dtype == np.int32
         for row, count in zip(rows.tolist(), found.tolist(), strict=True):
-            known = table.num_tokens[row] - (table.num_uncertain[row] - 1 if least else 0)
+            known = table.num_tokens[row] - (table.num_uncertain[row] if least else 0)
             assert count == max(0, min(K, table.limit[row] - 1 - known, longest - known))
         seen |= set(found.tolist())
     assert {0, 1, K} < seen

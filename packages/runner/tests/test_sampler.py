@@ -10,6 +10,7 @@ import torch
 
 from bateleur.eagle import Keys, Role, gumbel
 from bateleur.runner.sampling.logprobs import Logprobs
+from bateleur.runner.sampling.rejection_sampler import draw
 from bateleur.runner.sampling.sampler import Sampler
 from bateleur.runner.sampling_params import SamplingParams
 
@@ -106,7 +107,8 @@ def admit(state: Sampler, row: int, case: Case) -> None:
 def sample(state: Sampler, cases: list[Case], logits: torch.Tensor, rows: list[int]) -> Sampled:
     positions = torch.tensor([position(case) for case in cases])
     generated = np.array([len(case.output) for case in cases])
-    drawn = state.draw(state.process(logits, np.array(rows), generated), np.array(rows), positions)
+    seeds = torch.tensor([case.seed for case in cases])
+    drawn = draw(state, state.process(logits, np.array(rows), generated), seeds, positions)
     return Sampled(*drawn, state.logprobs(logits, drawn.token_ids, np.array(rows)))
 
 
@@ -347,11 +349,12 @@ def test_a_step_never_waits_for_the_device() -> None:
         admit(state, row, case)
     on_device = logits.cuda()
     positions = torch.tensor([position(case) for case in cases]).cuda()
+    seeds = torch.tensor([case.seed for case in cases]).cuda()
     generated = np.array([len(case.output) for case in cases])
     torch.cuda.set_sync_debug_mode("error")
     try:
         rows = np.arange(len(cases))
-        sampled = state.draw(state.process(on_device, rows, generated), rows, positions)
+        sampled = draw(state, state.process(on_device, rows, generated), seeds, positions)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     expected = [expected_token(c, x) for c, x in zip(cases, logits, strict=True)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bateleur.runner.sampling.sampler_rows import SamplerRows
+from bateleur.runner.sampling.rejection_sampler import SamplerRows
 
 
 @pytest.mark.parametrize("width", [1, 4])

@@ -82,18 +82,17 @@ def test_what_is_derived_from_a_batch_lasts_as_long_as_the_batch() -> None:
     for name in "ab":
         scheduler.add(make_request(name, 6, 9))
     finish_step(scheduler, scheduler.schedule())
-    rows, known = None, []
+    index, known = None, []
     for drafts in (0, 0, 2, 2, 0):
         scheduler.table.num_draft_slots[:] = drafts
+        before = scheduler.table.num_computed.copy()
         batch = scheduler.schedule()
-        index, last = batch.index, rows
-        rows = batch.step_rows(scheduler.table, None, None)
-        assert index is batch.index
-        assert rows.num_computed_tokens.tolist() == scheduler.table.num_computed[batch.rows].tolist()
+        known.append(index is batch.index)
+        index = batch.index
+        assert batch.num_computed.tolist() == before[batch.rows].tolist()
+        assert batch.step_rows(scheduler.table, None, None).num_computed_tokens is batch.num_computed
         assert index.num_logits == 2 * (1 + drafts)
-        known.append(last is not None and last.batch_id is rows.batch_id)
         scheduler.table.num_draft_slots[:] = 0
-        scheduler.table.advance(batch.rows, batch.query_lens, batch.num_decodes)
         scheduler.commit(batch, np.ones(2, np.int64))
     assert known == [False, True, False, True, False]
 

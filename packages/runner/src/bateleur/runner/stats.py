@@ -57,6 +57,10 @@ _SECONDS = partial(Histogram, [step * 10.0**power for power in range(-4, 3) for 
 _TOKENS = partial(Histogram, [step * 10.0**power for power in range(6) for step in _STEPS])
 
 
+StepMarks = list[tuple[str, float]]
+"""Parts of a step and when they ended, in seconds of `perf_counter`; the first entry is the start."""
+
+
 @dataclass(slots=True)
 class RequestHistograms:
     """Histograms of request times (seconds) and sizes (tokens), with vLLM's names."""
@@ -151,11 +155,8 @@ class EngineStats:
     )
     """Host seconds by part of a step; on CPU, forward and sample include the computation."""
 
-    def add_step(self, marks: Sequence[tuple[str, float]], num_tokens: int) -> None:
-        """Add the parts of a step, with the time in seconds when each ended; the first entry is the start.
-
-        num_tokens: tokens of the launched step; 0 for none.
-        """
+    def add_step(self, marks: StepMarks, num_tokens: int) -> None:
+        """Add the times of the parts of a step. num_tokens: tokens of the launched step; 0 for none."""
         for (_, start), (part, end) in pairwise(marks):
             self.seconds[part] += end - start
         if num_tokens:

@@ -21,7 +21,7 @@ from bateleur.runner.config.resolve import choose_backend, choose_kv_cache_dtype
 from bateleur.runner.diagnose.checkpoint_facts import empty_model
 from bateleur.runner.engine.setup import policy_of
 from bateleur.runner.model_runner.graph_dispatcher import gaps_of_drafts, make_dispatcher, query_lens_of
-from bateleur.runner.sampling.end_graphs import end_keys
+from bateleur.runner.sampling.step_end import end_keys
 from bateleur.runner.spec_decode.proposal_graphs import proposal_keys
 from bateleur.runner.utils.device import resolve_device
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from time import perf_counter, thread_time
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bateleur.cudagraph import ReplayFailed, VerifyReport
 from bateleur.metadata import Fetch
@@ -19,9 +21,7 @@ from bateleur.runner.engine.operations import EngineOperations
 from bateleur.runner.engine.output_processor import OutputProcessor
 from bateleur.runner.engine.prefix_offload import PrefixOffload
 from bateleur.runner.engine.request_registry import RequestRegistry
-from bateleur.runner.engine.request_times import RequestClock
 from bateleur.runner.engine.setup import EngineSetup
-from bateleur.runner.engine.step_collector import StepCollector
 from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import RequestGroup
@@ -29,10 +29,7 @@ from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.draft_head import DraftHead
-from bateleur.runner.stats import EngineStats
-
-Marks = list[tuple[str, float]]
-"""Parts of a step and when they ended, in seconds of `perf_counter`; the first entry is the start."""
+from bateleur.runner.stats import EngineStats, StepMarks
 
 
 class Engine:
@@ -56,13 +53,9 @@ class Engine:
         self.runner = ModelRunner(setup, self.caches, self.table, self.stats)
         draft_kv = () if self.runner.head is None else self.runner.head.kv
         self.offload = PrefixOffload(setup, self.stats, self.scheduler.prefixes, self.caches, draft_kv)
-        self._outputs = OutputProcessor(setup.tokenizer, self.table, self.model.spec.vocab_size)
-        self._clock = RequestClock(self.stats, self.table)
+        self._outputs = OutputProcessor(setup.tokenizer, self.table, self.model.spec.vocab_size, self.stats)
         self.registry = RequestRegistry(
-            self.scheduler, self._outputs, self.stats, self._clock, self.runner.producer.buffers.forget, setup.adapters
-        )
-        self._collector = StepCollector(
-            self.scheduler, self._outputs, self.registry, self.stats, self._clock, self.runner.proposer
+            self.scheduler, self._outputs, self.stats, self.runner.producer.buffers.forget, setup.adapters
         )
         self._reports: list[Request] = []
         self._timed: StepInFlight | None = None
@@ -182,17 +175,14 @@ class Engine:
         self.stats.add_step(marks, 0 if launched is None else launched.batch.num_tokens)
         registry.consistent = True
 
-    def _launch(self, marks: Marks) -> StepInFlight | None:
+    def _launch(self, marks: StepMarks) -> StepInFlight | None:
         """Give the next step to the device, which may still run the step before; None if there is nothing to run."""
         batch = self._schedule()
         if batch is None:
             return None
         runner, admitted = self.runner, self._admit()
         marks.append(("schedule", perf_counter()))
-        staged = runner.stage(batch)
-        marks.append(("stage", perf_counter()))
-        hidden, features = runner.forward(staged)
-        marks.append(("forward", perf_counter()))
+        staged, hidden, features = runner.execute_model(batch, marks)
         allowed = None
         if batch.with_grammar:
             if self.setup.async_scheduling:  # what may be sampled depends on the tokens before
@@ -216,7 +206,6 @@ class Engine:
             if batch.with_grammar:
                 runner.grammars.fetch(batch)
             marks.append(("draft", perf_counter()))
-        self.table.advance(batch.rows, batch.query_lens, batch.num_decodes)
         return launched
 
     def _schedule(self) -> StepBatch | None:
@@ -239,7 +228,6 @@ class Engine:
         admitted = [request for request in self.scheduler.admitted if request.row >= 0]
         self.scheduler.admitted.clear()
         if admitted:
-            self._clock.started(admitted)
             self._outputs.admit(admitted, self.scheduler.running)
             self.runner.admit(admitted)
         if self.scheduler.prefixes is not None:
@@ -249,7 +237,54 @@ class Engine:
                     self.stats.num_prefix_hits += request.num_cached_tokens
         return admitted
 
-    def _collect(self, marks: Marks) -> None:
-        """Apply the outcome of the oldest step in flight. Its requests are reported after the next launch."""
-        self._reports = self._collector.collect(self.registry.in_flight[0])
+    def _collect(self, marks: StepMarks) -> None:
+        """Wait for the oldest step in flight, append its tokens and publish its blocks. Its requests are reported after
+        the next launch.
+
+        Rows that a request has given back since the launch are skipped, because another request may have them now.
+        """
+        flight, scheduler, stats = self.registry.in_flight[0], self.scheduler, self.stats
+        batch, output, n, present = flight.batch, flight.output, flight.batch.num_decodes, None
+        num_rows = num_taken = num_verified = 0
+        if flight.num_released != scheduler.num_released:
+            present = flight.present()
+        if flight.scored is not None:
+            self._outputs.logprobs.append_prompt(flight.scored)
+        if output is None or (present is not None and flight.has_ended):
+            scheduler.commit(batch, None, present)
+            self._reports = []
+        else:
+            sampled = None if present is None else present[output.sampled]
+            flight.appending = self._appending(batch, sampled)
+            emitted = self._outputs.emit(flight, sampled)
+            taken, self._reports = emitted.num_taken, emitted.reports
+            num_valid = taken
+            if not batch.all_decode:
+                num_valid = batch.query_lens.astype(np.int64)
+                num_valid[:n] = taken[:n]
+            scheduler.commit(batch, num_valid, present)
+            if self.runner.proposer is not None and n:
+                kept = slice(None) if present is None else present[:n]
+                num_drafts = np.minimum(emitted.num_drafts[:n], flight.num_drafts[:n])
+                self.runner.proposer.learn(batch.rows[:n][kept], num_drafts[kept], emitted.num_accepted[:n][kept])
+            num_rows = n if present is None else int(np.count_nonzero(taken[:n]))
+            num_taken, num_verified = int(taken.sum()), int(taken[:n].sum())
+        flight.num_tokens = num_verified
+        self.registry.in_flight = self.registry.in_flight[1:]
+        # No call from here on: the tokens are final, and are counted.
+        stats.num_steps += 1
+        stats.num_prefill_tokens += batch.num_tokens - batch.num_decode_tokens
+        stats.num_emitted_tokens += num_taken
+        stats.num_verify_rows += num_rows
+        stats.num_verified_tokens += num_verified
         marks.append(("emit", perf_counter()))
+
+    def _appending(
+        self, batch: StepBatch, present: NDArray[np.bool_] | None
+    ) -> tuple[Sequence[Request], NDArray[np.int32]]:
+        """See `StepInFlight.appending`. present: (S,) rows that their requests still have; None for all."""
+        requests, rows = batch.sampled
+        if present is None:
+            return requests, self.table.num_known[rows]
+        left = [request for request in requests if request.finish_reason is None]
+        return left, np.array([request.num_tokens for request in left], np.int32)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from bateleur.runner.spec_decode.draft_planner import DraftPlanner
 from bateleur.runner.spec_decode.drafter_checks import check_drafter
 from bateleur.runner.spec_decode.proposal_graphs import ProposalGraphs, features_of
 from bateleur.runner.spec_decode.proposer import Proposer
-from bateleur.runner.stats import EngineStats
+from bateleur.runner.stats import EngineStats, StepMarks
 
 
 class ModelRunner:
@@ -48,11 +49,12 @@ class ModelRunner:
         """Allocate buffers, warm up kernels and capture graphs. Raises ValueError for a drafter that does not fit."""
         self.setup, self.caches, self.table = setup, caches, table
         self.model, limits, device = setup.model, setup.limits, setup.model.device
-        self.model_state = ModelState(self.model, caches, setup.backend, limits, setup.prompt_scan)
-        self.sampler = Sampler(limits.max_num_seqs, self.model.spec.vocab_size, device, self.model.shard)
         checks, num_drafts = setup.graphs.checks, limits.num_speculative_tokens
         pool = None if setup.adapters is None else setup.adapters.pool
-        self.producer = StepProducer(self.model_state, limits.buffers, device, checks, table.blocks, pool)
+        scan = setup.prompt_scan
+        self.model_state = ModelState(self.model, caches, setup.backend, limits, scan, checks, pool)
+        self.sampler = Sampler(limits.max_num_seqs, self.model.spec.vocab_size, device, self.model.shard)
+        self.producer = StepProducer(self.model_state, limits.buffers, device, table.blocks)
         drafter = self._make_drafter()
         self.head = drafter if isinstance(drafter, EagleSpeculator) else None
         lens = query_lens_of(setup.policy, num_drafts)
@@ -157,9 +159,10 @@ class ModelRunner:
                 request.bad_words,
             )
         rows = np.array([request.row for request in admitted], dtype=np.int64)
-        self.model_state.admit(rows, self.table.num_computed[rows])
+        computed = self.table.num_committed[rows]
+        self.model_state.admit(rows, computed)
         if self.lengths is not None:
-            self.lengths.admit(rows, self.table.num_computed[rows])
+            self.lengths.admit(rows, computed)
 
     def idle(self, stats: EngineStats) -> bool:
         """Take part in a step of other data-parallel ranks, if there is one; returns whether there was."""
@@ -172,9 +175,22 @@ class ModelRunner:
 
     # --- the step -----------------------------------------------------------------------------------------
 
-    def stage(self, batch: StepBatch) -> StagedBatch[StepContext]:
+    def execute_model(
+        self, batch: StepBatch, marks: StepMarks
+    ) -> tuple[StagedBatch[StepContext], Tensor, tuple[Tensor, ...]]:
+        """Stage a step and run its forward pass. Returns the staged step, its hidden states (padded tokens, D), and the
+        features that a draft head reads. marks: gets the times of both parts.
+        """
+        staged = self._stage(batch)
+        marks.append(("stage", perf_counter()))
+        hidden_TD, *taps = self.graphs.run(staged)
+        features = () if self.proposer is None else features_of(self.proposer.drafter, hidden_TD, taps)
+        marks.append(("forward", perf_counter()))
+        return staged, hidden_TD, features
+
+    def _stage(self, batch: StepBatch) -> StagedBatch[StepContext]:
         """Choose the graph of the step, stage its rows and build its metadata."""
-        pool, sampler = self.caches.blocks, self.rejection_sampler
+        pool = self.caches.blocks
         if pool is not None and pool.fresh:
             zero_fresh_blocks(pool, self._kv_caches)
         if batch.dispatch is None or self.graphs.sync is not None:
@@ -187,12 +203,17 @@ class ModelRunner:
         if batch.is_exact is not None:
             assert self.lengths is not None
             lengths = self.lengths.of(batch.index.rows)
-        rows = batch.step_rows(self.table, sampler.input_ids(batch), lengths)
+        input_ids, last = self.rejection_sampler.stage(batch), batch.staged_rows
+        if last is None or lengths is not None:
+            rows = batch.step_rows(self.table, input_ids, lengths)
+        else:
+            rows = last.next_step(batch.num_computed, input_ids)
+        batch.staged_rows = rows if lengths is None else None
         metadata = self.producer.buffers.stage(rows, shape)
         slots = None
         if self.setup.adapters is not None:
             slots = np.repeat(self.table.adapter_slot[batch.rows], batch.query_lens)
-        return self.producer.prepare(metadata, decision.descriptor, batch_id=rows.batch_id, adapter_slots=slots)
+        return self.model_state.prepare(metadata, decision.descriptor, batch_id=rows.batch_id, adapter_slots=slots)
 
     def _fields_of(self, batch: StepBatch, decision: DispatchDecision) -> dict[str, NDArray[Any]]:
         """Everything that must be equal on all ranks."""
@@ -213,10 +234,3 @@ class ModelRunner:
         decision = self.graphs.decide(request)
         shape = padded_shape(decision.descriptor, request.num_reqs, request.num_tokens, request.max_query_len)
         return decision, shape
-
-    def forward(self, staged: StagedBatch[StepContext]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Hidden states (padded tokens, D) of a staged step, and the features that a draft head reads."""
-        hidden_TD, *taps = self.graphs.run(staged)
-        if self.proposer is None:
-            return hidden_TD, ()
-        return hidden_TD, features_of(self.proposer.drafter, hidden_TD, taps)

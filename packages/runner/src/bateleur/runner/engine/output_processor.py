@@ -1,29 +1,28 @@
-"""From sampled token ids to outputs: stop conditions, log probabilities, text."""
+"""From sampled token ids to outputs: stop conditions, text, times of requests."""
+
+# Shape letters: S rows that sample, J tokens of a row at most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bateleur.metadata import Fetch
-from bateleur.runner.outputs import Logprob
+from bateleur.runner.engine.logprobs_processor import LogprobsProcessor
+from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_table import RequestTable
-from bateleur.runner.sampling.prompt_logprobs import Scored
-from bateleur.runner.sampling.rejection_sampler import SamplerOutput
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.scheduling.step_batch import StepBatch
+from bateleur.runner.stats import EngineStats
 from bateleur.runner.text.detokenizer import decode_all
 from bateleur.runner.text.token_bytes import TokenText
 from bateleur.runner.text.tokenizer import Tokenizer
 
 NO_NUMBERS = "the model's logits are not numbers (NaN)"
 _NO_TOKEN = "no token is left that the request's own parameters allow"
-_CONTEXT = 3
-"""Tokens before one that may hold the first bytes of its character."""
 _BAD = (None, NO_NUMBERS, _NO_TOKEN)
 
 
@@ -40,30 +39,26 @@ class EmittedTokens(NamedTuple):
     """Requests that ended, and those that stream."""
 
 
-class _LogprobLists(NamedTuple):
-    """`Logprobs` as lists."""
-
-    top_ids: list[list[int]]
-    top_values: list[list[float]]
-    sampled: list[float]
-    rank: list[int]
-
-
 class OutputProcessor:
     """Appends emitted tokens to requests, and ends requests.
 
     Vector arithmetic finds the rows that keep all their tokens and have no other work: their tokens are only written to
     the table. All other rows are processed one by one.
+
+    clock: records the times of requests. logprobs: appends log probabilities.
     """
 
-    def __init__(self, tokenizer: Tokenizer, table: RequestTable, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, table: RequestTable, vocab_size: int, stats: EngineStats) -> None:
         self._tokenizer, self._table = tokenizer, table
         self._token_text = TokenText(tokenizer)
+        self.clock = RequestClock(stats, table)
+        self.logprobs = LogprobsProcessor(self._token_text)
         self._stops = frozenset[int](), np.zeros(vocab_size + 1, np.bool_)
         """Tokens that end some running request, and the same as flags by token; the last one is for -1, no token."""
 
     def admit(self, admitted: Sequence[Request], running: Sequence[Request]) -> None:
-        """Take the stop tokens of requests that just got their rows."""
+        """Note the start and the stop tokens of requests that just got their rows."""
+        self.clock.started(admitted)
         known, ends = self._stops
         if all(request.stop_token_ids <= known for request in admitted):
             return
@@ -71,19 +66,18 @@ class OutputProcessor:
         ends[list(known)] = True
         self._stops = known, ends
 
-    def emit(
-        self, batch: StepBatch, output: SamplerOutput, fetched: Fetch, present: NDArray[np.bool_] | None
-    ) -> EmittedTokens:
-        """Wait for the tokens of S requests, the only wait for the device in a step, and append them.
+    def emit(self, flight: StepInFlight, present: NDArray[np.bool_] | None) -> EmittedTokens:
+        """Wait for the tokens of the S requests that sample, the only wait for the device in a step, and append them.
 
-        fetched: `output.packed`, then the log probabilities. present: (S,) whether the row is still that of the
-            request; None for all. An ended request has no row.
+        present: (S,) whether the row is still that of the request; None for all. An ended request has no row.
 
         Tokens after a stop are dropped, and all tokens of an ended request. A row whose logits held a NaN, or left no
         token, has no token there: its request ends with `finish_reason` "error".
         """
-        packed, *logprobs = fetched.wait()
-        requests, rows = batch.sampled
+        assert flight.output is not None
+        assert flight.fetched is not None
+        output, (packed, *logprobs) = flight.output, flight.fetched.wait()
+        requests, rows = flight.batch.sampled
         num_emitted, bad, width = packed[:, 0], packed[:, 1], output.width
         tokens_SJ, drafts_SK = packed[:, 2 : 2 + width], packed[:, 2 + width :]
         taken, reports = num_emitted.copy(), list[Request]()
@@ -98,11 +92,12 @@ class OutputProcessor:
             if request.finish_reason is not None or request.stream:
                 reports.append(request)
         if logprobs:
-            self._add_logprobs(requests, logprobs, output.first_logits, tokens_SJ, taken)
+            self.logprobs.append(requests, logprobs, output.first_logits, tokens_SJ, taken)
         if present is None:
-            self._table.append_tokens(rows, tokens_SJ, taken)
+            append_tokens(self._table, rows, tokens_SJ, taken)
         else:
-            self._table.append_tokens(rows[present], tokens_SJ[present], taken[present])
+            append_tokens(self._table, rows[present], tokens_SJ[present], taken[present])
+        self.clock.emitted(requests, rows, taken, present)
         return EmittedTokens(taken, (drafts_SK >= 0).cumprod(1).sum(1), np.maximum(num_emitted - 1, 0), reports)
 
     def _special_rows(
@@ -182,57 +177,6 @@ class OutputProcessor:
             text = decode_all(self._tokenizer, ids, request.prompt_token_ids, skip_special_tokens=skip)
         request.text = text
 
-    def _add_logprobs(
-        self,
-        requests: Sequence[Request],
-        logprobs: Sequence[NDArray[Any]],
-        first: NDArray[np.int64],
-        tokens_SJ: NDArray[np.int64],
-        taken: NDArray[np.int64],
-    ) -> None:
-        lists = _LogprobLists(*(each.tolist() for each in logprobs))
-        for i, request in enumerate(requests):
-            if (wanted := request.params.logprobs) is None:
-                continue
-            known = request.output_token_ids[: len(request.chosen_logprobs)]
-            for spot in range(int(taken[i])):
-                at = int(first[i]) + spot
-                before = [*request.prompt_token_ids[-_CONTEXT:], *known[-_CONTEXT:], *tokens_SJ[i, :spot].tolist()]
-                entry = self._entry(lists, at, int(tokens_SJ[i, spot]), wanted, before, request.params.detokenize)
-                request.logprobs.append(entry)
-                request.chosen_logprobs.append(lists.sampled[at])
-
-    def add_prompt_logprobs(self, scored: Scored) -> None:
-        """Wait for the prompt log probabilities of a step, and append them to their requests."""
-        lists, at = _LogprobLists(*(each.tolist() for each in scored.wait())), 0
-        tokens = scored.token_ids.tolist()
-        for request, count in scored.requests:
-            wanted = request.params.prompt_logprobs
-            assert wanted is not None
-            for spot in range(at, at + count) if request.finish_reason is None else ():
-                known = len(request.prompt_logprobs)
-                before = request.prompt_token_ids[max(0, known - _CONTEXT) : known]
-                entry = self._entry(lists, spot, tokens[spot], wanted, before, request.params.detokenize)
-                request.prompt_logprobs.append(entry)
-            at += count
-
-    def _entry(
-        self, lists: _LogprobLists, at: int, token: int, num_top: int, before: Sequence[int], detokenize: bool
-    ) -> dict[int, Logprob]:
-        """The entry of one position: its token and the most likely ones. before: the tokens before it."""
-
-        def logprob(token: int, value: float, rank: int) -> Logprob:
-            if not detokenize:
-                return Logprob(value, rank, None)
-            text = self._token_text
-            return Logprob(value, rank, text.added_text(before, token), text.bytes_of(token))
-
-        entry = {token: logprob(token, lists.sampled[at], lists.rank[at])}
-        for rank in range(num_top):
-            other = lists.top_ids[at][rank]
-            entry.setdefault(other, logprob(other, lists.top_values[at][rank], rank + 1))
-        return entry
-
 
 def _append(request: Request, tokens: list[int]) -> bool:
     """Append tokens if none of them can end the request or concerns its text or grammar; returns whether it did."""
@@ -255,3 +199,66 @@ def _ends_grammar(request: Request, token: int) -> bool:
         return False
     request.matcher.accept(token)
     return request.matcher.ended(without_end=len(request.output_token_ids) < request.params.min_tokens)
+
+
+def append_tokens(
+    table: RequestTable, rows: NDArray[np.int64], tokens_SJ: NDArray[np.int64], counts_S: NDArray[np.int64]
+) -> None:
+    """Append the first `counts` tokens of each row of `tokens` to the table; all but the last of them were drafts."""
+    spots_J = np.arange(tokens_SJ.shape[1])
+    left_SJ = counts_S[:, None] - spots_J
+    known_SJ = left_SJ > 0
+    cells_N = ((rows * table.max_model_len + table.num_known[rows])[:, None] + spots_J)[known_SJ]
+    table.token_ids.reshape(-1)[cells_N] = tokens_SJ[known_SJ]
+    table.drafted.reshape(-1)[cells_N] = left_SJ[known_SJ] > 1
+    table.num_known[rows] += counts_S.astype(np.int32)
+
+
+class RequestClock:
+    """Records the times of requests, and their latencies in `EngineStats`."""
+
+    def __init__(self, stats: EngineStats, table: RequestTable) -> None:
+        self._stats, self._table = stats, table
+
+    def started(self, requests: Iterable[Request]) -> None:
+        """Record the start of requests in their first step."""
+        now = perf_counter()
+        for request in requests:
+            if not request.times.first_scheduled_time:
+                request.times.first_scheduled_time = now
+                self._stats.histograms.request_queue_time_seconds.observe(now - request.times.arrival_time)
+
+    def emitted(
+        self,
+        requests: Sequence[Request],
+        rows: NDArray[np.int64],
+        num_taken: NDArray[np.int64],
+        present: NDArray[np.bool_] | None,
+    ) -> None:
+        """Record that S requests got `num_taken` (S,) tokens. present: (S,) rows they still have; None for all."""
+        now, took = perf_counter(), num_taken > 0
+        then = self._table.last_token_time[rows]
+        if present is not None:
+            for i in (took & ~present).nonzero()[0].tolist():
+                times = requests[i].times
+                then[i], times.last_token_time = times.last_token_time, now
+        for i in (took & (then == 0)).nonzero()[0].tolist():
+            times = requests[i].times
+            times.first_token_time = now
+            self._stats.histograms.time_to_first_token_seconds.observe(now - times.arrival_time)
+        again = took & (then > 0)
+        gaps, counts = now - then[again], num_taken[again]
+        self._stats.histograms.inter_token_latency_seconds.observe_all(gaps / counts, counts)
+        self._table.last_token_time[rows[took if present is None else took & present]] = now
+
+    def ended(self, request: Request) -> None:
+        """Record the end of a request. Without a token, only its reason and lengths count."""
+        histograms, times = self._stats.histograms, request.times
+        self._stats.num_finished += 1
+        self._stats.finished[request.finish_reason or "abort"] += 1
+        histograms.request_prompt_tokens.observe(len(request.prompt_token_ids))
+        histograms.request_generation_tokens.observe(len(request.output_token_ids))
+        if times.first_token_time:
+            histograms.request_prefill_time_seconds.observe(times.first_token_time - times.first_scheduled_time)
+            histograms.request_decode_time_seconds.observe(times.last_token_time - times.first_token_time)
+            histograms.e2e_request_latency_seconds.observe(times.last_token_time - times.arrival_time)

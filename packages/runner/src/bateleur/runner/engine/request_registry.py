@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from bateleur.runner.engine.admission_limit import require_new
 from bateleur.runner.engine.messages import AbandonRequests, AbortRequest, AddRequests, Message, SendMessage
 from bateleur.runner.engine.output_processor import NO_NUMBERS, OutputProcessor
-from bateleur.runner.engine.request_times import RequestClock
 from bateleur.runner.engine.step_in_flight import StepInFlight
 from bateleur.runner.lora.adapter_manager import AdapterManager
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
@@ -34,13 +33,12 @@ class RequestRegistry:
         scheduler: Scheduler,
         outputs: OutputProcessor,
         stats: EngineStats,
-        clock: RequestClock,
         reset: Callable[[], None],
         adapters: AdapterManager | None = None,
     ) -> None:
         """
         Args:
-            scheduler, outputs, stats, clock: of the engine.
+            scheduler, outputs, stats: of the engine.
             reset: resets all other state that an interrupted step may have left half written.
             adapters: LoRA adapters that requests may use.
         """
@@ -59,7 +57,7 @@ class RequestRegistry:
         """Requests with output that was not taken yet."""
         self._reported: dict[RequestGroup, tuple[ReportedState, ...]] = {}
         """How much of each DELTA request was taken."""
-        self._scheduler, self._outputs, self._stats, self._clock = scheduler, outputs, stats, clock
+        self._scheduler, self._outputs, self._stats = scheduler, outputs, stats
         self._reset, self._adapters = reset, adapters
 
     def __contains__(self, request_id: object) -> bool:
@@ -152,7 +150,7 @@ class RequestRegistry:
             if not self.requests:
                 self.in_flight = ()
             for each in group.members:
-                self._clock.ended(each)
+                self._outputs.clock.ended(each)
                 self._stats.num_cached_tokens += each.num_cached_tokens
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:

@@ -48,13 +48,10 @@ class StepInFlight:
         """Whether all of its requests have ended since the launch."""
         return all(request.finish_reason is not None for request in self.batch.requests)
 
-    def present(self, num_released: int) -> NDArray[np.bool_] | None:
-        """(R,) whether each request still has its row; None if all have. num_released: `Scheduler.num_released` now.
-
-        A request that gave its row back gets none before this step is collected.
+    def present(self) -> NDArray[np.bool_]:
+        """(R,) whether each request still has its row. A request that gave its row back gets none before this step is
+        collected.
         """
-        if num_released == self.num_released:
-            return None
         requests = self.batch.requests
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
         present: NDArray[np.bool_] = rows == self.batch.rows

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from bateleur.cudagraph import Phase, StagedBatch
 from bateleur.eagle import EagleSpeculator
+from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.model_runner.graph_dispatcher import GraphDispatcher
 from bateleur.runner.model_runner.step_producer import StepProducer
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.sampling.rejection_sampler import RejectionSampler
+from bateleur.runner.sampling_params import SamplingParams
+from bateleur.runner.scheduling.step_batch import StepBatch
 
 
 def warm_up(
@@ -31,7 +37,7 @@ def warm_up(
     with torch.inference_mode():
         model.warm_up(limits.max_num_batched_tokens)
         for num_reqs, query_len, staged in _steps(model, graphs, producer, limits, drafter):
-            num_valid = sampler.warm_up(staged.state.batch, num_reqs, query_len)
+            num_valid = _sample(sampler, staged.state.batch, num_reqs, query_len)
             producer.model_state.commit(staged.state, num_valid)
 
 
@@ -53,7 +59,7 @@ def run_largest(
             drafter.warm_up(prompts.state)
         decodes = producer.stage_decodes(limits.max_num_seqs, limits.max_query_len)
         graphs.run(decodes)
-        num_valid = sampler.warm_up(decodes.state.batch, limits.max_num_seqs, limits.max_query_len)
+        num_valid = _sample(sampler, decodes.state.batch, limits.max_num_seqs, limits.max_query_len)
         producer.model_state.commit(decodes.state, num_valid)
 
 
@@ -82,3 +88,29 @@ def _steps(
         if drafter is not None:
             drafter.warm_up(staged.state)
         yield num_reqs, query_len, staged
+
+
+def _sample(
+    sampler: RejectionSampler, metadata: CommonAttentionMetadata, num_reqs: int, query_len: int
+) -> Tensor | None:
+    """Verify dummy rows with `query_len` tokens each, with each kind of parameters, and drop the results; returns
+    `EndedStep.num_valid`.
+    """
+    rows, query_lens, model = np.arange(num_reqs), np.full(num_reqs, query_len, np.int32), sampler.model
+    shape = (num_reqs * query_len, model.spec.hidden_size)
+    hidden_TD = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    # Kernels of greedy rows differ from those of sampled ones, and so do kernels for truncation and penalties.
+    for temperature, top_p, penalty in ((0.0, 1.0, 1.0), *product((1.0,), (0.9, 1.0), (1.1, 1.0))):
+        params = SamplingParams(temperature=temperature, top_p=top_p)
+        for row in range(num_reqs):
+            ruled = params if row else replace(params, repetition_penalty=penalty)
+            sampler.sampler.admit(row, ruled, 0, ())
+        batch = StepBatch([], rows, query_lens, num_reqs, np.ones(num_reqs, np.bool_), model.device)
+        sampler.stage(batch)
+        num_valid = sampler.verify(batch, metadata, hidden_TD).num_valid
+    for row in range(num_reqs):
+        sampler.sampler.release(row)
+    sampler.sampler.forget_counts()
+    sampler.rows.next_ids.zero_()
+    sampler.rows.clear()
+    return num_valid

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, ReplayChecks, StagedBatch
 from bateleur.mamba import (
     CopyPlan,
     MambaCacheMode,
@@ -29,9 +30,11 @@ from bateleur.metadata import (
     KVCacheGroup,
     Signature,
     check_reads,
+    validate,
 )
 from bateleur.runner.cache.tensors import Caches
 from bateleur.runner.config.limits import EngineLimits
+from bateleur.runner.lora.adapter_pool import AdapterPool
 from bateleur.runner.models import HybridDecoder, StepContext
 from bateleur.runner.utils.device import upload
 
@@ -63,7 +66,13 @@ class ModelState:
         backend: AttentionBackend,
         limits: EngineLimits,
         prompt_scan: PromptScan = PromptScan.OWN,
+        checks: ReplayChecks = ReplayChecks.CHEAP,
+        adapters: AdapterPool | None = None,
     ) -> None:
+        """checks: from CHEAP on, steps for FULL graphs carry their host scalars, which replays compare. At PARANOID
+        every batch is validated, without waiting for the device.
+        """
+        self._checks, self.adapters, self._limits, self._device = checks, adapters, limits.buffers, model.device
         self.caches = caches
         self.backend = backend
         self.vocab_size = model.spec.vocab_size
@@ -163,22 +172,30 @@ class ModelState:
     def prepare(
         self,
         batch: CommonAttentionMetadata,
+        key: BatchExecutionDescriptor | None,
         phase: BuildPhase = BuildPhase.RUN,
-        *,
-        pieces: bool = False,
         batch_id: object = None,
-        adapters: Tensor | None = None,
-    ) -> StepContext:
-        """Build the metadata of each group.
+        adapter_slots: NDArray[np.int32] | None = None,
+    ) -> StagedBatch[StepContext]:
+        """Build the metadata of each group, for a batch that was staged for `key`. Replays accept only the latest one.
 
-        pieces: for a piecewise graph. batch_id: of the rows, see `StepRows`. adapters: see `StepContext`.
+        batch_id: of the staged rows, see `StepRows`; None for rows that do not repeat. adapter_slots: slots of the
+            LoRA adapters of its tokens without padding; None for no adapter.
         """
+        if self._checks >= ReplayChecks.PARANOID:
+            level: Literal["host", "device"] = "device" if self._device.type == "cpu" else "host"
+            validate(batch, self._limits, self.groups, level=level, seq_len_fill=self.seq_len_fill)
+        adapters = None if self.adapters is None else self.adapters.stage(batch.num_tokens, adapter_slots)
         attention = None if self._attention is None else self._attention.build(batch, 0, phase)
         mamba = None if self._mamba is None else self._recurrent(self._mamba, batch, phase, batch_id)
-        if pieces and self._mamba is not None and mamba is not None:
+        mode = CudaGraphMode.NONE if key is None else key.mode
+        if mode is CudaGraphMode.PIECEWISE and self._mamba is not None and mamba is not None:
             mamba = self._mamba.with_piecewise_decodes(mamba, batch)
-        caches = self.caches
-        return StepContext(batch, self.backend, attention, mamba, caches.kv, caches.states, caches.rings, adapters)
+        kv, states, rings = self.caches.kv, self.caches.states, self.caches.rings
+        context = StepContext(batch, self.backend, attention, mamba, kv, states, rings, adapters)
+        # Only FULL graphs freeze host scalars; the eager parts of a PIECEWISE graph get this context.
+        signed = self._checks >= ReplayChecks.CHEAP and mode is CudaGraphMode.FULL
+        return StagedBatch(key, context, batch.generation, self._signature(context) if signed else None)
 
     def _recurrent(
         self, builder: MambaMetadataBuilder, batch: CommonAttentionMetadata, phase: BuildPhase, batch_id: object
@@ -239,7 +256,7 @@ class ModelState:
         """Views of the state of requests outside the caches, by name."""
         return {} if self._states is None else {"carried": self._states.values}
 
-    def signature(self, context: StepContext) -> Signature:
+    def _signature(self, context: StepContext) -> Signature:
         """The host scalars of a step that a graph freezes."""
         parts = {}
         if self._attention is not None and context.attention is not None:

@@ -1,82 +1,43 @@
-"""Stages real and dummy steps into one set of buffers, on which captures and replays rely."""
+"""Stages dummy and random steps into the buffers that real steps use, for captures, warm-ups and checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Phase, ReplayChecks, StagedBatch
+from bateleur.cudagraph import BatchExecutionDescriptor, CudaGraphMode, Phase, StagedBatch
 from bateleur.metadata import (
     NULL_BLOCK,
     BatchLimits,
     BatchShape,
     BlockTable,
     BuildPhase,
-    CommonAttentionMetadata,
     InputBuffers,
     StepRows,
     movable,
-    validate,
 )
-from bateleur.runner.lora.adapter_pool import AdapterPool
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.models import StepContext
 
 
 class StepProducer:
-    """Stages a step into the buffers, and builds its metadata.
+    """Holds the input buffers of all steps, and stages dummy and random ones for captures and checks.
 
-    A `bateleur.cudagraph.Producer` that can be fuzzed and poisoned. From the check level CHEAP on, steps for FULL
-    graphs carry their host scalars, which replays compare; at PARANOID every batch is validated, without waiting for
-    the device.
+    A `bateleur.cudagraph.Producer` that can be fuzzed and poisoned.
     """
 
     def __init__(
-        self,
-        model_state: ModelState,
-        limits: BatchLimits,
-        device: torch.device,
-        checks: ReplayChecks,
-        kv_blocks: BlockTable,
-        adapters: AdapterPool | None = None,
+        self, model_state: ModelState, limits: BatchLimits, device: torch.device, kv_blocks: BlockTable
     ) -> None:
         self.model_state = model_state
         tables = model_state.tables(kv_blocks)
         fill = model_state.seq_len_fill
         self.buffers = InputBuffers(limits, model_state.groups, device, fill, tables=tables)
-        self._checks, self._adapters = checks, adapters
-
-    def prepare(
-        self,
-        batch: CommonAttentionMetadata,
-        key: BatchExecutionDescriptor | None,
-        phase: BuildPhase = BuildPhase.RUN,
-        batch_id: object = None,
-        adapter_slots: NDArray[np.int32] | None = None,
-    ) -> StagedBatch[StepContext]:
-        """Build the metadata of a batch that was staged for `key`. Replays accept only the latest one.
-
-        batch_id: of the staged rows, see `StepRows`; None for rows that do not repeat. adapter_slots: slots of the
-            LoRA adapters of its tokens without padding; None for no adapter.
-        """
-        if self._checks >= ReplayChecks.PARANOID:
-            x = self.buffers
-            level: Literal["host", "device"] = "device" if x.device.type == "cpu" else "host"
-            validate(batch, x.limits, x.groups, level=level, seq_len_fill=x.seq_len_fill)
-        adapters = None
-        if self._adapters is not None:
-            adapters = self._adapters.stage(batch.num_tokens, adapter_slots)
-        pieces = key is not None and key.mode is CudaGraphMode.PIECEWISE
-        context = self.model_state.prepare(batch, phase, pieces=pieces, batch_id=batch_id, adapters=adapters)
-        # Only FULL graphs freeze host scalars; the eager parts of a PIECEWISE graph get this context.
-        signed = self._checks >= ReplayChecks.CHEAP and key is not None and key.mode is CudaGraphMode.FULL
-        signature = self.model_state.signature(context) if signed else None
-        return StagedBatch(key, context, batch.generation, signature)
+        self._adapters = model_state.adapters
 
     @property
     def generation(self) -> int:
@@ -97,7 +58,7 @@ class StepProducer:
         context_len = min(1, limits.max_model_len - longest)
         bound = None if phase is Phase.RUN else limits.max_model_len
         batch = self.buffers.dummy(shape, context_len=context_len, max_seq_len=bound)
-        return self.prepare(batch, key, BuildPhase(phase.value))
+        return self.model_state.prepare(batch, key, BuildPhase(phase.value))
 
     def stage_prompt(self, num_tokens: int) -> StagedBatch[StepContext]:
         """Stage a dummy prompt of `num_tokens` tokens, at most `max_model_len`, that runs eagerly."""
@@ -111,14 +72,14 @@ class StepProducer:
         length = min(num_tokens // num_reqs, limits.max_model_len)
         shape = BatchShape.of(num_reqs, num_reqs * length, length)
         batch = self.buffers.dummy(shape, is_prefilling=True, max_seq_len=self._longest_bound)
-        return self.prepare(batch, None)
+        return self.model_state.prepare(batch, None)
 
     def stage_decodes(self, num_reqs: int, query_len: int) -> StagedBatch[StepContext]:
         """Stage dummy decodes that run eagerly, `query_len` tokens each."""
         context_len = min(1, self.buffers.limits.max_model_len - query_len)
         shape = BatchShape.of(num_reqs, num_reqs * query_len, query_len)
         batch = self.buffers.dummy(shape, context_len=context_len, max_seq_len=self._longest_bound)
-        return self.prepare(batch, None)
+        return self.model_state.prepare(batch, None)
 
     @property
     def _longest_bound(self) -> int | None:
@@ -168,7 +129,7 @@ class StepProducer:
         slots = None
         if self._adapters is not None:
             slots = rng.integers(0, self._adapters.num_slots + 1, rows.query_lens.sum(), np.int32)
-        return self.prepare(self.buffers.stage(rows, shape), key, adapter_slots=slots)
+        return self.model_state.prepare(self.buffers.stage(rows, shape), key, adapter_slots=slots)
 
     def written(self, context: StepContext) -> dict[str, torch.Tensor]:
         """What a step writes besides its output (slots, pages, ring rows), and a checksum of all other cache contents,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,18 +26,6 @@ _COUNTS = (
     "num_proposed",
     "adapter_slot",
 )
-
-
-class MissingBlocks(NamedTuple):
-    """KV blocks that decoding rows need for their next tokens.
-
-    cells: entries of the flat block table that get a block, row by row. rows: the rows that need blocks. counts: how
-    many each of them needs.
-    """
-
-    cells: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    counts: Int32s
 
 
 class RequestTable:
@@ -82,6 +68,7 @@ class RequestTable:
     adapter_slot: Int32s
 
     def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
+        self.max_model_len = max_model_len
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.drafted = np.zeros((max_num_seqs, max_model_len), dtype=np.bool_)
         self.blocks = BlockTable(np.zeros((max_num_seqs, max_blocks), dtype=np.int32))
@@ -91,11 +78,6 @@ class RequestTable:
         for name, counts in zip(_COUNTS, self._counts, strict=True):
             setattr(self, name, counts)
         self.clear()
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a row."""
-        return self.token_ids.shape[1]
 
     @property
     def block_table(self) -> Int32s:
@@ -140,43 +122,6 @@ class RequestTable:
         self.free_rows.append(row)
         return blocks
 
-    def append_tokens(self, rows: NDArray[np.int64], tokens_RK: NDArray[np.int64], counts_R: NDArray[np.int64]) -> None:
-        """Append the first `counts` tokens of each row of `tokens`; all but the last of them were drafts."""
-        spots_K = np.arange(tokens_RK.shape[1])
-        left_RK = counts_R[:, None] - spots_K
-        known_RK = left_RK > 0
-        cells_N = ((rows * self.max_model_len + self.num_known[rows])[:, None] + spots_K)[known_RK]
-        self.token_ids.reshape(-1)[cells_N] = tokens_RK[known_RK]
-        self.drafted.reshape(-1)[cells_N] = left_RK[known_RK] > 1
-        self.num_known[rows] += counts_R.astype(np.int32)
-
-    def advance(self, rows: NDArray[np.int64], lens_R: Int32s, num_decodes: int) -> None:
-        """Count a launched step that computes `lens` tokens of each row in the bounds, with all drafts as accepted.
-
-        The first `num_decodes` rows are after their prompts.
-        """
-        reach = self.num_computed[rows] + lens_R
-        self.num_computed[rows] = reach
-        reach += 1  # a row that samples knows the next token, too
-        self.num_tokens[rows] = reach if num_decodes == len(rows) else np.maximum(self.num_tokens[rows], reach)
-        self.num_uncertain[rows[:num_decodes]] += lens_R[:num_decodes] - 1
-
-    def commit(
-        self, rows: NDArray[np.int64], lens_R: Int32s, valid_R: NDArray[np.integer], num_decodes: int
-    ) -> tuple[Int32s, Int32s]:
-        """Apply the outcome of a step that computed `lens` tokens of each row, of which the first `valid` stay.
-
-        Returns `num_committed` of the rows before and after, (R,) each.
-        """
-        before_R = self.num_committed[rows]
-        valid_R = valid_R.astype(np.int32)
-        self.num_committed[rows] = after_R = before_R + valid_R
-        rejected_R = lens_R - valid_R
-        self.num_computed[rows] -= rejected_R
-        self.num_tokens[rows] -= rejected_R
-        self.num_uncertain[rows[:num_decodes]] -= lens_R[:num_decodes] - 1
-        return before_R, after_R
-
     def give_blocks(self, row: int, blocks: list[int]) -> None:
         """Append KV blocks to a row."""
         if not blocks:
@@ -185,27 +130,19 @@ class RequestTable:
         self.blocks.write(row, np.arange(start, start + len(blocks)), blocks)
         self.num_blocks[row] = start + len(blocks)
 
-    def missing_blocks(self, rows: NDArray[np.int64], lens_R: Int32s, block_size: int, lookahead: int) -> MissingBlocks:
-        """KV blocks that decoding rows need for their next `lens` tokens and `lookahead` tokens after these."""
-        stored_R = np.minimum(self.num_computed[rows] + lens_R + lookahead, self.max_model_len)
-        missing_R = -(-stored_R // block_size) - self.num_blocks[rows]
-        short = (missing_R > 0).nonzero()[0]
-        rows, counts = rows[short], missing_R[short]
+    def append_blocks(self, rows: NDArray[np.int64], counts: Int32s, blocks: list[int]) -> None:
+        """Append KV blocks to distinct rows (R,), `counts` (R,) each."""
         owners, columns = expand_ranges(rows, self.num_blocks[rows], counts)
-        return MissingBlocks(owners * self.block_table.shape[1] + columns, rows, counts)
-
-    def extend_blocks(self, missing: MissingBlocks, blocks: list[int]) -> None:
-        """Append KV blocks to the rows that need them."""
-        self.blocks.write_cells(missing.cells, blocks)
-        self.num_blocks[missing.rows] += missing.counts
+        self.blocks.write_cells(owners * self.block_table.shape[1] + columns, blocks)
+        self.num_blocks[rows] += counts
 
     def num_useful_drafts(self, rows: NDArray[np.int64], longest: int, most: int, *, at_least_one: bool) -> Int32s:
         """(R,) drafts, at most `most`, that the next step can use: rows end at their limit or at `longest` tokens, and
         a step emits one token more than it accepts.
 
-        at_least_one: assume that the step in flight emits one token per row; else all that it may emit.
+        at_least_one: assume that steps in flight emit one token per row each; else all that they may emit.
         """
         left = np.minimum(self.limit[rows] - 1, longest) - self.num_tokens[rows]
         if at_least_one:
-            left += self.num_uncertain[rows] - 1
+            left += self.num_uncertain[rows]
         return np.minimum(np.maximum(left, 0), most)

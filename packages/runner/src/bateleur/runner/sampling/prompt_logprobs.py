@@ -62,7 +62,7 @@ class PromptLogprobs:
         tokens: list[NDArray[np.int64]] = []
         for i in asked:
             request, row = batch.requests[i], batch.rows[i]
-            computed = int(self._table.num_computed[row])
+            computed = int(batch.num_computed[i])
             first = request.num_scored
             end = min(computed + int(batch.query_lens[i]) + 1, len(request.prompt_token_ids))
             assert computed < first, "what a cache had was not computed"

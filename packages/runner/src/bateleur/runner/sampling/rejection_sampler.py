@@ -9,12 +9,12 @@ captured in a CUDA graph, for rows that only sample, with equally many draft slo
 """
 
 # Shape letters: R rows of a step, S rows that sample, L rows of logits, K drafts at most, J = 1 + K, V vocabulary,
-# N rows of a padded step, T tokens, D hidden size.
+# N rows of a padded step, T tokens, D hidden size, M rows of the request table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,14 +26,18 @@ from bateleur.eagle import (
     DraftDistribution,
     Drafter,
     Drafts,
+    Drawn,
     EagleSpeculator,
+    Keys,
     OneHot,
     RejectionOutput,
     Rows,
     Rule,
     SamplingDrafter,
     SamplingMetadata,
+    argmax,
     distribution_of,
+    sample,
     verify,
 )
 from bateleur.metadata import CommonAttentionMetadata
@@ -41,14 +45,14 @@ from bateleur.runner.models import HybridDecoder
 from bateleur.runner.requests.request_table import RequestTable
 from bateleur.runner.sampling.logprobs import Logprobs
 from bateleur.runner.sampling.sampler import Processed, Sampler
-from bateleur.runner.sampling.sampler_rows import SamplerRows
-from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.scheduling.step_batch import LogitsIndex, SamplingInputs, StepBatch
 from bateleur.runner.utils.device import upload
 
 GREEDY, UNTRUNCATED, TRUNCATED = "greedy", "untruncated", "truncated"
 KINDS = (TRUNCATED, UNTRUNCATED, GREEDY)
 """Kinds of captured samplers: all rows are greedy, no sampled row truncates its distribution, or any parameters."""
+_POISON = torch.iinfo(torch.int32).max - 6
+"""No token id, and more tokens than a row can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,98 @@ class SamplerOutput:
     def token_ids(self) -> Tensor:
         """(S, J) int64 emitted tokens, -1 after the last."""
         return self.packed[:, 2 : 2 + self.width]
+
+
+class EndedStep(NamedTuple):
+    """The outcome of a step, on the device."""
+
+    output: SamplerOutput | None
+    """None if no row samples."""
+    num_valid: Tensor | None
+    """(R,) int64 tokens of each row that stay; None if the engine never drafts."""
+
+
+class SamplerRows:
+    """Row layout of the eager and the captured rejection sampler. Addresses never change, so that graphs can read them.
+
+    By row of the request table:
+        next_ids: (1 + M, J) int64, the last sampled token, then drafts, -1 where there is none. Row M is for padding.
+
+    By row that samples in the current step; padding is 0, except for `table_rows`:
+        table_rows: (N,) int64 rows of the request table; M in padding.
+        seeds: (N,) int64. num_drafts: (N,) int64 drafts to test. values: (N, 4) float32, see `SamplingMetadata`.
+        emitted: (N, J) int64 emitted tokens, -1 after the last.
+        num_valid: (N,) int64 tokens of the row that stay. Rows without a token keep old values of both.
+    """
+
+    def __init__(self, max_rows: int, width: int, device: torch.device) -> None:
+        """max_rows: M. width: J."""
+        self._max_rows, self._device = max_rows, device
+        self.next_ids = torch.zeros((1 + max_rows, width), dtype=torch.int64, device=device)
+        even = max_rows + max_rows % 2  # each part is aligned to 16 bytes, so that Triton compiles a kernel once
+        self._staged = torch.zeros(5, even, dtype=torch.int64, device=device)
+        self.table_rows, self.seeds, self.num_drafts = self._staged[:3, :max_rows]
+        self.values = self._staged[3:].view(-1).view(torch.float32).view(even, 4)[:max_rows]
+        self.emitted = torch.empty(max_rows, width, dtype=torch.int64, device=device)
+        self.num_valid = torch.empty(max_rows, dtype=torch.int64, device=device)
+        self._draft_slots = torch.arange(width - 1, device=device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Stage no rows, and clear the emitted tokens."""
+        self.emitted.fill_(-1)
+        self.num_valid.fill_(1)
+        nothing = np.zeros(0, np.int64)
+        self.stage(nothing, nothing, nothing, np.zeros((0, 4), np.float32))
+
+    def stage(
+        self,
+        table_rows: NDArray[np.int64],
+        seeds: NDArray[np.int64],
+        num_drafts: NDArray[np.integer],
+        values: NDArray[np.float32],
+    ) -> None:
+        """Send the rows of a step to the device, in one copy."""
+        staged, count = np.zeros(self._staged.shape, np.int64), len(table_rows)
+        staged[0, count:] = self._max_rows
+        for line, given in zip(staged, (table_rows, seeds, num_drafts), strict=False):
+            line[:count] = given
+        staged[3:].reshape(-1).view(np.float32).reshape(-1, 4)[:count] = values
+        self._staged.copy_(upload(staged, self._device))
+
+    def drafts(self, num_rows: int) -> Tensor:
+        """(R, K) int64 drafts to test in the first `num_rows` rows, -1 where there is none. Can be captured."""
+        drafts_RK = self.next_ids.index_select(0, self.table_rows[:num_rows])[:, 1:]
+        return drafts_RK.where(self._draft_slots < self.num_drafts[:num_rows, None], -1)
+
+    def emit(self, tokens: Tensor, num_emitted: Tensor) -> None:
+        """Store what the first R rows emitted: tokens (R, J), and their numbers (R,) int64. The last token of each row
+        is computed next. Can be captured.
+        """
+        num_rows = len(num_emitted)
+        last_R1 = (num_emitted - 1).clamp_min_(0).unsqueeze(1)
+        last_R = tokens.gather(1, last_R1).squeeze(1).clamp_min_(0)
+        self.next_ids[:, 0].index_copy_(0, self.table_rows[:num_rows], last_R)
+        self.emitted[:num_rows].copy_(tokens)
+        self.num_valid[:num_rows].copy_(num_emitted)
+
+    def keep(self, table_rows: Tensor, tokens: Tensor, drafts: Tensor) -> None:
+        """Store the next tokens (R,) of rows of the request table, and their drafts (R, K). Can be captured."""
+        self.next_ids.index_copy_(0, table_rows, torch.cat((tokens.unsqueeze(1), drafts), 1))
+
+    def poison(self) -> None:
+        """Fill the rows of the step with invalid values."""
+        self._staged.fill_(-1)
+        self.poison_emitted()
+
+    def poison_emitted(self) -> None:
+        """Fill the outputs of the last step with invalid values."""
+        self.emitted.fill_(_POISON)
+        self.num_valid.fill_(_POISON)
+
+    def addresses(self) -> dict[str, int]:
+        """Data pointers of the buffers of a step, by name."""
+        return {name: getattr(self, name).data_ptr() for name in ("_staged", "emitted", "num_valid")}
 
 
 class RejectionSampler:
@@ -97,8 +193,27 @@ class RejectionSampler:
         rule.require(self.distribution(torch.zeros(0, dtype=torch.int64, device=self.device)))
         self.rows = SamplerRows(len(table.token_ids), 1 + num_speculative_tokens, self.device)
 
-    def input_ids(self, batch: StepBatch) -> Tensor | None:
-        """Token ids of the decoding rows, concatenated, on the device; None if no row decodes."""
+    def next_tokens(self, batch: StepBatch) -> Tensor:
+        """(R,) int64 last sampled token of each row."""
+        return self.rows.next_ids[:, 0].index_select(0, batch.index.rows)
+
+    def drafts_of(self, table_rows: NDArray[np.int64]) -> Tensor:
+        """(R, K) int64 drafts of these rows of the request table on the device, -1 where there is none."""
+        return self.rows.next_ids[:, 1:].index_select(0, upload(table_rows, self.device))
+
+    def stage(self, batch: StepBatch) -> Tensor | None:
+        """Stage the rows of the batch that sample, for both forms. Returns the token ids of the decoding rows,
+        concatenated, on the device; None if no row decodes.
+        """
+        (_, table_rows), last = batch.sampled, batch.sampling
+        num_drafts = np.minimum(self.table.num_drafts[table_rows], batch.index.num_slots_S)
+        if last is None or not np.array_equal(num_drafts, last.num_drafts):
+            seeds, values = self.sampler.values_of(table_rows)
+            self.rows.stage(table_rows, seeds, num_drafts, values)
+            if last is None:
+                batch.sampling = self._sampling_inputs(table_rows, values, num_drafts, batch.index)
+            else:
+                batch.sampling = last._replace(num_drafts=num_drafts)
         num_rows, count = batch.num_decodes, batch.num_decode_tokens
         if not num_rows:
             return None
@@ -111,32 +226,6 @@ class RejectionSampler:
         else:
             ids = ids_DJ[index.owners[:count], index.num_before[:count]]
         return ids.clamp_min_(0)  # an empty slot holds -1, and is rejected below
-
-    def next_tokens(self, batch: StepBatch) -> Tensor:
-        """(R,) int64 last sampled token of each row."""
-        return self.rows.next_ids[:, 0].index_select(0, batch.index.rows)
-
-    def drafts_of(self, table_rows: NDArray[np.int64]) -> Tensor:
-        """(R, K) int64 drafts of these rows of the request table on the device, -1 where there is none."""
-        return self.rows.next_ids[:, 1:].index_select(0, upload(table_rows, self.device))
-
-    def keep_drafts(self, batch: StepBatch, next_token_R: Tensor, drafts_RK: Tensor) -> None:
-        """Store the next token of every row of the batch and the drafts after it, -1 where there is none."""
-        self.rows.keep(batch.index.rows, next_token_R, drafts_RK)
-
-    def stage(self, batch: StepBatch) -> SamplingInputs:
-        """Stage the rows of the batch that sample, for both forms; returns their sampling parameters."""
-        (_, table_rows), last = batch.sampled, batch.sampling
-        num_drafts = np.minimum(self.table.num_drafts[table_rows], batch.index.num_slots_S)
-        if last is None or not np.array_equal(num_drafts, last.num_drafts):
-            seeds, values = self.sampler.values_of(table_rows)
-            self.rows.stage(table_rows, seeds, num_drafts, values)
-            if last is None:
-                batch.sampling = self._sampling_inputs(table_rows, values, num_drafts, batch.index)
-            else:
-                batch.sampling = last._replace(num_drafts=num_drafts)
-        assert batch.sampling is not None
-        return batch.sampling
 
     def _sampling_inputs(
         self,
@@ -155,12 +244,17 @@ class RejectionSampler:
         temperature = self.rows.values[:count, 0].contiguous()
         return SamplingInputs(num_drafts, plain, kind, self.rows.seeds[:count], temperature, metadata)
 
-    def num_valid(self, batch: StepBatch, output: SamplerOutput | None) -> Tensor | None:
-        """(R,) int64 tokens of each row that stay; None if the engine never drafts."""
+    def num_generated(self, batch: StepBatch) -> NDArray[np.int64]:
+        """(S,) tokens that each row has generated before this step, at most."""
+        table, (_, rows_S) = self.table, batch.sampled
+        found: NDArray[np.int64] = table.num_tokens[rows_S] - table.prompt_len[rows_S] - 1 - batch.index.num_slots_S
+        return found
+
+    def _num_valid(self, batch: StepBatch) -> Tensor | None:
         if not self.num_drafts:
             return None
         query_lens, num_decodes = batch.index.query_lens, batch.num_decodes
-        if output is None or batch.num_decode_tokens == num_decodes:  # no row has drafts
+        if batch.num_decode_tokens == num_decodes:  # no row has drafts
             return query_lens
         if batch.all_decode:
             return self.rows.num_valid[:num_decodes]
@@ -172,22 +266,21 @@ class RejectionSampler:
 
     def verify(
         self, batch: StepBatch, metadata: CommonAttentionMetadata, hidden_TD: Tensor, allowed: Tensor | None = None
-    ) -> SamplerOutput | None:
-        """Verify the drafts of the rows that compute their last known token, and sample; None if there are no such
-        rows. `stage` must have been called.
+    ) -> EndedStep:
+        """Verify the drafts of the rows that compute their last known token, and sample. `stage` must have been called.
 
         allowed: (L, ceil(V / 32)) int32 on the device, bits of the tokens that may be sampled, see `forbid_`.
         """
         index, inputs = batch.index, batch.sampling
         assert inputs is not None
         if not (num_rows := len(index.sampled)):
-            return None
+            return EndedStep(None, self._num_valid(batch))
         hidden_LD = hidden_TD[: index.num_logits] if index.hidden is None else hidden_TD.index_select(0, index.hidden)
         logits_LV, drafts_SK = self.model.logits(hidden_LD), self.rows.drafts(num_rows)
         processed = self._process(batch, inputs, logits_LV, drafts_SK, allowed)
         positions_S = metadata.positions.index_select(0, index.first_token) + 1
         if index.num_logits == num_rows:  # no row has drafts: under every rule that is one sample for each row
-            tokens_S, bad = self.sampler.draw(processed, batch.sampled[1], positions_S)
+            tokens_S, bad = draw(self.sampler, processed, inputs.seeds, positions_S)
             tokens_SJ = pad(tokens_S.masked_fill(bad, -1)[:, None], (0, self.num_drafts), value=-1)
             emitted = RejectionOutput(tokens_SJ, (~bad).long(), bad)
         else:
@@ -204,7 +297,8 @@ class RejectionSampler:
             after_S = (index.starts[:-1] + emitted.num_emitted).clamp_max_(index.num_logits - 1)
             bad += emitted.bad & processed.empty[after_S]
         packed = _pack(emitted, bad, drafts_SK)
-        return SamplerOutput(index.sampled, index.first_S, packed, 1 + self.num_drafts, logprobs)
+        output = SamplerOutput(index.sampled, index.first_S, packed, 1 + self.num_drafts, logprobs)
+        return EndedStep(output, self._num_valid(batch))
 
     def _process(
         self, batch: StepBatch, inputs: SamplingInputs, logits_LV: Tensor, drafts_SK: Tensor, allowed: Tensor | None
@@ -217,8 +311,7 @@ class RejectionSampler:
             before_LK = drafts_SK.index_select(0, index.owners)
             slots_K = torch.arange(self.num_drafts, device=self.device)
             before_LK = before_LK.where(slots_K < index.num_before[:, None], -1)
-        generated_S = (self.table.num_tokens[rows_S] - self.table.prompt_len[rows_S]).astype(np.int64)
-        generated_L = generated_S[index.owner_L] + index.num_before_L
+        generated_L = self.num_generated(batch)[index.owner_L] + index.num_before_L
         return self.sampler.process(logits_LV, rows_S[index.owner_L], generated_L, before_LK, allowed)
 
     def _test(
@@ -263,36 +356,21 @@ class RejectionSampler:
         rows.emit(emitted.tokens, emitted.num_emitted)
         return _pack(emitted, emitted.bad.long(), drafts_NK)
 
-    def output_of(self, batch: StepBatch, packed: Tensor) -> SamplerOutput:
-        """The output of `record` for the rows of `batch`. On a CPU it is copied out of the memory of the graph."""
+    def outcome_of(self, batch: StepBatch, packed: Tensor) -> EndedStep:
+        """The outcome of `record` for the rows of `batch`. On a CPU it is copied out of the memory of the graph."""
         index, packed_S = batch.index, packed[: len(batch.rows)]
         packed_S = packed_S.clone() if self.device.type == "cpu" else packed_S
-        return SamplerOutput(index.sampled, index.first_S, packed_S, 1 + self.num_drafts)
+        output = SamplerOutput(index.sampled, index.first_S, packed_S, 1 + self.num_drafts)
+        return EndedStep(output, self.rows.num_valid[: len(batch.rows)] if self.num_drafts else None)
 
-    # --- warm-up ----------------------------------------------------------------------------------------------
 
-    def warm_up(self, metadata: CommonAttentionMetadata, num_reqs: int, query_len: int) -> Tensor | None:
-        """Verify dummy rows with `query_len` tokens each, with each kind of parameters, and drop the results; returns
-        `num_valid`.
-        """
-        rows, query_lens = np.arange(num_reqs), np.full(num_reqs, query_len, np.int32)
-        shape = (num_reqs * query_len, self.model.spec.hidden_size)
-        hidden_TD = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
-        # Kernels of greedy rows differ from those of sampled ones, and so do kernels for truncation and penalties.
-        for temperature, top_p, penalty in ((0.0, 1.0, 1.0), *product((1.0,), (0.9, 1.0), (1.1, 1.0))):
-            params = SamplingParams(temperature=temperature, top_p=top_p)
-            for row in range(num_reqs):
-                ruled = params if row else replace(params, repetition_penalty=penalty)
-                self.sampler.admit(row, ruled, 0, ())
-            batch = StepBatch([], rows, query_lens, num_reqs, np.ones(num_reqs, np.bool_), self.device)
-            self.stage(batch)
-            num_valid = self.num_valid(batch, self.verify(batch, metadata, hidden_TD))
-        for row in range(num_reqs):
-            self.sampler.release(row)
-        self.sampler.forget_counts()
-        self.rows.next_ids.zero_()
-        self.rows.clear()
-        return num_valid
+def draw(sampler: Sampler, processed: Processed, seeds_S: Tensor, positions_S: Tensor) -> Drawn:
+    """Sample one token for each row, on the device; greedy rows need no seeds. The request of a bad row must end with
+    an error. positions: (S,) int64, index of the token in its sequence.
+    """
+    if processed.metadata is None:
+        return argmax(processed.logits, sampler.shard)
+    return sample(processed.logits, processed.metadata, Keys(seeds_S, positions_S), lanes=sampler.lanes)
 
 
 def _pack(emitted: RejectionOutput, bad: Tensor, drafts: Tensor) -> Tensor:

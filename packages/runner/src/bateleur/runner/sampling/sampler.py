@@ -1,4 +1,4 @@
-"""The sampler: from logits to token ids, with token rules, penalties and sampling parameters, vectorised over rows.
+"""The sampler: sampling parameters of all requests, and the processing of logits by them, vectorised over rows.
 
 Host arrays decide which processing a step needs, so a step never waits for the device, and a greedy batch costs one
 argmax. A row is processed by its own parameters only: its token does not depend on the other rows of the batch.
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bateleur.eagle import Drawn, Keys, Lanes, Penalties, SamplingMetadata, VocabShard, argmax, sample
+from bateleur.eagle import Lanes, Penalties, SamplingMetadata, VocabShard
 from bateleur.runner.sampling.logprobs import Logprobs, logprobs_of
 from bateleur.runner.sampling.token_rules import TokenRules
 from bateleur.runner.sampling_params import SamplingParams
@@ -44,7 +44,8 @@ class Processed(NamedTuple):
 
 
 class Sampler:
-    """Samples tokens. Holds the sampling parameters of running requests, by row of the request table.
+    """Holds the sampling parameters of running requests, by row of the request table, and processes logits by them.
+    `RejectionSampler` samples tokens from the result.
 
     max_rows: rows of the table (M). vocab_size: V of the model. device: of the logits. shard: the vocabulary shard of
         the logits, None for the whole vocabulary; V below is its size, except for `allowed`.
@@ -58,7 +59,7 @@ class Sampler:
         self._upload = partial(upload, device=self._device)
         self._copies = DeviceCopies(self._device)
         self.vocab_size = vocab_size
-        self._shard = shard
+        self.shard = shard
         self._tokens = (0, vocab_size) if shard is None else (shard.first, shard.end)
         self.lanes = Lanes.of(vocab_size if shard is None else shard, self._device)
         self._rules = TokenRules(max_rows, vocab_size, self._device, shard)
@@ -133,7 +134,7 @@ class Sampler:
         allowed: Tensor | None = None,
     ) -> Processed:
         """Apply token rules (`TokenRules`), then repetition, frequency and presence penalties, in vLLM's order. The
-        result names temperature, min_p, top_k and top_p, which `draw` applies.
+        result names temperature, min_p, top_k and top_p, which are applied when a token is sampled.
 
         logits: (R, V) float32 on the device; not written to.
         rows: (R,) rows of the request table. A request with drafts has one row of logits for each token, as neighbours.
@@ -156,17 +157,6 @@ class Sampler:
             return Processed(processed, None, empty)
         return Processed(processed, SamplingMetadata(values, self._copies("values", values), penalties), empty)
 
-    def draw(self, processed: Processed, rows: NDArray[np.int64], positions: Tensor) -> Drawn:
-        """Sample one token for each of R rows, on the device. The request of a bad row must end with an error.
-
-        positions: (R,) int64 on the device, index of the sampled token in its sequence.
-        Emitted tokens must be passed to `count`.
-        """
-        if processed.metadata is None:
-            return argmax(processed.logits, self._shard)
-        keys = Keys(self._copies("seeds", self._seeds[rows]), positions)
-        return sample(processed.logits, processed.metadata, keys, lanes=self.lanes)
-
     def looks_back(self, rows: NDArray[np.int64]) -> bool:
         """Whether `process` depends on the drafts `before` these rows."""
         return bool(self._penalised[rows].any()) or self._rules.looks_back(rows)
@@ -182,13 +172,13 @@ class Sampler:
             return None
         named = self._named[rows]
         named = named[:, : (named >= 0).sum(axis=1).max(initial=0)]
-        return logprobs_of(logits, token_ids, wanted, self._shard, self._copies("named", named) if named.size else None)
+        return logprobs_of(logits, token_ids, wanted, self.shard, self._copies("named", named) if named.size else None)
 
     def _penalties(self, rows: NDArray[np.int64], before: Tensor | None) -> Penalties:
         assert self._output_counts is not None
         assert self._prompt_mask is not None
-        if before is not None and self._shard is not None:
-            lane, here = self._shard.lanes(before)
+        if before is not None and self.shard is not None:
+            lane, here = self.shard.lanes(before)
             before = lane.masked_fill_(~here, -1)
         values = self._copies("penalties", self._values[rows, _REPETITION:])
         owners = self._copies("penalised rows", rows)
@@ -202,10 +192,10 @@ class Sampler:
             return
         assert self._output_counts is not None
         drawn_SJ = token_ids.index_select(0, self._copies("counted", chosen))
-        if self._shard is None:
+        if self.shard is None:
             lane_SJ, here_SJ = drawn_SJ.clamp_min(0), drawn_SJ.ge(0)
         else:
-            lane_SJ, here_SJ = self._shard.lanes(drawn_SJ)
+            lane_SJ, here_SJ = self.shard.lanes(drawn_SJ)
         cells_SJ = self._copies("counts", rows[chosen] * self._output_counts.shape[1]).unsqueeze(1) + lane_SJ
         self._output_counts.view(-1).scatter_add_(0, cells_SJ.flatten(), here_SJ.to(torch.int32).flatten())
 

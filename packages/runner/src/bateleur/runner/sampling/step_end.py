@@ -1,24 +1,189 @@
 """Everything after the forward pass of a step, on a CUDA graph or eagerly: sampling, commit of states, row lengths."""
 
-# Shape letters: R rows of a step, T tokens, L rows of logits, W words of 32 bits, D hidden size.
+# Shape letters: R rows of a step, N with padding, T tokens, L rows of logits, W words of 32 bits, J = 1 + K tokens of a
+# row at most, D hidden size.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from types import MappingProxyType
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from bateleur.cudagraph import ReplayChecks, StagedBatch
+from bateleur.cudagraph import (
+    BatchExecutionDescriptor,
+    CapturedStateProducer,
+    CudagraphDispatcher,
+    CudaGraphManager,
+    CudaGraphMode,
+    Execution,
+    Phase,
+    ReplayChecks,
+    StagedBatch,
+    VerifyReport,
+)
+from bateleur.cudagraph.backends import get_backend
+from bateleur.metadata import CommonAttentionMetadata
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.model_runner.model_state import ModelState
 from bateleur.runner.model_runner.row_lengths import RowLengths
 from bateleur.runner.models import StepContext
-from bateleur.runner.sampling.end_graphs import EndGraphs, Forward
-from bateleur.runner.sampling.rejection_sampler import RejectionSampler, SamplerOutput
-from bateleur.runner.scheduling.step_batch import SamplingInputs, StepBatch
+from bateleur.runner.sampling.rejection_sampler import GREEDY, KINDS, TRUNCATED, EndedStep, RejectionSampler
+from bateleur.runner.scheduling.step_batch import StepBatch
+
+Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class EndState:
+    """A step after its forward pass. hidden: (T, D), in the output buffer of the graph of the forward pass."""
+
+    context: StepContext
+    hidden: Tensor
+
+
+class EndSteps:
+    """Stages the ends of dummy and random steps, after a replay of their forward pass."""
+
+    def __init__(self, forward: Forward, sampler: RejectionSampler) -> None:
+        self._forward, self._sampler = forward, sampler
+        self._lender: CapturedStateProducer[StepContext] = CapturedStateProducer(forward.states)
+
+    @property
+    def generation(self) -> int:
+        """How often the step's buffers have been staged."""
+        return self._lender.generation
+
+    def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[EndState]:
+        """Stage dummy rows."""
+        lent = self._lender.stage(replace(key, variant=()), phase)
+        self._sampler.rows.clear()
+        return self._after_forward(lent, key)
+
+    def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[EndState]:
+        """Stage random rows of a random step; for an engine without requests."""
+        lent = self._lender.fuzz(replace(key, variant=()), seed)
+        staged = self._after_forward(lent, key)
+        rng = np.random.default_rng(seed)
+        fuzz_rows(self._sampler, lent.state.batch, staged.state.hidden, rng, str(key.variant[0]))
+        return staged
+
+    def _after_forward(self, lent: StagedBatch[StepContext], key: BatchExecutionDescriptor) -> StagedBatch[EndState]:
+        assert lent.key is not None
+        hidden, *_ = self._forward.replay(lent.key, lent)
+        return StagedBatch(key, EndState(lent.state, hidden), lent.generation, lent.signature)
+
+    def addresses(self) -> Mapping[str, int]:
+        """Addresses of the buffers of the step and of the sampler."""
+        own = {f"end.{name}": address for name, address in self._sampler.rows.addresses().items()}
+        return {**self._lender.addresses(), **own}
+
+    def poison(self) -> None:
+        """Fill the buffers of the step and of the sampler with invalid values."""
+        self._lender.poison()
+        self._sampler.rows.poison()
+
+
+def fuzz_rows(
+    sampler: RejectionSampler, metadata: CommonAttentionMetadata, hidden_TD: Tensor, rng: np.random.Generator, kind: str
+) -> None:
+    """Stage random sampling parameters and drafts for a random batch. About half of the drafts are the tokens that
+    greedy rows sample.
+    """
+    count, length = metadata.num_actual_reqs, metadata.num_tokens // metadata.num_reqs
+    vocab_size, ids = sampler.sampler.vocab_size, sampler.rows.next_ids
+    ids.copy_(torch.from_numpy(rng.integers(0, vocab_size, tuple(ids.shape))))
+    likely = sampler.model.logits(hidden_TD).argmax(-1).view(-1, length)[:count, :-1]
+    coins = torch.from_numpy(rng.integers(0, 2, tuple(likely.shape), dtype=np.bool_)).to(sampler.device)
+    ids[:count, 1:length] = likely.where(coins, ids[:count, 1:length])
+    values = np.tile(np.array([0, -np.inf, vocab_size, 1], np.float32), (count, 1))
+    if kind != GREEDY:
+        choices = ((0, 0.2, 0.8, 1.5), (-np.inf, -3.0), (vocab_size, 7), (1.0, 0.9))
+        columns = [
+            rng.choice(each if kind == TRUNCATED or not i else each[:1], count) for i, each in enumerate(choices)
+        ]
+        values = np.stack(columns, 1).astype(np.float32)
+    seeds, num_drafts = rng.integers(1 << 62, size=count), rng.integers(0, length, count)
+    sampler.rows.stage(np.arange(count), seeds, num_drafts, values)
+
+
+def end_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutionDescriptor, ...]:
+    """The graph keys after forward passes with rows of equal length: one for each kind of sampler."""
+    uniform = [key for key in forward if key.uniform_query_len]
+    return tuple(replace(key, variant=(kind,)) for key in uniform for kind in KINDS)
+
+
+class EndGraphs:
+    """CUDA graphs of the ends of steps whose rows all decode, with equally many draft slots."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        options: GraphOptions,
+        sampler: RejectionSampler,
+        model_state: ModelState,
+        lengths: RowLengths | None,
+    ) -> None:
+        """Plan graphs for each graph of `forward` with rows of equal length; `capture` captures them."""
+        self._forward, self._sampler = forward, sampler
+        self._model_state, self._lengths = model_state, lengths
+        ready = [key for key in forward.dispatcher.keys if key in forward.ready]
+        keys = end_keys(ready) if sampler.can_capture else ()
+        # The dispatcher makes no decision: an end runs on the key of its forward pass.
+        dispatcher = CudagraphDispatcher(CudaGraphMode.FULL, keys, MappingProxyType({}))
+        backend = get_backend(options.backend, sampler.device)
+        self.manager: CudaGraphManager[EndState, Tensor] = CudaGraphManager(dispatcher, backend, checks=options.checks)
+
+    def capture(self) -> None:
+        """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
+        if not self.manager.dispatcher.keys:
+            return
+        with torch.inference_mode():
+            self.manager.capture(EndSteps(self._forward, self._sampler), self._body, keep_going=True)
+        for failure in self.manager.report.failures:
+            warnings.warn(f"no graph of the end for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
+
+    def has(self, key: BatchExecutionDescriptor) -> bool:
+        """Whether the end of a step on `key` of the forward pass, of any kind, can be replayed."""
+        return all(replace(key, variant=(kind,)) in self.manager.ready for kind in KINDS)
+
+    def run(self, staged: StagedBatch[StepContext], hidden_TD: Tensor, kind: str) -> Tensor:
+        """End a step whose rows are staged; see `RejectionSampler.record`. Raises ReplayFailed if the graph failed."""
+        assert staged.key is not None
+        key = replace(staged.key, variant=(kind,))
+        state = EndState(staged.state, hidden_TD)
+        return self.manager.replay(key, StagedBatch(key, state, staged.generation, staged.signature))
+
+    def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
+        """Check that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
+
+        def also(state: EndState) -> dict[str, Tensor]:
+            rows, count = self._sampler.rows, state.context.batch.num_actual_reqs
+            own = {"next": rows.next_ids[:-1], **self._model_state.carried()}
+            if self._lengths is not None:
+                own["lengths"] = self._lengths.computed
+            own |= {"emitted": rows.emitted[:count], "num_valid": rows.num_valid[:count]}
+            return {**written(state.context), **own}
+
+        with torch.inference_mode():
+            return self.manager.verify(fuzz=fuzz, extra_tensors=also)
+
+    def _body(self, execution: Execution[EndState]) -> Tensor:
+        assert execution.key is not None
+        context, rows = execution.state.context, self._sampler.rows
+        metadata, kind = context.batch, str(execution.key.variant[0])
+        packed = self._sampler.record(metadata, execution.state.hidden, kind)
+        num_valid = rows.num_valid[: metadata.num_reqs]
+        self._model_state.commit(context, num_valid if self._sampler.num_drafts else None, captured=True)
+        if self._lengths is not None:
+            self._lengths.advance(rows.table_rows[: metadata.num_reqs], metadata, num_valid)
+        return packed
 
 
 class EndReason(StrEnum):
@@ -31,15 +196,6 @@ class EndReason(StrEnum):
     GRAMMAR = "eager: a row follows a grammar"
     RULES = "eager: a row has token rules, penalties or log probabilities"
     NOT_READY = "eager: the graph is not captured"
-
-
-class EndedStep(NamedTuple):
-    """The outcome of a step, on the device."""
-
-    output: SamplerOutput | None
-    """None if no row samples."""
-    num_valid: Tensor | None
-    """(R,) int64 tokens of each row that stay; None if the engine never drafts."""
 
 
 class StepEnd:
@@ -64,31 +220,27 @@ class StepEnd:
     def run(
         self, batch: StepBatch, staged: StagedBatch[StepContext], hidden_TD: Tensor, allowed: Tensor | None
     ) -> EndedStep:
-        """End a step after its forward pass. allowed: (L, W) bits of the tokens that grammars allow; None without any.
+        """End a staged step after its forward pass. allowed: (L, W) bits of the tokens that grammars allow, if any.
 
         Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
         """
         sampler = self.sampler
-        inputs = sampler.stage(batch)
-        reason = self._reason(batch, staged, inputs, allowed)
+        reason = self._reason(batch, staged, allowed)
         self.by_reason[reason] += 1
         if self._poison:
             sampler.rows.poison_emitted()
         if reason is EndReason.GRAPH:
             assert self.graphs is not None
-            output = sampler.output_of(batch, self.graphs.run(staged, hidden_TD, inputs.kind))
-            return EndedStep(output, sampler.rows.num_valid[: len(batch.rows)] if sampler.num_drafts else None)
+            assert batch.sampling is not None
+            return sampler.outcome_of(batch, self.graphs.run(staged, hidden_TD, batch.sampling.kind))
         metadata = staged.state.batch
-        eager = sampler.verify(batch, metadata, hidden_TD, allowed)
-        num_valid = sampler.num_valid(batch, eager)
-        self._model_state.commit(staged.state, num_valid)
-        if self._lengths is not None and num_valid is not None:
-            self._lengths.advance(batch.index.rows, metadata, num_valid)
-        return EndedStep(eager, num_valid)
+        ended = sampler.verify(batch, metadata, hidden_TD, allowed)
+        self._model_state.commit(staged.state, ended.num_valid)
+        if self._lengths is not None and ended.num_valid is not None:
+            self._lengths.advance(batch.index.rows, metadata, ended.num_valid)
+        return ended
 
-    def _reason(
-        self, batch: StepBatch, staged: StagedBatch[StepContext], inputs: SamplingInputs, allowed: Tensor | None
-    ) -> EndReason:
+    def _reason(self, batch: StepBatch, staged: StagedBatch[StepContext], allowed: Tensor | None) -> EndReason:
         key, sampler = staged.key, self.sampler
         if self.graphs is None:
             return EndReason.NO_GRAPHS
@@ -98,8 +250,7 @@ class StepEnd:
             return EndReason.PROMPT
         if allowed is not None:
             return EndReason.GRAMMAR
-        if not inputs.plain:
-            generated = sampler.table.num_tokens[batch.rows] - sampler.table.prompt_len[batch.rows]
-            if not sampler.sampler.is_plain(batch.rows, generated.astype(np.int64)):
-                return EndReason.RULES
+        assert batch.sampling is not None
+        if not batch.sampling.plain and not sampler.sampler.is_plain(batch.rows, sampler.num_generated(batch)):
+            return EndReason.RULES
         return EndReason.GRAPH if self.graphs.has(key) else EndReason.NOT_READY

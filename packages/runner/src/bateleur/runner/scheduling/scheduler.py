@@ -160,7 +160,8 @@ class Scheduler:
     # --- one step -----------------------------------------------------------------------------------------
 
     def schedule(self, *, ahead: bool = False) -> StepBatch | None:
-        """Return the batch of the next step, with its KV blocks allocated; None if nothing can run.
+        """Return the batch of the next step, with its KV blocks allocated; None if nothing can run. The bounds in the
+        table include this step then.
 
         ahead: a step is in flight, so that the table has bounds of its outcome.
         """
@@ -177,12 +178,16 @@ class Scheduler:
             self.batch = None if chunks or self._must_wait else batch
         if batch is None:
             return None
-        batch.advance(self.table)
+        t, rows, lens, n = self.table, batch.rows, batch.query_lens, batch.num_decodes
+        uncertain = t.num_uncertain[rows]
+        batch.num_computed, batch.is_exact = t.num_computed[rows], uncertain == 0 if uncertain.any() else None
         if self.states is not None:
-            rows, n = batch.rows, batch.num_decodes
-            prompts = self.table.prefill_len[rows] if n < len(rows) else _NO_PROMPTS
-            uncertain = self.table.num_uncertain[rows] if ahead else None
-            self.states.allocate_blocks(rows, batch.num_computed, batch.query_lens, n, prompts, uncertain)
+            prompts = _NO_PROMPTS if batch.all_decode else t.prefill_len[rows]
+            self.states.allocate_blocks(rows, batch.num_computed, lens, n, prompts, uncertain if ahead else None)
+        # Until the outcome is known, all drafts count as accepted. A row that samples knows the next token, too.
+        t.num_computed[rows] = reach = batch.num_computed + lens
+        t.num_tokens[rows] = reach + 1 if batch.all_decode else np.maximum(t.num_tokens[rows], reach + 1)
+        t.num_uncertain[rows[:n]] += lens[:n] - 1
         return batch
 
     def commit(
@@ -195,11 +200,16 @@ class Scheduler:
         """
         self._preempted.clear()
         requests, rows, lens, n = batch.requests, batch.rows, batch.query_lens, batch.num_decodes
-        valid = lens if num_valid is None else num_valid
+        valid = lens if num_valid is None else num_valid.astype(np.int32)
         if present is not None:
             requests = [request for request, kept in zip(requests, present.tolist(), strict=True) if kept]
             rows, lens, valid, n = rows[present], lens[present], valid[present], int(present[:n].sum())
-        before, after = self.table.commit(rows, lens, valid, n)
+        t, rejected = self.table, lens - valid
+        before = t.num_committed[rows]
+        t.num_committed[rows] = after = before + valid
+        t.num_computed[rows] -= rejected
+        t.num_tokens[rows] -= rejected
+        t.num_uncertain[rows[:n]] -= lens[:n] - 1
         if self.prefixes is None:
             return
         self.prefixes.publish(rows, before, after)
@@ -228,7 +238,7 @@ class Scheduler:
         """Allocate blocks for the next tokens of decoding rows, preempting requests if needed; returns the number of
         tokens.
         """
-        t, size = self.table, 0 if self.pool is None else self.block_size
+        t = self.table
         while True:
             rows = self.batch.rows if self.batch is not None else self._decoding_rows()
             lens = 1 + t.num_draft_slots[rows]
@@ -236,11 +246,13 @@ class Scheduler:
                 self.batch = StepBatch(last.requests, rows, lens, last.num_decodes, last.samples, self.device)
             if self.pool is None:
                 break
-            missing = t.missing_blocks(rows, lens, size, self.lookahead_tokens)
-            if not (count := len(missing.cells)):
+            stored = np.minimum(t.num_computed[rows] + lens + self.lookahead_tokens, t.max_model_len)
+            missing = np.maximum(-(-stored // self.block_size) - t.num_blocks[rows], 0)
+            if not (count := int(missing.sum())):
                 break
             if count <= self.pool.num_free:
-                t.extend_blocks(missing, self.pool.allocate(count))
+                short = missing > 0
+                t.append_blocks(rows[short], missing[short], self.pool.allocate(count))
                 break
             self.preempt(self.running[-1])
         return int(lens.sum())

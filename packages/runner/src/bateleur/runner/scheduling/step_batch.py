@@ -58,20 +58,16 @@ class StepBatch:
     """(R,) whether the row computes its last known token, and so samples the next one."""
     device: torch.device
     num_computed: NDArray[np.int32] = field(init=False)
-    """(R,) computed tokens of each row before this step; an upper bound where `is_exact` is False."""
+    """(R,) computed tokens of each row before this step; an upper bound where `is_exact` is False. Set by the
+    scheduler for each step, as `is_exact` is."""
     is_exact: NDArray[np.bool_] | None = field(default=None, init=False)
     """(R,) whether `num_computed` is exact; None if all are."""
     dispatch: tuple[DispatchDecision, BatchShape] | None = field(default=None, init=False)
     """Graph of the step, or the reason for none, and the padded sizes. Set by the model runner."""
     sampling: SamplingInputs | None = field(default=None, init=False)
     """Set by the rejection sampler."""
-    _step_rows: StepRows | None = field(default=None, init=False)
-
-    def advance(self, table: RequestTable) -> None:
-        """Update the lengths for the next step of the same rows."""
-        self.num_computed = table.num_computed[self.rows]
-        exact = table.num_uncertain[self.rows] == 0
-        self.is_exact = None if exact.all() else exact
+    staged_rows: StepRows | None = field(default=None, init=False)
+    """Rows of the last step, if the next one can reuse them. Set by the model runner."""
 
     @cached_property
     def num_tokens(self) -> int:
@@ -122,16 +118,12 @@ class StepBatch:
     def step_rows(
         self, table: RequestTable, sampled_ids: Tensor | None, num_computed_device: Tensor | None
     ) -> StepRows:
-        """The rows as `InputBuffers` stage them. Of a repeated batch with exact lengths only lengths and ids are new.
+        """The rows as `InputBuffers` stage them.
 
         sampled_ids: ids of the decoding rows on the device. num_computed_device: (R,) exact lengths, if `is_exact` is
             not None.
         """
-        repeats = self.all_decode and self.is_exact is None
-        if repeats and self._step_rows is not None:
-            self._step_rows = self._step_rows.next_step(self.num_computed, sampled_ids)
-            return self._step_rows
-        rows = StepRows(
+        return StepRows(
             query_lens=self.query_lens,
             num_computed_tokens=self.num_computed,
             is_prefilling=np.arange(len(self.rows)) >= self.num_decodes,
@@ -141,8 +133,6 @@ class StepBatch:
             sampled_token_ids=sampled_ids,
             block_table_rows=self.rows,
         )
-        self._step_rows = rows if repeats else None
-        return rows
 
     def _prompt_tokens(self, table: RequestTable) -> NDArray[np.int32]:
         """(T,) ids of the step; those of decoding rows are filled in on the device and are 0 here."""

@@ -32,8 +32,8 @@ from bateleur.eagle import DraftContext, Drafter, EagleSpeculator
 from bateleur.eagle.full_proposal import FullProposal, FullProposalState
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.models import StepContext
-from bateleur.runner.sampling.end_graphs import Forward, fuzz_rows
 from bateleur.runner.sampling.rejection_sampler import TRUNCATED, RejectionSampler
+from bateleur.runner.sampling.step_end import Forward, fuzz_rows
 from bateleur.runner.spec_decode.graph_checks import written_by
 
 

@@ -29,8 +29,7 @@ from bateleur.eagle import (
 )
 from bateleur.runner.models import StepContext
 from bateleur.runner.requests.request import Request
-from bateleur.runner.sampling.rejection_sampler import RejectionSampler
-from bateleur.runner.sampling.step_end import EndedStep
+from bateleur.runner.sampling.rejection_sampler import EndedStep, RejectionSampler
 from bateleur.runner.scheduling.step_batch import StepBatch
 from bateleur.runner.spec_decode.drafter_checks import checked_drafts, checked_lengths
 from bateleur.runner.spec_decode.mtp_head import DraftSync
@@ -130,7 +129,10 @@ class Proposer:
         if self._skips and not num_drafts and (declined or batch.all_sample):
             self._skipped[batch.rows] = True
             return proposal
-        self._resume(batch.rows)
+        # The head starts at this step in rows whose last step it has not seen.
+        resumed = self._skipped[batch.rows]
+        self._first[batch.rows[resumed]] = batch.num_computed[resumed]
+        self._skipped[batch.rows] = False
         if self.graphs is not None and batch.all_decode:
             key = self.graphs.key_of(staged.key, num_drafts)
             if key is not None:
@@ -146,12 +148,6 @@ class Proposer:
         self._skipped[row], self._first[row], self._requested[row] = False, 0, 0
         self.drafter.admit(row, request.token_ids)
 
-    def _resume(self, rows: NDArray[np.int64]) -> None:
-        """Start the head at the current position in those of `rows` (R,) whose last step it has not seen."""
-        rows = rows[self._skipped[rows]]
-        self._first[rows] = self._table.num_computed[rows]
-        self._skipped[rows] = False
-
     def _keep(
         self, batch: StepBatch, context: DraftContext, drafts: Tensor, lengths: NDArray[np.int32]
     ) -> NDArray[np.int32]:
@@ -159,7 +155,7 @@ class Proposer:
         if self._foreign:
             k = self.drafter.num_speculative_tokens
             drafts = checked_drafts(drafts, context.rows, k, self._parameters.vocab_size)
-        self._sampler.keep_drafts(batch, context.next_token, drafts)
+        self._sampler.rows.keep(batch.index.rows, context.next_token, drafts)
         if not self._sees_drafts:
             return lengths
         # Positions without a draft need not be computed.
@@ -241,7 +237,7 @@ class Proposer:
         table, draws = self._table, batch.samples
         if batch.all_decode:
             return self._given(batch, batch.rows, greedy)
-        prefilled = table.num_computed[batch.rows] + batch.query_lens >= table.prefill_len[batch.rows]
+        prefilled = table.num_computed[batch.rows] >= table.prefill_len[batch.rows]
         lengths = np.where(prefilled, table.num_drafts[batch.rows], 0)
         lengths[draws], declined = self._given(batch, batch.rows[draws], greedy)
         return lengths, declined
@@ -259,7 +255,7 @@ class Proposer:
 
     def _next_of_prompts(self, batch: StepBatch) -> Tensor:
         """(R,) the token after this step's last one in rows in the middle of their prompt; 0 in others."""
-        at = self._table.num_computed[batch.rows] + batch.query_lens
-        known = at < self._table.num_tokens[batch.rows]
+        at = self._table.num_computed[batch.rows]
+        known = at < self._table.num_known[batch.rows]
         ids = np.where(known, self._table.token_ids[batch.rows, np.where(known, at, 0)], 0)
         return upload(ids.astype(np.int64), self._sampler.device)

@@ -1,0 +1,89 @@
+"""Log probabilities of emitted tokens and of prompts, as their requests return them."""
+
+# Shape letters: S rows that sample, J tokens of a row at most.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bateleur.runner.outputs import Logprob
+from bateleur.runner.requests.request import Request
+from bateleur.runner.sampling.prompt_logprobs import Scored
+from bateleur.runner.text.token_bytes import TokenText
+
+_CONTEXT = 3
+"""Tokens before one that may hold the first bytes of its character."""
+
+
+class _LogprobLists(NamedTuple):
+    """`Logprobs` as lists."""
+
+    top_ids: list[list[int]]
+    top_values: list[list[float]]
+    sampled: list[float]
+    rank: list[int]
+
+
+class LogprobsProcessor:
+    """Appends log probabilities to requests."""
+
+    def __init__(self, token_text: TokenText) -> None:
+        self._token_text = token_text
+
+    def append(
+        self,
+        requests: Sequence[Request],
+        logprobs: Sequence[NDArray[Any]],
+        first: NDArray[np.int64],
+        tokens_SJ: NDArray[np.int64],
+        taken: NDArray[np.int64],
+    ) -> None:
+        """Append the values of the first `taken` (S,) tokens of each row. first: (S,) index of its first token in
+        `logprobs`, the fields of `Logprobs`.
+        """
+        lists = _LogprobLists(*(each.tolist() for each in logprobs))
+        for i, request in enumerate(requests):
+            if (wanted := request.params.logprobs) is None:
+                continue
+            known = request.output_token_ids[: len(request.chosen_logprobs)]
+            for spot in range(int(taken[i])):
+                at = int(first[i]) + spot
+                before = [*request.prompt_token_ids[-_CONTEXT:], *known[-_CONTEXT:], *tokens_SJ[i, :spot].tolist()]
+                entry = self._entry(lists, at, int(tokens_SJ[i, spot]), wanted, before, request.params.detokenize)
+                request.logprobs.append(entry)
+                request.chosen_logprobs.append(lists.sampled[at])
+
+    def append_prompt(self, scored: Scored) -> None:
+        """Wait for the prompt log probabilities of a step, and append them to their requests."""
+        lists, at = _LogprobLists(*(each.tolist() for each in scored.wait())), 0
+        tokens = scored.token_ids.tolist()
+        for request, count in scored.requests:
+            wanted = request.params.prompt_logprobs
+            assert wanted is not None
+            for spot in range(at, at + count) if request.finish_reason is None else ():
+                known = len(request.prompt_logprobs)
+                before = request.prompt_token_ids[max(0, known - _CONTEXT) : known]
+                entry = self._entry(lists, spot, tokens[spot], wanted, before, request.params.detokenize)
+                request.prompt_logprobs.append(entry)
+            at += count
+
+    def _entry(
+        self, lists: _LogprobLists, at: int, token: int, num_top: int, before: Sequence[int], detokenize: bool
+    ) -> dict[int, Logprob]:
+        """The entry of one position: its token and the most likely ones. before: the tokens before it."""
+
+        def logprob(token: int, value: float, rank: int) -> Logprob:
+            if not detokenize:
+                return Logprob(value, rank, None)
+            text = self._token_text
+            return Logprob(value, rank, text.added_text(before, token), text.bytes_of(token))
+
+        entry = {token: logprob(token, lists.sampled[at], lists.rank[at])}
+        for rank in range(num_top):
+            other = lists.top_ids[at][rank]
+            entry.setdefault(other, logprob(other, lists.top_values[at][rank], rank + 1))
+        return entry
