@@ -99,7 +99,7 @@ class Replica:
 
     def add(self, session: int, prompt: list[int], answer: int, now: float) -> None:
         """Queue a turn."""
-        request = Request(str(session), prompt, _PARAMS, 0, frozenset(), len(prompt) + answer, None)
+        request = Request(str(session), prompt, _PARAMS, 0, frozenset(), len(prompt) + answer)
         self.unfinished[request] = Turn(session, request, now)
         self.scheduler.add(request)
 
@@ -112,7 +112,7 @@ class Replica:
         for request in self.scheduler.admitted:
             if not request.num_preemptions:
                 self.counts.prompt_tokens += len(request.prompt_token_ids)
-                self.counts.cached_tokens += request.num_cached_tokens
+                self.counts.cached_tokens += request.prefix.num_cached_tokens
         self.scheduler.admitted.clear()
         seconds = self.costs.seconds(plan.num_decodes, plan.num_tokens - plan.num_decode_tokens)
         self.counts.busy_s += seconds

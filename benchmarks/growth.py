@@ -57,7 +57,7 @@ def filled(cached: int) -> tuple[PrefixCache, BlockPool, Request]:
     pool = BlockPool(cached + 2)
     cache = PrefixCache(table, pool, BLOCK, None)
     prompt = [(7 * i) % 997 + 1 for i in range(length)]
-    request = Request("lookup", prompt, SamplingParams(), 0, frozenset(), length + 1, None)
+    request = Request("lookup", prompt, SamplingParams(), 0, frozenset(), length + 1)
     table.admit(request)
     own = pool.allocate(LOOKUP_TOKENS // BLOCK)
     for index, block in enumerate(own):

@@ -154,9 +154,9 @@ def prefixes(rounds: int, num_blocks: int = 100_000) -> dict[str, float]:
         pool.publish(block, keys.of(ids, (count + 1) * BLOCK) if own else count.to_bytes(16, "little"))
     pool.free(held)
     params = SamplingParams(max_tokens=1)
-    request = Request("", ids.tolist(), params, 0, frozenset(), CONTEXT + 2, None)
+    request = Request("", ids.tolist(), params, 0, frozenset(), CONTEXT + 2)
     table.admit(request)
-    request.keys = keys
+    request.prefix.keys = keys
     assert cache.match(request).num_tokens == CONTEXT
     return {
         "hash_us": _median_us(lambda: PrefixKeys(BLOCK).of(ids, CONTEXT), rounds),

@@ -291,7 +291,7 @@ def test_f3_a_hit_whose_next_token_differs(
             while llm.has_unfinished_requests:
                 llm.step()
                 check(llm, truths)
-            hits.append(request.num_cached_tokens)
+            hits.append(request.prefix.num_cached_tokens)
         return hits
 
     # Without the last block of 4 the hit is 8 tokens, up to the state before it.

@@ -127,7 +127,7 @@ def test_tokens_are_in_the_table_until_somebody_asks(tiny: Any) -> None:
     for asks in (False, True):
         llm = steady(tiny("nemotron_h"), 2)
         table, requests = llm.engine.table, list(llm.engine.scheduler.running)
-        assert all(len(each._output) < WARM - 1 for each in requests), "no list follows every step"
+        assert all(len(each._tokens.ids) < WARM - 1 for each in requests), "no list follows every step"
         while asks and llm.has_unfinished_requests:
             for each in llm.engine.scheduler.running:
                 known = int(table.num_known[each.row])
@@ -136,6 +136,6 @@ def test_tokens_are_in_the_table_until_somebody_asks(tiny: Any) -> None:
                 assert each.times.last_token_time == table.last_token_time[each.row] > each.times.first_token_time
             llm.step()
         drain(llm)
-        outputs.append([(each.output_token_ids, each.text) for each in requests])
+        outputs.append([(each.output_token_ids, each.output.text) for each in requests])
         assert all(len(tokens) == 60 for tokens, _ in outputs[-1])
     assert outputs[0] == outputs[1]

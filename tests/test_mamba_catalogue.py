@@ -153,7 +153,7 @@ def test_m07_a_preempted_request_resumes_from_a_shorter_hit(
         victims = [each for each in scheduler.running if table.num_proposed[each.row] and random.random() < 0.2]
         for request in victims:
             lost[request.request_id] = computed = int(table.num_computed[request.row])
-            keys = request.keys
+            keys = request.prefix.keys
             key = keys.of(table.token_ids[request.row], computed // 8 * 8) if keys and computed >= 8 else None
             if key and (page := states.pool.find(key)):
                 states.pool.forget(page)

@@ -496,7 +496,7 @@ def _drafts(fetch: Fetch) -> list[NDArray[Any]]:
 def _append_blank(logprobs: LogprobsProcessor, scored: Scored) -> None:
     """Replaces `LogprobsProcessor.append_prompt`: adds as many values as there would be."""
     for request, count in scored.requests:
-        request.prompt_logprobs += [{} for _ in range(count)]
+        request.output.prompt_logprobs += [{} for _ in range(count)]
 
 
 def _replace_loading(patch: pytest.MonkeyPatch, spec: ModelSpec) -> None:

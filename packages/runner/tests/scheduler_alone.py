@@ -12,7 +12,7 @@ BLOCK = 4
 
 def make_request(name: str, prompt_len: int, max_tokens: int) -> Request:
     prompt = [(7 * i) % 50 + 1 for i in range(prompt_len)]
-    return Request(name, prompt, SamplingParams(), 0, frozenset(), prompt_len + max_tokens, None)
+    return Request(name, prompt, SamplingParams(), 0, frozenset(), prompt_len + max_tokens)
 
 
 def make_scheduler(rows: int, blocks: int, budget: int, max_model_len: int = 64) -> Scheduler:

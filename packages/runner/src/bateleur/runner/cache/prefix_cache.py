@@ -122,9 +122,9 @@ class PrefixCache:
 
     def fetch(self, request: Request) -> bool:
         """Return whether a request without a row should wait until `arrived` returns it; called once per request."""
-        if self.below is None or request.fetched or request.lacks_prompt_logprobs:
+        if self.below is None or request.prefix.fetched or request.lacks_prompt_logprobs:
             return False
-        request.fetched = True
+        request.prefix.fetched = True
         ids = np.array(request.token_ids, np.int32)
         return self.below.fetch(request, self._keys(request), ids, len(ids) - 1)
 
@@ -211,6 +211,6 @@ class PrefixCache:
             self.below.forget(blocks, pages)
 
     def _keys(self, request: Request) -> PrefixKeys:
-        if request.keys is None:
-            request.keys = PrefixKeys(self.block_size, request.adapter_digest)
-        return request.keys
+        if request.prefix.keys is None:
+            request.prefix.keys = PrefixKeys(self.block_size, request.prefix.root)
+        return request.prefix.keys

@@ -234,7 +234,7 @@ class Engine:
             for request in admitted:
                 if not request.num_preemptions:
                     self.stats.num_prefix_queries += len(request.prompt_token_ids)
-                    self.stats.num_prefix_hits += request.num_cached_tokens
+                    self.stats.num_prefix_hits += request.prefix.num_cached_tokens
         return admitted
 
     def _collect(self, marks: StepMarks) -> None:

@@ -17,7 +17,7 @@ from bateleur.runner.errors import ContextLengthExceeded
 from bateleur.runner.lora.adapter_manager import LoRARequest
 from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.outputs import RequestOutputKind
-from bateleur.runner.requests.request import Request
+from bateleur.runner.requests.request import OutputState, Request
 from bateleur.runner.requests.request_group import AdmittedRequest, RequestGroup
 from bateleur.runner.sampling_params import SamplingParams
 from bateleur.runner.structured.grammar import Grammars
@@ -166,13 +166,13 @@ class InputProcessor:
                 seed,
                 admitted.stop_token_ids,
                 admitted.max_total_tokens,
-                self._detokenizer(params, ids, stream=stream),
-                stream,
                 admitted.bad_words,
+                self._spec.rope_length(len(ids)),
+                matcher=matcher,
+                leader=members[0] if members else None,
+                priority=admitted.priority,
+                output=OutputState(index, stream, self._detokenizer(params, ids, stream=stream)),
             )
-            request.index, request.priority, request.matcher = index, admitted.priority, matcher
-            request.rope_length = self._spec.rope_length(len(ids))
-            request.leader = members[0] if members else None
             members.append(request)
         lora = admitted.lora_request
         return RequestGroup(admitted.request_id, admitted.prompt, list(ids), admitted.kind, members, lora)

@@ -49,13 +49,13 @@ class LogprobsProcessor:
         for i, request in enumerate(requests):
             if (wanted := request.params.logprobs) is None:
                 continue
-            known = request.output_token_ids[: len(request.chosen_logprobs)]
+            known = request.output_token_ids[: len(request.output.chosen_logprobs)]
             for spot in range(int(taken[i])):
                 at = int(first[i]) + spot
                 before = [*request.prompt_token_ids[-_CONTEXT:], *known[-_CONTEXT:], *tokens_SJ[i, :spot].tolist()]
                 entry = self._entry(lists, at, int(tokens_SJ[i, spot]), wanted, before, request.params.detokenize)
-                request.logprobs.append(entry)
-                request.chosen_logprobs.append(lists.sampled[at])
+                request.output.logprobs.append(entry)
+                request.output.chosen_logprobs.append(lists.sampled[at])
 
     def append_prompt(self, scored: Scored) -> None:
         """Wait for the prompt log probabilities of a step, and append them to their requests."""
@@ -65,10 +65,10 @@ class LogprobsProcessor:
             wanted = request.params.prompt_logprobs
             assert wanted is not None
             for spot in range(at, at + count) if request.finish_reason is None else ():
-                known = len(request.prompt_logprobs)
+                known = len(request.output.prompt_logprobs)
                 before = request.prompt_token_ids[max(0, known - _CONTEXT) : known]
                 entry = self._entry(lists, spot, tokens[spot], wanted, before, request.params.detokenize)
-                request.prompt_logprobs.append(entry)
+                request.output.prompt_logprobs.append(entry)
             at += count
 
     def _entry(

@@ -89,7 +89,7 @@ class OutputProcessor:
             tokens = tokens_SJ[i, : num_emitted[i]].tolist()
             if bad[i] or not _append(request, tokens):
                 taken[i] = self._append_checked(request, tokens, int(bad[i]))
-            if request.finish_reason is not None or request.stream:
+            if request.finish_reason is not None or request.output.stream:
                 reports.append(request)
         if logprobs:
             self.logprobs.append(requests, logprobs, output.first_logits, tokens_SJ, taken)
@@ -122,7 +122,7 @@ class OutputProcessor:
         count = self._apply(request, tokens, len(tokens) - (not bad))
         if bad and request.finish_reason is None:
             request.finish_reason = "error"
-            request.stop_reason = (request.matcher and request.matcher.error) or _BAD[bad]
+            request.output.stop_reason = (request.matcher and request.matcher.error) or _BAD[bad]
         return count
 
     def _apply(self, request: Request, tokens: Sequence[int], num_drafts: int) -> int:
@@ -141,16 +141,16 @@ class OutputProcessor:
 
     def _end(self, request: Request, token: int) -> None:
         """End the request if its last token ends it."""
-        stops, detokenizer = token in request.stop_token_ids, request.detokenizer
+        stops, detokenizer = token in request.stop_token_ids, request.output.detokenizer
         # A stop token is not part of the text, unless `include_stop_str_in_output` is set.
         if detokenizer is not None and (not stops or request.params.include_stop_str_in_output):
             detokenizer.push(token)
             if detokenizer.stopped is not None and not stops:
-                request.finish_reason, request.stop_reason = "stop", detokenizer.stopped
+                request.finish_reason, request.output.stop_reason = "stop", detokenizer.stopped
                 return
         if stops:
             request.finish_reason = "stop"
-            request.stop_reason = self._stop_reason(request.params, token)
+            request.output.stop_reason = self._stop_reason(request.params, token)
         elif _ends_grammar(request, token):
             request.finish_reason = "stop"
         elif len(request.prompt_token_ids) + len(request.output_token_ids) >= request.max_total_tokens:
@@ -164,9 +164,9 @@ class OutputProcessor:
 
     def close(self, request: Request) -> None:
         """Set the final text of an ended request."""
-        if request.detokenizer is not None:
-            request.detokenizer.finish()
-            request.text = request.detokenizer.text
+        if request.output.detokenizer is not None:
+            request.output.detokenizer.finish()
+            request.output.text = request.output.detokenizer.text
             return
         ids, params = request.output_token_ids, request.params
         ended = request.finish_reason == "stop" and ids[-1] in request.stop_token_ids
@@ -175,13 +175,13 @@ class OutputProcessor:
         skip, text = params.skip_special_tokens, ""
         if params.detokenize:
             text = decode_all(self._tokenizer, ids, request.prompt_token_ids, skip_special_tokens=skip)
-        request.text = text
+        request.output.text = text
 
 
 def _append(request: Request, tokens: list[int]) -> bool:
     """Append tokens if none of them can end the request or concerns its text or grammar; returns whether it did."""
     output, drafted = request.output_token_ids, request.drafted
-    if not tokens or request.detokenizer is not None or request.matcher is not None:
+    if not tokens or request.output.detokenizer is not None or request.matcher is not None:
         return False
     if len(request.prompt_token_ids) + len(output) + len(tokens) >= request.max_total_tokens:
         return False

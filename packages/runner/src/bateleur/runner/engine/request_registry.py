@@ -100,7 +100,7 @@ class RequestRegistry:
             return error
         for (group, _), held in zip(adapted, found, strict=True):
             for request in group.members:
-                request.adapter_slot, request.adapter_digest = held
+                request.adapter_slot, request.prefix.root = held
         return None
 
     def abort(self, request_id: str) -> RequestOutput:
@@ -131,7 +131,7 @@ class RequestRegistry:
         """Queue the output of a request. If it has ended, free its row and blocks."""
         group = self.requests[request.request_id]
         if request.finish_reason is not None:
-            invalid = request.finish_reason == "error" and request.stop_reason == NO_NUMBERS
+            invalid = request.finish_reason == "error" and request.output.stop_reason == NO_NUMBERS
             if invalid and self._scheduler.prefixes is not None:
                 self._scheduler.prefixes.forget(request)
             self._outputs.close(request)
@@ -151,7 +151,7 @@ class RequestRegistry:
                 self.in_flight = ()
             for each in group.members:
                 self._outputs.clock.ended(each)
-                self._stats.num_cached_tokens += each.num_cached_tokens
+                self._stats.num_cached_tokens += each.prefix.num_cached_tokens
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
         """Take the oldest output of these requests; None if there is none. Newer outputs replace untaken ones."""

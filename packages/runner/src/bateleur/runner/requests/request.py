@@ -16,7 +16,7 @@ from bateleur.runner.structured.matcher import Matcher
 from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 
 
-class Rows(Protocol):
+class TokenTable(Protocol):
     """The columns of `RequestTable` that hold the newest tokens of running requests."""
 
     token_ids: NDArray[np.int32]
@@ -26,11 +26,73 @@ class Rows(Protocol):
 
 
 @dataclass(slots=True, eq=False)
+class OutputState:
+    """What a request returns in addition to its tokens: text, log probabilities, and why it stopped."""
+
+    index: int = 0
+    """Index of the request in its group."""
+    stream: bool = False
+    """Whether each step is reported."""
+    detokenizer: IncrementalDetokenizer | None = None
+    """None unless text is needed token by token, for streaming or stop strings."""
+    text: str | None = None
+    """Final text; set when the request finishes."""
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    """Shared with outputs."""
+    chosen_logprobs: list[float] = field(default_factory=list)
+    """Log probabilities of the output tokens themselves."""
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
+    """Entries of prompt tokens as far as they are known; None for the first token."""
+    num_scored: int = 1
+    """Number of `prompt_logprobs`, including steps in flight."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefixState:
+    """What the prefix cache knows of a request."""
+
+    root: bytes = b""
+    """Start of the chain of keys: the digest of the LoRA adapter."""
+    keys: PrefixKeys | None = None
+    """Hashes of the prefixes, made when they are first needed."""
+    fetched: bool = False
+    """Whether the prefix was requested from slower tiers."""
+    num_cached_tokens: int = 0
+    """Cached prompt tokens when the request first got a row."""
+    cache_miss: str = ""
+    """Reason for a prefix cache miss."""
+
+
+@dataclass(slots=True, eq=False)
+class _OutputTokens:
+    """Output tokens of a request. While it runs, its newest tokens are only in its row of `table`."""
+
+    ids: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    times: RequestTimes = field(default_factory=lambda: RequestTimes(perf_counter()))
+    table: TokenTable | None = None
+
+    def catch_up(self, row: int, prompt_len: int) -> _OutputTokens:
+        """Copy new tokens from the row, and return self. Can be repeated after an interruption."""
+        if (table := self.table) is None:
+            return self
+        known = int(table.num_known[row])
+        if (have := prompt_len + len(self.ids)) < known:
+            self.ids += table.token_ids[row, have:known].tolist()
+        if (have := prompt_len + len(self.drafted)) < known:
+            self.drafted += table.drafted[row, have:known].tolist()
+        if (then := float(table.last_token_time[row])) > self.times.last_token_time:
+            self.times.last_token_time = then
+        return self
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A prompt, its parameters and its output so far.
 
-    While it runs, its newest tokens are only in its row of the table, to which a step writes all rows at once. The
-    lists here catch up when they are read.
+    A step writes the tokens of all running requests to the request table at once. The lists here catch up when they are
+    read.
     """
 
     request_id: str
@@ -43,22 +105,14 @@ class Request:
     """End-of-sequence (unless ignored) and the request's own stop ids."""
     max_total_tokens: int
     """Prompt and output together may not grow past this."""
-    detokenizer: IncrementalDetokenizer | None
-    """None unless text is needed token by token, for streaming or stop strings."""
-    stream: bool = False
-    """Whether each of its steps is reported."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of forbidden words."""
     rope_length: int = 0
     """See `ModelSpec.rope_length`; equal for all running requests."""
     adapter_slot: int = 0
     """Slot of its LoRA adapter, see `AdapterPool`; 0 for none. Set when it is queued."""
-    adapter_digest: bytes = b""
-    """Digest of its LoRA adapter, with which the keys of its prefixes start."""
     matcher: Matcher | None = None
     """State of the grammar that it follows."""
-    index: int = 0
-    """Index in its group."""
     leader: Request | None = None
     """Member of the group for whose prompt it waits, with prefix sharing."""
     priority: int = 0
@@ -67,51 +121,32 @@ class Request:
     """Order of arrival, set by the scheduler."""
     row: int = -1
     """Row of the request table; -1 while waiting."""
-    table: Rows | None = None
-    """The table that holds its row."""
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    """Shared with outputs."""
-    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
-    """Entries of prompt tokens as far as they are known; None for the first token."""
-    num_scored: int = 1
-    """Number of `prompt_logprobs`, including steps in flight."""
-    chosen_logprobs: list[float] = field(default_factory=list)
-    text: str | None = None
-    """Final text; set when the request finishes."""
     num_preemptions: int = 0
     num_drafts: int = 0
     """Untested drafts when it was preempted, which are proposed again."""
-    num_cached_tokens: int = 0
-    """Cached prompt tokens when it first got a row."""
-    cache_miss: str = ""
-    """Reason for a prefix cache miss."""
-    fetched: bool = False
-    """Whether its prefix was requested from slower tiers."""
-    keys: PrefixKeys | None = None
-    """Hashes of its prefixes, made when they are first needed."""
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    _output: list[int] = field(default_factory=list, init=False)
-    _drafted: list[bool] = field(default_factory=list, init=False)
-    _times: RequestTimes = field(default_factory=lambda: RequestTimes(perf_counter()), init=False)
+    prefix: PrefixState = field(default_factory=PrefixState)
+    output: OutputState = field(default_factory=OutputState)
+    _tokens: _OutputTokens = field(default_factory=_OutputTokens, init=False)
 
     @property
     def output_token_ids(self) -> list[int]:
         """Output tokens so far; the list itself."""
-        self._catch_up()
-        return self._output
+        return self._known.ids
 
     @property
     def drafted(self) -> list[bool]:
         """Whether each output token was a draft; the list itself."""
-        self._catch_up()
-        return self._drafted
+        return self._known.drafted
 
     @property
     def times(self) -> RequestTimes:
         """Times of its events; the object itself."""
-        self._catch_up()
-        return self._times
+        return self._known.times
+
+    @property
+    def _known(self) -> _OutputTokens:
+        return self._tokens.catch_up(self.row, len(self.prompt_token_ids))
 
     @property
     def token_ids(self) -> list[int]:
@@ -126,38 +161,27 @@ class Request:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether prompt log probabilities are missing. Only the first member of a group computes them."""
-        asked = self.params.prompt_logprobs is not None and self.index == 0
-        return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+        asked = self.params.prompt_logprobs is not None and self.output.index == 0
+        return asked and len(self.output.prompt_logprobs) < len(self.prompt_token_ids)
+
+    def enter(self, table: TokenTable, row: int) -> None:
+        """Take a row, which knows all tokens."""
+        self.row, self._tokens.table = row, table
 
     def leave(self) -> None:
         """Copy everything from its row, before it loses the row."""
-        self._catch_up()
-        self.table = None
-
-    def _catch_up(self) -> None:
-        """Copy new tokens from its row. Can be repeated after an interruption."""
-        table, row = self.table, self.row
-        if table is None:
-            return
-        prompt_len, known = len(self.prompt_token_ids), int(table.num_known[row])
-        if (have := prompt_len + len(self._output)) < known:
-            self._output += table.token_ids[row, have:known].tolist()
-        if (have := prompt_len + len(self._drafted)) < known:
-            self._drafted += table.drafted[row, have:known].tolist()
-        if (then := float(table.last_token_time[row])) > self._times.last_token_time:
-            self._times.last_token_time = then
+        self._known.table = None
 
     def rewind(self, num_output_tokens: int) -> None:
         """Drop the tokens after the first `num_output_tokens`, and the end of the request."""
-        if self.table is not None:
+        tokens, output = self._known, self.output
+        if tokens.table is not None:
             known = len(self.prompt_token_ids) + num_output_tokens
-            self.table.num_known[self.row] = min(known, int(self.table.num_known[self.row]))
-        del self.output_token_ids[num_output_tokens:]
-        del self.logprobs[num_output_tokens:]
-        del self.chosen_logprobs[num_output_tokens:]
-        del self.drafted[num_output_tokens:]
-        self.text = self.finish_reason = self.stop_reason = None
-        if self.detokenizer is not None:
-            self.detokenizer.restart(self.prompt_token_ids, self.output_token_ids)
+            tokens.table.num_known[self.row] = min(known, int(tokens.table.num_known[self.row]))
+        for each in (tokens.ids, tokens.drafted, output.logprobs, output.chosen_logprobs):
+            del each[num_output_tokens:]
+        self.finish_reason = output.text = output.stop_reason = None
+        if output.detokenizer is not None:
+            output.detokenizer.restart(self.prompt_token_ids, tokens.ids)
         if self.matcher is not None:
-            self.matcher.restart(self.output_token_ids)
+            self.matcher.restart(tokens.ids)

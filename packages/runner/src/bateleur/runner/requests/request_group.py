@@ -57,7 +57,7 @@ class RequestGroup:
     @property
     def finished(self) -> bool:
         """Whether all continuations have ended and have their final text."""
-        return all(each.text is not None for each in self.members)
+        return all(each.output.text is not None for each in self.members)
 
     def admitted(self) -> AdmittedRequest:
         """The values from which other ranks make this group. It must not have run yet."""
@@ -84,7 +84,7 @@ class RequestGroup:
         """
         now: tuple[ReportedState, ...] = ()
         first = self.members[0]
-        prompt_token_ids, prompt_logprobs = self.prompt_token_ids, first.prompt_logprobs
+        prompt_token_ids, prompt_logprobs = self.prompt_token_ids, first.output.prompt_logprobs
         if self.kind is RequestOutputKind.DELTA:
             before = reported or (ReportedState(),) * len(self.members)
             outputs = [_completion(each, past) for each, past in zip(self.members, before, strict=True)]
@@ -100,8 +100,8 @@ class RequestGroup:
             prompt_token_ids=prompt_token_ids,
             outputs=outputs,
             finished=self.finished,
-            num_cached_tokens=first.num_cached_tokens,
-            cache_miss=first.cache_miss,
+            num_cached_tokens=first.prefix.num_cached_tokens,
+            cache_miss=first.prefix.cache_miss,
             num_preemptions=sum(each.num_preemptions for each in self.members),
             metrics=replace(first.times, last_token_time=last_token_time),
             kind=self.kind,
@@ -114,32 +114,32 @@ def _completion(request: Request, reported: ReportedState) -> CompletionOutput:
     """What a request has beyond what was reported."""
     first, wanted = reported.num_tokens, request.params.logprobs is not None
     return CompletionOutput(
-        index=request.index,
+        index=request.output.index,
         text=_text(request, reported.num_characters),
         token_ids=request.output_token_ids[first:],
-        cumulative_logprob=reported.logprob + sum(request.chosen_logprobs[first:]) if wanted else None,
-        logprobs=request.logprobs[first:] if wanted else None,
+        cumulative_logprob=reported.logprob + sum(request.output.chosen_logprobs[first:]) if wanted else None,
+        logprobs=request.output.logprobs[first:] if wanted else None,
         finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
+        stop_reason=request.output.stop_reason,
         drafted=request.drafted[first:],
         tags=_tags(request, reported),
     )
 
 
 def _text(request: Request, first: int) -> str:
-    if request.text is not None:
-        return request.text[first:]
-    return "" if request.detokenizer is None else request.detokenizer.text_from(first)
+    if request.output.text is not None:
+        return request.output.text[first:]
+    return "" if request.output.detokenizer is None else request.output.detokenizer.text_from(first)
 
 
 def _tags(request: Request, reported: ReportedState) -> list[TextTag]:
     """Tags that were not reported yet, with positions in the text that is reported with them."""
-    if request.detokenizer is None or not request.params.return_tags:
+    if request.output.detokenizer is None or not request.params.return_tags:
         return []
     before = reported.num_characters
     return [
         TextTag(tag.start - before, tag.end - before, tag.token_id)
-        for tag in request.detokenizer.tags_from(reported.num_tags)
+        for tag in request.output.detokenizer.tags_from(reported.num_tags)
     ]
 
 

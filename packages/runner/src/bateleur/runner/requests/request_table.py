@@ -104,10 +104,10 @@ class RequestTable:
         self.prompt_len[row] = len(request.prompt_token_ids)
         self.limit[row] = request.max_total_tokens
         self.adapter_slot[row] = request.adapter_slot
-        check_all = request.stream or request.detokenizer is not None or request.matcher is not None
+        check_all = request.output.stream or request.output.detokenizer is not None or request.matcher is not None
         self.check_from[row] = 0 if check_all else request.max_total_tokens
         self.last_token_time[row] = request.times.last_token_time
-        request.row, request.table = row, self
+        request.enter(self, row)
         return row
 
     def release(self, request: Request) -> list[int]:

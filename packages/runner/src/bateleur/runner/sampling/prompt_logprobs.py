@@ -63,12 +63,12 @@ class PromptLogprobs:
         for i in asked:
             request, row = batch.requests[i], batch.rows[i]
             computed = int(batch.num_computed[i])
-            first = request.num_scored
+            first = request.output.num_scored
             end = min(computed + int(batch.query_lens[i]) + 1, len(request.prompt_token_ids))
             assert computed < first, "what a cache had was not computed"
             if first < end:
                 requests.append((request, end - first))
-                request.num_scored = end
+                request.output.num_scored = end
                 spots.append(np.arange(first, end) - 1 - computed + starts[i])
                 tokens.append(self._table.token_ids[row, first:end].astype(np.int64))
         if not requests:

@@ -134,7 +134,7 @@ class Scheduler:
         self.running, self.admitted, self.batch, self._followers = [], [], None, {}
         self._preempted, self.fetching = set(), set()
         for request in self.waiting:
-            request.num_scored = len(request.prompt_logprobs)
+            request.output.num_scored = len(request.output.prompt_logprobs)
             if request.row >= 0:
                 request.leave()
                 request.num_drafts = int(self.table.num_proposed[request.row])
@@ -299,7 +299,7 @@ class Scheduler:
             self.states.admit(row, hit.num_tokens, hit.page)
         self.table.num_computed[row] = self.table.num_committed[row] = hit.num_tokens
         if not request.num_preemptions:
-            request.num_cached_tokens, request.cache_miss = hit.num_tokens, hit.why
+            request.prefix.num_cached_tokens, request.prefix.cache_miss = hit.num_tokens, hit.why
 
     def _can_admit(self, budget: int) -> bool:
         if budget <= 0 or not self.waiting.requests or len(self.table.free_rows) <= len(self.fetching):
