@@ -94,7 +94,7 @@ def test_two_ranks_say_what_one_says(family: tuple[Path, Any]) -> None:
         assert said(llm) == wanted
         stats = llm.get_metrics()
     assert stats.num_dummy_steps > 0
-    assert stats.num_prefix_hits > 0
+    assert stats.prefix_cache.num_hits > 0
     assert stats.num_finished == 8
     assert stats.num_emitted_tokens == 2 * (4 + 13 + 2 * 7)
     assert stats.histograms.request_generation_tokens.count == 8

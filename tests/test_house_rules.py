@@ -19,6 +19,9 @@ MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 140
 """Limit for functions compiled by Triton: they keep state in registers and cannot be split by calls."""
 MAX_ARGUMENTS = 7
+MAX_ATTRIBUTES = 20
+OTHERS_INTERFACES = {"SamplingParams": "its fields are vLLM's"}
+"""Classes whose attributes are given by an interface that is not ours, and the reason."""
 
 
 CALLED = [
@@ -60,6 +63,31 @@ def test_a_call_can_be_read() -> None:
             what = f"{path}: {function.name}"
             assert len(names) <= MAX_ARGUMENTS or path.stem == "sampling_params", what
             assert not _packed_for_one_call(function), what
+
+
+def test_a_class_has_few_attributes() -> None:
+    """Fields of a dataclass and what methods assign to `self`; inherited ones count for the base class."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name not in OTHERS_INTERFACES:
+                found = _attributes(node)
+                assert len(found) <= MAX_ATTRIBUTES, f"{path}: {node.name} has {len(found)} attributes"
+
+
+def _attributes(definition: ast.ClassDef) -> set[str]:
+    """Names of the attributes that a class declares or assigns."""
+    fields = {
+        node.target.id
+        for node in definition.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if not ast.unparse(node.annotation).startswith("ClassVar")
+    }
+    return fields | {
+        node.attr
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
 
 
 def _packed_for_one_call(function: ast.AST) -> set[str]:

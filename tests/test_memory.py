@@ -78,9 +78,9 @@ def test_info_says_what_a_running_request_holds(
     facts = describe_checkpoint(tiny_hybrid, dtype="float32", **settings)
     assert llm.engine.caches.pool is not None
     row = llm.cache_plan.costs.row_bytes
-    assert llm.engine.caches.pool.nbytes == facts.mamba_page_bytes + row + facts.mamba_state_bytes_per_request
-    held = peak_pages(llm, monkeypatch) * facts.mamba_page_bytes + row
-    assert held == facts.mamba_state_bytes_per_request
+    page, most = facts.states.mamba_page_bytes, facts.states.mamba_state_bytes_per_request
+    assert llm.engine.caches.pool.nbytes == page + row + most
+    assert peak_pages(llm, monkeypatch) * page + row == most
     assert facts.kv_bytes_per_token * 40 * 4 == llm.cache_plan.kv_bytes
 
 

@@ -1,8 +1,11 @@
 """Times of requests, and the statistics of them."""
 
+from dataclasses import replace
+
 import pytest
 
 from bateleur.runner import LLM, SamplingParams
+from bateleur.runner.stats import PrefixCacheStats
 
 PROMPTS = ["def parse(text):", "class Shape:", "import os", "for x in"]
 
@@ -50,8 +53,8 @@ def test_queues_are_told_between_steps(llm: LLM) -> None:
 def test_prompt_tokens_that_were_found_are_counted_when_they_are(llm: LLM) -> None:
     prompt = list(range(100, 180))
     llm.generate([prompt], SamplingParams(max_tokens=1))
-    before = llm.get_metrics().num_prefix_queries, llm.get_metrics().num_prefix_hits
+    before = replace(llm.get_metrics().prefix_cache)
     (output,) = llm.generate([prompt], SamplingParams(max_tokens=1))
     assert output.num_cached_tokens > 0
-    after = llm.get_metrics().num_prefix_queries, llm.get_metrics().num_prefix_hits
-    assert after == (before[0] + 80, before[1] + output.num_cached_tokens)
+    after = llm.get_metrics().prefix_cache
+    assert after == PrefixCacheStats(before.num_queries + 80, before.num_hits + output.num_cached_tokens)

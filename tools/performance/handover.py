@@ -7,7 +7,7 @@ from performance.published import H100, SHOWN, spec_of
 from performance.results import table
 
 from bateleur.runner.cache.costs import CacheCosts
-from bateleur.runner.diagnose.checkpoint_facts import count_parts
+from bateleur.runner.diagnose.part_facts import count_parts
 from bateleur.runner.diagnose.step_costs import default_cache_costs
 from bateleur.runner.models import HybridDecoder
 

@@ -6,7 +6,7 @@ import torch
 from performance.published import H100, SHOWN, spec_of
 from performance.results import result, source, table
 
-from bateleur.runner.diagnose.checkpoint_facts import count_parts
+from bateleur.runner.diagnose.part_facts import count_parts
 from bateleur.runner.diagnose.step_costs import StepPart, default_cache_costs, experts_met, step_costs, total
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import ExpertsLayer

@@ -66,7 +66,7 @@ def test_info_tells_what_one_of_several_ranks_has() -> None:
     assert (whole.ranks, whole.sums, whole.sum_bytes_per_token) == (1, 0, 0)
     assert half.ranks == 2
     assert half.kv_bytes_per_token == whole.kv_bytes_per_token // 2
-    assert half.mamba_state_bytes == whole.mamba_state_bytes // 2
+    assert half.states.mamba_state_bytes == whole.states.mamba_state_bytes // 2
     assert whole.parameters / 2 < half.parameters < whole.parameters
     assert "numbers of the first of 2 ranks" in half.table()
     assert f"all-reduces per step{half.sums:>23}, of {half.sum_bytes_per_token:,} bytes" in half.table()

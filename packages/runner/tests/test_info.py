@@ -31,7 +31,7 @@ def test_counts_agree_with_the_loaded_model(tiny_checkpoint: Any, tiny: Any, fam
     assert facts.weight_bytes == sum(w.numel() * w.element_size() for w in loaded)
     assert facts.parameters == sum(part.parameters for part in facts.parts.values())
     assert facts.dtype == str(computed).removeprefix("torch.")
-    assert facts.stored_dtype == "float32"
+    assert facts.model.stored_dtype == "float32"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,17 +49,17 @@ def test_counts_are_those_of_the_tensors(tiny_checkpoint: Any, family: str, poli
         t.nbytes for pair in engine.caches.kv for t in pair
     )
     pool = engine.caches.pool
-    assert (pool is None) == (facts.mamba_page_bytes == 0)
+    assert (pool is None) == (facts.states.mamba_page_bytes == 0)
     if pool is None:
         return
     layers = range(len(pool.specs))
-    slots = 1 + 2 * facts.mamba_pages_per_request
+    slots = 1 + 2 * facts.states.mamba_pages_per_request
     states = [state for i in layers if (state := pool.layer(i)[1]) is not None]
-    assert slots * facts.mamba_state_bytes == sum(state.nbytes for state in states)
-    assert slots * facts.mamba_page_bytes == sum(t.nbytes for t in [pool.layer(i)[0] for i in layers] + states)
+    assert slots * facts.states.mamba_state_bytes == sum(state.nbytes for state in states)
+    assert slots * facts.states.mamba_page_bytes == sum(t.nbytes for t in [pool.layer(i)[0] for i in layers] + states)
     rings = [each for i in layers if (each := pool.rings(i)) is not None]
-    assert 3 * facts.mamba_window_bytes == sum(each.request_conv.nbytes for each in rings)
-    assert 3 * facts.mamba_ring_bytes == sum(t.nbytes for each in rings for t in each.entries)
+    assert 3 * facts.states.mamba_window_bytes == sum(each.request_conv.nbytes for each in rings)
+    assert 3 * facts.states.mamba_ring_bytes == sum(t.nbytes for each in rings for t in each.entries)
 
 
 def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
@@ -76,10 +76,10 @@ def test_nemotron_h_by_hand(tiny_checkpoint: Any) -> None:
     # four, and a ring of 16 tokens: x and B in two bytes, a step for each head in four.
     window, ring = 3 * (72 + 96) * 2, 16 * ((72 + 3 * 16) * 2 + 6 * 4)
     page = window + 6 * 12 * 16 * 4
-    assert facts.mamba_page_bytes == 2 * page
-    assert facts.mamba_state_bytes == 2 * 6 * 12 * 16 * 4
-    assert (facts.mamba_ring_bytes, facts.mamba_window_bytes) == (2 * ring, 2 * window)
-    assert facts.mamba_state_bytes_per_request == 2 * (page + window + ring)
+    assert facts.states.mamba_page_bytes == 2 * page
+    assert facts.states.mamba_state_bytes == 2 * 6 * 12 * 16 * 4
+    assert (facts.states.mamba_ring_bytes, facts.states.mamba_window_bytes) == (2 * ring, 2 * window)
+    assert facts.states.mamba_state_bytes_per_request == 2 * (page + window + ring)
     assert facts.parts["mlp"].parameters == 2 * (2 * 56 * 40 + 40)
 
 
@@ -100,14 +100,14 @@ def test_active_weights_by_hand(tiny_checkpoint: Any) -> None:
 
 def test_a_model_without_mamba_layers(tiny_checkpoint: Any) -> None:
     facts = describe_checkpoint(tiny_checkpoint("llama")[0])
-    assert facts.mamba_state_bytes_per_request == 0
+    assert facts.states.mamba_state_bytes_per_request == 0
     assert "mamba" not in facts.parts
 
 
 def test_tied_embeddings_count_once(tiny_checkpoint: Any) -> None:
     path, theirs = tiny_checkpoint("llama", tie_word_embeddings=True)
     facts = describe_checkpoint(path)
-    assert facts.tied_embeddings
+    assert facts.model.tied_embeddings
     assert facts.parameters == sum(p.numel() for p in theirs.parameters())
 
 
@@ -120,8 +120,8 @@ def test_table_and_json(tiny_checkpoint: Any) -> None:
     for text in ("NemotronHForCausalLM", str(path), f"{facts.parameters:,}", f"{facts.weight_bytes:,} bytes"):
         assert text in table
     assert f"{facts.kv_bytes_per_token:,} bytes" in table
-    assert f"{facts.mamba_state_bytes_per_request:,} bytes" in table
-    assert f"{facts.mamba_page_bytes:,} bytes, {facts.kept_states} per 256 tokens" in table
+    assert f"{facts.states.mamba_state_bytes_per_request:,} bytes" in table
+    assert f"{facts.states.mamba_page_bytes:,} bytes, {facts.states.kept_states} per 256 tokens" in table
 
 
 def test_unknown_dtype_and_folder(tiny_checkpoint: Any, tmp_path: Any) -> None:
@@ -188,10 +188,10 @@ def test_prompt_lookup_costs_the_tokens_of_a_request(tiny_checkpoint: Any) -> No
 def test_which_attention_backend_serves_is_told(tiny_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = tiny_checkpoint("llama")
     monkeypatch.setattr(NativeBackend, "missing_requirement", lambda *_: "there is no gcc")
-    assert describe_checkpoint(path, device="cpu").attention == "torch; not native: there is no gcc"
+    assert describe_checkpoint(path, device="cpu").kernels.attention == "torch; not native: there is no gcc"
     monkeypatch.setattr(NativeBackend, "missing_requirement", lambda *_: None)
     assert "attention                  native" in describe_checkpoint(path, device="cpu").table().splitlines()
-    assert describe_checkpoint(path, device="cpu", attention_backend="torch").attention == "torch, as requested"
+    assert describe_checkpoint(path, device="cpu", attention_backend="torch").kernels.attention == "torch, as requested"
     with pytest.raises(ValueError, match=r"^attention_backend is 'triton'; triton: device cpu is not CUDA"):
         describe_checkpoint(path, device="cpu", attention_backend="triton")
     for backend in (TritonBackend, FlashInferBackend):
@@ -213,5 +213,5 @@ def test_whose_kernels_run_on_a_cpu_is_told(tiny_checkpoint: Any, monkeypatch: p
     for reason, told in ((None, "compiled for this processor"), ("no gcc", "torch's own: no gcc")):
         monkeypatch.setattr(native, "unavailable_reason", lambda reason=reason: reason)
         facts = describe_checkpoint(path, device="cpu")
-        assert facts.cpu_kernels == told
+        assert facts.kernels.cpu_kernels == told
         assert f"CPU kernels                {told}" in facts.table()

@@ -349,10 +349,10 @@ def test_what_it_costs(made: Callable[[str], Made]) -> None:
     part = facts.parts["draft head"]
     assert part.parameters == sum(weight.numel() for weight in head.weights().values())
     assert part.layers == 1
-    assert without.unused_tensors == sum(
+    assert without.model.unused_tensors == sum(
         1 for name in load_file(folder / "model.safetensors") if name.startswith("mtp.")
     )
-    assert facts.unused_tensors == 0
+    assert facts.model.unused_tensors == 0
     assert facts.kv_bytes_per_token == without.kv_bytes_per_token * 3 // 2, "the target has two such layers"
     assert target.spec.attention[0].gated
     routed = describe_checkpoint(made("qwen3_5 with experts")[0], draft="mtp").parts["draft head"]

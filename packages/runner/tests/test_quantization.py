@@ -406,13 +406,13 @@ def test_info_tells_schemes_bytes_and_kernels(folders: Callable[[str, str], Fold
     assert facts.parts["experts"].weight_bytes < 0.2 * wanted.parts["experts"].weight_bytes
     kernel = "C, dequantised in registers" if unavailable_reason() is None else "torch, dequantised in tiles"
     told = f"INT4, groups of 16: {kernel}"
-    assert facts.quantized.keys() == {"delta", "attention", "experts"}
-    assert all(list(each) == [told] for each in facts.quantized.values())
+    assert facts.kernels.quantized.keys() == {"delta", "attention", "experts"}
+    assert all(list(each) == [told] for each in facts.kernels.quantized.values())
     model = loaded(quantised)
     held = sum(each.nbytes for name, each in model.weights().items() if name.rpartition(".")[2] in ("codes", "scales"))
-    assert sum(size for each in facts.quantized.values() for size in each.values()) == held
+    assert sum(size for each in facts.kernels.quantized.values() for size in each.values()) == held
     assert f"INT4, groups of 16: {kernel}" in facts.table()
-    assert not wanted.quantized
+    assert not wanted.kernels.quantized
     foreseen = {
         name: sum(packed_change(part, torch.float32) for part in quantized_parts(each))
         for name, each in describe_model(open_checkpoint(quantised), torch.float32, "meta")[0].matrices.items()

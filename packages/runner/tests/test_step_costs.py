@@ -8,7 +8,7 @@ import torch
 
 from bateleur.mamba import Mamba2, memory_traffic
 from bateleur.runner.cache.costs import CacheCosts
-from bateleur.runner.diagnose.checkpoint_facts import count_parts
+from bateleur.runner.diagnose.part_facts import count_parts
 from bateleur.runner.diagnose.step_costs import StepPart, default_cache_costs, experts_met, step_costs, total
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.spec import AttentionLayer, ExpertsLayer, MambaLayer, MlpLayer, ModelSpec, RouterSpec

@@ -405,7 +405,6 @@ def test_dense_attend_is_causal_windowed_and_forgets(checkpoints: Any) -> None:
         ({"num_heads": 0}, "num_heads is 0; it must be at least 1"),
         ({"num_kv_heads": 3}, "num_kv_heads is 3; it must divide num_heads = 4"),
         ({"draft_vocab_size": 41}, "draft_vocab_size is 41; .* at most vocab_size = 40"),
-        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm are both true"),
         ({"head_dim": 4}, "rope turns 6 lanes; a head has head_dim = 4"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from bateleur.cudagraph import DispatchDecision, DispatchReason
 from bateleur.eagle import AcceptStats
 from bateleur.runner.serve.metrics import HELP, render
-from bateleur.runner.stats import EngineStats, OffloadStats, RequestHistograms
+from bateleur.runner.stats import EngineStats, OffloadStats, PrefixCacheStats, RequestHistograms
 
 parser = pytest.importorskip("prometheus_client.parser", reason="the extra serve is not installed")
 
@@ -19,7 +19,7 @@ parser = pytest.importorskip("prometheus_client.parser", reason="the extra serve
 def busy() -> EngineStats:
     """Engine statistics with every counter set."""
     stats = EngineStats(num_running=3, num_waiting=4, kv_cache_usage=0.25, num_preemptions=7)
-    stats.num_prefix_queries, stats.num_prefix_hits = 100, 64
+    stats.prefix_cache = PrefixCacheStats(100, 64)
     stats.num_prefill_tokens, stats.num_emitted_tokens = 36, 50
     stats.finished.update({"stop": 2, "length": 1})
     stats.acceptance = AcceptStats(2)

@@ -111,6 +111,16 @@ class OffloadStats:
 
 
 @dataclass(slots=True)
+class PrefixCacheStats:
+    """Totals of the prefix cache since the engine started."""
+
+    num_queries: int = 0
+    """Prompt tokens looked up."""
+    num_hits: int = 0
+    """Prompt tokens found."""
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Totals since the engine started, and its current load."""
 
@@ -132,13 +142,9 @@ class EngineStats:
     acceptance: AcceptStats | None = None
     """Acceptance of drafts; None without a drafter."""
     num_preemptions: int = 0
-    num_finished: int = 0
     finished: Counter[str] = field(default_factory=Counter)
-    """`num_finished` by `finish_reason`."""
-    num_prefix_queries: int = 0
-    """Prompt tokens looked up in the prefix cache."""
-    num_prefix_hits: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Number of finished requests by `finish_reason`."""
+    prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
     offload: OffloadStats | None = None
     """Totals of KV offload; None without it."""
     num_running: int = 0
@@ -161,6 +167,11 @@ class EngineStats:
             self.seconds[part] += end - start
         if num_tokens:
             self.histograms.iteration_tokens.observe(num_tokens)
+
+    @property
+    def num_finished(self) -> int:
+        """Number of finished requests."""
+        return self.finished.total()
 
     @property
     def tokens_per_step(self) -> float:

@@ -122,6 +122,11 @@ def _sizes(source: _Source, names: Collection[str], target: TargetInfo) -> dict[
     """Sizes of the layers of every EAGLE head."""
     layer = source.layer
     heads = layer.size("num_attention_heads")
+    biased = {
+        "fc": "fc.bias" in names,
+        "attention": layer.flag("attention_bias") or "layers.0.self_attn.q_proj.bias" in names,
+        "mlp": layer.flag("mlp_bias"),
+    }
     return {
         "hidden_size": layer.size("hidden_size"),
         "vocab_size": target.vocab_size,
@@ -136,15 +141,14 @@ def _sizes(source: _Source, names: Collection[str], target: TargetInfo) -> dict[
         "max_positions": layer.optional_size("max_position_embeddings"),
         "sliding_window": _window(layer),
         "qk_norm": layer.raw("model_type") == "qwen3" or "layers.0.self_attn.q_norm.weight" in names,
-        "fc_bias": "fc.bias" in names,
-        "attention_bias": layer.flag("attention_bias") or "layers.0.self_attn.q_proj.bias" in names,
-        "mlp_bias": layer.flag("mlp_bias"),
+        "biases": frozenset(name for name, has_bias in biased.items() if has_bias),
     }
 
 
 def _read_eagle1(source: _Source, sizes: dict[str, Any], target: TargetInfo) -> HeadSpec:
     head = source.head
-    sizes["fc_bias"] = sizes["fc_bias"] or head.flag("fusion_bias")
+    if head.flag("fusion_bias"):
+        sizes["biases"] |= {"fc"}
     for name in ("layernorms", "add_para_norm"):
         if head.flag(name):
             raise ValueError(f"{name} is true; EAGLE-1 heads with further norms are not supported")
@@ -173,13 +177,15 @@ def _read_eagle3(source: _Source, sizes: dict[str, Any], target: TargetInfo, lay
         raise ValueError(
             f"hidden_size is {sizes['hidden_size']} and target_hidden_size {width}; without taps they must agree"
         )
+    each, of_all = switch("fc_norm"), switch("norm_before_fc")
+    if each and of_all:
+        raise ValueError("norm_before_fc and fc_norm are both true; a head norms its taps in one way")
     spec = HeadSpec(
         kind="eagle3",
         draft_vocab_size=head.size("draft_vocab_size", sizes["vocab_size"]),
         needs=needs,
         recycle="post_norm" if switch("norm_output") else "pre_norm",
-        norm_before_fc=switch("norm_before_fc"),
-        fc_norm=switch("fc_norm"),
+        tap_norm="each" if each else "all" if of_all else None,
         norm_before_residual=switch("norm_before_residual", source.layout == "speculators"),
         **sizes,
     )

@@ -20,7 +20,7 @@ class Eagle1Head(BaseHead):
         self, spec: HeadSpec, weights: Weights, vocabulary: Vocabulary, target_ids: Tensor | None = None
     ) -> None:
         super().__init__(spec, weights, vocabulary, target_ids)
-        self.fc = weights.product(["fc"], [spec.hidden_size], 2 * spec.hidden_size, bias=spec.fc_bias)
+        self.fc = weights.product(["fc"], [spec.hidden_size], 2 * spec.hidden_size, bias="fc" in spec.biases)
         self.layers = [DecoderLayer(spec, weights, i, input_norm=i > 0) for i in range(spec.num_layers)]
 
     def forward(

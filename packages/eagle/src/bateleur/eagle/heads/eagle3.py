@@ -53,10 +53,10 @@ class Eagle3Head(BaseHead):
         self.fc = self.input_norm = None
         self.tap_norms: list[RMSNorm] = []
         if taps:
-            self.fc = weights.product(["fc"], [size], taps * width, bias=spec.fc_bias)
-            if spec.fc_norm:
+            self.fc = weights.product(["fc"], [size], taps * width, bias="fc" in spec.biases)
+            if spec.tap_norm == "each":
                 self.tap_norms = [RMSNorm(weights, f"fc_norm.{i}", width, spec.norm_eps) for i in range(taps)]
-            if spec.norm_before_fc:
+            if spec.tap_norm == "all":
                 self.input_norm = RMSNorm(weights, "input_norm", taps * width, spec.norm_eps)
         self.first = FirstLayer(spec, weights)
         self.others = [DecoderLayer(spec, weights, i) for i in range(1, spec.num_layers)]

@@ -87,9 +87,9 @@ class Attention:
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         rows = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
         parts = [f"{name}.{shard}_proj" for shard in "qkv"]
-        self.qkv_proj = weights.product(parts, rows, width, bias=spec.attention_bias)
+        self.qkv_proj = weights.product(parts, rows, width, bias="attention" in spec.biases)
         # Qwen2 has biases on query, key and value only.
-        out_bias = spec.attention_bias and f"{name}.o_proj.bias" in weights
+        out_bias = "attention" in spec.biases and f"{name}.o_proj.bias" in weights
         self.o_proj = weights.product([f"{name}.o_proj"], [spec.hidden_size], rows[0], bias=out_bias)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
@@ -115,8 +115,8 @@ class Mlp:
 
     def __init__(self, spec: HeadSpec, weights: Weights, name: str) -> None:
         size, names = spec.intermediate_size, [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.up_proj = weights.product(names, [size, size], spec.hidden_size, bias=spec.mlp_bias)
-        self.down_proj = weights.product([f"{name}.down_proj"], [spec.hidden_size], size, bias=spec.mlp_bias)
+        self.up_proj = weights.product(names, [size, size], spec.hidden_size, bias="mlp" in spec.biases)
+        self.down_proj = weights.product([f"{name}.down_proj"], [spec.hidden_size], size, bias="mlp" in spec.biases)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
         """(T, H)"""

@@ -57,6 +57,8 @@ class CallableInC(Protocol):
 Kind = Literal["eagle1", "eagle3", "mtp"]
 """A head for multi-token prediction, "mtp", has layers of its target's kinds, and is created by the engine."""
 Recycle = Literal["pre_norm", "post_norm"]
+TapNorm = Literal["each", "all"]
+Biased = Literal["fc", "attention", "mlp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +140,15 @@ class HeadSpec:
     """A query sees this many positions, itself included; None sees all. `Attend` applies it."""
     recycle: Recycle = "pre_norm"
     """Whether the next draft pass reads the output of the last layer, or of the head's final norm."""
-    norm_before_fc: bool = False
-    """EAGLE-3: one norm over all concatenated taps, before `fc`."""
-    fc_norm: bool = False
-    """EAGLE-3.1: a norm for each tap, before `fc`."""
+    tap_norm: TapNorm | None = None
+    """Norm before `fc`: one for each tap (EAGLE-3.1, `fc_norm`), or one over all concatenated taps (EAGLE-3,
+    `norm_before_fc`)."""
     norm_before_residual: bool = False
     """EAGLE-3: the first residual is the normalised hidden state."""
     qk_norm: bool = False
     """Query and key heads are normalised before rotation."""
-    fc_bias: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    biases: frozenset[Biased] = frozenset()
+    """Layers that have a bias."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
@@ -163,8 +163,6 @@ class HeadSpec:
                 f"draft_vocab_size is {self.draft_vocab_size}; a head drafts at least one and at most "
                 f"vocab_size = {self.vocab_size} tokens"
             )
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm are both true; a head norms its taps in one way")
         if self.rope is not None and 2 * len(self.rope.inv_freq) > self.head_dim:
             raise ValueError(f"rope turns {2 * len(self.rope.inv_freq)} lanes; a head has head_dim = {self.head_dim}")
 

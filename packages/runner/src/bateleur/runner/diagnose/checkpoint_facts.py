@@ -6,7 +6,6 @@ Only a draft head's tensors are read, to find which of them it shares with the t
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,83 +24,40 @@ from bateleur.runner.config.engine_config import MTP, NGRAM, EngineConfig
 from bateleur.runner.config.graph_options import GraphOptions
 from bateleur.runner.config.limits import EngineLimits
 from bateleur.runner.config.resolve import describe_backend, describe_scan
+from bateleur.runner.diagnose.part_facts import EMBEDDINGS, PartFacts, count_parts, count_schemes
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.setup import unmeasured_budget
 from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
-from bateleur.runner.models.experts import ROUTED
-from bateleur.runner.models.memory_report import describe_quantized, packed_weight_bytes, quantized_parts, weight_sizes
+from bateleur.runner.models.memory_report import packed_weight_bytes
 from bateleur.runner.models.native import describe_kernels
 from bateleur.runner.models.sharding import num_sums, sum_bytes
-from bateleur.runner.models.spec import (
-    AttentionLayer,
-    DeltaLayer,
-    ExpertsLayer,
-    LatentLayer,
-    MambaLayer,
-    MlpLayer,
-    ModelSpec,
-    ShortConvLayer,
-    SingleLayer,
-    parts_of,
-)
+from bateleur.runner.models.spec import ModelSpec
 from bateleur.runner.spec_decode.draft_head import DraftHead
 from bateleur.runner.spec_decode.mtp_head import MtpHead
 from bateleur.runner.spec_decode.prompt_lookup import lookup_costs
 from bateleur.runner.utils.arguments import member_of
 from bateleur.runner.utils.device import resolve_device
 
-KINDS = {
-    MambaLayer: "mamba",
-    DeltaLayer: "delta",
-    ShortConvLayer: "short conv",
-    AttentionLayer: "attention",
-    LatentLayer: "attention",
-    MlpLayer: "mlp",
-    ExpertsLayer: "experts",
-}
-EMBEDDINGS = "embeddings"
-
 
 @dataclass(frozen=True, slots=True)
-class PartFacts:
-    """Sums over all layers of one kind. `embeddings` includes the final norm and the output projection."""
+class ModelFacts:
+    """What the files of a checkpoint say."""
 
-    layers: int
-    parameters: int
-    weight_bytes: int
-    active_bytes: int
-    """Bytes of the weights that one token uses: of experts only those that the router selects."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFacts:
-    """Sizes of a checkpoint, in bytes for weights and KV cache in `dtype`. With several ranks, numbers of the first."""
-
-    path: str
     architecture: str
     stored_dtype: str
-    dtype: str
-    kv_cache_dtype: str
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
     tied_embeddings: bool
-    ranks: int
-    sums: int
-    """Number of all-reduces per step over tensor-parallel ranks; 0 for one rank."""
-    sum_bytes_per_token: int
-    """Bytes per token in all of these all-reduces."""
-    parts: dict[str, PartFacts]
-    """By kind: `mamba`, `delta`, `short conv`, `attention`, `mlp`, `experts`, `draft head`, `embeddings`"""
-    parameters: int
-    weight_bytes: int
-    held_bytes: int
-    """Memory of the target's weights on this device, in the layouts of its matrix products."""
-    active_bytes: int
-    """Bytes of the weights that one token uses; less than all if there are experts."""
-    kv_bytes_per_token: int
-    """Keys and values of one token over all attention layers, including a draft head's."""
+    unused_tensors: int
+    """Number of tensors in the files that the model does not need."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateFacts:
+    """Memory of recurrent states."""
+
     mamba_state_bytes_per_request: int
     """Most state memory of a running request over all recurrent layers (pages, ring and window), at any length."""
     mamba_pages_per_request: int
@@ -111,6 +67,62 @@ class CheckpointFacts:
     """One state and its convolution window: what prefix caching keeps at a block boundary."""
     mamba_state_bytes: int
     """The state of one page, without the window."""
+    kept_states: int
+    """Number of Mamba states that prefix caching keeps of a request of `max_model_len` tokens."""
+
+    @classmethod
+    def of(cls, costs: CacheCosts, hits: CacheCosts) -> StateFacts:
+        """From the costs of the caches, and those with prefix caching on."""
+        return cls(
+            mamba_state_bytes_per_request=costs.state_bytes_per_request,
+            mamba_pages_per_request=costs.pages_per_request,
+            mamba_ring_bytes=costs.ring_bytes,
+            mamba_window_bytes=costs.window_bytes,
+            mamba_page_bytes=costs.page_bytes,
+            mamba_state_bytes=costs.state_bytes,
+            kept_states=hits.pages_to_share,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFacts:
+    """Kernels that an engine would choose."""
+
+    prompt_scan: str | None
+    """Kernels that scan prompts in delta-rule layers, and why not others; None without these layers."""
+    attention: str | None
+    """Attention backend, and why not a preferred one; None without attention layers."""
+    quantized: dict[str, dict[str, int]]
+    """Bytes of quantised matrices by kind of layer, then by scheme and kernel; {} if all are plain."""
+    cpu_kernels: str | None
+    """Kernels on a CPU, and why not others; None on other devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """Sizes of a checkpoint, in bytes for weights and KV cache in `dtype`. With several ranks, numbers of the first."""
+
+    path: str
+    model: ModelFacts
+    states: StateFacts
+    kernels: KernelFacts
+    dtype: str
+    kv_cache_dtype: str
+    ranks: int
+    sums: int
+    """Number of all-reduces per step over tensor-parallel ranks; 0 for one rank."""
+    sum_bytes_per_token: int
+    """Bytes per token in all of these all-reduces."""
+    parts: dict[str, PartFacts]
+    """By kind: `mamba`, `delta`, `short conv`, `attention`, `mlp`, `experts`, `draft head`, `embeddings`."""
+    parameters: int
+    weight_bytes: int
+    held_bytes: int
+    """Memory of the target's weights on this device, in the layouts of its matrix products."""
+    active_bytes: int
+    """Bytes of the weights that one token uses; less than all if there are experts."""
+    kv_bytes_per_token: int
+    """Keys and values of one token over all attention layers, including a draft head's."""
     draft_logits_bytes_per_request: int
     """Logits of unverified drafts; 0 if the acceptance rule needs none."""
     draft_tokens_bytes_per_request: int
@@ -120,30 +132,20 @@ class CheckpointFacts:
     measures it at start."""
     hit_granularity: int
     """Prefix cache hits are multiples of this many tokens."""
-    kept_states: int
-    """Number of Mamba states that prefix caching keeps of a request of `max_model_len` tokens."""
     max_model_len: int
     """Most tokens of a request, prompt and output. On a GPU without `kv_cache_memory_bytes`, the limit by the KV cache
-    is
-    not included, because an engine measures its size at start."""
-    prompt_scan: str | None
-    """Kernels that scan prompts in delta-rule layers, and why not others; None without these layers."""
-    attention: str | None
-    """Attention backend, and why not a preferred one; None without attention layers."""
-    quantized: dict[str, dict[str, int]]
-    """Bytes of quantised matrices by kind of layer, then by scheme and kernel; {} if all are plain."""
-    cpu_kernels: str | None
-    """Kernels on a CPU, and why not others; None on other devices."""
-    unused_tensors: int
-    """Number of tensors in the files that the model does not need."""
+    is not included, because an engine measures its size at start."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All facts as JSON values."""
-        return asdict(self)
+        """All facts as JSON values, in one object."""
+        found = asdict(self)
+        for group in ("model", "states", "kernels"):
+            found |= found.pop(group)
+        return found
 
     def table(self) -> str:
         """Format for a terminal."""
-        tied = "tied" if self.tied_embeddings else "separate"
+        tied = "tied" if self.model.tied_embeddings else "separate"
         experts = self.active_bytes < self.weight_bytes
 
         def row(kind: str, layers: str, parameters: int, weights: int, active: int) -> str:
@@ -151,10 +153,10 @@ class CheckpointFacts:
             return f"{kind:<12}{layers:>8}{parameters:>18,}{format_bytes(weights):>12}{last}"
 
         lines = [
-            f"{self.architecture}  {self.path}",
-            f"{self.vocab_size:,} tokens of vocabulary, hidden size {self.hidden_size:,}, "
-            f"up to {self.max_position_embeddings:,} tokens per request",
-            f"stored as {self.stored_dtype}, sizes in {self.dtype}, {tied} output embedding",
+            f"{self.model.architecture}  {self.path}",
+            f"{self.model.vocab_size:,} tokens of vocabulary, hidden size {self.model.hidden_size:,}, "
+            f"up to {self.model.max_position_embeddings:,} tokens per request",
+            f"stored as {self.model.stored_dtype}, sizes in {self.dtype}, {tied} output embedding",
             *([f"numbers of the first of {self.ranks} ranks"] if self.ranks > 1 else []),
             "",
             f"{'':<12}{'layers':>8}{'parameters':>18}{'weights':>12}" + (f"{'active':>12}" if experts else ""),
@@ -183,33 +185,34 @@ class CheckpointFacts:
             lines.append(f"draft logits per request   {self.draft_logits_bytes_per_request:>16,} bytes")
         if self.draft_tokens_bytes_per_request:
             lines.append(f"lookup tokens per request  {self.draft_tokens_bytes_per_request:>16,} bytes")
-        if self.mamba_page_bytes:
-            kept = f"{self.kept_states:,} per {self.max_model_len:,} tokens"
-            lines.append(f"cached state page          {self.mamba_page_bytes:>16,} bytes, {kept}")
-        if self.prompt_scan:
-            lines.append(f"delta-rule prompt scan     {self.prompt_scan}")
-        if self.attention:
-            lines.append(f"attention                  {self.attention}")
+        if self.states.mamba_page_bytes:
+            kept = f"{self.states.kept_states:,} per {self.max_model_len:,} tokens"
+            lines.append(f"cached state page          {self.states.mamba_page_bytes:>16,} bytes, {kept}")
+        if self.kernels.prompt_scan:
+            lines.append(f"delta-rule prompt scan     {self.kernels.prompt_scan}")
+        if self.kernels.attention:
+            lines.append(f"attention                  {self.kernels.attention}")
         lines += [
             f"{f'quantised {kind}':<27}{format_bytes(size)}, {scheme}"
-            for kind, schemes in self.quantized.items()
+            for kind, schemes in self.kernels.quantized.items()
             for scheme, size in schemes.items()
         ]
-        if self.cpu_kernels:
-            lines.append(f"CPU kernels                {self.cpu_kernels}")
-        if self.unused_tensors:
-            lines.append(f"{self.unused_tensors} known tensors in the files are not used")
+        if self.kernels.cpu_kernels:
+            lines.append(f"CPU kernels                {self.kernels.cpu_kernels}")
+        if self.model.unused_tensors:
+            lines.append(f"{self.model.unused_tensors} known tensors in the files are not used")
         return "\n".join(lines)
 
     def _states(self) -> list[str]:
-        count, page, state = self.mamba_pages_per_request, self.mamba_page_bytes, self.mamba_state_bytes
-        lines = [f"states per request         {self.mamba_state_bytes_per_request:>16,} bytes"]
+        states = self.states
+        count, page, state = states.mamba_pages_per_request, states.mamba_page_bytes, states.mamba_state_bytes
+        lines = [f"states per request         {states.mamba_state_bytes_per_request:>16,} bytes"]
         if page:
             lines.append(f"  pages                    {count * page:>16,} bytes, {count:,} of {page:,}")
             lines.append(f"    state of a page        {state:>16,} bytes, without its window")
-        if self.mamba_window_bytes:
-            lines.append(f"  ring                     {self.mamba_ring_bytes:>16,} bytes")
-            lines.append(f"  convolution window       {self.mamba_window_bytes:>16,} bytes")
+        if states.mamba_window_bytes:
+            lines.append(f"  ring                     {states.mamba_ring_bytes:>16,} bytes")
+            lines.append(f"  convolution window       {states.mamba_window_bytes:>16,} bytes")
         return lines
 
 
@@ -238,14 +241,24 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
     costs, hits = (CacheCosts.of(spec, counted, longest, each) for each in (caches, _sharing(caches)))
     return CheckpointFacts(
         path=str(path),
-        architecture=spec.architecture,
-        stored_dtype=_name(checkpoint.dtype),
+        model=ModelFacts(
+            architecture=spec.architecture,
+            stored_dtype=_name(checkpoint.dtype),
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            max_position_embeddings=spec.max_position_embeddings,
+            tied_embeddings=spec.tie_word_embeddings,
+            unused_tensors=len(checkpoint.unused) - own,
+        ),
+        states=StateFacts.of(costs, hits),
+        kernels=KernelFacts(
+            prompt_scan=describe_scan(config.model.prompt_scan, spec, counted, device),
+            attention=describe_backend(config.model.attention_backend, spec, computed, device, caches.kv_dtype),
+            quantized=count_schemes(target, device, computed),
+            cpu_kernels=describe_kernels(device),
+        ),
         dtype=_name(counted),
         kv_cache_dtype=_name(costs.kv_dtype),
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        max_position_embeddings=spec.max_position_embeddings,
-        tied_embeddings=spec.tie_word_embeddings,
         ranks=config.parallel.num_ranks,
         parts=parts,
         sums=0 if target.ranks.alone else num_sums(spec),
@@ -255,23 +268,11 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
         held_bytes=_held(config, checkpoint, computed, device),
         active_bytes=sum(part.active_bytes for part in parts.values()),
         kv_bytes_per_token=costs.token_bytes,
-        mamba_state_bytes_per_request=costs.state_bytes_per_request,
-        mamba_pages_per_request=costs.pages_per_request,
-        mamba_ring_bytes=costs.ring_bytes,
-        mamba_window_bytes=costs.window_bytes,
-        mamba_page_bytes=costs.page_bytes,
-        mamba_state_bytes=costs.state_bytes,
         draft_logits_bytes_per_request=costs.logits_bytes_per_request,
         draft_tokens_bytes_per_request=caches.draft.row_bytes,
         workspace_bytes=workspace_bytes(target, limits, caches.block_size, graph_tokens),
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
-        kept_states=hits.pages_to_share,
         max_model_len=_fitting_length(config, spec, counted, limits, caches),
-        prompt_scan=describe_scan(config.model.prompt_scan, spec, counted, device),
-        attention=describe_backend(config.model.attention_backend, spec, computed, device, caches.kv_dtype),
-        quantized=count_schemes(target, device, computed),
-        cpu_kernels=describe_kernels(device),
-        unused_tensors=len(checkpoint.unused) - own,
     )
 
 
@@ -322,45 +323,6 @@ def _held(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, devi
     recorded = GraphOptions.of(config.graphs, device).mode is not CudaGraphMode.NONE
     model = empty_model(config, checkpoint, dtype)
     return packed_weight_bytes(model, device, checkpoint.dtype, recorded=recorded)
-
-
-def layer_of(spec: ModelSpec, name: str) -> SingleLayer | None:
-    """Return the layer of a weight; None outside of layers. A norm that several mixers share belongs to the first."""
-    where = name.split(".")
-    if where[0] != "layers":
-        return None
-    return parts_of(spec.layers[int(where[1])])[int(where[2]) if where[2].isdecimal() else 0]
-
-
-def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
-    """Sum up layers, parameters and weight bytes by kind of layer."""
-    spec = model.module if isinstance(model, MtpHead) else model.spec
-    counts = Counter(KINDS[type(part)] for layer in spec.layers for part in parts_of(layer))
-    found = {kind: [count, 0, 0, 0] for kind, count in counts.items()} | {EMBEDDINGS: [0, 0, 0, 0]}
-    for name, weight in weight_sizes(model).items():
-        kind, active = EMBEDDINGS, weight.num_bytes
-        if (layer := layer_of(spec, name)) is not None:
-            kind = KINDS[type(layer)]
-            if isinstance(layer, ExpertsLayer) and name.rpartition(".")[2] in ROUTED:
-                active = active // layer.num_experts * layer.top_k
-        part = found[kind]
-        part[1] += weight.numel
-        part[2] += weight.num_bytes
-        part[3] += active
-    return {kind: PartFacts(*part) for kind, part in found.items()}
-
-
-def count_schemes(model: HybridDecoder, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Bytes of quantised matrices by kind of layer, then by scheme and kernel of an engine on a device."""
-    found: dict[str, dict[str, int]] = {}
-    for name, projection in model.matrices.items():
-        layer = layer_of(model.spec, name)
-        kind = EMBEDDINGS if layer is None else KINDS[type(layer)]
-        for matrix in quantized_parts(projection):
-            told = f"{matrix.scheme}: {describe_quantized(matrix, device, dtype)}"
-            schemes = found.setdefault(kind, {})
-            schemes[told] = schemes.get(told, 0) + sum(each.nbytes for each in matrix.tensors().values())
-    return found
 
 
 def _head_facts(head: DraftHead) -> PartFacts:

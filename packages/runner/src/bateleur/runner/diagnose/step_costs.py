@@ -18,7 +18,7 @@ from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, StatePolic
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.config.engine_config import EngineConfig
 from bateleur.runner.config.state_options import StateOptions
-from bateleur.runner.diagnose.checkpoint_facts import EMBEDDINGS, KINDS, layer_of
+from bateleur.runner.diagnose.part_facts import EMBEDDINGS, KINDS, layer_of
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.experts import ROUTED
 from bateleur.runner.models.memory_report import WeightSize, weight_sizes

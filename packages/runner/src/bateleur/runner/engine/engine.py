@@ -233,8 +233,8 @@ class Engine:
         if self.scheduler.prefixes is not None:
             for request in admitted:
                 if not request.num_preemptions:
-                    self.stats.num_prefix_queries += len(request.prompt_token_ids)
-                    self.stats.num_prefix_hits += request.prefix.num_cached_tokens
+                    self.stats.prefix_cache.num_queries += len(request.prompt_token_ids)
+                    self.stats.prefix_cache.num_hits += request.prefix.num_cached_tokens
         return admitted
 
     def _collect(self, marks: StepMarks) -> None:

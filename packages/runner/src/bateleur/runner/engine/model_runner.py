@@ -210,9 +210,7 @@ class ModelRunner:
             rows = last.next_step(batch.num_computed, input_ids)
         batch.staged_rows = rows if lengths is None else None
         metadata = self.producer.buffers.stage(rows, shape)
-        slots = None
-        if self.setup.adapters is not None:
-            slots = np.repeat(self.table.adapter_slot[batch.rows], batch.query_lens)
+        slots = None if self.setup.adapters is None else batch.adapter_slots
         return self.model_state.prepare(metadata, decision.descriptor, batch_id=rows.batch_id, adapter_slots=slots)
 
     def _fields_of(self, batch: StepBatch, decision: DispatchDecision) -> dict[str, NDArray[Any]]:

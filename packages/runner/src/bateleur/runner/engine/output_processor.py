@@ -254,7 +254,6 @@ class RequestClock:
     def ended(self, request: Request) -> None:
         """Record the end of a request. Without a token, only its reason and lengths count."""
         histograms, times = self._stats.histograms, request.times
-        self._stats.num_finished += 1
         self._stats.finished[request.finish_reason or "abort"] += 1
         histograms.request_prompt_tokens.observe(len(request.prompt_token_ids))
         histograms.request_generation_tokens.observe(len(request.output_token_ids))

@@ -24,7 +24,6 @@ _COUNTS = (
     "num_known",
     "check_from",
     "num_proposed",
-    "adapter_slot",
 )
 
 
@@ -48,7 +47,6 @@ class RequestTable:
     * `num_proposed`: drafts after the last known token, which are on the device;
     * `num_drafts`, `num_draft_slots`: how many of them the next step tests, and tokens that it computes for them (more
       if rows are padded to one length). `DraftPlanner` writes both before each step is scheduled;
-    * `adapter_slot`: slot of the LoRA adapter, 0 for none;
     * `num_blocks`: KV blocks in `block_table`, which is written through `blocks`.
     """
 
@@ -65,7 +63,6 @@ class RequestTable:
     num_known: Int32s
     check_from: Int32s
     num_proposed: Int32s
-    adapter_slot: Int32s
 
     def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks: int) -> None:
         self.max_model_len = max_model_len
@@ -74,9 +71,8 @@ class RequestTable:
         self.blocks = BlockTable(np.zeros((max_num_seqs, max_blocks), dtype=np.int32))
         self.last_token_time = np.zeros(max_num_seqs, dtype=np.float64)
         self.must_wait = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._counts = np.zeros((len(_COUNTS), max_num_seqs), dtype=np.int32)
-        for name, counts in zip(_COUNTS, self._counts, strict=True):
-            setattr(self, name, counts)
+        for name in _COUNTS:
+            setattr(self, name, np.zeros(max_num_seqs, dtype=np.int32))
         self.clear()
 
     @property
@@ -87,8 +83,7 @@ class RequestTable:
     def clear(self) -> None:
         """Take all rows from their requests."""
         self.blocks.clear_all()
-        self._counts[:] = 0
-        self.must_wait[:] = False
+        self._reset(slice(None))
         self.free_rows = list(range(len(self.token_ids) - 1, -1, -1))
 
     def admit(self, request: Request) -> int:
@@ -103,7 +98,6 @@ class RequestTable:
         self.num_proposed[row] = self.num_drafts[row] = self.num_draft_slots[row] = num_drafts
         self.prompt_len[row] = len(request.prompt_token_ids)
         self.limit[row] = request.max_total_tokens
-        self.adapter_slot[row] = request.adapter_slot
         check_all = request.output.stream or request.output.detokenizer is not None or request.matcher is not None
         self.check_from[row] = 0 if check_all else request.max_total_tokens
         self.last_token_time[row] = request.times.last_token_time
@@ -117,10 +111,14 @@ class RequestTable:
         request.num_drafts, request.row = int(self.num_proposed[row]), -1
         blocks: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
         self.blocks.clear(row)
-        self._counts[:, row] = 0
-        self.must_wait[row] = False
+        self._reset(row)
         self.free_rows.append(row)
         return blocks
+
+    def _reset(self, rows: int | slice) -> None:
+        for name in _COUNTS:
+            getattr(self, name)[rows] = 0
+        self.must_wait[rows] = False
 
     def give_blocks(self, row: int, blocks: list[int]) -> None:
         """Append KV blocks to a row."""

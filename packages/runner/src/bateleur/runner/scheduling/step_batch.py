@@ -102,6 +102,12 @@ class StepBatch:
         return [request for request in self.requests if request.matcher is not None]
 
     @cached_property
+    def adapter_slots(self) -> NDArray[np.int32]:
+        """(T,) slot of the LoRA adapter of each token, 0 for none."""
+        slots = np.array([request.adapter_slot for request in self.requests], np.int32)
+        return slots.repeat(self.query_lens)
+
+    @cached_property
     def index(self) -> LogitsIndex:
         """Where the logits of the batch come from."""
         return LogitsIndex(self)

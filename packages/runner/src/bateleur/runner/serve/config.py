@@ -11,7 +11,7 @@ from typing import Any
 from bateleur.runner.assets import default_drafts
 from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.utils.arguments import Integer, Number, OneOf, Several, flag, folder, maybe, refuse, shown, text
-from bateleur.runner.utils.options import option
+from bateleur.runner.utils.options import Checked, option
 from bateleur.runner.utils.vllm_names import translate_vllm_names
 
 _FILE = maybe(lambda name, value: Path(folder(name, value)))
@@ -52,9 +52,9 @@ def _path(name: str, value: Any) -> str:
     return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeConfig(ParserOptions):
-    """Options of the server: address, access, limits, timeouts, and parsing of the model's output."""
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions(Checked):
+    """Options of the HTTP server: address, TLS, sizes and timeouts."""
 
     host: str = option("127.0.0.1", text)
     """Address to listen on; 0.0.0.0 or :: for all interfaces."""
@@ -62,16 +62,6 @@ class ServeConfig(ParserOptions):
     """Port to listen on; 0 for any free port."""
     uds: Path | None = option(None, _FILE)
     """Path of a Unix domain socket to listen on instead of an address."""
-    served_model_name: Sequence[str] = option((), _NAMES)
-    """Names of the model in requests; replies have the first (default: the folder as given)."""
-    lora_modules: Sequence[tuple[str, str]] = option((), _MODULES)
-    """LoRA adapters to load at the start, each NAME=FOLDER or a JSON object {"name": NAME, "path": FOLDER}; a request
-    chooses one by its name as `model` (needs enable_lora)."""
-    api_key: Sequence[str] = option((), _keys)
-    """API keys. Requests to /v1 must send one of them as a bearer token; as in vLLM, other paths stay open (default:
-    no key is required)."""
-    allowed_origins: Sequence[str] = option((), _NAMES)
-    """Origins whose web pages may send requests (CORS), or * for all (default: only the server's own page)."""
     ssl_keyfile: Path | None = option(None, _FILE)
     """Private key, for TLS."""
     ssl_certfile: Path | None = option(None, _FILE)
@@ -80,20 +70,10 @@ class ServeConfig(ParserOptions):
     """CA certificates; clients must present a certificate signed by one of them."""
     root_path: str = option("", _path)
     """Path prefix that a proxy puts before the server's paths."""
-    strict_fields: bool = option(False, flag)
-    """Reject requests with unknown fields (default: ignore them and log each once)."""
-    response_store_bytes: int = option(64 * 2**20, Integer(0))
-    """Maximum bytes of stored responses of /v1/responses; the least recently used are dropped."""
-    enable_force_include_usage: bool = option(False, flag)
-    """Report the usage in every stream, even without stream_options."""
-    return_tokens_as_token_ids: bool = option(False, flag)
-    """Write tokens as token_id:ID in log probabilities, so that tokens with the same text differ."""
+    allowed_origins: Sequence[str] = option((), _NAMES)
+    """Origins whose web pages may send requests (CORS), or * for all (default: only the server's own page)."""
     disable_fastapi_docs: bool = option(False, flag)
     """Do not serve /docs and /openapi.json."""
-    max_queued_requests: int = option(1024, Integer(0))
-    """Maximum number of queued requests; further requests get HTTP 429."""
-    max_logprobs: int = option(20, Integer(-1))
-    """Maximum number of log probabilities per token that a request may ask for; -1 for no limit."""
     max_body_bytes: int = option(16 * 2**20, Integer(1))
     """Maximum size of a request body in bytes; longer bodies get HTTP 413."""
     h11_max_incomplete_event_size: int = option(64 * 2**10, Integer(1024))
@@ -110,12 +90,38 @@ class ServeConfig(ParserOptions):
     """Log level of the HTTP server; "info" logs each request."""
 
     def __post_init__(self) -> None:
-        ParserOptions.__post_init__(self)
+        super().__post_init__()
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             name = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
             refuse(name, None, "given: TLS needs both ssl_keyfile and ssl_certfile")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             refuse("ssl_ca_certs", self.ssl_ca_certs, "None without ssl_certfile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(HttpOptions, ParserOptions):
+    """Options of the server: HTTP, names, access, limits, and parsing of the model's output."""
+
+    served_model_name: Sequence[str] = option((), _NAMES)
+    """Names of the model in requests; replies have the first (default: the folder as given)."""
+    lora_modules: Sequence[tuple[str, str]] = option((), _MODULES)
+    """LoRA adapters to load at the start, each NAME=FOLDER or a JSON object {"name": NAME, "path": FOLDER}; a request
+    chooses one by its name as `model` (needs enable_lora)."""
+    api_key: Sequence[str] = option((), _keys)
+    """API keys. Requests to /v1 must send one of them as a bearer token; as in vLLM, other paths stay open (default:
+    no key is required)."""
+    strict_fields: bool = option(False, flag)
+    """Reject requests with unknown fields (default: ignore them and log each once)."""
+    response_store_bytes: int = option(64 * 2**20, Integer(0))
+    """Maximum bytes of stored responses of /v1/responses; the least recently used are dropped."""
+    enable_force_include_usage: bool = option(False, flag)
+    """Report the usage in every stream, even without stream_options."""
+    return_tokens_as_token_ids: bool = option(False, flag)
+    """Write tokens as token_id:ID in log probabilities, so that tokens with the same text differ."""
+    max_queued_requests: int = option(1024, Integer(0))
+    """Maximum number of queued requests; further requests get HTTP 429."""
+    max_logprobs: int = option(20, Integer(-1))
+    """Maximum number of log probabilities per token that a request may ask for; -1 for no limit."""
 
 
 def served_engine(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,10 +55,9 @@ class _Collector:
     def _counters(self) -> Iterator[Metric]:
         stats = self._stats
         yield self._counter("num_preemptions", "Preemptions of requests.", stats.num_preemptions)
-        yield self._counter(
-            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries
-        )
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_hits)
+        cache = stats.prefix_cache
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", cache.num_queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", cache.num_hits)
         yield self._counter("prompt_tokens", "Prompt tokens computed.", stats.num_prefill_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.num_emitted_tokens)
         yield self._counter("dummy_steps", "Steps run only for other ranks.", stats.num_dummy_steps)

@@ -34,8 +34,8 @@ _CUSTOM_PARAMETERS = {
 """Schema of a custom tool, which has one text as input."""
 
 
-class ResponsesBody(BaseModel):
-    """Body of `/v1/responses`. Fields of chat completions, such as `top_k` and `stop`, are accepted too."""
+class _Conversation(BaseModel):
+    """The fields that say what is answered and what is stored."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -45,6 +45,23 @@ class ResponsesBody(BaseModel):
     previous_response_id: str | None = Field(None, description="Id of a stored response to continue.")
     store: bool | None = Field(None, description="Store the response. Default: true.")
     background: bool | None = Field(None, description="Return at once. Default: false.")
+
+    @property
+    def stored(self) -> bool:
+        """Whether the response is stored."""
+        return self.store is not False
+
+    @property
+    def items(self) -> list[Item]:
+        """Input as a list of items."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+
+class ResponsesBody(_Conversation):
+    """Body of `/v1/responses`. Fields of chat completions, such as `top_k` and `stop`, are accepted too."""
+
     stream: bool | None = Field(None, description="Stream events. Default: false.")
     max_output_tokens: IntegerLike | None = Field(None, ge=1, description="Maximum tokens, including reasoning.")
     tools: list[Item] | None = Field(None, description="function and custom tools; others are ignored.")
@@ -60,18 +77,6 @@ class ResponsesBody(BaseModel):
     prompt: Any = Field(None, description="Rejected: prompt templates are not stored.")
     stream_options: Item | None = Field(None, description="Accepted without effect.")
     max_tool_calls: IntegerLike | None = Field(None, description="Accepted without effect.")
-
-    @property
-    def stored(self) -> bool:
-        """Whether the response is stored."""
-        return self.store is not False
-
-    @property
-    def items(self) -> list[Item]:
-        """Input as a list of items."""
-        if isinstance(self.input, str):
-            return [{"type": "message", "role": "user", "content": self.input}]
-        return self.input
 
     @property
     def custom_tools(self) -> frozenset[str]:

@@ -1,0 +1,86 @@
+"""Layers, parameters and bytes of a model by kind of layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from bateleur.runner.models import HybridDecoder
+from bateleur.runner.models.experts import ROUTED
+from bateleur.runner.models.memory_report import describe_quantized, quantized_parts, weight_sizes
+from bateleur.runner.models.spec import (
+    AttentionLayer,
+    DeltaLayer,
+    ExpertsLayer,
+    LatentLayer,
+    MambaLayer,
+    MlpLayer,
+    ModelSpec,
+    ShortConvLayer,
+    SingleLayer,
+    parts_of,
+)
+from bateleur.runner.spec_decode.mtp_head import MtpHead
+
+KINDS = {
+    MambaLayer: "mamba",
+    DeltaLayer: "delta",
+    ShortConvLayer: "short conv",
+    AttentionLayer: "attention",
+    LatentLayer: "attention",
+    MlpLayer: "mlp",
+    ExpertsLayer: "experts",
+}
+EMBEDDINGS = "embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class PartFacts:
+    """Sums over all layers of one kind. `embeddings` includes the final norm and the output projection."""
+
+    layers: int
+    parameters: int
+    weight_bytes: int
+    active_bytes: int
+    """Bytes of the weights that one token uses: of experts only those that the router selects."""
+
+
+def layer_of(spec: ModelSpec, name: str) -> SingleLayer | None:
+    """Return the layer of a weight; None outside of layers. A norm that several mixers share belongs to the first."""
+    where = name.split(".")
+    if where[0] != "layers":
+        return None
+    return parts_of(spec.layers[int(where[1])])[int(where[2]) if where[2].isdecimal() else 0]
+
+
+def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
+    """Sum up layers, parameters and weight bytes by kind of layer."""
+    spec = model.module if isinstance(model, MtpHead) else model.spec
+    counts = Counter(KINDS[type(part)] for layer in spec.layers for part in parts_of(layer))
+    found = {kind: [count, 0, 0, 0] for kind, count in counts.items()} | {EMBEDDINGS: [0, 0, 0, 0]}
+    for name, weight in weight_sizes(model).items():
+        kind, active = EMBEDDINGS, weight.num_bytes
+        if (layer := layer_of(spec, name)) is not None:
+            kind = KINDS[type(layer)]
+            if isinstance(layer, ExpertsLayer) and name.rpartition(".")[2] in ROUTED:
+                active = active // layer.num_experts * layer.top_k
+        part = found[kind]
+        part[1] += weight.numel
+        part[2] += weight.num_bytes
+        part[3] += active
+    return {kind: PartFacts(*part) for kind, part in found.items()}
+
+
+def count_schemes(model: HybridDecoder, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, int]]:
+    """Bytes of quantised matrices by kind of layer, then by scheme and kernel of an engine on a device."""
+    found: dict[str, dict[str, int]] = {}
+    for name, projection in model.matrices.items():
+        layer = layer_of(model.spec, name)
+        kind = EMBEDDINGS if layer is None else KINDS[type(layer)]
+        for matrix in quantized_parts(projection):
+            told = f"{matrix.scheme}: {describe_quantized(matrix, device, dtype)}"
+            schemes = found.setdefault(kind, {})
+            schemes[told] = schemes.get(told, 0) + sum(each.nbytes for each in matrix.tensors().values())
+    return found
