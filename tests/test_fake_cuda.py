@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedTokenizerFast
 
 from bateleur.cudagraph import DispatchReason
+from bateleur.eagle import Role
 from bateleur.mamba.ops.delta_scan import fla
 from bateleur.metadata import Fetch
 from bateleur.metadata.backends.paged import TritonBackend
@@ -292,7 +293,8 @@ def test_no_request_is_the_first_to_launch_a_form_of_a_draw(
 
     monkeypatch.setattr(verifies, "COUPLED", Implementations(verified))
     monkeypatch.setattr(samples, "SAMPLE", Implementations(sampled))
-    monkeypatch.setattr(verifies, "sample", lambda *args, lanes: alone(*args, lanes))  # one kernel on CUDA
+    # One kernel on CUDA.
+    monkeypatch.setattr(verifies, "sample", lambda *args, lanes: alone(*args, Role.TARGET, lanes))
     llm = cuda.make(**DRAFTS, **mode)
     before = launched.copy()
     launched.clear()
