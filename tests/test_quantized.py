@@ -18,7 +18,8 @@ PARAMS = [
 ]
 SIZES: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 64, "block_size": 4, "max_num_batched_tokens": 23}
 GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_backend": "recorded", "cudagraph_capture_sizes": [4, 12]}
-DRAFTS = {"qwen": {"draft": "mtp", "num_speculative_tokens": 2}, "nemotron": {"draft": "ngram"}}
+NGRAM: dict[str, Any] = {"draft": "ngram"}
+DRAFTS = {"qwen": {"draft": "mtp", "num_speculative_tokens": 2}, "nemotron": NGRAM, "gpt_oss": NGRAM}
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +42,10 @@ def tokens(folder: Path, alone: bool = False, **settings: Any) -> list[list[int]
         ]
 
 
-FAST = {("qwen", "fp8 blocks"), ("qwen", "gptq v2 act order"), ("nemotron", "modelopt mixed")}
+FAST = {("gpt_oss", "mxfp4"), ("qwen", "fp8 blocks"), ("qwen", "gptq v2 act order"), ("nemotron", "modelopt mixed")}
 CASES = [
     pytest.param(model, kind, marks=() if (model, kind) in FAST else pytest.mark.slow, id=f"{model}, {kind}")
-    for model in quantize.MODELS
-    for kind in quantize.FORMATS
+    for model, kind in quantize.CASES
 ]
 CACHED = {"enable_prefix_caching": True, "mamba_block_size": 8}
 

@@ -150,6 +150,16 @@ def awq(w: Tensor) -> Packed:
     return tensors, _value(codes, zeros, scales, GROUP)
 
 
+def mxfp4(w: Tensor) -> Packed:
+    """Experts of gpt-oss, whose weights (E, K, N) are transposed; the values are, too."""
+    x = w.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (x.abs().amax(-1) / 6).log2().ceil()
+    codes = (x / 2.0 ** exponents[..., None])[..., None].sub(E2M1).abs().argmin(-1).to(torch.uint8)
+    values = (E2M1[codes.long()] * 2.0 ** exponents[..., None]).flatten(2)
+    tensors = {"_blocks": codes[..., ::2] | codes[..., 1::2] << 4, "_scales": (exponents + 127).to(torch.uint8)}
+    return tensors, values.transpose(1, 2)
+
+
 def _ct(form: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "format": form}
     ignore = ["lm_head", "re:.*mlp.gate$", "model.nothing.here"]
@@ -216,6 +226,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
     ),
 }
 """Name: `quantization_config`, and the packer of a matrix (N, K)."""
+_PLAIN_IN_MXFP4 = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": _PLAIN_IN_MXFP4}, mxfp4
+"""Of experts (E, K, N) only."""
 
 
 def one_expert_a_tensor(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -238,11 +251,12 @@ def quantise(folder: Path, to: Path, kind: str, plain: re.Pattern[str] = PLAIN) 
 
     plain: names of matrices that are not quantised.
     """
-    fields, pack = FORMATS[kind]
+    fields, pack = (FORMATS | {"mxfp4": MXFP4})[kind]
     torch.manual_seed(5)
     stored, plain_tensors = {}, {}
-    for name, tensor in one_expert_a_tensor(load_file(folder / "model.safetensors")).items():
-        if tensor.ndim != 2 or plain.fullmatch(name):
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in (tensors if kind == "mxfp4" else one_expert_a_tensor(tensors)).items():
+        if tensor.ndim != (3 if kind == "mxfp4" else 2) or plain.fullmatch(name):
             stored[name] = plain_tensors[name] = tensor
             continue
         made, plain_tensors[name] = pack(tensor.float())
@@ -289,7 +303,20 @@ NEMOTRON: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32,
 }
+GPT_OSS: dict[str, Any] = {
+    "vocab_size": 104,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 MODELS = {"qwen": ("qwen3_5_moe_text", QWEN), "nemotron": ("nemotron_h-experts", NEMOTRON)}
+CASES = [(model, kind) for model in MODELS for kind in FORMATS] + [("gpt_oss", "mxfp4")]
+"""Models and the formats that they are published in."""
 
 
 class Checkpoints:
@@ -302,7 +329,7 @@ class Checkpoints:
 
     def __call__(self, model: str, kind: str) -> tuple[Path, Path]:
         new = self._temporary.mktemp
-        family, sizes = MODELS[model]
+        family, sizes = (MODELS | {"gpt_oss": ("gpt_oss", GPT_OSS)})[model]
         if model not in self._plain:
             folder = tiny.save(tiny.make_model(family, **sizes), new(model))
             if model == "qwen":

@@ -159,13 +159,6 @@ def test_convolutions_as_transformers_cuts_them(tiny_checkpoint: Any, tmp_path: 
     assert same(weights(tmp_path), weights(folder))
 
 
-def test_experts_in_mxfp4_are_refused(folder: Any, tiny: Any) -> None:
-    path = folder("gpt_oss")
-    tiny.edit_config(path, quantization_config={"quant_method": "mxfp4"})
-    with pytest.raises(ValueError, match=r"quantization_config is set|MXFP4 is not read"):
-        open_checkpoint(path)
-
-
 def test_both_prefixes_at_once_are_refused(folder: Any) -> None:
     path = folder()
     rewrite(path, lambda t: {**t, "model.norm_f.weight": t["backbone.norm_f.weight"]})

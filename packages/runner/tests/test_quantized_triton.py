@@ -34,6 +34,8 @@ SCHEMES = {
     "I4 act order": Scheme(Layout.I4, 64, half, zeros=True, indexed=True),
     "F4 divided": Scheme(Layout.F4, 16, torch.uint8, divides=True),
     "F4 multiplied": Scheme(Layout.F4, 16, torch.uint8),
+    "MX4": Scheme(Layout.MX4, 32, torch.uint8),
+    "MX4 cut": Scheme(Layout.MX4, 32, torch.uint8, start=16),
 }
 
 
@@ -46,15 +48,17 @@ def matrix(scheme: Scheme, *shape: int) -> QuantizedMatrix:
     if scheme.layout is Layout.F8:
         code[(code & 0x7F) == 0x7F] = 3
     scales = torch.rand(made.scales.shape) + 0.5
+    size = {Layout.F8: 100, Layout.I8: 100, Layout.I4: 8}.get(scheme.layout, 1)
     tensors: dict[str, Tensor] = {
         "codes": code.view(made.codes.dtype),
-        "scales": {Layout.F8: scales / 100, Layout.I8: scales / 100, Layout.I4: scales / 8, Layout.F4: scales}[
-            scheme.layout
-        ].to(torch.float8_e4m3fn if scheme.layout is Layout.F4 else scheme.scale_dtype),
+        "scales": (scales / size).to(torch.float8_e4m3fn if scheme.layout is Layout.F4 else scheme.scale_dtype),
     }
     if scheme.layout is Layout.F4:
         tensors["scales"] = tensors["scales"].view(torch.uint8)
         tensors["factors"] = torch.rand(shape[:-1]) + 0.5
+    if scheme.layout is Layout.MX4:  # exponents about 0, and the subnormal 2^-127
+        tensors["scales"] = torch.randint(124, 128, made.scales.shape).byte()
+        tensors["scales"][..., :3, :1] = 0
     if made.zeros is not None:
         tensors["zeros"] = torch.randint(0, 16, made.zeros.shape).to(made.zeros.dtype)
     if made.index is not None:
@@ -125,7 +129,17 @@ def test_groups_of_rows_have_their_experts(name: str) -> None:
 
 PUBLISHED = {torch.bfloat16: (5120, 17408), torch.float32: (2048, 2048)}
 """Sizes of matrices of Qwen3.6-27B and of Qwen3.6-35B-A3B."""
-ON_SALE = ["F8 blocks", "F8 rows", "I8 rows", "I8 groups", "I4 groups", "I4 groups of 32", "I4 act order", "F4 divided"]
+ON_SALE = [
+    "F8 blocks",
+    "F8 rows",
+    "I8 rows",
+    "I8 groups",
+    "I4 groups",
+    "I4 groups of 32",
+    "I4 act order",
+    "F4 divided",
+    "MX4",
+]
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def quantize_projections(
             continue
         if not any(isinstance(entry, QuantizedEntry) for _, entry in found):
             continue
-        if any(part.form is not Form.PLAIN or part.transposed or part.axis for part, _ in found):
+        if any(part.form is not Form.PLAIN or part.transposed for part, _ in found):
             continue
         cut = {} if share is None else share.cuts.get(target, {})
         if isinstance(projection, Projection):
@@ -171,7 +171,10 @@ def fill_quantized(projection: Projection | GroupedProjection, part: Part, entry
         _fill_experts(projection, part, entry, cut)
         return
     columns = _columns(cut, 1)
-    matrix = _source(part, entry) if isinstance(entry, QuantizedEntry) else part.read(entry.mapped())
+    if isinstance(entry, QuantizedEntry):
+        matrix: QuantizedMatrix | Tensor = _ordered(part, entry.matrix())
+    else:
+        matrix = part.read(entry.mapped())
     for (first, end), own in own_rows(cut.get(0), part, matrix.shape[0]):
         _copy(projection.pieces, own, matrix, slice(first, end), columns)
 
@@ -181,12 +184,12 @@ def _fill_experts(projection: GroupedProjection, part: Part, entry: TensorEntry,
     assert target is not None
     (low, high), *_ = cut.get(0, ((0, len(target.codes)),))
     assert isinstance(entry, QuantizedEntry)
-    columns, matrix = _columns(cut, 2), _source(part, entry)
+    columns, matrix = _columns(cut, 2), entry.matrix()
     experts = range(low, high) if part.expert is None else [part.expert]
     for e in experts:
         if not low <= e < high:
             continue
-        one = matrix if part.expert is not None else matrix.rows(slice(e, e + 1)).flat()
+        one = _ordered(part, matrix if part.expert is not None else matrix.rows(slice(e, e + 1)).flat())
         for (first, end), own in own_rows(cut.get(1), part, one.shape[0]):
             piece = Rows(0, target.rows(slice(e - low, e - low + 1)).flat())
             _copy((piece,), own, one, slice(first, end), columns)
@@ -200,10 +203,9 @@ def _columns(cut: Cut, axis: int) -> Range | None:
     return ranges[0]
 
 
-def _source(part: Part, entry: QuantizedEntry) -> QuantizedMatrix:
-    """Return the stored matrix, with rows in the order of the weight, multiplied by its factors."""
-    matrix = entry.matrix()
-    if (order := part.row_order(matrix.shape[-2])) is not None:
+def _ordered(part: Part, matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """Return a stored matrix (N, K) with rows in the order of the weight, multiplied by its factors."""
+    if (order := part.row_order(matrix.shape[0])) is not None:
         matrix = matrix.rows(order)
     return matrix.scaled(part.row_factors(matrix.shape[0])) if part.factors else matrix
 

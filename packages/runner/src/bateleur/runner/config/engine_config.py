@@ -29,7 +29,7 @@ _MODES = OneOf(("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECE
 DEQUANTIZE = "dequantize"
 QUANTIZATION_METHODS = (
     *("fp8", "compressed-tensors", "modelopt", "modelopt_fp4", "modelopt_mixed", "gptq", "gptq_marlin"),
-    *("awq", "awq_marlin", "auto-round", "inc"),
+    *("awq", "awq_marlin", "auto-round", "inc", "mxfp4"),
 )
 """Methods by vLLM's names: see `bateleur.runner.quantization.config`."""
 NGRAM, MTP = "ngram", "mtp"

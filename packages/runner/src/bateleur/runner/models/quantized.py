@@ -29,9 +29,11 @@ class Layout(StrEnum):
     """(N, K / 2) uint8, two unsigned codes a byte. Without zeros, 8 stands for 0."""
     F4 = "F4"
     """(N, K / 2) uint8, two numbers e2m1 a byte; scales are the bits of e4m3, with a float32 factor for each row."""
+    MX4 = "MX4"
+    """Codes as in F4; scales are the bits of e8m0, which are powers of two."""
 
 
-PACKED = (Layout.I4, Layout.F4)
+PACKED = (Layout.I4, Layout.F4, Layout.MX4)
 """Layouts with two codes a byte."""
 _MIDDLE = 8
 """The code of I4 that stands for 0 if there are no zeros."""
@@ -46,7 +48,7 @@ class Scheme:
     group: int
     """Columns with a common scale; at least K means one scale for each row."""
     scale_dtype: torch.dtype = torch.float32
-    """uint8 for F4."""
+    """uint8 for F4 and MX4."""
     zeros: bool = False
     divides: bool = False
     """Whether scales of F4 are divided by the factors of their rows, not multiplied with them."""
@@ -69,7 +71,7 @@ class Scheme:
         return " ".join(map(str, (self.layout.value, self.group, self.start, *flags)))
 
     def __str__(self) -> str:
-        names = {Layout.F8: "FP8 e4m3", Layout.I8: "INT8", Layout.I4: "INT4", Layout.F4: "NVFP4"}
+        names = {Layout.F8: "FP8 e4m3", Layout.I8: "INT8", Layout.I4: "INT4", Layout.F4: "NVFP4", Layout.MX4: "MXFP4"}
         more = "zero points, " * self.zeros + "act order, " * self.indexed
         return f"{names[self.layout]}, {more}groups of {self.group}"
 
@@ -181,6 +183,7 @@ class QuantizedMatrix:
         if self.factors is not None:
             combined = self.factors / factors if self.scheme.divides else self.factors * factors
             return replace(self, factors=combined)
+        assert self.scheme.layout is not Layout.MX4, "families with MXFP4 files have no factors"
         scheme = replace(self.scheme, scale_dtype=torch.float32)
         return replace(self, scheme=scheme, scales=self.scales.float() * factors[:, None])
 
@@ -196,7 +199,9 @@ class QuantizedMatrix:
         """Return the weights (N, K) or (E, N, K) in float32."""
         scheme, device = self.scheme, self.codes.device
         values = unpack(self.codes, scheme.layout)[..., : self.columns]
-        if self.factors is None:
+        if scheme.layout is Layout.MX4:
+            scales = self.scales.view(torch.float8_e8m0fnu).float()
+        elif self.factors is None:
             scales = self.scales.float()
         else:
             scales, factors = self.scales.view(torch.float8_e4m3fn).float(), self.factors[..., None]

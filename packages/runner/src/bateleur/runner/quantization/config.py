@@ -13,6 +13,7 @@ from bateleur.runner.quantization.gptq import AutoRoundReader, GptqReader
 from bateleur.runner.quantization.matching import objects
 from bateleur.runner.quantization.modelopt import ModeloptReader
 from bateleur.runner.quantization.module import Reader
+from bateleur.runner.quantization.mxfp4 import Mxfp4Reader
 from bateleur.runner.utils.json_file import read_json
 
 READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
@@ -22,6 +23,7 @@ READERS: dict[str, Callable[[Mapping[str, Any]], Reader]] = {
     "gptq": GptqReader,
     "awq": AwqReader,
     "auto-round": AutoRoundReader,
+    "mxfp4": Mxfp4Reader,
 }
 """Readers by `quant_method`."""
 _SAME = {
@@ -35,7 +37,6 @@ _SAME = {
 """Other names of methods, from files and from the options of vLLM."""
 _REASONS = {
     "bitsandbytes": "it has no published layout of its own; use an FP8 or W4A16 checkpoint of the model",
-    "mxfp4": "MXFP4 is not read yet",
     "mxfp8": "MXFP8 is not read yet",
     "quark": "quark is not read yet",
 }
@@ -78,9 +79,7 @@ def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
 
 def reader_of(fields: Mapping[str, Any]) -> Reader:
     """Return the reader for a `quantization_config`. Raises ValueError as `read_quantization`."""
-    said = fields.get("quant_method")
-    method = str(said).lower().replace("_", "-")
-    method = _SAME.get(str(said).lower(), method)
+    method = _method(fields)
     packing = str(fields.get("packing_format"))
     if method == "auto-round" and "awq" in packing:
         method = "awq"
@@ -88,18 +87,24 @@ def reader_of(fields: Mapping[str, Any]) -> Reader:
         method = "compressed-tensors"
     if method not in READERS:
         why = next((reason for name, reason in _REASONS.items() if name in method), "nothing here reads it")
-        supported = ", ".join(READERS)
+        said, supported = fields.get("quant_method"), ", ".join(READERS)
         raise ValueError(f"quantization_config: quant_method is {said!r}; {why}. Supported are {supported}")
     return READERS[method](fields)
 
 
 def check_method(quantization: str, reader: Reader | None) -> None:
     """Raise ValueError if the option `quantization` names another method than the checkpoint has."""
-    found = next((name for name, kind in READERS.items() if type(reader) is kind), "none")
+    found = "none" if reader is None else _method(reader.fields)
     if found != _SAME.get(quantization, quantization):
         raise ValueError(
             f"quantization is {quantization!r}; the method of the checkpoint is {found}: leave the option out"
         )
+
+
+def _method(fields: Mapping[str, Any]) -> str:
+    """Return `quant_method` as `READERS` spells it."""
+    said = str(fields.get("quant_method")).lower()
+    return _SAME.get(said, said.replace("_", "-"))
 
 
 def _fields(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 
 ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point")
 """Scales of activations, which are not quantised here."""
-_MATRICES = frozenset(("weight", "weight_packed", "qweight", "qzeros", "scales"))
+_MATRICES = frozenset(("weight", "weight_packed", "qweight", "blocks", "qzeros", "scales"))
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from bateleur.runner.quantization.module import ACTIVATIONS, Module, Stored
 
-_CODES = ("weight", "weight_packed", "qweight")
+_CODES = ("weight", "weight_packed", "qweight", "blocks")
 _SIDES = (
     *("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
     *("weight_zero_point", "weight_g_idx", "weight_shape", "qzeros", "scales", "g_idx"),
@@ -23,6 +23,8 @@ _REFUSED = {
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _JOINED = re.compile(r"(?P<base>.+?)_(?P<part>(?:weight_)?(?:scale(?:_inv|_2)?|global_scale)|input_scale)")
 """Names of scales of a parameter that has no `.weight`: `experts.gate_up_proj_scale_inv`."""
+_MXFP4 = re.compile(r"(?P<base>.+)_(?P<part>blocks|scales)")
+"""Names of gpt-oss: `experts.gate_up_proj_blocks`."""
 
 
 def find_modules(
@@ -46,6 +48,8 @@ def find_modules(
             part = part if part.startswith(("weight_", "input_")) else f"weight_{part}"
             grouped.setdefault(stem, {})["weight"] = tensors[stem]
             claimed.setdefault(stem, set()).add(stem)
+        if part is None and (joined := _MXFP4.fullmatch(name)) and f"{joined['base']}_blocks" in tensors:
+            stem, part = joined["base"], joined["part"]
         if part is not None:
             grouped.setdefault(stem, {})[part] = entry
             claimed.setdefault(stem, set()).add(name)
@@ -55,15 +59,15 @@ def find_modules(
         if not codes or not (any(name in parts for name in _SIDES) or codes[0].dtype not in _PLAIN):
             continue
         bare = "weight" in parts and stem in claimed[stem]
-        fused = len(codes[0].shape) == 3
-        modules[stem if bare or fused else f"{stem}.weight"] = Module(_names(stem, codes[0].name, spellings), parts)
+        end = "_blocks" if "blocks" in parts else "" if bare or len(codes[0].shape) == 3 else ".weight"
+        modules[stem + end] = Module(_names(stem, codes[0].name, spellings), parts)
         used |= claimed[stem]
     return modules, used
 
 
 def _names(stem: str, stored: str, spellings: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     """Return names of a module: in the file, here, and with the prefixes that other tools write."""
-    own = stored.rpartition(".")[0] if stored.rpartition(".")[2] in _CODES else stored
+    own = stored.rpartition(".")[0] if stored.rpartition(".")[2] in _CODES else stored.removesuffix("_blocks")
     found = [own, stem]
     for one, other in (*spellings, ("model.", "backbone."), ("model.", "model.language_model.")):
         for name in (own, stem):

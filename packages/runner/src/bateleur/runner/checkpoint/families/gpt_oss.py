@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from bateleur.runner.checkpoint.experts import read_experts
 from bateleur.runner.checkpoint.families.base import WINDOW_KINDS, Family, followed, read_windows
@@ -14,13 +13,8 @@ from bateleur.runner.utils.arguments import refuse
 
 _EXPERTS = ExpertNames(router="mlp.router.weight", other_up=(), other_down=())
 _FIELDS = {"num_experts": "num_local_experts", "top_k": "num_experts_per_tok", "intermediate_size": "intermediate_size"}
-_ALTERNATE = partial(replace, axis=1, pieces=((0, 1), (1, 2)))
-_STORED = {
-    "up_proj": partial(_ALTERNATE, transposed=True),
-    "up_bias": _ALTERNATE,
-    "down_proj": partial(replace, transposed=True),
-}
-"""How checkpoints store expert weights: transposed, with gate and up rows interleaved."""
+_TRANSPOSED = ("up_proj", "down_proj")
+"""Expert weights are stored transposed in bfloat16, but not in MXFP4. Gate and up rows alternate in both."""
 
 
 def _read_spec(fields: ConfigFields) -> ModelSpec:
@@ -34,12 +28,13 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
 
 def _names(spec: ModelSpec) -> Names:
     names = weight_names(spec, ("mlp", "post_attention_layernorm"), {**MIXERS, ExpertsLayer: _EXPERTS})
-    return {name: _stored(part) for name, part in names.items()}
+    return {name: _stored(name, part) for name, part in names.items()}
 
 
-def _stored(part: Part) -> Part:
-    form = _STORED.get(part.target.rpartition(".")[2])
-    return part if form is None else form(part)
+def _stored(name: str, part: Part) -> Part:
+    own = part.target.rpartition(".")[2]
+    part = replace(part, axis=1, pieces=((0, 1), (1, 2))) if own in ("up_proj", "up_bias") else part
+    return replace(part, transposed=True, instead={f"{name}_blocks": part}) if own in _TRANSPOSED else part
 
 
 FAMILIES = (Family("gpt_oss", "GptOssForCausalLM", _read_spec, _names, kinds=WINDOW_KINDS),)

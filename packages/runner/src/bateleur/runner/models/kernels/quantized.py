@@ -72,7 +72,7 @@ def weight_tile(
 ):  # fmt: skip
     """Return the weights (N, K) of columns from `first` on, float32. Columns after the last have any finite values."""
     k = first + tl.arange(0, BLOCK_K)
-    if LAYOUT == "I4" or LAYOUT == "F4":
+    if LAYOUT == "I4" or LAYOUT == "F4" or LAYOUT == "MX4":
         at = first // 2 + tl.arange(0, BLOCK_K // 2)
         raw = tl.load(codes_N[:, None] + at[None, :], mask=at[None, :] < (DEPTH + 1) // 2, other=0)
         nibbles = tl.reshape(tl.join(raw & 15, raw >> 4), [BLOCK_N, BLOCK_K])
@@ -98,6 +98,9 @@ def weight_tile(
             scale = tl.div_rn(scale, factor_N1 + tl.zeros_like(scale))
         else:
             scale *= factor_N1
+    elif LAYOUT == "MX4":
+        exponent = scale.to(tl.int32)
+        scale = (tl.maximum(exponent << 1, 1) << 22).to(tl.float32, bitcast=True)  # 0 is 2^-127, a subnormal
     else:
         scale = scale.to(tl.float32)
     if zeros_N is not None:
@@ -143,7 +146,7 @@ def linear_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     real_T, own = t < num_tokens, tl.minimum(n, ROWS - 1).to(tl.int64)
-    bytes_of_row: tl.constexpr = (DEPTH + 1) // 2 if LAYOUT == "I4" or LAYOUT == "F4" else DEPTH
+    bytes_of_row: tl.constexpr = (DEPTH + 1) // 2 if LAYOUT == "I4" or LAYOUT == "F4" or LAYOUT == "MX4" else DEPTH
     codes_N, scales_N, zeros_N, factor_N1 = (codes_ptr + own * bytes_of_row, scales_ptr + own * GROUPS, None, None)
     if zeros_ptr is not None:
         zeros_N = zeros_ptr + own * GROUPS
@@ -206,7 +209,7 @@ def grouped_kernel(
     n, t = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), first_row + tl.arange(0, BLOCK_T)
     real_T = t < tl.minimum(end, num_rows)
     own = expert.to(tl.int64) * ROWS + tl.minimum(n, ROWS - 1)
-    bytes_of_row: tl.constexpr = (DEPTH + 1) // 2 if LAYOUT == "I4" or LAYOUT == "F4" else DEPTH
+    bytes_of_row: tl.constexpr = (DEPTH + 1) // 2 if LAYOUT == "I4" or LAYOUT == "F4" or LAYOUT == "MX4" else DEPTH
     codes_N, scales_N, zeros_N, factor_N1 = (codes_ptr + own * bytes_of_row, scales_ptr + own * GROUPS, None, None)
     if zeros_ptr is not None:
         zeros_N = zeros_ptr + own * GROUPS
@@ -221,17 +224,17 @@ def grouped_kernel(
     tl.store(y_NT, sum_NT.to(y_ptr.dtype.element_ty), mask=(n[:, None] < ROWS) & real_T[None, :])
 
 
-def tile_options(num_tokens: int, dtype: torch.dtype, *, by_column: bool) -> dict[str, Any]:
+def tile_options(num_tokens: int, dtype: torch.dtype, group: int) -> dict[str, Any]:
     """Tile sizes and launch options: three for a matrix. BLOCK_K is the same in all, since sums follow from it.
 
-    by_column: whether scales are read for each column.
+    group: columns with a common scale; 0 if scales are read for each column.
     """
     full = dtype == torch.float32
     wide = num_tokens > _MANY and not full
     return {
         "BLOCK_T": 16 if num_tokens <= _FEW else 32 if full else 64,
         "BLOCK_N": 2 * _ROWS if wide else _ROWS,
-        "BLOCK_K": 16 if full and by_column else 32 if full or by_column else _BLOCK,
+        "BLOCK_K": 16 if full and group <= 32 else 32 if full or group == 0 else _BLOCK,
         "num_warps": 8 if wide or (full and num_tokens > _FEW) else 4,
         "num_stages": 2 if full else 3,
         "enable_fp_fusion": False,  # a fused multiplication with a zero point would round otherwise
@@ -276,7 +279,7 @@ def quantized_linear(x, parts, scheme, bias):
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     constants = _constants(kind, columns, groups)
-    options = tile_options(tokens, x.dtype, by_column=constants["GROUP"] == 0)
+    options = tile_options(tokens, x.dtype, constants["GROUP"])
     count, size = cut(rows, columns)
     apart = count > 1 and tokens <= _MANY
     into = x.new_empty(count, tokens, rows, dtype=torch.float32) if apart else y
@@ -302,7 +305,7 @@ def quantized_grouped(x, ends, parts, scheme):
     if tokens == 0:
         return y
     constants, many = _constants(kind, columns, groups), tokens >= _LEAST * experts
-    options = tile_options(cdiv(tokens, experts) if many else 1, x.dtype, by_column=constants["GROUP"] == 0)
+    options = tile_options(cdiv(tokens, experts) if many else 1, x.dtype, constants["GROUP"])
     tiles = tokens // options["BLOCK_T"] + min(experts, tokens)
     grouped_kernel[cdiv(rows, options["BLOCK_N"]), tiles](
         x, ends, *_tensors(matrix)[:4], y, tokens, x.stride(0),
@@ -312,4 +315,4 @@ def quantized_grouped(x, ends, parts, scheme):
     return y
 
 
-assert {each.value for each in PACKED} == {"I4", "F4"}, "kernels name the layouts with two codes a byte"
+assert {each.value for each in PACKED} == {"I4", "F4", "MX4"}, "kernels name the layouts with two codes a byte"
