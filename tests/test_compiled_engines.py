@@ -1,4 +1,4 @@
-"""Engines of six published models with every launch compiled for sm_90: finds what an H100 would refuse."""
+"""Engines of eight published models with every launch compiled for sm_90: finds what an H100 would refuse."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import bateleur.metadata.kernels  # noqa: E402
 import bateleur.runner.models.kernels  # noqa: E402
 from bateleur.runner import LLM, SamplingParams  # noqa: E402
 from bateleur.runner.distributed.ranks import ALONE, Ranks  # noqa: E402
-from blank_checkpoint import write_blank  # noqa: E402
+from blank_checkpoint import FORMATS, write_blank  # noqa: E402
 from compiled_cuda import FEW_LAYERS, CompiledCuda  # noqa: E402
 from fake_cuda import HEAD, blank_head  # noqa: E402
 from sm90 import Compiled, compiling, faults_of, naming  # noqa: E402
@@ -56,6 +56,27 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "Granite-4.0-H-Small": {"draft": "ngram"},
     "Kimi-Linear-48B-A3B": {"draft": "ngram"},
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128,
+        "swiglu_limit": 7.0, "initial_context_length": 4096, "max_position_embeddings": 131072, "rope_theta": 150000,
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "Gemma-3-4B": {
+        "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024,
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+        "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
+"""Published models of further families, with few layers: for kernels that the models of `FEW_LAYERS` do not launch."""
+QUANTIZED = {"Qwen3.6-35B-A3B": ("FP8 blocks",), "Llama-3.1-8B": ("NVFP4", "INT4")}
 PREFIXES = {"enable_prefix_caching": True, "kv_offload_bytes": 1 << 28}
 
 
@@ -68,6 +89,8 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     options: dict[str, Any] = field(default_factory=dict)
     ranks: Ranks = ALONE
+    quantized: str | None = None
+    """A format of `blank_checkpoint.FORMATS`."""
 
 
 def _cases() -> Iterator[Case]:
@@ -82,8 +105,12 @@ def _cases() -> Iterator[Case]:
             yield Case(f"{model} FP8 cache", model, options=drafting | SIZES | {"kv_cache_dtype": "fp8"})
         if model in ("Llama-3.1-8B", "Nemotron-3-Nano-30B-A3B"):
             yield Case(f"{model} adapters", model, options=drafting | SIZES | {"enable_lora": True})
+        for kind in QUANTIZED.get(model, ()):
+            yield Case(f"{model} {kind}", model, options=drafting | SIZES, quantized=kind)
         yield Case(f"{model} eager", model, options={"cudagraph_mode": "NONE"} | policy)
         yield Case(f"{model} two ranks", model, options=SIZES | policy, ranks=Ranks(1, 2, "two", (0, 1)))
+    yield Case("gpt-oss-20b MXFP4", "gpt-oss-20b", options=SIZES, quantized="MXFP4")
+    yield Case("Gemma-3-4B", "Gemma-3-4B", options=SIZES)
 
 
 CASES = {case.name: case for case in _cases()}
@@ -103,7 +130,9 @@ PROMPTS = ([1] * 5, [2] * 700, [3], [4] * 130)
 
 def _open(fake: CompiledCuda, case: Case, folder: Path) -> LLM:
     mtp = case.options.get("draft") == "mtp"
-    write_blank(folder, MODELS[case.model] | FEW_LAYERS[case.model], case.dtype, mtp=mtp)
+    fields = OTHERS.get(case.model) or MODELS[case.model] | FEW_LAYERS[case.model]
+    quantized = None if case.quantized is None else FORMATS[case.quantized]
+    write_blank(folder, fields, case.dtype, mtp=mtp, quantized=quantized)
     return fake.start(folder, case.ranks, **case.options)
 
 
@@ -178,13 +207,6 @@ NOT_IN_AN_ENGINE = {
     "bateleur.mamba.ops.fold_window.triton.window_kernel": _BY_PACKAGE,
     "bateleur.mamba.ops.state_copy.triton.copy_kernel": _BY_PACKAGE,
     "bateleur.mamba.planners.triton.copy_plan_kernel": _BY_PACKAGE,
-    "bateleur.runner.models.kernels.lora.expand_kernel": "packages/runner/tests/test_kernel_compile.py",
-    "bateleur.runner.models.kernels.lora.shrink_kernel": "packages/runner/tests/test_kernel_compile.py",
-    **{
-        f"bateleur.runner.models.kernels.quantized.{name}": "packages/runner/tests/test_quantized_triton.py"
-        for name in ("linear_kernel", "grouped_kernel", "sum_kernel")
-    },
-    "bateleur.runner.models.kernels.norm.add_normed_kernel": "packages/runner/tests/test_kernel_compile.py",
 }
 """Kernels that none of these engines launches, and the tests that compile them."""
 
@@ -197,11 +219,11 @@ def test_every_kernel_is_launched_by_some_engine(
         bateleur.runner.models.kernels,
     )  # fmt: skip
     every = {each for package in packages for each in _kernels_of(package)}
+    names = [f"{model} {name}" for model in FEW_LAYERS for name in ("drafts, prefixes", "float32", "two ranks")]
     with naming() as launched:
-        for model in FEW_LAYERS:
-            kinds = KINDS if model.startswith("Llama") else (GREEDY,)  # sampling is the same for all models
-            for name in ("drafts, prefixes", "float32", "two ranks"):
-                fake = make(Compiled())
-                _run(fake, _open(fake, CASES[f"{model} {name}"], tmp_path_factory.mktemp("blank")), kinds)
+        for name in (*names, "Qwen3.6-35B-A3B FP8 blocks", "Llama-3.1-8B adapters", "Gemma-3-4B"):
+            kinds = KINDS if name.startswith("Llama") else (GREEDY,)  # sampling is the same for all models
+            fake = make(Compiled())
+            _run(fake, _open(fake, CASES[name], tmp_path_factory.mktemp("blank")), kinds)
     missing = {f"{each.__module__}.{each.__name__}" for each in every - launched}
     assert missing == NOT_IN_AN_ENGINE.keys()

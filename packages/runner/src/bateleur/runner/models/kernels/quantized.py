@@ -180,7 +180,7 @@ def linear_kernel(
 def sum_kernel(parts_ptr, bias_ptr, y_ptr, part_size, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Grid (tokens, tiles of rows): sums of parts of columns, in their order.
 
-    At least 16 blocks a multiprocessor.
+    At least 12 blocks a multiprocessor.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     at, real = tl.program_id(0).to(tl.int64) * ROWS + n, n < ROWS
