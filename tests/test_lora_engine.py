@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +132,14 @@ def test_replays_of_graphs_are_verified_with_adapters(adapted: Adapted) -> None:
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_two_ranks_say_what_one_says(adapted: Adapted, tmp_path: Path) -> None:
-    """A folder that is no adapter is refused on both, and changes nothing."""
-    with adapted.open(tensor_parallel_size=2, rank_timeout=30, **CACHED, **DRAFTED) as llm:
+    """Adapters wait for one slot. A folder that is no adapter is refused on both, and changes nothing."""
+    with adapted.open(tensor_parallel_size=2, rank_timeout=30, max_loras=1, **CACHED, **DRAFTED) as llm:
         adapted.check(llm)
         with pytest.raises(ValueError, match=r"must hold adapter_config\.json"):
             llm.generate(prompts(), GREEDY, lora_request=LoRARequest("none", 3, str(tmp_path)))
-        llm.remove_lora("all")
-        with pytest.raises(ValueError, match="'all': is not loaded; loaded are some"):
-            llm.remove_lora("all")
+        llm.remove_lora("some")
+        with pytest.raises(ValueError, match="'some': is not loaded; loaded are none"):
+            llm.remove_lora("some")
         adapted.check(llm)
 
 
@@ -188,7 +189,7 @@ def test_slots_follow_requests(llama: Adapted) -> None:
         llm.step()
         for again in range(2):
             with pytest.raises(ValueError, match="max_loras=1: unfinished requests use all slots"):
-                llm.generate([ids, ids], GREEDY, lora_request=[None, other])
+                llm.add_lora(other)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="'all': 1 unfinished requests use it; abort them first"):
                 llm.remove_lora("all")
             if not again:
@@ -202,12 +203,46 @@ def test_slots_follow_requests(llama: Adapted) -> None:
         assert not llm.list_loras()
 
 
+def test_requests_wait_for_a_slot(llama: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First come, first served, with the tokens of their adapters; others run meanwhile, and no request is lost."""
+    base, one, other = llama.adapters
+    ids = prompts()[0]
+    order = [one, one, other, one, base, other, base]
+    twice = SamplingParams(temperature=0.8, seed=3, max_tokens=3, ignore_eos=True, n=2)
+    with llama.open(max_loras=1, **CACHED, async_scheduling=True) as llm:
+        names = [llm.add_request(ids, GREEDY, lora_request=adapter) for adapter in order]
+        assert llm.get_metrics().num_waiting == len(order)
+        finished: list[RequestOutput] = []
+        assert len(llm.engine.scheduler.waiting_for_slot) == 3
+        late = llm.add_request(ids, twice, lora_request=one)
+        llm.abort(names[5])
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.scheduler, "give_slot", interrupt)
+            with suppress(KeyboardInterrupt):
+                while llm.has_unfinished_requests:
+                    finished += llm.step()
+            assert llm.engine.scheduler.waiting_for_slot, "it was interrupted"
+        while llm.has_unfinished_requests:
+            finished += llm.step()
+        assert not llm.engine.scheduler.waiting_for_slot
+        alone = llm.generate(ids, twice, lora_request=one)[0].outputs
+    by_name = {output.request_id: [list(each.token_ids) for each in output.outputs] for output in finished}
+    for name, adapter in zip(names, order, strict=True):
+        if name != names[5]:
+            assert by_name.pop(name) == llama.wanted[llama.adapters.index(adapter)][:1]
+    assert by_name == {late: [list(each.token_ids) for each in alone]}
+    came = [output.request_id for output in finished]
+    assert came.index(names[1]) < came.index(names[2]) < came.index(names[3]), "one made room for the other"
+    assert came.index(names[2]) < came.index(late)
+    assert came.index(names[6]) < came.index(names[2]), "the base model does not wait"
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_an_interruption_keeps_adapters(llama: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are computed again with theirs, and give their slots back, as one that was not queued."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     with llama.open() as llm:
         with monkeypatch.context() as patch:
             patch.setattr(llm.engine.scheduler, "add", interrupt)

@@ -218,27 +218,74 @@ def test_adapters_take_the_slots_of_idle_ones(tiny_checkpoint: Any, tmp_path: Pa
         LoRARequest(name, seed + 1, str(write_adapter(tmp_path / name, folder, modules, seed=seed)))
         for seed, name in enumerate("abc")
     )
-    slot, digest = manager.acquire(a)
-    assert manager.acquire(b) != (slot, digest)
+    digest, other = manager.acquire([a, b])
+    assert digest != other
+    assert manager.assign(["a", "b"]) == [1, 2]
     with pytest.raises(ValueError, match="max_loras=2: unfinished requests use all slots"):
         manager.load(c)
     with pytest.raises(ValueError, match="'a': 1 unfinished requests use it"):
         manager.unload("a")
-    manager.release("b")
-    manager.release("a")
-    assert manager.acquire(a) == (slot, digest)
+    manager.release("b", held=True)
+    manager.release("a", held=True)
+    assert manager.acquire([a]) == [digest]
+    assert manager.assign(["a"]) == [1]
     manager.load(c)
     assert manager.loaded == {"a": tmp_path / "a", "c": tmp_path / "c"}
     with pytest.raises(ValueError, match="'c': is loaded from"):
         manager.load(LoRARequest("c", 1, a.lora_path))
     with pytest.raises(ValueError, match="'b': is not loaded; give its folder"):
         manager.load(LoRARequest("b"))
-    manager.release("a")
+    manager.release("a", held=True)
     manager.unload("a")
     with pytest.raises(ValueError, match="'a': is not loaded; loaded are c"):
         manager.unload("a")
     again = write_adapter(tmp_path / "again", folder, modules, seed=0)
-    assert manager.acquire(LoRARequest("again", 1, str(again))) == (slot, digest)
+    assert manager.acquire([LoRARequest("again", 1, str(again))]) == [digest]
+
+
+@in_torch
+def test_requests_wait_for_slots_first_come_first_served(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """Those of the least recently used adapter wait behind others, so that its slot becomes free; the rest do not."""
+    folder, _ = tiny_checkpoint("llama")
+    checkpoint = open_checkpoint(folder)
+    pool = AdapterPool(load_model(checkpoint, torch.float32, "cpu"), checkpoint.names, 2, 4, 8)
+    manager = AdapterManager(pool, checkpoint.names, shapes_of(checkpoint), ())
+    modules = modules_of(folder)[:3]
+    paths = {name: write_adapter(tmp_path / name, folder, modules, seed=seed) for seed, name in enumerate("abcd")}
+    every = {name: LoRARequest(name, 1, str(path)) for name, path in paths.items()}
+
+    def slots(waiting: str) -> list[int]:
+        return manager.assign(list(waiting))
+
+    def weights(slot: int) -> torch.Tensor:
+        return torch.cat([each.a_ARK[slot].flatten() for each in pool.weights.values()])
+
+    manager.acquire([every[name] for name in "abcab"])
+    assert slots("ab") == [1, 2]
+    of_a = weights(1)
+    assert slots("cab") == [0, 0, 2], "a is the least recently used, so it makes room for c"
+    manager.acquire([every[name] for name in "bd"])
+    assert slots("cabd") == [0, 0, 2, 0], "b does not wait for c"
+    manager.release("d", held=False)
+    manager.acquire([every["a"]])
+    manager.release("a", held=False)
+    assert slots("ca") == [0, 0]
+    assert manager.loaded.keys() == {"a", "b", "c"}
+    paths["a"].rename(tmp_path / "gone")
+    manager.release("a", held=True)
+    assert slots("ca") == [1, 0]
+    assert not torch.equal(weights(1), of_a)
+    with pytest.raises(ValueError, match="'a': 1 unfinished requests use it"):
+        manager.unload("a")
+    for _ in range(2):
+        manager.release("b", held=True)
+        assert slots("a") == [0]
+    manager.release("b", held=True)
+    assert slots("a") == [2]
+    assert torch.equal(weights(2), of_a), "it was kept on the host"
+    manager.recount([("a", True)])
+    assert manager.loaded.keys() == {"a", "c"}
+    manager.unload("c")
 
 
 def some(num_tokens: int, rank: int, columns: int, rows: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -83,18 +83,22 @@ def test_adapters_come_and_go(llm: AsyncLLM, folders: dict[str, str], client_of:
 
 
 async def while_one_runs(llm: AsyncLLM, folders: dict[str, str], client: Any) -> None:
-    """Others find no slot, and nobody takes its own."""
+    """A request for another adapter waits for its slot; loading another one is refused, and unloading its own."""
     params = SamplingParams(max_tokens=240, ignore_eos=True)
     reader = await llm.submit(["def"], params, lora_request=LoRARequest("one", lora_path=folders["one"]))
+    waits = asyncio.create_task(asyncio.to_thread(client.ask, "/v1/completions", BODY | {"model": "two"}))
     try:
+        while not (await llm.get_metrics()).num_waiting:
+            await asyncio.sleep(0.01)
         for path, body, status in (
-            ("/v1/completions", BODY | {"model": "two"}, 429),
-            ("/v1/completions", BODY | {"model": "two", "stream": True}, 429),
+            ("/v1/load_lora_adapter", {"lora_name": "three", "lora_path": folders["two"]}, 429),
             ("/v1/unload_lora_adapter", {"lora_name": "one"}, 400),
         ):
             await asyncio.to_thread(client.error, status, path, body)
+        assert not waits.done()
     finally:
         llm.abort_unfinished(reader)
+    assert (await waits).status_code == 200
     while llm.num_unfinished:
         await asyncio.sleep(0.01)
 

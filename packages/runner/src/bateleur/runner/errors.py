@@ -1,7 +1,7 @@
 """All exceptions of the five packages.
 
 ValueError                  an argument is wrong: the message names the argument, its value and the rule
-    AdaptersBusy            unfinished requests use all slots of LoRA adapters
+    AdaptersBusy            an adapter is loaded while unfinished requests use all slots of LoRA adapters
     BatchInvariant          a batch breaks a rule of its field table
     InexactBound            an exact length was requested from a host bound
     BorrowError             the target's attention metadata differs from what the drafter was captured with
@@ -121,7 +121,7 @@ class QueueFull(RuntimeError):
 
 
 class AdaptersBusy(ValueError):
-    """Unfinished requests use all slots of LoRA adapters; a request that comes later may find one."""
+    """An adapter is loaded by name while unfinished requests use all slots of LoRA adapters. Requests wait instead."""
 
 
 class ContextLengthExceeded(ValueError):

@@ -13,6 +13,7 @@ from bateleur.runner.lora.adapter_manager import AdapterManager
 from bateleur.runner.outputs import RequestOutput, RequestOutputKind
 from bateleur.runner.requests.request import Request
 from bateleur.runner.requests.request_group import ReportedState, RequestGroup
+from bateleur.runner.scheduling.request_queue import service_order
 from bateleur.runner.scheduling.scheduler import Scheduler
 from bateleur.runner.stats import EngineStats
 from bateleur.runner.utils.arguments import shown
@@ -68,8 +69,8 @@ class RequestRegistry:
     def add(self, *groups: RequestGroup) -> None:
         """Queue requests, all or none.
 
-        Raises ValueError for an id that is in use, or twice among them, and for a LoRA adapter that cannot be loaded,
-        see `AdapterManager.load`.
+        Raises ValueError for an id that is in use, or twice among them, and for a LoRA adapter that cannot be read, see
+        `AdapterManager.acquire`.
         """
         require_new((group.request_id for group in groups), self)
         with self.sending(AddRequests(groups)):
@@ -86,6 +87,7 @@ class RequestRegistry:
                 for request in group.members:
                     self._scheduler.add(request)
             self.requests |= {group.request_id: group for group in groups}
+            self._give_slots()
         self.consistent = True
         return refused
 
@@ -95,13 +97,25 @@ class RequestRegistry:
             return None
         assert self._adapters is not None, "the input processor refuses adapters"
         try:
-            found = self._adapters.acquire_all([adapter for _, adapter in adapted])
+            digests = self._adapters.acquire([adapter for _, adapter in adapted])
         except ValueError as error:
             return error
-        for (group, _), held in zip(adapted, found, strict=True):
+        for (group, _), digest in zip(adapted, digests, strict=True):
             for request in group.members:
-                request.adapter_slot, request.prefix.root = held
+                request.adapter_slot, request.prefix.root = -1, digest
         return None
+
+    def _give_slots(self) -> None:
+        """Let requests run that wait for their LoRA adapter, if it has a slot now."""
+        if not self._scheduler.waiting_for_slot:
+            return
+        assert self._adapters is not None
+        in_order = sorted(self._scheduler.waiting_for_slot, key=service_order)
+        groups = list(dict.fromkeys(self.requests[each.request_id] for each in in_order))
+        names = [group.lora_request.lora_name for group in groups if group.lora_request is not None]
+        for group, slot in zip(groups, self._adapters.assign(names), strict=True):
+            for request in group.members if slot else ():
+                self._scheduler.give_slot(request, slot)
 
     def abort(self, request_id: str) -> RequestOutput:
         """End a request now; returns its output so far. Raises ValueError for an unknown id."""
@@ -137,6 +151,7 @@ class RequestRegistry:
             self._outputs.close(request)
             self._scheduler.remove(request)
         self._queue_output(group)
+        self._give_slots()
 
     def _queue_output(self, group: RequestGroup) -> None:
         """Queue the current output of a group. If all its members have ended, it is not live any more."""
@@ -146,7 +161,7 @@ class RequestRegistry:
         if finished:
             del self.requests[group.request_id]
             if self._adapters is not None and group.lora_request is not None:
-                self._adapters.release(group.lora_request.lora_name)
+                self._adapters.release(group.lora_request.lora_name, held=_has_slot(group))
             if not self.requests:
                 self.in_flight = ()
             for each in group.members:
@@ -230,12 +245,21 @@ class RequestRegistry:
                     waiting.append(each)
                 else:
                     self._outputs.close(each)
+            if group.lora_request is not None and not _has_slot(group):
+                for each in group.members:
+                    each.adapter_slot = -1
             if group.finished:
                 self._queue_output(group)
         if self._adapters is not None:
-            live = (group.lora_request for group in self.requests.values())
-            self._adapters.recount(adapter.lora_name for adapter in live if adapter is not None)
+            live = ((group, group.lora_request) for group in self.requests.values())
+            self._adapters.recount((lora.lora_name, _has_slot(group)) for group, lora in live if lora is not None)
         self._scheduler.restart(waiting)
+        self._give_slots()
         self._reset()
         self.in_flight = ()
         self.consistent = True
+
+
+def _has_slot(group: RequestGroup) -> bool:
+    """Whether the LoRA adapter of a request has a slot, which all its members know."""
+    return all(each.adapter_slot > 0 for each in group.members)

@@ -14,7 +14,7 @@ from bateleur.runner.config.engine_config import LoRAConfig
 from bateleur.runner.distributed.agreement import run_on_all_ranks
 from bateleur.runner.distributed.ranks import ALONE, Ranks
 from bateleur.runner.errors import AdaptersBusy
-from bateleur.runner.lora.adapter_file import CONFIG, WEIGHTS, Prefixes, read_adapter
+from bateleur.runner.lora.adapter_file import CONFIG, WEIGHTS, LowRank, Prefixes, read_adapter
 from bateleur.runner.lora.adapter_pool import AdapterPool
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.utils.arguments import folder, shown, text
@@ -45,16 +45,24 @@ class LoRARequest:
 
 @dataclass(slots=True)
 class _Loaded:
-    slot: int
     folder: Path
     digest: bytes
     """Digest of both files. Prefix keys start from it, so adapters never share prefixes."""
+    matrices: Mapping[str, LowRank]
+    slot: int = 0
+    """0 if it has none: requests wait for one."""
     num_requests: int = 0
+    """Unfinished requests."""
+    num_holders: int = 0
+    """Requests among them that do not wait for the slot."""
     last_use: int = 0
 
 
 class AdapterManager:
-    """Loads adapters into the slots of a pool. If all slots are taken, the least recently used idle one is replaced."""
+    """Loads adapters into the slots of a pool. If all slots are taken, the least recently used idle one is replaced.
+
+    A request gets the slot of its adapter from `assign`, and holds it until it ends.
+    """
 
     def __init__(
         self,
@@ -85,7 +93,7 @@ class AdapterManager:
 
     @property
     def loaded(self) -> dict[str, Path]:
-        """Folders of the adapters on the device, by name."""
+        """Folders of the adapters, by name."""
         return {name: each.folder for name, each in self._loaded.items()}
 
     def load(self, adapter: LoRARequest) -> None:
@@ -95,10 +103,18 @@ class AdapterManager:
             ValueError: the folder is no adapter that fits (see `read_adapter`), the name is taken by another folder,
                 or unfinished requests use all slots.
         """
+        if not self._read(adapter).slot and not self._place(adapter.lora_name):
+            self._drop_unused()
+            raise AdaptersBusy(
+                f"max_loras={self.pool.num_slots}: unfinished requests use all slots; raise max_loras, or wait"
+            )
+
+    def _read(self, adapter: LoRARequest) -> _Loaded:
+        """Read an adapter, without a slot, unless it is known."""
         source = Path(adapter.lora_path)
         known = self._loaded.get(adapter.lora_name)
         if known is not None and (known.folder == source or not adapter.lora_path):
-            return
+            return known
         if known is not None:
             raise ValueError(f"lora_name={shown(adapter.lora_name)}: is loaded from {known.folder}; unload it first")
         if not adapter.lora_path:
@@ -108,9 +124,8 @@ class AdapterManager:
             digest = _digest(source)
         except OSError as error:
             raise ValueError(f"lora_path={source}: {error}") from error
-        slot = self._free_slot()
-        self.pool.fill(slot, matrices)
-        self._loaded[adapter.lora_name] = _Loaded(slot, source, digest)
+        known = self._loaded[adapter.lora_name] = _Loaded(source, digest, matrices)
+        return known
 
     def unload(self, name: str) -> None:
         """Give the slot of an adapter back. Raises ValueError if it is not loaded, or unfinished requests use it."""
@@ -123,27 +138,47 @@ class AdapterManager:
             )
         del self._loaded[name]
 
-    def acquire(self, adapter: LoRARequest) -> tuple[int, bytes]:
-        """Load the adapter if necessary, and count a request that uses it. Return its slot and its digest."""
-        self.load(adapter)
-        known = self._loaded[adapter.lora_name]
-        self._num_uses += 1
-        known.num_requests, known.last_use = known.num_requests + 1, self._num_uses
-        return known.slot, known.digest
+    def acquire(self, adapters: Sequence[LoRARequest]) -> list[bytes]:
+        """Read these adapters if necessary, on every rank, and count a request that waits for each; returns digests.
 
-    def release(self, name: str) -> None:
-        """A request that used the adapter has ended."""
-        self._loaded[name].num_requests -= 1
-
-    def acquire_all(self, adapters: Sequence[LoRARequest]) -> list[tuple[int, bytes]]:
-        """`acquire` on every rank, all or none. Raises on all ranks the ValueError of one."""
-        before = {name: each.num_requests for name, each in self._loaded.items()}
+        Raises on all ranks the ValueError of one, see `load`; slots may all be in use. Then no request is counted.
+        """
         try:
-            return run_on_all_ranks(self._ranks, lambda: [self.acquire(each) for each in adapters])
+            known = run_on_all_ranks(self._ranks, lambda: [self._read(each) for each in adapters])
         except ValueError:
-            for name, each in self._loaded.items():
-                each.num_requests = before.get(name, 0)
+            self._drop_unused()
             raise
+        for each in known:
+            each.num_requests += 1
+        return [each.digest for each in known]
+
+    def assign(self, waiting: Sequence[str]) -> list[int]:
+        """Give slots to requests that wait, first come, first served. Returns the slot of each; 0 if it still waits.
+
+        After a request that still waits, no other one gets the least recently used adapter. So its slot becomes free,
+        and no request waits forever.
+
+        Args:
+            waiting: adapter of each request, in service order.
+        """
+        slots, blocked = list[int](), False
+        for name in waiting:
+            known = self._loaded[name]
+            oldest = min((each.last_use for each in self._loaded.values() if each.slot), default=0)
+            served = self._place(name) if not known.slot else not blocked or known.last_use > oldest
+            if served:
+                self._num_uses += 1
+                known.num_holders, known.last_use = known.num_holders + 1, self._num_uses
+            blocked |= not served
+            slots.append(known.slot if served else 0)
+        return slots
+
+    def release(self, name: str, *, held: bool) -> None:
+        """End a request that used the adapter. held: whether it had a slot."""
+        known = self._loaded[name]
+        known.num_requests -= 1
+        known.num_holders -= held
+        self._drop_unused()
 
     def load_everywhere(self, adapter: LoRARequest) -> None:
         """`load` on every rank. Raises on all ranks the ValueError of one."""
@@ -153,23 +188,32 @@ class AdapterManager:
         """`unload` on every rank. Raises on all ranks the ValueError of one."""
         run_on_all_ranks(self._ranks, lambda: self.unload(name))
 
-    def recount(self, names: Iterable[str]) -> None:
-        """Set the requests that use each adapter, after an interruption. names: of each request's adapter."""
-        counts = Counter(names)
+    def recount(self, requests: Iterable[tuple[str, bool]]) -> None:
+        """Set the requests of each adapter, after an interruption. requests: adapter, and whether it has a slot."""
+        counts = Counter(requests)
         for name, each in self._loaded.items():
-            each.num_requests = counts[name]
+            each.num_holders = counts[name, True]
+            each.num_requests = each.num_holders + counts[name, False]
+        self._drop_unused()
 
-    def _free_slot(self) -> int:
-        taken = {each.slot for each in self._loaded.values()}
-        free = [slot for slot in range(1, self.pool.num_slots + 1) if slot not in taken]
-        if free:
-            return free[0]
-        idle = {name: each.last_use for name, each in self._loaded.items() if not each.num_requests}
-        if not idle:
-            raise AdaptersBusy(
-                f"max_loras={self.pool.num_slots}: unfinished requests use all slots; raise max_loras, or wait"
-            )
-        return self._loaded.pop(min(idle, key=idle.__getitem__)).slot
+    def _drop_unused(self) -> None:
+        self._loaded = {name: each for name, each in self._loaded.items() if each.slot or each.num_requests}
+
+    def _place(self, name: str) -> bool:
+        """Fill a free slot, or that of an idle adapter, with an adapter; returns whether there is one."""
+        every = self._loaded.values()
+        free = set(range(1, self.pool.num_slots + 1)) - {each.slot for each in every}
+        idle = [each for each in every if each.slot and not each.num_holders]
+        if not free and not idle:
+            return False
+        if not free:
+            victim = min(idle, key=lambda each: each.last_use)
+            free, victim.slot = {victim.slot}, 0
+        known, slot = self._loaded[name], min(free)
+        self.pool.fill(slot, known.matrices)
+        known.slot = slot
+        self._drop_unused()
+        return True
 
 
 def _digest(folder: Path) -> bytes:

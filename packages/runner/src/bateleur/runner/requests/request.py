@@ -110,7 +110,7 @@ class Request:
     rope_length: int = 0
     """See `ModelSpec.rope_length`; equal for all running requests."""
     adapter_slot: int = 0
-    """Slot of its LoRA adapter, see `AdapterPool`; 0 for none. Set when it is queued."""
+    """Slot of its LoRA adapter, see `AdapterPool`; 0 for none, -1 while it waits for one."""
     matcher: Matcher | None = None
     """State of the grammar that it follows."""
     leader: Request | None = None

@@ -65,6 +65,8 @@ class Scheduler:
         """How often a request gave its row back."""
         self._followers: dict[Request, list[Request]] = {}
         """Requests that wait for the prompt of another request, by that request."""
+        self.waiting_for_slot: set[Request] = set()
+        """Requests that wait for a slot for their LoRA adapter, see `give_slot`."""
         self.fetching: set[Request] = set()
         """Requests that wait for prefixes which are being read from disk."""
         self._num_arrived = 0
@@ -78,6 +80,19 @@ class Scheduler:
         """Queue a request, which fits the cache alone."""
         self._num_arrived += 1
         request.arrival = self._num_arrived
+        if request.adapter_slot < 0:
+            self.waiting_for_slot.add(request)
+        else:
+            self._queue(request)
+
+    def give_slot(self, request: Request, slot: int) -> None:
+        """Set the adapter slot of a request that waits for one, and let it run."""
+        request.adapter_slot = slot
+        if request in self.waiting_for_slot:
+            self.waiting_for_slot.remove(request)
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
         leader = request.leader
         if leader is not None and self.prefixes is not None and not self._has_prompt(leader):
             self._followers.setdefault(leader, []).append(request)
@@ -87,7 +102,8 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests without a row."""
-        return len(self.waiting) + len(self.fetching) + sum(map(len, self._followers.values()))
+        others = len(self.waiting_for_slot) + sum(map(len, self._followers.values()))
+        return len(self.waiting) + len(self.fetching) + others
 
     def remove(self, request: Request) -> None:
         """Drop a request, waiting or running, and free its row and blocks."""
@@ -99,6 +115,8 @@ class Scheduler:
             self._release(request)
         elif request in self.fetching:
             self.fetching.remove(request)
+        elif request in self.waiting_for_slot:
+            self.waiting_for_slot.remove(request)
         elif request.leader in self._followers and request in self._followers[request.leader]:
             self._followers[request.leader].remove(request)
         else:
@@ -130,7 +148,9 @@ class Scheduler:
 
     def restart(self, requests: Iterable[Request]) -> None:
         """Clear all caches and queue these requests for recomputation. Works from any inconsistent state."""
-        self.waiting = RequestQueue(requests)
+        every = set(requests)
+        self.waiting_for_slot = {request for request in every if request.adapter_slot < 0}
+        self.waiting = RequestQueue(every - self.waiting_for_slot)
         self.running, self.admitted, self.batch, self._followers = [], [], None, {}
         self._preempted, self.fetching = set(), set()
         for request in self.waiting:
