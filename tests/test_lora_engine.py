@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from tiny import EVEN
 
 from bateleur.runner import LLM, LoRARequest, RequestOutput, SamplingParams
 from bateleur.runner.assets import shipped_model
+from bateleur.runner.cli import generate, main
+from bateleur.runner.cli.options import build_parser
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SIZES: dict[str, Any] = {
@@ -177,6 +180,53 @@ def test_heads_draft_without_adapters(tmp_path: Path) -> None:
             assert options["draft"] is None or llm.get_metrics().num_draft_tokens
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
+
+
+def test_the_command_line_chooses_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of a single prompt, and by `model` in both formats of lines; another adapter's folder is another result."""
+    modules = modules_of(shipped_model())
+    folders = [write_adapter(tmp_path / name, shipped_model(), modules, seed=seed) for seed, name in enumerate("ab")]
+    given = ["--enable-lora", "--max-loras", "1", "--lora-modules"]
+    limits = ["--max-tokens", "6", "--temperature", "0", "--draft", "none", "--generation-config", "vllm"]
+    with LLM(None, device="cpu", enable_lora=True) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6)
+        lora = [None, *(LoRARequest(folder.name, lora_path=str(folder)) for folder in folders)]
+        base, a, b = (each.outputs[0].text for each in llm.generate(["def f("] * 3, params, lora_request=lora))
+    assert len({base, a, b}) == 3
+    assert main(["generate", "def f(", *limits, *given, f"b={folders[1]}"]) == 0
+    assert capsys.readouterr().out == f"def f({b}\n"
+
+    lines, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    names = [None, "one", "two", "three"]
+    bodies: list[dict[str, Any]] = [{"prompt": "def f(", "model": name} for name in names]
+    calls = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b} for i, b in enumerate(bodies)]
+    for requests in (bodies, calls):
+        lines.write_text("\n".join(map(json.dumps, requests)))
+        for pair, wanted in ((folders, [base, a, b]), (folders[::-1], [base, b, a])):
+            command = ["batch", str(lines), str(out), *limits, *given, f"one={pair[0]}", f"two={pair[1]}"]
+            assert main([*command, "--overwrite"]) == 1, "one model is unknown"
+            *served, unknown = [json.loads(line) for line in out.read_text().splitlines()]
+            assert "model is 'three'; it must be absent or one of" in json.dumps(unknown)
+            if requests is calls:
+                served = [each["response"]["body"] for each in served]
+                assert [each["model"] for each in served] == ["bateleur", "one", "two"]
+                served = [each["choices"][0] for each in served]
+            assert [each["text"] for each in served] == wanted
+        assert main([*command[:-2], f"one={folders[0]}", f"two={folders[1]}"]) == 2, "results of other adapters"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--lora-modules a=b", "lora_modules is .*; it must be left out without enable_lora"),
+        ("--enable-lora --lora-modules a=b c=d", "it must be one adapter for a single prompt"),
+        ("--enable-lora --lora-modules a=b a=d", "a name for each adapter that no other model has; 'a' is taken"),
+        ("--enable-lora --lora-modules bateleur=b", "'bateleur' is taken"),
+    ],
+)
+def test_adapters_of_the_command_line_are_checked(flags: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        generate.run(build_parser().parse_args(["generate", "x", *flags.split()]))
 
 
 def test_slots_follow_requests(llama: Adapted) -> None:

@@ -37,7 +37,7 @@ class FakeLLM:
     def get_metrics(self) -> Any:
         return self._stats
 
-    def add_request(self, prompt: dict[str, Any], params: Any, *, priority: int = 0) -> str:
+    def add_request(self, prompt: dict[str, Any], params: Any, *, priority: int = 0, lora_request: Any = None) -> str:
         text = str(prompt.get("prompt", prompt.get("prompt_token_ids")))
         if not text:
             raise ValueError("prompt is empty; at least one token is needed")
@@ -66,7 +66,7 @@ class FakeLLM:
                 del self._left[name]
         return done
 
-    def stream(self, prompt: str, params: Any) -> Any:
+    def stream(self, prompt: str, params: Any, *, lora_request: Any = None) -> Any:
         for n in range(1, params.max_tokens + 1):
             self._stats.num_emitted_tokens += 1
             yield _output("request-0", prompt, n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,13 @@ from bateleur.runner.cli.result_file import ResultFile, StdoutResults
 
 if TYPE_CHECKING:
     from bateleur.runner.llm import LLM
+    from bateleur.runner.lora.adapter_manager import LoRARequest
     from bateleur.runner.outputs import RequestOutput
     from bateleur.runner.text.tokenizer import Tokenizer
 
 _DIGEST_OPTIONS = (
     *("dtype", "max_model_len", "mamba_ssm_cache_dtype", "skip_tokenizer_init", "speculative_rule"),
-    *("chat_template", "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
+    *("chat_template", "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice", "lora_modules"),
 )
 """Options other than the model that may change a result. A result is reused only if they are equal."""
 
@@ -86,9 +87,14 @@ def _run(args: argparse.Namespace, requests: RequestFile, results: StdoutResults
 
 
 def run_locally(
-    requests: RequestFile, has: Callable[[int], bool], count: int, open_llm: Callable[[], LLM]
+    requests: RequestFile,
+    has: Callable[[int], bool],
+    count: int,
+    open_llm: Callable[[], LLM],
+    adapters: Mapping[str, str],
 ) -> Iterator[Result]:
     """Yield each result when its request ends, on an engine of this process. has: whether a line has a result.
+    adapters: folders of LoRA adapters by name.
 
     The engine is loaded at the first valid request.
     """
@@ -101,7 +107,7 @@ def run_locally(
     else:
         return
     llm = open_llm()
-    window, rate = _RequestWindow(llm, line_format), DecodeRate(llm)
+    window, rate = _RequestWindow(llm, line_format, adapters), DecodeRate(llm)
     with tqdm(total=count, unit="request", disable=None) as bar:
         for result in _run_all(window, chain([request], remaining), rate):
             yield result
@@ -134,11 +140,20 @@ def ended_result(
     return request.line, line_format.result(request, outputs, error, tokenizer), error
 
 
+def adapter_of(adapters: Mapping[str, str], name: str | None) -> LoRARequest | None:
+    """The LoRA adapter of this name among folders by name; None for the name of the base model."""
+    if name is None or name not in adapters:
+        return None
+    from bateleur.runner.lora.adapter_manager import LoRARequest
+
+    return LoRARequest(name, lora_path=adapters[name])
+
+
 class _RequestWindow:
     """The requests of the file that are in the engine: up to 2 * max_num_seqs, so that its queue never runs empty."""
 
-    def __init__(self, llm: LLM, line_format: LineFormat) -> None:
-        self._llm, self._format = llm, line_format
+    def __init__(self, llm: LLM, line_format: LineFormat, adapters: Mapping[str, str]) -> None:
+        self._llm, self._format, self._adapters = llm, line_format, adapters
         self._running: dict[str, tuple[LineRequest, list[RequestOutput | None], int]] = {}
         """By request id of the engine: the line, the outputs of all its prompts, and the index of this prompt."""
 
@@ -159,7 +174,9 @@ class _RequestWindow:
         ids: list[str] = []
         try:
             for prompt, params in self._format.engine_inputs(api_request, self._llm.tokenizer):
-                ids.append(self._llm.add_request(prompt, params, priority=api_request.priority))
+                adapter = adapter_of(self._adapters, api_request.model)
+                priority = api_request.priority
+                ids.append(self._llm.add_request(prompt, params, priority=priority, lora_request=adapter))
         except ValueError as error:
             for each in ids:
                 self._llm.abort(each)

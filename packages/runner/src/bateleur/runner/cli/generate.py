@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from bateleur.runner.assets import default_drafts, shipped_model
-from bateleur.runner.cli.batch import Result, RunRequests, run_file, run_locally
+from bateleur.runner.cli.batch import Result, RunRequests, adapter_of, run_file, run_locally
 from bateleur.runner.cli.console import DecodeRate, print_graph_costs, print_status, write_text
 from bateleur.runner.cli.line_formats import NativeFormat, OpenAIBatchFormat
 from bateleur.runner.cli.options import (
@@ -26,7 +26,7 @@ from bateleur.runner.cli.request_file import RequestFile
 from bateleur.runner.generation_config import recommended_sampling
 from bateleur.runner.replicas.config import ReplicaConfig
 from bateleur.runner.sampling_params import SamplingParams
-from bateleur.runner.serve.config import served_names
+from bateleur.runner.serve.config import ServeConfig, served_names
 from bateleur.runner.serve.parsers.options import ParserOptions
 from bateleur.runner.utils.arguments import refuse
 
@@ -48,20 +48,25 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams.from_dict(defaults)
     if args.overwrite and args.output is None:
         raise ValueError("--overwrite needs --output")
+    adapters = _adapters(args)
     if is_follower_rank(args):
         _open(args)
     if args.prompt_file is not None:
         explicit = {"seed": defaults["seed"], **recommended, **given_options(args, SamplingParams.names())}
         parsers = ParserOptions(**given_options(args, ParserOptions))
-        batch = OpenAIBatchFormat(explicit, served_names(args.model, args.served_model_name), parsers)
-        return run_file(args, NativeFormat(defaults), batch, _request_runner(args))
+        names = served_names(args.model, args.served_model_name)
+        native = NativeFormat(defaults, (*names, *adapters))
+        batch = OpenAIBatchFormat(explicit, names, parsers, adapters)
+        return run_file(args, native, batch, _request_runner(args, adapters))
     if args.output is not None:
         raise ValueError("--output needs --prompt-file; the text of a single prompt goes to stdout")
     for name in ("logprob_token_ids", "logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} needs --prompt-file; for a single prompt only the text is printed")
-    return _stream(args, params)
+    if len(adapters) > 1:
+        refuse("lora_modules", list(adapters), "one adapter for a single prompt")
+    return _stream(args, params, adapters)
 
 
 def batch(args: argparse.Namespace) -> int:
@@ -70,11 +75,25 @@ def batch(args: argparse.Namespace) -> int:
     return run(args)
 
 
-def _request_runner(args: argparse.Namespace) -> RunRequests:
+def _adapters(args: argparse.Namespace) -> dict[str, str]:
+    """Folders of the LoRA adapters of --lora-modules, by name."""
+    modules = ServeConfig(**given_options(args, ("lora_modules",))).lora_modules
+    if modules and not given_options(args, ("enable_lora",)).get("enable_lora"):
+        refuse("lora_modules", modules, "left out without enable_lora")
+    names = [name for name, _ in modules]
+    for name in names:
+        if names.count(name) > 1 or name in served_names(args.model, args.served_model_name):
+            refuse("lora_modules", modules, f"a name for each adapter that no other model has; {name!r} is taken")
+    return dict(modules)
+
+
+def _request_runner(args: argparse.Namespace, adapters: Mapping[str, str]) -> RunRequests:
     """The function that runs the requests of a file: on an engine of this process, or on replicas."""
     replicas = ReplicaConfig(**given_options(args, ("replicas", "ray_address")))
     if replicas.is_single:
-        return partial(run_locally, open_llm=lambda: _open(args))
+        return partial(run_locally, open_llm=lambda: _open(args), adapters=adapters)
+    if adapters:
+        refuse("lora_modules", list(adapters), "left out with replicas, which do not load adapters together")
     if find_spec("ray") is None:
         raise ValueError("--replicas needs ray, which is not installed: pip install 'bateleur-runner[ray]'")
     if args.prompt_file == "-":
@@ -120,10 +139,11 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return engine | {"draft": None} if engine.get("draft") == "none" else engine
 
 
-def _stream(args: argparse.Namespace, params: SamplingParams) -> int:
-    """Print the prompt, and its continuation as it grows."""
+def _stream(args: argparse.Namespace, params: SamplingParams, adapters: Mapping[str, str]) -> int:
+    """Print the prompt, and its continuation as it grows, by the LoRA adapter if there is one."""
     llm = _open(args)
-    outputs, rate = llm.stream(args.prompt, params), DecodeRate(llm)
+    adapter = adapter_of(adapters, next(iter(adapters), None))
+    outputs, rate = llm.stream(args.prompt, params, lora_request=adapter), DecodeRate(llm)
     write_text(args.prompt)
     written, completion = 0, None
     for output in outputs:

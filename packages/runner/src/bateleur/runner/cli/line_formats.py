@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +41,15 @@ class LineRequest:
 
 
 class NativeFormat:
-    """A line is a prompt and sampling parameters by the names of `SamplingParams`."""
+    """A line is a prompt and sampling parameters by the names of `SamplingParams`.
+
+    defaults: parameters that a line leaves out. names: of the model and of LoRA adapters, one of which may be `model`.
+    """
 
     name = "own"
 
-    def __init__(self, defaults: Mapping[str, Any]) -> None:
-        self._defaults = defaults
+    def __init__(self, defaults: Mapping[str, Any], names: Sequence[str] = ()) -> None:
+        self._defaults, self._names = defaults, names
 
     def pop_id(self, fields: dict[str, Any], line: int) -> str | int:
         """Remove the id from the fields of a line, by default its number. Raises ValueError if it is invalid."""
@@ -60,10 +63,11 @@ class NativeFormat:
         prompt: dict[str, Any] = {key: fields.pop(key) for key in ("prompt", "prompt_token_ids") if key in fields}
         if len(prompt) != 1:
             raise ValueError("exactly one of prompt, prompt_token_ids is needed")
+        require_served(model := fields.pop("model", None), self._names)
         params = SamplingParams.from_dict({**self._defaults, **fields})
         if params.n > 1:
             refuse("n", params.n, "1 in a file of prompts: write one line per continuation, with its own seed")
-        return CompletionRequest(prompts=(prompt,), params=params)
+        return CompletionRequest(prompts=(prompt,), params=params, model=model)
 
     def engine_inputs(self, request: ApiRequest, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
         """The prompts, each with its sampling parameters. Raises ValueError if one is invalid."""
@@ -120,13 +124,20 @@ class OpenAIBatchFormat:
     """A line is a request to an endpoint of OpenAI's API; its result is the server's response.
 
     defaults: sampling parameters that a body leaves out. names: served model names. parsers: tool call and reasoning
-    parsers of chat completions.
+    parsers of chat completions. adapters: names of LoRA adapters.
     """
 
     name = "batch"
 
-    def __init__(self, defaults: Mapping[str, Any], names: Sequence[str], parsers: ParserOptions | None = None) -> None:
+    def __init__(
+        self,
+        defaults: Mapping[str, Any],
+        names: Sequence[str],
+        parsers: ParserOptions | None = None,
+        adapters: Collection[str] = (),
+    ) -> None:
         self._defaults, self._names, self._parsers = defaults, names, parsers or ParserOptions()
+        self._adapters = adapters
         self._chat_format: ChatFormat | None = None
         self._token_text: TokenText | None = None
 
@@ -147,7 +158,7 @@ class OpenAIBatchFormat:
         if not isinstance(url, str) or url not in _ENDPOINTS:
             refuse("url", url, f"one of {', '.join(_ENDPOINTS)}")
         request = _ENDPOINTS[url](body, self._defaults)
-        require_served(request.model, self._names)
+        require_served(request.model, (*self._names, *self._adapters))
         if isinstance(request, ChatRequest):
             request = with_options(request, self._parsers)
         if request.stream:
@@ -174,7 +185,10 @@ class OpenAIBatchFormat:
             return _response(request, 500, error_body(error, kind="server_error", code=500))
         if self._token_text is None:
             self._token_text = TokenText(tokenizer)
-        common: dict[str, Any] = {"model": self._names[0], "created": int(time.time()), "decode": self._token_text}
+        assert request.api_request is not None
+        asked = request.api_request.model
+        name = asked if asked in self._adapters else self._names[0]
+        common: dict[str, Any] = {"model": name, "created": int(time.time()), "decode": self._token_text}
         if isinstance(request.api_request, ChatRequest):
             chat, (output,) = request.api_request, outputs
             prompt = ChatPrompt(prompt=output.prompt or "", prompt_token_ids=output.prompt_token_ids)
@@ -182,7 +196,6 @@ class OpenAIBatchFormat:
             common["message"] = lambda each: chat_message(turn.reader().read(each))
             reply = chat_reply(chat, output, reply_id=f"chatcmpl-{request.digest}", **common)
         else:
-            assert request.api_request is not None
             reply = completion_reply(request.api_request, outputs, reply_id=f"cmpl-{request.digest}", **common)
         return _response(request, 200, reply)
 

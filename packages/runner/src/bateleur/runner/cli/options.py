@@ -201,6 +201,8 @@ def _add_file_options(command: ArgumentParser, files: Any) -> None:
             group.add_argument("--model", **_FOLDER, help=_MODEL)
             more = "; 1 for one prompt of the shipped model)"
             group.add_argument("--num-threads", metavar="N", type=int, help=_THREADS.replace(")", more))
+        if part == "lora":
+            _add(group, [each for each in options_of(ServeConfig) if each.name == "lora_modules"])
         _add(group, options)
     group = command.add_argument_group("sampling (the model's generation_config.json overrides these defaults)")
     flags = [each for each in options_of(SamplingParams) if each.name not in _NOT_SAMPLING_FLAGS]

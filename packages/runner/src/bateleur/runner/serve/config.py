@@ -105,8 +105,8 @@ class ServeConfig(HttpOptions, ParserOptions):
     served_model_name: Sequence[str] = option((), _NAMES)
     """Names of the model in requests; replies have the first (default: the folder as given)."""
     lora_modules: Sequence[tuple[str, str]] = option((), _MODULES)
-    """LoRA adapters to load at the start, each NAME=FOLDER or a JSON object {"name": NAME, "path": FOLDER}; a request
-    chooses one by its name as `model` (needs enable_lora)."""
+    """LoRA adapters, each NAME=FOLDER or a JSON object {"name": NAME, "path": FOLDER}; a request chooses one by its
+    name as `model` (needs enable_lora)."""
     api_key: Sequence[str] = option((), _keys)
     """API keys. Requests to /v1 must send one of them as a bearer token; as in vLLM, other paths stay open (default:
     no key is required)."""
