@@ -66,6 +66,19 @@ def test_latency_beside_transformers(inside: list[str], tmp_path: Path, capsys: 
     assert "reading them at" in printed
 
 
+def test_the_bound_is_of_the_cache_that_the_engine_has(tiny_checkpoint: Any) -> None:
+    """Also if `kv_cache_dtype` makes keys and values smaller; all other bytes are equal."""
+    folder = tiny_checkpoint("llama")[0]
+    found = []
+    for dtype in ("auto", "bfloat16", "fp8"):
+        options = {"device": "cpu", "kv_cache_dtype": dtype}
+        bench = offline.OfflineBench(offline.BenchTarget(folder, options, None, print), 64, 2)
+        bench._reads = [TaskRun(1.0, 1.0, [[10**9]])]
+        found.append(bench.step_bound(2, 31)["bytes"])
+    keys = 2 * 32 * 5 * 2 * 2 * 24  # of two requests of 32 tokens, in five layers of two heads
+    assert found == [found[2] + 3 * keys, found[2] + keys, found[2]]
+
+
 def test_throughput_of_requests_of_their_own_lengths(inside: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     call = ["bench", "throughput", "--num-prompts", "6", "--input-len", "6", "--output-len", "4", "--json"]
     assert main([*call, *SMALL, "--peers", "none", "--num-iters", "1", "--max-num-seqs", "4"]) == 0

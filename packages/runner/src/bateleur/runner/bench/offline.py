@@ -61,9 +61,11 @@ class OfflineBench:
         options = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, **target.options}
         config = EngineConfig.of(model=target.model, **options)
         self._target = target
-        self.checkpoint = open_checkpoint(target.model)
+        given = config.model
+        self.checkpoint = open_checkpoint(target.model, given.hf_overrides, dequantize=given.dequantizes)
         self.device = resolve_device(config.model.device)
         self.dtype = resolve_dtype(config.model.dtype, self.checkpoint, self.device)
+        self.kv_cache_dtype = str(config.cache.kv_cache_dtype)
         self.max_num_seqs: int = options["max_num_seqs"]
         self._settings = {
             "model": str(target.model),
@@ -125,7 +127,8 @@ class OfflineBench:
         """Bytes and flops of a plain decode step, and its least time at the highest measured read bandwidth."""
         spec = self.checkpoint.spec
         model, _ = describe_model(self.checkpoint, self.dtype, "meta")
-        caches = default_cache_costs(spec, self.dtype, max(context + 1, 64), self.device.type)
+        longest = max(context + 1, 64)
+        caches = default_cache_costs(spec, self.dtype, longest, self.device.type, kv_cache_dtype=self.kv_cache_dtype)
         step = total(step_costs(model, caches, batch, context))
         bandwidth = max(run.ids[0][0] / run.seconds for run in self._reads)
         return {

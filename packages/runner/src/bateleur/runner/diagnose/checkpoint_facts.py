@@ -27,6 +27,7 @@ from bateleur.runner.config.resolve import describe_backend, describe_scan
 from bateleur.runner.diagnose.part_facts import EMBEDDINGS, PartFacts, count_parts, count_schemes
 from bateleur.runner.distributed.ranks import Ranks
 from bateleur.runner.engine.setup import unmeasured_budget
+from bateleur.runner.lora.adapter_pool import AdapterPool
 from bateleur.runner.model_runner.graph_dispatcher import largest_capture
 from bateleur.runner.models import HybridDecoder
 from bateleur.runner.models.memory_report import packed_weight_bytes
@@ -85,6 +86,16 @@ class StateFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """Memory of drafts."""
+
+    draft_logits_bytes_per_request: int
+    """Logits of unverified drafts; 0 if the acceptance rule needs none."""
+    draft_tokens_bytes_per_request: int
+    """Token ids of the request on the device, for prompt lookup; 0 without."""
+
+
+@dataclass(frozen=True, slots=True)
 class KernelFacts:
     """Kernels that an engine would choose."""
 
@@ -105,6 +116,7 @@ class CheckpointFacts:
     path: str
     model: ModelFacts
     states: StateFacts
+    drafts: DraftFacts
     kernels: KernelFacts
     dtype: str
     kv_cache_dtype: str
@@ -119,14 +131,12 @@ class CheckpointFacts:
     weight_bytes: int
     held_bytes: int
     """Memory of the target's weights on this device, in the layouts of its matrix products."""
+    adapter_bytes: int
+    """Slots of LoRA adapters; 0 without `enable_lora`."""
     active_bytes: int
     """Bytes of the weights that one token uses; less than all if there are experts."""
     kv_bytes_per_token: int
     """Keys and values of one token over all attention layers, including a draft head's."""
-    draft_logits_bytes_per_request: int
-    """Logits of unverified drafts; 0 if the acceptance rule needs none."""
-    draft_tokens_bytes_per_request: int
-    """Token ids of the request on the device, for prompt lookup; 0 without."""
     workspace_bytes: int
     """Approximate upper bound of the memory of steps and graphs: activations, logits, block tables. An engine on a GPU
     measures it at start."""
@@ -139,7 +149,7 @@ class CheckpointFacts:
     def as_dict(self) -> dict[str, Any]:
         """All facts as JSON values, in one object."""
         found = asdict(self)
-        for group in ("model", "states", "kernels"):
+        for group in ("model", "states", "drafts", "kernels"):
             found |= found.pop(group)
         return found
 
@@ -170,6 +180,7 @@ class CheckpointFacts:
             "",
             f"weights                    {self.weight_bytes:>16,} bytes",
             f"  of the model, in memory  {self.held_bytes:>16,} bytes, in this device's layout",
+            *([f"LoRA adapters, all slots   {self.adapter_bytes:>16,} bytes"] if self.adapter_bytes else []),
             *([f"active weights per token   {self.active_bytes:>16,} bytes"] if experts else []),
             f"KV cache per token         {self.kv_bytes_per_token:>16,} bytes, as {self.kv_cache_dtype}",
             *self._states(),
@@ -181,10 +192,10 @@ class CheckpointFacts:
             lines.append(
                 f"all-reduces per step       {self.sums:>16,}, of {self.sum_bytes_per_token:,} bytes per token"
             )
-        if self.draft_logits_bytes_per_request:
-            lines.append(f"draft logits per request   {self.draft_logits_bytes_per_request:>16,} bytes")
-        if self.draft_tokens_bytes_per_request:
-            lines.append(f"lookup tokens per request  {self.draft_tokens_bytes_per_request:>16,} bytes")
+        if self.drafts.draft_logits_bytes_per_request:
+            lines.append(f"draft logits per request   {self.drafts.draft_logits_bytes_per_request:>16,} bytes")
+        if self.drafts.draft_tokens_bytes_per_request:
+            lines.append(f"lookup tokens per request  {self.drafts.draft_tokens_bytes_per_request:>16,} bytes")
         if self.states.mamba_page_bytes:
             kept = f"{self.states.kept_states:,} per {self.max_model_len:,} tokens"
             lines.append(f"cached state page          {self.states.mamba_page_bytes:>16,} bytes, {kept}")
@@ -226,8 +237,7 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
     checkpoint = open_checkpoint(path, config.model.hf_overrides, dequantize=config.model.dequantizes)
     computed = resolve_dtype(config.model.dtype, checkpoint, device)
     counted = checkpoint.dtype if config.model.dtype == "auto" else computed
-    limits = EngineLimits.of(config, checkpoint.spec, device)
-    caches = CacheOptions.of(config, checkpoint.spec, device)
+    limits, caches = EngineLimits.of(config, checkpoint.spec, device), CacheOptions.of(config, checkpoint.spec, device)
     target, longest = empty_model(config, checkpoint, counted), limits.max_model_len
     graph_tokens = largest_capture(GraphOptions.of(config.graphs, device), limits)
     spec, parts, own = target.spec, count_parts(target), 0
@@ -266,10 +276,10 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
         parameters=sum(part.parameters for part in parts.values()),
         weight_bytes=sum(part.weight_bytes for part in parts.values()),
         held_bytes=_held(config, checkpoint, computed, device),
+        adapter_bytes=_adapter_bytes(config, checkpoint, counted),
         active_bytes=sum(part.active_bytes for part in parts.values()),
         kv_bytes_per_token=costs.token_bytes,
-        draft_logits_bytes_per_request=costs.logits_bytes_per_request,
-        draft_tokens_bytes_per_request=caches.draft.row_bytes,
+        drafts=DraftFacts(costs.logits_bytes_per_request, caches.draft.row_bytes),
         workspace_bytes=workspace_bytes(target, limits, caches.block_size, graph_tokens),
         hit_granularity=caches.block_size if hits.layout is None else hits.layout.block_size,
         max_model_len=_fitting_length(config, spec, counted, limits, caches),
@@ -323,6 +333,13 @@ def _held(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, devi
     recorded = GraphOptions.of(config.graphs, device).mode is not CudaGraphMode.NONE
     model = empty_model(config, checkpoint, dtype)
     return packed_weight_bytes(model, device, checkpoint.dtype, recorded=recorded)
+
+
+def _adapter_bytes(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    if not config.lora.enable_lora:
+        return 0
+    model, lora = empty_model(config, checkpoint, dtype), config.lora
+    return AdapterPool(model, checkpoint.names, lora.max_loras, lora.max_lora_rank, max_num_tokens=1).num_bytes
 
 
 def _head_facts(head: DraftHead) -> PartFacts:

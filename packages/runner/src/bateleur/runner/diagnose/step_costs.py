@@ -17,6 +17,7 @@ import torch
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, StatePolicy, memory_traffic
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.config.kv_cache_dtype import choose_kv_cache_dtype
 from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.diagnose.part_facts import EMBEDDINGS, KINDS, layer_of
 from bateleur.runner.models import HybridDecoder
@@ -140,9 +141,19 @@ def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> S
     return StepPart(state_bytes=batch * moved, flops=batch * tokens * flops)
 
 
-def default_cache_costs(spec: ModelSpec, dtype: torch.dtype, longest: int, device: str, drafts: int = 0) -> CacheCosts:
-    """The caches of an engine with default options. longest: tokens of a request. device: its type, "cpu" or "cuda"."""
+def default_cache_costs(
+    spec: ModelSpec, dtype: torch.dtype, longest: int, device: str, drafts: int = 0, kv_cache_dtype: str = "auto"
+) -> CacheCosts:
+    """The caches of an engine with default options, apart from `kv_cache_dtype`.
+
+    longest: tokens of a request. device: its type, "cpu" or "cuda".
+    """
     config = EngineConfig.of()
     states = StateOptions.of(config.cache, drafts, torch.device(device))
-    options = CacheOptions(block_size=config.cache.block_size, share_prefixes=False, states=states)
+    options = CacheOptions(
+        block_size=config.cache.block_size,
+        share_prefixes=False,
+        states=states,
+        kv_dtype=choose_kv_cache_dtype(kv_cache_dtype, spec),
+    )
     return CacheCosts.of(spec, dtype, longest, options)
