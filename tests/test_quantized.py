@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,31 @@ def test_tokens_do_not_depend_on_how_they_are_computed(
     assert tokens(folder, quantization="dequantize") == wanted
     assert tokens(folder, **CACHED) == wanted
     assert tokens(folder, **CACHED, **DRAFTS[model], **GRAPHS) == wanted
+
+
+@pytest.mark.filterwarnings("ignore:kv_cache_dtype is fp8, and the checkpoint has no k_scale:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["fp8 blocks", pytest.param("nvfp4-pack-quantized", marks=pytest.mark.slow)])
+def test_an_fp8_cache_with_prefixes_and_drafts_in_a_full_pool(
+    folders: Callable[[str, str], tuple[Path, Path]], sized: Callable[..., LLM], kind: str
+) -> None:
+    """What corrupted Qwen3.6-27B-FP8 and Qwen3.5-397B-NVFP4 elsewhere (vLLM 47349, PR 43650): all at once."""
+    ids: list[int] = np.random.default_rng(1).integers(3, 80, 40).tolist()
+    prompts = [{"prompt_token_ids": [*ids[:24], *end]} for end in ([5, 7], ids[24:], [11] * 3, [5, 7])]
+    params = [replace(PARAMS[i % 2], max_tokens=20) for i in range(len(prompts))]
+    cache = SIZES | {"device": "cpu", "skip_tokenizer_init": True, "kv_cache_dtype": "fp8"}
+    with LLM(folders("qwen", kind)[0], **cache) as llm:
+        wanted = [
+            llm.generate(prompt, own)[0].outputs[0].token_ids for prompt, own in zip(prompts, params, strict=True)
+        ]
+    options = CACHED | GRAPHS | {"draft": "mtp", "num_speculative_tokens": 3, "cudagraph_capture_sizes": [4, 16]}
+    with sized(partial(LLM, folders("qwen", kind)[0], **cache), 18, 2, **options) as llm:
+        for _ in range(3):
+            outputs = llm.generate(prompts, params)
+            assert [output.outputs[0].token_ids for output in outputs] == wanted
+        stats = llm.get_metrics()
+        assert stats.num_preemptions
+        assert stats.num_draft_tokens
+        assert stats.num_prefix_hits
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -16,6 +16,8 @@ from tiny import FAMILIES
 from bateleur.runner.checkpoint.open import load_model, open_checkpoint, resolve_dtype
 from bateleur.runner.checkpoint.tensors import list_tensors
 from bateleur.runner.checkpoint.tokenizer import load_tokenizer
+from bateleur.runner.config.engine_config import EngineConfig
+from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.models.spec import AttentionLayer, MambaLayer, MlpLayer
 
 
@@ -157,6 +159,26 @@ def test_convolutions_as_transformers_cuts_them(tiny_checkpoint: Any, tmp_path: 
     assert len(load_file(tmp_path / of)[first]) == 64, "keys of 36 rows, values of 120"
     assert len(load_file(folder / of)[first]) == 36
     assert same(weights(tmp_path), weights(folder))
+
+
+@pytest.mark.parametrize("field", ["mamba_ssm_cache_dtype", "mamba_ssm_dtype"])
+@pytest.mark.parametrize(
+    "family", ["nemotron_h", "qwen3_5_text", "qwen3_next", "bamba", "falcon_h1", "granitemoehybrid"]
+)
+def test_states_are_float32_unless_the_field_of_the_family_says_otherwise(
+    folder: Any, tiny: Any, family: str, field: str
+) -> None:
+    """The two names of the field belong to NemotronH and to Qwen3.5; only NemotronH's may ask for another dtype."""
+    path = folder(family)
+
+    def dtypes() -> set[torch.dtype]:
+        options = StateOptions.of(EngineConfig.of().cache, open_checkpoint(path).spec, 0, torch.device("cpu"))
+        return {each.ssm_dtype for each in options.specs(open_checkpoint(path).spec, torch.bfloat16)}
+
+    assert dtypes() == {torch.float32}
+    tiny.edit_config(path, **{field: "bfloat16"})
+    own = (family, field) == ("nemotron_h", "mamba_ssm_cache_dtype")
+    assert dtypes() == {torch.bfloat16 if own else torch.float32}
 
 
 def test_both_prefixes_at_once_are_refused(folder: Any) -> None:

@@ -93,6 +93,25 @@ def test_ranks_have_their_parts(folders: Callable[[str, str], Folders], model: s
                     assert torch.equal(found[weight], each), (name, rank, weight)
 
 
+@pytest.mark.parametrize(
+    "kind", ["fp8 blocks", "pack-quantized with zeros", "gptq v2 act order", "nvfp4-pack-quantized"]
+)
+def test_ranks_cut_blocks_and_groups_anywhere(tmp_path: Path, tiny: ModuleType, kind: str) -> None:
+    """On 2, 4 and 8 ranks, of which none ends with a block or a group (SGLang 10852)."""
+    sizes = tiny.EVEN["llama"] | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    plain = tiny.save(tiny.make_model("llama", **sizes), tmp_path / "plain")
+    quantised, dequantised = quantize.quantise(plain, tmp_path, kind)
+    for count in (2, 4, 8):
+        for rank in range(count):
+            ranks = Ranks(rank, count, "none")
+            wanted = matrices(loaded(dequantised, ranks=ranks))
+            assert wanted["layers.0.o_proj"].shape == (64, 64 // count)
+            for dequantize in (False, True):
+                found = matrices(loaded(quantised, dequantize=dequantize, ranks=ranks))
+                for weight, each in wanted.items():
+                    assert torch.equal(found[weight], each), (count, rank, weight)
+
+
 def edited(folder: Path, to: Path, tensors: Callable[[dict[str, Tensor]], object], **fields: Any) -> Path:
     """A copy of a quantised checkpoint whose tensors, or fields of `quantization_config`, are others."""
     shutil.copytree(folder, to)
@@ -181,6 +200,13 @@ TENSORS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
     ("fp8 blocks", _put(f"{Q}weight.absmax", torch.ones(3)), "bitsandbytes is not supported"),
     ("fp8 blocks", _put(f"{Q}weight_scale", torch.ones(1)), "weight_scale: is F32 (1,); quant_method 'fp8' does not"),
     ("fp8 blocks", _put(f"{Q}weight_zero_point", torch.ones(1).int()), "quant_method 'fp8' does not read it beside"),
+    # e8m0, which must not be read as numbers (omlx 2159)
+    ("fp8 blocks", _put(f"{Q}weight_scale_inv", torch.ones(6, 3).byte()), "its dtype must be one of F32, F16, BF16"),
+    (
+        "fp8 blocks",
+        _put(f"{Q}weight_scale_inv", torch.ones(6, 3).to(torch.float8_e8m0fnu)),
+        "weight_scale_inv: is F8_E8M0 (6, 3); its dtype must be one of F32, F16, BF16",
+    ),
     ("fp8 blocks", _put(f"{Q}weight_scale_inv", torch.ones(3, 6)), "in blocks of (24, 24) needs (6, 3)"),
     ("fp8 blocks", _put(f"{Q}weight", torch.ones(64).to(torch.float8_e4m3fn)), "it must have rows and columns"),
     ("float-quantized channels", _put(f"{Q}weight_scale", torch.ones(2, 64)), "or one for each of 128 rows"),
@@ -246,6 +272,38 @@ def test_a_tensor_of_zeros_may_have_an_infinite_divisor(folders: Callable[[str, 
         weight = matrices(loaded(folder, dequantize=dequantize))["layers.2.qkv_proj"]
         assert not weight[:128].any()
         assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["nvfp4-pack-quantized", "modelopt NVFP4"])
+def test_a_block_scale_of_zero_is_a_block_of_zeros(
+    folders: Callable[[str, str], Folders], tmp_path: Path, kind: str
+) -> None:
+    """Old exporters let the scale of tiny weights underflow (Model-Optimizer PR 1397)."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{Q}weight_scale"].view(torch.uint8)[:, 1] = 0
+
+    quantised, plain = folders("qwen", kind)
+    folder = edited(quantised, tmp_path / "edited", change)
+    wanted = matrices(loaded(plain))["layers.2.qkv_proj"].clone()
+    assert wanted[:128, 16:32].any()
+    wanted[:128, 16:32] = 0
+    for dequantize in (False, True):
+        assert torch.equal(matrices(loaded(folder, dequantize=dequantize))["layers.2.qkv_proj"], wanted)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_zero_are_stored_as_the_largest_code(tmp_path: Path, bits: int) -> None:
+    """GPTQ version 1 stores one less, so that 0 wraps: one is added to each code, not to a word (GPTQModel 2350)."""
+    w = torch.rand(32, 64)
+    w[1::2] -= 0.5
+    tensors, wanted = quantize.gptq(w, bits, symmetric=False)
+    stored = tensors["qzeros"].view(torch.uint8)
+    assert (stored & 15 == 15 if bits == 4 else stored == 255).any()
+    save_file({f"x.{part}": each for part, each in tensors.items()}, tmp_path / "model.safetensors")
+    module = find_modules(list_tensors(tmp_path))[0]["x.weight"]
+    reader = reader_of({"quant_method": "gptq", "bits": bits, "group_size": quantize.GROUP, "sym": False})
+    assert torch.equal(reader.load(module).dequantize(), wanted)
 
 
 def test_the_file_wins_over_the_ignore_list(folders: Callable[[str, str], Folders], tmp_path: Path) -> None:
