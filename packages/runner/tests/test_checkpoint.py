@@ -172,7 +172,7 @@ def test_states_are_float32_unless_the_field_of_the_family_says_otherwise(
     path = folder(family)
 
     def dtypes() -> set[torch.dtype]:
-        options = StateOptions.of(EngineConfig.of().cache, open_checkpoint(path).spec, 0, torch.device("cpu"))
+        options = StateOptions.of(EngineConfig.of().cache, 0, torch.device("cpu"))
         return {each.ssm_dtype for each in options.specs(open_checkpoint(path).spec, torch.bfloat16)}
 
     assert dtypes() == {torch.float32}

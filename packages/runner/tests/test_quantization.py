@@ -217,7 +217,18 @@ TENSORS: list[tuple[str, Callable[[dict[str, Tensor]], object], str]] = [
     ("awq", _put(f"{Q}qzeros", torch.ones(4, 16).long()), "q_proj.qzeros: is I64 (4, 16); packed codes must be I32"),
     ("gptq v2 act order", _put(f"{Q}g_idx", torch.full((64,), 4).int()), "g_idx must be in [0, 3]"),
     ("gptq v2 act order", _put(f"{Q}g_idx", torch.full((64,), -1).int()), "g_idx must be in [0, 3]"),
-    ("gptq v2 act order", _put(f"{Q}g_idx", torch.ones(8).int()), "its index are (8,) torch.int32; they must be (64,)"),
+    (
+        "gptq v2 act order",
+        _put(f"{Q}g_idx", torch.ones(8).int()),
+        "g_idx: is I32 (8,); it must hold the group of each of 64 columns",
+    ),
+    ("gptq", _put(f"{Q}g_idx", torch.ones(()).int()), "g_idx: is I32 (); it must hold the group of each of 64 columns"),
+    ("gptq", _put(f"{Q}g_idx", torch.ones(0).int()), "g_idx: is I32 (0,); it must hold the group of each of 64"),
+    ("gptq v2 act order", _drop(f"{Q}g_idx"), f"{Q[:-1]}: has no g_idx, which desc_act"),
+    ("gptq", _put(f"{Q}qweight", torch.ones(1, 8, 128).int()), "q_proj.qweight: is I32 (1, 8, 128); it must have rows"),
+    ("awq", _put(f"{Q}qweight", torch.ones(1, 64, 16).int()), "q_proj.qweight: is I32 (1, 64, 16); it must have rows"),
+    ("pack-quantized with zeros", _drop(f"{Q}weight_zero_point"), f"{Q[:-1]}: has no weight_zero_point, but symm"),
+    ("int-quantized", _drop(f"{Q}weight_zero_point"), f"{Q[:-1]}: has no weight_zero_point, but symmetric is false"),
     ("pack-quantized", _put(f"{Q}weight_shape", torch.tensor([64, 64])), "is I32 (128, 8); weight_shape is"),
     ("pack-quantized", _put(f"{Q}weight_shape", torch.ones(0).int()), "weight_shape is ()"),
     ("pack-quantized with zeros", _put(f"{Q}weight_zero_point", torch.ones(32, 4).int()), "must hold 128 rows"),
@@ -238,9 +249,33 @@ def test_tensors_that_do_not_fit_are_named(
         load_model(open_checkpoint(folder), torch.float32, "meta")
 
 
+@pytest.mark.parametrize("kind", ["fp8 blocks", "nvfp4-pack-quantized", "gptq v2 act order"])
+def test_tensors_of_a_module_may_lie_in_several_files(
+    folders: Callable[[str, str], Folders], tmp_path: Path, kind: str
+) -> None:
+    """In three files, by turns; without one of them in the index the error names a module."""
+    quantised, plain = folders("qwen", kind)
+    shutil.copytree(quantised, tmp_path / "shards")
+    (tmp_path / "shards" / "model.safetensors").unlink()
+    tensors = sorted(load_file(quantised / "model.safetensors").items())
+    files = {f"{i}.safetensors": dict(tensors[i::3]) for i in range(3)}
+    for file, held in files.items():
+        save_file(held, tmp_path / "shards" / file)
+    index = {name: file for file, held in files.items() for name in held}
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    found = matrices(loaded(tmp_path / "shards"))
+    for name, weight in matrices(loaded(plain)).items():
+        assert torch.equal(found[name], weight), name
+    index = {name: file for name, file in index.items() if file != "1.safetensors"}
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.\S+:? (is|\(\d)"):
+        loaded(tmp_path / "shards")
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [
+        ("fp8 blocks", f"{Q}weight_scale_inv", torch.inf),
         ("fp8 blocks", f"{Q}weight_scale_inv", torch.nan),
         ("fp8 blocks", f"{Q}weight", torch.nan),
         ("gptq", f"{Q}scales", torch.inf),

@@ -8,7 +8,7 @@ from typing import Any
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.quantization.bits import AWQ, pack_nibbles, unpack_columns
 from bateleur.runner.quantization.matching import integer, strings
-from bateleur.runner.quantization.module import Module, Reader, check_scales, group_size, scale_dtype, words
+from bateleur.runner.quantization.module import Module, Reader, check_scales, group_size, scale_dtype, sides, words
 
 
 class AwqReader(Reader):
@@ -33,7 +33,7 @@ class AwqReader(Reader):
 
     def shape(self, module: Module) -> tuple[int, ...]:
         """See `Reader.shape`."""
-        columns, width = module["qweight"].shape
+        columns, width = sides(module, "qweight")
         rows = module["scales"].shape[-1]
         if module["qweight"].dtype != "I32" or width * 8 != rows:
             raise module.refuse("qweight", f"{rows} rows of 4 bits need I32 words, 8 rows each")

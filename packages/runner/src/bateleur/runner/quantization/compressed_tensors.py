@@ -92,12 +92,16 @@ class CompressedTensorsReader(Reader):
                 raise module.refuse("weight_packed", f"weight_shape is {said}")
             columns = int(said[-1])
         if packed.dtype != "I32" or -(-columns * bits // 32) != width:
-            raise module.refuse("weight_packed", f"{columns} columns of {bits} bits need I32 words in as many")
+            rule = f"{columns} columns of {bits} bits need I32 words in as many, and NVFP4 a {_GLOBAL}"
+            raise module.refuse("weight_packed", rule)
         return (*lead, columns)
 
     def scheme(self, module: Module) -> Scheme:
         """See `Reader.scheme`."""
         zeros = "weight_zero_point" in module.parts and not self._is_fp8(module)
+        weights = self._weights(module)
+        if weights.get("symmetric") is False and weights.get("type") != "float" and not zeros:
+            raise ValueError(f"{module.names[0]}: has no weight_zero_point, but symmetric is false")
         if _GLOBAL in module.parts:
             return nvfp4_scheme(divides=True)
         if "weight_packed" not in module.parts:

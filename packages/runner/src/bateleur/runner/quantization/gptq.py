@@ -13,7 +13,7 @@ from torch import Tensor
 from bateleur.runner.models.quantized import Layout, QuantizedMatrix, Scheme
 from bateleur.runner.quantization.bits import pack_nibbles, unpack_columns
 from bateleur.runner.quantization.matching import each_object, integer, starts_with, strings
-from bateleur.runner.quantization.module import Module, Reader, check_scales, group_size, scale_dtype, words
+from bateleur.runner.quantization.module import Module, Reader, check_scales, group_size, scale_dtype, sides, words
 from bateleur.runner.utils.arguments import refuse
 
 _FORMATS = ("gptq", "gptq_v2")
@@ -52,7 +52,7 @@ class GptqReader(Reader):
 
     def shape(self, module: Module) -> tuple[int, ...]:
         """See `Reader.shape`."""
-        height, rows = module["qweight"].shape
+        height, rows = sides(module, "qweight")
         return rows, height * 32 // self._bits(module)
 
     def scheme(self, module: Module) -> Scheme:
@@ -110,9 +110,13 @@ class GptqReader(Reader):
     def _index(self, module: Module, group: int) -> Tensor | None:
         """(K,) int32, the group of each column, if groups do not lie one after the other."""
         if "g_idx" not in module.parts:
+            if self._said(module, "desc_act"):
+                raise ValueError(f"{module.names[0]}: has no g_idx, which desc_act of quantization_config needs")
             return None
-        index = module["g_idx"].mapped()
-        if torch.equal(index, torch.arange(len(index), dtype=index.dtype) // group):
+        index, columns = module["g_idx"].mapped(), self.shape(module)[1]
+        if index.shape != (columns,):
+            raise module.refuse("g_idx", f"it must hold the group of each of {columns} columns")
+        if torch.equal(index, torch.arange(columns, dtype=index.dtype) // group):
             return None
         return index
 

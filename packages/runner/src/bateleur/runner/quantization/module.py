@@ -111,6 +111,13 @@ def check_matrix(module: Module, matrix: QuantizedMatrix) -> QuantizedMatrix:
     return matrix
 
 
+def sides(module: Module, part: str) -> tuple[int, int]:
+    """Return the shape of a matrix. Raises ValueError if it has another number of axes than two."""
+    if len(shape := module[part].shape) != 2:
+        raise module.refuse(part, "it must have rows and columns, and nothing else")
+    return shape[0], shape[1]
+
+
 def words(module: Module, part: str) -> Tensor:
     """Return a tensor of packed codes. Raises ValueError if its dtype is not int32."""
     if module[part].dtype != "I32":
