@@ -124,7 +124,7 @@ def test_info_counts_a_draft_head(
     kv = sum(tensor.nbytes for pair in drafting.drafter.kv for tensor in pair)
     assert (facts.kv_bytes_per_token - plain.kv_bytes_per_token) * cells == kv
     laws = drafting.drafter.inputs.logits
-    assert facts.draft_logits_bytes_per_request == (0 if laws is None else 3 * laws.lines[0].nbytes)
+    assert facts.drafts.draft_logits_bytes_per_request == (0 if laws is None else 3 * laws.lines[0].nbytes)
 
 
 @pytest.mark.parametrize("rule", ["coupled", "ratio", "block"])

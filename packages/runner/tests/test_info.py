@@ -178,7 +178,7 @@ def test_sizes_that_the_engine_refuses(tiny_checkpoint: Any, sizes: dict[str, in
 def test_prompt_lookup_costs_the_tokens_of_a_request(tiny_checkpoint: Any) -> None:
     path, _ = tiny_checkpoint("nemotron_h")
     facts = describe_checkpoint(path, draft="ngram", max_model_len=100)
-    assert facts.draft_tokens_bytes_per_request == 4 * 101
+    assert facts.drafts.draft_tokens_bytes_per_request == 4 * 101
     assert f"lookup tokens per request  {404:>16,} bytes" in facts.table()
     options: dict[str, Any] = {"max_num_seqs": 3, "max_model_len": 100, "skip_tokenizer_init": True}
     llm = LLM(path, device="cpu", draft="ngram", **options)

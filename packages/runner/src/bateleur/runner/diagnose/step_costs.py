@@ -17,7 +17,7 @@ import torch
 from bateleur.mamba import GatedDelta, KimiDelta, Mamba2, Recurrence, StatePolicy, memory_traffic
 from bateleur.runner.cache.costs import CacheCosts, CacheOptions
 from bateleur.runner.config.engine_config import EngineConfig
-from bateleur.runner.config.kv_cache_dtype import choose_kv_cache_dtype
+from bateleur.runner.config.resolve import choose_kv_cache_dtype
 from bateleur.runner.config.state_options import StateOptions
 from bateleur.runner.diagnose.part_facts import EMBEDDINGS, KINDS, layer_of
 from bateleur.runner.models import HybridDecoder
