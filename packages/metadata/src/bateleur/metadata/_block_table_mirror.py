@@ -1,4 +1,4 @@
-"""Tracks which request rows are in the batch and which of their block ids the staged tables lack."""
+"""Tracks which requests are in the batch, and which of their block ids the staged block tables lack."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from bateleur.metadata.seq_len_bound import BoolArray, I32Array, IntArray
 
 
 class BlockTableMirror:
-    """State of the staged block tables of all KV-cache groups, compared with the :class:`BlockTable` objects.
+    """Compares the staged block tables of all KV-cache groups with the :class:`BlockTable` objects.
 
-    Maps each request row (M,) to its batch row, -1 if it is not in the batch.
+    For each of the M rows of a block table, one per running request, it has the batch row, -1 if not in the batch.
     """
 
     def __init__(self, tables: Sequence[BlockTable]) -> None:
@@ -21,7 +21,7 @@ class BlockTableMirror:
         self.forget_batch()
 
     def forget_batch(self) -> None:
-        """Forget which request rows are in the batch, because other tables were staged."""
+        """Forget which requests are in the batch, because other tables were staged."""
         self._batch_row_of: IntArray = np.full(self.num_rows, -1, np.int64)
         self._rows: IntArray = self._iota[:0]
         self._rows_bytes = b""
@@ -34,14 +34,14 @@ class BlockTableMirror:
             table.mark_all_unstaged()
 
     def none_cleared(self) -> bool:
-        """Return whether no request row was cleared since the last :meth:`place_rows`."""
+        """Return whether no row of a block table was cleared since the last :meth:`place_rows`."""
         num_clears = 0
         for table in self.tables:
             num_clears += table.num_clears
         return num_clears == self._num_clears
 
     def unchanged(self) -> bool:
-        """Return whether the staged tables are up to date for the rows of the last :meth:`place_rows`."""
+        """Return whether the staged tables are up to date for the requests of the last :meth:`place_rows`."""
         num_clears = 0
         for table in self.tables:
             if not table.has_no_writes:
@@ -50,7 +50,7 @@ class BlockTableMirror:
         return num_clears == self._num_clears
 
     def place_rows(self, rows: IntArray) -> BoolArray | None:
-        """Assign request rows (R,) to batch rows 0 to R - 1.
+        """Assign requests, given by their rows (R,) in the block tables, to batch rows 0 to R - 1.
 
         Returns (R,) bool, True for batch rows that hold another request's block ids; None if none does.
         """
@@ -69,9 +69,9 @@ class BlockTableMirror:
         return moved
 
     def take_writes(self, index: int, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
-        """Take the writes to table ``index`` that the staged table lacks, see :meth:`BlockTable.take_writes`."""
+        """Take the block ids written to table ``index`` since it was staged, see :meth:`BlockTable.take_writes`."""
         return self.tables[index].take_writes(self._batch_row_of, moved)
 
     def copy_writes(self, index: int, moved: bool, out: I32Array) -> None:
-        """Copy these writes to ``out``, see :meth:`BlockTable.copy_writes`."""
+        """Copy the block ids written to table ``index`` since it was staged, see :meth:`BlockTable.copy_writes`."""
         self.tables[index].copy_writes(self._batch_row_of, moved, out)

@@ -74,7 +74,7 @@ class DeviceStaging:
             write_cells(batch, request_tables, rows, torch.zeros_like(rows[:1]), torch.zeros_like(rows[:1]))
 
     def forget(self) -> None:
-        """Treat every entry as unknown, so that the next step defines all of them."""
+        """Treat every entry of the buffers as unknown, so that the next step defines all of them."""
         limits = self._values.limits
         self._dirty_rows = self._dirty_places = limits.max_num_reqs
         self._dirty_tokens = limits.max_num_tokens
@@ -91,7 +91,7 @@ class DeviceStaging:
         self._queue.launch(fill)
 
     def check(self, rows: StepRows, lengths: StepLengths, real: bool, is_next_step: bool) -> None:
-        """Raise ValueError if a token has no block."""
+        """Raise ValueError if a token of the step has no KV block."""
         del is_next_step
         if real:
             self._values.check_blocks(rows, lengths)
@@ -105,7 +105,7 @@ class DeviceStaging:
         starts: I32Array | None,
         is_next_step: bool,
     ) -> None:
-        """Upload the step and launch the kernels. ``starts``: None if they equal those of the last step."""
+        """Upload the step and launch the kernels. ``starts``: (R + 1,) row starts; None if equal to the last step's."""
         del is_next_step
         packet, work = PackedUpload(), self._pad_once()
         truth = packet.add(lengths.num_computed_tokens) if rows.num_computed_tokens_device is None else 0
@@ -139,7 +139,7 @@ class DeviceStaging:
             self._queue.copy(self._fields.input_ids[:first], rows.sampled_token_ids)
 
     def _pad_once(self) -> list[Work]:
-        """Pad the slot mappings of groups without slots. No step writes them."""
+        """Return the work that pads the slot mappings of groups without slots, once. No step writes these mappings."""
         if not self._unpadded:
             return []
         self._unpadded = False
@@ -147,7 +147,7 @@ class DeviceStaging:
         return [partial(_fill, each.tensor, each.pad) for each in idle]
 
     def _send_tables(self, packet: PackedUpload, rows: StepRows, lengths: StepLengths) -> list[Work]:
-        """Upload whole block tables, for a step that does not name rows of a :class:`BlockTable`."""
+        """Upload the whole block tables of a step that does not name rows of a :class:`BlockTable`."""
         work: list[Work] = []
         for index, table in enumerate(rows.block_tables):
             group = self._values.groups[index]
@@ -162,7 +162,7 @@ class DeviceStaging:
         return work
 
     def _send_cells(self, packet: PackedUpload, rows: IntArray) -> list[Work]:
-        """Upload the assignment of requests to batch rows, if it changed, and new block ids."""
+        """Upload which request is in which batch row, if that changed, and the new block ids."""
         moved, work = self._mirror.place_rows(rows), list[Work]()
         for index, batch in enumerate(self._tables):
             table, memory = (self._mirror.tables[index], (batch, self._request_tables[index], self._rows[index]))

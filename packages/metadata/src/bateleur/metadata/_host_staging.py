@@ -26,7 +26,7 @@ class HostStaging:
         self._ids = next(b.host for b in buffers if b.name == "input_ids")
 
     def forget(self) -> None:
-        """Treat every entry as unknown, so that the next step defines all of them."""
+        """Treat every entry of the buffers as unknown, so that the next step defines all of them."""
         for buffer in self._buffers:
             buffer.dirty = len(buffer.host)
         self._columns = [group.group.max_blocks for group in self._values.groups]
@@ -39,7 +39,7 @@ class HostStaging:
     def check(self, rows: StepRows, lengths: StepLengths, real: bool, is_next_step: bool) -> Any:
         """Compute positions (T,) and the slot mapping (T,) of each group.
 
-        is_next_step: ``rows`` continue the rows staged last, see :meth:`StepRows.next_step`.
+        is_next_step: ``rows`` are the rows staged last, one step later, from :meth:`StepRows.next_step`.
 
         Raises:
             ValueError: a token has no block.
@@ -60,8 +60,8 @@ class HostStaging:
         starts: I32Array | None,
         is_next_step: bool,
     ) -> None:
-        """Write the step. ``checked``: result of :meth:`check`. ``starts``: None if they equal those of the last
-        step.
+        """Write the step. ``checked``: result of :meth:`check`. ``starts``: (R + 1,) first token of each request;
+        None if equal to the last step's.
         """
         positions, slots = checked
         self._write_starts(shape, starts)
@@ -106,7 +106,7 @@ class HostStaging:
             columns[index] = width
 
     def _follow_tables(self, rows: Any) -> None:
-        """Copy whole table rows to batch rows with a new request, and only new block ids to the others."""
+        """Copy to the batch whole table rows of requests that moved to another batch row, else only new block ids."""
         moved = self._mirror.place_rows(rows)
         self._write_new_ids(moved=moved is not None)
         if moved is None:
@@ -119,7 +119,7 @@ class HostStaging:
             self._null_unused_rows(index, buffer, len(rows), width)
 
     def _write_new_ids(self, *, moved: bool) -> None:
-        """Cells that were written of rows with a place."""
+        """Copy the block ids written since the last step to the batch rows of their requests."""
         for index, table in enumerate(self._mirror.tables):
             if moved or not table.has_no_writes:
                 self._mirror.copy_writes(index, moved, self._tables[index].host)

@@ -11,7 +11,7 @@ _SIGN = np.array(31, np.int32)
 
 
 class SlotMapper:
-    """Computes slot mapping and block table of one KV-cache group. Shapes: R rows, T tokens, W used columns."""
+    """Computes slot mapping and block table of one KV-cache group. Shapes: R requests, T tokens, W used columns."""
 
     def __init__(self, index: int, group: KVCacheGroup, limits: BatchLimits) -> None:
         self.index = index
@@ -29,7 +29,7 @@ class SlotMapper:
         self._column_start = np.minimum(starts, np.iinfo(np.int32).max).astype(np.int32)
 
     def width(self, longest: int) -> int:
-        """Return the number of columns (W) that a row of ``longest`` tokens may use."""
+        """Return the number of columns (W) that a request of ``longest`` tokens may use."""
         group = self.group
         if not group.has_slots:
             return group.max_blocks
@@ -39,7 +39,7 @@ class SlotMapper:
     def write_table(self, table: I32Array, upper: I32Array, out: I32Array) -> None:
         """Write the block table (R, W) to ``out``. Columns after each row's last block become the null block.
 
-        Kernels may read up to a bound. Stale ids there would make them read blocks of other requests.
+        Kernels may read up to an upper bound of the length. Stale ids would make them read blocks of other requests.
         """
         if not self.group.has_slots:
             out[...] = table
@@ -87,9 +87,10 @@ class SlotMapper:
     def slots_of_next_step(
         self, table: I32Array, rows: IntArray, positions: I32Array, query_lens: I32Array
     ) -> IntArray:
-        """Return the same for one token a row, if the last call had the same rows and blocks were only appended since.
+        """Return the slot (T,) int64 of each token of the next step, if only blocks were appended since the last call.
 
-        Only a row that enters a new block is looked up in the table.
+        The step has one token per request, and the same requests as the last call. Only a request that enters a new
+        block is looked up in the table.
         """
         num_rows = len(positions)
         if not self.group.has_slots:
@@ -100,7 +101,7 @@ class SlotMapper:
         return slots
 
     def check_block(self, table: I32Array, rows: IntArray, positions: I32Array) -> None:
-        """Raise ValueError if a row has no block for its position in ``positions`` (R,)."""
+        """Raise ValueError if a request has no block for its position in ``positions`` (R,)."""
         columns = np.minimum(positions // self._block_size, self.group.max_blocks - 1)
         block = table[rows, columns]
         row = block.argmin()

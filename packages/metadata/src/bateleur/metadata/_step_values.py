@@ -1,7 +1,7 @@
 """Checks a step and computes the values that it stages, on the host in numpy, without a loop over rows.
 
-Shapes: R real rows, T real tokens. A numpy call costs more than its arithmetic at these sizes. 0-dimensional arrays and
-``argmax`` are faster than Python numbers and ``max``.
+Shapes: R real rows (requests), T real tokens. A numpy call costs more than its arithmetic at these sizes. 0-dimensional
+arrays and ``argmax`` are faster than Python numbers and ``max``.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ _NEGATIVE = 1 << 31  # smallest negative int32, read as uint32
 
 
 class StepLengths(NamedTuple):
-    """Lengths of the rows of a step.
+    """Lengths of the requests of a step.
 
     Attributes:
         num_computed_tokens: (R,) int32, tokens before this step, as written to the device fields.
         seq_lens: (R,) int32, ``num_computed_tokens`` plus the query lengths.
         upper: (R,) int32, upper bounds of ``seq_lens`` on the host.
         longest: largest upper bound, 0 for no rows.
-        starts: (R + 1,) int32, index of each row's first token, and the token count.
-        single_token: every row has one token.
+        starts: (R + 1,) int32, index of each request's first token, and the token count.
+        single_token: every request has one token.
     """
 
     num_computed_tokens: I32Array
@@ -65,12 +65,12 @@ class StepValues:
         rows.check_arrays(shape.num_reqs, shape.num_tokens, self._groups, self._table_rows)
 
     def one_token_each(self, rows: StepRows, shape: BatchShape) -> bool:
-        """Return whether every row has exactly one token."""
+        """Return whether every request has exactly one token."""
         ones = rows.query_lens.tobytes() == self._ones[: 4 * shape.num_reqs]
         return ones and shape.num_tokens == shape.num_reqs
 
     def starts(self, rows: StepRows, shape: BatchShape, single_token: bool) -> I32Array:
-        """Return index of each row's first token, and the token count: (R + 1,) int32.
+        """Return index of each request's first token, and the token count: (R + 1,) int32.
 
         Raises:
             ValueError: the query lengths do not fit the shape.
@@ -93,7 +93,7 @@ class StepValues:
         return starts
 
     def lengths(self, rows: StepRows, shape: BatchShape, on_host: bool) -> StepLengths:
-        """Return the checked lengths of a step. ``on_host``: read device counts on the host, for a CPU."""
+        """Return the checked lengths of a step. ``on_host``: read counts in device tensors too, on a CPU."""
         single_token = self.one_token_each(rows, shape)
         starts = self.starts(rows, shape, single_token)
         upper, longest = self._lengths(rows, single_token)
@@ -103,13 +103,13 @@ class StepValues:
         return StepLengths(before, before + rows.query_lens, upper, longest, starts, single_token)
 
     def lengths_of_next_step(self, rows: StepRows, shape: BatchShape, last: StepLengths) -> StepLengths:
-        """Return the lengths of rows from :meth:`StepRows.next_step`. ``last``: lengths of the step before."""
+        """Return the lengths of a step made by :meth:`StepRows.next_step`. ``last``: lengths of the step before."""
         rows.check_next_step(shape.num_reqs, shape.num_tokens)
         upper, longest = self._lengths(rows, last.single_token)
         return StepLengths(rows.num_computed_tokens, upper, upper, longest, last.starts, last.single_token)
 
     def _lengths(self, rows: StepRows, single_token: bool) -> tuple[I32Array, int]:
-        """Return upper bounds (R,) of the sequence lengths after the step, and the largest one (0 for no rows)."""
+        """Return upper bounds (R,) of the sequence lengths including this step, and the largest one (0 for no rows)."""
         computed = rows.num_computed_tokens
         if not len(computed):
             return computed, 0
@@ -148,7 +148,7 @@ class StepValues:
         ]
 
     def slots_of_next_step(self, rows: StepRows, positions: I32Array) -> Sequence[IntArray]:
-        """Return the same for rows of one token each that continue those of the last call."""
+        """Return the slot mappings of a step of one token per request, with the requests of the last call."""
         assert rows.block_table_rows is not None
         return [
             group.slots_of_next_step(table.ids, rows.block_table_rows, positions, rows.query_lens)
@@ -156,7 +156,7 @@ class StepValues:
         ]
 
     def check_blocks(self, rows: StepRows, lengths: StepLengths) -> None:
-        """Raise ValueError if the first or last token of a row has no block. Blocks are allocated in order."""
+        """Raise ValueError if the first or last token of a request has no KV block. Blocks are allocated in order."""
         if not len(lengths.upper):
             return
         for index, group in enumerate(self.groups):
@@ -173,7 +173,7 @@ class StepValues:
 
 
 def dummy_rows(shape: BatchShape, groups: tuple[KVCacheGroup, ...], context_len: int, is_prefilling: bool) -> StepRows:
-    """Return rows without requests for ``shape``: query lengths differ by at most 1, shorter ones first."""
+    """Return dummy rows of ``shape``, without requests: query lengths differ by at most 1, shorter ones first."""
     num_reqs = shape.num_reqs
     query_lens = np.full(num_reqs, shape.num_tokens // max(num_reqs, 1), np.int32)
     if num_reqs:

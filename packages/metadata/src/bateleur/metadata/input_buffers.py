@@ -21,7 +21,7 @@ _MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) with cached views; a miss costs
 
 
 class _Staged(NamedTuple):
-    """The last staged rows, if their counts were exact."""
+    """The last staged step, if its token counts were exact. The next step may be derived from it."""
 
     batch_id: object
     shape: BatchShape
@@ -29,7 +29,7 @@ class _Staged(NamedTuple):
 
 
 class InputBuffers:
-    """Device and host buffers of one batch, at fixed addresses.
+    """Device and host buffers of the batch of a step, at fixed addresses.
 
     :meth:`stage` writes the real rows, pads the rest of every buffer, and returns views. On a CPU it writes in place.
     For a GPU it uploads once from new pinned memory, and kernels compute the other fields. Several steps may therefore
@@ -60,7 +60,7 @@ class InputBuffers:
                 treated as a device with memory of its own.
 
         Raises:
-            ValueError: ``seq_len_fill`` is not 0 or 1, a group's table is too narrow for ``max_model_len``, or
+            ValueError: ``seq_len_fill`` is not 0 or 1, a group's block table is too narrow for ``max_model_len``, or
                 ``tables`` differ in length or are not as wide as the groups' tables.
         """
         if seq_len_fill not in (0, 1):
@@ -99,9 +99,9 @@ class InputBuffers:
         """Stage one step. Returns its metadata, valid until the next call.
 
         Args:
-            rows: the real rows.
+            rows: the real requests.
             shape: sizes of the step; its real sizes must match ``rows``.
-            max_seq_len: overrides the bound of the batch, must not be below it. A graph capture passes
+            max_seq_len: replaces the batch's upper bound of ``seq_lens``; must not be below it. A graph capture passes
                 ``max_model_len``.
 
         Raises:
@@ -122,7 +122,7 @@ class InputBuffers:
         Query lengths differ by at most 1, shorter rows first.
 
         Args:
-            shape, max_seq_len: see :meth:`stage`.
+            shape, max_seq_len: sizes and upper bound of ``seq_lens``, as in :meth:`stage`.
             context_len: computed tokens of each row; default 1, or 0 for prefilling rows.
             is_prefilling: whether the rows count as prompts.
         """
@@ -142,7 +142,7 @@ class InputBuffers:
         self.generation += 1
 
     def forget(self) -> None:
-        """Treat every entry as unknown, for example after an interrupted staging. The next one defines all entries."""
+        """Treat every entry as unknown, for example after an interrupted staging. The next staging writes all."""
         for buffer in self._on_host:
             buffer.dirty = len(buffer.host)
         self._device.forget()
@@ -183,7 +183,7 @@ class InputBuffers:
         self._upper = self._buffers["seq_lens_cpu_upper_bound"]
 
     def _arrays(self, field: Field) -> list[tuple[str, tuple[int, ...]]]:
-        """Return name and shape of each array of a field."""
+        """Return name and shape of each array of a field: one, or one per KV-cache group."""
         extent = field.leading_dim.size(self.limits.max_num_reqs, self.limits.max_num_tokens)
         if not field.per_group:
             return [(field.name, (extent,))]
@@ -239,7 +239,7 @@ class InputBuffers:
         )
 
     def _write_host(self, rows: StepRows, shape: BatchShape, lengths: StepLengths) -> I32Array | None:
-        """Write the host fields. Returns the row starts, or None if they equal those of the last step."""
+        """Write the host fields. Returns each request's first token (R + 1,), or None if equal to the last step's."""
         values = {
             "is_prefilling": rows.is_prefilling,
             "seq_lens_cpu_upper_bound": lengths.upper,
@@ -251,7 +251,7 @@ class InputBuffers:
         return self._write_starts(shape, lengths)
 
     def _write_starts(self, shape: BatchShape, lengths: StepLengths) -> I32Array | None:
-        """Write the row starts on the host. Returns them, or None if they equal those of the last step."""
+        """Write each request's first token (R + 1,) on the host. Returns it, or None if equal to the last step's."""
         known = lengths.starts.tobytes()
         if known == self._known_starts:
             return None

@@ -30,22 +30,24 @@ _HEAD_DIMS = (64, 128, 256)
 
 
 class FlashInferBuilder(PagedAttentionBuilder):
-    """Paged-attention builder that adds host lengths and plans the wrappers of graphs. It reads no device value."""
+    """Paged-attention builder that adds host lengths and plans the wrappers of CUDA graphs. It reads no device
+    value.
+    """
 
     reads = PagedAttentionBuilder.reads | {"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"}
 
     def __init__(self, plans: PlanCache) -> None:
-        """``plans``: plan cache of the backend."""
+        """``plans``: FlashInfer wrappers of the backend with their plans."""
         super().__init__(GraphSupport.UNIFORM)
         self._plans, self._owner = plans, plans.new_owner()
 
     def build(
         self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
     ) -> FlashInferMetadata:
-        """Return metadata for KV-cache group ``group``.
+        """Return metadata for KV-cache group ``group``, and plan the graphs that may replay the batch.
 
         Raises:
-            InexactBound: the host has only an upper bound of a row's length.
+            InexactBound: the host has only an upper bound of a request's length.
             ValueError: the batch has no such group.
         """
         paged = super().build(common, group, phase)
@@ -74,7 +76,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
         return meta
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
-        """Return the shape of a captured batch. Row counts are not frozen, because each batch gets a new plan."""
+        """Return the shape of a captured batch. Numbers of real rows may differ, because each batch gets a new plan."""
         if not isinstance(meta, FlashInferMetadata) or meta.shape is None:
             return super().signature(meta)
         return Signature(
@@ -118,7 +120,7 @@ class FlashInferBackend(AttentionBackend):
         return FlashInferBuilder(self._plans)
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """See :meth:`AttentionBackend.missing_requirement`."""
+        """Return that FlashInfer is not installed or does not support the head dimension, or None."""
         if find_spec("flashinfer") is None:
             return "flashinfer is not installed; bateleur-metadata[flashinfer] installs it"
         if head_dim not in _HEAD_DIMS:
@@ -141,7 +143,7 @@ class FlashInferBackend(AttentionBackend):
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`AttentionBackend.attend_cache`. The first layer of a step plans."""
+        """Return attention (T, Hq, D) over the cache. The first eager layer of a step computes the plan."""
         assert isinstance(meta, FlashInferMetadata)
         out = torch.zeros_like(q)  # padded tokens stay 0
         k_cache, n = kv[0], min(meta.num_decodes, len(meta.key_lens))

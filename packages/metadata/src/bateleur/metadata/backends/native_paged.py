@@ -9,7 +9,7 @@ from bateleur.metadata.backends.base import AttentionBackend
 class NativeBackend(AttentionBackend):
     """Paged attention by the C operators.
 
-    The result of a query does not depend on the other rows or on prompt chunking, bit for bit. ``attend`` rotates
+    The result of a query does not depend on the other requests or on prompt chunking, bit for bit. ``attend`` rotates
     ``q`` in place. Users select backends by name, so the operators have no ``dispatch.Implementations``.
     """
 
@@ -21,7 +21,7 @@ class NativeBackend(AttentionBackend):
     kernel = staticmethod(ops.native_paged_attention)
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """See :meth:`AttentionBackend.missing_requirement`."""
+        """Return that the device is not a CPU or that there is no C compiler, or None."""
         if device.type != "cpu":
             return f"device {device} is not a CPU"
         return native.unavailable_reason()

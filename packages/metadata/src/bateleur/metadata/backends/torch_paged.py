@@ -15,5 +15,5 @@ class TorchBackend(AttentionBackend):
     kernel = staticmethod(ops.paged_attention)
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """See :meth:`AttentionBackend.missing_requirement`."""
+        """Return None on a CPU or CUDA device, else the reason."""
         return None if device.type in ("cpu", "cuda") else f"device {device} is neither CPU nor CUDA"

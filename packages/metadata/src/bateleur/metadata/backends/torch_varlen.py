@@ -20,7 +20,7 @@ _PROBE_BLOCK_SIZE = 16
 
 
 class TorchVarlenBackend(AttentionBackend):
-    """Stores keys and values by our operator; attention is torch's."""
+    """Stores keys and values by ``write_kv`` of this package, and calls torch's varlen attention."""
 
     name = "torch_varlen"
     # Replays of mixed batches have not been verified yet.
@@ -32,7 +32,7 @@ class TorchVarlenBackend(AttentionBackend):
     write = staticmethod(ops.write_kv)
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """See :meth:`AttentionBackend.missing_requirement`."""
+        """Return that the head dimension is not a multiple of 8 or too large, or None if it is supported."""
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             return f"head_dim {head_dim} is not a multiple of 8 up to {_MAX_HEAD_DIM}"
         return None
@@ -45,7 +45,7 @@ class TorchVarlenBackend(AttentionBackend):
         sliding_window: int | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> str | None:
-        """See :meth:`AttentionBackend.unsupported_reason`. On CUDA this runs the kernel once, on five tokens."""
+        """Return why a configuration is not supported, or None. On CUDA this runs the kernel once, on five tokens."""
         reason = super().unsupported_reason(head_dim, dtype, device, sliding_window, kv_dtype)
         if reason is not None:
             return reason
@@ -72,8 +72,8 @@ class TorchVarlenBackend(AttentionBackend):
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`AttentionBackend.attend_cache`. The kernel does not write padded tokens, so the output starts at
-        0.
+        """Return attention (T, Hq, D) over the cache. The kernel does not write padded tokens, so they are zeroed
+        before.
         """
         out = torch.zeros_like(q)
         if meta.seq_lens.shape[0]:
@@ -117,7 +117,8 @@ def _active_flash_attention() -> str | None:
 def _probe(
     head_dim: int, dtype: torch.dtype, device: torch.device, sliding_window: int | None, active: str | None
 ) -> str | None:
-    """Return why torch's kernel fails on two rows over two blocks each, or None. ``active`` is only a cache key.
+    """Return why torch's kernel fails on two rows over two blocks each, or None. ``active``: activated FlashAttention
+    version, only a key of the result's cache.
 
     The table names the blocks in descending order. Values are 1 in its blocks and 2 elsewhere, so that a kernel that
     ignores the table is detected. All cache values are finite.

@@ -48,7 +48,7 @@ class TritonBackend(AttentionBackend):
         sliding_window: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Compute the work list of the pass, (n, 8) int32, in one launch."""
+        """Compute the work list of a forward pass in one launch, (n, 8) int32: one entry a query tile and KV split."""
         bounds = num_heads, meta.slot_mapping.shape[0], meta.max_query_len, sliding_window or 0
         return ops.attention_work(kv[0], meta.seq_lens, meta.query_start_loc, *bounds, dtype)
 
@@ -63,7 +63,7 @@ class TritonBackend(AttentionBackend):
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`AttentionBackend.attend_cache`."""
+        """Return attention (T, Hq, D) over the cache, 0 for padded tokens, by the Triton operator."""
         rows = kernel_row_args(meta)
         out: Tensor = self.kernel(q, *kv, *rows, scale, sliding_window or 0, work, sinks, kv_scales)
         return out
@@ -76,14 +76,14 @@ class TritonBackend(AttentionBackend):
         sliding_window: int | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> str | None:
-        """See :meth:`AttentionBackend.unsupported_reason`. FP8 caches need an instruction of capability 8.9."""
+        """Return why a configuration is not supported, or None. FP8 caches need compute capability 8.9."""
         reason = super().unsupported_reason(head_dim, dtype, device, sliding_window, kv_dtype)
         if reason is None and kv_dtype == torch.float8_e4m3fn:
             reason = device_refusal(device, _FP8_CAPABILITY)
         return reason
 
     def missing_requirement(self, head_dim: int, device: torch.device) -> str | None:
-        """See :meth:`AttentionBackend.missing_requirement`."""
+        """Return that the head dimension is too large or Triton is not installed, or None."""
         if head_dim > _MAX_HEAD_DIM:
             return f"head_dim {head_dim} is above {_MAX_HEAD_DIM}"
         return "triton is not installed" if find_spec("triton") is None else None
