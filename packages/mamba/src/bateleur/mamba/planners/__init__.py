@@ -1,8 +1,9 @@
 """Planners: compute the state slots that a step reads and writes, as pure functions of tensors on the device.
 
-Under SLOTS use `plan_step` before a step, and `plan_copy` once the accepted tokens are known. Under FOLD use
-`plan_replay` and `plan_fold`. Each module has one planner and its torch form, which specifies the other forms: `triton`
-has one kernel per planner, for CUDA, and `numpy_forms` the same in numpy, for a CPU.
+Under the policy SLOTS (a state slot for each draft) use `plan_step` before a step, and `plan_copy` once the accepted
+tokens are known. Under FOLD (a saved state and a ring of later inputs) use `plan_replay` and `plan_fold`. Each module
+has one planner and its torch form, which specifies the other forms: `triton` has one kernel per planner, for CUDA, and
+`numpy_forms` the same in numpy, for a CPU.
 """
 
 from bateleur.mamba.planners.copy import plan_copy

@@ -8,7 +8,7 @@ from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 
 def require(layout: CacheLayout, policy: StatePolicy, table: Tensor, rows: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError if the policy is wrong, the table is too narrow, or a tensor has not one entry per table row."""
+    """Raise ValueError if the state policy is wrong, the table too narrow, or a tensor not one entry per table row."""
     require_policy(layout, policy)
     num_rows, columns = table.shape
     if columns < layout.columns():
@@ -20,13 +20,13 @@ def require(layout: CacheLayout, policy: StatePolicy, table: Tensor, rows: Mappi
 
 
 def require_policy(layout: CacheLayout, policy: StatePolicy) -> None:
-    """Raise ValueError if the layout has another policy."""
+    """Raise ValueError if the layout has another state policy than `policy`."""
     if layout.policy is not policy:
         raise ValueError(f"layout has the policy {layout.policy.value!r}; this plan is for {policy.value!r}")
 
 
 def require_rows(of: str, num_rows: int, rows: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError unless each tensor is (num_rows,): others would be broadcast, or would resize `out`."""
+    """Raise ValueError unless each tensor is (num_rows,): other shapes would be broadcast, or would resize `out`."""
     shape = (num_rows,)
     for name, tensor in rows.items():
         if tensor is not None and tensor.shape != shape:

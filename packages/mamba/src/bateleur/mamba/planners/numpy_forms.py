@@ -1,7 +1,7 @@
 """Numpy forms of the planners, for eager steps on a CPU.
 
-A plan is about thirty operations on one number per row, so the time is that of the calls. The numpy forms take 0.4 to
-0.75 of the time of the torch forms, which is 13 to 46 us for 64 rows (`benchmarks/mamba.py`). Inputs, factors and
+A plan is about thirty operations on one number per request, so the time is that of the calls. The numpy forms take 0.4
+to 0.75 of the time of the torch forms, which is 13 to 46 us for 64 rows (`benchmarks/mamba.py`). Inputs, factors and
 constants are int64 arrays, so that numpy does not convert operands. The torch forms are the specification and have the
 comments.
 """
@@ -20,7 +20,7 @@ ZERO, ONE = np.array(0), np.array(1)
 
 
 def require_room(layout: CacheLayout, after: NDArray[np.int64]) -> None:
-    """Raise ValueError if a row exceeds `max_model_len`: `take` would read the table of the next row."""
+    """Raise ValueError if a request exceeds `max_model_len`: `take` would read the table of the next request."""
     if np.count_nonzero(after > np.array(layout.max_model_len)):
         raise ValueError(
             f"computed + query_lens is {after.max()} in some row; it must be at most max_model_len = "
@@ -30,7 +30,7 @@ def require_room(layout: CacheLayout, after: NDArray[np.int64]) -> None:
 
 @lru_cache(64)
 def row_starts(rows: int, columns: int) -> NDArray[np.int64]:
-    """Return (rows,) the first entry of each row in the flattened table."""
+    """Return the index (rows,) of each row's first entry in the flattened block table."""
     return np.arange(0, rows * columns, columns)
 
 
@@ -43,7 +43,7 @@ def plan_step(
     accepted: Tensor | None,
     prev_col: Tensor | None,
 ) -> None:
-    """See `bateleur.mamba.planners.plan_step`."""
+    """Compute the state slots that a step under SLOTS reads and writes, in numpy, into `plan`."""
     ssm_read, ssm_write, conv_read, offset, conv_write, run = plan.arrays()
     tokens = query_lens.numpy().astype(INT)
     valid = np.sign(tokens)
@@ -81,13 +81,13 @@ def plan_step(
 
 @lru_cache(64)
 def _offsets(width: int) -> NDArray[np.int64]:
-    """Return (1 + width,) accepted - 1, clamped to at least 0, for accepted = 0 to `width`."""
+    """Return conv offsets (1 + width,): max(accepted - 1, 0) for accepted = 0 to `width`."""
     return np.arange(-1, width).clip(0)
 
 
 @lru_cache(64)
 def _steps(width: int) -> NDArray[np.int64]:
-    """Return (width, 1) the index of each token of a step."""
+    """Return the indices 0 to width - 1 of the tokens of a step, (width, 1)."""
     return np.arange(width)[:, None]
 
 
@@ -101,7 +101,7 @@ def plan_copy(
     accepted: Tensor,
     plan: SlotPlan,
 ) -> None:
-    """See `bateleur.mamba.planners.plan_copy`."""
+    """Compute the state copies to block boundaries after a step under SLOTS, in numpy, into `out`."""
     conv_src, conv_bias, ssm_src, dst, kept, run = out.arrays()
     new, drafts = query_lens.numpy().astype(INT), num_drafts.numpy().astype(INT)
     valid = np.sign(new)
@@ -147,7 +147,7 @@ def plan_replay(
     base: Tensor,
     accepted: Tensor,
 ) -> None:
-    """See `bateleur.mamba.planners.plan_replay`."""
+    """Compute the saved state, ring and conv window that a step under FOLD starts from, in numpy, into `plan`."""
     slot, fold_slot, ring_start, ring_len, offset = plan.arrays()
     lens = query_lens.numpy()
     valid = np.sign(lens).astype(INT)
@@ -173,7 +173,7 @@ def plan_fold(
     flush: Tensor | None,
     scanned: Tensor | None,
 ) -> None:
-    """See `bateleur.mamba.planners.plan_fold`."""
+    """Compute which ring entries a step under FOLD adds to saved states, in numpy, into `out`."""
     dst, count, offset, base, kept = out.arrays()
     _, fold_slot, ring_start, ring_len, _ = plan.arrays()
     tokens, n = query_lens.numpy(), computed.numpy().astype(INT)

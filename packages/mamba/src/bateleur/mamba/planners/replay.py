@@ -1,4 +1,4 @@
-"""Plans the checkpoints and rings that a step under FOLD reads. Legend as in `fold`."""
+"""Plans the saved states (checkpoints) and rings that a step under FOLD reads. Legend as in `fold`."""
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ def plan_replay(
     *,
     eager: bool = False,
 ) -> ReplayPlan:
-    """Plan the checkpoint, ring and conv window that each row of a step under FOLD starts from.
+    """Plan the saved state, ring and conv window that each request of a step under FOLD starts from.
 
     Args:
         layout, table, computed, query_lens, out, eager: as in `plan_step`.
-        base: (R,) int64 tokens in the checkpoint, at most `computed`: the result of the previous `plan_fold`, or the
+        base: (R,) int64 tokens in the saved state, at most `computed`: the result of the previous `plan_fold`, or the
             tokens of the prefix-cache hit of a new request.
         accepted: (R,) int64 accepted tokens of the row's previous step, in [1, 1 + K], from `plan_fold`; 1 if there was
             none.

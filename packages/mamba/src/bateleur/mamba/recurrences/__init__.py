@@ -1,4 +1,4 @@
-"""Recurrences of published models."""
+"""Recurrences of published models: Mamba-2, gated delta rule, Kimi delta attention, short convolution."""
 
 from bateleur.mamba.recurrences.gated_delta import GatedDelta
 from bateleur.mamba.recurrences.kimi_delta import KimiDelta

@@ -28,7 +28,7 @@ class GatedDelta(DeltaRule):
     """Use beta = 2 sigmoid(b), so that a state can change its sign along a key. Source: arXiv 2411.12537."""
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
+        """Validate the fields; raises ValueError."""
         for name in ("num_key_heads", "num_value_heads", "key_dim", "value_dim"):
             at_least(name, getattr(self, name), 1)
         if self.num_value_heads % self.num_key_heads:
@@ -40,20 +40,20 @@ class GatedDelta(DeltaRule):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """(G, H)."""
+        """Number of key heads and of value heads, (G, H)."""
         return (self.num_key_heads, self.num_value_heads)
 
     @property
     def lanes(self) -> tuple[int, int]:
-        """(Dk, Dv)."""
+        """Channels of a key and of a value, (Dk, Dv)."""
         return (self.key_dim, self.value_dim)
 
     @property
     def decay_shape(self) -> tuple[int]:
-        """(H,)."""
+        """Shape of the log decay of a token, (H,): one decay per value head."""
         return (self.num_value_heads,)
 
     @property
     def beta_scale(self) -> float:
-        """1, or 2 with `allow_neg_eigval`."""
+        """Factor of sigmoid(b): 1, or 2 with `allow_neg_eigval`."""
         return 2.0 if self.allow_neg_eigval else 1.0

@@ -24,22 +24,22 @@ class KimiDelta(DeltaRule):
     """Dv: channels of a value."""
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
+        """Validate the fields; raises ValueError."""
         for name in ("num_heads", "key_dim", "value_dim"):
             at_least(name, getattr(self, name), 1)
         Recurrence.__post_init__(self)
 
     @property
     def heads(self) -> tuple[int, int]:
-        """(H, H)."""
+        """Number of key heads and of value heads, which are equal: (H, H)."""
         return (self.num_heads, self.num_heads)
 
     @property
     def lanes(self) -> tuple[int, int]:
-        """(Dk, Dv)."""
+        """Channels of a key and of a value, (Dk, Dv)."""
         return (self.key_dim, self.value_dim)
 
     @property
     def decay_shape(self) -> tuple[int, int]:
-        """(H, Dk)."""
+        """Shape of the log decay of a token, (H, Dk): one decay per head and key channel."""
         return (self.num_heads, self.key_dim)

@@ -6,8 +6,8 @@ and the state before the tile with the factor exp(c_i). Every exponent is a sum 
 
 All tiles are processed in order, so the data of one tile stays in the cache of a core, and there is no padding.
 
-Shapes: T tokens, R rows, H heads, G groups, J = H / G heads per group, P head channels, N state entries, Q tokens of a
-tile.
+Shapes: T tokens, R rows (requests), H heads, G groups, J = H / G heads per group, P head channels, N state entries, Q
+tokens of a tile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ssd_scan_varlen(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """The Mamba-2 recurrence over prefills; row r starts from the state in slot read[r].
+    """The Mamba-2 recurrence over prefills; row r (a request) starts from the state in state slot read[r].
 
     For each token and head h, with step = clamp(softplus(dt + dt_bias), dt_min, dt_max) and g = h // (H / G):
     S <- exp(A step) S + step x B_g^T, y = S C_g + D x. The state after chunk k is written to ssm_state[chunk_write[k]].
@@ -57,7 +57,8 @@ def ssd_scan_varlen(
         chunk_row: (chunks,) int32 row of each chunk.
         row_chunk_loc: (R + 1,) int32 first chunk of each row.
         max_chunks_per_row, chunk_size: maximum number of chunks of a row, and of tokens of a chunk.
-        read, chunk_write: (R,) and (chunks,) int64 slots of initial states, and for states after chunks (0: none).
+        read, chunk_write: (R,) and (chunks,) int64 state slots: of initial states, and for states after chunks
+            (0: none).
         dt_min, dt_max: limits of the step size.
 
     Returns y (T, H, P). `PrefillChunks` has the chunk tensors.

@@ -1,6 +1,6 @@
-"""The Mamba-2 recurrence of decode rows, token by token.
+"""The Mamba-2 recurrence of decodes under SLOTS, token by token.
 
-Shapes: T tokens, R rows, H heads, G groups, P head channels, N state entries, K draft tokens.
+Shapes: T tokens, R rows (requests), H heads, G groups, P head channels, N state entries, K draft tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def selective_state_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """The Mamba-2 recurrence of 1 to 1 + K tokens per row; the state after each token is written to a slot.
+    """The Mamba-2 recurrence of 1 to 1 + K tokens per row (request); the state after each token is written to a state
+    slot.
 
     Args:
         write: (R, 1 + K) int64; the state after token i of row r is written to ssm_state[write[r, i]].
