@@ -21,7 +21,7 @@ from bateleur.metadata.dispatch import UNSUPPORTED, Implementations, Unsupported
 def sample_shard(
     logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes, shard: VocabShard
 ) -> Drawn:
-    """`sample` from the logits (N, L) of a vocabulary shard. All ranks return the same tokens."""
+    """Sample one token per row from the logits (N, L) of a vocabulary shard. All ranks return the same tokens."""
     name = names(keys, role)
     if metadata.penalties is not None:
         logits, metadata = metadata.penalties.apply(logits), SamplingMetadata(metadata.host, metadata.values)
@@ -53,7 +53,7 @@ def perturbed_max_native(
     seeds: Tensor,
     name: Tensor,
 ) -> tuple[Tensor, Tensor] | Unsupported:
-    """`perturbed_max_rows` in C. torch computes the rows that C leaves open."""
+    """Find each row's best token of the shard in C; torch redoes rows that C cannot decide within float32 rounding."""
     if not native.takes(logits):
         return UNSUPPORTED
     kept = None if least is None or last is None else (least, last)

@@ -1,6 +1,7 @@
 """Acceptance counts for reports, and acceptance estimates for draft policies.
 
-Host numpy. Legend for shapes: R rows of one step, K draft tokens at most, N rows of the engine's request table.
+Everything is numpy on the host. Legend for shapes: R rows (requests) of one step, K draft tokens at most, N rows of the
+engine's request table.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 class AcceptStats:
-    """Counts drafts of verified rows; rows without drafts are counted separately.
+    """Counts of verified and accepted drafts, over all steps.
 
-    num_steps, num_plain: rows with and without drafts.
+    num_steps, num_plain: verified requests with and without drafts, summed over steps.
     num_drafts, num_accepted: verified and accepted drafts.
     tried, kept: (K,) int64, how often draft i was reached (all before it were accepted), and accepted.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:
-        """num_speculative_tokens: K."""
+        """num_speculative_tokens: K, most drafts of a request."""
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be at least 1")
         self.num_steps = self.num_plain = self.num_drafts = self.num_accepted = 0
@@ -33,7 +34,7 @@ class AcceptStats:
         self._pairs = _Pairs(num_speculative_tokens)
 
     def update(self, num_drafts: IntArray, num_accepted: IntArray) -> None:
-        """Add the rows of one step: verified drafts (-1 is none) and accepted ones, both (R,).
+        """Add the requests of one step: numbers of verified drafts (-1: no request) and of accepted ones, both (R,).
 
         Raises `ValueError` unless 0 <= accepted <= drafts <= K.
         """
@@ -51,12 +52,12 @@ class AcceptStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean tokens that a row with drafts emits in a step: the accepted drafts and one more. NaN without any."""
+        """Mean tokens that a request with drafts emits in a step: the accepted drafts and one more. NaN without any."""
         return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
 
     @property
     def acceptance_per_position(self) -> FloatArray:
-        """(K,) float64, how often draft i was accepted when all before it were. NaN if it was never reached."""
+        """Share of drafts at index i, (K,) float64, accepted if all before it were. NaN if none was reached."""
         rates = np.full(len(self.tried), np.nan)
         np.divide(self.kept, self.tried, out=rates, where=self.tried > 0)
         return rates
@@ -103,7 +104,7 @@ class AcceptanceEstimates:
         self._adds = self._pairs.tried_kept.astype(np.float64)
 
     def admit(self, row: int) -> None:
-        """A new request takes row `row`."""
+        """Reset the estimates of row `row` of the request table, which a new request takes."""
         self.seen[row] = 0
 
     def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
@@ -115,7 +116,7 @@ class AcceptanceEstimates:
         self.all_seen[:] = self.all_seen * left + sums
 
     def of(self, rows: IntArray) -> FloatArray:
-        """(R, K) float64 in (0, 1): probability that draft i is accepted if all before it are."""
+        """Return the estimated probability that draft i is accepted if all before it are, (R, K) float64 in (0, 1)."""
         k, seen, strength = self._k, self.seen[rows], self._strength
         common = (self.all_seen[k:] + strength * self._prior) / (self.all_seen[:k] + strength)
         own: FloatArray = (seen[:, k:] + strength * common) / (seen[:, :k] + strength)
@@ -123,7 +124,7 @@ class AcceptanceEstimates:
 
 
 class _Pairs:
-    """All pairs (drafts, accepted) of a row, numbered; `C = (1 + K) ** 2`, some of which cannot occur.
+    """Numbers all pairs (drafts, accepted drafts) of a request; `C = (1 + K) ** 2`, some of which cannot occur.
 
     num_drafts, num_accepted: (C,) int64.
     tried_kept: (C, 2 K) int64, 1 for drafts that were reached, then for those that were accepted.
@@ -137,7 +138,7 @@ class _Pairs:
         self.tried_kept = np.concatenate((tried, position < accepted), 1).astype(np.int64)
 
     def number(self, num_drafts: IntArray, num_accepted: IntArray) -> IntArray:
-        """(R,) number of each row's pair. Raises `ValueError` for impossible counts."""
+        """Return the number of each request's pair, (R,). Raises `ValueError` for impossible counts."""
         if num_drafts.ndim != 1 or num_drafts.shape != num_accepted.shape:
             raise ValueError(f"num_drafts {num_drafts.shape} and num_accepted {num_accepted.shape} must both be (R,)")
         wrong = (num_accepted < 0) | (num_accepted > num_drafts) | (num_drafts > self._k)
@@ -150,5 +151,5 @@ class _Pairs:
         return num_drafts * (1 + self._k) + num_accepted
 
     def count(self, pair: IntArray) -> npt.NDArray[np.int64]:
-        """(C,) how often each pair occurs."""
+        """Return how often each pair occurs, (C,)."""
         return np.bincount(pair, minlength=len(self.num_drafts))

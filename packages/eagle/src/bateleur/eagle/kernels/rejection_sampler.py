@@ -1,5 +1,5 @@
-"""The rule COUPLED in one pass over the logits: noise, argmax and NaN flag of every row, then the output of every
-request.
+"""The rule COUPLED in one pass over the logits: noise, argmax and NaN flag of every logit row, then the output of
+every request.
 
 A token can only win if an upper bound of its perturbed logit exceeds the best so far. The bound needs no logarithm,
 so the two logarithms of the noise are computed for a few tiles of a row only. The result does not depend on tiles or
@@ -39,14 +39,14 @@ def fmix64(x):
 
 @triton.jit
 def row_words(seed, position):
-    """Low and high word of the key (seed, position) in the role TARGET, at place 0."""
+    """Return low and high word of the hashed noise key (seed, position), in the role TARGET with place 0."""
     row = fmix64(fmix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64, bitcast=True))
     return row.to(tl.uint32), (row >> 32).to(tl.uint32)
 
 
 @triton.jit
 def uniform(word_L, low, high):
-    """Uniform numbers of hashed token ids, with the bits of `bateleur.eagle.noise`."""
+    """Return uniform numbers of hashed token ids, with the bits of `bateleur.eagle.noise`."""
     x_L = ((word_L.to(tl.uint32, bitcast=True) ^ low) * 0x7FEB352D) ^ high
     x_L = (x_L ^ (x_L >> 15)) * 0x846CA68B
     x_L = (x_L ^ (x_L >> 16)) * 0x2C1B3C6D
@@ -55,7 +55,7 @@ def uniform(word_L, low, high):
 
 @triton.jit
 def gumbel(u_L):
-    """-log(-log1p(-u)), with torch's log1p."""
+    """Return Gumbel noise -log(-log1p(-u)), with torch's log1p."""
     if NATIVE:
         return -tl.log(-libdevice.log1p(-u_L))
     one_L = 1.0 - u_L
@@ -66,7 +66,7 @@ def gumbel(u_L):
 
 @triton.jit
 def gumbel_bound(u_L):
-    """An upper bound of `gumbel`, which is at most -log(u). The bits of a float are a lower bound of its logarithm."""
+    """Return an upper bound of `gumbel`, at most -log(u). The bits of a float are a lower bound of its logarithm."""
     octaves_L = (0x3F800000 - u_L.to(tl.int32, bitcast=True)).to(tl.float32)
     return tl.fma(octaves_L, 8.262958e-08, 1e-3)  # log(2) / 2^23, and a margin for the rounding of logarithms
 
@@ -78,7 +78,9 @@ def draw_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     BLOCK: tl.constexpr, LAW: tl.constexpr, TRUNCATION: tl.constexpr, SINGLE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests, places, shares): the first maximum of a share of a logit row, NaN if it holds one.
+    """Sample each logit row by Gumbel-max: the first maximum of each share of the row, NaN if the share holds one.
+
+    Grid (requests, places, shares): a place is the index of a logit row within its request.
 
     LAW: logits are divided by their row's temperature here. CUT: those below what `cut` found are left out. SINGLE:
     every request has one row, and there are no starts. KIND: of penalties, see `penalties_of`.
@@ -135,9 +137,10 @@ def emit_kernel(
     best_ptr, token_ptr, starts_ptr, drafts_ptr, out_ptr, emitted_ptr, bad_ptr, drafts_row, num_drafts, shares,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests): combine the splits, compare draws with drafts, emit up to the first that differs.
+    """Combine the shares of each logit row, compare samples with drafts, and emit up to the first that differs.
 
-    SINGLE: every request has one row and no draft, and a bad one gets token 0. At least 4 blocks a multiprocessor.
+    Grid (requests). At least 4 blocks a multiprocessor.
+    SINGLE: every request has one row and no draft, and a bad one gets token 0.
     """
     request = tl.program_id(0).to(tl.int64)
     place_C, share_S = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_S)
@@ -167,8 +170,8 @@ def emit_kernel(
 
 
 def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any], int]:
-    """Options of `draw_kernel` for at most ``num_rows`` rows of ``size`` tokens, and the tokens of a split. kind: of
-    penalties.
+    """Return launch options of `draw_kernel` for at most ``num_rows`` rows of ``size`` tokens, and the tokens of a
+    share. kind: KIND of `penalties_of`.
     """
     block = _block(size)
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
@@ -184,8 +187,8 @@ def _block(size: int) -> int:
 
 
 def emit_options(places: int, size: int) -> dict[str, Any]:
-    """Options of `emit_kernel` for rows of `size` tokens. They fit the splits of a single row, which are the most, so
-    that one kernel serves any number of rows.
+    """Return launch options of `emit_kernel` for rows of `size` tokens. They fit the shares of a single row, which are
+    the most, so that one kernel serves any number of rows.
     """
     shares = min(triton.cdiv(size, _block(size)), _PROGRAMS)
     block_c, block_s = triton.next_power_of_2(places), triton.next_power_of_2(shares)
@@ -202,15 +205,15 @@ def coupled(
     greedy: bool = False,
     metadata: SamplingMetadata | None = None,
 ) -> RejectionOutput:
-    """See `bateleur.eagle.verify`; logits contiguous in their last dimension, float32 or narrower, at least one row.
-    Greedy rows are detected on the device. Two launches, and the four of `truncation_thresholds` before them if
-    rows truncate.
+    """Verify drafts under the rule COUPLED, as `bateleur.eagle.verify`. Logits are contiguous in their last dimension,
+    float32 or narrower, with at least one row. Greedy rows are detected on the device. Two launches, and the four of
+    `truncation_thresholds` before them if rows truncate.
     """
     return _launch(logits, drafts.tokens.contiguous(), rows, lanes, metadata)
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, lanes: Lanes) -> Drawn:
-    """See `bateleur.eagle.sample`, for the role TARGET at place 0: verification of rows that have no draft."""
+    """Sample one token per row, as `bateleur.eagle.sample` with role TARGET: verification of rows without drafts."""
     none = keys.seed.new_empty(len(logits), 0)
     rows = _Singles(keys.seed, keys.position, metadata.temperature)
     output = _launch(logits, none, rows, lanes, metadata)
@@ -218,7 +221,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, lanes: Lanes)
 
 
 class _Singles(NamedTuple):
-    """`Rows` of one logit row each."""
+    """Requests with one logit row each, with the attributes of `Rows` that kernels read."""
 
     seeds: Tensor
     first_position: Tensor

@@ -1,4 +1,4 @@
-"""Draws over a vocabulary in C, on a CPU with a compiler: `draw.c`."""
+"""C forms of sampling over a vocabulary, for CPU tensors if a C compiler is found: `draw.c`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _SIGNATURES = (
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether C supports these logits: float32 or bfloat16 (R, V) on a CPU, dense in the last dimension."""
+    """Return whether C supports these logits: float32 or bfloat16 (R, V) on a CPU, dense in the last dimension."""
     sound = logits.is_cpu and logits.dtype in (torch.float32, torch.bfloat16)
     return sound and logits.stride(1) == 1 and logits.numel() > 0 and unavailable_reason() is None
 
 
 def draw_rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, names: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample N rows: token ids (N,) int64, -2 in a row that needs its full processed logits; and the bad flags, (N,)
-    bool.
+    """Sample N rows: token ids (N,) int64, -2 in a row that C cannot decide without its full processed logits; and the
+    bad flags, (N,) bool.
 
     values: (N, 4) float32, see `SamplingMetadata`. words: (V,) int32, see `Lanes`. seeds, names: (N,) int64, see
         `noise.names`.
@@ -48,7 +48,7 @@ def draw_rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, name
 
 
 def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
-    """See `draw.argmax`."""
+    """Return token id (N,) int64 and bad flag (N,) bool of each row's first maximum, as `draw.argmax`."""
     if not takes(logits):
         return UNSUPPORTED
     tokens, bad = _empty(logits)
@@ -60,7 +60,7 @@ def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
 
 
 def best_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
-    """See `draw.best_rows`."""
+    """Return the first maximum of each row, (N,) float32, and its index, (N,) int64, as `draw.best_rows`."""
     if not takes(logits):
         return UNSUPPORTED
     values, lanes = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
@@ -74,11 +74,11 @@ def best_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
 def perturbed_max_rows(
     logits: Tensor, values: Tensor, kept: tuple[Tensor, Tensor] | None, words: Tensor, seeds: Tensor, names: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The token with the largest perturbed logit in a shard of N rows: its logit over the temperature, (N,) float32,
-    NaN in a row that holds one and -inf if no token is left; and its index, (N,) int64, -2 if float32 noise
-    decides.
+    """Return the token with the largest perturbed logit (logit plus noise) in a shard of N rows: its logit over the
+    temperature, (N,) float32, NaN in a row that holds one and -inf if no token is left; and its index, (N,) int64, -2
+    if the difference is within rounding of float32 noise.
 
-    kept: thresholds of each row as of `shard_thresholds`, or None. Other arguments as for `draw_rows`.
+    kept: truncation thresholds of each row, from `shard_thresholds`, or None. Other arguments as for `draw_rows`.
     """
     leads, lanes = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
     values, words, seeds, names = (each.contiguous() for each in (values, words, seeds, names))
@@ -93,7 +93,7 @@ def perturbed_max_rows(
 
 
 def truncate_rows(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
-    """See `sampling_metadata.truncation_thresholds`."""
+    """Return truncation thresholds: each row's smallest kept logit, and the last kept token id equal to it."""
     if not takes(logits):
         return UNSUPPORTED
     scaled = apply_temperature(logits, values[:, 0])
@@ -110,7 +110,7 @@ def truncate_rows(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | Uns
 
 
 def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor | Unsupported:
-    """See `shard_truncation.histogram_rows`."""
+    """Return the weight of each value of a digit in each row, (N, D) int64, as `shard_truncation.histogram_rows`."""
     if not takes(scaled):
         return UNSUPPORTED
     digits = 1 << DIGIT
@@ -125,7 +125,7 @@ def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: in
 
 
 def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor | Unsupported:
-    """See `shard_truncation`."""
+    """Return the index of each row's last kept token that equals the threshold, (N,) int32."""
     if not takes(scaled):
         return UNSUPPORTED
     last = torch.empty(len(scaled), dtype=torch.int32)

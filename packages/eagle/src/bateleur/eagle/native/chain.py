@@ -57,7 +57,7 @@ _MAX_TURNS = 64
 
 @dataclass(slots=True, eq=False)
 class _Pointed:
-    """Pointers to the rows of a step, and to their drafts."""
+    """Pointers to the tensors of a step's requests, and to their drafts, for the C function."""
 
     rows: tuple[Tensor, ...]
     step: _Step
@@ -66,9 +66,9 @@ class _Pointed:
 
 
 class NativeChain:
-    """Drafts under COUPLED, all of a step in one call. They equal those of the torch passes up to rounding.
+    """Computes all drafts of a step under COUPLED in one C call. They equal those of the torch passes up to rounding.
 
-    Pointers that steps of the same rows share are set up once.
+    Pointers that steps of the same requests share are set up once.
     """
 
     def __init__(self, head: Eagle3Head, cache: DraftCache, positions: int, longest: int, width: int) -> None:
@@ -88,7 +88,7 @@ class NativeChain:
 
     @staticmethod
     def fits(head: Eagle3Head, cache: DraftCache, rule: Rule) -> bool:
-        """Whether the C function supports the head, cache and rule."""
+        """Return whether the C function supports the head, cache and rule."""
         if rule is not Rule.COUPLED or unavailable_reason() is not None or not head.vocabulary.whole:
             return False
         layer, spec = head.first.layer, head.spec
@@ -100,8 +100,8 @@ class NativeChain:
         return all(_in_c(each) is not None for each in _products(head).values())
 
     def propose(self, context: DraftContext) -> Tensor | None:
-        """Return (R, K) int64 drafts of the step, -1 where there is none; or None without drafts to make, or for
-        tensors that the C function does not support.
+        """Return (R, K) int64 drafts of the step, -1 where there is none; or None if no drafts are requested or the
+        C function does not support the tensors.
         """
         next_token = context.next_token
         if not 0 < context.num_drafts <= self._width or (at := self._pointed_to(context)) is None:
@@ -116,8 +116,8 @@ class NativeChain:
         return drafts
 
     def _pointed_to(self, context: DraftContext) -> _Pointed | None:
-        """Return the pointers of the step's rows, reused from the last step of the same size if possible; None for
-        unsupported tensors.
+        """Return the pointers to the tensors of the step's requests, reused from the last step of the same size if
+        possible; None for unsupported tensors.
         """
         batch = context.batch
         sizes = rows, tokens = batch.num_actual_reqs, batch.num_actual_tokens
@@ -176,7 +176,7 @@ class NativeChain:
         self._places = torch.empty(max(places, len(self._places)), dtype=torch.int64)
 
     def _point_to_tokens(self, step: _Step, context: DraftContext) -> bool:
-        """Set the pointers that change in every step."""
+        """Set the pointers that change in every step. Returns False for unsupported tensors."""
         shape = context.batch.num_tokens, self._tap_width
         num_valid, start_positions, rows = (context.num_valid, context.start_positions, context.batch.num_actual_reqs)
         if len(context.features) * 2 != len(self._taps):
@@ -259,7 +259,7 @@ def _in_c(product: Callable[[Tensor], Tensor]) -> CProduct | None:
 
 
 def _is_row(tensor: Tensor, dtype: torch.dtype, rows: int) -> bool:
-    """Whether the tensor is contiguous (rows,) of this dtype."""
+    """Return whether the tensor is contiguous (rows,) of this dtype."""
     return tensor.dtype == dtype and tensor.shape == (rows,) and tensor.is_contiguous()
 
 
