@@ -115,7 +115,7 @@ def _search(
     scaled_NL: Tensor, mass_NL: Tensor | None, start_N: Tensor, goal: Callable[[Tensor], Tensor], shard: VocabShard
 ) -> _Found:
     """Find the largest value, not below `start_N`, such that the tokens not below it reach the goal, in number or in
-    mass.
+    mass (their weight).
 
     goal: maps the total weight not below the start, (N,) int64, to the weight to reach.
     """

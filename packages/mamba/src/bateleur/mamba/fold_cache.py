@@ -23,7 +23,7 @@ from bateleur.mamba.state_pool import StatePool
 
 
 class FoldCache:
-    """States of several recurrent layers under FOLD: state slots, rings of running requests, and `RequestStates`.
+    """States of several layers under FOLD: saved states in slots, rings of later inputs, and `RequestStates`.
 
     The caller owns the block table. It has a row per request, and column c holds the slot of the state after at most
     (c + 1) * block_size tokens. When a request has passed the end of a block, the slot is only read, and other requests

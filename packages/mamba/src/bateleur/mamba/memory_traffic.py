@@ -88,11 +88,11 @@ class FoldCycle:
 
 
 def slots_step_bytes(spec: Recurrence, tokens: int) -> int:
-    """Return the bytes of a decode step of `tokens` tokens under the policy SLOTS: convolution and state update."""
+    """Return the bytes of a decode step of `tokens` tokens under SLOTS (the state after each token is written)."""
     return conv_update_bytes(spec, tokens) + state_update_bytes(spec, tokens)
 
 
 def fold_step_bytes(spec: Recurrence, tokens: int, cycle: FoldCycle) -> float:
-    """Return the mean bytes of a decode step under the policy FOLD: convolution, replay, and one fold per cycle."""
+    """Return the mean bytes of a decode step under FOLD: convolution, replay from the ring, one fold per cycle."""
     replay = replay_bytes(spec, tokens, cycle.mean_ring_len)
     return conv_update_bytes(spec, tokens) + replay + fold_bytes(spec, cycle.folded) / cycle.steps

@@ -139,7 +139,7 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """Tensors that a ring stores for each token under FOLD: enough to update a state with the token."""
+        """Tensors that a ring stores for each token under FOLD, from which a saved state is updated later."""
 
     # --- operators ------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Recurrence(ABC):
     def update(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: Tensor | None, rows: MambaMetadata
     ) -> Tensor:
-        """Run decodes of 1 to 1 + K tokens each under SLOTS; `rows.plan` is a `SlotPlan`.
+        """Run decodes of 1 to 1 + K tokens under SLOTS (each state is written); `rows.plan` is a `SlotPlan`.
 
         A request starts from slot `ssm_read`, and the state after its token i is written to slot `ssm_write[:, i]`.
         Other arguments and result as in `scan`.
@@ -188,7 +188,7 @@ class Recurrence(ABC):
         ring: Tensors,
         rows: MambaMetadata,
     ) -> Tensor:
-        """Run decodes of 1 to 1 + K tokens each under FOLD, without changing a state; `rows.plan` is a `ReplayPlan`.
+        """Run decodes of 1 to 1 + K tokens under FOLD (no state is written); `rows.plan` is a `ReplayPlan`.
 
         The state before a request's tokens is the saved state in `slot` updated with `ring_len` entries of ring
         `request_row`. Entry j is at (ring_start + j) % L. The tokens are appended to the ring. The caller counts the
@@ -225,7 +225,8 @@ class Recurrence(ABC):
         """Shape of the conv window (last inputs) of one state slot: (W - 1 + K, conv_dim), or (W - 1, conv_dim) under
         FOLD.
 
-        The K additional entries hold tokens that may be rejected. Under FOLD these are in the request conv window.
+        The K additional entries hold tokens that may be rejected. Under FOLD they are in the conv window of the running
+        request.
         """
         return (self.conv_width - 1 + self.num_speculative_blocks, self.conv_dim)
 
@@ -246,7 +247,7 @@ class Recurrence(ABC):
 
     @property
     def request_conv_bytes(self) -> int:
-        """Bytes of the request conv window of one running request; 0 under SLOTS, whose windows are in the slots."""
+        """Bytes of the request conv window of one running request; 0 under SLOTS, where they are in state slots."""
         if self.policy is StatePolicy.SLOTS:
             return 0
         return math.prod(self.request_conv_shape) * self.conv_dtype.itemsize

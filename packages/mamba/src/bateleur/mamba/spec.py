@@ -95,7 +95,7 @@ class CacheLayout:
             )
 
     def columns(self) -> int:
-        """Return the number of columns of a block table: one per block, plus K under SLOTS."""
+        """Return the number of columns of a block table: one per block, plus K under SLOTS (a slot per draft)."""
         return -(-self.max_model_len // self.block_size) + self.num_speculative_blocks
 
     @property

@@ -16,7 +16,7 @@ from bateleur.metadata.native.lazy_zeros import lazy_zeros
 
 
 class Rings(NamedTuple):
-    """Tensors by request row that a layer has under FOLD in addition to its state slots. Row 0 is null, its contents
+    """Tensors by request row that a layer has under FOLD in addition to its saved states. Row 0 is null, its contents
     undefined.
 
     A ring is a ring buffer of the inputs after the saved state of a request.
@@ -93,7 +93,7 @@ class StatePool:
         return conv[at], None if state is None else state[at]
 
     def rings(self, index: int) -> Rings | None:
-        """Return the rings of layer `index`; None under SLOTS."""
+        """Return the rings of layer `index`; None under SLOTS, which has none."""
         if not self._rings:
             return None
         kind, at = self._place[index]

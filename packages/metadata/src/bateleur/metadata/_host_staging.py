@@ -39,7 +39,7 @@ class HostStaging:
     def check(self, rows: StepRows, lengths: StepLengths, real: bool, is_next_step: bool) -> Any:
         """Compute positions (T,) and the slot mapping (T,) of each group.
 
-        is_next_step: ``rows`` are the rows staged last, one step later, from :meth:`StepRows.next_step`.
+        is_next_step: ``rows`` were made by :meth:`StepRows.next_step` from the rows that were staged last.
 
         Raises:
             ValueError: a token has no block.

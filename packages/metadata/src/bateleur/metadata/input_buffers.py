@@ -157,7 +157,8 @@ class InputBuffers:
     # -- allocation ------------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
-        """Allocate host fields one by one and device fields in one block: rows, then tokens, then block tables.
+        """Allocate host fields one by one and device fields in one block of memory: fields by row, then by token, then
+        block tables.
 
         Short fields come first, so that the memory of a small step is contiguous.
         """

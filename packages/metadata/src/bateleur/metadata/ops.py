@@ -4,7 +4,7 @@
 and ``triton_paged_attention`` are Triton kernels on CUDA, loaded at the first call, and torch on a CPU.
 :mod:`bateleur.metadata.backends.reference` is their specification.
 
-Shapes: T tokens, R rows, Hq query heads, Hkv key heads, D head dimension.
+Shapes: T tokens, R rows (requests), Hq query heads, Hkv key heads, D head dimension.
 """
 
 from collections.abc import Callable

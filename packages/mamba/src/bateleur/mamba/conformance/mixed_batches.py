@@ -133,7 +133,7 @@ def _batch(
 
 
 class _SlotCache:
-    """Runs one layer without an engine under the policy SLOTS (one state slot per token), like `FoldCache`."""
+    """Runs one layer without an engine under SLOTS (a state slot for each token of a step), like `FoldCache`."""
 
     def __init__(
         self,

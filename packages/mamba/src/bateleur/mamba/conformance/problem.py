@@ -25,13 +25,13 @@ def broken(what: str, part: str = "") -> ConformanceError:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of one layer."""
+    """Random inputs of one layer: convolved channels and gates of its tokens."""
 
     channels: Tensor
     gates: Tensors
 
     def of(self, index: Tensor, junk: int = 0) -> Tokens:
-        """Return the tokens `index` as strided views of one projection, then `junk` tokens; everything else is NaN."""
+        """Return the tokens `index`, laid out as strided views of one projection. `junk` tokens of NaN follow."""
         count, device = len(index), self.channels.device
         parts = [self.channels, *(gate.flatten(1) for gate in self.gates)]
         dtype, sizes = self.channels.dtype, [part.shape[1] for part in parts]

@@ -1,4 +1,4 @@
-"""Checks `scan` (prefills) and `update` (decodes under SLOTS)."""
+"""Checks the operators `scan` (prefills) and `update` (decodes that write the state after each token)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _check_chunks(problem: Problem, state: Tensor, chunks: PrefillChunks, truth:
 
 
 def check_update(problem: Problem, drafts: int) -> None:
-    """Check decodes under SLOTS with one token, with different and with equal numbers of tokens per request."""
+    """Check `update` (decodes under SLOTS) with one token, different and equal numbers of tokens per request."""
     width, none = 1 + drafts, [0] * (1 + drafts)
     pages = count(10)
 

@@ -1,4 +1,4 @@
-"""Plans copies of states to block boundaries after a step under the policy SLOTS. Legend as in `plans`."""
+"""Plans copies of states to block boundaries after a step under SLOTS (a slot per draft). Legend as in `plans`."""
 
 import torch
 from torch import Tensor

@@ -43,7 +43,7 @@ def plan_step(
     accepted: Tensor | None,
     prev_col: Tensor | None,
 ) -> None:
-    """Compute the state slots that a step under SLOTS reads and writes, in numpy, into `plan`."""
+    """Compute the state slots that a step under SLOTS (a slot per draft) reads and writes, in numpy, into `plan`."""
     ssm_read, ssm_write, conv_read, offset, conv_write, run = plan.arrays()
     tokens = query_lens.numpy().astype(INT)
     valid = np.sign(tokens)
@@ -101,7 +101,7 @@ def plan_copy(
     accepted: Tensor,
     plan: SlotPlan,
 ) -> None:
-    """Compute the state copies to block boundaries after a step under SLOTS, in numpy, into `out`."""
+    """Compute the state copies to block boundaries after a step under SLOTS (a slot per draft), into `out`."""
     conv_src, conv_bias, ssm_src, dst, kept, run = out.arrays()
     new, drafts = query_lens.numpy().astype(INT), num_drafts.numpy().astype(INT)
     valid = np.sign(new)

@@ -58,7 +58,7 @@ class RowPlan(Plan):
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan(Plan):
-    """State slots that each request of a step reads and writes under SLOTS, int64 on the device of the block table.
+    """State slots that each request of a step reads and writes under SLOTS (a slot per draft), all int64.
 
     Slot 0 is null: reading it gives a zero state, and a write to it is dropped. All fields of a row without tokens are
     0.
@@ -91,7 +91,8 @@ class SlotPlan(Plan):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan(RowPlan):
-    """State copies after a step under SLOTS, at most one per row, and inputs of the next step; all (R,) int64.
+    """State copies after a step under SLOTS (a slot per draft), at most one per row, and inputs of the next step; all
+    (R,) int64.
 
     The first four fields are the arguments of `copy_states`: slot `dst` gets the conv window of `conv_src` without its
     first `conv_bias` entries, and the SSM state of `ssm_src`. They are 0 in rows without a copy.
@@ -109,7 +110,7 @@ class CopyPlan(RowPlan):
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan(RowPlan):
-    """Saved state (checkpoint) and ring of each request under FOLD, all (R,) int64 on the device of the block table.
+    """Saved state (checkpoint) and ring of later inputs of each request under FOLD, all (R,) int64.
 
     All fields but `fold_slot` are 0 in rows without tokens. A prefill reads `slot` and no ring.
     """

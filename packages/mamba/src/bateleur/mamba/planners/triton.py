@@ -57,7 +57,7 @@ def step_plan_kernel(
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, HAS_ACCEPTED: tl.constexpr,
     HAS_PREV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state slots that a step under SLOTS reads and writes. Grid (tiles of rows).
+    """Compute the state slots that a step under SLOTS (a slot per draft) reads and writes. Grid (tiles of rows).
 
     At least 16 blocks a multiprocessor.
     SIZE: tokens of a block. BOUNDARIES: false in mode NONE, which ignores SIZE.
@@ -91,7 +91,7 @@ def step_plan_kernel(
 
 
 def plan_step(layout, plan, table, computed, query_lens, accepted, prev_col):
-    """Compute the state slots that a step under SLOTS reads and writes into `plan`, in one launch."""
+    """Compute the state slots that a step under SLOTS (a slot per draft) reads and writes, into `plan`."""
     rows, options = len(table), tile_options()
     step_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         table, *dense(computed, query_lens, accepted, prev_col), *outputs(plan), rows, *table.stride(),
@@ -107,9 +107,9 @@ def copy_plan_kernel(
     num_rows, table_row, table_column,
     SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state copies to block boundaries after a step under SLOTS. Grid (tiles of rows).
+    """Compute the copies of states to block boundaries after a step under SLOTS (a slot per draft).
 
-    At least 16 blocks a multiprocessor. Constants as for `step_plan_kernel`.
+    Grid (tiles of rows). At least 16 blocks a multiprocessor. Constants as for `step_plan_kernel`.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows
@@ -142,7 +142,7 @@ def copy_plan_kernel(
 
 
 def plan_copy(layout, out, table, computed, query_lens, num_drafts, accepted, plan):
-    """Compute the state copies to block boundaries after a step under SLOTS into `out`, in one launch."""
+    """Compute the state copies to block boundaries after a step under SLOTS (a slot per draft), into `out`."""
     rows, options = len(table), tile_options()
     copy_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         table, *dense(computed, query_lens, num_drafts, accepted, plan.run_col), *outputs(out), rows,

@@ -93,8 +93,8 @@ class PlanCache:
             wrapper.plan_for(meta, 0, meta.shape.rows)
 
     def graph_wrapper(self, config: PlanConfig, meta: FlashInferMetadata) -> PlannedWrapper | None:
-        """Return the wrapper that graphs of `config.shape` use. Creates it during a capture or warm-up, else returns
-        None if there is none.
+        """Return the wrapper for graphs of `config.shape`. If missing, create it in a capture or warm-up, else return
+        None.
         """
         wrapper = self._wrappers.get(config)
         if wrapper is None and meta.for_capture:

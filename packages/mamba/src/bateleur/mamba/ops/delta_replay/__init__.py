@@ -30,7 +30,7 @@ from bateleur.mamba.ops.shared.delta_rule import (
 
 
 class _TokenIndices(NamedTuple):
-    """Indices of the ring entries and tokens of a step."""
+    """Index tensors that gather the ring entries and tokens of a step and scatter its results."""
 
     before: RingEntries | None
     """Ring entries before the step; None if all rings are empty."""

@@ -208,7 +208,7 @@ def delta_scan_varlen(
     q, k, v, a, b, A, dt_bias, state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, beta_scale,
 ):  # fmt: skip
-    """Run a delta rule over prefills in two kernels or more. No row may write a slot that another row reads."""
+    """Run a delta rule over prefills in two or three launches. No row may write a slot that another row reads."""
     del max_chunks_per_row
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)

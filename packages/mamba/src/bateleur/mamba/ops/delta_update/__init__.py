@@ -1,4 +1,4 @@
-"""The delta rules of decodes under SLOTS, token by token. Shapes: as in `shared.delta_rule`, and K draft tokens."""
+"""The delta rules of decodes, token by token, writing each state. Shapes: `shared.delta_rule`, K draft tokens."""
 
 from __future__ import annotations
 

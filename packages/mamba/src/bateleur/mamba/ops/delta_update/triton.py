@@ -1,4 +1,4 @@
-"""The delta rules of decodes under SLOTS: one program per request, head and tile of value channels.
+"""The delta rules of decodes, writing each state: one program per request, head and tile of value channels.
 
 A program reads its tile of the state once, and keeps it in registers for all tokens of the request. A value channel
 needs all key channels but no other value channel, so the state is split by value channels.

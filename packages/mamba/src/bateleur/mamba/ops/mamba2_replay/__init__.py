@@ -16,7 +16,7 @@ from bateleur.mamba.ops.shared.mamba2_ring import RingIndices, by_group, decays,
 
 
 class _TokenIndices(NamedTuple):
-    """Indices of the ring entries and tokens of a step."""
+    """Index tensors that gather the ring entries and tokens of a step and scatter its results."""
 
     ring: RingIndices
     """Ring entries, including those of the new tokens."""

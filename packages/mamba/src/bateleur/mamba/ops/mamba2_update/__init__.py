@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence of decodes under SLOTS, token by token.
+"""The Mamba-2 recurrence of decodes, token by token, writing the state after each token.
 
 Shapes: T tokens, R rows (requests), H heads, G groups, P head channels, N state entries, K draft tokens.
 """

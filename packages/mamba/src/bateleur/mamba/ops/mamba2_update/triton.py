@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence of decodes under SLOTS: one program per request, head and tile of channels.
+"""The Mamba-2 recurrence of decodes, writing each state: one program per request, head and tile of channels.
 
 A program reads its tile of the state once, and keeps it in registers for all tokens of the request. The time is that
 of reading one state and of writing one state per token.

@@ -94,7 +94,7 @@ def query_lens(query_start_loc: Tensor) -> Tensor:
 
 
 def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return indices (R, M) of tokens to read (any token after a request's end), and to write (T after the end)."""
+    """Return token indices (R, M): to read (any token after a request's end), and to write (`num_tokens` there)."""
     starts = query_start_loc.to(torch.int64)
     tokens = starts[:-1, None] + torch.arange(max_query_len, device=starts.device)
     real = tokens < starts[1:, None]
@@ -102,7 +102,7 @@ def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tu
 
 
 def unpad(y: Tensor, tokens: Tensor, like: Tensor) -> Tensor:
-    """Scatter `y` (entries, ...) to token indices `tokens` (entries,); T drops an entry. Other tokens get zeros."""
+    """Scatter `y` (entries, ...) to token indices `tokens` (entries,); index T drops an entry. Other tokens get 0."""
     out = like.new_zeros((like.shape[0] + 1, *like.shape[1:]))
     return out.index_copy_(0, tokens, y.to(like.dtype))[:-1]
 

@@ -95,7 +95,7 @@ def ring_keys(ring_k_K, ring_g_D, start, count, j, real_K, real_D, k_entry, g_en
 
 
 def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
-    """Return the compiled sizes, from q (..., G, Dk), v (..., H, Dv), and a (..., H) or (..., H, Dk)."""
+    """Return sizes for `tl.constexpr` arguments from q (..., G, Dk), v (..., H, Dv), a (..., H) or (..., H, Dk)."""
     heads, value_dim = v.shape[-2:]
     groups, key_dim = q.shape[-2:]
     decays = key_dim if a.dim() == v.dim() else 1
@@ -103,7 +103,7 @@ def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
 
 
 def block_options(key_dim: int, decays: int, *, least: int = 16, most: int = 1 << 20) -> dict[str, Any]:
-    """Return the tile sizes of key channels, in [least, most], and of their decays; products need at least 16."""
+    """Return tile sizes of key channels, in [least, most], and of their decays; matrix products need at least 16."""
     block_k = max(least, min(most, triton.next_power_of_2(key_dim)))
     return {"BLOCK_K": block_k, "BLOCK_D": 1 if decays == 1 else block_k}
 
