@@ -232,9 +232,7 @@ class CaptureTracker(TorchDispatchMode):
         return result
 
     def _own_new(self, values: Sequence[Any]) -> list[int]:
-        """Track new storages in an operator's results as owned by the capture. Return indices of results that view
-        them.
-        """
+        """Track new storages in an operator's results as owned. Return the indices of results that view them."""
         new: dict[TrackedStorage, None] = {}
         indices = []
         for i, value in enumerate(values):

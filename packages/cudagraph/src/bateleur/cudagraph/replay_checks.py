@@ -29,8 +29,7 @@ class ReplayChecks(IntEnum):
 
 
 def check_staged(captured: CapturedState[S], staged: StagedBatch[S]) -> None:
-    """Check that `staged` is the latest batch, was staged for the captured key, and has host scalars that fit the
-    graph.
+    """Check that `staged` is the latest batch, was staged for this key, and has host scalars that fit the graph.
 
     Raises:
         KeyMismatch, StaleState, SignatureMismatch: the graph may not run this batch.

@@ -100,9 +100,7 @@ class Drafter(Protocol):
         ...
 
     def admit(self, row: int, token_ids: list[int]) -> None:
-        """Start a request with these tokens in row `row` of the request table; drop the state of the row's previous
-        request.
-        """
+        """Start a request with these tokens in row `row` of the request table; drop the row's earlier state."""
         ...
 
     def propose(self, context: DraftContext) -> Tensor:

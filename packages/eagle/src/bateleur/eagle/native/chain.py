@@ -153,7 +153,7 @@ class NativeChain:
         return made
 
     def _point_to_ends(self, at: _Pointed, next_token: Tensor, drafts: Tensor) -> bool:
-        """Set the pointers to the tokens before the drafts, and to the drafts."""
+        """Set the pointers to the tokens before the drafts, and to the drafts. Returns False if unsupported."""
         if at.ends is not None and next_token is at.ends[0] and drafts is at.ends[1]:
             return True
         rows = at.step.rows

@@ -45,7 +45,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class WorkShape:
-    """Work list of a batch and the launches that read it, as far as the host decides them.
+    """Sizes of the work list of a batch, and launch options of the kernels that read it, computed on the host.
 
     The list is an int32 tensor (``num_entries``, 8): the items of each launch, then ``splits`` joins of each launch. An
     item is one query tile with one KV split, a join adds up the splits of a tile.
@@ -154,7 +154,7 @@ def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
 
 
 def launches_of(max_query_len: int, group: int) -> list[tuple[int, int, int]]:
-    """Return (fewest tokens of a row, most or 0 for no limit, lines of a tile) of each launch that a batch takes."""
+    """Return (shortest query, longest or 0 for no limit, lines of a tile) of each launch that a batch takes."""
     if max_query_len <= MAX_SHORT_QUERY_LEN:
         return [(1, 0, max_query_len * group)]
     return [(1, MAX_SHORT_QUERY_LEN, min(MAX_SHORT_QUERY_LEN * group, 64)), (MAX_SHORT_QUERY_LEN + 1, 0, 128)]

@@ -61,9 +61,7 @@ def rotate_and_write_kv(
     eps: float = 0.0,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """Apply optional RMS norms and rotary embedding to ``q`` (in place) and ``k``, then store ``k`` and ``v`` by
-    slot.
-    """
+    """Apply optional RMS norms and rotary embedding to ``q`` (in place) and ``k``, then store ``k`` and ``v``."""
     if q_norm is not None and k_norm is not None:
         whole = norm_spans_all_heads(q, k, q_norm, k_norm)
         q.copy_(rms_norm(q, q_norm, eps, whole))

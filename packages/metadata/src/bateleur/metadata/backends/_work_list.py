@@ -113,8 +113,6 @@ def _list_of(
 
 
 def _split_size(work: Tensor, least: int, splits: int) -> Tensor:
-    """Return the smallest ``least * 2**n``, n = 0, 1, ..., so that ``splits`` splits of this size hold ``work``
-    keys.
-    """
+    """Return the smallest ``least * 2**n`` (n = 0, 1, ...) of which ``splits`` splits hold ``work`` keys."""
     sizes = least << torch.arange(40, device=work.device)
     return sizes[torch.searchsorted(sizes * splits, work.view(1))]

@@ -30,9 +30,7 @@ _HEAD_DIMS = (64, 128, 256)
 
 
 class FlashInferBuilder(PagedAttentionBuilder):
-    """Paged-attention builder that adds host lengths and plans the wrappers of CUDA graphs. It reads no device
-    value.
-    """
+    """Paged-attention builder that adds host lengths and plans the wrappers of graphs. It reads no device value."""
 
     reads = PagedAttentionBuilder.reads | {"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"}
 

@@ -72,9 +72,7 @@ class TorchVarlenBackend(AttentionBackend):
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
-        """Return attention (T, Hq, D) over the cache. The kernel does not write padded tokens, so they are zeroed
-        before.
-        """
+        """Return attention (T, Hq, D) over the cache. The kernel does not write padded tokens: they are zeroed."""
         out = torch.zeros_like(q)
         if meta.seq_lens.shape[0]:
             kernel: Any = _kernel()

@@ -23,9 +23,7 @@ def rotate_and_write_kv(
     eps: float = 0.0,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """Apply optional RMS norms and rotary embedding to ``q`` (in place) and ``k``, then store ``k`` and ``v`` by
-    slot.
-    """
+    """Apply optional RMS norms and rotary embedding to ``q`` (in place) and ``k``, then store ``k`` and ``v``."""
     _check_layout(k_cache, v_cache, q=q, k=k, v=v)
     if not slot_mapping.shape[0] == q.shape[0] == k.shape[0] or k.shape != v.shape:
         raise ValueError(

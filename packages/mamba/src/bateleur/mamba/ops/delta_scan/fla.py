@@ -143,8 +143,9 @@ def _call(
     beta_scale: float,
     own: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Call fla-core's `kernel` with the arguments that both functions share, and `own`; states are
-    (rows, H, Dv, Dk).
+    """Call fla-core's `kernel` with these arguments and `own`, those that only this kernel takes.
+
+    States are (rows, H, Dv, Dk). Returns outputs and last states.
     """
     return kernel(
         q=q[None],

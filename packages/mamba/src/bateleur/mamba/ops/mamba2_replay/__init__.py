@@ -77,8 +77,7 @@ def replay_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """The Mamba-2 recurrence of 1 to 1 + K tokens per row (request), from a saved state and a ring of the inputs after
-    it.
+    """The Mamba-2 recurrence of 1 to 1 + K tokens per row (request), from a saved state and a ring of later inputs.
 
     The state before a row's tokens is ssm_state[slot] updated with ring_len entries of ring `ring_row`. Entry j is at
     (ring_start + j) % L. The row's tokens are appended to the ring. The caller counts the accepted ones, and the next

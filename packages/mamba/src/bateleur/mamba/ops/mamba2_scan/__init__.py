@@ -57,8 +57,7 @@ def ssd_scan_varlen(
         chunk_row: (chunks,) int32 row of each chunk.
         row_chunk_loc: (R + 1,) int32 first chunk of each row.
         max_chunks_per_row, chunk_size: maximum number of chunks of a row, and of tokens of a chunk.
-        read, chunk_write: (R,) and (chunks,) int64 slots of initial states, and for states after chunks (0:
-            none).
+        read, chunk_write: (R,) and (chunks,) int64 slots of initial states, and for states after chunks (0: none).
         dt_min, dt_max: limits of the step size.
 
     Returns y (T, H, P). `PrefillChunks` has the chunk tensors.

@@ -16,8 +16,7 @@ from bateleur.mamba.ops.shared.triton import load_tile, silu, store_tile
 
 @triton.jit
 def inputs(x_C, window_C, position_E, count, window_C_real, real_C, x_token, entry, KEEP: tl.constexpr):
-    """Load raw inputs (E, C) at ``position_E`` of a request of ``count`` tokens, in float32; zeros after the last
-    token.
+    """Load raw inputs (E, C) at ``position_E`` of a request of ``count`` tokens, in float32; zeros after the end.
 
     ``x_C`` points to the request's first token, ``window_C`` to the oldest of the ``KEEP`` window entries, both by
     channel. Position -1 is the last window entry. If ``window_C_real`` is false, the window is zero and is not read.
