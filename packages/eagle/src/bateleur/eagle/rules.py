@@ -136,8 +136,9 @@ class Drafts:
 class Rows:
     """Which logit rows belong to which request. The values in the tensors are not checked.
 
-    query_start_loc: (R+1,) int32: request r has the logit rows [r] to [r+1]-1, which are 1 + its drafts, at most 1 +
-        K. Rows from the last entry on are padding. A request without rows emits nothing.
+    query_start_loc: (R+1,) int32: request r has the logit rows query_start_loc[r] to query_start_loc[r+1] - 1, which
+        are 1 + its drafts, at most 1 + K. Rows from the last entry on are padding. A request without rows emits
+        nothing.
     seeds: (R,) int64.
     first_position: (R,) int64, index in its sequence of the token that is sampled from the request's first logit row.
     temperature: (R,) floating; 0 is greedy.

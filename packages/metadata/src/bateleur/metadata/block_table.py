@@ -79,8 +79,8 @@ class BlockTable:
 
         batch_row: (M,) batch row of each row of this table, -1 if it is not in the batch; its writes stay in the
             log.
-        moved: the batch has other requests than last time. Else writes that stayed in the log then are not searched
-        again.
+        moved: the batch has other requests than at the last call. Only then are the writes that stayed in the log
+        searched again.
         """
         cells = self._pending_cells(moved)
         if cells is None:

@@ -82,8 +82,9 @@ def draw_kernel(
 
     Grid (requests, places, shares): a place is the index of a logit row within its request.
 
-    LAW: logits are divided by their row's temperature here. CUT: those below what `cut` found are left out. SINGLE:
-    every request has one row, and there are no starts. KIND: of penalties, see `penalties_of`.
+    LAW: logits are divided by their row's temperature here. TRUNCATION: logits below the row's threshold
+    (`least_ptr`, `last_ptr`) are left out. SINGLE: every request has one row, and there are no starts. KIND: kind of
+    penalties, see `penalties_of`.
 
     At least 24 blocks a multiprocessor.
     """
