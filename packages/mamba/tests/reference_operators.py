@@ -18,7 +18,7 @@ from bateleur.mamba.ops.custom_op import FORMS
 
 
 def _specifies(naive: Callable[[SimpleNamespace], Any]) -> Callable[..., Any]:
-    """Wrap `naive`, which gets all arguments as one object, with the signature of the operator of the same name."""
+    """Give `naive`, which takes all arguments as one object, the signature of the operator of the same name."""
     declared = FORMS[naive.__name__].torch
     signature = inspect.signature(declared)
 
@@ -48,7 +48,7 @@ def causal_conv1d_varlen(a: SimpleNamespace) -> Tensor:
 
 @_specifies
 def causal_conv1d_update(a: SimpleNamespace) -> Tensor:
-    """Start from the window at `offset`, and store all entries that a later offset can select."""
+    """Convolve decodes from the conv window at `offset`; store all entries that a later offset can select."""
     keep, y = a.weight.shape[1] - 1, torch.zeros_like(a.x)
     for row, entries, tokens in _rows(a, a.conv_state, a.read):
         window = entries[a.offset[row] :][:keep]
@@ -62,20 +62,20 @@ def causal_conv1d_update(a: SimpleNamespace) -> Tensor:
 
 @_specifies
 def ssd_scan_varlen(a: SimpleNamespace) -> Tensor:
-    """Run the recurrence over all tokens of each row; chunks only select the states to store."""
+    """Run Mamba-2 over all tokens of each request; chunks only select the states to store."""
     pages = _pages(a)
     return _run_ssm(a, lambda row, token, i: pages.get(token + 1, 0))
 
 
 @_specifies
 def selective_state_update(a: SimpleNamespace) -> Tensor:
-    """Run the recurrence, and store the state after token i of a row in slot write[row, i]."""
+    """Run Mamba-2, and store the state after token i of a request in state slot write[row, i]."""
     return _run_ssm(a, lambda row, token, i: int(a.write[row, i]))
 
 
 @_specifies
 def replay_update(a: SimpleNamespace) -> Tensor:
-    """Append each token to the ring, and run the recurrence from the checkpoint over all ring entries."""
+    """Append each token to the ring, and run Mamba-2 from the saved state over all ring entries."""
     y, capacity = torch.zeros_like(a.x), a.ring_x.shape[1]
     for row, base, tokens in _rows(a, a.ssm_state, a.slot):
         ring, start, length = (int(each[row]) for each in (a.ring_row, a.ring_start, a.ring_len))
@@ -90,7 +90,7 @@ def replay_update(a: SimpleNamespace) -> Tensor:
 
 @_specifies
 def fold_ring(a: SimpleNamespace) -> None:
-    """Run the recurrence from `src` over the first `count` ring entries, and copy the window from `request_conv`."""
+    """Run Mamba-2 from slot `src` over the first `count` ring entries; copy the conv window from `request_conv`."""
     keep = a.conv_state.shape[2]
     layers = zip(a.ssm_state, a.conv_state, a.request_conv, a.ring_x, a.ring_dt, a.ring_B, a.A, strict=True)
     for ssm, conv, request_conv, x, step, B, A in layers:
@@ -104,7 +104,7 @@ def fold_ring(a: SimpleNamespace) -> None:
 
 @_specifies
 def fold_window(a: SimpleNamespace) -> None:
-    """Copy windows from `request_conv`."""
+    """Copy conv windows of running requests from `request_conv` to state slots."""
     keep = a.conv_state.shape[2]
     for conv, request_conv in zip(a.conv_state, a.request_conv, strict=True):
         for ring, page, first in zip(a.ring_row, a.dst, a.page_offset, strict=True):
@@ -114,7 +114,7 @@ def fold_window(a: SimpleNamespace) -> None:
 
 @_specifies
 def copy_states(a: SimpleNamespace) -> None:
-    """Copy states, and windows without their first `conv_bias` entries; the remaining entries are not changed."""
+    """Copy states, and conv windows without their first `conv_bias` entries; other entries are not changed."""
     for conv in a.conv_state:
         for page, window, bias in zip(a.dst, _load(conv, a.conv_src, conv.dtype), a.conv_bias, strict=True):
             if page:
@@ -127,20 +127,20 @@ def copy_states(a: SimpleNamespace) -> None:
 
 @_specifies
 def delta_scan_varlen(a: SimpleNamespace) -> Tensor:
-    """Run the delta rule over all tokens of each row; chunks only select the states to store."""
+    """Run the delta rule over all tokens of each request; chunks only select the states to store."""
     pages = _pages(a)
     return _run_delta(a, lambda row, token, i: pages.get(token + 1, 0))
 
 
 @_specifies
 def delta_state_update(a: SimpleNamespace) -> Tensor:
-    """Run the delta rule, and store the state after token i of a row in slot write[row, i]."""
+    """Run the delta rule, and store the state after token i of a request in state slot write[row, i]."""
     return _run_delta(a, lambda row, token, i: int(a.write[row, i]))
 
 
 @_specifies
 def delta_replay_update(a: SimpleNamespace) -> Tensor:
-    """Update the checkpoint with the ring entries, run the delta rule from there, and append to the ring."""
+    """Update the saved state with the ring entries, run the delta rule from there, and append tokens to the ring."""
     o, capacity = torch.zeros_like(a.v), a.ring_k.shape[1]
     for row, state, tokens in _rows(a, a.state, a.slot):
         ring, start, length = (int(each[row]) for each in (a.ring_row, a.ring_start, a.ring_len))
@@ -156,7 +156,7 @@ def delta_replay_update(a: SimpleNamespace) -> Tensor:
 
 @_specifies
 def delta_fold_ring(a: SimpleNamespace) -> None:
-    """Update the state in `src` with the first `count` ring entries, and copy the window from `request_conv`."""
+    """Update the state in slot `src` with the first `count` ring entries; copy the window from `request_conv`."""
     keep = a.conv_state.shape[2]
     layers = zip(a.state, a.conv_state, a.request_conv, a.ring_k, a.ring_u, a.ring_g, strict=True)
     for states, conv, request_conv, k, u, g in layers:
@@ -186,25 +186,25 @@ def _compute(x: Tensor) -> torch.dtype:
 
 
 def _load(state: Tensor, read: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return copies of all initial states, zeros for slot 0, so that all reads come before all writes."""
+    """Return copies of the states in slots `read`, zeros for slot 0, so that all reads come before all writes."""
     return [state[slot].to(dtype, copy=True) if slot else torch.zeros_like(state[0], dtype=dtype) for slot in read]
 
 
 def _rows(a: SimpleNamespace, state: Tensor, read: Tensor) -> Iterator[tuple[int, Tensor, range]]:
-    """Yield each row with its initial state and its tokens."""
+    """Yield each row (request) with its initial state and the range of its tokens."""
     loc = a.query_start_loc.tolist()
     for row, initial in enumerate(_load(state, read, _compute(a.x if hasattr(a, "x") else a.v))):
         yield row, initial, range(loc[row], loc[row + 1])
 
 
 def _pages(a: SimpleNamespace) -> dict[int, int]:
-    """Return the slot to write, by the number of tokens of the batch at the end of the chunk."""
+    """Return the state slot to write after a chunk, by the index of the token after the chunk."""
     ends = zip(a.chunk_start_loc[1:].tolist(), a.chunk_write.tolist(), strict=True)
     return {end: slot for end, slot in ends if slot}
 
 
 def _convolve(window: Tensor, a: SimpleNamespace) -> Tensor:
-    """Convolve (W, C) inputs, newest last, to (C,)."""
+    """Convolve W inputs (W, C), newest last, to one output (C,)."""
     y = (window * a.weight.T.to(window.dtype)).sum(0)
     if a.bias is not None:
         y = y + a.bias
@@ -212,7 +212,7 @@ def _convolve(window: Tensor, a: SimpleNamespace) -> Tensor:
 
 
 def _run_ssm(a: SimpleNamespace, slot_after: Callable[[int, int, int], int]) -> Tensor:
-    """Run the recurrence; slot_after(row, token, index in the row) is the slot for the state, or 0."""
+    """Run Mamba-2; slot_after(row, token, index in the row) is the state slot to write after a token, or 0."""
     y = torch.zeros_like(a.x)
     for row, state, tokens in _rows(a, a.ssm_state, a.read):
         for i, token in enumerate(tokens):
@@ -224,7 +224,7 @@ def _run_ssm(a: SimpleNamespace, slot_after: Callable[[int, int, int], int]) -> 
 
 
 def _replay(state: Tensor, rings: tuple[Tensor, ...], start: int, count: int, A: Tensor) -> Tensor:
-    """Return the state after `count` entries of one row's ring."""
+    """Return the Mamba-2 state after `count` entries of one request's ring."""
     x, step, B = rings
     for at in (entry % len(x) for entry in range(start, start + count)):
         state = _advance(state, x[at], step[at].to(state.dtype), A, B[at])
@@ -244,12 +244,12 @@ def _output(state: Tensor, x: Tensor, C: Tensor, D: Tensor) -> Tensor:
 
 
 def _step(a: SimpleNamespace, token: int, state: Tensor) -> Tensor:
-    """Return the (H,) step sizes of a token."""
+    """Return the step sizes (H,) of a token."""
     return F.softplus(a.dt[token].to(state.dtype) + a.dt_bias).clamp(a.dt_min, a.dt_max)
 
 
 def _run_delta(a: SimpleNamespace, slot_after: Callable[[int, int, int], int]) -> Tensor:
-    """Run the delta rule; `slot_after` as in `_run_ssm`."""
+    """Run the delta rule; slot_after(row, token, index in the row) is the state slot to write after a token, or 0."""
     o = torch.zeros_like(a.v)
     for row, state, tokens in _rows(a, a.state, a.read):
         for i, token in enumerate(tokens):
@@ -260,7 +260,7 @@ def _run_delta(a: SimpleNamespace, slot_after: Callable[[int, int, int], int]) -
 
 
 def _delta(a: SimpleNamespace, token: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Process one token: return the state after it, u (H, Dv), g (H,) or (H, Dk), and o (H, Dv)."""
+    """Process one token: return state, corrected value u (H, Dv), log decay g (H,) or (H, Dk), output (H, Dv)."""
     dtype, raw = state.dtype, a.a[token].to(state.dtype)
     g = (a.A if raw.dim() == 1 else a.A[:, None]) * F.softplus(raw + a.dt_bias)
     beta = a.beta_scale * torch.sigmoid(a.b[token].to(dtype))
@@ -272,7 +272,7 @@ def _delta(a: SimpleNamespace, token: int, state: Tensor) -> tuple[Tensor, Tenso
 
 
 def _replay_delta(state: Tensor, rings: tuple[Tensor, ...], start: int, count: int) -> Tensor:
-    """Return the state after `count` entries of one row's ring: S <- exp(g) S + u k^T."""
+    """Return the state after `count` entries of one request's ring: S <- exp(g) S + u k^T."""
     ring_k, ring_u, ring_g = rings
     for at in (entry % len(ring_k) for entry in range(start, start + count)):
         k = _unit(ring_k[at].to(state.dtype), len(state))

@@ -1,4 +1,4 @@
-"""`CaptureTracker`: sees every operator of a capture, tracks its memory, and refuses what no graph can hold."""
+"""`CaptureTracker`: sees every operator of a capture, tracks its memory, and refuses what a graph cannot hold."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,18 +49,18 @@ def changes_views(func: OpOverload) -> bool:
 
 
 def results(value: Any) -> tuple[Any, ...]:
-    """Return the results of an operator as a flat tuple."""
+    """Return the results of an operator as a flat tuple, nested lists included."""
     return tuple(flatten(value)) if isinstance(value, list | tuple) else (value,)
 
 
 class CaptureTracker(TorchDispatchMode):
-    """Captures one piece after another, and tracks the memory that each operator uses.
+    """Captures one piece (the operators of one graph) after another, and tracks the memory that each operator uses.
 
-    It is a torch dispatch mode around the whole body. It looks at operators only while a piece is open, so it does not
-    see the eager parts of a piecewise capture.
+    It is a torch dispatch mode around the whole body, the captured function. It looks at operators only while a piece
+    is open, so it does not see the eager parts of a piecewise capture.
 
     Args:
-        key: what is captured.
+        key: key of the graph that is captured.
         device: device of the body.
         pool_views: storages of all non-owning views that captures of the same pool have made, see `non_owning`.
 
@@ -82,15 +82,15 @@ class CaptureTracker(TorchDispatchMode):
         self._pool_views = pool_views
 
     def begin(self) -> None:
-        """Open a piece. Operators that run until `end` are captured."""
+        """Begin a piece of the capture. Operators that run until `end` are captured into one graph."""
         raise NotImplementedError
 
     def end(self) -> Graph:
-        """Close the piece, and return its graph."""
+        """End the open piece of the capture, and return its graph."""
         raise NotImplementedError
 
     def abort(self) -> None:
-        """Close and drop the piece, if one is open."""
+        """End and drop the open piece of the capture, if there is one."""
         raise NotImplementedError
 
     def non_owning(self, tensor: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class CaptureTracker(TorchDispatchMode):
         return view
 
     def result_buffer(self, result: Tensor) -> Tensor:
-        """Allocate memory in the open piece for the result of an eager part. A replay copies the result there.
+        """Allocate memory in the graph's pool for the result of an eager part. A replay copies the result there.
 
         No operator allocates it, because in torch's deterministic mode `torch.empty` would record a kernel that
         overwrites the copy.
@@ -139,7 +139,7 @@ class CaptureTracker(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not look at operators inside of the block."""
+        """Return a context in which operators are not captured or tracked."""
         is_open, self.open = self.open, False
         try:
             yield
@@ -147,7 +147,7 @@ class CaptureTracker(TorchDispatchMode):
             self.open = is_open
 
     def _allocate(self, nbytes: int, device: torch.device) -> UntypedStorage:
-        """Allocate memory in the open piece."""
+        """Allocate memory that belongs to the open piece of the capture."""
         raise NotImplementedError
 
     def _pool_storage(self, address: int, nbytes: int) -> UntypedStorage:
@@ -188,7 +188,7 @@ class CaptureTracker(TorchDispatchMode):
         return self._call(func, args, kwargs)
 
     def refuse(self, reason: str, kind: type[CaptureError] = CaptureError) -> CaptureError:
-        """Return the error to raise. It is also kept, so that the capture fails even if the body catches it."""
+        """Return the error to raise. It is also recorded, so that the capture fails even if the body catches it."""
         error = kind(f"{self._key}: {reason}")
         self.failure = self.failure or error
         return error
@@ -202,10 +202,10 @@ class CaptureTracker(TorchDispatchMode):
         )
 
     def check(self) -> None:
-        """Raise an error that the body caught, or one that shows only at the end of a piece.
+        """Raise an error of the capture that the body caught, or one that shows only at the end of a piece.
 
         Raises:
-            CaptureError: see above. Also if external memory was freed or resized during the capture.
+            CaptureError: such an error. Also if external memory was freed or resized during the capture.
         """
         if self.failure is not None:
             raise self.failure
@@ -230,7 +230,7 @@ class CaptureTracker(TorchDispatchMode):
         return result
 
     def _own_new(self, values: Sequence[Any]) -> list[int]:
-        """Track new storages in the results of an operator as owned. Return the indices of results that view them."""
+        """Track new storages in an operator's results as owned. Return the indices of results that view them."""
         new: dict[TrackedStorage, None] = {}
         indices = []
         for i, value in enumerate(values):

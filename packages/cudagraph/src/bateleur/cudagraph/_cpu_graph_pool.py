@@ -23,7 +23,7 @@ class _Range(NamedTuple):
 
 
 class CpuGraphPool:
-    """CPU memory that returns to the pool when the storage that was allocated dies.
+    """CPU memory that returns to the pool when the allocated storage dies.
 
     It models the private pool that CUDA graphs allocate from. An allocation takes the smallest free range that fits,
     and leaves the rest of the range free. Neighbouring free ranges are joined. If no range fits, a new segment of the
@@ -80,7 +80,7 @@ class CpuGraphPool:
         return torch.frombuffer(part, dtype=torch.uint8).untyped_storage()
 
     def _free_returned(self) -> None:
-        """Add the ranges of dead storages to the free ranges, and join neighbours."""
+        """Add the ranges of freed storages to the free ranges, and join neighbouring ranges."""
         ranges, self._free = self._free, []
         while self._returned:
             ranges.append(self._returned.pop())

@@ -58,7 +58,7 @@ class TrackedMemory:
         self._views: list[Tensor] = []
 
     def find(self, tensor: Tensor) -> TrackedStorage | None:
-        """Return the entry of a tensor's storage. None if the storage is not tracked."""
+        """Return the tracked entry of a tensor's storage. None if the storage is not tracked."""
         storage = tensor.untyped_storage()
         tracked = self._by_id.get(id(storage))
         return tracked if tracked is not None and tracked.ref() is storage else None
@@ -74,12 +74,12 @@ class TrackedMemory:
 
     @property
     def externals(self) -> tuple[ExternalMemory, ...]:
-        """The storages that are not owned."""
+        """The storages that the capture used but did not allocate."""
         return tuple(each for each in self._storages if not each.owned)
 
     @property
     def owned(self) -> tuple[TrackedStorage, ...]:
-        """The owned storages in the order of allocation. Most of them are freed already."""
+        """The storages that the capture allocated, in the order of allocation. Most of them are freed already."""
         return tuple(each for each in self._storages if each.owned)
 
     def add_view(self, view: Tensor) -> None:
@@ -106,7 +106,7 @@ class TrackedMemory:
         return alive
 
     def poison(self) -> None:
-        """Poison the owned memory that can still be read: live storages and views."""
+        """Overwrite owned memory that can still be read (live storages and views) with NaN or out-of-range values."""
         for each in self._storages:
             storage = each.ref() if each.owned else None
             if storage is not None:
@@ -129,7 +129,7 @@ def storage_at(address: int, nbytes: int, device: torch.device) -> UntypedStorag
 
 
 def poison_storage_(storage: UntypedStorage, dtype: torch.dtype) -> None:
-    """Poison a whole storage, as elements of `dtype`."""
+    """Fill a whole storage, as elements of `dtype`, with NaN, True or out-of-range integers."""
     flat = torch.empty(0, dtype=dtype, device=storage.device)
     poison_(flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,)))
 
@@ -137,7 +137,7 @@ def poison_storage_(storage: UntypedStorage, dtype: torch.dtype) -> None:
 def poison_(tensor: Tensor) -> Tensor:
     """Fill `tensor` in place with NaN, True, or an integer out of any valid range. Inference tensors are allowed.
 
-    Signed integers get half of their minimum, so that a sum or negation of poison is out of range too.
+    Signed integers get half of their minimum, so that a sum or negation of these values is out of range too.
     """
     with torch.inference_mode():
         dtype = tensor.dtype

@@ -15,7 +15,7 @@ _BUILTIN = (Mapping, tuple, list, AbstractSet)
 
 
 def named_tensors(tree: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor of a tree once, with its path, in a fixed order. Tensors in plain objects are not found."""
+    """Yield each tensor of nested containers once, with its path, in a fixed order. Plain objects are not searched."""
     for where, node in _walk(tree, path):
         if isinstance(node, Tensor):
             yield where, node
@@ -43,14 +43,14 @@ def replace_tensors(tree: T, change: Callable[[Tensor], Tensor]) -> T:
 
 
 def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[[object], str | None]:
-    """Remember the containers and objects in `state`, to find shared ones that change later.
+    """Remember the containers and objects in `state`, to find those that a later state shares but that have changed.
 
     Changed contents of tensors do not count, because every staging writes them.
 
     Args:
         state: any tree.
-        into_objects: also look at containers that plain objects hold. False for PIECEWISE keys, because an attention
-            backend may cache there what its eager parts create once.
+        into_objects: also look at containers that plain objects hold. False for PIECEWISE keys, because the eager parts
+            of an attention backend may cache values there.
 
     Returns:
         A function of another state. It returns the path of a part of the other state that is also a part of `state`
@@ -69,7 +69,7 @@ def watch_lazy_changes(state: object, *, into_objects: bool = True) -> Callable[
 
 
 def _walk(node: object, path: str, into_objects: bool = False) -> Iterator[tuple[str, object]]:
-    """Yield each container and leaf once, with its path.
+    """Yield each container and leaf of a tree once, with its path.
 
     A plain object is yielded as a leaf. With `into_objects`, the containers that it holds follow.
     """

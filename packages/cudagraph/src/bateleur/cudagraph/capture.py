@@ -1,4 +1,4 @@
-"""`BodyCapture`: captures a body as one full graph, or as piecewise graphs with eager parts between them."""
+"""`BodyCapture`: captures a function as one full graph, or as piecewise graphs with eager parts between them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -20,11 +20,11 @@ class EagerPart:
     """A function that runs eagerly between two graphs of a replay, such as attention.
 
     Args:
-        name: shown in errors.
-        fn: called with the state of the step and `tensors`.
-        tensors: the arguments. The graph before writes them. Memory of the pool is not owned, see
+        name: name of the part in errors.
+        fn: the function. It is called with the state of the step and `tensors`.
+        tensors: the arguments. The graph before the part writes them. They do not own memory of the pool, see
             `CaptureTracker.non_owning`.
-        result: the tensor that the next graph reads. It is in memory of the pool and not owned, or it is a view of an
+        result: the tensor that the next graph reads. It is a non-owning view of the pool, or a view of an
             argument if `fn` returned one.
     """
 
@@ -36,7 +36,7 @@ class EagerPart:
         self._layout = _layout(result)
 
     def run(self, state: Any) -> None:
-        """Call the function, and copy its result to where the next graph reads it.
+        """Call the function, and copy its result to the tensor that the next graph reads.
 
         Raises:
             GraphError: the result has another shape, strides, dtype or device than at capture.
@@ -55,10 +55,10 @@ def _layout(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dty
 
 
 class BodyCapture(Generic[S]):
-    """Captures one call of a body.
+    """Captures one call of a body, the function to capture.
 
     Args:
-        tracker: captures each piece.
+        tracker: captures each piece, a sequence of operators that becomes one graph.
         key: a FULL key gives one graph, a PIECEWISE key one graph before, between and after its eager parts.
         state: the staged state for the call.
     """
@@ -75,7 +75,7 @@ class BodyCapture(Generic[S]):
         """Call the body once, within the torch modes `modes`.
 
         Raises:
-            CaptureError: the body raised, or did what no graph can hold. No piece is open then.
+            CaptureError: the body raised, or did something that no graph can hold. The capture is ended then.
         """
         piecewise = self._key.mode is CudaGraphMode.PIECEWISE
         execution = Execution(self._key, self._state, self._eager_call if piecewise else None)

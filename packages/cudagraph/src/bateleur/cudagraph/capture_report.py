@@ -17,7 +17,7 @@ class CaptureCost:
         capture_s: host time of staging and capture, in seconds.
         nbytes: device memory that the capture allocated, in bytes. All keys share a memory pool, so the first keys
             allocate most of it; later keys add little more than the driver's memory per graph.
-        num_graphs: captured pieces. 1 for a FULL key.
+        num_graphs: number of graphs. 1 for a FULL key.
         num_externals: external memory blocks that the graph uses. 0 if the backend cannot find them.
     """
 
@@ -31,7 +31,7 @@ class CaptureCost:
 
 @dataclass(frozen=True, slots=True)
 class KeyEvent:
-    """A failed capture or a release of a key.
+    """A failed capture or a release of a graph, by key.
 
     Attributes:
         key: key of the graph.
@@ -52,7 +52,7 @@ class CaptureReport:
         backend: name of the backend.
         num_planned: number of keys of the dispatcher.
         captured: one entry per captured key.
-        failures: keys whose capture failed and was not repeated with success.
+        failures: keys whose capture failed, and which were not captured later.
         releases: keys that were released, captured again or not. The latest release is last.
     """
 

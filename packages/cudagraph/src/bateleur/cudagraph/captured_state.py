@@ -28,7 +28,7 @@ class CapturedState(Generic[S]):
         externals: memory that the graph uses and does not own. Empty if the backend cannot find it.
         producer: the producer that staged the state. It is kept alive, and with it the buffers.
         staged: the batch that was captured. Use `current_state` to read its contents.
-        poison: whether `restage` poisons the buffers first.
+        poison: whether `restage` first fills the buffers with invalid values.
     """
 
     key: BatchExecutionDescriptor
@@ -39,7 +39,7 @@ class CapturedState(Generic[S]):
     poison: bool = False
 
     def restage(self, phase: Phase) -> StagedBatch[S]:
-        """Stage this key again: a new state object with its own contents at the captured addresses.
+        """Stage a dummy batch of this key again. The new state has its contents at the captured addresses.
 
         Raises:
             AddressMoved: a buffer has moved. Checked before and after staging.
@@ -50,7 +50,7 @@ class CapturedState(Generic[S]):
         return staged
 
     def current_state(self) -> S:
-        """Return the captured state, if the buffers still hold its contents.
+        """Return the captured state, if the producer's buffers still hold its contents.
 
         Raises:
             StaleState: another batch was staged after the capture.
@@ -101,7 +101,7 @@ CapturedStates: TypeAlias = Mapping[BatchExecutionDescriptor, CapturedState[S]]
 
 
 class CapturedStateProducer(Producer[S]):
-    """A producer that stages into the captured states of another manager.
+    """A producer of batches that stages into the captured states of another `CudaGraphManager`.
 
     Graphs captured with it read the buffers of the other manager's producer. So one staging per step serves both
     managers, and its `StagedBatch` can be replayed by both. A drafter uses it to read the target model's metadata.
@@ -131,7 +131,7 @@ class CapturedStateProducer(Producer[S]):
         return self._producer.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[S]:
-        """Stage the captured state of `key` again."""
+        """Stage the captured state of `key` again, with the other manager's producer."""
         return self._states[key].restage(phase)
 
     def addresses(self) -> Mapping[str, int]:
@@ -143,7 +143,7 @@ class CapturedStateProducer(Producer[S]):
         return stage_batch(self._producer, key, Phase.RUN, poison=False, seed=seed)
 
     def poison(self) -> None:
-        """Poison the buffers of the other manager's producer, if it is `Poisonable`."""
+        """Fill the buffers of the other manager's producer with invalid values, if it is `Poisonable`."""
         if isinstance(self._producer, Poisonable):
             self._producer.poison()
 
@@ -166,7 +166,7 @@ def _difference(key: BatchExecutionDescriptor, other: BatchExecutionDescriptor) 
 
 
 def check_addresses(captured: CapturedState[S], staged: StagedBatch[S] | None = None) -> None:
-    """Check that every buffer has the same address as at capture. New buffers are allowed.
+    """Check that every buffer of the producer has the same address as at capture. New buffers are allowed.
 
     Raises:
         AddressMoved: a buffer moved or no longer exists.

@@ -23,7 +23,7 @@ _WORD_BITS = 62  # an int64 with more bits of the key mask could be negative
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """The input of one rank to the joint dispatch of a step.
+    """The input of one rank to the joint dispatch of a step, which chooses one graph for all ranks.
 
     Attributes:
         batch: the rank's batch. None if the rank has no request.
@@ -92,7 +92,7 @@ class DispatchCoordinator(Protocol):
     """Exchanges the input of all ranks, and makes the joint decision."""
 
     def coordinate(self, mine: RankStep) -> JointDispatch:
-        """Return the joint decision of all ranks. Every rank must call it once per step."""
+        """Return the dispatch decision for all ranks. Every rank must call it with its input once per step."""
 
 
 def dispatch_jointly(steps: Sequence[RankStep], dispatcher: CudagraphDispatcher) -> JointDispatch:
@@ -147,7 +147,7 @@ def _ready_on_all_ranks(
 def _rank_without_graph(
     steps: Sequence[RankStep], joint: UnpaddedBatch, reason: DispatchReason, dispatcher: CudagraphDispatcher
 ) -> tuple[int | None, DispatchReason]:
-    """Return the rank that is furthest from a graph, and its reason. (None, `reason`) if each rank has a graph."""
+    """Return the rank that is furthest from having a graph, and why. (None, `reason`) if each rank has a graph."""
     found: list[tuple[int, int | None, DispatchReason]] = []
     for rank, step in enumerate(steps):
         not_captured = reason is DispatchReason.NOT_CAPTURED
@@ -204,18 +204,19 @@ class RankStepCodec:
 
 
 class LocalCoordinator:
-    """Coordinator of a single rank."""
+    """Makes the dispatch decision of a single rank, without communication."""
 
     def __init__(self, dispatcher: CudagraphDispatcher) -> None:
         self._dispatcher = dispatcher
 
     def coordinate(self, mine: RankStep) -> JointDispatch:
-        """Return the decision for this rank alone."""
+        """Return the dispatch decision for this rank alone."""
         return dispatch_jointly((mine,), self._dispatcher)
 
 
 class TorchDistCoordinator:
-    """Coordinator of the ranks of a `torch.distributed` group. Each step costs one all-gather of a few integers.
+    """Makes one dispatch decision for all ranks of a `torch.distributed` group. Each step costs one all-gather of a few
+    integers.
 
     The host waits for the result, because the padding of the step depends on it. With a CPU group (gloo), it waits for
     the other hosts. With a GPU group, it also waits for earlier work on the current stream.
@@ -253,7 +254,7 @@ class TorchDistCoordinator:
         self._rows = list(self._all)
 
     def coordinate(self, mine: RankStep) -> JointDispatch:
-        """Return the joint decision of all ranks. Every rank of the group must call it once per step."""
+        """Return the dispatch decision for all ranks. Every rank of the group must call it once per step."""
         self._staging_values[:] = self._codec.encode(mine)
         if self._mine is not self._staging:
             self._mine.copy_(self._staging)

@@ -1,6 +1,6 @@
 """`CudagraphDispatcher`: which graphs to capture, and which graph a batch runs on or why it runs eagerly.
 
-Nothing here captures, stages or replays.
+Nothing here captures graphs, stages batches or replays.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ NUM_CONSTRAINTS_MET = {
 
 @dataclass(frozen=True, slots=True)
 class DispatchDecision:
-    """What one batch runs on.
+    """The graph that one batch runs on, or the reason why it runs eagerly.
 
     Attributes:
         descriptor: key of the graph. None if the batch runs eagerly.
-        reason: the kind of graph. For an eager batch, the constraint that it violates at the nearest graph.
+        reason: the kind of graph. For an eager batch, the constraint of the nearest graph that it violates.
         pad_tokens: padding tokens to add before staging. 0 for an eager batch.
         pad_reqs: padding requests to add before staging. 0 for an eager batch.
     """
@@ -89,7 +89,7 @@ class DispatchCounter:
         self.num_pad_tokens = 0
 
     def count(self, decision: DispatchDecision) -> None:
-        """Add one decision."""
+        """Add one dispatch decision to the counts."""
         self.by_reason[decision.reason] += 1
         if decision.descriptor is not None:
             self.num_graph_tokens += decision.descriptor.num_tokens
@@ -97,7 +97,7 @@ class DispatchCounter:
 
     @property
     def total(self) -> int:
-        """Number of decisions."""
+        """Number of counted dispatch decisions."""
         return self.by_reason.total()
 
 
@@ -108,7 +108,7 @@ class SizeRange:
     Attributes:
         first, last: smallest and largest number of requests, both inclusive.
         descriptor: key of the graph. None if these batches run eagerly.
-        reason: see `DispatchDecision.reason`.
+        reason: kind of the graph. Without a graph, the violated constraint of the nearest one.
     """
 
     first: int
@@ -124,12 +124,13 @@ class SizeRange:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What batches of 1, 2, ... requests with `query_len` tokens each run on.
+    """The graphs that batches of 1, 2, ... requests with `query_len` tokens each run on.
 
     Attributes:
         query_len: tokens of each request.
         ranges: batch sizes in increasing order, without gaps.
-        mean_padding: padding tokens / tokens, in [0, 1), the mean over batch sizes that run on a graph. 0 if none does.
+        mean_padding: padding tokens / tokens, in [0, 1), the mean over batch sizes that run on a graph. 0 if none runs
+            on a graph.
         worst_padding: the largest of these ratios.
     """
 
@@ -140,7 +141,7 @@ class Coverage:
 
     @classmethod
     def of(cls, query_len: int, decisions: Sequence[DispatchDecision]) -> Coverage:
-        """Summarise the decisions for batches of 1, 2, ... requests."""
+        """Summarise the dispatch decisions for batches of 1, 2, ... requests with `query_len` tokens each."""
         ranges: list[SizeRange] = []
         for num_reqs, decision in enumerate(decisions, start=1):
             first = num_reqs
@@ -172,13 +173,13 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class _KeyGroup:
-    """Keys of one kind, variant and uniform query length, smallest first.
+    """Graph keys of one kind, variant and uniform query length, smallest first.
 
-    All limits grow with the position in the group, so its last key admits every batch that another key admits.
+    All limits grow with the position in the group, so a batch that fits any key of the group fits its last key.
 
     Attributes:
         kind: DECODE, MIXED or PIECEWISE.
-        keys: the keys.
+        keys: the keys of the group.
         num_tokens: `num_tokens` of each key, for bisection.
     """
 
@@ -189,9 +190,9 @@ class _KeyGroup:
 
 @dataclass(frozen=True, slots=True)
 class CudagraphDispatcher:
-    """The graphs to capture for one model, and the choice of a graph for each batch. Make it with `make`.
+    """The keys of the graphs to capture for one model, and the choice of a graph for each batch. Make it with `make`.
 
-    It is immutable and has no tensors. vLLM's class of this name does the same.
+    It is immutable and has no tensors. It corresponds to vLLM's class of this name.
 
     Attributes:
         mode: which batches run on graphs.
@@ -206,7 +207,7 @@ class CudagraphDispatcher:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """The variants that have graphs."""
+        """The variants (such as LoRA ranks) that have graphs of their own."""
         return tuple(self._groups)
 
     @classmethod
@@ -220,7 +221,7 @@ class CudagraphDispatcher:
         query_lens: Sequence[int] = (1,),
         variants: Sequence[Variant] = ((),),
     ) -> CudagraphDispatcher:
-        """Make the keys for some capture sizes.
+        """Make a dispatcher with the graph keys for some capture sizes.
 
         Args:
             mode: which batches run on graphs.
@@ -229,7 +230,7 @@ class CudagraphDispatcher:
             max_num_reqs: the engine's limit of requests per step. None: no limit.
             max_num_tokens: the engine's limit of tokens per step. None: no limit.
             query_lens: tokens per request in decode batches, such as 1 and 1 + the number of draft tokens.
-            variants: every variant that needs its own graphs.
+            variants: every variant (such as a LoRA rank) that needs its own graphs.
 
         Raises:
             ValueError: a size, limit or query length is below 1.
@@ -299,7 +300,7 @@ def _keys(
 
 
 def _groups(keys: Iterable[BatchExecutionDescriptor]) -> tuple[_KeyGroup, ...]:
-    """Group the keys of one variant, the preferred group first. No group is empty."""
+    """Group the keys of one variant by kind and query length, the preferred group first. No group is empty."""
     found: dict[tuple[int, int], list[BatchExecutionDescriptor]] = {}
     for key in sorted(keys):
         found.setdefault((_GRAPH_KINDS.index(_kind(key)), key.uniform_query_len or 0), []).append(key)

@@ -10,11 +10,11 @@ class CaptureError(GraphError):
 
 
 class HostSync(CaptureError):
-    """The body read a device value on the host during capture. A replay could not repeat that."""
+    """The captured function read a device value on the host. A replay could not repeat that."""
 
 
 class SharedState(CaptureError):
-    """Warm-up and capture got the same state object. A value cached in it by the warm-up would not be in the graph."""
+    """Warm-up and capture got the same state object. The graph would lack what the warm-up cached in the object."""
 
 
 class ReplayFailed(GraphError):

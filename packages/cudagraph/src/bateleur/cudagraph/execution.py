@@ -1,4 +1,4 @@
-"""`Execution`: the argument of a body, with the state of one step and the way to leave a piecewise graph."""
+"""`Execution`: the argument of a captured function: the state of one step, and `eager` to leave the graph."""
 
 from collections.abc import Callable
 from typing import Concatenate, Generic, TypeAlias, TypeVar
@@ -17,7 +17,7 @@ EagerCall: TypeAlias = Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Ten
 
 
 class Execution(Generic[S]):
-    """The argument of a body: one run of the forward pass.
+    """The argument of a body, the function that is captured: one run of the forward pass.
 
     Attributes:
         key: the graph that is captured or run. None if the step runs eagerly.

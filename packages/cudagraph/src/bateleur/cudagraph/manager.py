@@ -36,11 +36,11 @@ class _CapturedKey(CapturedState[S], Generic[S, T]):
 
 
 class CudaGraphManager(Generic[S, T]):
-    """Captures and replays the graphs of one dispatcher by one backend.
+    """Captures and replays the graphs of one dispatcher by one capture backend.
 
-    S is the type of the state that the producer stages and the body reads. T is the type that the body returns.
-    Managers with the same backend object share memory, so a replay of one manager may overwrite the outputs of another.
-    Copy an output that must stay valid.
+    The body is the captured function. S is the type of the state that the producer stages and the body reads. T is the
+    type that the body returns. Managers with the same backend object share memory, so a replay of one manager may
+    overwrite the outputs of another. Copy an output that must stay valid.
 
     Args:
         dispatcher: the keys, in capture order.
@@ -78,7 +78,7 @@ class CudaGraphManager(Generic[S, T]):
 
     @property
     def ready(self) -> Set[BatchExecutionDescriptor]:
-        """A live view of the keys that can be replayed, for `CudagraphDispatcher.dispatch`."""
+        """A live view of the keys of graphs that can be replayed, for `CudagraphDispatcher.dispatch`."""
         return self._captured.keys()
 
     @property
@@ -88,7 +88,7 @@ class CudaGraphManager(Generic[S, T]):
 
     @property
     def report(self) -> CaptureReport:
-        """A snapshot of costs, failures and releases."""
+        """A snapshot of costs, failures and releases of all captures."""
         return CaptureReport(
             self._backend.name,
             len(self.dispatcher.keys),
@@ -106,7 +106,7 @@ class CudaGraphManager(Generic[S, T]):
         progress: Progress = iter,
         keep_going: bool = False,
     ) -> CapturedStates[S]:
-        """Capture `body` on dummy batches of `producer`, in capture order.
+        """Capture the function `body` on dummy batches of `producer`, in capture order.
 
         Each key is staged and run eagerly once (warm-up), then staged again and captured. The manager keeps `producer`
         and `body` for `capture_pending`. Keys that were captured before keep their own producer and body.
@@ -135,7 +135,8 @@ class CudaGraphManager(Generic[S, T]):
     def capture_pending(
         self, budget_s: float, *, progress: Progress = iter, keep_going: bool = False
     ) -> CapturedStates[S]:
-        """Capture pending keys with the producer and body of the latest `capture`, for about `budget_s` seconds.
+        """Capture graphs of pending keys with the producer and body of the latest `capture`, for about `budget_s`
+        seconds.
 
         At least one pending key is captured. No capture begins after `budget_s` seconds. A key that failed before is
         not tried again. The other arguments, the result and the errors are those of `capture`.
@@ -148,7 +149,7 @@ class CudaGraphManager(Generic[S, T]):
         """Replay the graph of `key` on the batch `staged`.
 
         Returns:
-            What the body returned at capture: tensors that the next replay of any graph of the backend may overwrite.
+            The output of the body at capture: tensors that the next replay of any graph of the backend may overwrite.
 
         Raises:
             NotCaptured: there is no graph for `key`.
@@ -177,7 +178,7 @@ class CudaGraphManager(Generic[S, T]):
         atol: float = 1e-5,
         extra_tensors: ExtraTensors[S] = MappingProxyType({}),
     ) -> VerifyReport:
-        """Compare replays with eager runs of the same body on random batches. Each run stages its batch again.
+        """Compare replays with eager runs of the same function on random batches. Each run stages its batch again.
 
         Args:
             key: the key to verify. None: all captured keys, large keys first, so that contents which a large batch
@@ -294,7 +295,7 @@ class CudaGraphManager(Generic[S, T]):
         )
 
     def _check_earlier_captures(self, producer: Producer[S]) -> None:
-        """Check that this staging moved no buffer of an earlier capture of `producer`.
+        """Check that the latest staging moved no buffer of an earlier capture of `producer`.
 
         It compares with the latest captured key only. The addresses of that key passed the same check, so they include
         every buffer of the keys before it.

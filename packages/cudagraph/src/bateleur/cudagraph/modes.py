@@ -43,8 +43,8 @@ class CudaGraphMode(Enum):
 
         Args:
             support: which batches a full graph may hold, the smallest value over all metadata builders.
-                0: none, 1: rows of one token, 2: rows of equal length, 3: every batch.
-            query_len: tokens of the longest decode row: 1 + the number of draft tokens.
+                0: none, 1: requests of one token, 2: requests of equal length, 3: every batch.
+            query_len: tokens of the longest decode: 1 + the number of draft tokens.
 
         Returns:
             The mode, and one sentence with the reason. The reason is None if the mode is unchanged.

@@ -1,4 +1,4 @@
-"""ReplayChecks before a replay: that the graph reads the batch that was staged for it."""
+"""Checks before a replay that the graph reads the batch that was staged for it."""
 
 from enum import IntEnum
 
@@ -13,7 +13,7 @@ from bateleur.cudagraph.staging import StagedBatch, check_current
 
 
 class ReplayChecks(IntEnum):
-    """ReplayChecks before each replay. Each level includes the levels below."""
+    """Level of the checks before each replay. Each level includes the levels below."""
 
     OFF = 0
     """No checks. Use it to measure what the checks cost."""
@@ -27,10 +27,10 @@ class ReplayChecks(IntEnum):
 
 
 def check_staged(captured: CapturedState[S], staged: StagedBatch[S]) -> None:
-    """Check that `staged` is the latest batch, was staged for this key, and has host scalars that fit.
+    """Check that `staged` is the latest batch, was staged for this key, and has host scalars that fit the graph.
 
     Raises:
-        KeyMismatch, StaleState, SignatureMismatch: it may not be replayed.
+        KeyMismatch, StaleState, SignatureMismatch: the graph may not run this batch.
     """
     check_current(captured.producer, captured.key, staged)
     difference = _signature_difference(captured.staged, staged)
@@ -41,10 +41,10 @@ def check_staged(captured: CapturedState[S], staged: StagedBatch[S]) -> None:
 def check_tensors(captured: CapturedState[S], staged: StagedBatch[S]) -> None:
     """Check that the tensors of `staged` are the captured ones.
 
-    This finds a tensor that was allocated in this step, and a batch of another producer. It compares tensors in memory
-    that the graph is known to use. For a FULL key it also compares all device tensors, because a kernel may read one
-    without an operator. For a PIECEWISE key it compares storages only, because eager parts may use other views of the
-    same storage in every step, or none.
+    This finds a tensor that was allocated in this step, and a batch that another producer staged. It compares tensors
+    in memory that the graph is known to use. For a FULL key it also compares all device tensors, because a kernel may
+    read one without an operator. For a PIECEWISE key it compares storages only, because eager parts may use other views
+    of the same storage in every step, or none.
 
     Raises:
         AddressMoved: a tensor differs.

@@ -19,7 +19,7 @@ class Phase(StrEnum):
 
 
 class SignatureLike(Protocol):
-    """The host scalars that a body reads. `bateleur.metadata.Signature` is an implementation."""
+    """The host scalars that a captured function reads. `bateleur.metadata.Signature` is an implementation."""
 
     def admits(self, runtime: Any, /) -> str | None:
         """Return why a graph with these host scalars cannot run a batch with those of `runtime`. None if it can."""
@@ -27,13 +27,13 @@ class SignatureLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch(Generic[S]):
-    """A staged batch. A replay takes it as evidence that the buffers hold this batch.
+    """A batch that was written into a producer's buffers. A replay needs it as evidence that they hold this batch.
 
     Attributes:
         key: the graph that the batch was padded for. None if the step runs eagerly.
-        state: what the body reads. Its tensors are views of the producer's buffers.
+        state: the argument that the captured function reads. Its tensors are views of the producer's buffers.
         generation: `Producer.generation` after this staging.
-        signature: the host scalars of the state. None if the body reads none.
+        signature: the host scalars of the state. None if the function reads none.
     """
 
     key: BatchExecutionDescriptor | None
@@ -43,14 +43,14 @@ class StagedBatch(Generic[S]):
 
 
 class Producer(Protocol[S]):
-    """Stages batches into buffers at fixed addresses."""
+    """Stages batches: writes them into buffers at fixed addresses."""
 
     @property
     def generation(self) -> int:
         """Number of stagings so far. Each staging overwrites the batch of the one before."""
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[S]:
-        """Stage a dummy batch that fills `key`: a new state object with new contents at the same addresses.
+        """Stage a dummy batch of the full sizes of `key`: a new state object with new contents at the same addresses.
 
         In phase CAPTURE, the host scalars must be the largest of all batches that may replay `key`. Phase WARMUP must
         use the same host scalars, so that the warm-up loads every kernel that the capture launches.
@@ -62,18 +62,18 @@ class Producer(Protocol[S]):
 
 @runtime_checkable
 class Fuzzable(Protocol[S]):
-    """A producer that can stage random batches. `CudaGraphManager.verify` needs it."""
+    """A `Producer` that can also stage random batches. `CudaGraphManager.verify` needs it."""
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[S]:
-        """Stage a random valid batch that fills `key`.
+        """Stage a random valid batch of the full sizes of `key`.
 
-        The same `seed` gives the same contents, also in caches that the body writes.
+        The same `seed` gives the same contents, also in caches that the captured function writes.
         """
 
 
 @runtime_checkable
 class Poisonable(Protocol):
-    """A producer that can poison its buffers, so that values which staging does not write become visible."""
+    """A `Producer` that can fill its buffers with invalid values, to show entries that staging does not write."""
 
     def poison(self) -> None:
         """Fill every buffer with NaN, or with integers that are out of range."""
@@ -100,10 +100,10 @@ def check_current(producer: Producer[S], key: BatchExecutionDescriptor, staged: 
 def stage_batch(
     producer: Producer[S], key: BatchExecutionDescriptor, phase: Phase, *, poison: bool, seed: int | None = None
 ) -> StagedBatch[S]:
-    """Stage a dummy or random batch, and check the key and generation that the producer returns.
+    """Stage a dummy or random batch for `key`, and check the key and generation that the producer returns.
 
     Args:
-        poison: poison the buffers before staging, if the producer is `Poisonable`.
+        poison: whether to fill the buffers with invalid values before, if the producer is `Poisonable`.
         seed: seed of a random batch. None: a dummy batch.
 
     Raises:

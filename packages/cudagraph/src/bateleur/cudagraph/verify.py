@@ -1,4 +1,4 @@
-"""Verification: compares a replay with an eager run of the same body on the same staged contents."""
+"""Verification: compares a replay with an eager run of the same function on the same staged batch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ RunSeed = Callable[[int], Mapping[str, Tensor]]
 
 
 def copy_tensors(output: object, extra_tensors: ExtraTensors[S], state: S) -> dict[str, Tensor]:
-    """Return copies of the tensors of an output and of the extra tensors, by name."""
+    """Return copies of the tensors of a body's output and of the extra tensors, by name."""
     extra = extra_tensors(state) if callable(extra_tensors) else extra_tensors
     return {name: tensor.clone() for name, tensor in (*named_tensors(output, "output"), *extra.items())}
 
@@ -84,10 +84,10 @@ def copy_tensors(output: object, extra_tensors: ExtraTensors[S], state: S) -> di
 def compare_runs(
     key: BatchExecutionDescriptor, eager: RunSeed, replay: RunSeed, num_seeds: int, rtol: float | None, atol: float
 ) -> ReplayComparison:
-    """Run seeds 0 .. `num_seeds` - 1 eagerly and by replay, and compare the results.
+    """Run random batches of seeds 0 .. `num_seeds` - 1 eagerly and by replay, and compare the results.
 
     Args:
-        rtol, atol: see `CudaGraphManager.verify`.
+        rtol, atol: tolerances, see `CudaGraphManager.verify`.
     """
     largest, failure = 0.0, None
     for seed in range(num_seeds):
@@ -107,7 +107,7 @@ def compare_runs(
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """Relative difference that another order of a few sums may cause. The tests of torch allow about as much."""
+    """Relative difference that another order of a few sums may cause, about the default tolerance of torch's tests."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     return (2 if dtype.itemsize <= 2 else 11) * torch.finfo(dtype).eps

@@ -1,4 +1,4 @@
-"""Eagle drafting: keyed noise, lossless verification, draft heads, and the speculator that runs them."""
+"""Speculative decoding: keyed random numbers, lossless verification, draft heads, and the EAGLE proposer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logit rows of each request, shared by all acceptance rules.
+"""Maps each request's drafts to rows of the logits, for all acceptance rules.
 
 Legend for shapes: R requests, N logit rows, K draft tokens at most, C = K + 1 logit rows of a request at most.
 """
@@ -20,7 +20,7 @@ from bateleur.eagle.rules import Drafts, RejectionOutput, Rows
 class LogitRows:
     """Maps drafts to the logit rows that verify them.
 
-    place: (C,) int64. index: (R, C) int64, the logit row of each place, clamped into range.
+    place: (C,) int64, 0 .. C-1. index: (R, C) int64, the i-th logit row of each request, clamped into range.
     drafted: (R, K) bool, whether there is a draft.
     """
 
@@ -34,7 +34,7 @@ class LogitRows:
 
     @classmethod
     def of(cls, num_logits: int, drafts: Drafts, rows: Rows) -> LogitRows:
-        """Assign each draft to the logit row that verifies it."""
+        """Assign each draft to the logit row that verifies it; there are `num_logits` rows."""
         tokens_RK, first_R = drafts.tokens, rows.query_start_loc[:-1].long()
         num_R = rows.query_start_loc[1:] - first_R
         place_C = torch.arange(tokens_RK.shape[1] + 1, device=tokens_RK.device)
@@ -43,8 +43,8 @@ class LogitRows:
         return cls(rows, tokens_RK, place_C, index_RC, drafted_RK, num_R > 0)
 
     def owners(self, num_logits: int) -> tuple[Tensor, Keys]:
-        """Return the request of every logit row, (N,) int64, and the key of its draw. Padding belongs to the last
-        request.
+        """Return the request of every logit row, (N,) int64, and the noise key of its sample. Padding belongs to the
+        last request.
         """
         starts, row_N = self.rows.query_start_loc, torch.arange(num_logits, device=self.index.device)
         owner_N = torch.searchsorted(starts[1:].contiguous(), row_N.int(), right=True).clamp_(max=len(self.rows) - 1)
@@ -52,8 +52,8 @@ class LogitRows:
         return owner_N, Keys(self.rows.seeds[owner_N], position_N)
 
     def column(self, accepted_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logit row after the accepted drafts, the draft that it verifies, and whether there is one; (R,)
-        each.
+        """Return the logit row after the accepted drafts, the draft that it verifies, and whether there is such a
+        draft; (R,) each.
         """
         end_R1 = accepted_R.unsqueeze(1)
         token_R = pad(self.tokens, (0, 1), value=-1).gather(1, end_R1).squeeze(1)
@@ -61,11 +61,11 @@ class LogitRows:
         return self.index.gather(1, end_R1).squeeze(1), token_R, drafted_R
 
     def run(self, passed_RK: Tensor) -> Tensor:
-        """Return how many drafts passed before the first that did not, (R,) int64."""
+        """Return how many drafts passed their test before the first that did not, (R,) int64."""
         return (passed_RK & self.drafted).to(torch.int64).cumprod(1).sum(1)
 
     def output(self, accepted_R: Tensor, last: Drawn) -> RejectionOutput:
-        """Emit the accepted drafts and `last`, the draw of the row after them, unless that row is bad or missing."""
+        """Emit the accepted drafts and `last`, the sample of the row after them, unless that row is bad or missing."""
         end_R1 = accepted_R.unsqueeze(1)
         last_R = last.token_ids.masked_fill(last.bad | ~self.occupied, -1)
         drafts_RC = pad(self.tokens, (0, 1), value=-1)

@@ -1,7 +1,7 @@
-"""The rules RATIO and BLOCK in torch: acceptance tests against the draft distribution, and draws from the residual.
+"""The rules RATIO and BLOCK in torch: acceptance tests against the draft distribution, and samples from the residual.
 
 Legend for shapes: R requests, N logit rows, K draft tokens at most, C = K + 1, V and Vd vocabulary of target and
-draft. Place k of a request is its logit row k, which verifies its draft k. No tensor has more entries than the given
+draft. Logit row k of a request verifies its draft k. No tensor has more entries than the given
 logits.
 """
 
@@ -37,9 +37,9 @@ _LEAST = 1e-30
 
 
 class _Case(NamedTuple):
-    """A step under verification. scale: of the N rows. drafted: of the R * K draft logits. greedy: (R,) bool. best:
-    first maxima of the N rows. p, q, u: (R, K) target probability, draft probability and uniform number of each
-    draft.
+    """Inputs of the verification of one step. scale: log-sum-exp of the N logit rows. drafted: that of the R * K draft
+    logits. greedy: (R,) bool. best: first maxima of the N rows. p, q, u: (R, K) target probability, draft probability
+    and uniform number of each draft.
     """
 
     logits: Tensor
@@ -56,14 +56,14 @@ class _Case(NamedTuple):
 
 
 def ratio(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> RejectionOutput:
-    """Accept draft x while u q(x) < p(x); see `bateleur.eagle.verify`."""
+    """Verify by the rule RATIO: accept draft x while u q(x) < p(x), with uniform u; see `bateleur.eagle.verify`."""
     case = _case(logits, drafts, rows, Rule.RATIO, lanes)
     accepted_R = case.places.run(_matches(case).where(case.greedy.unsqueeze(1), case.u * case.q < case.p))
     return _emit(case, accepted_R, case.u.new_ones(1), lanes)
 
 
 def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> RejectionOutput:
-    """Accept up to the last place whose test holds (Sun et al. 2024, algorithm 2); see `bateleur.eagle.verify`.
+    """Verify by the rule BLOCK: accept up to the last draft whose test holds (Sun et al. 2024, algorithm 2).
 
     weight_k = min(1, weight_{k-1} p/q) is the probability that at least k drafts are accepted. The last draft is
     tested against its weight. Earlier drafts are tested against the probability that the later tests leave.
@@ -89,7 +89,7 @@ def block(logits: Tensor, drafts: Drafts, rows: Rows, lanes: Lanes | None) -> Re
 
 
 def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, lanes: Lanes | None) -> _Case:
-    """Look up the inputs of the tests. Drops drafts after a bad row, a missing draft or a bad distribution."""
+    """Collect the inputs of the tests. Drops drafts after a bad row, a missing draft or a bad distribution."""
     places, distribution = LogitRows.of(logits.shape[0], drafts, rows), drafts.distribution
     shard = None if lanes is None else lanes.shard
     best, scale = argmax(logits, shard), LogNormalizer.of(logits, shard)
@@ -114,7 +114,7 @@ def _case(logits: Tensor, drafts: Drafts, rows: Rows, rule: Rule, lanes: Lanes |
 
 
 def _probability(logits: Tensor, scale: LogNormalizer, row: Tensor, token: Tensor, shard: VocabShard | None) -> Tensor:
-    """Probability of tokens, of any shape, under these logit rows; 0 for invalid ids."""
+    """Return the probability of tokens, of any shape, under logit rows of the same shape; 0 for invalid ids."""
     if shard is None:
         lane, here = token.clamp(0, logits.shape[1] - 1), (token >= 0) & (token < logits.shape[1])
     else:
@@ -127,8 +127,8 @@ def _probability(logits: Tensor, scale: LogNormalizer, row: Tensor, token: Tenso
 def _declared(
     distribution: Logits, tokens_RK: Tensor, temperature: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, LogNormalizer]:
-    """q of every draft, and whether its draft distribution is valid, (R, K) each; and the log-sum-exp of the draft
-    logits over the temperature.
+    """Return the draft probability q of every draft, and whether its distribution is valid, (R, K) each; and the
+    log-sum-exp of the draft logits over the temperature.
     """
     scaled_ND = apply_temperature(distribution.logits.float(), temperature).flatten(0, 1)
     scale, lane_RK = LogNormalizer.of(scaled_ND, distribution.shard), tokens_RK
@@ -143,12 +143,12 @@ def _declared(
 
 
 def _matches(case: _Case) -> Tensor:
-    """(R, K) bool: the draft is the first maximum of its row, which is the test of greedy rows."""
+    """Return (R, K) bool: whether the draft is the first maximum of its logit row, the test of greedy requests."""
     return case.best.token_ids[case.places.index[:, :-1]] == case.places.tokens
 
 
 def _excess(case: _Case, row_R: Tensor, place_R: Tensor, weight_R: Tensor) -> Tensor:
-    """(weight p - q)+ over the target vocabulary, (R, V), for logit rows `row_R` and the drafts at `place_R`."""
+    """Return the residual (weight p - q)+, (R, V), of logit rows `row_R` and the drafts with index `place_R`."""
     assert isinstance(case.distribution, Logits)
     assert case.drafted is not None
     ids, of_shard, shard = case.distribution.ids, case.distribution.shard, case.shard
@@ -168,7 +168,7 @@ def _excess(case: _Case, row_R: Tensor, place_R: Tensor, weight_R: Tensor) -> Te
 
 
 def _emit(case: _Case, accepted_R: Tensor, weight_R: Tensor, lanes: Lanes | None) -> RejectionOutput:
-    """Draw after the accepted drafts: from the residual if a draft was rejected, else from the target distribution."""
+    """Sample the token after the accepted drafts: from the residual if a draft was rejected, else from the target."""
     rows, (row_R, token_R, rejected_R) = case.places.rows, case.places.column(accepted_R)
     rejected_R1 = (rejected_R & ~case.greedy).unsqueeze(1)
     final_RV = case.logits[row_R]

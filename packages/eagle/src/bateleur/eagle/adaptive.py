@@ -1,4 +1,4 @@
-"""Draft or not, decided by measured time: K drafts for every row or none, whichever takes less time per token."""
+"""Draft policy by measured time: K drafts for every request or none, whichever takes less time per token."""
 
 from collections import deque
 from collections.abc import Collection
@@ -55,7 +55,7 @@ class _Choice:
         return self.drafts if self.trial is None else not self.drafts
 
     def observe(self, seconds: float, num_tokens: int) -> None:
-        """Note a step that ran with `runs_drafts`."""
+        """Record a step that ran with the current choice or its trial."""
         if self.trial is None:
             self.current.add(seconds, num_tokens)
             if self.current.num_steps >= SETTLE_STEPS + self.wait:
@@ -77,7 +77,8 @@ class _Choice:
 
 
 class AdaptiveDrafts:
-    """`num_drafts` drafts for every row, or none, whichever took less time per token in batches of about this size.
+    """Draft policy: `num_drafts` drafts for every request, or none, whichever took less time per token at this batch
+    size.
 
     Batch sizes are grouped by powers of two, greedy batches separately from sampled ones. The other choice is tried
     now and then. A trial takes at most 24 steps. The wait between trials grows from 32 to 2,048 steps while the
@@ -93,17 +94,17 @@ class AdaptiveDrafts:
         self._choices: dict[tuple[int, bool], _Choice] = {}
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """See `DraftPolicy`."""
+        """Return the drafts of each request in the next step, (R,) int32: `num_drafts` (or less near its end) or 0."""
         number = self.num_drafts if self._choice(len(rows), rows.greedy).runs_drafts else 0
         return np.minimum(number, rows.most).astype(np.int32)
 
     def numbers(self, most: int) -> Collection[int]:
-        """See `UniformPolicy`."""
+        """Return the numbers of drafts that all requests may get: 0 and `num_drafts`, `most` at most."""
         return (0, min(self.num_drafts, most))
 
     def observe(self, step: StepTime) -> None:
-        """See `ObservingPolicy`. Ignores steps with prompt tokens, and steps with another number of drafts than the
-        current choice.
+        """Record the time of a step that ended. Ignores steps with prompt tokens, and steps with another number of
+        drafts than the current choice.
         """
         choice = self._choice(step.num_rows, step.greedy)
         expected = self.num_drafts * step.num_rows if choice.runs_drafts else 0

@@ -17,7 +17,7 @@ class BorrowError(ValueError):
 
 
 class TargetState(Protocol):
-    """What a drafter needs from the captured states of the target; a `DraftContext` has it, too."""
+    """Batch and attention metadata of a captured state of the target; a `DraftContext` has them, too."""
 
     @property
     def batch(self) -> CommonAttentionMetadata:
@@ -35,9 +35,9 @@ def borrow_violations(
 ) -> tuple[str, ...]:
     """Return why a pass over the rows of `batch`, with keys in KV group `group`, cannot use `metadata`; () if it can.
 
-    Its tensors must be memory of the batch, and its host bounds those of the batch. It must be frozen, so that a
-    forward pass cannot have changed it. A replay reads the target's buffers later, so they must not have been staged
-    again: `now` is their generation. Nothing is read on the device.
+    Its tensors must be memory of the batch, and its host bounds those of the batch. The metadata object must be
+    frozen, so that a forward pass cannot have changed it. A replay reads the target's buffers later, so they must not
+    have been staged again: `now` is their generation. Nothing is read on the device.
     """
     memory = {
         "query_start_loc": batch.query_start_loc,

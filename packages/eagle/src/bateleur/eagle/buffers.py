@@ -1,7 +1,7 @@
 """Input buffers of draft passes, at constant addresses; their padding is always defined.
 
-Legend for shapes: N rows and M tokens of the largest batch, K drafts, Vd draft vocabulary, Hd hidden size of the
-head, n rows of a pass, R rows.
+Legend for shapes: N rows (requests) and M tokens of the largest batch, K drafts, Vd draft vocabulary, Hd hidden size of
+the head, n rows of a pass, R rows.
 """
 
 import torch
@@ -24,18 +24,18 @@ class DraftBuffers:
     slot_mapping: (M,) int64; -1 stores nothing.
     query_start_loc: (N + 1,) int32.
     seq_lens, num_computed_tokens: (N,) int32.
-    last_index: (N,) int64, index of the token of each row that draws.
-    token_positions: (N,) int64, index in its sequence of the token that the row draws; never clamped, so that no
+    last_index: (N,) int64, index of the token of each row from whose output the next draft is sampled.
+    token_positions: (N,) int64, index in its sequence of the token that the row samples; never clamped, so that no
         noise key is used twice.
     tokens: (N, K) int64, the drafts so far, -1 where there is none.
     step: () int64, the column for the next drawn token.
     """
 
     def __init__(self, limits: BatchLimits, num_speculative_tokens: int, device: torch.device | str) -> None:
-        """Allocate for batches within `limits`, defined as an empty batch.
+        """Allocate buffers for batches within `limits`, filled as for an empty batch.
 
-        limits: sizes of the largest batch of the target. `max_model_len` is that of the draft head, if smaller: rows
-            beyond it store nothing and draft nothing.
+        limits: sizes of the largest batch of the target. `max_model_len` is that of the draft head, if smaller:
+            requests beyond it store nothing and draft nothing.
         num_speculative_tokens: K; `ValueError` below 1.
         """
         if num_speculative_tokens < 1:
@@ -60,25 +60,25 @@ class DraftBuffers:
         self.step = new()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every buffer by name."""
+        """Return every buffer by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def addresses(self) -> dict[str, int]:
-        """Data pointer of every buffer by name; constant."""
+        """Return the data pointer of every buffer by name. They never change."""
         return {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
 
     def poison(self) -> None:
-        """Fill every buffer with invalid values; the next staging defines all that is read."""
+        """Fill every buffer with invalid values; the next staging overwrites all entries that are read."""
         for tensor in self.tensors().values():
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max - 6)
 
 
 class DraftInputs(DraftBuffers):
-    """The buffers of the geometry, and the other inputs of draft passes.
+    """Buffers of the token ids, positions, lengths and slots of draft passes, and of their other inputs.
 
-    hidden: (M, Hd) input of the head: fused features in the first pass, then its own output.
+    hidden: (M, Hd) input of the head: fused features of the target in the first pass, then the head's own output.
     seeds: (N,) int64. temperature: (N,) float32; 0 is greedy. block_table: (N, max_blocks) int32.
-    logits: logits of drafts for a rule that tests them; None under COUPLED.
+    logits: logits of drafts for an acceptance rule that needs them; None under COUPLED.
     """
 
     def __init__(
@@ -99,21 +99,21 @@ class DraftInputs(DraftBuffers):
         self._rows = rows  # number of leading rows that may differ from 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every buffer that is staged for each step, by name; logits of drafts persist."""
+        """Return every buffer that is staged for each step, by name; without logits of drafts, which persist."""
         staged = {} if self.logits is None else {"logits.rows": self.logits.rows}
         return super().tensors() | staged
 
     def addresses(self) -> dict[str, int]:
-        """Data pointer of every buffer by name; constant."""
+        """Return the data pointer of every buffer by name. They never change."""
         kept = {} if self.logits is None else {"logits.lines": self.logits.lines.data_ptr()}
         return super().addresses() | kept
 
     def set_rows(
         self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor | None = None
     ) -> None:
-        """Write seed, temperature and blocks of rows 0 .. n - 1; the rows after them become 0.
+        """Write seed, temperature and block ids of requests 0 .. n - 1 of the batch; the rows after them become 0.
 
-        table_rows: as for `DraftLogits.stage`; ignored if no logits are kept.
+        table_rows: rows of the request table, as for `DraftLogits.stage`; ignored if no logits are kept.
         """
         if self.logits is not None:
             self.logits.stage(table_rows)
@@ -129,7 +129,7 @@ class DraftInputs(DraftBuffers):
         self._rows = rows
 
     def hold_rows(self, seeds: Tensor, temperature: Tensor, block_table: Tensor, table_rows: Tensor) -> None:
-        """`set_rows` inside a graph, for all rows that the graph reads. Call `note_rows` after a replay."""
+        """Write as `set_rows` inside a graph, for all rows that the graph reads. Call `note_rows` after a replay."""
         rows = len(seeds)
         if self.logits is not None:
             self.logits.stage(table_rows)
@@ -137,20 +137,20 @@ class DraftInputs(DraftBuffers):
             buffer[:rows].copy_(values[:rows])
 
     def note_rows(self, rows: int) -> None:
-        """Note that at least `rows` leading rows may differ from 0."""
+        """Record that at least `rows` leading rows may differ from 0, for `set_rows`."""
         self._rows = max(self._rows, rows)
 
     def poison(self) -> None:
-        """See `DraftBuffers.poison`."""
+        """Fill every buffer with invalid values; the next staging overwrites all entries that are read."""
         super().poison()
         self._rows = len(self.seeds)
 
 
 class DraftLogits:
-    """Logits of every draft that waits for its test, for RATIO and BLOCK.
+    """Logits of every draft that is not verified yet, for the rules RATIO and BLOCK.
 
-    Drafts are made in one step and tested in a later one. Until then their row may pause or move in the batch. So
-    logits are stored by row of the engine's request table.
+    Drafts are made in one step and tested in a later one. Until then their request may pause or move in the batch.
+    So logits are stored by row of the engine's request table.
 
     lines: (N * K + 1, Vd) float32, K lines for each row of the table; the last one takes logits without a request.
     rows: (N,) int64, row of the table for each row of the batch; N in padding.
@@ -159,23 +159,23 @@ class DraftLogits:
     def __init__(
         self, max_num_reqs: int, num_speculative_tokens: int, vocab_size: int, device: torch.device | str
     ) -> None:
-        """Allocate for `max_num_reqs` rows, of the table and of a batch."""
+        """Allocate for `max_num_reqs` rows of the request table, and as many requests of a batch."""
         self._shape = (max_num_reqs, num_speculative_tokens, vocab_size)
         num_lines = max_num_reqs * num_speculative_tokens
         self.lines = torch.zeros(num_lines + 1, vocab_size, dtype=torch.float32, device=device)
         self.rows = torch.full((max_num_reqs,), max_num_reqs, dtype=torch.int64, device=device)
 
     def stage(self, rows: Tensor | None) -> None:
-        """Set the table rows (R,) int64 of the next drafts; None for a dummy step."""
+        """Set the request table's rows (R,) int64 of the next drafts; None for a dummy step."""
         count = 0 if rows is None else len(rows)
         if rows is not None:
             self.rows[:count] = rows
         self.rows[count:] = self._shape[0]
 
     def keep(self, logits: Tensor, column: Tensor) -> None:
-        """Store the (n, Vd) logits from which the leading n rows draw draft `column`, () int64. Can be captured.
+        """Store the (n, Vd) logits from which the leading n requests sample draft `column`, () int64. Can be captured.
 
-        Padding, and a column beyond K, goes to the last line.
+        Logits of padding, and of a column beyond K, go to the last line of `lines`.
         """
         max_rows, k, _ = self._shape
         line_n = self.rows[: len(logits)] * k + column
@@ -183,7 +183,7 @@ class DraftLogits:
         self.lines.index_copy_(0, line_n, logits.float())
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return (R, K, Vd) float32 logits of `rows`, (R,) int64 of the table: a copy. Undefined where a draft is
-        missing.
+        """Return a copy of the logits (R, K, Vd) float32 of the request table's rows `rows`, (R,) int64. Undefined
+        where a draft is missing.
         """
         return self.lines[:-1].view(self._shape).index_select(0, rows)

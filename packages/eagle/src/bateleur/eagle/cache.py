@@ -1,4 +1,4 @@
-"""KV caches of a draft head."""
+"""KV caches of the attention layers of a draft head."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class DraftCache:
 
     kv: (k_cache, v_cache) of each attention layer of the head, in the layout of its attention backend.
     groups, group: the target's KV groups, and the index of the one that the draft layers use.
-    dtype: of the head's activations; None for that of the caches.
+    dtype: dtype of the head's activations; None for that of the caches.
     kv_scales: scales (2, Hkv) float32 of the caches of each layer, or None; () for none.
 
     Raises `ValueError` for a group that does not exist, stores no tokens, or has another block size.
@@ -42,7 +42,7 @@ class DraftCache:
 
     @property
     def blocks(self) -> KVCacheGroup:
-        """The KV group of the draft layers."""
+        """The KV-cache group of the draft layers."""
         return self.groups[self.group]
 
     def require_room(self, spec: HeadSpec, limits: BatchLimits, num_drafts: int) -> None:

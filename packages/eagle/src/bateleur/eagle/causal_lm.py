@@ -13,7 +13,7 @@ _NORMS = ("norm", "norm_f", "final_layernorm", "ln_f")
 
 
 class CausalLM:
-    """A transformers causal language model with one sequence in its cache; see `bateleur.eagle.loop.CachedTarget`.
+    """A transformers causal language model with one sequence in its cache, as a `bateleur.eagle.loop.CachedTarget`.
 
     Features are captured by hooks. The last of transformers' own `hidden_states` is the state after the final norm,
     but a head needs the one before it.
@@ -23,7 +23,7 @@ class CausalLM:
             state cannot be truncated.
         needs: hidden states that the head reads, `head.spec.needs`.
 
-    Raises `ValueError` for other models, or taps that the model does not have.
+    Raises `ValueError` for other models, or layer boundaries (taps) that the model does not have.
     """
 
     def __init__(self, model: Any, needs: TargetNeeds = TargetNeeds()) -> None:  # noqa: B008 (frozen)
@@ -40,13 +40,13 @@ class CausalLM:
         self.reset()
 
     def reset(self) -> None:
-        """Drop the sequence, so that another one can start."""
+        """Drop the cached sequence, so that another one can start."""
         from transformers import DynamicCache
 
         self._cache = DynamicCache()
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return (n, V) logits after each of the (n,) next tokens, and (n, width) features per need."""
+        """Return (n, V) logits after each of the (n,) next tokens, and (n, width) for each hidden state of `needs`."""
         seen: dict[int, Tensor] = {}
         places = {tap: self._norm if tap == len(self._layers) else self._layers[tap] for tap in self._needs.taps}
         hooks = [
@@ -64,7 +64,7 @@ class CausalLM:
         return output.logits[0], [seen[need] for need in needs]
 
     def truncate(self, length: int) -> None:
-        """Drop all but the first `length` tokens."""
+        """Drop all but the first `length` tokens from the cache."""
         if surplus := self._cache.get_seq_length() - length:
             self._cache.crop(-surplus)
 

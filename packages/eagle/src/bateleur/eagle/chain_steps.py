@@ -1,4 +1,4 @@
-"""Staging of the draft passes after the first: one token per row, from what the pass before left on the device."""
+"""Staging of the draft passes after the first one (the chain): one token per request, from buffers on the device."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,12 +26,12 @@ from bateleur.metadata import (
 
 
 class ChainSteps:
-    """Builds the metadata of a chain's passes over the drafter's buffers, for real rows and for dummies.
+    """Builds the metadata of draft passes after the first one (the chain), for real requests and for dummies.
 
     It is a `bateleur.cudagraph.Producer` that supports `fuzz` and `poison`.
 
-    builder: of the draft's metadata.
-    max_seq_len: upper bound of `seq_lens` of any row, `max_model_len`.
+    builder: metadata builder of the draft layers.
+    max_seq_len: upper bound of `seq_lens` of any request, `max_model_len`.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class ChainSteps:
         *,
         greedy: bool = False,
     ) -> DraftState:
-        """Build metadata of the pass that is staged in the buffers.
+        """Build metadata of the draft pass that is staged in the buffers.
 
-        bound: of the `num_rows` real rows.
-        max_seq_len: of all rows, and of all passes that use the metadata.
-        greedy: see `DraftState`.
+        bound: length bounds of the `num_rows` real requests.
+        max_seq_len: upper bound of `seq_lens` in all passes that use the metadata.
+        greedy: whether no request needs noise, see `DraftState`.
         """
         if padded_rows > num_rows:
             padding = padded_rows - num_rows
@@ -91,7 +91,7 @@ class ChainSteps:
         return DraftState(batch, metadata, self._builder.signature, greedy)
 
     def _views_of(self, rows: int) -> dict[str, Any]:
-        """Return the leading rows of every buffer, created once for each size."""
+        """Return views of the leading rows of every buffer; the views are created once for each size."""
         views = self._views.get(rows)
         if views is None:
             x = self._inputs
@@ -110,14 +110,14 @@ class ChainSteps:
     # --- dummies --------------------------------------------------------------------------------------------
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[DraftState]:
-        """Stage dummy rows that fill `key`, through the code of real ones; nothing is stored."""
+        """Stage dummy requests of the full size of `key`, by the code for real ones; no keys or values are stored."""
         num_rows = key.num_tokens
         context_len = min(1, self.max_seq_len - 1)
         batch = self._dummies.dummy(BatchShape.of(num_rows, num_rows, 1), context_len=context_len)
         return self._staged(key, batch, phase)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[DraftState]:
-        """Stage random rows over random caches; for an engine without requests."""
+        """Stage random requests over random caches. Use it only in an engine without requests."""
         rng = np.random.default_rng(seed)
         group, num_blocks = self._cache.blocks, self._cache.kv[0][0].shape[0] - 1
         num_rows = int(rng.integers(1, min(key.num_tokens, num_blocks) + 1))
@@ -137,12 +137,12 @@ class ChainSteps:
         return self._staged(key, batch, Phase.RUN, torch.from_numpy(tables), seed)
 
     def addresses(self) -> Mapping[str, int]:
-        """Addresses of the drafter's buffers and caches, and of the builder's buffers."""
+        """Return addresses by name of the drafter's buffers and caches, and of the builder's buffers."""
         own = {f"builder.{name}": address for name, address in self._builder.addresses().items()}
         return {**self._inputs.addresses(), **own, **dict(self._cache.addresses())}
 
     def poison(self) -> None:
-        """Fill the buffers with invalid values; the next staging defines all that is read."""
+        """Fill the buffers with invalid values; the next staging overwrites all entries that are read."""
         self._inputs.poison()
         self._dummies.poison()
 
@@ -154,7 +154,7 @@ class ChainSteps:
         table: Tensor | None = None,
         seed: int | None = None,
     ) -> StagedBatch[DraftState]:
-        """Stage a first pass that drew token 0 everywhere, and build the second one."""
+        """Stage a first pass that sampled token 0 everywhere, and build the metadata of the second one."""
         num_rows, x = batch.num_actual_reqs, self._inputs
         stage_dummy(x, self._cache, batch, 0, table, seed)
         drawn = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
@@ -175,10 +175,11 @@ def stage_dummy(
     table: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """Stage a first pass over dummy rows, through the code of real ones, so that nothing of an earlier pass remains.
+    """Stage a first draft pass over dummy requests, by the code for real ones, so that nothing of an earlier pass
+    remains.
 
-    table: blocks of the rows, by default those of the batch.
-    seed: if given, rows and caches are random, drawn on their device in their dtype.
+    table: block table of the requests, by default that of the batch.
+    seed: if given, buffers and caches are random, sampled on their device in their dtype.
     """
     num_rows = batch.num_actual_reqs
     table = batch.block_tables[group] if table is None else table
@@ -200,9 +201,9 @@ def stage_dummy(
 
 
 def bound_of_drafts(batch: CommonAttentionMetadata) -> SeqLenBound:
-    """Return length bounds of the real rows of the target's step without their rejected tokens, as known on the host.
+    """Return length bounds of the requests of the target's step without rejected tokens, as known on the host.
 
-    A row with drafts has only an upper bound, because the number of rejected drafts is known on the device.
+    A request with drafts has only an upper bound, because the number of rejected drafts is known on the device.
     """
     rows, bound = batch.num_actual_reqs, batch.seq_len_bound
     lengths = np.diff(batch.query_start_loc_cpu.numpy()[: rows + 1])

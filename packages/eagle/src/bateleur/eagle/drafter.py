@@ -1,6 +1,6 @@
 """The interface between an engine and a drafter: a chain of draft passes, one block pass, or no model at all.
 
-Legend for shapes: R real rows of the target's step, Tp its tokens with padding, K draft tokens at most.
+Legend for shapes: R requests of the target's step, Tp its tokens with padding, K draft tokens at most.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TargetNeeds:
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """A step of the target whose tokens were just verified. Tensors are on the device."""
+    """Input of a drafter: a step of the target whose tokens were just verified. Tensors are on the device."""
 
     batch: CommonAttentionMetadata
     """The step as it was staged, rejected tokens and padding included."""
@@ -89,20 +89,18 @@ class DraftContext:
 class Drafter(Protocol):
     """Proposes draft tokens. It may keep state of the requests, and sees every step.
 
-    num_speculative_tokens: K.
+    num_speculative_tokens: K, most drafts of a request.
     """
 
     num_speculative_tokens: int
 
     @property
     def needs(self) -> TargetNeeds:
-        """Hidden states of the target that it reads."""
+        """Hidden states of the target that the drafter reads."""
         ...
 
     def admit(self, row: int, token_ids: list[int]) -> None:
-        """A request with these tokens takes row `row` of the table; the state of the row's previous request is
-        dropped.
-        """
+        """Start a request with these tokens in row `row` of the request table; drop the row's earlier state."""
         ...
 
     def propose(self, context: DraftContext) -> Tensor:
@@ -114,7 +112,7 @@ class Drafter(Protocol):
 class BoundedDrafter(Drafter, Protocol):
     """A drafter with a length limit, such as a head with a maximum position.
 
-    max_drafted_len: tokens of a sequence, drafts included. An engine asks for no drafts beyond.
+    max_drafted_len: most tokens of a sequence, drafts included. An engine asks for no drafts beyond.
     """
 
     max_drafted_len: int
@@ -122,27 +120,27 @@ class BoundedDrafter(Drafter, Protocol):
 
 @runtime_checkable
 class SamplingDrafter(Drafter, Protocol):
-    """A drafter that declares how its drafts are drawn. Drafts of other drafters are taken for a function of the
-    tokens.
+    """A drafter that declares how its drafts are sampled. Other drafters are assumed to be deterministic functions
+    of the tokens.
 
-    rule: the acceptance rule whose noise it draws with.
+    rule: the acceptance rule whose noise it samples with.
     """
 
     rule: Rule
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
-        """Return how the last drafts of these rows of the table, (R,) int64, were proposed; `Logits` of all K of
-        each. No host sync.
+        """Return the distribution of the last drafts of rows (R,) int64 of the request table; `Logits` of all K drafts
+        of each. No host sync.
         """
         ...
 
 
 def distribution_of(drafter: Drafter | None, rule: Rule) -> Callable[[Tensor], DraftDistribution]:
-    """Return how drafts of `drafter` were proposed, as a function of rows of the table, for an engine that verifies
+    """Return a function from rows of the request table to the distribution of their drafts, for an engine that verifies
     under `rule`.
 
-    A drafter that does not declare it is one-hot under RATIO and BLOCK. It must not read noise, so its engine passes
-    every row as greedy. Raises `ValueError` for a drafter that draws for another rule.
+    A drafter that does not declare its distribution counts as one-hot under RATIO and BLOCK. It must not read noise,
+    so its engine passes every request as greedy. Raises `ValueError` for a drafter that samples for another rule.
     """
     if not isinstance(drafter, SamplingDrafter):
         distribution = Coupled() if rule is Rule.COUPLED else OneHot()

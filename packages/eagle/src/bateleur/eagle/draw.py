@@ -1,6 +1,6 @@
-"""One random draw per row by the Gumbel-max trick: the only place where logits become token ids.
+"""Samples one token per row by the Gumbel-max trick: the only module that turns logits into token ids.
 
-Legend for shapes: R rows, V vocabulary.
+Legend for shapes: R rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 class Drawn(NamedTuple):
-    """Result of a draw.
+    """One sampled token for each row of logits.
 
-    token_ids: (R,) int64. In a bad row it is 0: a valid id to embed, but not a draw.
+    token_ids: (R,) int64. In a bad row it is 0: a valid id to embed, but not a sample.
     bad: (R,) bool: the row held a NaN, or no logit above -inf. The caller must end this request with an error.
     """
 
@@ -61,13 +61,13 @@ _argmax_rows = define_op(_library, _argmax, ARGMAX, mutates=(), fake=fake_token_
 def draw(
     logits: Tensor, temperature: Tensor, keys: Keys, role: Role = Role.TARGET, *, lanes: Lanes | None = None
 ) -> Drawn:
-    """Draw one token per row from softmax(logits), or take the argmax where the temperature is 0.
+    """Sample one token per row from softmax(logits), or take the argmax where the temperature is 0.
 
     logits: (R, V) float32, processed, and divided by the temperature in rows that sample; not written to.
     temperature: (R,) floating; only whether it is above 0 is read.
     keys: R keys. The noise of a row depends on its key, `role` and the token ids only, never on other rows.
     lanes: the V hashed token ids; by default the ids 0 .. V-1. With the lanes of a vocabulary shard, logits are those
-        of the shard, and the draw is over all ranks.
+        of the shard, and the token is sampled over all ranks.
 
     Raises `ValueError` if the numbers of rows disagree. Gumbel-max: Gumbel 1954; Maddison et al. 2014.
     """

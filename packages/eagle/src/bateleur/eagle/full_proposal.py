@@ -1,4 +1,4 @@
-"""A whole proposal in one CUDA graph: staging of the first pass, the first pass, and the passes of the chain."""
+"""A whole proposal in one CUDA graph: staging of the first draft pass, the pass, and all further passes (the chain)."""
 
 # Shape letters: N rows of a padded step, T its tokens, K drafts at most.
 
@@ -31,7 +31,7 @@ def can_follow(builder: AttentionMetadataBuilder[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FullProposalState:
-    """Metadata of the passes of a proposal."""
+    """Metadata of the draft passes of a proposal: the first one, and those after it (the chain)."""
 
     first: DraftState
     chain: DraftState | None
@@ -39,14 +39,14 @@ class FullProposalState:
 
     @property
     def signature(self) -> Signature:
-        """Host scalars of both states."""
+        """Host scalars of the metadata of all passes."""
         parts = {"first": self.first, "chain": self.chain}
         return Signature.join(**{name: each.sign(each.metadata) for name, each in parts.items() if each is not None})
 
 
 class FullProposal:
-    """Proposals after steps whose rows all decode, with equally many places each: the host reads nothing between
-    passes.
+    """Proposals in one graph, after steps in which all requests decode with equal query lengths. The host reads nothing
+    between passes.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class FullProposal:
 
     @property
     def generation(self) -> int:
-        """How often metadata of a chain has been built."""
+        """How often metadata of the passes after the first has been built."""
         return self._steps.generation
 
     def addresses(self) -> Mapping[str, int]:
-        """Addresses of the drafter's buffers and caches, and of its builder's buffers."""
+        """Return addresses by name of the drafter's buffers and caches, and of its builder's buffers."""
         return self._steps.addresses()
 
     def poison(self) -> None:
-        """Fill the drafter's buffers with invalid values; each proposal stages all that it reads."""
+        """Fill the drafter's buffers with invalid values; each proposal overwrites all entries that it reads."""
         self._steps.poison()
 
     def stage(self, target: TargetState, num_drafts: int, phase: Phase = Phase.RUN) -> FullProposalState:
         """Build the metadata of the passes for `num_drafts` drafts after a step of the target; `record` stages
-        everything else. In another phase than RUN it has the bounds of the longest requests.
+        everything else. In another phase than RUN the metadata has the bounds of the longest requests.
         """
         first, batch = self._borrow(target, BuildPhase(phase.value)), target.batch
         if num_drafts < 2:
@@ -94,13 +94,13 @@ class FullProposal:
         return FullProposalState(first, chain)
 
     def fuzz(self, target: TargetState, seed: int) -> None:
-        """Fill caches and buffers of the drafter with random values; for an engine without requests."""
+        """Fill caches and buffers of the drafter with random values; use it only in an engine without requests."""
         self._adopt(target, Phase.RUN, seed)
 
     def record(self, key: BatchExecutionDescriptor, state: FullProposalState, context: DraftContext) -> Tensor:
-        """Propose for all N rows of the padded step; (N, K) int64, -1 where there is no draft.
+        """Propose drafts for all N rows of the padded step. Returns (N, K) int64, -1 where there is no draft.
 
-        key: of the step, with the variant `(num_drafts,)`.
+        key: graph key of the step, with the variant `(num_drafts,)`.
         context: tensors of N rows, at fixed addresses or made by the same graph; `rows` of padding are
             `max_num_reqs`.
         """
@@ -118,5 +118,5 @@ class FullProposal:
         return x.tokens[: batch.num_reqs].where(self._columns_K < room_N.unsqueeze(1), -1)
 
     def ran(self, num_rows: int) -> None:
-        """Note that a graph has written `num_rows` rows of the buffers, which the host does not see."""
+        """Record that a graph has written `num_rows` rows of the buffers, because the host does not see it."""
         self._inputs.note_rows(num_rows)

@@ -1,15 +1,16 @@
-"""Geometry of draft passes: token id, position, length and slot of every row.
+"""Token id, position, length and slot of every token of the draft passes.
 
-A draft row at position p holds the token of index p + 1 and the target's feature of p, and draws the token of index p
-+ 2. So the first pass runs on the target's own rows with ids shifted left by one, rejected rows included: the host
-need not know how many drafts were accepted. Each later pass has one row per request, one position further.
+The input token at position p of a draft pass is the one of index p + 1, with the target's feature of p; it predicts the
+token of index p + 2. So the first pass runs on the tokens of the target's step with ids shifted left by one, rejected
+tokens included: the host need not know how many drafts were accepted. Each later pass has one token per request, one
+position further.
 
 All functions write into `DraftBuffers`, read no value on the host, and have static shapes, so they can be captured.
-They find the number of real rows on the device, and define every entry after the real ones.
+They find the number of real requests on the device, and fill all entries after them with padding values.
 
 On CUDA each function is one kernel. The code here is the torch form.
 
-Legend for shapes: R rows and T tokens of the batch with padding, N rows and M tokens of the buffers, K drafts.
+Legend for shapes: R requests and T tokens of the batch with padding, N requests and M tokens of the buffers, K drafts.
 """
 
 from collections.abc import Callable
@@ -23,26 +24,26 @@ from bateleur.metadata.dispatch import Implementations
 
 
 def draft_max_seq_len(bound: SeqLenBound, num_speculative_tokens: int, max_model_len: int) -> int:
-    """Host bound of every draft pass's `seq_lens`: min(largest bound of the target's step + K, max_model_len)."""
+    """Return the bound of `seq_lens` in all draft passes: min(largest bound of the target + K, max_model_len)."""
     return min(bound.max() + num_speculative_tokens, max_model_len)
 
 
 def stage_first(
     buffers: DraftBuffers, batch: CommonAttentionMetadata, group: int, next_token: Tensor, num_valid: Tensor
 ) -> None:
-    """Stage the first draft pass on the rows and tokens of the target's step; drops earlier drafts.
+    """Stage the first draft pass on the requests and tokens of the target's step; drops earlier drafts.
 
-    Token j of a row gets the id of token j + 1, the last valid one gets `next_token`; rejected tokens and padding get
-    id 0 and slot -1. Positions, starts and lengths are the target's.
+    Token j of a request gets the id of token j + 1, the last valid one gets `next_token`; rejected tokens and padding
+    get id 0 and slot -1. Positions, starts and lengths are the target's.
 
     A pass with the target's attention metadata stores rejected tokens, too, in the target's slots. A pass with
-    metadata over `buffers.slot_mapping` does not, and what these slots held before must be finite. Later steps
+    metadata over `buffers.slot_mapping` does not, and the old contents of these slots must be finite. Later steps
     overwrite them before a kept token attends to them.
 
     batch: the target's step. Rows without a token are padding, whatever the other arguments hold for them.
     group: KV-cache group of `batch` for the draft's layers.
     next_token: (n,) integer, the token after the last valid one; n rows, at least all real ones.
-    num_valid: (n,) integer, kept tokens of the row, at least 1 and at most its query length.
+    num_valid: (n,) integer, kept tokens of the request, at least 1 and at most its query length.
 
     Raises `ValueError` if `batch` is larger than the buffers, or n differs between both arguments or is larger than
     the batch.
@@ -64,11 +65,11 @@ def stage_first(
 def stage_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
     """Record the draws of the first pass, and stage the second pass: one token for each row of the first.
 
-    token: (n,) integer, draws of rows 0 .. n - 1; n rows, at least all real ones. -1 is recorded as no draft.
-    block_table: (at least n, max_blocks) int32, blocks of the draft's group; a null block stores nothing.
+    token: (n,) integer, drafts of requests 0 .. n - 1, at least all real ones. -1 is recorded as no draft.
+    block_table: (at least n, max_blocks) int32, block table of the draft's KV-cache group; a null block stores nothing.
     block_size: tokens of a block.
 
-    A row whose position is `max_model_len` or more stores nothing, its length stays, and its draw is no draft. Raises
+    A request whose position is `max_model_len` or more stores nothing, keeps its length, and gets no draft. Raises
     `ValueError` if n is larger than the buffers or the table.
     """
     _check_chain(buffers, token, block_table)
@@ -78,7 +79,7 @@ def stage_chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block
 def advance(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int) -> None:
     """Record the draws of a pass of the chain, and stage the next one; arguments as for `stage_chain`.
 
-    Called after the last draft, too, although the pass it stages is not run; a further call records nothing.
+    Called after the last draft, too, although the staged pass is not run. A further call records nothing.
     """
     _check_chain(buffers, token, block_table)
     FORMS["advance"].on(buffers.seq_lens)(buffers, token, block_table, block_size)

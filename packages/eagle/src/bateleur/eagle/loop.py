@@ -1,4 +1,4 @@
-"""Speculative decoding of one sequence without an engine: with other libraries, for reading, and for tests.
+"""Speculative decoding of one sequence without an engine: for use with other libraries, as an example, and for tests.
 
 The target is a function of whole sequences, or a model with a cache, such as `CausalLM`. An engine also batches
 requests. All tensors are on the target's device.
@@ -55,16 +55,16 @@ class Request:
 
 @runtime_checkable
 class CachedTarget(Protocol):
-    """A model that caches the tokens of one sequence. device: of its tensors."""
+    """A model that caches the tokens of one sequence. device: device of its tensors."""
 
     device: torch.device
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """As `Function`, for the (n,) tokens after the cached ones; it caches them."""
+        """Append the (n,) tokens `ids` to the cache; return their logits (n, V) and hidden states, as a `Function`."""
         ...
 
     def truncate(self, length: int) -> None:
-        """Drop all but the first `length` tokens, such as rejected drafts."""
+        """Drop all but the first `length` tokens from the cache, for example after rejected drafts."""
         ...
 
 
@@ -150,15 +150,15 @@ class _Proposer:
             self._lanes, self._attend = Lanes.of(ids, seeds.device), DenseAttend(drafter.spec)
 
     def __call__(self, tokens: list[int], features: Sequence[Tensor]) -> Drafts:
-        """Return drafts for the tokens after `tokens`. features: of all tokens before the last that are not cached
-        yet.
+        """Return drafts for the tokens after `tokens`. features: the target's hidden states of the tokens before the
+        last that the head has not cached.
         """
         if isinstance(self._drafter, Head):
             return self._chain(self._drafter, tokens, features)
         return self.drafts(list(self._drafter(list(tokens)))[: self._num_drafts], [])
 
     def drafts(self, ids: Sequence[int], logits: Sequence[Tensor], target_ids: Tensor | None = None) -> Drafts:
-        """Return drafts, each with the (1, Vd) logits from which it was drawn, if it was drawn."""
+        """Return the drafts `ids` with their distribution: from `logits`, (1, Vd) each, if they were sampled."""
         tokens = torch.tensor([ids], dtype=torch.int64, device=self._seeds.device).view(1, -1)
         if self._rule is Rule.COUPLED:
             return Drafts(tokens, Coupled())
@@ -187,7 +187,7 @@ class _Proposer:
 
 
 class _Whole:
-    """A target that is a function: it keeps only the tokens and computes the whole sequence in every step."""
+    """Makes a function a cached target: keeps only the tokens, and computes the whole sequence in every step."""
 
     def __init__(self, function: Function) -> None:
         self.device = torch.device("cpu")
@@ -208,7 +208,7 @@ def _held(target: Function | CachedTarget) -> CachedTarget:
 
 
 def _noise(request: Request, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Seed and temperature, as rows of a batch of one."""
+    """Return seed and temperature of a request, (1,) each."""
     return (
         torch.tensor([request.seed], device=device),
         torch.tensor([request.temperature], dtype=torch.float32, device=device),

@@ -1,4 +1,5 @@
-"""CUDA graph managers of a drafter: one for the first pass, over the target's metadata, and one for the chain.
+"""CUDA graph managers of a drafter: one for the first draft pass, over the target's metadata, and one for the passes
+after it (the chain).
 
 Both capture into a memory pool apart from the target's. So outputs of the target's graphs stay valid until the
 target's next replay.
@@ -41,10 +42,10 @@ class DraftGraphs:
     """Which draft passes are captured as CUDA graphs.
 
     backend: a graph backend of the drafter; not the object that the target captures with.
-    sizes: numbers of rows of the chain's graphs.
-    fuse: one graph for a whole chain if its metadata can be refreshed in the graph; else one graph for each pass.
+    sizes: numbers of requests of the graphs of passes after the first (the chain).
+    fuse: whether one graph holds a whole chain, if its metadata can be refreshed in the graph; else one graph per pass.
     chains: numbers of drafts that get a fused graph; other numbers use the next longer one. () means only K.
-    checks: what a replay checks.
+    checks: level of the checks before a replay.
     coordinator: makes the coordinator of all ranks for a dispatcher. It chooses the graph of the chain.
     """
 
@@ -57,14 +58,14 @@ class DraftGraphs:
 
 
 class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
-    """Graphs of the first draft pass. They read what the target stages for its own graph of the same key.
+    """Graphs of the first draft pass. They read the batch that the target stages for its own graph of the same key.
 
     They are captured over the target's captured states, so that no metadata is built before a replay.
 
     Args:
-        states: what the target's capture returned.
-        backend: the drafter's.
-        keys: those to capture; each must be among `states`. None means all.
+        states: captured states that the target's `capture` returned.
+        backend: the drafter's capture backend.
+        keys: keys to capture; each must be among `states`. None means all.
 
     Raises `NotCaptured`, a `KeyError` that names the nearest keys, for a key that the target has not captured, and
     `ValueError` if no key is left.
@@ -93,7 +94,7 @@ class PrefillEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 class LentSteps:
     """Stages steps of the target for draft passes: each borrowed captured state becomes a `DraftState`.
 
-    adopt: see `Adopt`. own: stages the drafter's own buffers.
+    adopt: function from a captured state of the target to a `DraftState`. own: stages the drafter's own buffers.
     """
 
     def __init__(self, lender: CapturedStateProducer[Any], adopt: Adopt, own: ChainSteps) -> None:
@@ -113,18 +114,18 @@ class LentSteps:
         return self._adopt(self._lender.fuzz(key, seed).state, Phase.RUN, seed).staged(key)
 
     def poison(self) -> None:
-        """Fill the buffers of the target and of the drafter with invalid values."""
+        """Fill the buffers of the target and of the drafter with invalid values, for tests of stale reads."""
         self._lender.poison()
         self._own.poison()
 
     def addresses(self) -> Mapping[str, int]:
-        """Addresses of the buffers of the target and of the drafter."""
+        """Return addresses by name of the buffers of the target and of the drafter."""
         book = {f"target.{name}": address for name, address in self._lender.addresses().items()}
         return book | {f"draft.{name}": address for name, address in self._own.addresses().items()}
 
 
 class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
-    """Graphs of the passes after the first one: one token per row, with states of their own.
+    """Graphs of the draft passes after the first one: one token per request, with states of their own.
 
     A key with variant `(k,)` holds a whole chain of k drafts, one without a variant a single pass.
     """
@@ -133,11 +134,11 @@ class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
     def plan_for(
         cls, sizes: Iterable[int], max_num_reqs: int, chains: Sequence[int], support: GraphSupport
     ) -> CudagraphDispatcher:
-        """Return the plan of graphs for `sizes` rows.
+        """Return the dispatcher of graphs for `sizes` requests.
 
         chains: numbers of drafts that get a graph; () for one graph per pass.
-        support: what the draft's metadata can be captured for. No graph is piecewise: piecewise graphs pad tokens,
-            not rows.
+        support: batches that the draft's metadata can be captured for. No graph is piecewise: piecewise graphs pad
+            tokens, not requests.
         """
         captures = support >= GraphSupport.SINGLE_TOKEN
         mode = CudaGraphMode.FULL_DECODE_ONLY if captures else CudaGraphMode.NONE
@@ -146,5 +147,5 @@ class DecodeEagleCudaGraphManager(CudaGraphManager[DraftState, Tensor]):
 
     @staticmethod
     def ask(num_rows: int, chain: int | None) -> UnpaddedBatch:
-        """Return the request for a graph: a chain of so many drafts, or None for single passes."""
+        """Return the sizes for which to dispatch a graph. chain: drafts of a whole chain; None for a single pass."""
         return UnpaddedBatch(num_rows, num_rows, 1, 1, True, () if chain is None else (chain,))

@@ -1,11 +1,11 @@
 """Prompt lookup: propose the tokens that followed an earlier occurrence of the last tokens. No model, no head.
 
 The last n tokens of a request are searched in its earlier text, `prompt_lookup_min` <= n <= `prompt_lookup_max`. The
-longest match wins, and of equal ones the latest. The tokens after it are the drafts. If they reach the end of the
-text, they continue with themselves, so that a repeating text has K drafts, too. (Saxena, "Prompt lookup decoding",
+longest match wins, and of equal ones the latest. The tokens after it are the drafts. If the text ends before K drafts,
+they repeat from their first token, so that a repeating text has K drafts, too. (Saxena, "Prompt lookup decoding",
 2023; the names are vLLM's.)
 
-It runs on the device over its own copy of the tokens. The host learns the emitted tokens only after the proposal was
+It runs on the device over its own copy of the tokens. The host gets the emitted tokens only after the proposal is
 queued, so a search on the host would delay every step.
 """
 
@@ -25,13 +25,13 @@ would not fill a GPU.
 
 
 class NGramDrafter:
-    """Proposes the tokens that followed an earlier occurrence of the last tokens.
+    """Drafter by prompt lookup: proposes the tokens that followed an earlier occurrence of the last tokens.
 
     Args:
-        num_speculative_tokens: K.
+        num_speculative_tokens: K, most drafts of a request.
         max_num_reqs: rows of the engine's request table.
-        max_model_len: tokens of a request, output included.
-        device: of the steps.
+        max_model_len: most tokens of a request, output included.
+        device: device of the steps.
         prompt_lookup_min: least number of matching tokens.
         prompt_lookup_max: largest number of matching tokens.
 
@@ -71,13 +71,13 @@ class NGramDrafter:
         return torch.int32.itemsize * (max_model_len + 1)
 
     def admit(self, row: int, token_ids: list[int]) -> None:
-        """See `Drafter`."""
+        """Store the tokens `token_ids` of a request that takes row `row` of the request table."""
         ids = upload(np.array(token_ids, np.int32), self._tokens.device)
         self._tokens[row, : len(ids)] = ids
 
     @torch.no_grad()
     def propose(self, context: DraftContext) -> Tensor:
-        """See `Drafter`; a row without a match has no draft."""
+        """Append the emitted tokens and return (R, K) int64 drafts; -1 in a request without a match. No host sync."""
         context.require(self.needs, self.num_speculative_tokens)
         batch, rows = context.batch, context.rows
         length_R1 = (batch.num_computed_tokens[: len(rows)] + context.num_valid + 1).unsqueeze(1)
@@ -89,15 +89,15 @@ class NGramDrafter:
         return drafts_RK.where(found_R1 & (spot_K < context.num_drafts), -1)
 
     def _append(self, rows: Tensor, length_R1: Tensor, emitted_RJ: Tensor) -> None:
-        """Append the emitted tokens."""
+        """Append the tokens emitted in this step to the stored text of the requests."""
         is_token_RJ = emitted_RJ >= 0
         at_RJ = length_R1 - is_token_RJ.sum(1, keepdim=True) + self._columns_J
         at_RJ = at_RJ.where(is_token_RJ, self._max_model_len).clamp_(max=self._max_model_len)
         self._tokens.index_put_((rows.unsqueeze(1), at_RJ), emitted_RJ.int())
 
     def _last_occurrence(self, rows: Tensor, length_R1: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """Return the first index after the latest of the longest earlier occurrences, (R, 1), and whether there is
-        one. Without one the index is anywhere before the end. No text has more than `longest` tokens.
+        """Return the index after the latest of the longest earlier occurrences of the last tokens, (R, 1), and whether
+        there is one. Without one the index is anywhere before the end. No text has more than `longest` tokens.
         """
         most = min(self.prompt_lookup_max, longest - 1)
         back_N = torch.arange(most, device=rows.device)
@@ -117,8 +117,8 @@ class NGramDrafter:
 
 
 def _num_equal(text_RC: Tensor, suffix_RN: Tensor, counts_RC: Tensor) -> Tensor:
-    """(R, C) int64: how many of the last tokens, `suffix_RN` from the last on, match the text up to each position.
-    `counts_RC` is written to.
+    """Return (R, C) int64: how many of the last tokens, `suffix_RN` from the last one back, match the text up to each
+    position. `counts_RC` is written to.
     """
     num_equal_RC = torch.zeros_like(text_RC, dtype=torch.int64)
     for i in range(suffix_RN.shape[1]):

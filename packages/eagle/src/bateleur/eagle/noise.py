@@ -1,6 +1,6 @@
-"""Keyed noise: random numbers that are a pure function of the name of a draw.
+"""Keyed noise: random numbers that are a pure function of a name (key) instead of a generator's state.
 
-A draw is named by (seed, position, place, role, lane). The noise is an integer hash of that name, so it has
+A random number is named by (seed, position, place, role, lane). It is an integer hash of that name, so it has
 the same bits on every device, in every batch and in every order. No generator state is saved, restored or advanced.
 
 Legend for shapes: R rows, L lanes (a lane is a *target*-vocabulary id).
@@ -50,7 +50,7 @@ _MAX_PLACE = 1 << 24
 
 
 def _signed(value: int, width: int) -> int:
-    """The two's-complement reading of an unsigned constant, for the signed types of torch."""
+    """Return the signed (two's-complement) value of an unsigned constant, for the signed types of torch."""
     return value - (1 << width) if value >> (width - 1) else value
 
 
@@ -64,10 +64,10 @@ FLOOR = 2.0**-32
 
 
 class Role(IntEnum):
-    """What a random number is drawn for. Streams of different roles are independent.
+    """Purpose of a random number. Numbers of different roles are independent.
 
-    TARGET is the stream of the plain sampler; a coupled drafter draws from it on purpose. DRAFT is for proposals that
-    must be independent of the target's draw, ACCEPT for the test of a rejection rule.
+    TARGET is for the plain sampler; a coupled drafter uses the same numbers on purpose. DRAFT is for proposals that
+    must be independent of the target's sample, ACCEPT for the test of a rejection rule.
     """
 
     TARGET = 0
@@ -77,11 +77,11 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Names of R draws.
+    """Names (keys) of the random numbers of R samples.
 
     seed: (R,) int64, any value, one per request.
-    position: (R,) int64 in [0, 2^32): index in the sequence of the drawn token, never a clamped RoPE position.
-    place: int in [0, 2^24), or (R,) int64: separates draws of one role at one position.
+    position: (R,) int64 in [0, 2^32): index in its sequence of the sampled token, never a clamped RoPE position.
+    place: int in [0, 2^24), or (R,) int64: separates samples of one role at one position.
 
     Raises `ValueError` for a wrong dtype or shape, or an int place out of range. Values in tensors are not checked,
     because this would read the device.
@@ -108,11 +108,11 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Hashed token ids ("lanes"), for callers that draw over the same vocabulary in every step.
+    """Hashed token ids ("lanes"), for callers that sample over the same vocabulary in every step.
 
     words: (L,) int32, the hashed ids, on the device of the keys.
     whole: whether the ids are 0 .. L-1.
-    shard: the vocabulary shard of the ids. Logits are then those of the shard, and all ranks draw the same token of
+    shard: the vocabulary shard of the ids. Logits are then those of the shard, and all ranks sample the same token of
         the whole vocabulary.
     """
 
@@ -157,7 +157,7 @@ def uniform(keys: Keys, role: Role, lanes: int | Tensor | Lanes = 1) -> Tensor:
 
 
 def gumbel(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
-    """Return finite Gumbel noise, (R, L) float32; argmax(logits + gumbel) is a draw from softmax(logits).
+    """Return finite Gumbel noise, (R, L) float32; argmax(logits + gumbel) is a sample of softmax(logits).
 
     `lanes` as for `bits`. The bits agree on every device; the two logarithms may differ in the last place.
     """
@@ -165,7 +165,7 @@ def gumbel(keys: Keys, role: Role, lanes: int | Tensor | Lanes) -> Tensor:
 
 
 def mixed(words_L: Tensor, low_R1: Tensor, high_R1: Tensor) -> Tensor:
-    """Return the bits (R, L) of hashed lanes in rows with hashed names, see `row_words`."""
+    """Return the random bits (R, L) of hashed token ids `words_L` in rows with hashed names, see `row_words`."""
     x_RL = words_L.bitwise_xor(low_R1)
     x_RL.mul_(LANE_MIX[0]).bitwise_xor_(high_R1)
     for shift, factor in zip((15, 16), LANE_MIX[1:], strict=True):
@@ -174,7 +174,7 @@ def mixed(words_L: Tensor, low_R1: Tensor, high_R1: Tensor) -> Tensor:
 
 
 def unit(bits_RL: Tensor) -> Tensor:
-    """Turn bits into uniform numbers; overwrites its argument."""
+    """Turn random bits into uniform numbers; overwrites its argument."""
     return bits_RL.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(SCALE).add_(FLOOR)
 
 
@@ -184,7 +184,7 @@ def gumbel_(u_RL: Tensor) -> Tensor:
 
 
 def names(keys: Keys, role: Role) -> Tensor:
-    """Pack position, place and role into one number, (R,) int64, injectively."""
+    """Pack position, place and role of each key into one number, (R,) int64, injectively."""
     name_R = keys.position + (int(role) << 56) if role else keys.position
     if isinstance(keys.place, Tensor) or keys.place:
         name_R = name_R + (keys.place << 32)
@@ -192,12 +192,12 @@ def names(keys: Keys, role: Role) -> Tensor:
 
 
 def row_words(keys: Keys, role: Role) -> tuple[Tensor, Tensor]:
-    """Hash everything but the lane: two (R, 1) int32 words, low and high."""
+    """Hash the key of each row (seed, position, place, role) to two (R, 1) int32 words, low and high."""
     return hashed(keys.seed, names(keys, role))
 
 
 def hashed(seed: Tensor, name: Tensor) -> tuple[Tensor, Tensor]:
-    """`row_words` of seeds and `names`, (R,) int64 each."""
+    """Hash seeds and `names`, (R,) int64 each, to two (R, 1) int32 words, as `row_words`."""
     row_R1 = _fmix64_(_fmix64_(seed + _SEED_OFFSET).bitwise_xor_(name)).unsqueeze(1)
     return row_R1.to(torch.int32), (row_R1 >> 32).to(torch.int32)
 

@@ -1,9 +1,9 @@
-"""The passes of a chain drafter, as functions that run eagerly or in a CUDA graph: the first one, and those of the
-chain.
+"""The draft passes of a head, as functions that run eagerly or in a CUDA graph: the first one, and those after it (the
+chain).
 
 They read and write only buffers at fixed addresses, read no value on the host, and have static shapes.
 
-Legend for shapes: n rows of a pass, H hidden size of the head, V draft vocabulary, K drafts.
+Legend for shapes: n rows (requests) of a pass, H hidden size of the head, V draft vocabulary, K drafts.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class DraftState:
     """Work list of the pass that runs, see `AttentionBackend.build_work_list`; None between passes."""
 
     def staged(self, key: BatchExecutionDescriptor) -> StagedBatch[DraftState]:
-        """Return the staged step; a piecewise graph captures no host scalar of the metadata."""
+        """Return the state as a `StagedBatch`; a piecewise graph captures no host scalar of the metadata."""
         signature = self.sign(self.metadata) if key.mode is CudaGraphMode.FULL else None
         return StagedBatch(key, self, self.batch.generation, signature)
 
 
 class DraftPasses:
-    """A head over its paged caches.
+    """Runs the draft passes of a head over its paged KV caches.
 
-    refresh: updates metadata from the buffers, on the device; see `refresh_of`.
-    rule: how drafts will be verified, which determines the noise of their draws.
+    refresh: function that updates metadata from the buffers, on the device; see `refresh_of`.
+    rule: acceptance rule of the drafts, which determines the noise that they are sampled with.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class DraftPasses:
         self._in_pieces = backend.tolerates_loose_bounds
 
     def first(self, execution: Execution[DraftState]) -> Tensor:
-        """Run on all tokens of the target's step, draw one draft per row, and stage the chain; (n,) int64 drafts."""
+        """Run the first pass on all tokens of the target's step, and stage the next one; (n,) int64 drafts."""
         rows = self._inputs.last_index[: self._num_rows(execution)]
         return self._pass(execution, stage_chain, rows)
 
     def store_kv(self, execution: Execution[DraftState]) -> None:
-        """Run on all tokens of the target's step only to store keys and values; the last layer skips the rest."""
+        """Run the head on the target's step only to store keys and values; the last layer skips the rest."""
         self._forward(execution, self._inputs.last_index[:0], [*self._layers[:-1], self._store])
 
     def chain(self, execution: Execution[DraftState]) -> Tensor:
-        """Run the staged pass and stage the next one; with a variant `(k,)` in the key, run all k - 1 passes of a
-        chain.
+        """Run the staged pass and stage the next one; with a variant `(k,)` in the key, run all k - 1 passes after
+        the first.
 
         The metadata is refreshed before each pass of a variant. Returns the (n,) int64 drafts of the last pass.
         """
@@ -136,8 +136,8 @@ class DraftPasses:
         return self._head.forward(x.input_ids[:count], x.hidden[:count], x.positions[:count], attend, rows)
 
     def _num_rows(self, execution: Execution[DraftState]) -> int:
-        """Return the number of rows that draw. A piecewise graph does not pad rows, so it captures the most that its
-        tokens can have.
+        """Return the number of requests that get a draft. A piecewise graph does not pad requests, so it captures the
+        most that its tokens can have.
         """
         if execution.key is None:
             return execution.state.batch.num_actual_reqs
@@ -146,8 +146,8 @@ class DraftPasses:
         return execution.key.num_reqs
 
     def _draw(self, execution: Execution[DraftState], h_nH: Tensor) -> Tensor:
-        """Draw with the noise of the rule, and keep the logits if the rule needs them; (n,) int64 target ids, -1 for
-        no draw. Under COUPLED the noise is that of the target at the same position of the same request.
+        """Sample drafts with the noise of the acceptance rule, and keep the logits if it needs them. Returns (n,) int64
+        target ids, -1 for none. Under COUPLED the noise is that of the target at the same position of the same request.
         """
         logits_nV, eager = self._head.logits(h_nH), execution.key is None
         if eager and execution.state.greedy:
@@ -180,7 +180,7 @@ def _storing(kv: tuple[Tensor, Tensor], kv_scales: Tensor | None) -> _Attention:
 def _attention(
     backend: AttentionBackend, kv: tuple[Tensor, Tensor], kv_scales: Tensor | None, sliding_window: int | None
 ) -> _Attention:
-    """Return the attention of one layer, as a function that a piecewise graph can run between its pieces."""
+    """Return the attention of one layer, as a function that a piecewise graph can run eagerly between its pieces."""
 
     def draft_attention(state: DraftState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scale = q.shape[-1] ** -0.5
@@ -190,11 +190,12 @@ def _attention(
 
 
 def refresh_of(builder: AttentionMetadataBuilder[Any]) -> Callable[[Any], object] | None:
-    """Return how metadata of `builder` is updated from one pass of a chain to the next without a new build.
+    """Return a function that updates metadata of `builder` from one draft pass to the next without a new build, or
+    None.
 
-    A builder may provide `refresh(metadata)`: on the device, in place, and fit for capture. Metadata that consists
-    only of views of the batch needs no update: its builder owns no buffer and reads no length on the host. Otherwise
-    None: each pass needs a build, and no graph can hold several passes.
+    A builder may provide `refresh(metadata)`, which works on the device, in place, and can be captured. Metadata that
+    consists only of views of the batch needs no update: its builder owns no buffer and reads no length on the host.
+    None means that each pass needs a build, and no graph can hold several passes.
     """
     refresh: Callable[[Any], object] | None = getattr(builder, "refresh", None)
     if refresh is None and not (builder.addresses() or builder.reads & _HOST_LENGTHS):

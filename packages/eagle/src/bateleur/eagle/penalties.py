@@ -16,7 +16,7 @@ class Penalties:
 
     values: (N, 3) float32: repetition, frequency and presence penalty. The logit of a token of the prompt or output
         is divided by repetition (above 0), or multiplied if it is negative. frequency is subtracted once for each
-        time that the token was generated, presence once if it was. 1, 0, 0 change no bit.
+        time that the token was generated, presence once if it was. Values 1, 0, 0 change no bit.
     owners: (N,) int64, row of the request table for each logit row.
     counts: (M, V) int32, how often each token was generated.
     prompts: (M, V) bool, whether a token is in the prompt.

@@ -1,6 +1,6 @@
-"""Draft policies: how many drafts each row gets in its next step, decided on the host before the step.
+"""Draft policies: decide on the host, before a step, how many drafts of each request it verifies.
 
-Host numpy. Legend for shapes: R rows, K draft tokens at most.
+Everything is numpy on the host. Legend for shapes: R rows (requests), K draft tokens at most.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,14 +19,14 @@ Cost: TypeAlias = Callable[[IntArray], FloatArray]
 
 @dataclass(frozen=True, slots=True)
 class PolicyRows:
-    """Rows of the next step that may get drafts.
+    """Requests of the next step that may get drafts.
 
     rows: (R,) integer, rows of the engine's request table, all different.
-    most: (R,) integer in 0..K, most drafts of the row: less than K near the end of its request or of the drafter's
+    most: (R,) integer in 0..K, most drafts of the request: less than K near the end of its request or of the drafter's
         positions.
     acceptance: (R, K) float64 in [0, 1], probability that draft i is accepted if all before it are.
-    num_other_tokens: tokens in the same step of rows without drafts, such as chunks of prompts.
-    greedy: every row takes the most likely token, so drafts need no noise.
+    num_other_tokens: tokens of other requests in the same step, such as chunks of prompts.
+    greedy: whether every request takes the most likely token, so that drafts need no noise.
     """
 
     rows: IntArray
@@ -58,25 +58,25 @@ class DraftPolicy(Protocol):
     """
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """Return (R,) int32, drafts for each row, at most its `most`."""
+        """Return the number of drafts of each request, (R,) int32, at most its `most`."""
         ...
 
 
 @runtime_checkable
 class UniformPolicy(DraftPolicy, Protocol):
-    """A policy that often gives all rows the same number, so that CUDA graphs of these numbers pay."""
+    """A policy that often gives all requests the same number of drafts, so that graphs of these numbers pay."""
 
     def numbers(self, most: int) -> Collection[int]:
-        """Numbers that it may give to all rows, with `most` drafts at most."""
+        """Return the numbers of drafts that the policy may give to all requests alike, `most` at most."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What a step did, and how long it took.
+    """Sizes and time of one step.
 
-    num_rows: rows that decode. num_drafts: drafts that the policy had asked for, summed over these rows.
-    num_tokens: tokens that these rows emitted. num_other_tokens: tokens of other rows, such as chunks of prompts.
+    num_rows: requests that decode. num_drafts: drafts that the policy had asked for, summed over these requests.
+    num_tokens: tokens that they emitted. num_other_tokens: tokens of other requests, such as chunks of prompts.
     greedy: as in `PolicyRows`.
     """
 
@@ -95,14 +95,14 @@ class ObservingPolicy(DraftPolicy, Protocol):
     """
 
     def observe(self, step: StepTime) -> None:
-        """Take note of a step that has ended, before the lengths of the step after the next are asked for."""
+        """Record a step that has ended. Called before `lengths` of the step after the next."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class FixedDrafts:
-    """The same number for every row."""
+    """Draft policy: the same number of drafts for every request."""
 
     num_drafts: int
     reads_acceptance: ClassVar[bool] = False
@@ -112,18 +112,18 @@ class FixedDrafts:
             raise ValueError(f"num_drafts={self.num_drafts} must not be negative")
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """See `DraftPolicy`."""
+        """Return the number of drafts of each request, (R,) int32: `num_drafts`, at most its `most`."""
         return _capped(self.num_drafts, rows)
 
     def numbers(self, most: int) -> Collection[int]:
-        """See `UniformPolicy`."""
+        """Return the numbers of drafts that all requests may get: only `num_drafts`, at most `most`."""
         return (min(self.num_drafts, most),)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ByBatchSize:
-    """A number that depends on the number of rows: `{1: 4, 8: 2, 32: 0}` gives 2 from 8 rows on, 0 from 32."""
+    """Draft policy by the number of requests: `{1: 4, 8: 2, 32: 0}` gives 2 drafts from 8 requests on, 0 from 32."""
 
     num_drafts: Mapping[int, int]
     reads_acceptance: ClassVar[bool] = False
@@ -136,17 +136,17 @@ class ByBatchSize:
             )
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """See `DraftPolicy`."""
+        """Return the number of drafts of each request, (R,) int32, from the number of requests, at most its `most`."""
         size = max((size for size in self.num_drafts if size <= len(rows)), default=1)
         return _capped(self.num_drafts[size], rows)
 
     def numbers(self, most: int) -> Collection[int]:
-        """See `UniformPolicy`."""
+        """Return the numbers of drafts that all requests may get: the values of `num_drafts`, at most `most`."""
         return [min(number, most) for number in self.num_drafts.values()]
 
 
 class StepCost:
-    """A measured step cost: a step costs as much as the next larger measured size, because graphs are padded.
+    """Cost of a step from measured times: that of the next larger measured size, because graphs are padded.
 
     Beyond the last size the cost per token is constant.
     """
@@ -165,7 +165,7 @@ class StepCost:
             raise ValueError(f"seconds={list(seconds)} must be above 0 and must not decrease")
 
     def __call__(self, num_tokens: IntArray) -> FloatArray:
-        """(n,) float64 seconds of steps of `num_tokens` (n,) tokens."""
+        """Return the time in seconds, (n,) float64, of steps of `num_tokens` (n,) tokens."""
         index = np.searchsorted(self.sizes, num_tokens).clip(max=len(self.sizes) - 1)
         beyond = np.maximum(num_tokens / self.sizes[-1], 1.0)
         seconds: FloatArray = self.seconds[index] * beyond
@@ -173,26 +173,26 @@ class StepCost:
 
 
 class BySurvival:
-    """Lengths with the most expected emitted tokens per cost of the step.
+    """Draft policy: the lengths with the most expected emitted tokens per cost of the step.
 
-    Draft i survives with probability s_i, the product of the acceptances up to it. A row emits 1 + s_1 + s_2 + ...
-    tokens. Among lengths with the same sum, those with the largest s are best. So one sort gives the best lengths for
-    every sum, and the best sum is chosen. In a large batch, where a token costs more than any draft gains, that is 0
-    for all rows.
+    Draft i survives with probability s_i, the product of the acceptances up to it. A request emits 1 + s_1 + s_2 +
+    ... tokens. Among lengths with the same sum, those with the largest s are best. So one sort gives the best lengths
+    for every sum, and the best sum is chosen. In a large batch, in which a token costs more than any draft gains, that
+    is 0 for all requests.
 
-    Every `probe_every` steps a row gets one draft more than is best, at most an eighth of the rows at a time. Without
-    that, a low estimate would never be corrected.
+    Every `probe_every` steps a request gets one draft more than is best, at most an eighth of the requests at a time.
+    Without that, a low estimate would never be corrected.
     """
 
     def __init__(
         self, cost: Cost, *, draft_cost: float = 0.0, uniform: bool = False, probe_every: int | None = 64
     ) -> None:
-        """cost: of a target step of so many tokens.
-        draft_cost: cost of one more draft for the longest row, in the same unit: one pass of a chain. 0 if all K are
-            drafted anyway.
-        uniform: all rows get the same number (at most their `most`), and the step is padded to it: for graphs with a
-            uniform query length.
-        probe_every: steps; None for never.
+        """cost: function from a number of tokens to the cost of a target step of that size.
+        draft_cost: cost of one more draft for the request with the most drafts, in the same unit: one draft pass. 0 if
+            all K are drafted anyway.
+        uniform: all requests get the same number (at most their `most`), and the step is padded to it: for graphs with
+            a uniform query length.
+        probe_every: number of steps between probes of a request; None for never.
         """
         if draft_cost < 0:
             raise ValueError(f"draft_cost={draft_cost} must not be negative")
@@ -202,7 +202,7 @@ class BySurvival:
         self._idle = np.zeros(0, np.int64)  # steps since the last probe, by row of the request table
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """See `DraftPolicy`."""
+        """Return the number of drafts of each request, (R,) int32, that gives the most tokens per cost."""
         if not len(rows) or not rows.acceptance.shape[1]:
             return _capped(0, rows)
         survival_RK = rows.acceptance.cumprod(1)
@@ -267,7 +267,7 @@ def _capped(num_drafts: int, rows: PolicyRows) -> I32Array:
 
 
 def _within(values: IntArray | FloatArray, most: int) -> bool:
-    """Whether all values are from 0 to `most`."""
+    """Return whether all values are from 0 to `most`."""
     if not values.size:
         return True
     return bool(np.minimum.reduce(values, None) >= 0 and np.maximum.reduce(values, None) <= most)

@@ -27,8 +27,8 @@ def verify(
 ) -> RejectionOutput:
     """Verify the drafts of every request; emit the accepted ones and one more token. Everything stays on the device.
 
-    logits: (N, V) floating, of the target, processed (penalties, grammar, truncation) and divided by the temperature
-        in rows that sample, as for `draw`. Not written to.
+    logits: (N, V) floating, logits of the target, processed (penalties, grammar, truncation) and divided by the
+        temperature in rows that sample (temperature above 0), as for `draw`. Not written to.
     lanes: the V hashed token ids; by default the ids 0 .. V-1. With the lanes of a vocabulary shard, logits are those
         of the shard, and all ranks emit the same tokens.
     metadata: sampling parameters of each logit row. If given, `logits` are float32, not truncated and not divided by
@@ -36,7 +36,7 @@ def verify(
     greedy: all temperatures are 0, so that no noise is computed. False is always correct.
 
     Under COUPLED the tokens are those of `draw` row by row, bit for bit. Under every rule a request without drafts
-    gets that draw. Raises `ValueError` if the shapes disagree, or if the rule does not fit the distribution.
+    gets the token of `draw`. Raises `ValueError` if the shapes disagree, or if the rule does not fit the distribution.
     """
     rule.require(drafts.distribution)
     num_reqs, num_drafts = drafts.tokens.shape
@@ -72,13 +72,13 @@ def draw_draft(
     place: int | Tensor = 0,
     lanes: Lanes | None = None,
 ) -> Drawn:
-    """Draw one draft token per row with the noise that `rule` needs; the argmax where the temperature is 0.
+    """Sample one draft token per row with the noise that `rule` needs; the argmax if the temperature is 0.
 
     logits: (R, Vd) floating, before the temperature; the same tensor is given to `Logits` if the rule needs it.
     positions: (R,) int64 index in its sequence of the drafted token; may exceed all limits, never clamped.
     place: int or (R,) int64, index of the draft in its step, from 0.
-    lanes: for a reduced draft vocabulary `Lanes.of(ids, device)` of its target ids, so that draws couple. The result
-        is then an index into `ids`.
+    lanes: for a reduced draft vocabulary `Lanes.of(ids, device)` of its target ids, so that drafts share the target's
+        noise. The result is then an index into `ids`.
     """
     scaled_RD = apply_temperature(logits.float(), temperature)
     return draw(scaled_RD, temperature, rule.keys(seeds, positions, place), rule.draft_role, lanes=lanes)
@@ -93,7 +93,7 @@ def _coupled(
     greedy: bool = False,
     metadata: SamplingMetadata | None = None,
 ) -> RejectionOutput:
-    """The target draws every row; a draft that equals the draw saves a forward pass."""
+    """Verify by the rule COUPLED: sample every logit row, and accept the drafts that equal the samples."""
     places = LogitRows.of(logits.shape[0], drafts, rows)
     if greedy and (metadata is None or metadata.penalties is None):
         drawn = argmax(logits, None if lanes is None else lanes.shard)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Coupled:
-    """Drafts of any kind, such as draws with the noise of the target. The rule COUPLED needs no distribution of
+    """Drafts of any kind, such as samples with the noise of the target. The rule COUPLED needs no distribution of
     drafts.
     """
 
@@ -32,9 +32,9 @@ class OneHot:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Drafts were drawn from softmax(logits / temperature) with `draw_draft`, or by another independent draw.
+    """Drafts were sampled from softmax(logits / temperature) with `draw_draft`, or independently in another way.
 
-    logits: (R, K, Vd) float32, before the temperature: the numbers that the draw read. Ignored where a draft is
+    logits: (R, K, Vd) float32, before the temperature: exactly those that were sampled from. Ignored where a draft is
         missing.
     ids: (Vd,) int64 distinct target ids of the draft vocabulary, in any order; None if draft id i is target id i. Ids
         at and above V are allowed: the target gives them probability 0, so these drafts are always rejected.
@@ -69,12 +69,12 @@ DraftDistribution: TypeAlias = Coupled | OneHot | Logits
 class Rule(Enum):
     """How drafts are verified. Under every rule the emitted tokens have exactly the distribution of the target.
 
-    COUPLED: a draft is accepted if it equals the target's own draw, which is what is emitted (Daliri, Musco and
+    COUPLED: a draft is accepted if it equals the target's own sample, which is emitted in any case (Daliri, Musco and
     Suresh 2024). The tokens are those of decoding without drafts, for any drafter.
-    RATIO: accept with probability min(1, p/q), else draw from (p - q)+ (Leviathan et al. 2023; Chen et al. 2023).
-    BLOCK: a joint test of all drafts of a row, which accepts at least as many as RATIO (Sun et al. 2024).
+    RATIO: accept with probability min(1, p/q), else sample from (p - q)+ (Leviathan et al. 2023; Chen et al. 2023).
+    BLOCK: a joint test of all drafts of a request, which accepts at least as many as RATIO (Sun et al. 2024).
 
-    Greedy rows (temperature 0) give the same tokens under every rule. RATIO and BLOCK are exact if the number of
+    Greedy requests (temperature 0) give the same tokens under every rule. RATIO and BLOCK are exact if the number of
     drafts does not depend on their values: a draft that a grammar forbids must be kept (its logit is -inf, so it is
     rejected) and not replaced by -1.
     """
@@ -85,15 +85,14 @@ class Rule(Enum):
 
     @property
     def draft_role(self) -> Role:
-        """The noise stream of drafts: that of the target for COUPLED, else an independent one."""
+        """Role of the noise of drafts: that of the target for COUPLED, else an independent one."""
         return Role.TARGET if self is Rule.COUPLED else Role.DRAFT
 
     def keys(self, seeds: Tensor, positions: Tensor, place: int | Tensor = 0) -> Keys:
-        """Return the keys of the draws of drafts and of acceptance tests; `place` is the index of the draft in its
-        step.
+        """Return the noise keys of drafts and of acceptance tests; `place` is the index of the draft in its step.
 
         Keys of BLOCK contain the place. BLOCK reads noise after the position where it stops, and the next step must
-        not read the same numbers at that position; there the place is another one. The other rules read no noise
+        not read the same numbers at that position; its place differs, so it does not. The other rules read no noise
         after the tokens that they emit.
         """
         return Keys(seeds, positions, place if self is Rule.BLOCK else 0)
@@ -115,8 +114,9 @@ class Drafts:
     """Drafts to verify.
 
     tokens: (R, K) int64 target ids. A negative id means that there is no draft: verification stops there and emits
-        the target's own draw. Columns after the logit rows of a request are ignored.
-    distribution: how the drafts were drawn. A wrong distribution is not detected, and makes RATIO and BLOCK wrong.
+        the target's own sample. Columns after the logit rows of a request are ignored.
+    distribution: the distribution that the drafts were sampled from. A wrong distribution is not detected, and makes
+    RATIO and BLOCK wrong.
     """
 
     tokens: Tensor
@@ -136,10 +136,11 @@ class Drafts:
 class Rows:
     """Which logit rows belong to which request. The values in the tensors are not checked.
 
-    query_start_loc: (R+1,) int32: request r has the logit rows [r] to [r+1]-1, which are 1 + its drafts, at most 1 +
-        K. Rows from the last entry on are padding. A request without rows emits nothing.
+    query_start_loc: (R+1,) int32: request r has the logit rows query_start_loc[r] to query_start_loc[r+1] - 1, which
+        are 1 + its drafts, at most 1 + K. Rows from the last entry on are padding. A request without rows emits
+        nothing.
     seeds: (R,) int64.
-    first_position: (R,) int64, index in its sequence of the token that the first logit row of the request draws.
+    first_position: (R,) int64, index in its sequence of the token that is sampled from the request's first logit row.
     temperature: (R,) floating; 0 is greedy.
     """
 
@@ -180,12 +181,12 @@ class RejectionOutput(NamedTuple):
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Divide (R, ...) logits by the temperature of their row; greedy rows are divided by 1. Used for draws and for
-    tests alike.
+    """Divide logits (R, ...) by the temperature of their row; greedy rows are divided by 1. Used to sample and for
+    acceptance tests.
     """
     return logits / temperature_divisor(temperature).view(-1, *[1] * (logits.dim() - 1))
 
 
 def temperature_divisor(temperature: Tensor) -> Tensor:
-    """(R,) divisors of logits: 1 in greedy rows."""
+    """Return the divisors (R,) of logits: the temperature, or 1 in greedy rows."""
     return temperature.where(temperature > 0, 1.0)

@@ -58,7 +58,7 @@ SAMPLE = Implementations(_drawn, triton="bateleur.eagle.kernels.rejection_sample
 
 
 def _whole(logits: Tensor, metadata: SamplingMetadata, words: Tensor, seeds: Tensor, name: Tensor) -> Tensor:
-    """Return the perturbed logits (N, V) of which the argmax is the sample."""
+    """Return the perturbed logits (N, V): processed logits plus noise, whose argmax is the sample."""
     noise_NV = gumbel_(unit(mixed(words, *hashed(seeds, name))))
     return perturbed(noise_NV, metadata.apply(logits.float()), metadata.temperature)
 

@@ -63,8 +63,8 @@ class SamplingMetadata:
 
     @classmethod
     def unknown(cls, values: Tensor, *, truncates: bool = True) -> SamplingMetadata:
-        """Return metadata for `values` (N, 4) that a CUDA graph reads on the device. The host then skips no
-        computation, except truncation if `truncates` is False.
+        """Return metadata for `values` (N, 4) that only the device knows, in a CUDA graph. No computation is
+        skipped, except truncation if `truncates` is False.
         """
         return cls(np.tile(_ANYTHING if truncates else _WHOLE, (len(values), 1)), values)
 
@@ -73,7 +73,7 @@ class SamplingMetadata:
 
     @property
     def temperature(self) -> Tensor:
-        """(N,) float32 on the device."""
+        """Temperature of each row, (N,) float32 on the device."""
         return self.values[:, TEMPERATURE]
 
     @property
@@ -133,7 +133,7 @@ TRUNCATION = Implementations(truncation_thresholds, triton="bateleur.eagle.kerne
 
 
 def thresholds_by_sort(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """`truncation_thresholds` by a sort: the specification, and the implementation on a CPU without a compiler."""
+    """Compute `truncation_thresholds` by a sort: the specification, and the form for a CPU without a compiler."""
     size, scaled_NV = logits.shape[1], apply_temperature(logits, values[:, TEMPERATURE])
     best_N1 = scaled_NV.amax(-1, keepdim=True)
     floor_N1 = best_N1 + values[:, LOG_MIN_P, None]
@@ -159,7 +159,7 @@ _truncate_rows = define_op(_library, thresholds_by_sort, _ON_CPU, mutates=(), fa
 
 
 def _descending(logits_NV: Tensor) -> Tensor:
-    """The values of every row, largest first."""
+    """Return the values of every row, largest first."""
     if logits_NV.is_cpu:  # numpy sorts values alone, six times as fast as torch, which sorts pairs
         return torch.from_numpy(np.sort(logits_NV.neg().numpy(), axis=-1)).neg_()
     return logits_NV.sort(dim=-1, descending=True).values

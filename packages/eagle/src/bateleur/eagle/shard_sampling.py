@@ -17,7 +17,7 @@ from bateleur.metadata.dispatch import Implementations
 def sample_shard(
     logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes, shard: VocabShard
 ) -> Drawn:
-    """`sample` from the logits (N, L) of a vocabulary shard. All ranks return the same tokens."""
+    """Sample one token per row from the logits (N, L) of a vocabulary shard. All ranks return the same tokens."""
     name = names(keys, role)
     if metadata.penalties is not None:
         logits, metadata = metadata.penalties.apply(logits), SamplingMetadata(metadata.host, metadata.values)

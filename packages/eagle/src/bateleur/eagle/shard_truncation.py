@@ -1,9 +1,9 @@
 """min_p, top_k and top_p for a vocabulary that is sharded over ranks.
 
-All ranks find the same threshold of a row, digit by digit. Values are mapped to integers of the same order
-(`order_of`). For each of the 256 values of a digit the ranks sum the number or the mass of the tokens that have it.
-The traffic does not grow with the vocabulary, and the integer sums do not depend on the sharding. Of equal logits the
-lowest ids are kept, so each rank computes how many of its own are.
+All ranks find the same threshold of a row, digit by digit (8 bits each). Values are mapped to integers of the same
+order (`order_of`). For each of the 256 values of a digit the ranks sum the number or the mass of the tokens that have
+it. The traffic does not grow with the vocabulary, and the integer sums do not depend on the sharding. Of equal logits
+the lowest ids are kept, so each rank computes how many of its own equal logits are kept.
 
 The mass of a token is exp(logit - max) in units of 2^-40, as in `bateleur.eagle.sampling_metadata`.
 
@@ -27,8 +27,8 @@ _LEAST = torch.finfo(torch.float32).min
 
 
 class _Found(NamedTuple):
-    """Result of a search for each row, (N,) int64 each: the ordered integer of the value; the weight above it, the
-    weight equal to it, and the part of the latter in this shard.
+    """Result of a search for each row, (N,) int64 each: the found value as an ordered integer (`order_of`); the number
+    or mass of tokens above it, that of tokens equal to it, and the part of the latter in this shard.
     """
 
     order: Tensor
@@ -38,8 +38,8 @@ class _Found(NamedTuple):
 
 
 class _Edge(NamedTuple):
-    """The threshold of each row, (N,) int64 each: its ordered integer, how many of `ties` tokens equal to it are
-    kept, and how many ties are in this shard. The counts are 0 if no tie is dropped.
+    """The threshold of each row, (N,) int64 each: its ordered integer (`order_of`), how many of the `ties` tokens
+    equal to it are kept, and how many ties are in this shard. The counts are 0 if no tie is dropped.
     """
 
     order: Tensor
@@ -49,7 +49,7 @@ class _Edge(NamedTuple):
 
 
 def shard_thresholds(logits: Tensor, metadata: SamplingMetadata, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Truncation thresholds from the logits (N, L) of a shard.
+    """Find truncation thresholds from the logits (N, L) of a shard.
 
     Returns the smallest kept logit after the temperature, (N,) float32, equal on all ranks; and the last kept index
     of this shard that is equal to it, (N,) int32: -1 if none is kept, L if all are.
@@ -77,7 +77,7 @@ def shard_thresholds(logits: Tensor, metadata: SamplingMetadata, shard: VocabSha
 
 
 def _top(scaled_NL: Tensor, floor_N: Tensor, top_k_N: Tensor, shard: VocabShard) -> _Edge:
-    """Keep the largest top_k of the tokens that are not below the floor."""
+    """Find the threshold that keeps the largest top_k of the tokens that are not below the floor."""
     size = shard.vocab_size
     top_k_N = top_k_N.where((top_k_N > 0) & (top_k_N < size), size)
     found = _search(scaled_NL, None, floor_N, top_k_N.minimum, shard)
@@ -85,7 +85,7 @@ def _top(scaled_NL: Tensor, floor_N: Tensor, top_k_N: Tensor, shard: VocabShard)
 
 
 def _nucleus(scaled_NL: Tensor, best_N: Tensor, edge: _Edge, top_p_N: Tensor, shard: VocabShard) -> _Edge:
-    """Keep what top_p leaves of the tokens that `edge` keeps."""
+    """Find the threshold that top_p sets among the tokens that `edge` keeps."""
 
     def mass_of(x: Tensor, best: Tensor) -> Tensor:
         return (x - best).exp_().double().mul_(2.0**40).long()
@@ -113,7 +113,7 @@ def _search(
     scaled_NL: Tensor, mass_NL: Tensor | None, start_N: Tensor, goal: Callable[[Tensor], Tensor], shard: VocabShard
 ) -> _Found:
     """Find the largest value, not below `start_N`, such that the tokens not below it reach the goal, in number or in
-    mass.
+    mass (their weight).
 
     goal: maps the total weight not below the start, (N,) int64, to the weight to reach.
     """

@@ -42,13 +42,13 @@ class EagleSpeculator:
     """Drafts with a head over paged caches that share the block table of the target's attention group.
 
     Args:
-        head: see `bateleur.eagle.heads`.
-        cache: its keys and values; everything is on their device.
-        backend: runs its attention and builds the chain's metadata.
-        limits: the target's.
-        num_speculative_tokens: K.
-        graphs: what `capture` captures; None for nothing.
-        rule: how the drafts will be verified. Under RATIO and BLOCK drafts are drawn with independent noise, and the
+        head: the draft head, see `bateleur.eagle.heads`.
+        cache: KV caches of the head; everything is on their device.
+        backend: attention backend of the head, which builds the metadata of later passes, too.
+        limits: the target's batch limits.
+        num_speculative_tokens: K, most drafts of a request.
+        graphs: CUDA graphs that `capture` captures; None for none.
+        rule: acceptance rule of the drafts. Under RATIO and BLOCK drafts are sampled with independent noise, and the
             logits of all drafts that wait for verification are kept, max_num_reqs * K * Vd * 4 bytes.
 
     Raises `ValueError` for inconsistent numbers.
@@ -56,9 +56,11 @@ class EagleSpeculator:
     Attributes:
         draft_max_seq_len: host bound of the lengths of every draft pass: `max_model_len` before the first step, then
             min(largest bound of the step + K, max_model_len).
-        max_drafted_len: see `BoundedDrafter`: a pass at position p draws the token of index p + 2.
-        draft_prefill_builds: metadata built for first passes; 0 if the target always has metadata.
-        prefill, decode: graphs of the first pass, once captured, and of the chain.
+        max_drafted_len: most tokens of a sequence, drafts included: a pass at position p predicts the token of index p
+            + 2.
+        draft_prefill_builds: number of times that metadata was built for first passes; 0 if the target always has
+            metadata.
+        prefill, decode: graphs of the first pass, once captured, and of the passes after it (the chain).
         decisions: which graph each chain ran on, and why it ran eagerly.
     """
 
@@ -118,8 +120,8 @@ class EagleSpeculator:
 
     @property
     def can_start_late(self) -> bool:
-        """Whether it drafts for requests whose first tokens it has not seen, see `DraftContext.start_positions`. The
-        chain in C can.
+        """Whether the head drafts for requests whose first tokens it has not seen, see `DraftContext.start_positions`.
+        Only the C form can.
         """
         return self._native is not None and self._is_eager
 
@@ -127,7 +129,7 @@ class EagleSpeculator:
         """Does nothing: the head keeps its state in KV cache blocks, which the target's scheduler manages."""
 
     def propose(self, context: DraftContext) -> Tensor:
-        """Update the draft's caches and propose; (R, K) int64, -1 where there is no draft. No host sync."""
+        """Update the head's KV caches and propose drafts, (R, K) int64, -1 where there is none. No host sync."""
         drafts = self._native.propose(context) if self._native is not None and self._is_eager else None
         if self._native is not None and drafts is not None:
             longest = context.batch.max_seq_len + self.num_speculative_tokens
@@ -157,7 +159,7 @@ class EagleSpeculator:
         return tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
-        """Return how the last drafts of these rows of the table were drawn; (R, K, Vd) logits of rows that sample."""
+        """Return the distribution of the last drafts of rows of the request table: (R, K, Vd) logits if they sample."""
         kept = self.inputs.logits
         if kept is None:
             return Coupled()
@@ -172,8 +174,8 @@ class EagleSpeculator:
         return not graphed
 
     def _room(self, context: DraftContext) -> Tensor | None:
-        """Return how many drafts of each row are useful, (R,) int64: those at an index that the target can compute,
-        below `max_model_len`. None if the host knows that it is K for all rows.
+        """Return how many drafts of each request are useful, (R,) int64: those at an index below `max_model_len`, which
+        the target can compute. None if the host knows that it is K for all requests.
         """
         batch, k, limit = context.batch, self.num_speculative_tokens, self.steps.max_seq_len
         if context.num_drafts == k and batch.seq_len_bound.max() + 1 + k <= limit:
@@ -183,8 +185,8 @@ class EagleSpeculator:
 
     @torch.no_grad()
     def warm_up(self, target: TargetState) -> None:
-        """Run all passes after a staged dummy step, eagerly, so that no later step of such rows loads a kernel: with
-        noise, without, and those that only store keys and values.
+        """Run all draft passes after a staged dummy step, eagerly, so that no later step of this size loads a kernel:
+        with noise, without, and those that only store keys and values.
         """
         first = self._adopt(target, Phase.WARMUP, None)
         self._passes.store_kv(Execution(None, first))
@@ -194,7 +196,7 @@ class EagleSpeculator:
                 self._warm_chain(target.batch, greedy)
 
     def _warm_chain(self, batch: CommonAttentionMetadata, greedy: bool) -> None:
-        """Run a pass of the chain after the first pass of a dummy step."""
+        """Run the draft pass after the first pass of a dummy step."""
         rows, longest = batch.num_actual_reqs, self.steps.max_seq_len
         bound = bound_of_drafts(batch).advanced(1, longest)
         state = self.steps.build(rows, rows, bound, longest, BuildPhase.WARMUP, greedy=greedy)
@@ -212,10 +214,10 @@ class EagleSpeculator:
         keys: Iterable[BatchExecutionDescriptor] | None = None,
         keep_going: bool = False,
     ) -> None:
-        """Capture the first pass over the target's captured states, and the chain over states of its own.
+        """Capture the first draft pass over the target's captured states, and the later passes over their own states.
 
-        attn_states: what the target's `capture` returned; its states are `TargetState`.
-        keys: those of the first pass; None means all that the target captured, () no first pass.
+        attn_states: captured states that the target's `capture` returned; they are `TargetState`.
+        keys: graph keys of the first pass; None means all that the target captured, () no first pass.
         keep_going: as for `CudaGraphManager.capture`.
 
         Raises `NotCaptured`, with the nearest keys, for a key that the target has not captured, `BorrowError` if the
@@ -233,7 +235,7 @@ class EagleSpeculator:
         self.decode.capture(self.steps, self._passes.chain, keep_going=keep_going)
 
     def _plan_decode(self, graphs: DraftGraphs) -> None:
-        """Plan the chain's graphs; K = 1 has no chain."""
+        """Choose the graphs of the passes after the first one (the chain); with K = 1 there are none."""
         k = self.num_speculative_tokens
         if graphs.fuse and self._passes.refresh is not None:
             self._chains = tuple(sorted({*graphs.chains, k}))
@@ -265,8 +267,8 @@ class EagleSpeculator:
     def _borrow(
         self, target: TargetState, now: int | None = None, phase: BuildPhase = BuildPhase.RUN, *, greedy: bool = False
     ) -> DraftState:
-        """Return the state of a first pass: the target's step and metadata. For a target without attention the
-        metadata is built.
+        """Return batch and metadata of a first pass: those of the target's step. For a target without attention
+        the metadata is built.
 
         Rejected tokens are stored, too: attention requires that every position below `seq_lens` has been written.
         Causality hides them from kept tokens, and the next token at their position overwrites them.
@@ -283,7 +285,7 @@ class EagleSpeculator:
         return self._borrow(target, phase=phase)
 
     def _adopt(self, target: TargetState, phase: Phase, seed: int | None) -> DraftState:
-        """Stage a dummy step, or a random one, into the drafter's buffers."""
+        """Stage a dummy step (random with `seed`) into the drafter's buffers; return the state of its first pass."""
         stage_dummy(self.inputs, self._cache, target.batch, self._cache.group, seed=seed)
         return self._borrow(target, phase=BuildPhase(phase.value))
 
@@ -311,7 +313,7 @@ class EagleSpeculator:
                 return
 
     def _decide(self, num_rows: int, num_drafts: int) -> DispatchDecision:
-        """Choose the chain's graph, the same on all ranks, or eager with the reason."""
+        """Choose the graph of the passes after the first, the same on all ranks, or eager execution with the reason."""
         if self.decode is None:
             return DispatchDecision(None, DispatchReason.NO_GRAPHS)
         chain = next((k for k in self._chains if k >= num_drafts), None)

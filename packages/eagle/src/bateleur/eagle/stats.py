@@ -1,6 +1,7 @@
 """Acceptance counts for reports, and acceptance estimates for draft policies.
 
-Host numpy. Legend for shapes: R rows of one step, K draft tokens at most, N rows of the engine's request table.
+Everything is numpy on the host. Legend for shapes: R rows (requests) of one step, K draft tokens at most, N rows of the
+engine's request table.
 """
 
 from typing import Any, TypeAlias
@@ -13,15 +14,15 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 class AcceptStats:
-    """Counts drafts of verified rows; rows without drafts are counted separately.
+    """Counts of verified and accepted drafts, over all steps.
 
-    num_steps, num_plain: rows with and without drafts.
+    num_steps, num_plain: verified requests with and without drafts, summed over steps.
     num_drafts, num_accepted: verified and accepted drafts.
     tried, kept: (K,) int64, how often draft i was reached (all before it were accepted), and accepted.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:
-        """num_speculative_tokens: K."""
+        """num_speculative_tokens: K, most drafts of a request."""
         if num_speculative_tokens < 1:
             raise ValueError(f"num_speculative_tokens={num_speculative_tokens} must be at least 1")
         self.num_steps = self.num_plain = self.num_drafts = self.num_accepted = 0
@@ -45,12 +46,12 @@ class AcceptStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean tokens that a row with drafts emits in a step: the accepted drafts and one more. NaN without any."""
+        """Mean tokens that a request with drafts emits in a step: the accepted drafts and one more. NaN without any."""
         return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
 
     @property
     def acceptance_per_position(self) -> FloatArray:
-        """(K,) float64, how often draft i was accepted when all before it were. NaN if it was never reached."""
+        """Share of drafts at index i, (K,) float64, accepted if all before it were. NaN if none was reached."""
         rates = np.full(len(self.tried), np.nan)
         np.divide(self.kept, self.tried, out=rates, where=self.tried > 0)
         return rates
@@ -94,7 +95,7 @@ class AcceptanceEstimates:
         self._tried = np.tile(np.arange(num_speculative_tokens), 2)
 
     def admit(self, row: int) -> None:
-        """A new request takes row `row`."""
+        """Reset the estimates of row `row` of the request table, which a new request takes."""
         self.seen[row] = 0
 
     def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
@@ -107,7 +108,7 @@ class AcceptanceEstimates:
         self.all_seen[:] = self.all_seen * left + sums
 
     def of(self, rows: IntArray) -> FloatArray:
-        """(R, K) float64 in (0, 1): probability that draft i is accepted if all before it are."""
+        """Return the estimated probability that draft i is accepted if all before it are, (R, K) float64 in (0, 1)."""
         k, seen, strength = self._k, self.seen[rows], self._strength
         common = (self.all_seen[k:] + strength * self._prior) / (self.all_seen[:k] + strength)
         own: FloatArray = (seen[:, k:] + strength * common) / (seen[:, :k] + strength)

@@ -4,7 +4,7 @@ Noise is keyed by token id, so each rank finds the best token of its own shard. 
 8-byte number per row: the value in the upper half, as an integer of the same order, and the token id in the lower
 half, counted backwards. The maximum is the first maximum of all shards. NaN is larger than any value, as in `argmax`.
 
-Legend for shapes: N rows, L tokens of a shard, V vocabulary.
+Legend for shapes: N rows of logits, L tokens of a shard, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ _NAN_BITS, _INF_ORDER = 0x7FC00000, 0x7F800000
 
 
 class ShardCollectives(Protocol):
-    """Collective operations of the ranks. All ranks call the same ones in the same order, with tensors of the same
-    shape.
+    """Collective operations of the ranks that share the vocabulary. All ranks call the same ones in the same order,
+    with tensors of the same shape.
     """
 
     @property
@@ -74,7 +74,7 @@ class VocabShard:
 
     @property
     def end(self) -> int:
-        """One more than its last token id."""
+        """One more than the last token id of this rank."""
         return self.starts[self.collectives.rank + 1]
 
     @property
@@ -117,7 +117,7 @@ class VocabShard:
         return order_of(value).bitwise_left_shift_(32).add_(_LAST - self.first).sub_(lane)
 
     def best(self, value_N: Tensor) -> Tensor:
-        """Return the largest value of all shards, (N,) float32; NaN if one is NaN."""
+        """Return the largest of the values of all shards, (N,) float32; NaN if one is NaN."""
         return float_of(self.collectives.max_(order_of(value_N)))
 
     def lanes(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,6 +139,6 @@ def order_of(x: Tensor) -> Tensor:
 
 
 def float_of(order: Tensor) -> Tensor:
-    """The inverse of `order_of`."""
+    """Map the numbers of `order_of` back to float32, its inverse."""
     bits = order.int()
     return bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).view(torch.float32)

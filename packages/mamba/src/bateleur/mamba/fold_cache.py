@@ -1,7 +1,6 @@
-"""Runs recurrent layers without an engine: states under FOLD, and steps of mixed batches.
+"""Runs recurrent layers without an engine, under the policy FOLD (a saved state and a ring of later inputs).
 
-Only the public planners and operators are used. An engine that has persistent buffers or captures graphs calls those
-itself.
+Only the public planners and operators are used. An engine with persistent buffers or graphs calls them itself.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from bateleur.mamba.state_pool import StatePool
 
 
 class FoldCache:
-    """States of several recurrent layers under FOLD: state slots, rings of running requests, and `RequestStates`.
+    """States of several layers under FOLD: saved states in slots, rings of later inputs, and `RequestStates`.
 
     The caller owns the block table. It has a row per request, and column c holds the slot of the state after at most
-    (c + 1) * block_size tokens. When a request has passed the end of a block, the slot is full and only read, and may
-    also stand in the rows of other requests.
+    (c + 1) * block_size tokens. When a request has passed the end of a block, the slot is only read, and other requests
+    may have it in their rows, too.
 
     Args:
         layout: block-table layout of all layers, with the policy FOLD.
         mixers: the layers. Their `params` are copied; use the attribute `mixers` of the cache instead.
         num_slots: state slots, including the null slot 0.
-        num_rows: request rows, including the null row 0.
+        num_rows: rows for running requests (rings and conv windows), including the null row 0.
         chunk_size: maximum number of tokens of a prefill chunk.
         prompt_scan: kernels that scan prefills.
 
@@ -84,8 +83,8 @@ class FoldCache:
         """Plan a step for all layers.
 
         Args:
-            table: (R, columns) integer block table of the batch, 0 in columns without a slot.
-            rows: R request rows, all different.
+            table: (R, columns) integer block table of the batch, state slots, 0 in columns without one.
+            rows: row of each of the R requests in the cache, all different.
             computed: (R,) int64 tokens before the step, without rejected tokens.
             query_lens: R token counts of the step, at least 1 each.
             num_decodes: number of leading decode rows, with 1 to 1 + K tokens of which a suffix may be rejected. The
@@ -136,7 +135,7 @@ class FoldCache:
         return MambaMetadata(*split, plan, loc, chunks, self.chunker.chunk_size, longest, request_row)
 
     def _flush_rings(self, table: Tensor, rows: Tensor, computed: Tensor) -> None:
-        """Fold the rings of prefill rows that have decoded before: a scan reads only the checkpoint."""
+        """Fold the rings of prefills that have decoded before into their saved states: a scan reads only those."""
         carried, one = self.states.gather(rows), torch.ones_like(rows)
         plan = plan_replay(self.layout, table, computed, one, carried.base, carried.accepted)
         filled, size = plan.ring_len > 0, self.layout.block_size
@@ -161,7 +160,7 @@ class FoldCache:
         self.states.scatter(rows, carried.accepted, base=computed)
 
     def fold(self, plan: FoldPlan, replay: ReplayPlan, rows: Tensor) -> None:
-        """Fold rings in all layers; arguments as in `StatePool.fold`."""
+        """Fold rings into saved states in all layers; arguments as in `StatePool.fold`."""
         self.pages.fold(plan, replay, rows, self._params)
 
     def _check_rows(self, rows: Sequence[int]) -> None:
@@ -188,10 +187,11 @@ class FoldStep:
         return self._cache.mixers[index].mix(channels, gates, *layer)
 
     def commit(self, accepted: Sequence[int] | Tensor) -> Tensor:
-        """End the step: fold rings in all layers if necessary, and update the `RequestStates`.
+        """End the step: fold rings into saved states in all layers if necessary, and update the `RequestStates`.
 
         accepted: (R,) accepted tokens of each decode, at least 1; ignored for prefills. Returns (R,) int64, the tokens
-        of each request after the step. The state at each passed block boundary is in its slot and may be published.
+        of each request after the step. The state at each passed block boundary is in its state slot and may be added to
+        the prefix cache.
 
         Raises ValueError for a second call.
         """

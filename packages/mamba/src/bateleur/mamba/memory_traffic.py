@@ -1,8 +1,8 @@
-"""Bytes moved per step, row and layer: the least that the operators have to read and write.
+"""Bytes moved per step, request and layer: the least that the operators have to read and write.
 
-Counted are the tensors that differ between rows: states, conv windows, rings, and the tokens in and out. Weights, which
-all rows share, and index tensors, which are small, are not counted. A state counts once as read and once as written,
-regardless of the number of tokens. The result divided by the memory bandwidth is a lower bound of the time.
+Counted are the tensors of each request: states, conv windows, rings, inputs and outputs. Shared weights and small index
+tensors are not counted. A state counts once as read and once as written, regardless of the number of
+tokens. The result divided by the memory bandwidth is a lower bound of the time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def window_bytes(spec: Recurrence, entries: int) -> int:
 
 
 def conv_update_bytes(spec: Recurrence, tokens: int) -> int:
-    """Return the bytes of `causal_conv1d_update`: W - 1 entries read, W - 2 + tokens written, tokens in and out."""
+    """Return the bytes of `causal_conv1d_update`: W - 1 entries read, W - 2 + tokens written, inputs and outputs."""
     window = spec.conv_width - 1
     return window_bytes(spec, window + (window - 1 + tokens) + 2 * tokens)
 
@@ -39,7 +39,7 @@ def state_update_bytes(spec: Recurrence, tokens: int) -> int:
 
 
 def replay_bytes(spec: Recurrence, tokens: int, ring_len: float) -> float:
-    """Return the bytes of `replay`: one state and `ring_len` ring entries read, one ring entry written per token."""
+    """Return the bytes of `replay`: a state and `ring_len` ring entries read, one ring entry written per token."""
     entries = (ring_len + tokens) * spec.ring_bytes(1)
     return spec.state_bytes + entries + tokens * token_bytes(spec)
 
@@ -51,7 +51,8 @@ def fold_bytes(spec: Recurrence, count: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FoldCycle:
-    """The steps of a long decode from one fold to the next, with the same number of accepted tokens in every step.
+    """The steps of a long decode from one fold (ring entries added to the saved state) to the next, with the same
+    number of accepted tokens in every step.
 
     A ring is folded by the step after which it could not take another full step. Early folds at block boundaries, which
     are hundreds of tokens apart, are ignored.
@@ -64,7 +65,7 @@ class FoldCycle:
 
     @classmethod
     def of(cls, layout: CacheLayout, accepted: int) -> FoldCycle:
-        """Compute the cycle of a layout.
+        """Compute the fold cycle of a layout with `accepted` tokens per step.
 
         Raises ValueError for a layout of the policy SLOTS, or if `accepted` is not in [1, 1 + K].
         """
@@ -87,11 +88,11 @@ class FoldCycle:
 
 
 def slots_step_bytes(spec: Recurrence, tokens: int) -> int:
-    """Return the bytes of a decode step of `tokens` tokens under SLOTS: convolution and state update."""
+    """Return the bytes of a decode step of `tokens` tokens under SLOTS (the state after each token is written)."""
     return conv_update_bytes(spec, tokens) + state_update_bytes(spec, tokens)
 
 
 def fold_step_bytes(spec: Recurrence, tokens: int, cycle: FoldCycle) -> float:
-    """Return the mean bytes of a decode step under FOLD: convolution, replay, and one fold per cycle."""
+    """Return the mean bytes of a decode step under FOLD: convolution, replay from the ring, one fold per cycle."""
     replay = replay_bytes(spec, tokens, cycle.mean_ring_len)
     return conv_update_bytes(spec, tokens) + replay + fold_bytes(spec, cycle.folded) / cycle.steps

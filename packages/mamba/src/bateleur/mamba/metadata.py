@@ -12,11 +12,12 @@ from bateleur.mamba.prefill_chunks import PrefillChunks
 
 @dataclass(frozen=True, slots=True)
 class MambaMetadata:
-    """Metadata of one step for a Mamba group of D decode rows followed by Pf prefill rows. R = D + Pf counts padding.
+    """Metadata of one step for the layers of a Mamba KV-cache group: D decode rows, then Pf prefill rows
+    (requests, or padding).
 
-    A decode row continues a state by 1 to 1 + K tokens and uses the update operators. A prefill row uses the varlen
-    operators, whose token indices start at the first prefill token. Padded rows have no tokens. They count as decode
-    rows if all real rows are decodes, otherwise as prefill rows.
+    A decode row continues a state by 1 to 1 + K tokens (K drafts) and uses the update operators. A prefill row uses the
+    varlen operators, whose token indices start at the first prefill token. Padded rows have no tokens. They count as
+    decode rows if all real rows are decodes, otherwise as prefill rows.
     """
 
     num_decodes: int
@@ -41,7 +42,7 @@ class MambaMetadata:
     after the last decode have no tokens. None for other steps."""
 
     def decodes(self) -> MambaMetadata:
-        """Return the metadata of the decode rows; tensors are views, and the counts stay those of the step."""
+        """Return the metadata of the decode rows; tensors are views, and the counts stay those of the whole step."""
         rows = self.num_decodes
         plan, loc = self.plan.rows(0, rows), self.query_start_loc[: rows + 1]
         request_row = None if self.request_row is None else self.request_row[:rows]

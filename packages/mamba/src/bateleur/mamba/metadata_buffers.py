@@ -13,7 +13,7 @@ from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 @dataclass(frozen=True, slots=True)
 class MetadataBuffers:
-    """Plans and request rows of one step, for the maximum number of rows, or views of the first rows."""
+    """State slots (plans) and request rows of one step, for the maximum number of rows, or views of the first rows."""
 
     plan: SlotPlan | ReplayPlan
     """Slots that the step reads and writes."""
@@ -30,7 +30,7 @@ class MetadataBuffers:
         return cls(empty_plan(layout, num_reqs, device), after.allocate(num_reqs, device), row)
 
     def rows(self, count: int) -> MetadataBuffers:
-        """Return views of the first `count` rows."""
+        """Return views of the buffers of the first `count` rows."""
         plan, commit_plan = self.plan.rows(0, count), self.commit_plan.rows(0, count)
         return MetadataBuffers(plan, commit_plan, self.request_row[:count])
 
@@ -39,8 +39,8 @@ class PiecewiseDecodeBuffers:
     """Plan, token offsets and request rows of the decode rows of each step, for piecewise graphs.
 
     A piecewise graph of mixed batches is captured for a number of tokens, not for a number of decode rows. It therefore
-    reads the maximum number of rows. Rows after the last decode have no tokens, slot 0 and request row 0, so the
-    operators ignore them.
+    reads the buffers of the maximum number of rows. Rows after the last decode have no tokens, state slot 0 and request
+    row 0, so the operators ignore them.
 
     Args:
         plan: zeroed plan of the maximum number of rows; this object owns it from then on.
@@ -62,7 +62,7 @@ class PiecewiseDecodeBuffers:
         num_decodes: int,
         num_tokens: int,
     ) -> None:
-        """Copy the first `num_decodes` rows of a step, which have the first `num_tokens` tokens; clear the others."""
+        """Copy the decode rows of a step (`num_decodes` rows, `num_tokens` tokens) and clear the rows after them."""
         n, sources = num_decodes, [*plan.tensors().values()]
         if request_row is not None:
             sources.append(request_row)

@@ -32,15 +32,15 @@ class MambaMetadataBuilder:
     Slots are written to persistent buffers, so a captured graph of a decode batch can read them. Chunks of prefills are
     allocated for each batch that has prefills.
 
-    `states` is required for draft tokens and for the FOLD policy. The next KV-cache group then has a table of one
-    column: the row of `states` of each request, 0 in padded rows. `commit` ends the step.
+    `states` is required for draft tokens and for the FOLD policy. The next KV-cache group then has a block table of
+    one column: the row in `states` of each request, 0 in padded rows. `commit` ends the step.
 
     Args:
         layout: block-table layout of the group.
         chunk_size: maximum number of tokens of a prefill chunk.
         max_num_reqs: maximum number of rows of a batch.
         device: device of the buffers.
-        states: what requests carry between steps, or None.
+        states: values that requests carry between steps, or None.
         prompt_scan: kernels that scan prefills. `MambaMetadata.prefill_chunks.prompt_scan` tells which ones a step
             uses.
 
@@ -87,7 +87,7 @@ class MambaMetadataBuilder:
     def supports(num_speculative_tokens: int) -> GraphSupport:
         """Return which batches a full graph can be captured for: decode batches only.
 
-        The split and the chunks of a batch with prefills are sizes that a graph would fix.
+        With prefills, the numbers of decodes and chunks are sizes that a graph would fix.
         """
         return GraphSupport.UNIFORM if num_speculative_tokens else GraphSupport.SINGLE_TOKEN
 
@@ -115,9 +115,10 @@ class MambaMetadataBuilder:
         )
 
     def with_piecewise_decodes(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> MambaMetadata:
-        """Return `meta`, which was built for `common`, with `piecewise_decodes` in persistent buffers.
+        """Return `meta`, which was built for `common`, with its decode rows also in persistent buffers, for piecewise
+        graphs (`piecewise_decodes`).
 
-        Its number of rows depends only on the padded number of tokens.
+        The number of rows in them depends only on the padded number of tokens.
         """
         own, rows = self._piecewise, min(common.num_tokens, len(self._buffers.request_row))
         tokens = meta.num_decode_tokens if meta.num_prefills else common.num_actual_tokens
@@ -136,7 +137,7 @@ class MambaMetadataBuilder:
         return replace(meta, piecewise_decodes=decodes)
 
     def num_repeatable_steps(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> int:
-        """Return how many further steps of the same rows, with one token per row, would get the same `meta`.
+        """Return how many further steps of the same requests, with one token each, would get the same metadata.
 
         Assumes that the block tables do not change. 0 if requests carry states or if the batch has prefills.
         """
@@ -160,14 +161,15 @@ class MambaMetadataBuilder:
     ) -> CopyPlan | FoldPlan | None:
         """End the step that `meta` was built for; call it before the next `build`.
 
-        Updates `states` and returns what to do with the layers' states: `StatePool.copy` for a `CopyPlan`,
-        `StatePool.fold` for a `FoldPlan`, nothing for None.
+        Updates `states` and returns a plan for the layers' states. Pass a `CopyPlan` to `StatePool.copy` and
+        a `FoldPlan` to `StatePool.fold`; None needs nothing.
 
         Args:
-            meta, common, group: as built.
+            meta, common, group: result and arguments of `build`.
             accepted: (R,) integer on the device, accepted tokens of each decode row, the first one included; ignored in
                 prefill rows and padded rows.
-            captured: a graph records the call for decode batches, so nothing may depend on host-side values.
+            captured: whether a graph records the call, for decode batches; then nothing may depend on values on the
+                host.
         """
         if self.states is None or meta.request_row is None:
             return None
@@ -191,7 +193,7 @@ class MambaMetadataBuilder:
         return fold
 
     def signature(self, meta: MambaMetadata) -> Signature:
-        """Return the split, which selects operators, and the bounds that size their launches."""
+        """Return the host scalars that a graph fixes: decode and prefill counts, and bounds that size launches."""
         return Signature(
             (
                 ("num_decodes", Role.CONTROL, meta.num_decodes),
@@ -211,7 +213,7 @@ class MambaMetadataBuilder:
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
     def _plan(self, buffers: MetadataBuffers, common: CommonAttentionMetadata, table: Tensor) -> SlotPlan | ReplayPlan:
-        """Run the planner of the layout's policy into `buffers`."""
+        """Compute the state slots of the step into `buffers`, by the planner of the layout's policy."""
         computed, plan = common.num_computed_tokens, buffers.plan
         lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         carried = None if self.states is None else self.states.gather(buffers.request_row)
@@ -230,7 +232,7 @@ class MambaMetadataBuilder:
 
     @staticmethod
     def _request_rows(common: CommonAttentionMetadata, group: int) -> Tensor:
-        """Return (R,), the column of the next group's table."""
+        """Return the request row of each row of the batch, (R,): the one column of the next group's block table."""
         tables = common.block_tables[group + 1 : group + 2]
         if not tables or tables[0].shape[1] != 1:
             found = f"has {tables[0].shape[1]} columns" if tables else "is missing"
@@ -241,7 +243,7 @@ class MambaMetadataBuilder:
         return tables[0].select(1, 0)
 
     def _rows_to_flush(self, meta: MambaMetadata, common: CommonAttentionMetadata) -> Tensor | None:
-        """Return (R,) bool: decode rows inside a prompt. The next part of the prompt reads a checkpoint, not a ring."""
+        """Return (R,) bool: decodes inside a prompt. The prompt's next part needs a saved state without a ring."""
         flush = common.is_prefilling.numpy()[: common.num_reqs].copy()
         flush[meta.num_decodes :] = False
         if not flush.any():
@@ -253,8 +255,8 @@ class MambaMetadataBuilder:
 
         Decodes are the leading rows that continue a state by at most 1 + K tokens, and trailing rows without tokens if
         there is no prefill row. One token over an existing state is a decode even if it ends a prompt. Several tokens
-        of a prompt are a prefill: an update would keep a state for each of them, as for draft tokens, and the next step
-        would start from the first one.
+        of a prompt are a prefill. As a decode they would count as draft tokens, and the next step would start from the
+        state after the first one.
         """
         starts, prompt = common.query_start_loc_cpu.numpy(), common.is_prefilling.numpy()
         query_lens = starts[1:] - starts[:-1]
@@ -281,7 +283,7 @@ def decodes_one_token_each(common: CommonAttentionMetadata) -> bool:
 
 
 def _require_decodes_first(first: int, prompt: npt.NDArray[np.bool_], continues: npt.NDArray[np.bool_]) -> None:
-    """Raise ValueError if a row past its prompt follows a row inside its prompt; arrays start at row `first`."""
+    """Raise ValueError if a request past its prompt follows one inside its prompt; arrays start at row `first`."""
     late = np.logical_or.accumulate(prompt) & ~prompt & continues
     if late.any():
         raise ValueError(

@@ -19,7 +19,7 @@ States = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class MixerBatch:
-    """The rows of a step, split into decodes and prefills once for all layers."""
+    """The rows (requests) of a step, split into decodes and prefills once for all layers."""
 
     metadata: MambaMetadata
     decodes: MambaMetadata | None
@@ -31,7 +31,7 @@ class MixerBatch:
 
     @classmethod
     def of(cls, meta: MambaMetadata) -> MixerBatch:
-        """Split the rows of a step."""
+        """Split the rows of a step into decodes and prefills."""
         first, end = meta.num_decodes, meta.num_decodes + meta.num_prefills
         if first == end:  # the whole batch, including padded rows
             return cls(meta, meta if first else None, None, None)
@@ -55,7 +55,7 @@ class Mixer:
     """One tensor for each of the recurrence's `parameters`, in their order."""
 
     def __post_init__(self) -> None:
-        """Validate the shapes."""
+        """Validate the shapes of the parameters."""
         spec = self.spec
         names = [each.name for each in spec.parameters]
         if len(self.params) != len(names):
@@ -72,8 +72,8 @@ class Mixer:
         Args:
             channels: (T, conv_dim), decode rows first.
             gates: (T, *shape) for each of the recurrence's `gates`.
-            batch: rows of the step.
-            states, rings: of this layer, from a `StatePool`.
+            batch: the requests of the step.
+            states, rings: state tensors and rings of this layer, from a `StatePool`.
 
         Returns y (T, *output_shape).
         """
@@ -92,8 +92,8 @@ class Mixer:
     ) -> Tensor:
         """Run `mix` for decode rows only; can be captured in a graph.
 
-        rows: from `MambaMetadata.decodes()` or `MambaMetadata.piecewise_decodes`. Returns y (T, *output_shape), a new
-        tensor, unspecified for tokens that belong to no row.
+        rows: the decode rows, from `MambaMetadata.decodes()` or `MambaMetadata.piecewise_decodes`. Returns y
+        (T, *output_shape), a new tensor, unspecified for tokens that belong to no row.
         """
         spec, plan, (conv, state) = self.spec, rows.plan, states
         if isinstance(plan, SlotPlan):

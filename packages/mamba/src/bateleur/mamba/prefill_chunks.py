@@ -1,4 +1,4 @@
-"""Splits the prefills of a step into chunks, and names the slots that keep states after them."""
+"""Splits the prefills of a step into chunks, and selects the state slots that keep the states after chunks."""
 
 # Shape letters: Pf prefill rows of a step.
 
@@ -21,7 +21,7 @@ FLA_TILE = 64
 
 @dataclass(frozen=True, slots=True)
 class FlaTiles:
-    """Additional arguments of the kernels of fla-core, for steps that keep only the last state of each row."""
+    """Additional arguments of the kernels of fla-core, for steps that keep only the last state of each request."""
 
     tiles: Tensor
     """(tiles, 2) int32: row, and index of the tile in the row."""
@@ -31,7 +31,7 @@ class FlaTiles:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunks:
-    """Chunks of the prefill rows of a step. Tokens, rows and chunks are counted from the first prefill."""
+    """Chunks of the prefill rows (requests) of a step. Tokens, rows and chunks are counted from the first prefill."""
 
     query_start_loc: Tensor
     """(Pf + 1,) int32."""
@@ -49,7 +49,7 @@ class PrefillChunks:
 
     @property
     def prompt_scan(self) -> PromptScan:
-        """Kernels that scan this step, for recurrences that have several."""
+        """Kernels that scan the prefills of this step, for recurrences that have several."""
         return PromptScan.OWN if self.fla_tiles is None else PromptScan.FLA
 
     @classmethod
@@ -63,15 +63,15 @@ class PrefillChunker:
     """Splits prefills into chunks: at the ends of blocks, and inside a block at multiples of `chunk_size` tokens.
 
     Positions are counted from the start of the request, so a token is in the same chunk however the scheduler splits
-    the prompt at these positions. States are kept after the last chunk of a row and at the ends of blocks, in the
-    block-table column of that number of tokens. If the table has no slot there, the state is not kept.
+    the prompt at these positions. States are kept after the last chunk of a request and at the ends of blocks, in
+    the block-table column of that number of tokens. If the table has no slot there, the state is not kept.
 
-    With `PromptScan.FLA`, steps in which no row passes the end of a block use the kernels of fla-core, which return
-    only the last state of a row.
+    With `PromptScan.FLA`, steps in which no request passes the end of a block use the kernels of fla-core, which return
+    only the last state of a request.
 
     Args:
         layout: block-table layout.
-        chunk_size: maximum number of tokens of a chunk; at most a block is used.
+        chunk_size: maximum number of tokens of a chunk; a chunk never exceeds a block.
         max_num_reqs: maximum number of rows of a step.
         scan: kernels that scan prefills.
 
@@ -93,10 +93,10 @@ class PrefillChunker:
         self._iota = np.arange(max_num_reqs, dtype=np.int32)
 
     def split(self, starts: Ints, computed: Ints, table: Tensor) -> PrefillChunks:
-        """Split the prefills of a step; one upload to the device of `table` (and two more for `fla_tiles`).
+        """Split the prefills of a step, with one upload to the device of `table` (and two more for `fla_tiles`).
 
         Args:
-            starts: (Pf + 1,) int32, first token of each row, from 0.
+            starts: (Pf + 1,) int32, first token of each request, from 0.
             computed: (Pf,) int32, tokens before the step; 0 in rows without tokens, which get no chunk.
             table: (Pf, columns) integer block table of state slots.
         """
@@ -144,7 +144,7 @@ class PrefillChunker:
 
 
 def _fla_tiles(starts: Ints, row_chunk_loc: Ints, chunk_write: Tensor) -> FlaTiles:
-    """Return the tiles of rows that keep only the state after their last chunk; rows without tokens keep none."""
+    """Return fla-core's tiles for requests that keep only their last state; rows without tokens keep none."""
     device = chunk_write.device
     counts_R = -(-(starts[1:] - starts[:-1]) // FLA_TILE)
     row = np.arange(len(counts_R)).repeat(counts_R)

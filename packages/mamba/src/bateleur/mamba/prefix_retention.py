@@ -1,4 +1,4 @@
-"""Rules for which states of a request stay in the prefix cache."""
+"""Rules that select the states of a request that stay in the prefix cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class PrefixRetention:
     """Selects the block boundaries whose states stay in the prefix cache. A boundary is kept if any rule selects it.
 
     Column c of a block table holds the state after (c + 1) * block_size tokens. The step that passes a boundary
-    publishes it. A boundary selected only by `last` is dropped when the request passes the next one.
+    adds its state to the prefix cache. A boundary selected only by `last` is dropped when the request passes the next
+    one.
 
     Raises ValueError for a block size below 1, or an interval `every` that is not a multiple of it.
     """
@@ -37,7 +38,7 @@ class PrefixRetention:
 
     @classmethod
     def of(cls, layout: CacheLayout) -> PrefixRetention:
-        """Return the default of the layout's cache mode: nothing, `last` and `prompt_end`, or every boundary."""
+        """Return the default. NONE keeps no state, ALL every boundary, ALIGN the last boundary and the prompt's end."""
         align = layout.mode is MambaCacheMode.ALIGN
         every = layout.block_size if layout.mode is MambaCacheMode.ALL else 0
         return cls(layout.block_size, every, align, align)
@@ -60,7 +61,7 @@ class PrefixRetention:
         return replace(parsed, every=block_size) if "all" in rules else parsed
 
     def keeps(self, column: int, computed: int, prompt_len: int) -> bool:
-        """Return whether `column` of a request is cached after `computed` tokens; prompt_len: tokens of its prompt."""
+        """Return whether the state in `column` is cached after `computed` tokens. prompt_len: tokens of the prompt."""
         boundary = (column + 1) * self.block_size
         if boundary > computed:
             return False
@@ -71,11 +72,11 @@ class PrefixRetention:
         )
 
     def always_keeps(self, column: int) -> bool:
-        """Return whether `column` of any request is cached once it is full, and is never dropped."""
+        """Return whether the state in `column` of any request is cached at its boundary, and never dropped."""
         boundary = (column + 1) * self.block_size
         return bool((self.every and boundary % self.every == 0) or (self.doubling and not column & (column + 1)))
 
     def columns_to_publish(self, before: int, after: int, prompt_len: int) -> list[int]:
-        """Return the columns to publish after a step from `before` to `after` tokens, in ascending order."""
+        """Return the columns to add to the prefix cache after a step from `before` to `after` tokens, ascending."""
         passed = range(before // self.block_size, after // self.block_size)
         return [column for column in passed if self.keeps(column, after, prompt_len)]

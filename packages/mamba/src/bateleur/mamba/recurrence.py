@@ -1,6 +1,8 @@
-"""The interface of a recurrence: sizes of its states and its four operators. Nothing else depends on the recurrence.
+"""The interface of a recurrence: sizes of its states and its four operators. No other module depends on the kind of
+recurrence.
 
-Legend: T tokens, R rows, H heads, P values of a head, W taps of the convolution, K draft tokens, L entries of a ring.
+Legend: T tokens, R rows (requests), H heads, P values of a head, W taps of the convolution, K draft tokens, L entries
+of a ring.
 """
 
 import math
@@ -36,20 +38,20 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def random(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Return normally distributed numbers with this sign, float64, on the generator's device."""
+        """Return normally distributed numbers with the sign of the tensor, float64, on the generator's device."""
         drawn = torch.empty(tuple(shape), dtype=torch.float64, device=generator.device)
         self.randomize_(drawn, generator)
         return drawn
 
     def randomize_(self, tensor: Tensor, generator: torch.Generator) -> None:
-        """Fill `tensor` with normally distributed numbers with this sign; `generator` is on the tensor's device."""
+        """Fill `tensor` with normal random numbers of the declared sign; `generator` is on the tensor's device."""
         tensor.normal_(generator=generator)
         if self.sign:
             tensor.abs_().mul_(self.sign)
 
 
 class FoldBatch(NamedTuple):
-    """Rows of a fold, all (R,) int64. A row with `dst` 0 is skipped, and its other fields are ignored."""
+    """Ring entries to add to saved states, all (R,) int64. A row with `dst` 0 is skipped, its other fields ignored."""
 
     ring_row: Tensor
     """Request row of the ring and of the request conv window."""
@@ -74,7 +76,7 @@ class Recurrence(ABC):
 
     Rules for the operators:
 
-    - Tokens are flat, one row after the other. Slots and rows are tensors on the device.
+    - Tokens are flat, one row (request) after the other. State slots and rows are tensors on the device.
     - Slot 0 is null: reading it gives a zero state, and a write to it is dropped. A row without tokens writes nothing.
       Outputs of tokens that belong to no row are unspecified.
     - Operators never synchronize with the device. Tensors may be strided views, such as parts of a projection.
@@ -98,7 +100,7 @@ class Recurrence(ABC):
     policy: StatePolicy = StatePolicy.SLOTS
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
+        """Validate the fields; raises ValueError."""
         at_least("conv_width", self.conv_width, 2)
         at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         for name in ("conv_dtype", "ssm_dtype"):
@@ -137,7 +139,7 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """Tensors that a ring stores for each token under FOLD: enough to update a state with the token."""
+        """Tensors that a ring stores for each token under FOLD, from which a saved state is updated later."""
 
     # --- operators ------------------------------------------------------------------------------------------
 
@@ -152,16 +154,16 @@ class Recurrence(ABC):
         chunk_size: int,
         read: Tensor,
     ) -> Tensor:
-        """Run the recurrence over prefill rows.
+        """Run the recurrence over prefills.
 
         Args:
-            params: a tensor for each of `parameters`.
+            params: a tensor for each entry of `parameters`.
             channels: (T, conv_dim), after the convolution.
             gates: (T, *shape) for each of `gates`, raw.
             state: (slots, *state_shape), updated in place; None for a pure convolution.
-            chunks: chunks of the rows; the state after chunk c is written to slot `chunks.chunk_write[c]`.
+            chunks: chunks of the prefills; the state after chunk c is written to slot `chunks.chunk_write[c]`.
             chunk_size: maximum number of tokens of a chunk.
-            read: (Pf,) slot of the initial state of each row.
+            read: (Pf,) state slot of the initial state of each request.
 
         Returns y (T, *output_shape), in the dtype of `channels`.
         """
@@ -170,19 +172,19 @@ class Recurrence(ABC):
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
         """Run decode rows of 1 to 1 + K tokens under SLOTS; `rows.plan` is a `SlotPlan`.
 
-        A row starts from slot `ssm_read`, and the state after its token i is written to slot `ssm_write[:, i]`. Other
-        arguments and result as in `scan`.
+        A request starts from slot `ssm_read`, and the state after its token i is written to slot `ssm_write[:, i]`.
+        Other arguments and result as in `scan`.
         """
 
     @abstractmethod
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
-        """Run decode rows of 1 to 1 + K tokens under FOLD, without changing a state; `rows.plan` is a `ReplayPlan`.
+        """Run decodes of 1 to 1 + K tokens under FOLD (no state is written); `rows.plan` is a `ReplayPlan`.
 
-        The state before a row's tokens is the state in `slot` updated with `ring_len` entries of ring `request_row`.
-        Entry j is at (ring_start + j) % L. The row's tokens are appended to the ring. The caller counts the accepted
-        ones, and a later step overwrites the others.
+        The state before a request's tokens is the saved state in `slot` updated with `ring_len` entries of ring
+        `request_row`. Entry j is at (ring_start + j) % L. The tokens are appended to the ring. The caller counts the
+        accepted ones, and a later step overwrites the others.
 
         ring: (rows, L, *shape) for each of `ring_entry`. Other arguments and result as in `scan`.
         """
@@ -191,7 +193,7 @@ class Recurrence(ABC):
     def fold(
         self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
-        """Update checkpoints with the first `counts` entries of their rings, in several layers at once.
+        """Update saved states with the first `counts` entries of their rings, in several layers at once.
 
         Writes state[dst] = state[src] updated with the entries, and conv[dst] = the W - 1 inputs of
         request_conv[ring_row] from `page_offset` on. The rings are not changed.
@@ -200,7 +202,7 @@ class Recurrence(ABC):
             params, state, ring: as in `replay`, with a leading dimension of layers.
             conv: (layers, slots, W - 1, conv_dim).
             request_conv: (layers, rows, W - 1 + K, conv_dim).
-            at: rows to fold.
+            at: requests to fold, with their slots and rings.
         """
 
     # --- derived sizes --------------------------------------------------------------------------------------
@@ -212,9 +214,11 @@ class Recurrence(ABC):
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """Shape of the conv window of one slot: (W - 1 + K, conv_dim), or (W - 1, conv_dim) under FOLD.
+        """Shape of the conv window (last inputs) of one state slot: (W - 1 + K, conv_dim), or (W - 1, conv_dim) under
+        FOLD.
 
-        The K additional entries hold tokens that may be rejected. Under FOLD these are in the request conv window.
+        The K additional entries hold tokens that may be rejected. Under FOLD they are in the conv window of the running
+        request.
         """
         return (self.conv_width - 1 + self.num_speculative_blocks, self.conv_dim)
 
@@ -230,12 +234,12 @@ class Recurrence(ABC):
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the conv window and the state of one slot of this layer."""
+        """Bytes of the conv window and the state of one state slot of this layer."""
         return math.prod(self.conv_shape) * self.conv_dtype.itemsize + self.state_bytes
 
     @property
     def request_conv_bytes(self) -> int:
-        """Bytes of the request conv window of one running request; 0 under SLOTS, whose windows are in the slots."""
+        """Bytes of the request conv window of one running request; 0 under SLOTS, where they are in state slots."""
         if self.policy is StatePolicy.SLOTS:
             return 0
         return math.prod(self.request_conv_shape) * self.conv_dtype.itemsize
@@ -248,13 +252,13 @@ class Recurrence(ABC):
 
     @property
     def num_speculative_blocks(self) -> int:
-        """Slots of a request for the states after each draft token: K, or 0 under FOLD."""
+        """State slots of a request for the states after each draft token: K, or 0 under FOLD."""
         return self.num_speculative_tokens if self.policy is StatePolicy.SLOTS else 0
 
     def max_memory_usage_bytes(self, layout: CacheLayout) -> int:
         """Maximum bytes of this layer that a running request uses and does not share.
 
-        Slots that are published, or that a prefill fills for the prefix cache, are not counted.
+        State slots in the prefix cache, or that a prefill fills for it, are not counted.
 
         Raises ValueError if `layout` has another policy or another number of draft tokens.
         """

@@ -17,7 +17,7 @@ OnHost = Sequence[int] | NDArray[np.integer[Any]] | Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowStates:
-    """The values of the rows of one batch, each (R,) int64."""
+    """The values that planners carry between steps, for the requests of one batch, each (R,) int64."""
 
     accepted: Tensor
     """Accepted tokens of the request's previous step, in [1, 1 + K]; 1 if there was none."""
@@ -28,14 +28,14 @@ class RowStates:
 
 
 class RequestStates:
-    """Accepted counts, previous columns and checkpoint lengths of all running requests of a Mamba group.
+    """Accepted tokens, previous columns and lengths of the saved states of all running requests of a Mamba group.
 
     Values belong to a request row, not to a position in the batch: `gather` returns them in batch order, `scatter`
-    stores the new ones. Row 0 is null: padded rows use it, and it always has neutral values. Groups with different
-    layouts need separate objects. All values are in one tensor at a fixed address.
+    stores the new ones. Row 0 is null: padded rows use it, and it always has neutral values. KV-cache groups with
+    different layouts need separate objects. All values are in one tensor at a fixed address.
 
     Args:
-        num_rows: rows, including the null row.
+        num_rows: maximum number of running requests, plus the null row.
         device: device of the tensor.
 
     Raises ValueError for fewer than two rows (the null row and one to use).
@@ -52,12 +52,12 @@ class RequestStates:
 
     @property
     def num_rows(self) -> int:
-        """Rows, including the null row."""
+        """Number of request rows, including the null row."""
         return self._states.shape[1]
 
     @property
     def values(self) -> Tensor:
-        """(3, num_rows) int64: accepted, prev_col and base of every row."""
+        """(3, num_rows) int64: accepted, prev_col and base of every request row."""
         return self._states
 
     def admit(self, rows: OnHost, computed: OnHost | int = 0) -> None:
@@ -70,7 +70,7 @@ class RequestStates:
         self._null.copy_(self._neutral)
 
     def gather(self, rows: Tensor) -> RowStates:
-        """Return the values of a batch: rows (R,) integer, 0 in padded rows."""
+        """Return the values of a batch. rows: (R,) integer, request row of each batch row, 0 in padded rows."""
         return RowStates(*self._states.index_select(1, rows).unbind())
 
     def scatter(
@@ -78,7 +78,7 @@ class RequestStates:
     ) -> None:
         """Store the result of `plan_copy` (accepted and prev_col) or `plan_fold` (accepted and base).
 
-        rows (R,) integer as in `gather`; the others (R,) int64, ignored in padded rows.
+        rows: (R,) integer request rows as in `gather`; the others: (R,) int64, ignored in padded rows.
         """
         for i, new in enumerate((accepted, prev_col, base)):
             if new is not None:

@@ -17,7 +17,7 @@ class MambaCacheMode(Enum):
 
 
 class StatePolicy(Enum):
-    """How a step with draft tokens can return to an earlier state if drafts are rejected."""
+    """How a recurrent state is recovered if a step's draft tokens are rejected."""
 
     SLOTS = "slots"
     """Keep the state after every token of the step, in 1 + K slots."""
@@ -40,7 +40,7 @@ class CacheLayout:
 
     The state after t > 0 tokens is in column (t - 1) // block_size. The state after 0 tokens is zero and has no column.
     A column holds SSM state and conv window. When it holds those after exactly (column + 1) * block_size tokens, it is
-    full: it is never written again, and it may be published to the prefix cache.
+    full: it is never written again, and it may be added to the prefix cache.
 
     Under SLOTS, a step with drafts writes the state after its token i to column c + i, where c is the column of its
     last token. The table therefore has K columns after the last block. `plan_copy` then copies the state of a crossed
@@ -66,7 +66,7 @@ class CacheLayout:
     """Steps that the scheduler plans before the results of earlier steps are known: 0, or 1 for async scheduling."""
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
+        """Validate the fields; raises ValueError."""
         at_least("max_model_len", self.max_model_len, 1)
         at_least("block_size", self.block_size, 1)
         at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
@@ -93,7 +93,7 @@ class CacheLayout:
             )
 
     def columns(self) -> int:
-        """Return the columns of a block-table row: one per block, plus K under SLOTS."""
+        """Return the number of columns of a block table: one per block, plus K under SLOTS (a slot per draft)."""
         return -(-self.max_model_len // self.block_size) + self.num_speculative_blocks
 
     @property
@@ -104,9 +104,9 @@ class CacheLayout:
     def slots_per_request(self) -> int:
         """Return the maximum number of slots that a running request holds and does not share.
 
-        These are the slot that it reads and the slots that a step may write: 2 + K under SLOTS, 2 under FOLD, plus
-        `steps_ahead`. In mode NONE the slot that it reads is one of those that it writes. Slots that are published, or
-        that a prefill fills for the prefix cache, are not counted.
+        These are the state slot that it reads and the slots that a step may write: 2 + K under SLOTS, 2 under FOLD,
+        plus `steps_ahead`. In mode NONE the slot that it reads is one of those that it writes. State slots in the
+        prefix cache, or that a prefill fills for it, are not counted.
         """
         if self.mode is MambaCacheMode.NONE:
             return 1 + self.num_speculative_blocks

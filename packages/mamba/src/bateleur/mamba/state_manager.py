@@ -1,8 +1,8 @@
-"""Allocates state slots to requests, and publishes full blocks to the prefix cache. Used in all modes but NONE.
+"""Allocates state slots to requests, and adds full blocks to the prefix cache. Used in all modes but NONE.
 
 A Mamba block is one state slot in the block table of a request. Column c holds the state after at most
 (c + 1) * block_size tokens. While the request computes the tokens of the block, the slot is overwritten. When the block
-is full, the slot is never written again and may be published. The state after t tokens is in column
+is full, the slot is never written again and may be added to the prefix cache. The state after t tokens is in column
 (t - 1) // block_size.
 """
 
@@ -22,40 +22,40 @@ _ONE = np.array(1, np.int32)
 
 
 class StateBlockPool(Protocol):
-    """Reference-counted state slots 1, 2, ..., and the prefix keys of published ones."""
+    """Reference-counted state slots 1, 2, ..., and the keys (prefix hashes) of those in the prefix cache."""
 
     @property
     def capacity(self) -> int:
-        """Number of slots."""
+        """Number of state slots."""
 
     @property
     def num_free(self) -> int:
-        """Number of slots that `allocate` can return now."""
+        """Number of state slots that `allocate` can return now."""
 
     def allocate(self, count: int) -> list[int]:
-        """Return free slots, each with one reference."""
+        """Return `count` free state slots, each with one reference."""
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Add one reference to each published slot."""
+        """Add one reference to each of these state slots, which are in the prefix cache."""
 
     def free(self, pages: Sequence[int]) -> None:
-        """Remove one reference from each slot. A published slot keeps its key until it is reused."""
+        """Remove one reference from each slot. A slot in the prefix cache keeps its key until it is reused."""
 
     def publish(self, page: int, key: bytes) -> bool:
-        """Set the key of a referenced slot. Returns False if another slot has the key, which it keeps."""
+        """Add a referenced slot to the prefix cache by `key`. Returns False if another slot has, and keeps, the key."""
 
     def find(self, key: bytes) -> int:
-        """Return the slot with `key`, 0 if there is none."""
+        """Return the state slot with prefix key `key`, 0 if there is none."""
 
     def forget(self, page: int) -> None:
-        """Remove the key of a slot."""
+        """Remove a state slot from the prefix cache."""
 
     def clear(self) -> None:
-        """Remove all references and keys."""
+        """Remove all references to state slots, and empty the prefix cache."""
 
 
 class _BlockChanges(NamedTuple):
-    """Changes to the blocks of R rows after a step."""
+    """Changes to the state blocks of R requests after a step."""
 
     dropped: list[list[int]]
     """(index in the step, row, column, slot) of each block to remove from the prefix cache."""
@@ -66,14 +66,14 @@ class _BlockChanges(NamedTuple):
 
 
 class MambaStateManager:
-    """Block tables of state slots for all request rows, over one pool.
+    """Block tables of state slots for all running requests, over one pool.
 
-    A prefill may pass boundaries that `retention` keeps. These get slots only if the pool has more free slots than
-    running requests may still need. The state at the end of the step always gets a slot.
+    A prefill may pass block boundaries that `retention` keeps. They get state slots only if the pool has more free
+    slots than running requests may still need. The state at the end of the step always gets a slot.
 
     Args:
-        pool: slots; at least `layout.slots_per_request()` per row.
-        num_rows: rows of the request table.
+        pool: state slots; at least `layout.slots_per_request()` for each row.
+        num_rows: rows of the request table (maximum number of running requests).
         layout: block-table layout, in a mode other than NONE.
         retention: block boundaries that stay in the prefix cache.
 
@@ -119,15 +119,15 @@ class MambaStateManager:
         prompt_lens_R: NDArray[np.int32],
         uncertain_R: NDArray[np.int32] | None = None,
     ) -> None:
-        """Allocate a slot for every column that the step may write.
+        """Allocate a state slot for every block-table column that the step may write.
 
         Args:
             rows: (R,) request rows; the first `num_decodes` are past their prompts.
             computed_R: (R,) tokens before the step, or an upper bound.
             query_lens_R: (R,) tokens of the step.
             num_decodes: number of leading rows past their prompts.
-            prompt_lens_R: (R,) tokens that each row was admitted with.
-            uncertain_R: (R,) how much `computed_R` may be too high; None if it is exact.
+            prompt_lens_R: (R,) tokens that each request was admitted with.
+            uncertain_R: (R,) tokens by which `computed_R` may be too high; None if it is exact.
         """
         cells = self._missing_cells(rows, computed_R, query_lens_R, num_decodes, uncertain_R)
         if len(cells):
@@ -146,7 +146,7 @@ class MambaStateManager:
         num_decodes: int,
         uncertain_R: NDArray[np.int32] | None,
     ) -> NDArray[np.int64]:
-        """Return the cells of the flattened table that decodes may write and that have no slot; mark them allocated."""
+        """Return the cells of the flattened table that decodes may write and that lack a slot; mark them allocated."""
         rows = rows[:num_decodes]
         num_columns_R = np.minimum(query_lens_R[:num_decodes], self._max_blocks_per_decode)
         written_R = computed_R[:num_decodes]
@@ -165,7 +165,7 @@ class MambaStateManager:
         return cells
 
     def _allocate_prefill(self, row: int, last: int, kept: list[int]) -> None:
-        """Allocate the last column of a prefill, and the boundaries `kept` as far as the pool has slots to spare."""
+        """Allocate slots for a prefill's last column, and for the columns `kept` if the pool has slots to spare."""
         (page,) = self.pool.allocate(1)
         self.blocks.write(row, last, page)
         # The running block has a slot already if an earlier step wrote to it.
@@ -186,13 +186,13 @@ class MambaStateManager:
         prompt_lens_R: NDArray[np.int32],
         key: Callable[[int, int], bytes],
     ) -> None:
-        """After a step: publish full blocks, drop blocks from the prefix cache, and free slots no longer read.
+        """After a step: add full blocks to the prefix cache, drop blocks from it, and free slots no longer read.
 
         Args:
             rows: (R,) request rows.
             before_R, after_R: (R,) tokens before and after the step.
-            prompt_lens_R: (R,) tokens that each row was admitted with.
-            key: key(i, num_tokens) is the prefix key of the first `num_tokens` tokens of the i-th row of the step.
+            prompt_lens_R: (R,) tokens that each request was admitted with.
+            key: key(i, num_tokens) is the prefix key of the first `num_tokens` tokens of the i-th request of the step.
         """
         pool, size = self.pool, self.block_size
         index = (after_R >= self._next_commit[rows]).nonzero()[0]
@@ -217,7 +217,7 @@ class MambaStateManager:
         after_R: NDArray[np.int32],
         prompt_lens_R: NDArray[np.int32],
     ) -> _BlockChanges:
-        """Return the changes of `commit` for the rows at `index` of the step, by the rules of `PrefixRetention`."""
+        """Return the block changes of `commit` for the requests at `index` of the step, by `PrefixRetention`."""
         size, rule = self.block_size, self.retention
         first_R, ends_R = before_R // size, (prompt_lens_R - 1) // size - 1
         counts_R = after_R // size - first_R
@@ -246,7 +246,7 @@ class MambaStateManager:
         return _BlockChanges(dropped, published, freed)
 
     def _next_change(self, computed_R: NDArray[np.int32], prompt_lens_R: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return (R,) the number of computed tokens at which `commit` next has work; 0 inside a prompt."""
+        """Return the number of computed tokens (R,) at which `commit` has work again; 0 for requests in a prompt."""
         size = self.block_size
         full_R = (computed_R // size + 1) * size
         if not self._folds:  # the first state of a block frees the slot of the block before
@@ -254,10 +254,10 @@ class MambaStateManager:
         return np.where(computed_R < prompt_lens_R, 0, full_R)
 
     def _oldest(self, computed_R: NDArray[np.int32], in_prompt_R: NDArray[np.bool_]) -> NDArray[np.int32]:
-        """Return (R,) the first column that a later step may read.
+        """Return the first block-table column (R,) that a later step may read.
 
-        Usually the column of the last state. Under FOLD, the checkpoint of a row past its prompt may still be in the
-        column of the last boundary.
+        Usually the column of the last state. Under FOLD, the saved state of a request past its prompt may still be in
+        the column of the last boundary.
         """
         last_R = np.maximum(computed_R - 1, 0) // self.block_size
         if not self._folds:
@@ -266,13 +266,13 @@ class MambaStateManager:
         return np.where(in_prompt_R, last_R, boundary_R)
 
     def clear(self) -> None:
-        """Free all slots and remove all keys."""
+        """Free all state slots and empty the prefix cache."""
         self.blocks.clear_all()
         self._last_published[:] = self._allocated_tokens[:] = self._next_commit[:] = 0
         self.pool.clear()
 
     def release(self, row: int) -> None:
-        """Free all slots of a row."""
+        """Free all state slots of the request in `row`."""
         held = self.table[row]
         self.pool.free(held[held > 0].tolist())
         self.blocks.clear(row)

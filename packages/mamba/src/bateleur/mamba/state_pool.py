@@ -1,4 +1,4 @@
-"""State tensors of all recurrent layers, and the copies and folds that end a step."""
+"""State tensors of all recurrent layers, and the state copies and ring folds that end a step."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from bateleur.metadata.native.lazy_zeros import lazy_zeros
 
 
 class Rings(NamedTuple):
-    """Tensors by request row that a layer has under FOLD in addition to its slots. Row 0 is null, its contents
+    """Tensors by request row that a layer has under FOLD in addition to its saved states. Row 0 is null, its contents
     undefined.
 
-    A ring is a ring buffer of the inputs of the tokens after the checkpoint of a request.
+    A ring is a ring buffer of the inputs after the saved state of a request.
     """
 
     request_conv: Tensor
@@ -26,21 +26,22 @@ class Rings(NamedTuple):
     """(rows, L, *shape) for each tensor of the recurrence's `ring_entry`."""
 
     def tensors(self) -> Tensors:
-        """Return all tensors."""
+        """Return all tensors: request conv windows, then ring entries."""
         return (self.request_conv, *self.entries)
 
 
 class StatePool:
     """Conv windows, states and (under FOLD) rings of all recurrent layers, with the same slots and rows in every layer.
 
-    Slot 0 is null: reading it gives a zero state, dropped writes go to it, and its contents are undefined. Tensors
-    never move. Layers with equal recurrences share one tensor, so one operator call copies or folds all of them.
+    State slot 0 is null: reading it gives a zero state, dropped writes go to it, and its contents are undefined.
+    Tensors never move. Layers with equal recurrences share one tensor, so one operator call copies or folds all of
+    them.
 
     Args:
         specs: recurrence of each layer, all with one policy.
-        num_slots: number of slots, including the null slot.
+        num_slots: number of state slots, including the null slot.
         device: device of the tensors.
-        num_rows: rows of the rings under FOLD, as in `RequestStates`, including the null row.
+        num_rows: number of rings under FOLD, one per running request, including the null row.
         ring_capacity: entries of a ring, as in `CacheLayout`.
 
     Raises:
@@ -90,7 +91,7 @@ class StatePool:
         return conv[at], None if state is None else state[at]
 
     def rings(self, index: int) -> Rings | None:
-        """Return the rings of layer `index`; None under SLOTS."""
+        """Return the rings of layer `index`; None under SLOTS, which has none."""
         if not self._rings:
             return None
         kind, at = self._place[index]
@@ -104,7 +105,7 @@ class StatePool:
         return sum(tensor.nbytes for stack in stacks for tensor in stack if tensor is not None)
 
     def admit(self, rows: Tensor, slots: Tensor) -> None:
-        """Start requests in ring rows `rows` from the states in `slots`, both (n,) int64; slot 0 is a zero state.
+        """Start requests in ring rows `rows` from the states in `slots`, (n,) int64 each; slot 0 is a zero state.
 
         Copies the conv windows of the slots to the request conv windows, which a step of a single token reads. Does
         nothing under SLOTS.
@@ -119,11 +120,11 @@ class StatePool:
             copy_states(conv, state, plan.conv_src, plan.conv_bias, plan.ssm_src, plan.dst)
 
     def fold(self, plan: FoldPlan, replay: ReplayPlan, request_row: Tensor, params: Sequence[Tensors]) -> None:
-        """Fold rings into checkpoints in all layers.
+        """Add ring entries to saved states in all layers.
 
         Args:
-            plan: from `plan_fold`.
-            replay, request_row: plan and request rows of the step.
+            plan: result of `plan_fold`.
+            replay, request_row: result of `plan_replay` and request rows of the step.
             params: for each of `groups`, the parameters of its layers, (layers, *shape) each.
         """
         at = FoldBatch(request_row, replay.ring_start, plan.count, replay.slot, plan.dst, plan.page_offset)
@@ -133,7 +134,7 @@ class StatePool:
 
 
 def _zero_pages(spec: Recurrence, size: tuple[int, int], device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-    """Allocate the conv and SSM states of `size` = (layers, slots)."""
+    """Allocate zeroed conv and SSM states for `size` = (layers, slots)."""
     conv = lazy_zeros((*size, *spec.conv_shape), dtype=spec.conv_dtype, device=device)
     if not spec.state_shape:
         return conv, None
@@ -141,7 +142,7 @@ def _zero_pages(spec: Recurrence, size: tuple[int, int], device: torch.device | 
 
 
 def _zero_rings(spec: Recurrence, size: tuple[int, int], capacity: int, device: torch.device | str) -> Rings:
-    """Allocate the rings of `size` = (layers, rows)."""
+    """Allocate zeroed rings and request conv windows for `size` = (layers, rows)."""
     request_conv = lazy_zeros((*size, *spec.request_conv_shape), dtype=spec.conv_dtype, device=device)
     entries = (lazy_zeros((*size, capacity, *each.shape), dtype=each.dtype, device=device) for each in spec.ring_entry)
     return Rings(request_conv, tuple(entries))

@@ -3,7 +3,7 @@
 Each is one launch on CUDA; ``expand`` takes one more for each further group with slots. The host uploads counts, token
 ids and block ids. The device computes positions, lengths, slot mappings and padding.
 
-Shapes: R real rows, T real tokens, n entries, C columns of a block table, M rows of the request table.
+Shapes: R real rows (requests), T real tokens, n entries, C columns of a block table, M rows of a table of all requests.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from bateleur.metadata.fields import NULL_BLOCK, PAD_SLOT
 
 @dataclass(frozen=True, slots=True)
 class DeviceFields:
-    """Device tensors of a batch at full size.
+    """Device tensors of a batch at their full size.
 
-    ``slots`` has (slot mapping, block table, block size) of each KV-cache group with slots.
+    ``slots``: (slot mapping, block table, block size) of each KV-cache group with slots.
     """
 
     input_ids: Tensor
@@ -33,12 +33,12 @@ class DeviceFields:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """One uploaded step. All tensors are on the device.
+    """Values of a step that the host uploaded. All tensors are on the device.
 
     Attributes:
-        num_reqs, num_tokens: R and T.
+        num_reqs, num_tokens: R and T, real sizes.
         pad_rows_until, pad_tokens_until: entries from these indices on are padded already.
-        num_computed_tokens: (R,) integer.
+        num_computed_tokens: (R,) integer, tokens of each request before this step.
         query_start_loc: (R + 1,) int32; None if it equals that of the last step.
         token_ids: (T - k,) int32, ids of the last T - k tokens; another copy writes the first k.
     """
@@ -53,16 +53,16 @@ class DeviceStep:
 
 
 def expand(fields: DeviceFields, step: DeviceStep) -> None:
-    """Write all device fields except the block tables, which must be written before, and the first k token ids."""
+    """Write all device fields except the first k token ids and the block tables, which must be written before."""
     EXPAND.on(fields.seq_lens)(fields, step)
 
 
 def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
     """Fill the first ``width`` columns of a batch's block table from the tables of all requests.
 
-    batch: (R, C) int32. request_tables: (M + 1, C) int32; its last row is null. rows: (R,) int32, receives the request
-    row of each batch row. source: (n,) int32, one entry per batch row: a request row, M for an unused batch row, or
-    ``-1 - row`` for a cleared request row, which becomes null in both tables.
+    batch: (R, C) int32. request_tables: (M + 1, C) int32; its last row is null. rows: (R,) int32, receives the row in
+    ``request_tables`` of each batch row. source: (n,) int32, one entry per batch row: a row of ``request_tables``, M
+    for an unused batch row, or ``-1 - row`` for a cleared row, which becomes null in both tables.
     """
     GATHER.on(batch)(batch, request_tables, rows, source, width)
 
@@ -70,7 +70,8 @@ def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, sou
 def write_cells(batch: Tensor, request_tables: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
     """Write n new block ids to a batch's block table and to the tables of all requests.
 
-    cells: (n,) int32, ``batch row * C + column``. ids: (n,) int32. rows: (R,) request row of each batch row.
+    cells: (n,) int32, ``batch row * C + column``. ids: (n,) int32. rows: (R,) row in ``request_tables`` of each batch
+    row.
     """
     CELLS.on(batch)(batch, request_tables, rows, cells, ids)
 

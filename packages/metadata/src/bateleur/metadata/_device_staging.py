@@ -74,7 +74,7 @@ class DeviceStaging:
             write_cells(batch, request_tables, rows, torch.zeros_like(rows[:1]), torch.zeros_like(rows[:1]))
 
     def forget(self) -> None:
-        """Treat every entry as unknown, so that the next step defines all of them."""
+        """Treat every entry of the buffers as unknown, so that the next step defines all of them."""
         limits = self._values.limits
         self._dirty_rows = self._dirty_places = limits.max_num_reqs
         self._dirty_tokens = limits.max_num_tokens
@@ -125,7 +125,7 @@ class DeviceStaging:
             self._queue.copy(self._fields.input_ids[:first], rows.sampled_token_ids)
 
     def _pad_once(self) -> list[Work]:
-        """Pad the slot mappings of groups without slots. No step writes them."""
+        """Return the work that pads the slot mappings of groups without slots, once. No step writes these mappings."""
         if not self._unpadded:
             return []
         self._unpadded = False
@@ -133,7 +133,7 @@ class DeviceStaging:
         return [partial(_fill, each.tensor, each.pad) for each in idle]
 
     def _send_tables(self, packet: PackedUpload, rows: StepRows, lengths: StepLengths) -> list[Work]:
-        """Upload whole block tables, for a step that does not name rows of a :class:`BlockTable`."""
+        """Upload the whole block tables of a step that does not name rows of a :class:`BlockTable`."""
         work: list[Work] = []
         for index, table in enumerate(rows.block_tables):
             masked = self._values.used_table(index, table, lengths)
@@ -146,7 +146,7 @@ class DeviceStaging:
         return work
 
     def _send_cells(self, packet: PackedUpload, rows: IntArray) -> list[Work]:
-        """Upload the assignment of requests to batch rows, if it changed, and new block ids."""
+        """Upload which request is in which batch row, if that changed, and the new block ids."""
         moved, work = self._mirror.place_rows(rows), list[Work]()
         for index, batch in enumerate(self._tables):
             table, memory = self._mirror.tables[index], (batch, self._request_tables[index], self._rows[index])

@@ -36,22 +36,22 @@ class CurrentStream:
     """Default :class:`DeviceQueue`: the current stream of the device."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """See :meth:`DeviceQueue.copy`."""
+        """Enqueue a copy into the device tensor ``target``, on the current stream."""
         target.copy_(source, non_blocking=True)
 
     def launch(self, work: Callable[[], None]) -> None:
-        """See :meth:`DeviceQueue.launch`."""
+        """Run work that reads and writes device memory only, on the current stream."""
         work()
 
 
 def movable(x: Tensor) -> Tensor:
-    """Return a view that torch can copy, gather and fill with zeros by index: float8 tensors as uint8."""
+    """Return a view that torch can copy, gather and fill with zeros by index: uint8 for a float8 tensor, else ``x``."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 @dataclass(slots=True)
 class Buffer:
-    """One array of a batch.
+    """Memory of one array of a batch.
 
     Attributes:
         name: ``field`` or ``field.group``.
@@ -69,7 +69,7 @@ class Buffer:
     dirty: int = 0
 
     def put(self, values: Any, count: int) -> None:
-        """Write the first ``count`` entries and pad the following ones, as far as earlier steps wrote."""
+        """Write the first ``count`` entries and set the following ones to ``pad``, as far as earlier steps wrote."""
         self.host[:count] = values
         if self.dirty > count:
             self.host[count : self.dirty] = self.pad

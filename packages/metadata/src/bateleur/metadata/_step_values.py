@@ -19,7 +19,7 @@ _NEGATIVE = 1 << 31  # smallest negative int32, read as uint32
 
 
 class StepLengths(NamedTuple):
-    """Lengths of the rows of a step.
+    """Lengths of the requests of a step.
 
     Attributes:
         upper: (R,) int32, upper bounds of the sequence lengths after the step.
@@ -101,7 +101,7 @@ class StepValues:
         return upper, longest
 
     def check_blocks(self, rows: StepRows, lengths: StepLengths) -> None:
-        """Raise ValueError if the first or last token of a row has no block. Blocks are allocated in order."""
+        """Raise ValueError if the first or last token of a request has no KV block. Blocks are allocated in order."""
         if not len(lengths.upper):
             return
         for index, group in enumerate(self.groups):
@@ -136,7 +136,7 @@ class StepValues:
 
 
 def dummy_rows(shape: BatchShape, groups: tuple[KVCacheGroup, ...], context_len: int, is_prefilling: bool) -> StepRows:
-    """Return rows without requests for ``shape``: query lengths differ by at most 1, shorter ones first."""
+    """Return dummy rows of ``shape``, without requests: query lengths differ by at most 1, shorter ones first."""
     num_reqs = shape.num_reqs
     query_lens = np.full(num_reqs, shape.num_tokens // max(num_reqs, 1), np.int32)
     if num_reqs:

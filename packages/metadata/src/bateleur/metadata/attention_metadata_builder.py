@@ -12,7 +12,7 @@ M = TypeVar("M")
 
 
 class BuildPhase(Enum):
-    """Why metadata is built."""
+    """Why metadata is built: to run a step, or for a capture."""
 
     RUN = "run"
     WARMUP = "warmup"
@@ -40,7 +40,7 @@ class AttentionMetadataBuilder(Protocol[M]):
 
     @property
     def reads(self) -> frozenset[str]:
-        """Fields that ``build`` or its kernels read. :func:`check_reads` checks the names."""
+        """Names of the batch fields that ``build`` or its kernels read. :func:`check_reads` checks the names."""
 
     @property
     def seq_len_fill(self) -> int:
@@ -48,16 +48,16 @@ class AttentionMetadataBuilder(Protocol[M]):
 
     @property
     def graph_support(self) -> GraphSupport:
-        """Batches that may be captured."""
+        """Batches that this builder's backend can be captured for."""
 
     def build(self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN) -> M:
         """Return new metadata for KV-cache group ``group`` of ``common``.
 
-        State between steps must be in buffers of the builder, at fixed addresses.
+        State that outlives a step must be in buffers of the builder, at fixed addresses.
         """
 
     def signature(self, meta: M) -> Signature:
-        """Return the host scalars of ``meta`` that kernels read, with their roles. Must have no side effect."""
+        """Return the host scalars of ``meta`` that kernels read, with rules for replays. Must have no side effect."""
 
     def addresses(self) -> Mapping[str, int]:
         """Return the data pointer of every buffer that the builder owns, by name."""

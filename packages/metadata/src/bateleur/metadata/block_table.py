@@ -8,11 +8,11 @@ from bateleur.metadata.seq_len_bound import BoolArray, I32Array, IntArray
 
 
 class BlockTable:
-    """Block ids of all request rows of one KV-cache group, and the log of writes that are not staged yet.
+    """Block ids of all requests of one KV-cache group, one row each, and the log of writes that are not staged yet.
 
-    An engine has one per group and passes it to :class:`InputBuffers`. A step names rows, and staging copies only ids
-    written since the row was last staged. Each table belongs to one :class:`InputBuffers`. Read ``ids`` directly, but
-    write through the methods. Columns after a row's last block must be null.
+    An engine has one per group and passes it to :class:`InputBuffers`. A step names rows of the table, and staging
+    copies only ids written since the row was last staged. Each table belongs to one :class:`InputBuffers`. Read ``ids``
+    directly, but write through the methods. Columns after a row's last block must be null.
 
     Attributes:
         ids: (M, max_blocks) int32.
@@ -56,7 +56,7 @@ class BlockTable:
         self.num_clears += 1
 
     def clear_all(self) -> None:
-        """Set all rows to the null block."""
+        """Set all rows of the table to the null block."""
         self.ids[...] = NULL_BLOCK
         self.mark_all_unstaged()
 
@@ -75,11 +75,12 @@ class BlockTable:
         return not self._written
 
     def take_writes(self, batch_row: IntArray, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
-        """Take the logged writes to rows in the batch: batch rows, columns and current ids, (n,) each, or None.
+        """Take the logged writes of requests in the batch: batch rows, columns and current ids, (n,) each, or None.
 
-        batch_row: (M,) batch row of each request row, -1 if it is not in the batch; writes to these rows stay in the
+        batch_row: (M,) batch row of each row of this table, -1 if it is not in the batch; its writes stay in the
             log.
-        moved: the batch has other rows than last time. Otherwise writes that were skipped then are not searched again.
+        moved: the batch has other requests than at the last call. Only then are the writes that stayed in the log
+        searched again.
         """
         cells = self._pending_cells(moved)
         if cells is None:
@@ -94,7 +95,7 @@ class BlockTable:
         return (batch_rows, columns, self._flat[cells]) if len(batch_rows) else None
 
     def _pending_cells(self, moved: bool) -> IntArray | None:
-        """Take the cells to search from the log."""
+        """Take from the log the cells (flat indices) that :meth:`take_writes` searches."""
         if moved:
             self._written += self._skipped
             self._skipped = []

@@ -19,7 +19,7 @@ class BatchShape:
     """Real and padded sizes of a batch, decided before staging.
 
     Attributes:
-        num_reqs, num_tokens: real rows and tokens.
+        num_reqs, num_tokens: real requests and tokens.
         padded_reqs, padded_tokens: sizes that kernels see; equal to the real sizes if there is no padding.
         max_query_len: guaranteed upper bound of every query length. 1 for a decode graph, ``1 + drafts`` for a
             verification graph, up to ``num_tokens`` for a mixed batch.
@@ -54,7 +54,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class CommonAttentionMetadata:
-    """One staged batch. Nothing is optional. Treat all arrays as read-only.
+    """One staged batch. No field is optional. Treat all arrays as read-only.
 
     The arrays are views of :class:`InputBuffers` and are valid until its next ``stage``. Shapes: R = ``num_reqs`` and
     T = ``num_tokens``, both padded; G KV-cache groups. :data:`bateleur.metadata.FIELDS` has dtype, device and padding
@@ -70,7 +70,7 @@ class CommonAttentionMetadata:
         seq_lens, num_computed_tokens, is_prefilling: (R,).
         block_tables: G tensors (R, max_blocks of the group).
         slot_mappings: G tensors (T,).
-        seq_len_bound: host bounds of ``seq_lens``.
+        seq_len_bound: upper bounds of ``seq_lens`` on the host.
         generation: ``generation`` of the buffers at staging; if the buffers have another one, the views are stale.
     """
 
@@ -93,7 +93,7 @@ class CommonAttentionMetadata:
     generation: int = 0
 
     def __post_init__(self) -> None:
-        """Check that the batch has a length bound for every row. Raises ValueError."""
+        """Check that the batch has an upper bound of the length of every request. Raises ValueError."""
         if not isinstance(self.seq_len_bound, SeqLenBound):
             raise ValueError(f"seq_len_bound: is {self.seq_len_bound!r}; every batch carries a SeqLenBound")
         if len(self.seq_len_bound.upper) != self.num_reqs:
@@ -112,7 +112,7 @@ class CommonAttentionMetadata:
 
 
 def field_values(batch: CommonAttentionMetadata) -> dict[str, Any]:
-    """Return every field by name: a tensor, a tuple of tensors (one per group) or a numpy array."""
+    """Return every field of a batch by name: a tensor, a tuple of tensors (one per group) or a numpy array."""
     return {
         name: getattr(batch.seq_len_bound, field.bound_attr) if field.bound_attr else getattr(batch, name)
         for name, field in FIELDS.items()
@@ -136,6 +136,6 @@ def batch_arrays(view: Callable[[str, int], Any], num_reqs: int, num_tokens: int
 
 
 def leading(values: Mapping[str, Any], name: str, size: int) -> Any:
-    """Return the first ``size`` entries of a field, of each group if the field is per group."""
+    """Return the first ``size`` entries of field ``name``; a tuple if the field has one tensor per KV-cache group."""
     value = values[name]
     return tuple(each[:size] for each in value) if FIELDS[name].per_group else value[:size]

@@ -28,14 +28,14 @@ class LeadingDim(Enum):
     REQS_BY_BLOCKS = "reqs, blocks"
 
     def size(self, num_reqs: int, num_tokens: int) -> int:
-        """Return its length in a batch of ``num_reqs`` rows and ``num_tokens`` tokens."""
+        """Return the length of the dimension in a batch of ``num_reqs`` rows and ``num_tokens`` tokens."""
         if self is LeadingDim.TOKENS:
             return num_tokens
         return num_reqs + 1 if self is LeadingDim.REQS_PLUS_1 else num_reqs
 
 
 class Pad(Enum):
-    """A padding value that depends on the batch."""
+    """A padding value that is not the same for every batch."""
 
     REPEAT_LAST = "repeat_last"
     """The last real entry, which is the token count."""
@@ -69,7 +69,7 @@ class Field:
     bound_attr: Literal["", "upper", "exact"] = ""
 
     def padding(self, num_tokens: int, seq_len_fill: int) -> int | bool:
-        """Return the padding value in a batch of ``num_tokens`` real tokens."""
+        """Return the padding value after ``num_tokens`` real tokens. ``seq_len_fill``: ``seq_lens`` of padded rows."""
         if isinstance(self.pad, Pad):
             return num_tokens if self.pad is Pad.REPEAT_LAST else seq_len_fill
         return self.pad

@@ -19,7 +19,7 @@ _MAX_CACHED_VIEWS = 1024  # sizes (rows, tokens) with cached views; a miss costs
 
 
 class InputBuffers:
-    """Device and host buffers of one batch, at fixed addresses.
+    """Device and host buffers of the batch of a step, at fixed addresses.
 
     :meth:`stage` writes the real rows, pads the rest of every buffer, and returns views. It uploads once from new
     (pinned) memory, and the device computes the other fields. Several steps may therefore be in flight. Host fields are
@@ -49,7 +49,7 @@ class InputBuffers:
             queue: runs the device work. Default: the current stream of the device.
 
         Raises:
-            ValueError: ``seq_len_fill`` is not 0 or 1, a group's table is too narrow for ``max_model_len``, or
+            ValueError: ``seq_len_fill`` is not 0 or 1, a group's block table is too narrow for ``max_model_len``, or
                 ``tables`` differ in length or are not as wide as the groups' tables.
         """
         if seq_len_fill not in (0, 1):
@@ -83,9 +83,9 @@ class InputBuffers:
         """Stage one step. Returns its metadata, valid until the next call.
 
         Args:
-            rows: the real rows.
+            rows: the real requests.
             shape: sizes of the step; its real sizes must match ``rows``.
-            max_seq_len: overrides the bound of the batch, must not be below it. A graph capture passes
+            max_seq_len: replaces the batch's upper bound of ``seq_lens``; must not be below it. A graph capture passes
                 ``max_model_len``.
 
         Raises:
@@ -106,7 +106,7 @@ class InputBuffers:
         Query lengths differ by at most 1, shorter rows first.
 
         Args:
-            shape, max_seq_len: see :meth:`stage`.
+            shape, max_seq_len: sizes and upper bound of ``seq_lens``, as in :meth:`stage`.
             context_len: computed tokens of each row; default 1, or 0 for prefilling rows.
             is_prefilling: whether the rows count as prompts.
         """
@@ -126,7 +126,7 @@ class InputBuffers:
         self.generation += 1
 
     def forget(self) -> None:
-        """Treat every entry as unknown, for example after an interrupted staging. The next one defines all entries."""
+        """Treat every entry as unknown, for example after an interrupted staging. The next staging writes all."""
         for buffer in self._on_host:
             buffer.dirty = len(buffer.host)
         self._device.forget()
@@ -139,7 +139,8 @@ class InputBuffers:
     # -- allocation ------------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
-        """Allocate host fields one by one and device fields in one block: rows, then tokens, then block tables.
+        """Allocate host fields one by one and device fields in one block of memory: fields by row, then by token, then
+        block tables.
 
         Short fields come first, so that the memory of a small step is contiguous.
         """
@@ -164,7 +165,7 @@ class InputBuffers:
         self._starts_cpu = self._buffers["query_start_loc_cpu"]
 
     def _arrays(self, field: Field) -> list[tuple[str, tuple[int, ...]]]:
-        """Return name and shape of each array of a field."""
+        """Return name and shape of each array of a field: one, or one per KV-cache group."""
         extent = field.leading_dim.size(self.limits.max_num_reqs, self.limits.max_num_tokens)
         if not field.per_group:
             return [(field.name, (extent,))]
@@ -209,7 +210,7 @@ class InputBuffers:
         )
 
     def _write_host(self, rows: StepRows, shape: BatchShape, lengths: StepLengths) -> I32Array | None:
-        """Write the host fields. Returns the row starts, or None if they equal those of the last step."""
+        """Write the host fields. Returns each request's first token (R + 1,), or None if equal to the last step's."""
         values = {
             "is_prefilling": rows.is_prefilling,
             "seq_lens_cpu_upper_bound": lengths.upper,
@@ -221,7 +222,7 @@ class InputBuffers:
         return self._write_starts(shape, lengths)
 
     def _write_starts(self, shape: BatchShape, lengths: StepLengths) -> I32Array | None:
-        """Write the row starts on the host. Returns them, or None if they equal those of the last step."""
+        """Write each request's first token (R + 1,) on the host. Returns it, or None if equal to the last step's."""
         known = lengths.starts.tobytes()
         if known == self._known_starts:
             return None

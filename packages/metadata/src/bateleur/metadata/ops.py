@@ -4,7 +4,7 @@
 and ``triton_paged_attention`` are Triton kernels on CUDA, loaded at the first call, and torch on a CPU.
 :mod:`bateleur.metadata.backends.reference` is their specification.
 
-Shapes: T tokens, R rows, Hq query heads, Hkv key heads, D head dimension.
+Shapes: T tokens, R rows (requests), Hq query heads, Hkv key heads, D head dimension.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _library = Library("bateleur", "FRAGMENT")
 
 
 def _nothing(*_: object) -> None:
-    """Fake implementation of operators that only write to their arguments."""
+    """Do nothing: the fake implementation of operators that only write to their arguments."""
 
 
 def _like_queries(q: Tensor, *_: object) -> Tensor:
@@ -36,7 +36,7 @@ def _define(
     home: str = "cuda_ops",
     name: str | None = None,
 ) -> F:
-    """Define an operator. triton: name of the CUDA implementation; home: its module in ``kernels``."""
+    """Define an operator of ``torch.ops.bateleur``. triton: name of its CUDA form; home: that form's module."""
     forms = Implementations(form, triton=triton and f"bateleur.metadata.kernels.{home}:{triton}")
     return define_op(_library, form, forms, mutates=mutates, fake=fake, name=name)
 

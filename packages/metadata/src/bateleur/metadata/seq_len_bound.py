@@ -14,15 +14,16 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
 class InexactBound(ValueError):
-    """A row's length was read, but the host has only an upper bound of it."""
+    """The exact length of a request was read, but the host has only an upper bound of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeqLenBound:
-    """Upper bounds of the sequence lengths of a batch, 0 in padded rows.
+    """Upper bounds of the sequence lengths of a batch with R rows (requests), 0 in padded rows.
 
     With asynchronous speculative decoding only the device knows the number of accepted drafts. The host then counts
-    every draft as accepted. Use :meth:`max` for sizes. Read lengths of single rows only if they are exact.
+    every draft as accepted. Use :meth:`max` to size memory and launches. Read lengths of single rows only if they are
+    exact.
 
     Attributes:
         upper: (R,) int32, upper bound of the keys after this step.
@@ -73,5 +74,5 @@ class SeqLenBound:
         return SeqLenBound(upper, self.exact & ((self.upper == 0) | (wide <= cap)))
 
     def narrow(self, num_rows: int) -> SeqLenBound:
-        """Return the first ``num_rows`` rows as views."""
+        """Return the bounds of the first ``num_rows`` rows, as views."""
         return SeqLenBound(self.upper[:num_rows], self.exact[:num_rows])

@@ -1,4 +1,4 @@
-"""Split of a batch into decodes and prefills, from the state of its rows.
+"""Split of a batch into decodes and prefills, from the state of its rows (requests).
 
 A prompt of one token has the shape of a decode, but no state to continue from. All functions therefore need the state
 of the rows. Arguments are (R,) host arrays in batch order.
@@ -25,7 +25,7 @@ class RowSplit:
 
 
 def decode_like(query_lens: I32Array, is_prefilling: BoolArray, num_computed_tokens: I32Array) -> BoolArray:
-    """Return (R,) bool: the row is past its prompt, or computes one token over existing context.
+    """Return (R,) bool: whether a request is past its prompt, or computes one token over existing context.
 
     Raises:
         ValueError: the arrays differ in shape.

@@ -1,4 +1,4 @@
-"""Inputs of :class:`InputBuffers`: batch limits, KV-cache groups, and the rows of one step."""
+"""Inputs of :class:`InputBuffers`: batch limits, KV-cache groups, and the requests of one step."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,7 @@ from bateleur.metadata.seq_len_bound import BoolArray, I32Array
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Largest batch: rows, tokens in one step, and tokens of one request."""
+    """Limits of a batch: requests, tokens in one step, and tokens of one request."""
 
     max_num_reqs: int
     max_num_tokens: int
@@ -55,12 +55,12 @@ KVGroup = KVCacheGroup  # the former name, for one release
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The real rows of one step, on the host. Decode rows come first, then prefill rows.
+    """The R rows (requests) of one step, on the host. Decodes come first, then prefills.
 
     Attributes:
         query_lens: (R,) int32, tokens of each row in this step, at least 1.
         num_computed_tokens: (R,) int32, tokens before this step; an upper bound if not exact.
-        is_prefilling: (R,) bool, the row is still processing its prompt.
+        is_prefilling: (R,) bool, the request is still processing its prompt.
         token_ids: (T,) int32, concatenated ids of all rows.
         block_tables: one (R, max_blocks) int32 array for each KV-cache group; empty if ``block_table_rows`` is given.
         num_computed_is_exact: (R,) bool; None means that all counts are exact.
@@ -69,7 +69,7 @@ class StepRows:
         block_table_rows: (R,) int64, distinct rows of the :class:`BlockTable` objects of the buffers.
         num_computed_tokens_device: (R,) integer device counts. If given, device fields use them, and
             ``num_computed_tokens`` are upper bounds.
-        batch_id: shared by all rows that :meth:`next_step` derives from the same rows.
+        batch_id: identity of the batch, shared by all steps that :meth:`next_step` derives from one another.
     """
 
     query_lens: I32Array
@@ -96,7 +96,7 @@ class StepRows:
         return rows
 
     def check_arrays(self, num_reqs: int, num_tokens: int, groups: tuple[KVCacheGroup, ...], table_rows: int) -> None:
-        """Check shapes and dtypes. ``table_rows``: number of rows of the block tables, 0 without tables.
+        """Check shapes and dtypes of all arrays. ``table_rows``: number of rows of the block tables, 0 without tables.
 
         Raises:
             ValueError: names the field, its value and the rule.

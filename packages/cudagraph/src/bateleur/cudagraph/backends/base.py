@@ -1,4 +1,4 @@
-"""`GraphBackend`: the interface of all capture backends, and `CapturedBody`, what they return."""
+"""`GraphBackend`: the interface of all capture backends, and `CapturedBody`, the result of a capture."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,17 +11,17 @@ from bateleur.cudagraph.execution import Body, S, T
 
 
 class Graph(Protocol):
-    """One captured piece, such as `torch.cuda.CUDAGraph`."""
+    """One captured graph, such as `torch.cuda.CUDAGraph`."""
 
     def replay(self) -> None:
-        """Run the piece."""
+        """Run the captured operators again."""
 
     def reset(self) -> None:
         """Free the graph."""
 
 
 class CapturedBody(Generic[S, T]):
-    """A captured body: one graph, or several graphs with eager parts between them.
+    """A captured body (the function to capture): one graph, or several graphs with eager parts between them.
 
     Its output tensors have fixed addresses and own no memory. Every replay of a graph of the same backend object may
     overwrite them.
@@ -29,11 +29,11 @@ class CapturedBody(Generic[S, T]):
     Args:
         key: key of the graph.
         run: replays the body for a state, and returns its output.
-        graphs: the captured pieces.
-        memory: the storages that the pieces use.
+        graphs: the captured graphs.
+        memory: the storages that the graphs use.
 
     Attributes:
-        num_graphs: captured pieces. 1 for a FULL key, 0 if nothing was captured (eager backend).
+        num_graphs: number of captured graphs. 1 for a FULL key, 0 if nothing was captured (eager backend).
         nbytes: device memory that the capture allocated, in bytes: growth of the pool, and the driver's memory for the
             graphs.
     """
@@ -75,9 +75,10 @@ class CapturedBody(Generic[S, T]):
         self._memory.check()
 
     def poison(self) -> None:
-        """Poison the outputs and other owned memory, as a replay of another graph might overwrite it.
+        """Overwrite the outputs and other owned memory with invalid values, as a replay of another graph might do.
 
-        A second call without a replay between does nothing, because PARANOID checks poison all graphs in every step.
+        A second call without a replay between does nothing, because checks at level PARANOID poison all graphs in every
+        step.
         """
         if not self._poisoned:
             self._memory.poison()
@@ -95,14 +96,14 @@ class CapturedBody(Generic[S, T]):
 
 
 class GraphBackend(Protocol):
-    """Captures bodies. All captures of one backend object share a memory pool."""
+    """Captures functions ("bodies") as graphs. All captures of one backend object share a memory pool."""
 
     @property
     def name(self) -> str:
         """Name of the backend: `cuda`, `recorded` or `eager`."""
 
     def session(self) -> AbstractContextManager[None]:
-        """Return the context for warm-ups and captures, such as a side stream. It restores everything at its end."""
+        """Return the context for warm-ups and captures, such as a side stream. Its end restores stream and settings."""
         return nullcontext()
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:

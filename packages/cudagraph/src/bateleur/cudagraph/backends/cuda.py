@@ -87,8 +87,8 @@ class CudaBackend(GraphBackend):
 
     Args:
         device: a CUDA device.
-        track_operators: see every operator of a capture, to find external memory and to name a host sync. It costs
-            time during capture only. Use False for bodies that `torch.compile` compiled, because they do not run
+        track_operators: whether to see every operator of a capture, to find external memory and to name a host sync. It
+            costs time during capture only. Use False for bodies that `torch.compile` compiled, because they do not run
             compiled under a dispatch mode. Then `externals` is empty, `check_externals` and `poison` do nothing, and
             outputs and arguments of eager parts keep their memory allocated, because the backend cannot tell it from
             external memory. Kernels that are launched without a torch operator are never seen.
@@ -162,7 +162,7 @@ class CudaCaptureTracker(CaptureTracker):
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
-        """Open a piece."""
+        """Begin the capture of one CUDA graph, a piece of the body."""
         graph = torch.cuda.CUDAGraph()
         try:
             begin_capture(graph, self._pool.handle)
@@ -173,7 +173,7 @@ class CudaCaptureTracker(CaptureTracker):
         self.open = True
 
     def end(self) -> torch.cuda.CUDAGraph:
-        """Close the piece, and return its graph."""
+        """End the capture of the piece, and return its graph."""
         self.check()
         graph = self._close()
         assert graph is not None, "begin() was called"

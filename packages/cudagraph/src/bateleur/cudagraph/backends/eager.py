@@ -1,4 +1,4 @@
-"""`EagerBackend`: no graphs; a replay runs the body. For devices without CUDA graphs, and for comparison."""
+"""`EagerBackend`: no graphs; a replay calls the function. For devices without CUDA graphs, and for comparison."""
 
 from bateleur.cudagraph.backends.base import CapturedBody, GraphBackend
 from bateleur.cudagraph.batch_descriptor import BatchExecutionDescriptor
@@ -6,10 +6,10 @@ from bateleur.cudagraph.execution import Body, Execution, S, T
 
 
 class EagerBackend(GraphBackend):
-    """Keeps the body instead of capturing it. Nothing is fixed at capture, and each replay returns new tensors."""
+    """Keeps the body (function) instead of capturing it. Nothing is fixed; each replay returns new tensors."""
 
     name = "eager"
 
     def capture(self, body: Body[S, T], key: BatchExecutionDescriptor, state: S) -> CapturedBody[S, T]:
-        """Keep `body` without running it. Each replay runs it."""
+        """Keep `body` without running it. Each replay calls it."""
         return CapturedBody(key, lambda state: body(Execution(key, state)))

@@ -1,6 +1,7 @@
 """`RecordedBackend`: emulates CUDA graphs on CPU.
 
-A capture records the operators of the body, then undoes their effects. A replay runs the operators again.
+A capture records the operators of the body (the captured function), then undoes their effects. A replay runs the
+operators again.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ _Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any], tuple[tuple[int, Tens
 
 
 class RecordedBackend(GraphBackend):
-    """Records bodies on CPU. All captures share a memory pool, as with CUDA graphs."""
+    """Records operators on CPU to run them again. All captures share a memory pool, as with CUDA graphs."""
 
     name = "recorded"
 
@@ -50,7 +51,7 @@ class RecordedBackend(GraphBackend):
 
 
 class RecordedPiece:
-    """Recorded operators of one piece.
+    """Recorded operators of one piece, the counterpart of one CUDA graph.
 
     Args:
         memory: the storages that the operators use.
@@ -102,19 +103,19 @@ class OperatorRecorder(CaptureTracker):
         self._restore_random: dict[torch.Generator | None, Callable[[], object]] = {}
 
     def begin(self) -> None:
-        """Open a piece."""
+        """Begin to record the operators of one piece."""
         self._calls = []
         self._restore_random = {None: partial(torch.set_rng_state, torch.get_rng_state())}
         self.open = True
 
     def end(self) -> RecordedPiece:
-        """Close the piece, undo its effects, and return it."""
+        """End the recording of the piece, undo the effects of its operators, and return it."""
         self._undo()
         self.check()
         return RecordedPiece(self.memory, self._calls)
 
     def abort(self) -> None:
-        """Undo the effects of an unfinished piece."""
+        """Undo the effects of the operators of an unfinished piece."""
         if self.open:
             self._undo()
 
@@ -126,12 +127,12 @@ class OperatorRecorder(CaptureTracker):
         return made
 
     def poison(self) -> None:
-        """Poison all memory that the capture allocated from the pool, also memory that was freed since."""
+        """Overwrite all memory that the capture allocated from the pool, freed or not, with invalid values."""
         for tracked in self.memory.owned:
             poison_storage_(self._shared_storage(tracked), tracked.dtype)
 
     def _undo(self) -> None:
-        """Close the piece, and restore external memory and random generators."""
+        """End the recording of the piece, and restore external memory and random generators."""
         self.open = False
         for tracked, saved in self._saved.items():
             storage = tracked.ref()
@@ -192,7 +193,7 @@ class OperatorRecorder(CaptureTracker):
         return self._view(moved[storage], value, value.storage_offset())
 
     def _shared_view(self, value: Any) -> Any:
-        """Return `value` with each tensor replaced by a view of the same memory that does not own it."""
+        """Return `value` with each tensor replaced by a view of the same memory that does not keep it allocated."""
         if isinstance(value, Tensor):
             if not self._on_device(value):
                 return value

@@ -26,7 +26,7 @@ _CHUNK = 3
 
 @dataclass(frozen=True, slots=True)
 class DrafterReport:
-    """Result of a check. `num_steps` and `num_accepted` count rows that had drafts, and accepted drafts."""
+    """Result of a check. `num_steps` counts request steps with drafts, `num_accepted` accepted drafts."""
 
     drafter: str
     num_proposals: int
@@ -35,7 +35,7 @@ class DrafterReport:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """See `AcceptStats.mean_acceptance_length`."""
+        """Mean tokens that a request with drafts emits in a step: the accepted drafts and one more. NaN without any."""
         return 1 + self.num_accepted / self.num_steps if self.num_steps else float("nan")
 
 
@@ -46,24 +46,24 @@ def check_drafter(
     target: Callable[[], ToyTarget] = ToyTarget,
     engine: type[ToyEngine] = ToyEngine,
 ) -> DrafterReport:
-    """Check that a drafter fulfils everything that engines rely on.
+    """Check that a drafter fulfils the contract of `Drafter`, on which engines rely.
 
-    Four requests, one of them in a reused row, run through chunked prompts and verification: all in one batch, each
-    alone, in another order, with padding that holds NaN, and with fewer drafts than K.
+    Four requests, one of them in a reused row of the request table, run through chunked prompts and verification: all
+    in one batch, each alone, in another order, with padding that holds NaN, and with fewer drafts than K.
 
     Args:
         make_drafter: creates a new drafter for an engine, whose `groups`, `limits`, `target` and `backend` it may
             read; K
             is at most 8.
-        reads_device: the drafter may wait for the device; for drafters in tests.
-        target, engine: what it drafts for.
+        reads_device: whether the drafter may wait for the device; for drafters in tests.
+        target, engine: target model and engine that the drafter drafts for.
 
     Raises:
         ConformanceError: with every violation found; each starts with the letter of its class. P: shape, dtype or ids
             of a proposal. N: more drafts than requested. W: inputs are written to. S: it waits for the device. B:
             drafts
-            depend on the other requests, on their order, or on the row's previous request. D: drafts depend on padding.
-            K: drafts depend on the earlier number of drafts. T: a text differs from that of plain decoding.
+            depend on the other requests, on their order, or on an earlier request. D: drafts depend on padding.
+            K: drafts depend on the earlier number of drafts. T: emitted tokens differ from those of plain decoding.
     """
     run = _Check(make_drafter, reads_device, target, engine)
     run.check()
@@ -74,7 +74,7 @@ def check_drafter(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A request: its row, and when it arrives."""
+    """A request of the check: its row in the request table, and the step at which it arrives."""
 
     name: str
     row: int
@@ -93,14 +93,14 @@ _JOBS = (
 
 
 class _Seen(NamedTuple):
-    """Drafts by request and length of its text, and the texts."""
+    """Results of a run: drafts by request and its number of tokens, and the tokens of each request."""
 
     drafts: dict[tuple[str, int], list[int]]
     texts: dict[str, list[int]]
 
 
 class _Check:
-    """One check: violations, and counts."""
+    """State of one check of a drafter: violations, and counts."""
 
     def __init__(
         self, make: MakeDrafter, reads_device: bool, target: Callable[[], ToyTarget], engine: type[ToyEngine]
@@ -118,7 +118,7 @@ class _Check:
             self.violations.append(Violation(letter, text))
 
     def check(self) -> None:
-        """Run everything."""
+        """Run all comparisons of the check."""
         base = self.run(_JOBS, plain=True)
         for job in _JOBS:
             self.compare(base, self.run((replace(job, start=0),)), "B", "when it is alone")
@@ -127,7 +127,7 @@ class _Check:
         self.compare(base, self.run(_JOBS, asked=(None, 0, 1, None, 0)), "K", "after steps with fewer drafts")
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
-        """Return a drafter whose proposals are checked, and made harmless, before the engine reads them."""
+        """Wrap a drafter: its proposals are checked, and invalid entries removed, before the engine reads them."""
 
         def propose(context: DraftContext) -> Tensor:
             shown = dict(_tensors(context))
@@ -147,7 +147,7 @@ class _Check:
         )
 
     def sound(self, proposal: Any, shape: tuple[int, int], num_drafts: int, vocab_size: int) -> Tensor:
-        """Return a proposal without entries that an engine cannot use."""
+        """Check a proposal; return it without entries that an engine cannot use."""
         if not isinstance(proposal, Tensor) or proposal.shape != shape or proposal.dtype != torch.int64:
             is_tensor = isinstance(proposal, Tensor)
             found = f"{proposal.dtype} {tuple(proposal.shape)}" if is_tensor else type(proposal)
@@ -164,7 +164,7 @@ class _Check:
         return sound
 
     def compare(self, base: _Seen, other: _Seen, letter: str, when: str) -> None:
-        """Check that drafts after the same text are equal, as far as both runs requested them, and that texts are."""
+        """Check that both runs have equal drafts after the same tokens, if both requested them, and equal tokens."""
         for place in sorted(base.drafts.keys() & other.drafts.keys()):
             first, second = base.drafts[place], other.drafts[place]
             known = min(len(first), len(second))
@@ -185,7 +185,10 @@ class _Check:
         padded: bool = False,
         asked: Sequence[int | None] = (None,),
     ) -> _Seen:
-        """Run `jobs` with a new drafter."""
+        """Run the requests `jobs` with a new drafter.
+
+        plain: also decode without drafts, to compare. asked: numbers of drafts that steps request, in turn.
+        """
         engine = self._engine(
             self._target(), get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM), _LIMITS, _MOST_DRAFTS
         )
@@ -235,7 +238,7 @@ def _in_prompt(request: ToyRequest) -> bool:
 
 
 def _tensors(context: DraftContext) -> Iterator[tuple[str, Tensor]]:
-    """The device tensors of a context."""
+    """Yield name and value of each device tensor of a context."""
     for index, tensor in enumerate(device_tensors(context.batch)):
         yield f"batch ({index})", tensor
     for index, tensor in enumerate(context.features):

@@ -1,6 +1,6 @@
 """A minimal engine around a toy target: paged caches, chunked prompts, verification.
 
-It reads the device where that is convenient. Only what it passes to the drafter is like in a real engine.
+It reads the device wherever that is convenient. Only the arguments of the drafter are as in a real engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,8 @@ from bateleur.metadata import (
 
 @dataclass
 class ToyRequest:
-    """One request: its row, all its tokens, the number of tokens in the target's cache, and the drafts for its next
-    step.
+    """One request: its row in the request table, all its tokens, the number of tokens in the target's cache, and the
+    drafts for its next step.
     """
 
     row: int
@@ -48,7 +48,7 @@ class ToyRequest:
 
 @dataclass(frozen=True)
 class ToyState:
-    """What the target stages for a step."""
+    """The batch and attention metadata that the target stages for a step."""
 
     batch: CommonAttentionMetadata
     attention: PagedAttentionMetadata | None
@@ -57,10 +57,10 @@ class ToyState:
 class ToyEngine:
     """Runs steps of a target, and calls a drafter after each.
 
-    Every row of the table owns `max_blocks` blocks. `limits`, `block_size` and `lookahead` fix the buffers.
-    padded: steps are padded, to a quarter of `limits` at least, and outputs of padding hold NaN.
-    context: the last context of the drafter.
-    key: the graph that a step runs on, in an engine with graphs.
+    Every row of the request table owns `max_blocks` blocks. `limits`, `block_size` and `lookahead` size the buffers.
+    padded: whether steps are padded, to at least a quarter of `limits`, with NaN in outputs of padding.
+    context: the drafter's context of the last step.
+    key: key of the graph that a step runs on, in an engine with graphs.
     """
 
     key: BatchExecutionDescriptor | None = None
@@ -90,15 +90,15 @@ class ToyEngine:
         self.padded = False
 
     def add(self, row: int, tokens: Sequence[int], seed: int = 0, temperature: float = 0.0) -> ToyRequest:
-        """Add a request in a row of the table."""
+        """Add a request in row `row` of the request table."""
         self.requests[row] = ToyRequest(row, list(tokens), seed, temperature)
         return self.requests[row]
 
     def step(self, work: Mapping[int, int], num_drafts: int | None = None) -> Tensor:
-        """Compute `work[row]` tokens of each row, decoding rows first: of the prompt, or the last token and drafts.
+        """Compute `work[row]` tokens of each request, decodes first: prompt tokens, or the last token and drafts.
 
-        Missing drafts are filled with token 0. num_drafts: passed to the drafter. Returns its proposal, (R, K); the
-        requests keep it as well.
+        Missing drafts are filled with token 0. num_drafts: number of drafts that the drafter is asked for. Returns its
+        proposal, (R, K); the requests keep it as well.
         """
         assert self.drafter is not None
         asked = self.drafter.num_speculative_tokens if num_drafts is None else num_drafts
@@ -155,7 +155,7 @@ class ToyEngine:
     def _verify(
         self, chosen: list[ToyRequest], fed: list[list[int]], state: ToyState, outputs: tuple[Tensor, ...], asked: int
     ) -> DraftContext:
-        """Accept drafts that equal the target's draws, and commit."""
+        """Accept drafts that equal the target's own samples, and update the requests. Returns the drafter's context."""
         assert self.drafter is not None
         k, logits, start = self.drafter.num_speculative_tokens, self.target.logits(outputs[-1]).cpu(), 0
         next_token, num_valid, emitted = [], [], []
@@ -189,14 +189,14 @@ class ToyEngine:
         )
 
     def draw(self, logits: Tensor, request: ToyRequest, index: int) -> int:
-        """The target's own token at `index` of a request's sequence."""
+        """Return the target's own token at `index` of a request's sequence, sampled from `logits`."""
         temperature = torch.tensor([request.temperature], dtype=torch.float32)
         scaled = logits.float()[None] / (request.temperature or 1.0)
         keys = Keys(torch.tensor([request.seed]), torch.tensor([index]))
         return int(draw(scaled, temperature, keys).token_ids)
 
     def plain(self, request: ToyRequest, count: int) -> list[int]:
-        """The request's prompt and `count` tokens after it, decoded one by one from scratch, without drafts."""
+        """Return the request's prompt and `count` tokens after it, decoded one by one from scratch, without drafts."""
         tokens = request.tokens[: request.prompt_len]
         for _ in range(count):
             outputs = self.target.forward(torch.tensor(tokens), torch.arange(len(tokens)), DenseAttend())

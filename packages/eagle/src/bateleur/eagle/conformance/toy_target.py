@@ -1,4 +1,4 @@
-"""A tiny dense target in float64 that calls attention through one callable, and caches for it.
+"""A tiny dense target model in float64, whose attention is a callable argument, and KV caches for it.
 
 Legend for shapes: T tokens, V vocabulary, W width.
 """
@@ -16,7 +16,7 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 4
 
 
 class ToyLayer:
-    """x + attention, then x + tanh."""
+    """A layer of the toy target: x + attention(x), then x + tanh of a linear map."""
 
     def __init__(self, width_in: int, width: int, make: Callable[..., Tensor]) -> None:
         self.q = make(width_in, NUM_HEADS * HEAD_DIM)
@@ -25,7 +25,7 @@ class ToyLayer:
         self.mlp = make(width, width)
 
     def __call__(self, index: int, x: Tensor, residual: Tensor, attend: Attend) -> Tensor:
-        """(T, width) of x (T, width_in), added to `residual`."""
+        """Return the layer's output (T, width) for input x (T, width_in), added to `residual`."""
         q = (x @ self.q).view(len(x), NUM_HEADS, HEAD_DIM)
         k, v = (x @ self.kv).view(len(x), 2, NUM_KV_HEADS, HEAD_DIM).unbind(1)
         h = residual + attend(index, q, k, v).flatten(1) @ self.o
@@ -33,7 +33,7 @@ class ToyLayer:
 
 
 def weights(seed: int, device: torch.device | str) -> Callable[..., Tensor]:
-    """Create random matrices, in order."""
+    """Return a function that creates random matrices, the same ones in the same order."""
     generator = torch.Generator().manual_seed(seed)
 
     def make(*shape: int) -> Tensor:
@@ -43,7 +43,7 @@ def weights(seed: int, device: torch.device | str) -> Callable[..., Tensor]:
 
 
 class ToyTarget:
-    """A decoder of `num_layers` layers with a table of `max_positions` positions; a position beyond it fails."""
+    """A decoder of `num_layers` layers with `max_positions` position embeddings; a position beyond them fails."""
 
     def __init__(
         self,
@@ -62,7 +62,9 @@ class ToyTarget:
         self.head = make(width, vocab_size) * 2
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, ...]:
-        """Boundaries 0 .. num_layers, each (T, W), and the final hidden state after the norm (T, W)."""
+        """Return the hidden states at layer boundaries 0 .. num_layers and the final one after the norm, each
+        (T, W).
+        """
         x = self.embedding.index_select(0, ids) + self.place.index_select(0, positions)
         boundaries = [x]
         for index, layer in enumerate(self.layers):
@@ -71,11 +73,11 @@ class ToyTarget:
         return (*boundaries, torch.tanh(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(T, V) float32."""
+        """Return the logits (T, V) float32 of final hidden states (T, W)."""
         return (hidden @ self.head).float()
 
     def features(self, outputs: Sequence[Tensor], needs: TargetNeeds) -> tuple[Tensor, ...]:
-        """Select from the result of `forward` what a drafter with `needs` reads."""
+        """Select from the result of `forward` the hidden states that a drafter with `needs` reads."""
         taps = tuple(outputs[tap] for tap in needs.taps)
         return (*taps, outputs[-1]) if needs.hidden else taps
 
@@ -83,7 +85,7 @@ class ToyTarget:
 def paged_caches(
     num_layers: int, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
 ) -> list[tuple[Tensor, Tensor]]:
-    """(k_cache, v_cache) for each layer; block 0 is the null block, the others hold garbage."""
+    """Return (k_cache, v_cache) for each layer; block 0 is the null block, the others hold garbage."""
     shape = (num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM)
     made = []
     for _ in range(num_layers):

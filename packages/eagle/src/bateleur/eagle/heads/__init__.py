@@ -1,4 +1,4 @@
-"""Draft heads: EAGLE-1, EAGLE-3 with the switches of 3.1; and loaders for the layouts they are published in."""
+"""Draft heads: EAGLE-1, EAGLE-3 with the options of 3.1; and loaders for the published checkpoint layouts."""
 
 from bateleur.eagle.heads.dense import DenseAttend
 from bateleur.eagle.heads.load import LoadReport, load_head

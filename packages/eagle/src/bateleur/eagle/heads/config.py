@@ -33,7 +33,7 @@ _LLAMA_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A parsed configuration."""
+    """A parsed `config.json` of a head."""
 
     layout: Layout
     spec: HeadSpec
@@ -42,7 +42,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One configuration in common terms: `layer` has the sizes of the decoder layer, `head` the switches."""
+    """One configuration in terms of all layouts: `layer` has the sizes of the decoder layer, `head` the options."""
 
     layout: Layout
     eagle3: bool
@@ -51,7 +51,7 @@ class _Source:
 
 
 def describe(config: dict[str, Any], names: Collection[str], target: TargetInfo, layer_ids: LayerIds) -> Described:
-    """Read any layout; `names` are the checkpoint's tensors, prefixes removed.
+    """Read the configuration of a head in any layout; `names` are the checkpoint's tensors, prefixes removed.
 
     Raises:
         ValueError: the configuration is of no known layout, or a field is impossible or does not fit the target.
@@ -105,9 +105,10 @@ def _require_targets(fields: Fields, name: str, its: int) -> None:
 
 
 def _window(layer: Fields) -> int | None:
-    """The window of the first layer; `layer_types`, if given, decides whether there is one.
+    """Return the sliding window of the first layer; `layer_types`, if given, decides whether there is one.
 
-    Without it a Mistral layer has the named window, or the default of transformers; other layers need a flag.
+    Without `layer_types` a Mistral layer has the given window, or the default of transformers; other layers need a
+    flag.
     """
     types = layer.choices("layer_types", ("full_attention", "sliding_attention"))
     if len(set(types)) > 1:
@@ -119,7 +120,7 @@ def _window(layer: Fields) -> int | None:
 
 
 def _sizes(source: _Source, names: Collection[str], target: TargetInfo) -> dict[str, Any]:
-    """Sizes of the layers of every EAGLE head."""
+    """Return the layer sizes that every EAGLE head has, as fields of `HeadSpec`."""
     layer = source.layer
     heads = layer.size("num_attention_heads")
     biased = {

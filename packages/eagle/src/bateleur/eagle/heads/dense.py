@@ -8,8 +8,8 @@ from bateleur.eagle.heads.spec import HeadSpec
 
 
 class DenseAttend:
-    """An `Attend` for one sequence. A pass appends its tokens to the cache and attends to all cached ones, or to the
-    window of `spec`.
+    """Attention (`Attend`) for one sequence. A pass appends its tokens to the cache and attends to all cached ones, or
+    to the window of `spec`.
 
     kv: keys and values (n, Hk, D) of each layer that has run.
     """
@@ -22,13 +22,13 @@ class DenseAttend:
         return len(self.kv[0][0]) if self.kv else 0
 
     def truncate(self, length: int) -> None:
-        """Drop all but the first `length` tokens, such as rejected drafts."""
+        """Drop all but the first `length` tokens from the cache, for example after rejected drafts."""
         if not 0 <= length <= len(self):
             raise ValueError(f"length is {length}; the cache holds {len(self)} tokens")
         self.kv = {layer: (keys[:length], values[:length]) for layer, (keys, values) in self.kv.items()}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(T, Hq, D) for the last T tokens, after k and v are appended."""
+        """Append k and v to the cache, and return attention (T, Hq, D) of q, the queries of the last T tokens."""
         keys, values = self.kv.get(layer, (k[:0], v[:0]))
         self.kv[layer] = keys, values = torch.cat((keys, k)), torch.cat((values, v))
         length, num_new = keys.shape[0], q.shape[0]

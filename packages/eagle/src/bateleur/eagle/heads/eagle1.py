@@ -1,8 +1,8 @@
 """EAGLE-1: the target's final hidden state and the next token's embedding, through one linear map and a Llama layer.
 
 Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024). The head continues the target's
-own features, so its output goes straight into the target's `lm_head` (no norm), and into the next step. Its first layer
-has no norm in front of the attention.
+own features, so its output goes straight into the target's `lm_head` (no norm), and into the next draft pass. Its first
+layer has no norm in front of the attention.
 """
 
 import torch
@@ -26,7 +26,7 @@ class Eagle1Head(BaseHead):
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `Head.forward`."""
+        """Run one draft pass: return the input of `logits` and the hidden state of the next pass, (T, H) or (R, H)."""
         rotary = self.rotary(positions)
         h_TH = self.fc(torch.cat((self.vocabulary.embed(ids), hidden), -1))
         for layer in self.layers[:-1]:

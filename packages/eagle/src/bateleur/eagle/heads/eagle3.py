@@ -1,13 +1,14 @@
-"""EAGLE-3: several boundaries of the target fused into one hidden state, and one layer that reads it with the token.
+"""EAGLE-3: hidden states of several target layers are fused into one, and one layer reads it with the token.
 
 Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025), with the
-switches of EAGLE-3.1. With E the embedding of the token and g the hidden state it is fed:
+switches of EAGLE-3.1. With E the embedding of the token, taps the target's hidden states, and g the fused one or that
+of the last pass:
 
     g = fc(cat(taps))                                   fc_norm: each tap normed; norm_before_fc: all of them as one
     x = cat(input_layernorm(E), hidden_norm(g))
     h = g + attention(x)                                norm_before_residual: hidden_norm(g) + attention(x)
     h = h + mlp(post_attention_layernorm(h))
-    logits = lm_head(norm(h)); the next step is fed h   norm_output: it is fed norm(h)
+    logits = lm_head(norm(h)); the next pass gets h     norm_output: it gets norm(h)
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ class FirstLayer:
     def __call__(
         self, token_TH: Tensor, g_TH: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """(T, H), or (R, H) for the tokens `rows` only."""
+        """Return the layer's output (T, H), or (R, H) for the tokens `rows` only."""
         normed_TH = self.hidden_norm(g_TH)
         residual_TH = normed_TH if self._norm_before_residual else g_TH
         x_TX = torch.cat((self.token_norm(token_TH), normed_TH), -1)
@@ -63,7 +64,7 @@ class Eagle3Head(BaseHead):
         self.norm = RMSNorm(weights, "norm", size, spec.norm_eps)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """See `Head.fuse`. A head without taps reads the final hidden state unchanged."""
+        """Fuse the target's hidden states to (T, H). A head without taps takes the final hidden state unchanged."""
         if self.fc is None:
             return super().fuse(features)
         taps = [tap.to(self._dtype) for tap in features]
@@ -75,7 +76,7 @@ class Eagle3Head(BaseHead):
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `Head.forward`."""
+        """Run one draft pass: return the input of `logits` and the hidden state of the next pass, (T, H) or (R, H)."""
         rotary, last = self.rotary(positions), len(self.others)
         h_TH = self.first(self.vocabulary.embed(ids), hidden, rotary, attend, None if last else rows)
         for index, layer in enumerate(self.others, 1):

@@ -22,59 +22,61 @@ class Fields:
         self._null = {name for name, value in values.items() if value is None}
 
     def raw(self, name: str) -> Any:
-        """The field as it is; None if it is missing."""
+        """Return a field as it is; None if it is missing."""
         return self._values.get(name)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """An integer of at least 1, and at most the largest size of any head."""
+        """Return an integer field, at least 1 and at most the largest size of any head."""
         value, most = self._values.get(name, default), _MOST.get(name, 1 << 24)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ValueError(f"{name} is {value!r}; it must be a whole number in [1, {most}]")
         return value
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:
-        """An integer of at least 1; None if the field is null, and `default` if it is missing."""
+        """Return an integer field of at least 1; None if the field is null, and `default` if it is missing."""
         if name in self._values:
             return self.size(name)
         return None if name in self._null else default
 
     def number(self, name: str, default: float) -> float:
-        """A number above 0, also in float32."""
+        """Return a number field, which must be above 0, also in float32."""
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not _FLOAT32.tiny <= value <= _FLOAT32.max:
             raise ValueError(f"{name} is {value!r}; it must be a finite number above 0, in float32")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
+        """Return a boolean field."""
         value = self._values.get(name, default)
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it must be true or false")
         return value
 
     def choice(self, name: str, options: tuple[str, ...], default: str) -> str:
-        """One of the supported names."""
+        """Return a text field, which must be one of the supported names `options`."""
         value = self._values.get(name, default)
         if value not in options:
             raise ValueError(f"{name} is {value!r}; supported is {', '.join(map(repr, options))}")
         return str(value)
 
     def choices(self, name: str, options: tuple[str, ...]) -> list[str]:
-        """A list of supported names; empty if it is missing."""
+        """Return a field that is a list of supported names; empty if it is missing."""
         value = self._values.get(name, [])
         if not isinstance(value, list) or any(each not in options for each in value):
             raise ValueError(f"{name} is {value!r}; it must be a list of {', '.join(map(repr, options))}")
         return value
 
     def inner(self, name: str) -> Fields:
-        """The object in a field; empty if it is missing."""
+        """Return the JSON object in a field; empty if it is missing."""
         value = self._values.get(name, {})
         if not isinstance(value, dict):
             raise ValueError(f"{name} is {value!r}; it must be an object")
         return Fields(value)
 
     def boundaries(self, name: str, num_layers: int, *, shift: int = 0) -> tuple[int, ...] | None:
-        """Distinct boundaries, each 0 .. num_layers after adding `shift`; None for an empty or missing list."""
+        """Return a list of distinct layer boundaries, 0 .. num_layers after adding `shift`; None if missing or
+        empty.
+        """
         value = self._values.get(name)
         if value is None or value == []:
             return None
@@ -89,7 +91,7 @@ class Fields:
         return taps
 
     def head_dim(self) -> int:
-        """Size of an attention head: `head_dim`, or an even share of the hidden size."""
+        """Return the size of an attention head: `head_dim`, or an even share of the hidden size."""
         if "head_dim" in self._values:
             return self.size("head_dim")
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
@@ -98,7 +100,7 @@ class Fields:
         return hidden // heads
 
     def rope(self) -> Rope:
-        """Rotary embedding: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
+        """Return the rotary embedding of `rope_parameters`, or of `rope_theta` with `rope_scaling`."""
         nested = self.inner("rope_parameters" if "rope_parameters" in self._values else "rope_scaling")
         kind = str(nested.raw("rope_type") or nested.raw("type") or "default")
         theta = nested.number("rope_theta", self.number("rope_theta", 10000.0))
@@ -127,7 +129,7 @@ class Fields:
 
 
 def _llama3(turn: float, fields: Fields) -> float:
-    """Slow down low frequencies by `factor`, keep high ones, and interpolate between (Llama 3.1)."""
+    """Return a rotary frequency scaled as in Llama 3.1: low ones divided by `factor`, high ones kept."""
     factor, low = fields.number("factor", 8.0), fields.number("low_freq_factor", 1.0)
     high, context = fields.number("high_freq_factor", 4.0), fields.size("original_max_position_embeddings")
     if high <= low:
@@ -138,8 +140,8 @@ def _llama3(turn: float, fields: Fields) -> float:
 
 
 def _yarn(turns: list[float], theta: float, fields: Fields) -> tuple[list[float], float]:
-    """Frequencies and the factor on cosine and sine (YaRN): as published for many turns within the original length,
-    divided by `factor` for few, and interpolated between.
+    """Return YaRN's frequencies, and its factor on cosine and sine. Frequencies with many turns within the original
+    length are kept, those with few are divided by `factor`, and others are interpolated.
     """
     for name in ("mscale", "mscale_all_dim"):
         if fields.raw(name) is not None:

@@ -30,7 +30,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._read)
 
     def rename(self, rename: Callable[[str], str]) -> TensorFiles:
-        """The same tensors under other names. Raises `ValueError` if two get the same name."""
+        """Return the same tensors under other names. Raises `ValueError` if two get the same name."""
         read: dict[str, Callable[[], Tensor]] = {}
         origin: dict[str, str] = {}
         for name, reader in self._read.items():
@@ -41,7 +41,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError naming the file when it holds anything else."""
+    """Return the object in a JSON file. Raises ValueError naming the file if it holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_tensors(folder: Path) -> TensorFiles:
-    """All tensors of `model.safetensors`, single or sharded.
+    """Return all tensors of a folder's `model.safetensors`, single or sharded.
 
     Raises:
         ValueError: no file, a missing shard, or a damaged file. A pickle is refused by name, because reading one may

@@ -1,7 +1,7 @@
-"""Building blocks of heads: norm, rotary embedding, attention branch, MLP branch. No cache, no state.
+"""Building blocks of draft heads: norm, rotary embedding, attention branch, MLP branch. No cache, no state.
 
 Legend for shapes: T tokens, X width of the input, H hidden size, Hq/Hk query and key heads, D head size, P rotated
-pairs, F intermediate size.
+pairs of dimensions, F intermediate size.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Rotary:
         self._table: Rotation | None = None
 
     def reserve(self, num_positions: int) -> None:
-        """Precompute a table; positions from `num_positions` on are then an error."""
+        """Precompute cosines and sines of all positions below `num_positions`; later positions are then an error."""
         positions = torch.arange(num_positions, device=self._inv_freq_P.device)
         self._table = self._turn(positions)
 
     @property
     def table(self) -> Rotation:
-        """The table of all reserved positions."""
+        """Cosines and sines of all positions given to `reserve`."""
         assert self._table is not None, "nothing is reserved"
         return self._table
 
@@ -82,7 +82,7 @@ class Attention:
     """Grouped-query attention; query, key and value come from one projection of an input of size `width`."""
 
     def __init__(self, spec: HeadSpec, weights: Weights, name: str, index: int, width: int) -> None:
-        """index: passed to `Attend`."""
+        """index: layer index that is passed to `Attend`. width: X, width of the input."""
         self._index = index
         self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         rows = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
@@ -97,7 +97,7 @@ class Attention:
             self.k_norm = RMSNorm(weights, f"{name}.k_norm", spec.head_dim, spec.norm_eps)
 
     def __call__(self, x_TX: Tensor, rotary: Rotation | None, attend: Attend) -> Tensor:
-        """(T, H); `rotary` holds cosines and sines of the positions, None rotates nothing."""
+        """Return attention (T, H); `rotary` holds cosines and sines of the positions, None rotates nothing."""
         heads, kv_heads = self._num_heads, self._num_kv_heads
         qkv_TAD = self.qkv_proj(x_TX).view(-1, heads + 2 * kv_heads, self._head_dim)
         qk, v = qkv_TAD.split((heads + kv_heads, kv_heads), 1)
@@ -119,7 +119,7 @@ class Mlp:
         self.down_proj = weights.product([f"{name}.down_proj"], [spec.hidden_size], size, bias="mlp" in spec.biases)
 
     def __call__(self, x_TH: Tensor) -> Tensor:
-        """(T, H)"""
+        """Return the MLP's output (T, H)."""
         gate_TF, up_TF = self.up_proj(x_TH).chunk(2, -1)
         return self.down_proj(F.silu(gate_TF).mul_(up_TF))
 
@@ -128,7 +128,7 @@ class DecoderLayer:
     """A Llama layer: attention and MLP, each a residual branch after a norm.
 
     The first layer of an EAGLE-1 head has no norm before its attention. That of an EAGLE-3 head also reads the token
-    embedding; it is `wide`, and its input is already normalised.
+    embedding: it is `wide`, and its input is normalised by the caller.
     """
 
     def __init__(
@@ -141,14 +141,14 @@ class DecoderLayer:
         self.mlp = Mlp(spec, weights, f"{name}.mlp")
 
     def __call__(self, h_TH: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        """(T, H), or (R, H) for the tokens `rows` only."""
+        """Return the layer's output (T, H), or (R, H) for the tokens `rows` only."""
         x_TH = h_TH if self.input_norm is None else self.input_norm(h_TH)
         return self.branches(h_TH, x_TH, rotary, attend, rows)
 
     def branches(
         self, h_TH: Tensor, x_TX: Tensor, rotary: Rotation | None, attend: Attend, rows: Tensor | None
     ) -> Tensor:
-        """The same for a residual h and the input of its attention."""
+        """Return the layer's output for residual h (T, H) and attention input (T, X), for `rows` only if given."""
         h_TH = only(h_TH + self.attention(x_TX, rotary, attend), rows)
         return h_TH + self.mlp(self.mlp_norm(h_TH))
 
@@ -159,7 +159,7 @@ def only(h_TH: Tensor, rows: Tensor | None) -> Tensor:
 
 
 class Vocabulary:
-    """Embedding and output projection of a head, each its own or the target's."""
+    """Embedding and output projection of a head, each the head's own or the target's."""
 
     def __init__(
         self,
@@ -171,8 +171,9 @@ class Vocabulary:
         embed: Callable[[Tensor], Tensor] | None = None,
         shard: VocabShard | None = None,
     ) -> None:
-        """output: the product with (Vd, H) of `output_dtype`. dtype: of the head.
-        embed, shard: for a vocabulary-parallel target, its embedding if that is used, and the shard of its logits.
+        """output: function that multiplies with the output matrix (Vd, H) of `output_dtype`. dtype: dtype of the head.
+        embed, shard: for a vocabulary-parallel target, its embedding function if that is used, and the shard of its
+        logits.
         """
         self.embedding, self.shard = embedding, shard
         self.whole = embed is None and shard is None
@@ -180,16 +181,16 @@ class Vocabulary:
         self.output, self._output_dtype, self._dtype = output, output_dtype, dtype
 
     def embed(self, ids_T: Tensor) -> Tensor:
-        """(T, H) in the head's dtype."""
+        """Return the embeddings (T, H) of token ids (T,), in the head's dtype."""
         return self._embed(ids_T).to(self._dtype)
 
     def logits(self, h_RH: Tensor) -> Tensor:
-        """(R, Vd) float32."""
+        """Return the logits (R, Vd) float32 of hidden states (R, H)."""
         return self.output(h_RH.to(self._output_dtype)).float()
 
 
 class BaseHead:
-    """Common parts of heads: the vocabulary, and an input that is the target's final hidden state."""
+    """Common parts of draft heads: vocabulary, rotary embedding, and the target's final hidden state as input."""
 
     def __init__(
         self, spec: HeadSpec, weights: Weights, vocabulary: Vocabulary, target_ids: Tensor | None = None
@@ -200,11 +201,11 @@ class BaseHead:
         self._dtype = weights.dtype
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """See `Head.fuse`."""
+        """Return the hidden input of the first draft pass: the target's final hidden state (T, H)."""
         return features[0].to(self._dtype)
 
     def reserve_positions(self, num_positions: int) -> None:
-        """See `Head.reserve_positions`."""
+        """Announce that all positions are below `num_positions`; cosines and sines are then precomputed."""
         if self._rotary is not None:
             self._rotary.reserve(num_positions)
 
@@ -218,5 +219,5 @@ class BaseHead:
         return None if self._rotary is None else self._rotary.table
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `Head.logits`."""
+        """Return the logits (R, Vd) float32 of hidden states (R, H)."""
         return self.vocabulary.logits(hidden)

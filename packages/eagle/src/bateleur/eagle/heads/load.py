@@ -25,7 +25,7 @@ _BUILD: dict[str, Callable[..., Head]] = {"eagle1": Eagle1Head, "eagle3": Eagle3
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Where each weight of a head came from, by checkpoint name."""
+    """Where each weight of a head came from, by its name in the checkpoint."""
 
     path: Path
     layout: Layout
@@ -44,7 +44,7 @@ class LoadReport:
     """Their size in the dtype of the head."""
 
     def __str__(self) -> str:
-        """A summary of a few lines."""
+        """Return a summary of a few lines."""
         lines = [
             f"{self.path}: {self.kind} head in the {self.layout} layout",
             f"  {len(self.own)} own tensors",
@@ -71,10 +71,10 @@ def load_head(
     Args:
         path: the folder.
         target: sizes that the head must fit, and tensors that it may share; they are not copied.
-        dtype: of the head's own weights and of its arithmetic.
-        device: of the head's own weights; the target's must be on it, too.
+        dtype: dtype of the head's own weights and of its arithmetic.
+        device: device of the head's own weights; the target's must be on it, too.
         layer_ids: whether `eagle_aux_hidden_state_layer_ids` counts inputs or outputs of layers (see `heads.config`).
-        project: creates the products with the head's own matrices.
+        project: creates the functions that multiply with the head's own matrices.
 
     Raises:
         ValueError: an unknown layout, a size that does not fit, or weights that are missing, have a wrong shape or are
@@ -111,7 +111,7 @@ def load_head(
 
 
 def _plain_name(name: str) -> str:
-    """The name without wrapper prefixes, as of a list of layers."""
+    """Return a tensor name without prefixes of wrappers, such as that of a list of layers."""
     while name.startswith("model."):
         name = name.removeprefix("model.")
     for theirs, ours in _PREFIXES:
@@ -121,7 +121,7 @@ def _plain_name(name: str) -> str:
 
 
 def _spelling(names: Collection[str]) -> Callable[[str], str]:
-    """How this checkpoint would spell a missing name."""
+    """Return a function that spells a missing tensor's name as this checkpoint would, for messages."""
     rules = [(ours, theirs) for theirs, ours in _PREFIXES if any(theirs in name for name in names)]
 
     def spell(name: str) -> str:
@@ -133,7 +133,7 @@ def _spelling(names: Collection[str]) -> Callable[[str], str]:
 
 
 def _vocabulary(spec: HeadSpec, weights: Weights, target: TargetInfo) -> tuple[Vocabulary, tuple[str, ...]]:
-    """Embedding and `lm_head`, each the head's own if it has one, and which are shared with the target.
+    """Return embedding and `lm_head`, each the head's own if it has one, and names of those shared with the target.
 
     With a vocabulary-parallel target a head's own tensors are not shared: each rank sees only its shard of the
     target's.
@@ -174,7 +174,7 @@ def _same(tensor: Tensor, theirs: Tensor) -> bool:
 
 
 def _target_ids(spec: HeadSpec, weights: Weights, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """(Vd,) target id of each draft id; None where they are the same. `d2t` holds offsets, not ids."""
+    """Return the target id of each draft id, (Vd,); None if all are equal. `d2t` holds offsets, not ids."""
     size, vocab = spec.draft_vocab_size, spec.vocab_size
     if spec.kind != "eagle3" or ("d2t" not in weights and size == vocab):
         return None

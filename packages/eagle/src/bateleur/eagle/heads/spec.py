@@ -1,6 +1,6 @@
-"""Sizes and switches of a draft head, and its interface.
+"""Sizes and options of a draft head, and its interface.
 
-Legend for shapes: T tokens, R rows that draft, H hidden size of the head, V target vocabulary, Vd draft vocabulary,
+Legend for shapes: T tokens, R requests that draft, H hidden size of the head, V target vocabulary, Vd draft vocabulary,
 Hq/Hk query and key heads, D head size.
 """
 
@@ -32,9 +32,9 @@ Project = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class CProduct:
-    """A product x W^T + b as a C function ``(x, tokens, stride of x, columns, W, b or NULL, y, rows, threads)`` of
-    float32 addresses, int64 and an int. The layout of W is its own. It returns 0, or another int64 if it is out of
-    memory.
+    """The product x W^T + b as a C function ``(x, tokens, stride of x, columns, W, b or NULL, y, rows, threads)`` of
+    float32 addresses, int64 and an int. The function defines the layout of W. It returns 0, or another int64 if it
+    is out of memory.
     """
 
     address: int
@@ -46,11 +46,11 @@ class CProduct:
 
 @runtime_checkable
 class CallableInC(Protocol):
-    """A product that may be callable from C."""
+    """A function x -> x W^T + b that may be callable from C."""
 
     @property
     def in_c(self) -> CProduct | None:
-        """None if it is not callable from C."""
+        """The product as a C function; None if it is not callable from C."""
         ...
 
 
@@ -63,7 +63,7 @@ Biased = Literal["fc", "attention", "mlp"]
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """Sizes of the target, and tensors that a head may share with it. Nothing is copied."""
+    """Sizes of the target model, and tensors that a head may share with it. Nothing is copied."""
 
     num_layers: int
     """Layers between which boundaries lie: 0 is the output of the embedding, `num_layers` that of the last layer."""
@@ -94,7 +94,7 @@ class TargetInfo:
 
     @classmethod
     def of(cls, model: Any) -> TargetInfo:
-        """Read it from a transformers causal language model."""
+        """Return the sizes and tensors of a transformers causal language model."""
         config = model.config.get_text_config()
         embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         return cls(config.num_hidden_layers, config.hidden_size, config.vocab_size, embedding, lm_head)
@@ -102,8 +102,8 @@ class TargetInfo:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding of the first 2 * len(inv_freq) dimensions of a head; dimension i rotates with i +
-    half.
+    """Rotary position embedding of the first 2 * len(inv_freq) dimensions of a head; dimension i is paired with i
+    + len(inv_freq).
     """
 
     inv_freq: tuple[float, ...]
@@ -118,7 +118,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """Sizes and switches of a draft head. It is complete: nothing is inferred later."""
+    """Sizes and options of a draft head. It is complete: nothing is inferred later."""
 
     kind: Kind
     hidden_size: int
@@ -178,7 +178,9 @@ class Head(Protocol):
     target_ids: Tensor | None
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """(T, H) hidden input of the first draft pass, from the (T, target_hidden_size) features in order of needs."""
+        """Return the hidden input (T, H) of the first draft pass from the target's hidden states, in order of
+        `needs`.
+        """
         ...
 
     def reserve_positions(self, num_positions: int) -> None:
@@ -188,22 +190,22 @@ class Head(Protocol):
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One pass.
+        """Run one draft pass.
 
         Args:
             ids: (T,) tokens, each the one after the position whose hidden state is given, in the target's vocabulary.
             hidden: (T, H) from `fuse`, or the second result of an earlier pass.
-            positions: (T,) int64, those of the hidden states.
+            positions: (T,) int64, positions of the hidden states.
             attend: attention over the head's own cache.
             rows: (R,) int64 tokens whose results are wanted; None is all. Keys and values are stored for all tokens.
 
         Returns:
-            (T, H) input of `logits`, and the (T, H) hidden state that the next draft pass is fed; (R, H) for `rows`.
+            (T, H) input of `logits`, and (T, H) hidden input of the next draft pass; (R, H) each for `rows`.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(R, Vd) float32 of (R, H)."""
+        """Return the logits (R, Vd) float32 of hidden states (R, H), the first result of `forward`."""
         ...
 
 
@@ -215,7 +217,7 @@ class SharedHead(Head, Protocol):
 
 
 def lanes_of(head: Head, device: torch.device) -> Lanes:
-    """The hashed token ids of a head's logits."""
+    """Return the hashed token ids ("lanes") of a head's logits, for keyed noise."""
     if isinstance(head, SharedHead) and head.shard is not None:
         return Lanes.of(head.shard, device)
     return Lanes.of(head.spec.vocab_size if head.target_ids is None else head.target_ids, device)

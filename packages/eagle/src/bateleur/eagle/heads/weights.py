@@ -13,14 +13,14 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A torch product; see `Project`."""
+    """Return a function that computes x W^T + b in torch, the default `Project`."""
     return lambda x: F.linear(x, weight, bias)
 
 
 class Weights:
     """Tensors by name, converted to one dtype on one device when taken.
 
-    Missing tensors, wrong shapes and dtypes such as quantised weights are only noted (a placeholder without storage
+    Missing tensors, wrong shapes and dtypes such as quantised weights are only recorded (a placeholder without storage
     is returned), so that `check` can list all of them at once.
     """
 
@@ -33,8 +33,8 @@ class Weights:
         spell: Callable[[str], str] = str,
         project: Project = linear,
     ) -> None:
-        """tensors: may read from a file when indexed. spell: turns a name into that of the file, for messages.
-        project: creates products.
+        """tensors: tensors by name; may read from a file when indexed. spell: returns a name as in the file, for
+        messages. project: creates the functions that multiply with matrices.
         """
         self.dtype, self.device, self.project = dtype, torch.device(device), project
         self.own: dict[str, tuple[int, int]] = {}
@@ -53,18 +53,20 @@ class Weights:
         return self._arrange(self._get(name, shape))
 
     def table(self, name: str, *shape: int) -> Tensor:
-        """The same for a tensor whose rows are looked up, not multiplied: row-major on every device."""
+        """Return a tensor of this shape whose rows are looked up, not multiplied: row-major on every device."""
         return self._get(name, shape).contiguous()
 
     def product(
         self, names: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool = False
     ) -> Callable[[Tensor], Tensor]:
-        """The product with matrices (rows[i], columns) stacked vertically, and their biases if there are any."""
+        """Return a function that multiplies with stacked matrices (rows[i], columns) and adds biases if there are
+        any.
+        """
         weight = self._arrange(self._stacked([f"{name}.weight" for name in names], rows, columns))
         return self.project(weight, self._stacked([f"{name}.bias" for name in names], rows) if bias else None)
 
     def integers(self, name: str, *shape: int) -> Tensor:
-        """A table of integers, as int64 on the CPU."""
+        """Return a tensor of integers of this shape, as int64 on the CPU."""
         if name in self._tensors and self._tensors[name].dtype not in _WHOLE:
             raise ValueError(f"{self._spell(name)} is {self._tensors[name].dtype}; it must hold whole numbers")
         return self._get(name, shape, torch.int64)
@@ -73,10 +75,10 @@ class Weights:
         """Raise for missing tensors, wrong shapes or dtypes, and unused tensors that are not known to be harmless.
 
         Returns:
-            The names of the harmless ones, sorted.
+            The names of the harmless unused tensors, sorted.
 
         Raises:
-            ValueError: listing all of them.
+            ValueError: lists all these tensors.
         """
         rest = sorted(self._tensors.keys() - self._taken)
         unknown = [name for name in rest if not harmless(name)]

@@ -1,1 +1,1 @@
-"""Triton forms of the eagle functions, for CUDA. Importing a module of it imports Triton; importing this does not."""
+"""Triton forms of the functions of `bateleur.eagle`. Importing its modules imports Triton; importing this does not."""

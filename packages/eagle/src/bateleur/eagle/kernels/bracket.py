@@ -1,9 +1,10 @@
-"""Brackets of the thresholds of a row, estimated from a sample of its tokens.
+"""Brackets (intervals) that probably contain the top_k and top_p thresholds of a logit row, estimated from a sample of
+its tokens.
 
-Tokens are sampled evenly over the ids. The number or mass of all tokens below a key is estimated from the samples
-below it. A bracket extends 4 standard errors of that estimate to both sides, so it misses the threshold in 6 of
-100,000 rows. It holds at most 4.5 % of the tokens, whatever their values are, and about 16 samples under a small
-top_k. A bracket is only a hint: `truncation_thresholds` is exact with any bracket.
+Tokens are sampled evenly over the ids. The number or probability mass of all tokens below a key is estimated from the
+samples below it. A bracket extends 4 standard errors of that estimate to both sides, so it misses the threshold in 6 of
+100,000 rows. It holds at most 4.5 % of the tokens, whatever their values are, and about 16 samples under a small top_k.
+A bracket is only a hint: `truncation_thresholds` is exact with any bracket.
 
 Legend for shapes: S samples of a row, T tiles of a row.
 """
@@ -53,7 +54,7 @@ def bisect(
 
 @triton.jit
 def bracket_of(key_S, mass_S, tail, floor, ceiling, room, MASS: tl.constexpr, SAMPLES: tl.constexpr):
-    """Bracket of the key below which number or mass of the samples is `tail`; returns its low and its high end.
+    """Return low and high end of a bracket of the key below which the number or mass of the samples is `tail`.
 
     The high end is the ceiling if at most `room` samples are above the low end.
     """
@@ -73,10 +74,10 @@ def sample_brackets(
     row_ptr, size, temperature, penalties, best, total, top_k, top_p, floor, ceiling, room,
     KIND: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """Brackets of a row's top_k and top_p; returns low_k, high_k, low_p, high_p.
+    """Estimate the brackets of a row's top_k and top_p thresholds; returns low_k, high_k, low_p, high_p.
 
-    total: mass of the row, where that of its best token is 1. Without top_k its bracket is empty and at the floor, so
-        that all tokens not below the floor are above it.
+    total: mass of the row, in units of the mass of its best token. Without top_k its bracket is empty and at the floor,
+        so that all tokens not below the floor are above it.
     """
     sample_S = tl.arange(0, SAMPLES)
     lane_S = sample_S * (size // SAMPLES) + sample_S * (size % SAMPLES) // SAMPLES
@@ -103,9 +104,10 @@ def bracket_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, SAMPLES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): store the largest logit over the temperature, NaN for a row with a NaN, and the row's brackets.
+    """Estimate each row's brackets and largest logit over the temperature, which is NaN for a row with a NaN. Grid
+    (rows).
 
-    Sums above the brackets and the number of candidates begin as 0. At least 1 block a multiprocessor.
+    At least 1 block a multiprocessor. Also sets the sums above the brackets and the number of candidates to 0.
     """
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)

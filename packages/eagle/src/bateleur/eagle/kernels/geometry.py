@@ -1,7 +1,7 @@
-"""Triton kernels of the draft geometry, one launch per function. The specification is the torch form in
-`bateleur.eagle.geometry`.
+"""Triton kernels of the ids, positions, lengths and slots of draft passes, one launch per function. The specification
+is the torch form in `bateleur.eagle.geometry`.
 
-Legend: T tokens or N rows of a tile.
+Legend: T tokens or N rows (requests) of a tile.
 """
 
 from functools import partial
@@ -25,8 +25,9 @@ def first_kernel(
     num_rows, num_given, limit, max_rows, max_tokens,
     DRAFTS: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of the entries of `query_start_loc` or of the tokens of the buffers, whichever are more).
+    """Stage the first draft pass from the target's step: ids shifted by one, positions, lengths and slots.
 
+    Grid (tiles of the entries of `query_start_loc` or of the tokens of the buffers, whichever are more).
     At least 16 blocks a multiprocessor.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -86,8 +87,9 @@ def chain_kernel(
     num_given, table_row, block_size, limit, max_rows, max_tokens,
     FIRST: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1), because there is one counter and one number of rows. FIRST: the rows come from the first pass.
+    """Record the drafts of a pass, and stage the next one, with one token per request.
 
+    Grid (1), because there is one counter and one number of rows. FIRST: the rows come from the first pass.
     At least 2 blocks a multiprocessor.
     """
     tile = tl.arange(0, BLOCK)
@@ -129,12 +131,12 @@ def chain_kernel(
 
 
 def first_options(max_num_rows: int) -> dict[str, Any]:
-    """Constants and launch options of `first_kernel`."""
+    """Return constants and launch options of `first_kernel`."""
     return {"SEARCH": max_num_rows.bit_length(), "BLOCK": _TILE, "num_warps": 4, "enable_fp_fusion": True}
 
 
 def chain_options(max_num_rows: int) -> dict[str, Any]:
-    """Constants and launch options of `chain_kernel`."""
+    """Return constants and launch options of `chain_kernel`."""
     block = min(max(128, triton.next_power_of_2(max_num_rows)), 1024)
     return {"BLOCK": block, "num_warps": block // 128, "enable_fp_fusion": True}
 
@@ -142,7 +144,7 @@ def chain_options(max_num_rows: int) -> dict[str, Any]:
 def stage_first(
     buffers: DraftBuffers, batch: CommonAttentionMetadata, slots: Tensor, next_token: Tensor, num_valid: Tensor
 ) -> None:
-    """See `bateleur.eagle.geometry.stage_first`; ``slots`` (T,) int64 are the slots of the group."""
+    """Stage the first draft pass in one launch; ``slots`` (T,) int64 is the slot mapping of the draft's KV group."""
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     options = first_options(max_rows)
     grid = (triton.cdiv(max(max_rows + 1, max_tokens), options["BLOCK"]),)
@@ -157,7 +159,7 @@ def stage_first(
 
 
 def _chain(buffers: DraftBuffers, token: Tensor, block_table: Tensor, block_size: int, *, first: bool) -> None:
-    """See `bateleur.eagle.geometry.stage_chain` (`first`) and `advance`."""
+    """Record the drafts of a pass and stage the next one, in one launch. first: the pass was the first one."""
     max_rows, max_tokens = len(buffers.seq_lens), len(buffers.input_ids)
     chain_kernel[(1,)](
         token.contiguous(), block_table,

@@ -16,8 +16,8 @@ NATIVE = tl.constexpr(not triton.knobs.runtime.interpret)
 def penalties_of(
     row, size, values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before, KIND: tl.constexpr
 ):
-    """The inputs of `penalised` for a logit row. KIND: 0 without penalties, 1 with them, 2 with drafts before the
-    row.
+    """Load the inputs of `penalised` for a logit row. KIND: 0 without penalties, 1 with them, 2 if drafts before the
+    row count, too.
     """
     if KIND == 0:  # no code after a constexpr branch that returns: Triton types it, and these pointers are placeholders
         found = (1.0, 0.0, 0.0, counts_ptr, prompts_ptr, before_ptr, 0)
@@ -32,7 +32,7 @@ def penalties_of(
 
 @triton.jit
 def penalised(x_L, lane_L, stop, penalties, KIND: tl.constexpr):
-    """Penalised logits (L,) float32 of tokens before `stop`, rounded as in torch."""
+    """Return penalised logits (L,) float32 of tokens before `stop`, rounded as in torch."""
     if KIND != 0:
         repetition, frequency, presence, counts_ptr, prompts_ptr, before_ptr, num_before = penalties
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
@@ -50,7 +50,7 @@ def penalised(x_L, lane_L, stop, penalties, KIND: tl.constexpr):
 
 
 def arguments(penalties: Penalties | None, unused: Tensor) -> tuple[list[Any], int]:
-    """The arguments of `penalties_of` from `values_ptr` on, and its KIND."""
+    """Return the kernel arguments of `penalties_of` from `values_ptr` on, and its KIND."""
     if penalties is None:
         return [unused] * 5 + [0], 0
     before = penalties.before

@@ -1,5 +1,5 @@
-"""The rule COUPLED in one pass over the logits: noise, argmax and NaN flag of every row, then the output of every
-request.
+"""The rule COUPLED in one pass over the logits: noise, argmax and NaN flag of every logit row, then the output of
+every request.
 
 A token can only win if an upper bound of its perturbed logit exceeds the best so far. The bound needs no logarithm,
 so the two logarithms of the noise are computed for a few tiles of a row only. The result does not depend on tiles or
@@ -44,7 +44,7 @@ def row_words(seed, position):
 
 @triton.jit
 def uniform(word_L, low, high):
-    """Uniform numbers of hashed token ids, with the bits of `bateleur.eagle.noise`."""
+    """Return uniform numbers of hashed token ids, with the bits of `bateleur.eagle.noise`."""
     x_L = ((word_L.to(tl.uint32, bitcast=True) ^ low) * 0x7FEB352D) ^ high
     x_L = (x_L ^ (x_L >> 15)) * 0x846CA68B
     x_L = (x_L ^ (x_L >> 16)) * 0x2C1B3C6D
@@ -53,7 +53,7 @@ def uniform(word_L, low, high):
 
 @triton.jit
 def gumbel(u_L):
-    """-log(-log1p(-u)), with torch's log1p."""
+    """Return Gumbel noise -log(-log1p(-u)), with torch's log1p."""
     if NATIVE:
         return -tl.log(-libdevice.log1p(-u_L))
     one_L = 1.0 - u_L
@@ -64,7 +64,7 @@ def gumbel(u_L):
 
 @triton.jit
 def gumbel_bound(u_L):
-    """An upper bound of `gumbel`, which is at most -log(u). The bits of a float are a lower bound of its logarithm."""
+    """Return an upper bound of `gumbel`, at most -log(u). The bits of a float are a lower bound of its logarithm."""
     octaves_L = (0x3F800000 - u_L.to(tl.int32, bitcast=True)).to(tl.float32)
     return tl.fma(octaves_L, 8.262958e-08, 1e-3)  # log(2) / 2^23, and a margin for the rounding of logarithms
 
@@ -76,10 +76,13 @@ def draw_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     BLOCK: tl.constexpr, LAW: tl.constexpr, TRUNCATION: tl.constexpr, SINGLE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests, places, shares): the first maximum of a share of a logit row, NaN if it holds one.
+    """Sample each logit row by Gumbel-max: the first maximum of each share of the row, NaN if the share holds one.
 
-    LAW: logits are divided by their row's temperature here. CUT: those below what `cut` found are left out. SINGLE:
-    every request has one row, and there are no starts. KIND: of penalties, see `penalties_of`.
+    Grid (requests, places, shares): a place is the index of a logit row within its request.
+
+    LAW: logits are divided by their row's temperature here. TRUNCATION: logits below the row's threshold
+    (`least_ptr`, `last_ptr`) are left out. SINGLE: every request has one row, and there are no starts. KIND: kind of
+    penalties, see `penalties_of`.
 
     At least 24 blocks a multiprocessor.
     """
@@ -133,9 +136,10 @@ def emit_kernel(
     best_ptr, token_ptr, starts_ptr, drafts_ptr, out_ptr, emitted_ptr, bad_ptr, drafts_row, num_drafts, shares,
     BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests): combine the splits, compare draws with drafts, emit up to the first that differs.
+    """Combine the shares of each logit row, compare samples with drafts, and emit up to the first that differs.
 
-    SINGLE: every request has one row and no draft, and a bad one gets token 0. At least 4 blocks a multiprocessor.
+    Grid (requests). At least 4 blocks a multiprocessor.
+    SINGLE: every request has one row and no draft, and a bad one gets token 0.
     """
     request = tl.program_id(0).to(tl.int64)
     place_C, share_S = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_S)
@@ -165,8 +169,8 @@ def emit_kernel(
 
 
 def tile_options(size: int, num_rows: int, kind: int = 0) -> tuple[dict[str, Any], int]:
-    """Options of `draw_kernel` for at most ``num_rows`` rows of ``size`` tokens, and the tokens of a split. kind: of
-    penalties.
+    """Return launch options of `draw_kernel` for at most ``num_rows`` rows of ``size`` tokens, and the tokens of a
+    share. kind: KIND of `penalties_of`.
     """
     block = _block(size)
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
@@ -182,8 +186,8 @@ def _block(size: int) -> int:
 
 
 def emit_options(places: int, size: int) -> dict[str, Any]:
-    """Options of `emit_kernel` for rows of `size` tokens. They fit the splits of a single row, which are the most, so
-    that one kernel serves any number of rows.
+    """Return launch options of `emit_kernel` for rows of `size` tokens. They fit the shares of a single row, which are
+    the most, so that one kernel serves any number of rows.
     """
     shares = min(triton.cdiv(size, _block(size)), _PROGRAMS)
     block_c, block_s = triton.next_power_of_2(places), triton.next_power_of_2(shares)
@@ -200,9 +204,9 @@ def coupled(
     greedy: bool = False,
     metadata: SamplingMetadata | None = None,
 ) -> RejectionOutput:
-    """See `bateleur.eagle.verify`; logits contiguous in their last dimension, float32 or narrower, at least one row.
-    Greedy rows are detected on the device. Two launches, and the four of `truncation_thresholds` before them if
-    rows truncate.
+    """Verify drafts under the rule COUPLED, as `bateleur.eagle.verify`. Logits are contiguous in their last dimension,
+    float32 or narrower, with at least one row. Greedy rows are detected on the device. Two launches, and the four of
+    `truncation_thresholds` before them if rows truncate.
     """
     return _launch(logits, drafts.tokens.contiguous(), rows, lanes, metadata)
 

@@ -1,4 +1,4 @@
-"""Values that the truncation kernels share: a token's sort key, its mass, and a row's sampling parameters.
+"""Values that the truncation kernels share: a token's sort key, its probability mass, and a row's parameters.
 
 The key of a token is an int64. Its upper bits are the logit over the temperature, as an integer of the same order.
 Its lower 24 bits are the id, counted from the end. So all keys of a row differ, and of equal logits the lowest id has
@@ -19,47 +19,47 @@ NO_KEY = tl.constexpr(-0x7F800001 << 24)
 
 @triton.jit
 def logits_of(row_ptr, lane_L, size, penalties, KIND: tl.constexpr):
-    """Logits (L,) float32 after penalties; -inf beyond the end of the row, so that these are never kept."""
+    """Load logits (L,) float32 after penalties; -inf beyond the end of the row, so that they are never kept."""
     logits_L = tl.load(row_ptr + lane_L, mask=lane_L < size, other=float("-inf")).to(tl.float32)
     return penalised(logits_L, lane_L, size, penalties, KIND)
 
 
 @triton.jit
 def apply_temperature(row_ptr, lane_L, size, temperature, penalties, KIND: tl.constexpr):
-    """`logits_of` over the temperature, rounded as torch does."""
+    """Load logits (L,) after penalties, divided by the temperature, rounded as torch does."""
     logits_L = logits_of(row_ptr, lane_L, size, penalties, KIND)
     return tl.div_rn(logits_L, tl.zeros_like(logits_L) + temperature)
 
 
 @triton.jit
 def order_of(x):
-    """An int32 with the order of the float; both zeros are equal."""
+    """Map a float to an int32 of the same order; both zeros are equal."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def key_of(x, token_id):
-    """The key of a token with logit x over the temperature."""
+    """Return the sort key of a token; x is its logit over the temperature."""
     return (order_of(x).to(tl.int64) << ID_BITS) | (LAST_ID - token_id)
 
 
 @triton.jit
 def float_of(key):
-    """The logit over the temperature of a key, float32."""
+    """Return the logit over the temperature, float32, of a sort key."""
     order = (key >> ID_BITS).to(tl.int32)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def id_of(key):
-    """The token id of a key, int64."""
+    """Return the token id of a sort key, int64."""
     return LAST_ID - (key & LAST_ID)
 
 
 @triton.jit
 def mass_of(x, best):
-    """exp(x - best) in units of 2^-40, int64, with the bits of torch's exp."""
+    """Return the mass of a token, exp(x - best) in units of 2^-40, int64, with the bits of torch's exp."""
     # A difference of large numbers may be infinite, and best - 100 may round to best. Halves are exact.
     below = tl.maximum(x * 0.5 - best * 0.5, -50.0) * 2.0
     if NATIVE:
@@ -71,7 +71,7 @@ def mass_of(x, best):
 
 @triton.jit
 def metadata_of(sampling_ptr, row, size):
-    """Temperature, log_min_p, top_k and top_p of a row, and whether they may drop a token. top_k = size drops none."""
+    """Load temperature, log_min_p, top_k (size: all) and top_p of a row, and whether they may drop a token."""
     temperature, log_min_p = tl.load(sampling_ptr + row * 4), tl.load(sampling_ptr + row * 4 + 1)
     top_k, top_p = tl.load(sampling_ptr + row * 4 + 2).to(tl.int64), tl.load(sampling_ptr + row * 4 + 3)
     top_k = tl.where((top_k <= 0) | (top_k > size), size, top_k).to(tl.int64)
@@ -81,7 +81,7 @@ def metadata_of(sampling_ptr, row, size):
 
 @triton.jit
 def limits_of(best, log_min_p):
-    """The lowest and highest key that min_p keeps; `best` is the largest logit over the temperature.
+    """Return the lowest and highest sort key that min_p keeps; `best` is the largest logit over the temperature.
 
     A token of -inf is never kept: its key is below the lowest.
     """
@@ -91,5 +91,5 @@ def limits_of(best, log_min_p):
 
 @triton.jit
 def is_finite(x):
-    """Whether x is neither NaN nor infinite."""
+    """Return whether x is neither NaN nor infinite."""
     return (x == x) & (tl.abs(x) != float("inf"))

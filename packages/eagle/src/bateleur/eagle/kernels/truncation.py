@@ -1,7 +1,7 @@
 """The threshold that min_p, top_k and top_p set in each row, without a sort.
 
-The specification is `bateleur.eagle.sampling_metadata.thresholds_by_sort`. A row keeps the tokens whose key (see
-`sort_keys`) is at least a threshold. Four launches find it; the first and the third read the whole row, split over
+The specification is `bateleur.eagle.sampling_metadata.thresholds_by_sort`. A row keeps the tokens whose sort key
+(see `sort_keys`) is at least a threshold. Four launches find it; the first and the third read the whole row, split over
 programs:
 
 1. `stats_kernel` (rows, tiles): the largest logit of each tile, and the sum of exp, for estimates.
@@ -72,9 +72,9 @@ def stats_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, tiles): the largest logit of a tile, NaN if it has one, and the sum of exp((logit - largest) / T).
+    """Compute the largest logit of each tile (NaN if it has one), and the sum of exp((logit - largest) / temperature).
 
-    At least 5 blocks a multiprocessor.
+    Grid (rows, tiles). At least 5 blocks a multiprocessor.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, _, _, _, truncates = metadata_of(sampling_ptr, row, size)
@@ -97,9 +97,9 @@ def collect_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, tiles): append the keys inside of the brackets to the row's list, and sum those above.
+    """Append the keys inside of the brackets to the row's list of candidates, and sum number and mass of those above.
 
-    At least 7 blocks a multiprocessor.
+    Grid (rows, tiles). At least 7 blocks a multiprocessor.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, log_min_p, top_k, top_p, _ = metadata_of(sampling_ptr, row, size)
@@ -132,7 +132,7 @@ def collect_kernel(
 
 @triton.jit
 def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """BLOCK keys from index `start` on, of the candidates or of the row itself; keys of -inf beyond the end."""
+    """Load BLOCK sort keys from index `start` on, of the candidates or of the row; keys of -inf beyond the end."""
     listed, num, candidates_ptr, row_of = source
     at_L = start + tl.arange(0, BLOCK)
     if listed:
@@ -150,7 +150,7 @@ def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """The mass of the keys in [low, high], int64, and the largest of these keys."""
+    """Return the mass of the tokens with sort keys in [low, high], int64, and the largest of these keys."""
     mass_L, largest_L = tl.zeros([BLOCK], tl.int64), tl.full([BLOCK], NO_KEY, tl.int64)
     for start in range(0, source[1], BLOCK):
         key_L = read_keys(source, start, BLOCK, KIND)
@@ -164,10 +164,10 @@ def weigh(source, best, low, high, BLOCK: tl.constexpr, KIND: tl.constexpr):
 def select(
     source, best, above, goal, low, high, MASS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """The largest key in [low, high] such that the number or mass of the keys not below it reaches the goal.
+    """Find the largest key in [low, high] such that the number or mass of the keys not below it reaches the goal.
 
     above: number or mass of the keys above `high`, which the source need not contain. Returns the key, and whether it
-        exists. It does not if the keys above `high` reach the goal, or all keys not below `low` do not.
+        exists. It does not exist if the keys above `high` reach the goal, or if all keys not below `low` miss it.
     """
     top, pivot_P = high, tl.arange(0, _PIVOTS).to(tl.int64)
     num_above, reached, num_left = tl.zeros([], tl.int64), above.to(tl.float64) < goal, 2
@@ -197,7 +197,7 @@ def select(
 
 @triton.jit
 def ends_of(brackets_ptr, LOW: tl.constexpr, given, floor, ceiling):
-    """The ends of a bracket, whose low end is in column LOW; the ends of the row if it is not given."""
+    """Return the ends of a bracket, the low one from column LOW; without `given` the ends of the row."""
     low, high = tl.load(brackets_ptr + LOW), tl.load(brackets_ptr + LOW + 1)
     return tl.where(given, low, floor), tl.where(given, high, ceiling)
 
@@ -206,9 +206,9 @@ def ends_of(brackets_ptr, LOW: tl.constexpr, given, floor, ceiling):
 def find_threshold(
     source, brackets_ptr, given, best, top_k, top_p, size, floor, ceiling, BLOCK: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """The lowest kept key of a row, and whether the brackets contain it; if not, the key is undefined.
+    """Return the lowest kept key of a row, and whether the brackets contain it; if not, the key is undefined.
 
-    given: whether to search the brackets; else one bracket holds the whole row.
+    given: whether to search within the brackets; else in the whole row.
     """
     low, high = ends_of(brackets_ptr, LOW_K, given, floor, ceiling)
     threshold, valid = floor, low == floor
@@ -234,9 +234,9 @@ def threshold_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the smallest kept logit over the temperature, and the last kept id equal to it.
+    """Find each row's threshold: the smallest kept logit over the temperature, and the last kept id equal to it.
 
-    -inf in a row that keeps all tokens. At least 2 blocks a multiprocessor.
+    Grid (rows). At least 2 blocks a multiprocessor. The logit is -inf in a row that keeps all tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     _, log_min_p, top_k, top_p, truncates = metadata_of(sampling_ptr, row, size)
@@ -268,13 +268,13 @@ def threshold_kernel(
 
 
 def capacity_of(size: int) -> int:
-    """Number of candidates that the list of a row of ``size`` tokens holds."""
+    """Return the number of candidates that fit into the list of a row of ``size`` tokens."""
     share: int = triton.next_power_of_2(size // 16)
     return max(_SAMPLES, share)
 
 
 def truncation_options(size: int) -> dict[str, dict[str, Any]]:
-    """Constants and launch options of each kernel, for rows of ``size`` tokens."""
+    """Return constants and launch options of each kernel, by name, for rows of ``size`` tokens."""
     padded = max(16, triton.next_power_of_2(size))
     tile = min(_TILE, padded)
     options = {
@@ -289,14 +289,14 @@ def truncation_options(size: int) -> dict[str, dict[str, Any]]:
 
 
 def truncation_thresholds(logits: Tensor, values: Tensor, penalties: Penalties | None = None) -> tuple[Tensor, Tensor]:
-    """Find the thresholds of each row in four launches; returns (N,) float32 and (N,) int32.
+    """Find the truncation thresholds of each row in four launches; returns (N,) float32 and (N,) int32.
 
-    The first is the smallest kept logit over the temperature, the second the last kept id equal to it. The workspace
-    is 64 to 128 KiB a row.
+    The first result is the smallest kept logit over the temperature, the second the last kept id equal to it. The
+    workspace is 64 to 128 KiB a row.
 
     logits: (N, V), dense in the last dimension.
     values: (N, 4) float32, see `SamplingMetadata`.
-    penalties: applied to the logits first.
+    penalties: penalties that are applied to the logits first.
 
     Raises `ValueError` if V is more than 2^23.
     """

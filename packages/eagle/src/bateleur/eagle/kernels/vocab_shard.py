@@ -1,5 +1,5 @@
-"""Triton kernels for one vocabulary shard, one launch each: histogram of a digit, last kept tie, and best token. The
-communication between ranks is in `shard_truncation` and `shard_sampling`.
+"""Triton kernels for one vocabulary shard, one launch each: histogram of a digit of the logits, last kept token equal
+to the threshold (tie), and best token. The communication between ranks is in `shard_truncation` and `shard_sampling`.
 
 Ranks do not use the kernels of `truncation`. Those search a row again if its bracket is wrong, which a program
 decides on the device. Ranks would have to exchange sums again, and the collectives of a step are fixed.
@@ -26,9 +26,9 @@ def histogram_kernel(
     scaled_ptr, mass_ptr, start_ptr, out_ptr, scaled_row, mass_row, size, share, shift,
     MASS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, splits): every token adds its weight to its digit, if it has one; `out` must be zeros.
+    """Add the weight of every token (1, or its mass) to the sum of its digit's value, for one digit of the logits.
 
-    At least 9 blocks a multiprocessor.
+    Grid (rows, splits). At least 9 blocks a multiprocessor. `out` must be zeros.
     """
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(start_ptr + row), tl.minimum((shard + 1) * share, size)
@@ -49,9 +49,9 @@ def histogram_kernel(
 def last_tie_kernel(
     scaled_ptr, least_ptr, kept_ptr, own_ptr, last_ptr, scaled_row, size, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (rows). A row is read only if some of its ties are kept and others are not.
+    """Find the index of the last kept token equal to the threshold (tie) in each row, -1 for none, the size for all.
 
-    At least 5 blocks a multiprocessor.
+    Grid (rows). At least 5 blocks a multiprocessor. A row is read only if some of its ties are kept and others not.
     """
     row = tl.program_id(0).to(tl.int64)
     least, kept, own = tl.load(least_ptr + row), tl.load(kept_ptr + row), tl.load(own_ptr + row)
@@ -71,7 +71,7 @@ def last_tie_kernel(
 
 
 def histogram_options(size: int, num_rows: int) -> tuple[dict[str, Any], int]:
-    """Options of `histogram_kernel` for rows of ``size`` tokens, and the tokens of a split."""
+    """Return launch options of `histogram_kernel` for rows of ``size`` tokens, and the tokens of a split."""
     block = min(_BLOCK, max(16, triton.next_power_of_2(size)))
     shares = min(triton.cdiv(size, block), triton.cdiv(_PROGRAMS, num_rows))
     share = triton.cdiv(triton.cdiv(size, shares), block) * block
@@ -79,12 +79,12 @@ def histogram_options(size: int, num_rows: int) -> tuple[dict[str, Any], int]:
 
 
 def last_tie_options(size: int) -> dict[str, Any]:
-    """Options of `last_tie_kernel` for rows of ``size`` tokens."""
+    """Return launch options of `last_tie_kernel` for rows of ``size`` tokens."""
     return {"BLOCK": min(_BLOCK, max(16, triton.next_power_of_2(size))), "num_warps": 8, "enable_fp_fusion": False}
 
 
 def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: int) -> Tensor:
-    """See `bateleur.eagle.shard_truncation.histogram_rows`; two launches, one of which fills with zeros."""
+    """Return the weight of each digit in each row, (N, D) int64, in two launches, one of which fills with zeros."""
     num_rows, size = scaled.shape
     out = torch.zeros(num_rows, _DIGITS.value, dtype=torch.int64, device=scaled.device)
     options, share = histogram_options(size, num_rows)
@@ -97,7 +97,7 @@ def histogram_rows(scaled: Tensor, mass: Tensor | None, start: Tensor, shift: in
 
 
 def last_tie_rows(scaled: Tensor, least: Tensor, kept: Tensor, own: Tensor) -> Tensor:
-    """See `bateleur.eagle.shard_truncation`; one launch."""
+    """Return the index of the last kept token equal to the threshold of each row, (N,) int32, in one launch."""
     num_rows, size = scaled.shape
     last = torch.empty(num_rows, dtype=torch.int32, device=scaled.device)
     last_tie_kernel[(num_rows,)](
@@ -115,9 +115,7 @@ def perturbed_max_rows(
     seeds: Tensor,
     name: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """See `bateleur.eagle.shard_sampling.perturbed_max_rows`: the draw kernel, and two small ones that combine its
-    splits.
-    """
+    """Return the largest perturbed logit of each row in the shard, (N,) float32, and its index, (N,) int64."""
     num_rows, size = logits.shape
     of_penalties, kind = arguments(None, logits)
     options, share = tile_options(size, num_rows)

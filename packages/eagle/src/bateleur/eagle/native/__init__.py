@@ -1,4 +1,4 @@
-"""Draws over a vocabulary in C, on a CPU with a compiler: `draw.c`."""
+"""C forms of sampling over a vocabulary, for CPU tensors if a C compiler is found: `draw.c`."""
 
 from functools import cache
 from pathlib import Path
@@ -14,14 +14,14 @@ _SIGNATURES = (("draw_rows", "plipppppp" + "lli"), ("argmax_rows", "plipp" + "ll
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether C supports these logits: float32 or bfloat16 (R, V) on a CPU, dense in the last dimension."""
+    """Return whether C supports these logits: float32 or bfloat16 (R, V) on a CPU, dense in the last dimension."""
     sound = logits.is_cpu and logits.dtype in (torch.float32, torch.bfloat16)
     return sound and logits.stride(1) == 1 and logits.numel() > 0 and unavailable_reason() is None
 
 
 def draw_rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, names: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample N rows: token ids (N,) int64, -2 in a row that needs its full processed logits; and the bad flags, (N,)
-    bool.
+    """Sample N rows: token ids (N,) int64, -2 in a row that C cannot decide without its full processed logits; and the
+    bad flags, (N,) bool.
 
     values: (N, 4) float32, see `SamplingMetadata`. words: (V,) int32, see `Lanes`. seeds, names: (N,) int64, see
         `noise.names`.
@@ -36,7 +36,7 @@ def draw_rows(logits: Tensor, values: Tensor, words: Tensor, seeds: Tensor, name
 
 
 def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
-    """See `draw.argmax`."""
+    """Return token id (N,) int64 and bad flag (N,) bool of each row's first maximum, as `draw.argmax`."""
     if not takes(logits):
         return UNSUPPORTED
     tokens, bad = _empty(logits)
@@ -48,7 +48,7 @@ def argmax_rows(logits: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
 
 
 def truncate_rows(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | Unsupported:
-    """See `sampling_metadata.truncation_thresholds`."""
+    """Return truncation thresholds: each row's smallest kept logit, and the last kept token id equal to it."""
     if not takes(logits):
         return UNSUPPORTED
     scaled = apply_temperature(logits, values[:, 0])

@@ -63,7 +63,7 @@ class NativeChain:
 
     @staticmethod
     def fits(head: Eagle3Head, cache: DraftCache, rule: Rule) -> bool:
-        """Whether the C function supports the head, cache and rule."""
+        """Return whether the C function supports the head, cache and rule."""
         if rule is not Rule.COUPLED or unavailable_reason() is not None or not head.vocabulary.whole:
             return False
         layer, spec = head.first.layer, head.spec
@@ -75,8 +75,8 @@ class NativeChain:
         return all(_in_c(each) is not None for each in _products(head).values())
 
     def propose(self, context: DraftContext) -> Tensor | None:
-        """Return (R, K) int64 drafts of the step, -1 where there is none; or None without drafts to make, or for
-        tensors that the C function does not support.
+        """Return (R, K) int64 drafts of the step, -1 where there is none; or None if no drafts are requested or the
+        C function does not support the tensors.
         """
         if not 0 < context.num_drafts <= self._width or not self._takes(context):
             return None
@@ -185,7 +185,7 @@ def _in_c(product: Callable[[Tensor], Tensor]) -> CProduct | None:
 
 
 def _is_row(tensor: Tensor, dtype: torch.dtype, rows: int) -> bool:
-    """Whether the tensor is contiguous (rows,) of this dtype."""
+    """Return whether the tensor is contiguous (rows,) of this dtype."""
     return tensor.dtype == dtype and tensor.shape == (rows,) and tensor.is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Detects rows that write a slot which another row reads or writes; operators do not check for this error."""
+"""Detects requests that write a state slot which another request uses; operators do not check for this error."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ from bateleur.mamba.recurrence import FoldBatch
 
 
 def check_aliases(step: MambaMetadata | PrefillChunks | FoldBatch | CopyPlan, read: Tensor | None = None) -> None:
-    """Raise ValueError, with the slot and both rows, if a row writes a slot or ring row that another row uses.
+    """Raise ValueError if a request writes a state slot or ring that another request uses; it names slot and requests.
 
-    Synchronizes with the device.
+    Waits for the device.
 
     Args:
         step: decode rows, prefill chunks, or the copies or folds after a step.
-        read: (Pf,) initial slots of prefill rows; only for `PrefillChunks`.
+        read: (Pf,) state slots that prefill rows start from; only for `PrefillChunks`.
     """
     if isinstance(step, PrefillChunks):
         assert read is not None

@@ -1,4 +1,4 @@
-"""Runs all parts of the check of a recurrence."""
+"""Runs all parts of the conformance check of a recurrence."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4}
 
 @dataclass(frozen=True, slots=True)
 class RecurrenceReport:
-    """Number of calls and tokens that were checked."""
+    """Number of calls per operator, and of tokens, that `check_recurrence` checked."""
 
     calls: dict[str, int]
     """Number of calls of `scan`, `update`, `replay` and `fold`."""
@@ -41,12 +41,12 @@ def check_recurrence(
 ) -> RecurrenceReport:
     """Check the operators of a recurrence against a function of one token.
 
-    Operators are called with ragged rows, padded rows, padding tokens, strided views, zero states, and states that are
-    updated in place or to another slot. Unused slots, ring entries and columns are NaN. Outputs and states are
-    compared, and all other memory must keep its bits. Scans use several block and chunk sizes. Replays run until rings
-    of every length were read and every number of tokens was accepted. Folds end at the newest token, and at block
-    boundaries inside the last accepted tokens. Finally, requests share batches under both policies, with the real
-    planners.
+    Operators are called with requests of different lengths, padded rows, padding tokens, strided views, zero states,
+    and states that are updated in place or to another slot. Unused state slots, ring entries and columns are NaN.
+    Outputs and states are compared, and all other memory must keep its bits. Scans use several block and chunk sizes.
+    Replays run until rings of every length were read and every number of tokens was accepted. Folds (ring entries added
+    to the saved state) end at the newest token, and at block boundaries inside the last accepted tokens. Finally,
+    requests share batches under both state policies, with the real planners.
 
     Args:
         spec: the recurrence; its policy and number of draft tokens are replaced. Use small, odd sizes, and float64 for
@@ -82,7 +82,7 @@ def check_recurrence(
 
 
 def _parts(of: Callable[[StatePolicy, int], Problem], drafts: int, capacity: int, scan: PromptScan) -> list[Part]:
-    """Return the parts in order, simple ones first."""
+    """Return the parts of the check in order, simple ones first."""
     slots, fold = StatePolicy.SLOTS, StatePolicy.FOLD
     return [
         ("scan", lambda: check_scan(of(slots, drafts), scan)),
@@ -96,7 +96,7 @@ def _parts(of: Callable[[StatePolicy, int], Problem], drafts: int, capacity: int
 
 
 def _violations(parts: Sequence[Part]) -> list[Violation]:
-    """Run the parts; return the first violation of each."""
+    """Run the parts of the check; return the first violation of each."""
     found: dict[str, str] = {}
     for part, check in parts:
         if "declaration" in found or (found and part == "schedule"):
@@ -110,7 +110,7 @@ def _violations(parts: Sequence[Part]) -> list[Violation]:
 
 
 def check_declaration(spec: Recurrence) -> None:
-    """Check equality and hash of the recurrence, and the declared tensors."""
+    """Check equality and hash of the recurrence, and the shapes and dtypes of the tensors that it declares."""
     if replace(spec) != spec or hash(replace(spec)) != hash(spec):
         raise broken("a copy is not equal to it: it must be a frozen dataclass of its sizes")
     for kind in ("gates", "parameters", "ring_entry"):

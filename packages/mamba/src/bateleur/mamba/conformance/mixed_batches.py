@@ -30,7 +30,7 @@ Commit = Callable[[Sequence[int]], Tensor]
 
 
 def check_schedule(problem: Problem, ring_capacity: int, prompt_scan: PromptScan = PromptScan.OWN) -> None:
-    """Run all requests to their ends, with chunked prefills and rejected drafts."""
+    """Run random requests in mixed batches to their ends, with chunked prefills and rejected drafts."""
     spec, device = problem.spec, problem.device
     act = {"least": spec.compute_dtype}
     sizes = (spec.conv_dim, spec.conv_width)
@@ -61,7 +61,7 @@ def _parts(tokens: Tokens) -> tuple[Tensor, ...]:
 
 
 def _alone(problem: Problem, mixer: Mixer, tokens: Tokens) -> list[Tensor]:
-    """Return the outputs of one request, token by token."""
+    """Return the outputs of one request that runs alone, token by token."""
     keep = mixer.spec.conv_width - 1
     line = torch.cat([torch.zeros(keep, mixer.spec.conv_dim), tokens.channels.cpu()]).double()
     assert mixer.conv_bias is not None
@@ -120,7 +120,7 @@ def _step(
 def _batch(
     problem: Problem, inputs: list[Tokens], who: list[int], computed: list[int], lens: list[int], kept: list[int]
 ) -> Tokens:
-    """Return the tokens of a step; tokens that will be rejected are random."""
+    """Return the tokens of a step of requests `who`; tokens after the first `kept`, to be rejected, are random."""
     flat, at = [torch.cat(parts) for parts in zip(*map(_parts, inputs), strict=True)], []
     for r, n, k in zip(who, lens, kept, strict=True):
         at += [_LEN * r + computed[r] + i if i < k else -1 for i in range(n)]
@@ -133,7 +133,7 @@ def _batch(
 
 
 class _SlotCache:
-    """One layer under SLOTS, like `FoldCache`."""
+    """Runs one layer without an engine under SLOTS (a state slot for each token of a step), like `FoldCache`."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _SlotCache:
     def step(
         self, table: Tensor, rows: list[int], computed: Tensor, lens: list[int], num_decodes: int
     ) -> tuple[Callable[..., Tensor], Commit]:
-        """Plan a step; return the functions that compute and commit it."""
+        """Plan a step; return the function that computes its outputs and the one that commits it."""
         request_row, starts = (torch.tensor(rows, device=self.device), np.add.accumulate([0, *lens], dtype=np.int32))
         loc, kept = torch.from_numpy(starts).to(self.device), self.states.gather(request_row)
         plan = plan_step(self.layout, table, computed, loc.diff(), kept.accepted, prev_col=kept.prev_col)

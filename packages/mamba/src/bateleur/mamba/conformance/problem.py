@@ -19,19 +19,19 @@ _MARGIN = 3
 
 
 def broken(what: str, part: str = "") -> ConformanceError:
-    """Return the error of a check. part: where the violation belongs, if not to the part that is running."""
+    """Return the error of a check. part: name of the check's part; empty for the part that is running."""
     return ConformanceError("the recurrence", [Violation(part, what)])
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of one layer."""
+    """Random inputs of one layer: convolved channels and gates of its tokens."""
 
     channels: Tensor
     gates: Tensors
 
     def of(self, index: Tensor, junk: int = 0) -> Tokens:
-        """Return the tokens `index` as strided views of one projection, followed by `junk` tokens; all else is NaN."""
+        """Return the tokens `index`, laid out as strided views of one projection. `junk` tokens of NaN follow."""
         count, device = len(index), self.channels.device
         parts = [self.channels, *(gate.flatten(1) for gate in self.gates)]
         dtype, sizes = self.channels.dtype, [part.shape[1] for part in parts]
@@ -45,7 +45,7 @@ class Tokens:
 
 
 class Problem:
-    """A recurrence, its one-token function `step`, and a random generator. Counts calls and compared tokens."""
+    """A recurrence to check, its function `step` of one token, a random generator, and counts of calls and tokens."""
 
     def __init__(self, spec: Recurrence, step: Step, tolerance: float, device: str, seed: int) -> None:
         self.spec, self.step, self.tolerance, self.device = spec, step, tolerance, device
@@ -55,7 +55,7 @@ class Problem:
         """Number of tokens whose output was compared."""
 
     def draw(self, spec: TensorSpec, *front: int, least: torch.dtype | None = None) -> Tensor:
-        """Return random values (*front, *shape) with the sign of `spec`, in its dtype or `least`, the wider one."""
+        """Return random values (*front, *shape) with the sign of `spec`, in the wider of its dtype and `least`."""
         dtype = spec.dtype if least is None else torch.promote_types(spec.dtype, least)
         return spec.random((*front, *spec.shape), self.generator).to(self.device, dtype)
 
@@ -64,13 +64,13 @@ class Problem:
         return tuple(self.draw(each, least=self.spec.compute_dtype) for each in self.spec.parameters)
 
     def tokens(self, count: int) -> Tokens:
-        """Return random tokens."""
+        """Return `count` random tokens."""
         spec = self.spec
         channels = TensorSpec("channels", (spec.conv_dim,), spec.conv_dtype)
         return Tokens(self.draw(channels, count), tuple(self.draw(gate, count) for gate in spec.gates))
 
     def states(self, slots: int, *own: int) -> Tensor | None:
-        """Return (slots, *state_shape), random in the slots `own` and NaN in others; None for a pure convolution."""
+        """Return states (slots, *state_shape), random in slots `own`, NaN in others; None for a pure convolution."""
         spec = self.spec
         if not spec.state_shape:
             return None
@@ -80,7 +80,7 @@ class Problem:
         return made
 
     def start(self, state: Tensor | None, slot: int) -> Tensor:
-        """Return the state in a slot for `step`, in float64 on the CPU; shape (0,) for a pure convolution."""
+        """Return a slot's state as `step` takes it: float64 on the CPU; shape (0,) for a pure convolution."""
         shape = self.spec.state_shape or (0,)
         if state is None or slot == 0:
             return torch.zeros(shape, dtype=torch.float64)
@@ -104,7 +104,7 @@ class Problem:
         self.calls[name] = self.calls.get(name, 0) + 1
 
     def close(self, got: Tensor, want: Tensor, what: str, part: str = "") -> None:
-        """Raise if |got - want| > tolerance * (1 + |want|) for some entry."""
+        """Raise ConformanceError if |got - want| > tolerance * (1 + |want|) for some entry."""
         if got.shape != want.shape:
             raise broken(f"{what} has the shape {tuple(got.shape)}; it must be {tuple(want.shape)}", part)
         found = got.double().cpu()
@@ -114,7 +114,7 @@ class Problem:
             raise broken(f"{what} is {float(found[at]):.6g} at {at}; it must be {float(want[at]):.6g}", part)
 
     def outputs(self, y: Tensor, want: Sequence[Tensor], what: str) -> None:
-        """Check shape, dtype and the leading tokens of the output of an operator."""
+        """Check shape and dtype of an operator's output, and compare its leading tokens with `want`."""
         shape = (len(y), *self.spec.output_shape)
         if tuple(y.shape) != shape or y.dtype != self.spec.conv_dtype:
             raise broken(f"{what} returns {y.dtype} {tuple(y.shape)}; it must be {self.spec.conv_dtype} {shape}")
@@ -124,7 +124,7 @@ class Problem:
 
 
 def require_unchanged(before: Tensor | None, after: Tensor | None, but: Tensor, what: str) -> None:
-    """Raise if a slot or row changed, except slot 0 and those in `but`."""
+    """Raise ConformanceError if an entry of dimension 0 (state slot or ring) changed, except 0 and those in `but`."""
     if before is None or after is None:
         return
     equal = (before == after) | (before.isnan() & after.isnan())

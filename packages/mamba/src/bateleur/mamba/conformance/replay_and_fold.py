@@ -1,4 +1,4 @@
-"""Checks replay and fold with rings of every length and every number of accepted tokens."""
+"""Checks `replay` and `fold` with rings of every length and every number of accepted tokens."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -20,7 +20,7 @@ _LEAST_STEPS, _MOST_STEPS = 12, 120
 
 @dataclass(slots=True)
 class _Request:
-    """Row, checkpoint slot and length of a request, and by layer its states since the checkpoint."""
+    """A request: its ring row, the state slot and length of its saved state, and by layer its states since then."""
 
     row: int
     slot: int
@@ -46,7 +46,7 @@ def check_rings(problem: Problem, drafts: int, capacity: int) -> None:
 
 
 class _Run:
-    """Tensors of two layers, NaN where nothing was written, and their expected contents."""
+    """State and ring tensors of two layers, NaN where nothing was written, and their expected contents."""
 
     def __init__(self, problem: Problem, drafts: int, capacity: int) -> None:
         self.problem, self.drafts, self.capacity = problem, drafts, capacity
@@ -92,7 +92,7 @@ class _Run:
         return done | self._fold(who, [a for _, a in counts])
 
     def _counts(self, request: _Request, todo: set[str]) -> tuple[int, int]:
-        """Return the number of tokens, which fit into the ring, and of accepted tokens."""
+        """Return how many tokens the request's next step has (they fit into the ring), and how many are accepted."""
         most = min(1 + self.drafts, self.capacity - request.length)
         pairs = [(q, a) for q in range(1, 1 + most) for a in range(1, 1 + q)]
         wanted = [(q, a) for q, a in pairs if f"{a} of {q}" in todo]
@@ -109,7 +109,7 @@ class _Run:
         return decode_rows([*lens, 0], longest, plan, self.problem.device, ints(*[r.row for r in who]))
 
     def _replay(self, layer: int, who: list[_Request], lens: list[int], tokens: Tokens, rows: MambaMetadata) -> None:
-        """Compare outputs; checkpoints must not change, and rings only at the entries of the tokens."""
+        """Run `replay`, compare outputs, and check that only the ring entries of the tokens changed."""
         problem, outputs, first = self.problem, [], 0
         given = tokens.of(torch.arange(sum(lens)), junk=1)
         state = None if self.state is None else self.state[layer]
@@ -145,7 +145,7 @@ class _Run:
             each[:, request.row, self._places(request, first, end)] = torch.nan
 
     def _fold(self, who: list[_Request], accepted: list[int]) -> set[str]:
-        """Fold full rings and some others, completely or up to a boundary inside the last accepted tokens."""
+        """Fold full rings and some others into saved states, completely or up to a block boundary."""
         done: set[str] = set()
         count, dst = [], []
         for request, a in zip(who, accepted, strict=True):
@@ -192,7 +192,7 @@ class _Run:
         return () if self.state is None else (self.state,)
 
     def _check_page(self, request: _Request, n: int, slot: int, first: int, what: str) -> None:
-        """Check the slot that a request was folded to, which becomes its checkpoint."""
+        """Check the state slot that a request was folded to, which then holds its saved state."""
         window = self.request_conv[:, request.row, first : first + self.conv.shape[2]]
         if not torch.equal(self.conv[:, slot], window):
             raise broken(

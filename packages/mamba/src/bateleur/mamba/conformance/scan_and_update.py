@@ -1,4 +1,4 @@
-"""Checks scan and update."""
+"""Checks the operators `scan` (prefills) and `update` (decodes that write the state after each token)."""
 
 from itertools import count
 
@@ -21,7 +21,7 @@ _CUTS = ((5, 1), (5, 2), (7, 3), (6, 4), (16, 5), (16, 8), (16, 16))
 
 
 def check_scan(problem: Problem, prompt_scan: PromptScan = PromptScan.OWN) -> None:
-    """Check outputs and states of ragged prefills for several block and chunk sizes."""
+    """Check outputs and states of prefills of different lengths, for several block and chunk sizes."""
     params, tokens = problem.params(), problem.tokens(sum(_LENS))
     starts = np.add.accumulate([0, *_LENS]).astype(np.int32)
     read = [0, 3, 2, 4, 0]  # rows 0 and 4 start from zero; row 2 also writes slot 2
@@ -48,7 +48,7 @@ def check_scan(problem: Problem, prompt_scan: PromptScan = PromptScan.OWN) -> No
 
 
 def _table(layout: CacheLayout, device: str) -> Tensor:
-    """Return a block table with slots from 5 on; row 2 has no slot for its first boundary, and ends in slot 2."""
+    """Return a block table of state slots from 5 on; row 2 has none for its first boundary, and ends in slot 2."""
     table = 5 + torch.arange(len(_LENS) * layout.columns(), dtype=torch.int32).view(len(_LENS), -1) % 50
     table[2, layout.column(_COMPUTED[2] + 1)] = 0
     table[2, layout.column(_COMPUTED[2] + _LENS[2])] = 2
@@ -66,7 +66,7 @@ def _check_chunks(problem: Problem, state: Tensor, chunks: PrefillChunks, truth:
 
 
 def check_update(problem: Problem, drafts: int) -> None:
-    """Check decodes under SLOTS with one token, ragged tokens, and the same number of tokens per row."""
+    """Check `update` (decodes under SLOTS) with one token, different and equal numbers of tokens per request."""
     width, none = 1 + drafts, [0] * (1 + drafts)
     pages = count(10)
 
@@ -132,7 +132,7 @@ def _slot_plan(read: list[int], write: list[list[int]], device: str) -> SlotPlan
 def decode_rows(
     lens: list[int], longest: int, plan: SlotPlan | ReplayPlan, device: str, request_row: Tensor | None = None
 ) -> MambaMetadata:
-    """Return the metadata of a step of decodes."""
+    """Return the metadata of a step of decodes with `lens` tokens each."""
     loc = torch.tensor(np.add.accumulate([0, *lens]), dtype=torch.int32, device=device)
     split = (len(lens), sum(lens), 0)
     return MambaMetadata(*split, plan, loc, PrefillChunks.empty(device), 1, longest, request_row)

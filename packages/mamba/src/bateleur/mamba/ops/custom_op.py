@@ -25,7 +25,7 @@ def operator(*, mutates: Iterable[str] = (), like: str | None = None, native: st
     Args:
         mutates: names of the arguments that the operator writes to.
         like: name of the argument that has the shape and dtype of the result; None for no result.
-        native: module of `ops.native` with the C form; None if there is none.
+        native: name of the module of `ops.native` with the C form; None if there is none.
     """
 
     def declare(form: F) -> F:

@@ -1,4 +1,4 @@
-"""Plans state copies to block boundaries after a step under SLOTS. Legend as in `plans`."""
+"""Plans copies of states to block boundaries after a step under SLOTS (a slot per draft). Legend as in `plans`."""
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ def plan_copy(
     """Plan the copies after a step planned by `plan_step`, once the accepted tokens are known.
 
     A row with drafts wrote the state after its token i to column run_col + i. If its accepted tokens pass a block
-    boundary, the state at the boundary is copied to the boundary's own column, which may be published after that. The
-    conv window at the boundary starts `conv_bias` entries into the window of column run_col. If the boundary's column
-    is run_col, the step ends at the boundary. The next step then reads column run_col, so its `accepted` becomes 1.
+    boundary, the state at the boundary is copied to the boundary's own column, and may then be added to the prefix
+    cache. The conv window at the boundary starts `conv_bias` entries into the window of column run_col. If the
+    boundary's column is run_col, the step ends at the boundary. The next step then reads column run_col, so its
+    `accepted` becomes 1.
 
     Args:
         layout, table, computed, query_lens, out: as in `plan_step`.

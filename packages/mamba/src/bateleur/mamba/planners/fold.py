@@ -1,10 +1,10 @@
-"""Plans which ring entries are folded into the checkpoint after a step under FOLD.
+"""Plans which ring entries are added to ("folded into") the saved state after a step under FOLD.
 
-A running request has a checkpoint (its state after `base` tokens), a ring with the inputs of the later tokens, and a
-request conv window. A step appends its tokens to the ring, and computes its outputs from checkpoint and ring, so a
-rejected token is never part of a state. The first entries of the ring are folded into the checkpoint when a block
-boundary is passed, whose slot may then be published, and when the ring would overflow. Source of the idea of replaying
-inputs: "Snakes and Ladders" (ENLSP workshop, NeurIPS 2024).
+A running request has a saved state, its checkpoint (the state after `base` tokens), a ring with the inputs of the later
+tokens, and a request conv window. A step appends its tokens to the ring, and computes its outputs from saved state and
+ring, so a rejected token is never part of a state. The first entries of the ring are folded into the saved state when
+the ring would overflow, and when a block boundary is passed. The state at the boundary may then be added to the prefix
+cache. Source of the idea of replaying inputs: "Snakes and Ladders" (ENLSP workshop, NeurIPS 2024).
 
 Legend: as in `plans`, and L the capacity of a ring. Token t of a request is in entry t % L of its ring.
 """
@@ -30,18 +30,18 @@ def plan_fold(
 ) -> FoldPlan:
     """Plan the folds after a step planned by `plan_replay`, once the accepted tokens are known.
 
-    With n = computed + accepted, a row folds up to the last boundary q <= n if q is after its checkpoint. Otherwise it
-    folds up to n if the ring could not take another 1 + K tokens. Because block_size >= 1 + K and L >= 1 + 2 K, a step
-    passes at most one boundary, and the entries after it fit into the ring. `fold_ring` takes src and ring_start from
-    the `ReplayPlan`, and dst, count and page_offset from the result.
+    With n = computed + accepted, a request folds up to the last boundary q <= n if q is after its saved state.
+    Otherwise it folds up to n if the ring could not take another 1 + K tokens. Because block_size >= 1 + K and L >= 1 +
+    2 K, a step passes at most one boundary, and the entries after it fit into the ring. `fold_ring` takes src and
+    ring_start from the `ReplayPlan`, and dst, count and page_offset from the result.
 
     Args:
         layout, computed, query_lens, out: as in `plan_step`.
         plan: result of `plan_replay` for this step.
         accepted: (R,) accepted tokens of the row, the first one included; clamped to [1, query_lens].
-        flush: (R,) bool, decode rows inside a prompt: their ring is emptied unless they pass a boundary, because the
-            next prefill reads only the checkpoint. None means no row.
-        scanned: (R,) bool, prefill rows: all their tokens are in the state that they wrote. None means no row.
+        flush: (R,) bool, decodes inside a prompt: their ring is emptied unless they pass a boundary, because the next
+            prefill reads only the saved state. None means no row.
+        scanned: (R,) bool, prefills: all their tokens are in the state that they wrote. None means no row.
 
     Raises:
         ValueError: the layout has the policy SLOTS, a row count differs, or, on CUDA, `out` is not contiguous.

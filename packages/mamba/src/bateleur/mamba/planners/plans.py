@@ -1,7 +1,8 @@
 """Results of the planners: int64 tensors on the device, one entry per row, that can be refilled in place.
 
-Legend: R rows (including padded rows), K draft tokens, `computed` tokens of a row before the step (without rejected
-tokens), `accepted` accepted tokens of the row's previous step, the first one included (1 to 1 + K).
+Legend: R rows (requests, and padded rows), K draft tokens, `computed` tokens of a request before the step
+(without rejected tokens), `accepted` accepted tokens of the request's previous step, the first one included
+(1 to 1 + K).
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from bateleur.mamba.spec import CacheLayout, StatePolicy
 
 
 class Plan:
-    """Base class of plans: dataclasses of int64 tensors whose first dimension is the row."""
+    """Base class of plans: dataclasses of int64 tensors whose first dimension is the row (request) of the batch."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the fields by name."""
+        """Return the tensors of the plan by name."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def rows(self, first: int, end: int) -> Self:
-        """Return views of the rows from `first` to `end`."""
+        """Return views of the plan for rows `first` to `end - 1`."""
         return type(self)(*[getattr(self, name)[first:end] for name in self.__dataclass_fields__])
 
 
 class RowPlan(Plan):
-    """Base class of plans whose fields are all (R,)."""
+    """Base class of plans whose tensors are all (R,), one number per row of the batch."""
 
     __slots__ = ()
 
@@ -46,7 +47,7 @@ class RowPlan(Plan):
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan(Plan):
-    """Slots that each row of a step reads and writes under SLOTS, int64 on the device of the block table.
+    """State slots that each request of a step reads and writes under SLOTS (a slot per draft), all int64.
 
     Slot 0 is null: reading it gives a zero state, and a write to it is dropped. All fields of a row without tokens are
     0.
@@ -79,7 +80,8 @@ class SlotPlan(Plan):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan(RowPlan):
-    """State copies after a step under SLOTS, at most one per row, and inputs of the next step; all (R,) int64.
+    """State copies after a step under SLOTS (a slot per draft), at most one per row, and inputs of the next step; all
+    (R,) int64.
 
     The first four fields are the arguments of `copy_states`: slot `dst` gets the conv window of `conv_src` without its
     first `conv_bias` entries, and the SSM state of `ssm_src`. They are 0 in rows without a copy.
@@ -97,7 +99,7 @@ class CopyPlan(RowPlan):
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan(RowPlan):
-    """Checkpoint and ring of each row under FOLD, all (R,) int64 on the device of the block table.
+    """Saved state (checkpoint) and ring of later inputs of each request under FOLD, all (R,) int64.
 
     All fields but `fold_slot` are 0 in rows without tokens. A prefill reads `slot` and no ring.
     """
@@ -116,7 +118,10 @@ class ReplayPlan(RowPlan):
 
 @dataclass(frozen=True, slots=True)
 class FoldPlan(RowPlan):
-    """Fold of each row after a step under FOLD, and inputs of the next step; all (R,) int64, 0 without tokens."""
+    """Ring entries to add to saved states after a step under FOLD, and inputs of the next step; all (R,) int64.
+
+    All fields are 0 in rows without tokens.
+    """
 
     dst: Tensor
     """Slot for the new checkpoint; 0 in rows without a fold."""

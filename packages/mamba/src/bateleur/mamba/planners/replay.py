@@ -1,4 +1,4 @@
-"""Plans the checkpoints and rings that a step under FOLD reads. Legend as in `fold`."""
+"""Plans the saved states (checkpoints) and rings that a step under FOLD reads. Legend as in `fold`."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def plan_replay(
     accepted: Tensor,
     out: ReplayPlan | None = None,
 ) -> ReplayPlan:
-    """Plan the checkpoint, ring and conv window that each row of a step under FOLD starts from.
+    """Plan the saved state, ring and conv window that each request of a step under FOLD starts from.
 
     Args:
         layout, table, computed, query_lens, out: as in `plan_step`.

@@ -1,4 +1,4 @@
-"""Plans the slots that a step under SLOTS reads and writes. Legend as in `plans`."""
+"""Plans the state slots that a step under SLOTS (a slot for each draft) reads and writes. Legend as in `plans`."""
 
 import torch
 from torch import Tensor
@@ -18,20 +18,20 @@ def plan_step(
     *,
     prev_col: Tensor | None = None,
 ) -> SlotPlan:
-    """Plan the slots of one step under SLOTS, in any cache mode.
+    """Plan the state slots of one step under SLOTS (a slot for the state after each draft), in any cache mode.
 
-    Let `run_col` be the column of the step's last token (0 in mode NONE). The step writes the state after its token i
-    to column run_col + i, and the conv window with K additional entries to column run_col. The next step reads the
-    state from column prev_col + accepted - 1, and the window from column prev_col at offset accepted - 1, where
-    `prev_col` is this step's `run_col`. A row without a previous step reads the column of its last computed token. A
-    row with no computed tokens starts from zeros.
+    Let `run_col` be the block-table column of the step's last token (0 in mode NONE). The step writes the state after
+    its token i to column run_col + i, and the conv window with K additional entries to column run_col. The next step
+    reads the state from column prev_col + accepted - 1, and the window from column prev_col at offset accepted - 1,
+    where `prev_col` is this step's `run_col`. A row without a previous step reads the column of its last computed
+    token. A row with no computed tokens starts from zeros.
 
-    A step may read and write different slots, so nothing is copied before it: neither from a cached prefix nor to a new
-    block.
+    A step may read and write different slots, so no state is copied before it, neither from a cached prefix nor to a
+    new block.
 
     Args:
         layout: block-table layout of the group, with the policy SLOTS.
-        table: (R, columns) integer block table with at least `layout.columns()` columns, 0 in columns without a slot.
+        table: (R, columns) integer block table of state slots, at least `layout.columns()` columns, 0 without a slot.
         computed: (R,) tokens before the step, without rejected tokens.
         query_lens: (R,) tokens of the step; 0 in padded rows.
         accepted: (R,) accepted tokens of the previous step, clamped to [1, 1 + K]; ignored in rows without tokens or
@@ -85,7 +85,7 @@ def _in_torch(
 
 
 def _fill(plan: SlotPlan, table: Tensor, anchor: Tensor, run: Tensor, has: Tensor, tokens: Tensor) -> None:
-    """Look up the slots of the columns to read from `anchor` on, and of the columns to write from `run` on."""
+    """Look up state slots in `table`: of the columns to read, from `anchor` on, and to write, from `run` on."""
     columns = torch.stack((anchor, anchor + plan.conv_offset))
     conv_read, ssm_read = table.t().gather(0, columns).long().mul_(has).unbind()
     plan.conv_read.copy_(conv_read)

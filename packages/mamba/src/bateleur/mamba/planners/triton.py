@@ -1,6 +1,6 @@
 """Triton forms of the planners, one kernel each. For a row without tokens, only its length is loaded.
 
-Legend: R rows of a tile.
+Legend: R rows (requests) of a tile.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from bateleur.metadata.dispatch import cdiv
 
 @triton.jit
 def load(ptr, row_R, real_R):
-    """Load (R,) int64 values, 0 in masked rows."""
+    """Load values (R,) as int64, 0 in masked rows."""
     return tl.load(ptr + row_R, mask=real_R, other=0).to(tl.int64)
 
 
 @triton.jit
 def slot(row_ptr_R, table_column, column_R, real_R):
-    """Load (R,) int64 entries of the block table at `column_R`, 0 in masked rows."""
+    """Load state slots (R,), int64, from the block table at `column_R`, 0 in masked rows."""
     return tl.load(row_ptr_R + column_R * table_column, mask=real_R, other=0).to(tl.int64)
 
 
@@ -32,12 +32,12 @@ def tile_options() -> dict[str, Any]:
 
 
 def dense(first: Tensor, *others: Tensor | None) -> list[Tensor]:
-    """Return contiguous tensors; `first` replaces a missing one, which the kernel does not read."""
+    """Return contiguous tensors; `first` replaces a None, because the kernel does not read it."""
     return [first.contiguous(), *(first if each is None else each.contiguous() for each in others)]
 
 
 def outputs(plan: Plan) -> list[Tensor]:
-    """Return the fields of a plan. Raises ValueError if one is not contiguous."""
+    """Return the tensors of a plan. Raises ValueError if one is not contiguous."""
     for name, tensor in plan.tensors().items():
         if not tensor.is_contiguous():
             raise ValueError(f"out.{name} has strides {tensor.stride()}; a kernel needs it contiguous")
@@ -53,9 +53,10 @@ def step_plan_kernel(
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, HAS_ACCEPTED: tl.constexpr,
     HAS_PREV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows). SIZE: tokens of a block. BOUNDARIES: false in mode NONE, which ignores SIZE.
+    """Compute the state slots that a step under SLOTS (a slot per draft) reads and writes. Grid (tiles of rows).
 
     At least 16 blocks a multiprocessor.
+    SIZE: tokens of a block. BOUNDARIES: false in mode NONE, which ignores SIZE.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows
@@ -86,7 +87,7 @@ def step_plan_kernel(
 
 
 def plan_step(layout, plan, table, computed, query_lens, accepted, prev_col):
-    """See `bateleur.mamba.planners.plan_step`."""
+    """Compute the state slots that a step under SLOTS (a slot per draft) reads and writes, into `plan`."""
     rows, options = len(table), tile_options()
     step_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         table, *dense(computed, query_lens, accepted, prev_col), *outputs(plan), rows, *table.stride(),
@@ -102,9 +103,9 @@ def copy_plan_kernel(
     num_rows, table_row, table_column,
     SIZE: tl.constexpr, BOUNDARIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows); constants as for `step_plan_kernel`.
+    """Compute the copies of states to block boundaries after a step under SLOTS (a slot per draft).
 
-    At least 16 blocks a multiprocessor.
+    Grid (tiles of rows). At least 16 blocks a multiprocessor. Constants as for `step_plan_kernel`.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows
@@ -137,7 +138,7 @@ def copy_plan_kernel(
 
 
 def plan_copy(layout, out, table, computed, query_lens, num_drafts, accepted, plan):
-    """See `bateleur.mamba.planners.plan_copy`."""
+    """Compute the state copies to block boundaries after a step under SLOTS (a slot per draft), into `out`."""
     rows, options = len(table), tile_options()
     copy_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         table, *dense(computed, query_lens, num_drafts, accepted, plan.run_col), *outputs(out), rows,
@@ -152,7 +153,7 @@ def replay_plan_kernel(
     num_rows, table_row, table_column,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows).
+    """Compute the saved state, ring and conv window that a step under FOLD starts from. Grid (tiles of rows).
 
     At least 16 blocks a multiprocessor.
     """
@@ -172,7 +173,7 @@ def replay_plan_kernel(
 
 
 def plan_replay(layout, plan, table, computed, query_lens, base, accepted):
-    """See `bateleur.mamba.planners.plan_replay`."""
+    """Compute the saved state, ring and conv window that a step under FOLD starts from into `plan`, in one launch."""
     rows, options = len(table), tile_options()
     replay_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         table, *dense(computed, query_lens, base, accepted), *outputs(plan), rows, *table.stride(),
@@ -188,9 +189,9 @@ def fold_plan_kernel(
     SIZE: tl.constexpr, MOST_KEPT: tl.constexpr, HAS_FLUSH: tl.constexpr, HAS_SCANNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows). MOST_KEPT: maximum number of ring entries before a step.
+    """Compute which ring entries a step under FOLD adds to saved states. Grid (tiles of rows).
 
-    At least 16 blocks a multiprocessor.
+    At least 16 blocks a multiprocessor. MOST_KEPT: maximum number of ring entries before a step.
     """
     row_R = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     owned_R = row_R < num_rows
@@ -220,7 +221,7 @@ def fold_plan_kernel(
 
 
 def plan_fold(layout, out, plan, computed, query_lens, accepted, flush, scanned):
-    """See `bateleur.mamba.planners.plan_fold`."""
+    """Compute which ring entries a step under FOLD adds to saved states into `out`, in one launch."""
     rows, options = len(query_lens), tile_options()
     fold_plan_kernel[(cdiv(rows, options["BLOCK"]),)](
         *dense(computed, query_lens, accepted, flush, scanned, plan.fold_slot, plan.ring_start, plan.ring_len),

@@ -1,4 +1,4 @@
-"""Recurrences of published models."""
+"""Recurrences of published models: Mamba-2, gated delta rule, Kimi delta attention, short convolution."""
 
 from bateleur.mamba.recurrences.delta_rule import GatedDelta, KimiDelta
 from bateleur.mamba.recurrences.mamba2 import Mamba2

@@ -27,12 +27,12 @@ class DeltaRule(Recurrence):
     @property
     @abstractmethod
     def heads(self) -> tuple[int, int]:
-        """Key heads G and value heads H, a multiple of G."""
+        """Number of key heads G and of value heads H, a multiple of G."""
 
     @property
     @abstractmethod
     def lanes(self) -> tuple[int, int]:
-        """Channels of a key and of a value."""
+        """Channels of a key and of a value, (Dk, Dv)."""
 
     @property
     @abstractmethod
@@ -41,29 +41,29 @@ class DeltaRule(Recurrence):
 
     @property
     def beta_scale(self) -> float:
-        """Factor of sigmoid(b)."""
+        """Factor of sigmoid(b), the writing strength."""
         return 1.0
 
     @property
     def conv_dim(self) -> int:
-        """Channels of queries, keys and values."""
+        """Channels of the convolution: queries, keys and values of all heads."""
         (key_heads, value_heads), (key_dim, value_dim) = self.heads, self.lanes
         return 2 * key_heads * key_dim + value_heads * value_dim
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """(H, Dv, Dk)."""
+        """Shape of the state of one slot, (H, Dv, Dk): value heads, value and key channels."""
         (_, value_heads), (key_dim, value_dim) = self.heads, self.lanes
         return (value_heads, value_dim, key_dim)
 
     @property
     def output_shape(self) -> tuple[int, int]:
-        """(H, Dv)."""
+        """Shape of the output of one token, (H, Dv): value heads, value channels."""
         return self.state_shape[:2]
 
     @property
     def gates(self) -> tuple[TensorSpec, ...]:
-        """a, the raw decay, and b, the raw writing strength."""
+        """Inputs of one token besides the channels: a, the raw decay, and b, the raw writing strength."""
         return (
             TensorSpec("a", self.decay_shape, self.conv_dtype),
             TensorSpec("b", self.state_shape[:1], self.conv_dtype),
@@ -71,7 +71,7 @@ class DeltaRule(Recurrence):
 
     @property
     def parameters(self) -> tuple[TensorSpec, ...]:
-        """A (negative), and the bias of a."""
+        """Parameters of one layer: A (negative), and the bias of a."""
         return (
             TensorSpec("A", self.state_shape[:1], torch.float32, -1),
             TensorSpec("dt_bias", self.decay_shape, torch.float32),
@@ -79,7 +79,7 @@ class DeltaRule(Recurrence):
 
     @property
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """k before normalization, the corrected value u, and the log decay g."""
+        """Tensors of a ring entry: k before normalization, the corrected value u, and the log decay g."""
         return (
             TensorSpec("k", (self.heads[0], self.lanes[0]), self.conv_dtype),
             TensorSpec("u", self.output_shape, self.compute_dtype),
@@ -104,7 +104,7 @@ class DeltaRule(Recurrence):
         chunk_size: int,
         read: Tensor,
     ) -> Tensor:
-        """Run `delta_scan_varlen`, or the kernels of fla-core if `chunks.fla_tiles` is set."""
+        """Run the delta rule over prefills, with the kernels of fla-core if `chunks.fla_tiles` is set."""
         assert state is not None
         (A, dt_bias), (a, b), (q, k, v) = params, gates, self.split(channels)
         if chunks.prompt_scan is PromptScan.FLA:
@@ -129,7 +129,7 @@ class DeltaRule(Recurrence):
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
-        """Run `delta_replay_update`."""
+        """Run the delta rule over decodes under FOLD, from saved states and rings; append the tokens to the rings."""
         plan, row = rows.plan, rows.request_row
         assert state is not None
         assert row is not None
@@ -144,7 +144,7 @@ class DeltaRule(Recurrence):
     def fold(
         self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
-        """Run `delta_fold_ring`."""
+        """Update saved states with ring entries of the delta rule, and copy conv windows, in several layers at once."""
         assert state is not None
         k, u, g = ring
         delta_fold_ring(state, conv, request_conv, k, u, g, *at)

@@ -36,7 +36,7 @@ class Mamba2(Recurrence):
     dt_max: float = math.inf
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
+        """Validate the fields; raises ValueError."""
         for name in ("num_heads", "head_dim", "state_size", "num_groups"):
             at_least(name, getattr(self, name), 1)
         if self.num_heads % self.num_groups:
@@ -47,38 +47,38 @@ class Mamba2(Recurrence):
 
     @property
     def inner_size(self) -> int:
-        """H * P: channels of x."""
+        """Channels of x, H * P."""
         return self.num_heads * self.head_dim
 
     @property
     def conv_dim(self) -> int:
-        """H * P + 2 * G * N: channels of the convolution, in the order x, B, C."""
+        """Channels of the convolution, H * P + 2 * G * N, in the order x, B, C."""
         return self.inner_size + 2 * self.num_groups * self.state_size
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """(H, P, N)."""
+        """Shape of the state of one slot, (H, P, N): heads, head channels, state entries."""
         return (self.num_heads, self.head_dim, self.state_size)
 
     @property
     def output_shape(self) -> tuple[int, int]:
-        """(H, P)."""
+        """Shape of the output of one token, (H, P)."""
         return (self.num_heads, self.head_dim)
 
     @property
     def gates(self) -> tuple[TensorSpec, ...]:
-        """dt, the raw step size."""
+        """Input of one token besides the channels: dt, the raw step size."""
         return (TensorSpec("dt", (self.num_heads,), self.conv_dtype),)
 
     @property
     def parameters(self) -> tuple[TensorSpec, ...]:
-        """A (negative), D, and the bias of dt."""
+        """Parameters of one layer: A (negative), D, and the bias of dt."""
         signs = {"A": -1, "D": 0, "dt_bias": 0}
         return tuple(TensorSpec(name, (self.num_heads,), torch.float32, sign) for name, sign in signs.items())
 
     @property
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """x, the step size dt after softplus and clamp, and B."""
+        """Tensors of a ring entry: x, the step size dt after softplus and clamp, and B."""
         return (
             TensorSpec("x", self.output_shape, self.conv_dtype),
             TensorSpec("dt", (self.num_heads,), self.compute_dtype, 1),
@@ -102,7 +102,7 @@ class Mamba2(Recurrence):
         chunk_size: int,
         read: Tensor,
     ) -> Tensor:
-        """Run `ssd_scan_varlen`."""
+        """Run Mamba-2 over prefills, and write the state after each chunk to its state slot."""
         assert state is not None
         (A, D, dt_bias), (x, B, C) = params, self.split(channels)
         return ssd_scan_varlen(
@@ -125,7 +125,7 @@ class Mamba2(Recurrence):
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
-        """Run `replay_update`."""
+        """Run Mamba-2 over decodes under FOLD, from saved states and rings, and append the tokens to the rings."""
         plan, row = rows.plan, rows.request_row
         assert state is not None
         assert row is not None
@@ -139,7 +139,7 @@ class Mamba2(Recurrence):
     def fold(
         self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
-        """Run `fold_ring`."""
+        """Update saved states with ring entries of Mamba-2, and copy conv windows, in several layers at once."""
         assert state is not None
         x, dt, B = ring
         fold_ring(state, conv, request_conv, x, dt, B, params[0], *at)

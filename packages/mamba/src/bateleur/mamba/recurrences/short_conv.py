@@ -27,38 +27,38 @@ class ShortConv(Recurrence):
     """C: channels of the convolution."""
 
     def __post_init__(self) -> None:
-        """Validate the fields."""
+        """Validate the fields; raises ValueError."""
         at_least("channels", self.channels, 1)
         Recurrence.__post_init__(self)
 
     @property
     def conv_dim(self) -> int:
-        """C."""
+        """Channels C of the convolution."""
         return self.channels
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Empty."""
+        """Shape of the state: (), because the conv window is the only state."""
         return ()
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """(C,)."""
+        """Shape of the output of one token, (C,)."""
         return (self.channels,)
 
     @property
     def gates(self) -> tuple[TensorSpec, ...]:
-        """Empty."""
+        """Inputs of one token besides the channels: none."""
         return ()
 
     @property
     def parameters(self) -> tuple[TensorSpec, ...]:
-        """Empty."""
+        """Parameters besides the convolution's: none."""
         return ()
 
     @property
     def ring_entry(self) -> tuple[TensorSpec, ...]:
-        """Empty."""
+        """Tensors of a ring entry: none."""
         return ()
 
     def scan(
@@ -71,7 +71,7 @@ class ShortConv(Recurrence):
         chunk_size: int,
         read: Tensor,
     ) -> Tensor:
-        """Return the convolved channels."""
+        """Return the convolved channels of the prefills unchanged, because there is no recurrence."""
         return channels
 
     def update(self, params: Tensors, channels: Tensor, gates: Tensors, state: State, rows: MambaMetadata) -> Tensor:
@@ -81,11 +81,11 @@ class ShortConv(Recurrence):
     def replay(
         self, params: Tensors, channels: Tensor, gates: Tensors, state: State, ring: Tensors, rows: MambaMetadata
     ) -> Tensor:
-        """Return the convolved channels."""
+        """Return the convolved channels of the decodes unchanged, because there is no recurrence."""
         return channels
 
     def fold(
         self, params: Tensors, conv: Tensor, state: State, request_conv: Tensor, ring: Tensors, at: FoldBatch
     ) -> None:
-        """Run `fold_window`."""
+        """Copy conv windows of running requests to state slots, in several layers at once."""
         fold_window(conv, request_conv, at.ring_row, at.dst, at.page_offset)

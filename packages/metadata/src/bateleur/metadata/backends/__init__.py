@@ -1,4 +1,4 @@
-"""Attention backends: a metadata builder and kernels each. They are loaded when they are selected."""
+"""Attention backends by name. Each has a metadata builder and kernels, and is loaded when it is selected."""
 
 from collections.abc import Mapping
 
@@ -33,7 +33,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def preferred_backends(device: torch.device) -> tuple[str, ...]:
-    """Return the names that ``auto`` tries on a device, in this order."""
+    """Return the names that ``auto`` tries on a device, in the order of preference."""
     return ("triton", "torch") if device.type == "cuda" else ("native", "torch")
 
 
@@ -68,10 +68,10 @@ def get_backend(
 
     Args:
         name: ``auto`` or one of :func:`backend_names`.
-        device, dtype: of queries and caches.
-        kv_dtype: of caches, if it is another than ``dtype``.
+        device, dtype: device and dtype of queries and KV caches.
+        kv_dtype: dtype of KV caches, if it is another than ``dtype``.
         head_dim: size of one head.
-        sliding_window: in tokens; None for none.
+        sliding_window: window size in tokens; None for none.
         sinks: whether layers have attention sinks.
 
     Raises:

@@ -35,12 +35,12 @@ class GraphShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlashInferMetadata(PagedAttentionMetadata):
-    """Paged-attention metadata, and host lengths of the real rows for planning.
+    """Paged-attention metadata, and exact lengths of the R requests on the host for planning.
 
     Attributes:
         group: KV-cache group.
-        key_lens: (R,) int32 on the host, exact number of keys of each real row.
-        query_starts: (R + 1,) int32 on the host, first token of each real row, and the token count.
+        key_lens: (R,) int32 on the host, exact number of keys of each request.
+        query_starts: (R + 1,) int32 on the host, first token of each request, and the token count.
         shape: shape of the graphs that may replay the batch; None if it runs eagerly.
         for_capture: the batch was staged for a graph capture or its warm-up, so it has the most tokens of its shape.
     """
@@ -54,7 +54,7 @@ class FlashInferMetadata(PagedAttentionMetadata):
 
 @dataclass(frozen=True, slots=True)
 class PlanConfig:
-    """Properties of layers that share one plan per batch."""
+    """Properties that attention layers must have in common to share one plan per batch."""
 
     decode: bool
     group: int
@@ -69,7 +69,7 @@ class PlanConfig:
 
 
 class PlanCache:
-    """All wrappers of a backend. The wrappers of one device share a workspace."""
+    """All FlashInfer wrappers of a backend, with their plans. The wrappers of one device share a workspace."""
 
     def __init__(self) -> None:
         self._num_owners = 0
@@ -78,7 +78,7 @@ class PlanCache:
         self._workspaces: dict[torch.device, Tensor] = {}
 
     def new_owner(self) -> int:
-        """Return a new builder number."""
+        """Return a number that identifies a builder, to tell its graphs from those of other builders."""
         self._num_owners += 1
         return self._num_owners
 
@@ -87,13 +87,13 @@ class PlanCache:
         return shape in self._shapes
 
     def plan_for_graphs(self, meta: FlashInferMetadata) -> None:
-        """Plan all graph wrappers of the shape of `meta` for this batch. During the first warm-up there is none yet."""
+        """Plan all graph wrappers of the shape of `meta` for this batch. Before its first warm-up a shape has none."""
         assert meta.shape is not None
         for wrapper in self._shapes.setdefault(meta.shape, []):
             wrapper.plan_for(meta, 0, meta.shape.rows)
 
     def graph_wrapper(self, config: PlanConfig, meta: FlashInferMetadata) -> PlannedWrapper | None:
-        """Return the wrapper of the graphs of `config.shape`. Creates it during a capture or warm-up, else returns
+        """Return the wrapper for graphs of `config.shape`. If missing, create it in a capture or warm-up, else return
         None.
         """
         wrapper = self._wrappers.get(config)
@@ -105,13 +105,13 @@ class PlanCache:
         return wrapper
 
     def eager_wrapper(self, config: PlanConfig) -> PlannedWrapper:
-        """Return the wrapper for batches outside of graphs."""
+        """Return the wrapper for batches that run eagerly."""
         if config not in self._wrappers:
             self._wrappers[config] = PlannedWrapper(config, self._workspace(config.device))
         return self._wrappers[config]
 
     def addresses(self, owner: int) -> dict[str, int]:
-        """Return the plan buffers of a builder's graphs by name."""
+        """Return the addresses of the plan buffers that a builder's graphs read, by name. ``owner``: builder number."""
         return {
             f"{shape.rows} rows of {shape.query_len}, plan {number}, {name}": tensor.data_ptr()
             for shape, wrappers in self._shapes.items()
@@ -129,7 +129,8 @@ class PlanCache:
 class PlannedWrapper:
     """One FlashInfer wrapper and the batch that it is planned for.
 
-    `buffers`: fixed plan buffers of a graph wrapper. `max_pages`: most pages of all its rows.
+    `buffers`: plan buffers at fixed addresses, if graphs use the wrapper. `max_pages`: most KV blocks of all its
+    requests together.
     """
 
     def __init__(self, config: PlanConfig, workspace: Tensor, max_pages: int = 0) -> None:
@@ -185,7 +186,7 @@ class PlannedWrapper:
         self._wrapper.plan(*arguments, **options)
 
     def _host(self, array: I32Array) -> Tensor:
-        """Copy to pinned memory if the device is CUDA. FlashInfer reads the array and copies it."""
+        """Return the array as a tensor, in pinned memory if the device is CUDA. FlashInfer reads and copies it."""
         return pinned(array.shape, torch.int32, self._config.device).copy_(torch.from_numpy(array))
 
 

@@ -25,8 +25,8 @@ class Launch:
 
     Attributes:
         least, most: the launch handles rows of ``least`` to ``most`` tokens; ``most`` 0 means no limit.
-        block_m: M.
-        min_keys: fewest keys of a split.
+        block_m: M, lines of a tile.
+        min_keys: fewest keys of a KV split.
         num_items: items in the list, padding included. At least one item is padding.
         first_item: index of its first item in the list.
         first_line: index of its first line among the partial outputs of all launches.
@@ -45,25 +45,26 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class WorkShape:
-    """What the host decides about the work list of a batch, and about the launches that read it.
+    """Sizes of the work list of a batch, and launch options of the kernels that read it, computed on the host.
 
-    The list is an int32 tensor (``num_entries``, 8): the items of each launch, then ``splits`` joins of each launch.
+    The list is an int32 tensor (``num_entries``, 8): the items of each launch, then ``splits`` joins of each launch. An
+    item is one query tile with one KV split, a join adds up the splits of a tile.
     :mod:`bateleur.metadata.backends._work_list` describes the entries.
 
     Attributes:
         group: query heads of a key head.
         num_kv_heads: key heads.
         window: sliding window in keys, 0 for none.
-        block_n: N.
-        splits: about so many splits hold all keys of a launch.
+        block_n: N, keys of a loop iteration.
+        splits: number of splits that hold all keys of a launch, approximately.
         launches: one launch, or one for short rows and one for long rows.
         num_items: items of all launches, padding included.
         num_entries: entries of the list.
         num_lines: lines of partial outputs of all launches.
-        unsplit_keys: rows with at most so many keys are not split.
-        join_grid: joins, parts of a tile, key heads.
-        join_options: tile sizes and launch options of the kernel that joins.
-        work_sizes: numbers that the kernel that makes the list takes.
+        unsplit_keys: rows with at most this many keys are not split.
+        join_grid: grid of the join kernel: joins, parts of a tile, key heads.
+        join_options: tile sizes and launch options of the join kernel.
+        work_sizes: integer arguments of the kernel that computes the list.
     """
 
     group: int
@@ -83,7 +84,7 @@ class WorkShape:
 
 @cache
 def device_sizes(device: torch.device) -> tuple[int, int]:
-    """Number of multiprocessors, and bytes of shared memory of a block: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86."""
+    """Number of multiprocessors, and bytes of shared memory a block: 227 KiB on sm_90, 163 on sm_80, 99 on sm_86."""
     if device.type != "cuda":  # Triton's interpreter
         return 1, 227 << 10
     found = torch.cuda.get_device_properties(device)
@@ -91,12 +92,12 @@ def device_sizes(device: torch.device) -> tuple[int, int]:
 
 
 def split_limit(num_kv_heads: int, num_sms: int) -> int:
-    """Number of splits of one key head that fill the device. It counts those of all rows together."""
+    """Number of KV splits of one key head, of all rows together, that fill the device."""
     return max(_PROGRAMS_PER_SM * num_sms // num_kv_heads, 1)
 
 
 def min_split_keys(block_m: int) -> int:
-    """Fewest keys of a split, a multiple of every N.
+    """Fewest keys of a KV split, a multiple of every N (keys of a loop iteration).
 
     Starting a program costs as much as reading 256 keys. A partial output of M lines in float32 takes at most half of
     the bytes of ``4 * M`` keys and values.
@@ -114,9 +115,10 @@ def tile_options(
 ) -> dict[str, Any]:
     """Tile sizes and launch options for tiles of about ``tile_rows`` lines. A tile has at most 128: two warp groups.
 
-    float32 has no tensor cores of its precision, so its steps are small. If a kernel ``converts`` keys of another
-    dtype, fewer registers are left to fetch them ahead: one stage less for lanes above 128, none in float32. The
-    queries of 128 rows of 256 lanes take 64 KiB, which is too much for a device with ``shared_bytes`` below 112 KiB.
+    float32 has no tensor cores of its precision, so its loop iterations are small. If a kernel ``converts`` keys of
+    another dtype, fewer registers are left to fetch keys ahead: one pipeline stage less for heads above 128 lanes, none
+    in float32. The queries of 128 lines of 256 lanes take 64 KiB, which is too much for a device with ``shared_bytes``
+    below 112 KiB.
     """
     block_d = max(16, power_of_two(head_dim))
     full = dtype == torch.float32
@@ -135,7 +137,8 @@ def tile_options(
 
 
 def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
-    """Tile sizes and launch options of a join. A thread loads 4 x 16 bytes at once and waits once for all of them.
+    """Tile sizes and launch options of a join, which adds up the partial outputs of a tile's splits. A thread loads 4 x
+    16 bytes at once and waits once for all of them.
 
     A tile of a decode has a few lines and up to some dozen splits. A tile of a prompt has 128 lines and a few splits.
     """
@@ -151,7 +154,7 @@ def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
 
 
 def launches_of(max_query_len: int, group: int) -> list[tuple[int, int, int]]:
-    """(fewest tokens of a row, most of them or 0, tile rows) of each launch that a batch takes."""
+    """Return (shortest query, longest or 0 for no limit, lines of a tile) of each launch that a batch takes."""
     if max_query_len <= MAX_SHORT_QUERY_LEN:
         return [(1, 0, max_query_len * group)]
     return [(1, MAX_SHORT_QUERY_LEN, min(MAX_SHORT_QUERY_LEN * group, 64)), (MAX_SHORT_QUERY_LEN + 1, 0, 128)]
@@ -169,7 +172,7 @@ def work_shape(
     """Return how attention with ``q_heads`` over this cache divides ``num_rows`` rows, padded ones included.
 
     num_tokens: tokens of the batch, padded ones included. max_query_len: upper bound of the tokens of a row.
-    window: sliding window in keys, 0 for none. dtype: of the queries; None: that of the cache.
+    window: sliding window in keys, 0 for none. dtype: dtype of the queries; None: that of the cache.
     """
     _, _, num_kv_heads, head_dim = k_cache.shape
     sizes = num_kv_heads, head_dim, dtype or k_cache.dtype, k_cache.dtype, k_cache.device

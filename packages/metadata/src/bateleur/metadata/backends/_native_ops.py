@@ -26,7 +26,7 @@ def write_kv(
     sin: Tensor | None,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """Rotate ``q`` in place, and store rotated keys and values by slot. Slot -1 stores nothing.
+    """Rotate ``q`` in place, and store rotated keys and values in the slots of the KV cache. Slot -1 stores nothing.
 
     Raises:
         IndexError: a slot is outside of the cache. Nothing is stored then.
@@ -67,10 +67,10 @@ def paged_attention(
     sinks: Tensor | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`bateleur.metadata.ops.paged_attention`. Each query is computed independently of the batch.
+    """Return attention (T, Hq, D) over a paged cache, in C. A query's result does not depend on the other requests.
 
     Raises:
-        IndexError: a block is outside of the cache.
+        IndexError: the block table names a block outside of the cache.
     """
     _torch_ops.check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     rows, sizes = seq_lens.shape[0], (max_query_len, max_seq_len, scale, sliding_window)
@@ -101,7 +101,7 @@ def paged_attention(
 
 
 def _by_heads(x: Tensor) -> bool:
-    """Return whether the heads of a token are contiguous."""
+    """Return whether the heads of each token are contiguous in (T, H, D)."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 

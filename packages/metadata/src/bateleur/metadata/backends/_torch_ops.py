@@ -1,8 +1,8 @@
 """Vectorised torch implementations of the paged-attention operators, without a loop over requests or a host-device
 sync.
 
-Shapes: T tokens, R rows, S keys of a row (padded to a host bound), M queries of a row (padded likewise), L query length
-in a score matrix, H key heads, G query heads per key head, D head dimension.
+Shapes: T tokens, R rows (requests), S keys of a row (padded to a host bound), M queries of a row (padded likewise), L
+query length in a score matrix, H key heads, G query heads per key head, D head dimension.
 """
 
 from typing import TypeAlias
@@ -27,7 +27,7 @@ _MAX_TILE_KEYS = 1 << 20  # gathered entries of a tile of several rows: keys and
 def write_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
 ) -> None:
-    """See :data:`bateleur.metadata.ops.write_kv`. Tokens with slot -1 write zeros to slot 0 of the null block."""
+    """Store keys and values of T tokens in their slots of the KV cache. Slot -1: zeros to slot 0 of the null block."""
     check_slots(k, v, slot_mapping)
     skipped = (slot_mapping < 0)[:, None, None]
     slots = slot_mapping.clamp(min=0)
@@ -39,7 +39,7 @@ def write_kv(
 
 
 def quantize(x_THD: Tensor, dtype: torch.dtype, scale_H: Tensor | None) -> Tensor:
-    """Return ``x / scale`` in the dtype of a cache. float8_e4m3fn saturates at 448; NaN stays NaN."""
+    """Return ``x / scale`` in ``dtype``, the dtype of a KV cache. float8_e4m3fn saturates at 448; NaN stays NaN."""
     if scale_H is not None:
         x_THD = x_THD.float() / scale_H[:, None]
     if dtype == torch.float8_e4m3fn:
@@ -61,7 +61,7 @@ def rotate_and_write_kv(
     eps: float = 0.0,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """See :data:`bateleur.metadata.ops.rotate_and_write_kv`."""
+    """Apply optional RMS norms and rotary embedding to ``q`` (in place) and ``k``, then store ``k`` and ``v``."""
     if q_norm is not None and k_norm is not None:
         whole = norm_spans_all_heads(q, k, q_norm, k_norm)
         q.copy_(rms_norm(q, q_norm, eps, whole))
@@ -90,7 +90,7 @@ def norm_spans_all_heads(q: Tensor, k: Tensor, q_norm: Tensor, k_norm: Tensor) -
 
 
 def rms_norm(x_THD: Tensor, weight: Tensor, eps: float, whole: bool) -> Tensor:
-    """RMS norm over each head, or over all heads of a token if ``whole``; computed in float32, rounded once."""
+    """RMS norm over each head, or over a token's heads together if ``whole``. Computed in float32, rounded once."""
     x = x_THD.flatten(1) if whole else x_THD
     y = F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
     return y.to(x_THD.dtype).view(x_THD.shape)
@@ -171,7 +171,7 @@ def check_sizes(
 def _sink_attention(
     q_RHMD: Tensor, k_RHSD: Tensor, v_RHSD: Tensor, hidden_RMS: Tensor, scale: float, sinks: Tensor
 ) -> Tensor:
-    """Attention (R, H, M, D) where a key without a value has the score ``sinks[h]``; computed in float32 at least."""
+    """Attention (R, H, M, D) with one more key, without a value, of score ``sinks[h]``; at least float32."""
     exact = torch.promote_types(q_RHMD.dtype, torch.float32)
     group = q_RHMD.shape[1] // k_RHSD.shape[1]
     k, v = (x.to(exact).repeat_interleave(group, 1) for x in (k_RHSD, v_RHSD))
@@ -193,7 +193,7 @@ def _attend_tile(
     sliding_window: int,
     sinks: Tensor | None,
 ) -> None:
-    """Attention of queries ``queries[0]:queries[1]`` of all ``rows``, written to ``out_THD``."""
+    """Compute attention of queries ``queries[0]:queries[1]`` of each row, and write the result to ``out_THD``."""
     block_table, seq_lens, starts = rows
     device, num_tokens = q_THD.device, q_THD.shape[0]
     m_M = torch.arange(*queries, device=device, dtype=torch.int32)
@@ -225,7 +225,7 @@ def _attend_tile(
 
 
 def _leading_slots(block_table: Tensor, num_keys: int, block_size: int) -> Tensor:
-    """Return slots (R, S) int32 of positions 0 to ``num_keys - 1``."""
+    """Return slots (R, S) int32 of the KV cache for positions 0 to ``num_keys - 1`` of each row."""
     num_blocks = -(-num_keys // block_size)
     offsets = torch.arange(block_size, device=block_table.device, dtype=torch.int32)
     slots = torch.add(offsets, block_table[:, :num_blocks, None], alpha=block_size)

@@ -1,8 +1,10 @@
-"""Work list of paged attention: one entry for each (row, query tile, KV split). This is the torch implementation.
+"""Work list of paged attention: one entry for each (row, query tile, KV split); a row is a request. This is the torch
+implementation.
 
 One list serves all key heads and all layers with equal heads and windows. The device computes the list once in each
 forward pass. Its size depends on the numbers of rows and tokens and on `max_query_len`. A CUDA graph can therefore
-record the launch that computes the list and the launches that read it. A program reads one entry; padding ends at once.
+record the launch that computes the list and the launches that read it. Each program of the kernel reads one entry.
+Programs of padding entries end at once.
 
 All splits of a launch have the same number of keys, so that about ``splits`` of them hold all keys of the launch. A
 long row among short rows gets programs in proportion to its keys. Split sizes are ``min_keys`` times a power of two, so
@@ -59,7 +61,7 @@ def empty_work_list(k_cache: Tensor, seq_lens: Tensor, query_start_loc: Tensor, 
 def _list_of(
     shape: WorkShape, launch: Launch, seq_lens: Tensor, starts: Tensor, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Items and joins of one launch."""
+    """Return items and joins of one launch."""
     num_rows, block_m = seq_lens.shape[0], launch.block_m
     index_I = torch.arange(launch.num_items, device=seq_lens.device)
     last = starts[-1:].long() if launch.least == 1 else index_I.new_full((1,), num_tokens)
@@ -104,6 +106,6 @@ def _list_of(
 
 
 def _split_size(work: Tensor, least: int, splits: int) -> Tensor:
-    """Return the smallest of ``least * 2**n``, n = 0, 1, ..., so that ``splits`` splits of this size hold ``work``."""
+    """Return the smallest ``least * 2**n`` (n = 0, 1, ...) of which ``splits`` splits hold ``work`` keys."""
     sizes = least << torch.arange(40, device=work.device)
     return sizes[torch.searchsorted(sizes * splits, work.view(1))]

@@ -20,15 +20,15 @@ KV_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class PagedAttentionMetadata:
-    """Metadata of one KV-cache group, for a batch with R rows and T tokens.
+    """Metadata of one KV-cache group, for a batch with R rows (requests) and T tokens.
 
     Attributes:
         query_start_loc: (R + 1,) int32.
         seq_lens: (R,) int32.
         block_table: (R, max_blocks) int32.
         slot_mapping: (T,) int64, -1 for tokens that are not stored.
-        num_decodes: number of leading rows where row ``r`` has exactly token ``r``; padded rows without a token may
-            be included.
+        num_decodes: number of leading rows with one token each, so that row ``r`` has token ``r``; padded rows without
+            a token may be included.
         max_query_len, max_seq_len: host bounds over all rows.
     """
 
@@ -103,7 +103,7 @@ class PagedAttentionBuilder:
         )
 
     def addresses(self) -> Mapping[str, int]:
-        """Return nothing: all tensors belong to the batch."""
+        """Return an empty mapping: the builder owns no buffers, all tensors belong to the batch."""
         return {}
 
 
@@ -207,8 +207,8 @@ class AttentionBackend:
             meta: metadata of this batch.
             kv: caches of one of the layers.
             num_heads: query heads of the layers.
-            sliding_window: of the layers, in tokens; None for none.
-            dtype: of the queries; None: that of the caches.
+            sliding_window: window of the layers in tokens; None for none.
+            dtype: dtype of the queries; None: that of the caches.
         """
         return None
 
@@ -241,10 +241,10 @@ class AttentionBackend:
                 Only if ``fuses_rotary``.
             norm: weights of queries and keys, and epsilon, of an RMS norm before the rotation. Weights (D,) mean a norm
                 over each head, (Hq * D,) and (Hkv * D,) one over all heads. Only if ``fuses_norm``.
-            work: result of ``build_work_list`` in this pass for layers with these heads and this window.
+            work: result of ``build_work_list`` in this forward pass for layers with these heads and this window.
             sinks: (Hq,) float32 scores of a key that has no value and that every query sees. Only if
                 ``supports_sinks``.
-            kv_scales: (2, Hkv) float32, of keys and of values. The caches hold ``x / scale``. None: 1.
+            kv_scales: (2, Hkv) float32, scales of keys and of values. The caches hold ``x / scale``. None: 1.
 
         Returns:
             (T, Hq, D) in the dtype of ``q``; 0 for padded tokens.
@@ -286,7 +286,7 @@ kernel_row_args = attrgetter(
 
 
 def device_refusal(device: torch.device, least: tuple[int, int]) -> str | None:
-    """Return why a device is no CUDA device of compute capability ``least``, or None."""
+    """Return why a device is not a CUDA device of at least compute capability ``least``, or None if it is."""
     if device.type != "cuda":
         return f"device {device} is not CUDA"
     if not torch.cuda.is_available():

@@ -40,17 +40,17 @@ class FlashInferBuilder(PagedAttentionBuilder):
     reads = PagedAttentionBuilder.reads | {"seq_lens_cpu_upper_bound", "seq_lens_cpu_exact"}
 
     def __init__(self, plans: PlanCache) -> None:
-        """``plans``: plan cache of the backend."""
+        """``plans``: FlashInfer wrappers of the backend with their plans."""
         super().__init__(GraphSupport.UNIFORM)
         self._plans, self._owner = plans, plans.new_owner()
 
     def build(
         self, common: CommonAttentionMetadata, group: int, phase: BuildPhase = BuildPhase.RUN
     ) -> FlashInferMetadata:
-        """Return metadata for KV-cache group ``group``.
+        """Return metadata for KV-cache group ``group``, and plan the graphs that may replay the batch.
 
         Raises:
-            InexactBound: the host has only an upper bound of a row's length.
+            InexactBound: the host has only an upper bound of a request's length.
             ValueError: the batch has no such group.
         """
         paged = super().build(common, group, phase)
@@ -79,7 +79,7 @@ class FlashInferBuilder(PagedAttentionBuilder):
         return meta
 
     def signature(self, meta: PagedAttentionMetadata) -> Signature:
-        """Return the shape of a captured batch. Row counts are not frozen, because each batch gets a new plan."""
+        """Return the shape of a captured batch. Numbers of real rows may differ, because each batch gets a new plan."""
         if not isinstance(meta, FlashInferMetadata) or meta.shape is None:
             return super().signature(meta)
         return Signature(

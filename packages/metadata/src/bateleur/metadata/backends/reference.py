@@ -20,8 +20,8 @@ def write_kv_reference(
 ) -> None:
     """Store keys and values (T, Hkv, D) in slots (T,) of caches (blocks, block_size, Hkv, D); -1 stores nothing.
 
-    If a token is skipped, slot 0 of the null block becomes zero. With ``kv_scales`` (2, Hkv) float32, of keys and of
-    values, ``x / scale`` is stored, computed in float32. float8_e4m3fn caches saturate at 448 and keep NaN.
+    If a token is skipped, slot 0 of the null block becomes zero. With ``kv_scales`` (2, Hkv) float32, the scales of
+    keys and of values, ``x / scale`` is stored, computed in float32. float8_e4m3fn caches saturate at 448 and keep NaN.
     """
     block_size = k_cache.shape[1]
     for new, cache, scale_H in zip(
@@ -49,10 +49,11 @@ def paged_attention_reference(
 ) -> Tensor:
     """Return attention (T, Hq, D) of queries (T, Hq, D) over the paged cache, in the dtype of ``q``.
 
-    Row ``r`` owns tokens ``query_start_loc[r]:query_start_loc[r + 1]``, the last of its ``seq_lens[r]`` positions.
-    Query position ``i`` sees key ``j`` if ``i - sliding_window < j <= i`` (0: no window). Query head ``h`` reads key
-    head ``h // (Hq // Hkv)``. Padded tokens, and rows without keys, give 0. ``sinks`` (Hq,) are scores of a further
-    key, which has no value. With ``kv_scales`` (2, Hkv), what is stored is multiplied by the scale of its head.
+    Row ``r`` (a request) owns tokens ``query_start_loc[r]:query_start_loc[r + 1]``, the last of its ``seq_lens[r]``
+    positions. Query position ``i`` sees key ``j`` if ``i - sliding_window < j <= i`` (0: no window). Query head ``h``
+    reads key head ``h // (Hq // Hkv)``. Padded tokens, and rows without keys, give 0. ``sinks`` (Hq,) are scores of a
+    further key, which has no value. With ``kv_scales`` (2, Hkv), the stored keys and values are multiplied by the scale
+    of their head.
     """
     out = torch.zeros_like(q)
     block_size = k_cache.shape[1]

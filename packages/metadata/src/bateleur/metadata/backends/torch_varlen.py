@@ -26,7 +26,7 @@ _PROBE_BLOCK_SIZE = 16
 
 
 class TorchVarlenBackend(AttentionBackend):
-    """Stores keys and values by our operator; attention is torch's."""
+    """Stores keys and values by ``write_kv`` of this package, and calls torch's varlen attention."""
 
     name = "torch_varlen"
     # Replays of mixed batches have not been verified yet.

@@ -1,4 +1,4 @@
-"""Conformance checks for metadata builders and attention backends. They raise with all violations."""
+"""Conformance checks for metadata builders and attention backends. They raise one error that lists all violations."""
 
 from bateleur.metadata.conformance.backend_checks import BackendReport, check_backend
 from bateleur.metadata.conformance.builder_checks import BuilderReport, check_builder

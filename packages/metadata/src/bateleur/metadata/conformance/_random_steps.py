@@ -13,7 +13,7 @@ from bateleur.metadata.step_inputs import BatchLimits, KVCacheGroup, StepRows
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Padded size of a captured graph. ``mixed`` admits any query lengths; otherwise all lengths are equal."""
+    """Padded size of a captured graph. ``mixed``: any query lengths may replay it; otherwise all lengths are equal."""
 
     num_reqs: int
     num_tokens: int
@@ -27,7 +27,7 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that fits ``key``. Without a key it runs eagerly and unpadded."""
+    """A random step that may replay the graph ``key``. Without a key it runs eagerly and unpadded."""
 
     key: GraphKey | None
     rows: StepRows
@@ -47,7 +47,7 @@ class Step:
 
 
 def keys_of(support: GraphSupport, limits: BatchLimits, query_lens: Sequence[int]) -> list[GraphKey]:
-    """Return keys of several sizes for all batches that ``support`` allows."""
+    """Return graph keys of several sizes, of every kind of batch that ``support`` allows."""
     most_reqs, most_tokens = limits.max_num_reqs, limits.max_num_tokens
     lens = {GraphSupport.NEVER: (), GraphSupport.SINGLE_TOKEN: (1,)}.get(support, query_lens)
     keys = [
@@ -80,7 +80,7 @@ class StepMaker:
         return steps
 
     def rows(self, query_lens: I32Array, num_computed: I32Array, is_prefilling: BoolArray) -> StepRows:
-        """Return rows in this state, each with blocks of its own in every group."""
+        """Return requests with these lengths, each with blocks of its own in every KV-cache group."""
         num_reqs = len(query_lens)
         return StepRows(
             query_lens=query_lens,

@@ -47,7 +47,7 @@ class SpyBatch(_Spy, CommonAttentionMetadata):
         object.__setattr__(self, "seq_len_bound", _SpyBound(batch.seq_len_bound, note))
 
     def unpadded(self) -> CommonAttentionMetadata:
-        """Return a spy of the sliced batch. Slicing does not count as a read."""
+        """Return a spy of the batch, sliced to its real requests and tokens. Slicing does not count as a read."""
         return SpyBatch(self._original.unpadded(), self._note)
 
 
@@ -90,7 +90,7 @@ class NoSync:
 
 
 class _Functions(TorchFunctionMode):
-    """Detects reads that are no operators, like ``tolist`` on a CPU."""
+    """Detects reads of tensors that are no operators, like ``tolist`` on a CPU."""
 
     def __init__(self, watch: NoSync) -> None:
         super().__init__()

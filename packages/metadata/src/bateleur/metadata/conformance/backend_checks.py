@@ -44,8 +44,8 @@ class BackendReport:
 
     Attributes:
         backend: name of the backend.
-        num_cases: number of (configuration, batch) pairs that ran.
-        refused: reasons for unsupported configurations.
+        num_cases: number of (configuration, batch) pairs that were compared.
+        refused: reasons why configurations are unsupported.
     """
 
     backend: str
@@ -72,16 +72,18 @@ def check_backend(
     ``needs_finite_cache``, large numbers of either sign replace NaN.
 
     Args:
-        device, dtype: of queries and caches.
-        kv_dtype: of caches, if it is another than ``dtype``. Each head of keys and of values then has its own scale.
+        device, dtype: device and dtype of queries and KV caches.
+        kv_dtype: dtype of KV caches, if it is another than ``dtype``. Each head of keys and of values then has its own
+            scale.
         heads: (query heads, key heads).
         head_dims, block_sizes, sliding_windows: all combinations are checked, without sinks and with them if the
             backend supports these; None is no window.
         rtol: allowed error relative to the largest value; default by dtype.
 
     Raises:
-        ConformanceError: with every violation. A: memory that must not be read changes a real row, or a padded row is
-            not zero. N: a result differs from the reference. W: keys or values were stored in a wrong slot.
+        ConformanceError: lists every violation, by letter. A: memory that must not be read changes a real row, or a
+            padded row is not zero. N: a result differs from the reference. W: keys or values were stored in a wrong
+            slot.
         ValueError: the backend supports none of the configurations.
     """
     tolerance = _TOLERANCES[dtype] if rtol is None else rtol
@@ -108,7 +110,7 @@ def check_backend(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One configuration; all batches use one set of buffers."""
+    """One configuration of the attention call; all its batches use one set of buffers."""
 
     backend: AttentionBackend
     device: torch.device
@@ -154,8 +156,8 @@ class _Case:
     def attend(
         self, backend: AttentionBackend, batch: CommonAttentionMetadata, garbage: float, read: KVCache | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return output and both caches of ``backend`` for the same inputs. With ``read``, the output is over these
-        caches.
+        """Return the output and both caches of ``backend`` for the same inputs. ``read``: attend over these caches
+        instead of those written.
         """
         q, k, v, k_cache, v_cache = self.inputs(batch, garbage)
         rotary, norm = _rotary(batch, self.dim, self.dtype), _norm(self.dim, self.device)
@@ -180,12 +182,12 @@ class _Case:
 
     @property
     def kv_scales(self) -> Tensor:
-        """(2, Hkv)"""
+        """Scales of keys and of values, (2, Hkv) float32."""
         count = 2 * self.heads[1]
         return (0.4 + torch.arange(count, device=self.device) / count).view(2, -1)
 
     def inputs(self, batch: CommonAttentionMetadata, garbage: float) -> list[Tensor]:
-        """Return queries, keys, values and both caches, with ``garbage`` in all entries that no row owns."""
+        """Return queries, keys, values and both caches, with ``garbage`` in all entries that belong to no request."""
         generator = torch.Generator().manual_seed(0)
         table, (num_heads, num_kv_heads) = batch.block_tables[0].cpu(), self.heads
         tokens = torch.arange(batch.num_tokens) < batch.num_actual_tokens
@@ -207,7 +209,7 @@ class _Case:
 
 
 def _stage(buffers: InputBuffers, query_lens: I32Array, computed: I32Array) -> CommonAttentionMetadata:
-    """Stage a batch with padding, and put stale block ids after each row's last block."""
+    """Stage a batch with padding, and put stale block ids after each request's last block."""
     num_reqs, num_tokens, longest = len(query_lens), int(query_lens.sum()), int(query_lens.max())
     group = buffers.groups[0]
     rows = StepMaker(buffers.limits, buffers.groups).rows(query_lens, computed, query_lens > 1)

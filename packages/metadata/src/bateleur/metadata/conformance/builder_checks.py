@@ -49,7 +49,7 @@ def check_builder(
     query_lens: Sequence[int] = (1, 2),
     fresh: Callable[[], Builder] | None = None,
 ) -> BuilderReport:
-    """Check ``builder`` on random batches of all sizes that it may be captured for.
+    """Check ``builder`` on random batches, replaying every graph size that it may be captured for.
 
     Args:
         builder: a builder that has built nothing yet.
@@ -118,8 +118,8 @@ class _Run:
     # -- one build -------------------------------------------------------------------------------------------
 
     def build(self, builder: Builder, what: Step | GraphKey, phase: BuildPhase = BuildPhase.RUN) -> Any:
-        """Stage a step, or a dummy batch of a key as a capture does, and build it. Reports undeclared reads, writes to
-        the batch and waits for the device.
+        """Stage a step, or a dummy batch of a graph key as for a capture, and build its metadata. Reports undeclared
+        reads, writes to the batch and waits for the device.
         """
         self.buffers.poison()
         if isinstance(what, Step):
@@ -157,7 +157,7 @@ class _Run:
             self.note(letter, f"{path} {rule}", what)
 
     def note(self, letter: str, text: str, where: GraphKey | Step | None = None) -> None:
-        """Record a violation. The same text is recorded once."""
+        """Record a violation. A text is recorded once only. ``where``: the graph key or step that showed it."""
         violation = Violation(letter, f"{text} ({where})" if where else text)
         self.found.setdefault((letter, text), violation)
 
@@ -178,7 +178,7 @@ class _Run:
                 self.compare(letter, self.build(self.builder, step), expected[index], rule, step)
 
     def check_phases(self) -> None:
-        """Check that each build returns a new object, and that two builds share no mutable object."""
+        """Check that builds for a run and for a capture return new objects that share no mutable object."""
         phases = (BuildPhase.WARMUP, BuildPhase.CAPTURE, BuildPhase.CAPTURE, BuildPhase.RUN)
         built = [self.build(self.builder, self.steps[0], phase) for phase in phases]
         if len({id(meta) for meta in built}) < len(built):
@@ -215,7 +215,7 @@ class _Run:
                 self.note(letter, text, key)
 
     def check_owners(self, baked: dict[str, Any], key: GraphKey) -> None:
-        """Check that every tensor is in a buffer of the batch or of the builder."""
+        """Check that every captured tensor is in a buffer of the batch or of the builder."""
         owned = [*self.buffers.addresses().values(), *self.builder.addresses().values()]
         tensors = {path: leaf for path, leaf in baked.items() if isinstance(leaf, Tensor) and leaf.numel()}
         for path, leaf in tensors.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One violation: the letter of its class (or the name of a component), and a sentence."""
+    """One violation: the letter of its class (or the name of a component), and a sentence that describes it."""
 
     letter: str
     text: str
@@ -16,7 +16,7 @@ class Violation:
 
 
 class ConformanceError(AssertionError):
-    """A builder, backend, drafter or recurrence breaks its contract. ``violations`` has all findings."""
+    """A builder, backend, drafter or recurrence breaks its interface's contract. ``violations`` has all findings."""
 
     def __init__(self, subject: str, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)

@@ -1,4 +1,4 @@
-"""Online softmax of one tile of queries over a range of its row's keys.
+"""Online softmax of one tile of queries over a range of its request's keys.
 
 A tile has M lines: the query heads of one key head, for consecutive tokens. The heads of a token are adjacent, so that
 a key is read once for all of them. Shapes: M tile lines, N keys of a loop iteration, P pages of an iteration, B slots
@@ -27,7 +27,7 @@ def _offsets(
     table_ptr, start, first, last, strides,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PAGES_AT_ONCE: tl.constexpr, ONE_BY_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Return offsets (N,) of the keys from ``start``, a multiple of N.
+    """Return memory offsets (N,) in the KV cache of the keys from ``start`` on, a multiple of N.
 
     If pages and iterations are aligned, the block id is loaded once for each page: for all pages in one load, or one
     by one with ``ONE_BY_ONE``. Otherwise it is loaded for each key. Block ids of pages without a key in ``first`` to
@@ -67,10 +67,10 @@ def attend_keys(
     """Update ``state`` with the keys ``first`` to ``last - 1``. Without ``MASKED``, both are multiples of N and every
     query sees every key.
 
-    The tile starts ``begin_m`` lines after its row's first query, whose position is ``origin``. ``cache`` has pointers
-    to keys and values of one key head and to the row's block table. ``strides`` are those of block and slot. ``scale``
-    includes log2(e). Keys outside the row are not loaded, because a weight of zero does not remove NaN. What is loaded
-    becomes the dtype of the queries, which is exact for FP8.
+    The tile starts ``begin_m`` lines after its request's first query, whose position is ``origin``. ``cache`` has
+    pointers to keys and values of one key head and to the request's block table. ``strides`` are those of block and
+    slot. ``scale`` includes log2(e). Other keys are not loaded, because a weight of zero does not remove NaN. Loaded
+    values are converted to the dtype of the queries, which is exact for FP8.
     """
     k_ptr, v_ptr, table_ptr = cache
     acc_MD, peak_M, total_M = state
@@ -109,7 +109,7 @@ def attend_range(
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the state after the keys ``first`` to ``last - 1``. Keys visible to all queries need no mask."""
+    """Return the softmax state after the keys ``first`` to ``last - 1``. Keys visible to all queries need no mask."""
     state = empty_state(q_MD.shape[0], q_MD.shape[1])
     if WINDOW == 0:
         whole = tl.maximum(tl.minimum(last, origin + begin_m // GROUP + 1) // BLOCK_N * BLOCK_N, first)
@@ -126,7 +126,7 @@ def attend_range(
 
 @triton.jit
 def finish(state, scale):
-    """Return the output (M, D), 0 if there was no key, and the base-2 logarithm of the sum of weights (M,)."""
+    """Return the attention output (M, D), 0 without keys, and the base-2 logarithm of the sum of weights (M,)."""
     acc_MD, peak_M, total_M = state
     safe_M = tl.where(total_M > 0, total_M, 1.0)
     return acc_MD / safe_M[:, None], peak_M * scale + tl.log2(safe_M)

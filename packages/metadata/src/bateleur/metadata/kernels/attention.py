@@ -1,4 +1,4 @@
-"""Paged attention of ragged rows: one program for each item of the work list and key head.
+"""Paged attention of requests with different query lengths: one program for each item of the work list and key head.
 
 A batch that may have short rows (decodes, drafts, ends of prompts) and long rows takes two launches with tiles of
 different sizes. If the keys of a tile are split, each program writes a partial output in float32, and one more launch
@@ -24,7 +24,7 @@ def _zero_tokens(
     out_ptr, first, last, step, head, num_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Zero the query heads of a key head in every ``step``-th tile, from line ``first`` to token ``last - 1``."""
+    """Zero the outputs of a key head's queries in every ``step``-th tile, from line ``first`` to token ``last - 1``."""
     d = tl.arange(0, BLOCK_D)[None, :]
     for begin in range(first, last * GROUP, step):
         m = begin + tl.arange(0, BLOCK_M)
@@ -43,9 +43,11 @@ def attention_kernel(
     SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, key heads). At least 1 block a multiprocessor.
+    """Compute paged attention of one item, a query tile with one KV split, for one key head. Grid (items, key heads).
 
-    If its tile has one split, a program writes the output (T, Hq, D). Otherwise it writes a normalised partial output
+    At least 1 block a multiprocessor.
+
+    If a tile has one split, the program writes the output (T, Hq, D). Otherwise it writes a normalised partial output
     (M, D) and the base-2 logarithm of the sum of weights (M,), both in float32. Padding items zero the padded tokens.
     SCALED: the cache's scales (2, key heads) multiply the scores and the output.
     """
@@ -105,9 +107,9 @@ def join_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (joins, pieces of L lines of a tile, key heads). At least 3 blocks a multiprocessor.
+    """Compute the output of a tile's lines from the partial outputs of its splits, always in the order of the splits.
 
-    Compute the output of a tile's lines from the partial outputs of its splits, always in the order of the splits.
+    Grid (joins, pieces of L lines of a tile, key heads). At least 3 blocks a multiprocessor.
     """
     head, num_kv_heads = tl.program_id(2), tl.num_programs(2)
     join_ptr = work_ptr + (first_join + tl.program_id(0)) * 8
@@ -167,7 +169,7 @@ class Batch(NamedTuple):
 def attend(
     batch: Batch, shape: WorkShape, out: Tensor, max_seq_len: int, scale: float, kv_scales: Tensor | None
 ) -> None:
-    """Write ``out`` (T, Hq, D), contiguous, with the launches of ``shape``. Padded tokens become 0."""
+    """Write paged attention to ``out`` (T, Hq, D), contiguous, by the launches of ``shape``. Padded tokens become 0."""
     q, k_cache, v_cache, table, work, sinks = batch
     num_tokens, _, head_dim = q.shape
     may_split = max_seq_len > shape.unsplit_keys

@@ -23,7 +23,7 @@ def rotate_and_write_kv(
     eps: float = 0.0,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """See :data:`bateleur.metadata.ops.rotate_and_write_kv`."""
+    """Apply optional RMS norms and rotary embedding to ``q`` (in place) and ``k``, then store ``k`` and ``v``."""
     _check_layout(k_cache, v_cache, q=q, k=k, v=v)
     if not slot_mapping.shape[0] == q.shape[0] == k.shape[0] or k.shape != v.shape:
         raise ValueError(
@@ -66,7 +66,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`bateleur.metadata.ops.triton_paged_attention`."""
+    """Return paged attention (T, Hq, D) by Triton kernels. ``work``: the work list; None computes it."""
     _check_layout(k_cache, v_cache, q=q)
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     if scale <= 0:

@@ -1,6 +1,6 @@
-"""Triton kernels of device-side staging. `bateleur.metadata._device_fields` is their specification.
+"""Triton kernels of device-side staging. The functions of `bateleur.metadata._device_fields` are their specification.
 
-Shapes: N rows, T tokens, C cells or columns of a tile.
+Shapes: N rows (requests), T tokens, C cells or columns of a tile.
 """
 
 import triton
@@ -33,7 +33,10 @@ def device_fields_kernel(
     STARTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL: tl.constexpr,
     SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows or tokens, the larger number). At least 16 blocks a multiprocessor.
+    """Compute positions, lengths and slot mapping of a batch, and pad them. Grid (tiles of rows or tokens, the larger
+    number).
+
+    At least 16 blocks a multiprocessor.
 
     STARTS: write query_start_loc. FIELDS: write all fields, else slots only. BLOCK_SIZE: 0 if there are no slots.
     """
@@ -79,7 +82,10 @@ def device_fields_kernel(
 def gather_block_tables_kernel(
     batch_ptr, request_tables_ptr, rows_ptr, source_ptr, table_row, width, BLOCK: tl.constexpr
 ):
-    """Copy request rows to batch rows. Grid (batch rows, tiles of columns). At least 16 blocks a multiprocessor."""
+    """Copy request rows to batch rows of a block table. Grid (batch rows, tiles of columns).
+
+    At least 16 blocks a multiprocessor.
+    """
     place = tl.program_id(0).to(tl.int64)
     source = tl.load(source_ptr + place)
     row = tl.where(source < 0, -1 - source, source).to(tl.int64)
@@ -97,7 +103,9 @@ def gather_block_tables_kernel(
 def write_block_ids_kernel(
     batch_ptr, request_tables_ptr, rows_ptr, cells_ptr, new_ptr, table_row, num_cells, BLOCK: tl.constexpr
 ):
-    """Write block ids to both tables. Grid (tiles of cells). At least 16 blocks a multiprocessor."""
+    """Write block ids to the tables of batch and requests. Grid (tiles of cells).
+    At least 16 blocks a multiprocessor.
+    """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real_C = index < num_cells
     cell_C = tl.load(cells_ptr + index, mask=real_C, other=0)
@@ -109,7 +117,7 @@ def write_block_ids_kernel(
 
 
 def expand(fields: DeviceFields, step: DeviceStep) -> None:
-    """See `_device_fields.expand`. One launch, and one more for each further group with slots."""
+    """Write all device fields except the block tables. One launch, and one more for each further group with slots."""
     x = fields
     max_reqs = x.seq_lens.shape[0]
     reach = max(step.pad_rows_until, step.pad_tokens_until, 0 if step.query_start_loc is None else max_reqs + 1, 1)
@@ -128,7 +136,7 @@ def expand(fields: DeviceFields, step: DeviceStep) -> None:
 
 
 def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, source: Tensor, width: int) -> None:
-    """See `_device_fields.gather_block_tables`. One launch."""
+    """Copy block-table rows of all requests to the batch, as `_device_fields.gather_block_tables`, in one launch."""
     grid = (source.shape[0], cdiv(max(width, 1), _TILE))
     gather_block_tables_kernel[grid](
         batch, request_tables, rows, source, request_tables.shape[1], width, BLOCK=_TILE, **_OPTIONS
@@ -136,7 +144,7 @@ def gather_block_tables(batch: Tensor, request_tables: Tensor, rows: Tensor, sou
 
 
 def write_cells(batch: Tensor, request_tables: Tensor, rows: Tensor, cells: Tensor, ids: Tensor) -> None:
-    """See `_device_fields.write_cells`. One launch."""
+    """Write new block ids to both block tables, as `_device_fields.write_cells`, in one launch."""
     num_cells = cells.shape[0]
     write_block_ids_kernel[(cdiv(num_cells, _TILE),)](
         batch, request_tables, rows, cells, ids, batch.shape[1], num_cells, BLOCK=_TILE, **_OPTIONS

@@ -1,6 +1,7 @@
-"""Kernel that computes the work list of attention. `bateleur.metadata.backends._work_list` is its specification.
+"""Kernel that computes the work list of attention: an entry for each query tile and KV split.
+`bateleur.metadata.backends._work_list` is its specification.
 
-Shapes: J rows, the last one first; I items.
+Shapes: J rows (requests), the last one first; I items.
 """
 
 import torch
@@ -15,10 +16,10 @@ _BLOCK = 256  # rows, and items, of a loop iteration
 
 @triton.jit
 def _rows(row_J, there_J, lengths, kind):
-    """Return first token, tokens, keys, first visible key and tiles of each row. Rows of the other launch have no
-    tiles.
+    """Return first token, tokens, keys, first visible key and tiles of each row. Rows that belong to the other launch
+    get no tiles.
 
-    lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: see `work_kernel`.
+    lengths: pointers to ``seq_lens`` and ``query_start_loc``. kind: (least, most, group, window, M, N) of the launch.
     """
     seq_lens_ptr, starts_ptr = lengths
     least, most, group, window, block_m, _ = kind
@@ -33,13 +34,13 @@ def _rows(row_J, there_J, lengths, kind):
 
 @triton.jit
 def _count_splits(num_keys, size):
-    """Return the number of splits of a row. A row without keys has one, which writes its output."""
+    """Return the number of splits of a row. A row without keys has one, because a program must write its output."""
     return tl.maximum(tl.cdiv(num_keys, size), 1)
 
 
 @triton.jit
 def _store(entry_ptr, mask, a, b, c, d, e, f, g, h):
-    """Store an entry of eight numbers at each pointer."""
+    """Store an entry of eight numbers at each pointer of a tensor."""
     tl.store(entry_ptr, a, mask=mask)
     tl.store(entry_ptr + 1, b, mask=mask)
     tl.store(entry_ptr + 2, c, mask=mask)
@@ -52,7 +53,7 @@ def _store(entry_ptr, mask, a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _count_items(ends_ptr, num_rows, lengths, kind, splits, min_keys, BLOCK: tl.constexpr):
-    """Return keys of a split and number of items. ``ends_ptr`` receives cumulative numbers of items by row."""
+    """Return keys of a split and number of items of a launch. ``ends_ptr`` receives cumulative item counts by row."""
     block_n, work = kind[5], tl.zeros([], tl.int64)
     for begin in range(0, num_rows, BLOCK):
         row_J = num_rows - 1 - begin - tl.arange(0, BLOCK)
@@ -93,7 +94,7 @@ def _write_items(
     items_ptr, joins_ptr, ends_ptr, num_rows, num_items, search, lengths, kind, size, total, last, first_line,
     num_kv_heads, splits, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write all items and their padding, and the joins of split tiles. Returns the number of joins."""
+    """Write all items of a launch with their padding, and the joins of split tiles. Returns the number of joins."""
     _, _, group, _, block_m, block_n = kind
     parts, joins = 0, 0
     for begin in range(0, num_items, BLOCK):
@@ -142,7 +143,10 @@ def work_kernel(
     least_1, most_1, block_m_1, min_keys_1, items_1,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (launches of attention). At least 9 blocks a multiprocessor.
+    """Compute the work list of attention for each launch: its items and joins, with padding. Grid
+    (launches of attention).
+
+    At least 9 blocks a multiprocessor.
 
     ``ends_ptr`` is scratch memory (launches, num_rows). A kind is (least, most, group, window, M, N) of a launch.
     """
@@ -175,7 +179,7 @@ def attention_work(
     sliding_window: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """See :data:`bateleur.metadata.ops.attention_work`."""
+    """Compute the work list (num_entries, 8) int32 of a batch in one launch, as `_work_list.attention_work`."""
     num_rows = seq_lens.shape[0]
     shape = work_shape(num_heads, k_cache, num_rows, num_tokens, max_query_len, sliding_window, dtype)
     work = torch.empty(shape.num_entries, ENTRY_SIZE, dtype=torch.int32, device=seq_lens.device)

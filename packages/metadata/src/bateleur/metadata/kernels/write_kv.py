@@ -14,15 +14,15 @@ _TILE_LANES = 1024  # of one program: 8 per thread, 16 bytes of bfloat16
 
 @triton.jit
 def _normed(x_HL, scale_H, weight_HL, real_HL):
-    """Apply norm scale and weights in float32, rounded once to the dtype of the input."""
+    """Multiply by norm scale and weights in float32, and round once to the dtype of the input."""
     y_HL = x_HL.to(tl.float32) * scale_H * tl.load(weight_HL, mask=real_HL, other=0).to(tl.float32)
     return y_HL.to(x_HL.dtype)
 
 
 @triton.jit
 def _fp8_of(x_HL):
-    """Round float32 to e4m3: to nearest, ties to even; saturates at 448 and keeps NaN. Made of integers, because the
-    conversion of Triton's interpreter rounds in another way.
+    """Round float32 to e4m3: to nearest, ties to even; saturates at 448 and keeps NaN. Computed with integers, because
+    Triton's interpreter rounds in another way.
     """
     bits_HL = x_HL.to(tl.int32, bitcast=True)
     size_HL = tl.minimum(tl.abs(x_HL), 448.0)
@@ -88,8 +88,8 @@ def _side(
     NORM: tl.constexpr, REST: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Normalise and rotate the heads of one tile, from source to target. REST: also copy the lanes that are not
-    rotated.
+    """Normalise and rotate the query or key heads of one tile, from source to target. REST: also copy the lanes that
+    are not rotated.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     half_L, lane_L = tl.arange(0, BLOCK_HALF)[None, :], tl.arange(0, BLOCK_D)[None, :]
@@ -133,8 +133,9 @@ def write_kernel(
     Q_TILES: tl.constexpr, K_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, Q_TILES + K_TILES): tiles of query heads (0 if they do not change), then of key heads.
+    """Apply RMS norm and rotary embedding to queries and keys, and write keys and values to the KV cache.
 
+    Grid (tokens, Q_TILES + K_TILES): tiles of query heads (0 if they do not change), then of key heads.
     At least 10 blocks a multiprocessor.
 
     NORM: 0 none, 1 over each head, 2 over all heads of a token (then one program handles all tiles). SCALED: keys and

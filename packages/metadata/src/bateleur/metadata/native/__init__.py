@@ -1,6 +1,6 @@
 """Compiler of the C kernels: gcc compiles each file once, in about 0.5 s, and caches the result in `~/.cache/bateleur`.
 
-A process that compiles logs so once, at level INFO. Without a compiler all operators use torch, and
+A process that compiles logs it once, at level INFO. Without a compiler all operators use torch, and
 `unavailable_reason` returns why. The C code has no dependencies except its own headers and the compiler's. It receives
 addresses and sizes.
 
@@ -57,11 +57,11 @@ class NoCompiler(RuntimeError):
 def kernels(source: Path, signatures: tuple[tuple[str, str], ...]) -> Mapping[str, Kernel]:
     """Compile a C file at the first call and return its functions by name.
 
-    signatures: (name, argument types) with p pointer, l int64, i int, f float, d double. After a leading `=` the
+    signatures: (name, argument types) with p for pointer, l int64, i int, f float, d double. After a leading `=` the
     function returns int64, otherwise nothing. Calls release the GIL.
 
     Raises:
-        NoCompiler: with the reason.
+        NoCompiler: the file cannot be compiled; the message has the reason.
     """
     _alone_in_forks()
     try:
@@ -157,7 +157,7 @@ def _openmp() -> str:
 
 
 def _processor() -> str:
-    """Return the CPU properties that `-march=native` depends on, for caches shared by several machines."""
+    """Return a text of the CPU properties that `-march=native` depends on, for caches shared by several machines."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     kinds = ("model name", "flags", "CPU part", "Features")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
@@ -165,7 +165,7 @@ def _processor() -> str:
 
 @cache
 def _folder() -> Path:
-    """Return the cache folder, or a temporary one if the cache folder is not writable or belongs to another user."""
+    """Return the folder of compiled kernels, a temporary one if it is not writable or another user's."""
     try:
         folder = Path("~/.cache/bateleur").expanduser()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

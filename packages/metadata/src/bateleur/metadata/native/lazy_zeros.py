@@ -1,4 +1,4 @@
-"""Zero-initialised CPU tensors whose memory the system commits at the first write."""
+"""Zero-initialised CPU tensors whose memory the operating system allocates at the first write."""
 
 import mmap
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""The causal convolution of decode rows.
+"""The causal convolution of decodes.
 
-Shapes: T tokens, R rows, C conv channels, W taps, K draft tokens, M tokens of the longest row.
+Shapes: T tokens, R rows (requests), C conv channels, W taps, K draft tokens, M tokens of the longest row.
 """
 
 import torch
@@ -42,7 +42,7 @@ def causal_conv1d_update(
         conv_state: (slots, W - 1 + K, C), updated in place.
         query_start_loc: (R + 1,) int32.
         max_query_len: maximum of q over all rows.
-        read, write: (R,) int64 slots.
+        read, write: (R,) int64 state slots.
         offset: (R,) int64, accepted tokens of the previous step minus one.
 
     Returns (T, C). Raises ValueError for an unknown activation.

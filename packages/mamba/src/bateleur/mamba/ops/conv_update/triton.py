@@ -1,4 +1,4 @@
-"""The causal convolution of decode rows, whose window starts at any entry of its slot.
+"""The causal convolution of decodes, whose window starts at any entry of its state slot.
 
 Legend: T tokens of a row, E entries of the window after the row, C channels of a tile.
 """
@@ -22,8 +22,9 @@ def conv_update_kernel(
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
+    """Convolve the tokens of each decode, and write the conv window after them.
 
+    Grid (tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
     At least 7 blocks a multiprocessor.
     """
     row = tl.program_id(1)
@@ -70,7 +71,7 @@ def tile_options(width: int, max_query_len: int) -> dict[str, Any]:
 def causal_conv1d_update(
     x, weight, bias, conv_state, query_start_loc, max_query_len, read, offset, write, activation,
 ):  # fmt: skip
-    """See `bateleur.mamba.ops.causal_conv1d_update`; no row may write a slot that another row reads."""
+    """Convolve 1 to 1 + K tokens per request in one launch. No row may write a slot that another row reads."""
     require_dense(1, x=x, conv_state=conv_state)
     require_dense(2, weight=weight)
     num_rows, (num_tokens, channels), width = read.shape[0], x.shape, weight.shape[1]

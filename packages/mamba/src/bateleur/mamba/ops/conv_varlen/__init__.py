@@ -1,4 +1,4 @@
-"""The causal convolution of prefill rows."""
+"""The causal convolution of prefills."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def causal_conv1d_varlen(
     request_conv_write: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """Depthwise causal convolution of prefills; row r starts from the window in slot read[r].
+    """Depthwise causal convolution of prefills; row r (a request) starts from the window in state slot read[r].
 
     Writes the W - 1 raw inputs before the end of chunk k to conv_state[chunk_write[k], : W - 1], and those before the
     end of row r to request_conv[request_conv_write[r], : W - 1]. They include entries of the initial window if the row
@@ -33,10 +33,11 @@ def causal_conv1d_varlen(
         weight: (C, W).
         bias: (C,) or None.
         conv_state: (slots, W - 1 + K, C), updated in place.
-        request_conv: (request rows, W - 1 + K, C), updated in place, where row 0 is null; or None.
+        request_conv: (request rows, W - 1 + K, C), windows of running requests, updated in place; row 0 is null. Or
+            None.
         request_conv_write: (R,) int64 request rows; None without `request_conv`.
         activation: "silu" or "none".
-        The others: as in `ssd_scan_varlen`.
+        The others: as in `ssd_scan_varlen`, slots and chunks.
 
     Returns (T, C). Raises ValueError for an unknown activation.
     """

@@ -1,4 +1,4 @@
-"""The causal convolution of prefill rows: one kernel for the outputs, one for the windows after chunks and rows.
+"""The causal convolution of prefills: one kernel for the outputs, one for the conv windows after chunks and requests.
 
 A row may write the slot that it reads, in another program. The first kernel therefore copies the initial windows of all
 rows, and the second kernel reads the copies. Legend: T tokens of a tile, E entries of a window, C channels.
@@ -26,7 +26,7 @@ from bateleur.metadata.dispatch import cdiv
 
 @triton.jit
 def _find_row(starts_ptr, tile, num_rows, TILE: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Return the row of a tile, and the row's first tile; row ``num_rows`` has the tokens that belong to no row."""
+    """Return the row of a tile, and the row's first tile. Row ``num_rows`` has the tokens that belong to no request."""
     row = -1
     first_tile = 0
     for begin in range(0, num_rows + 1, BLOCK_R):
@@ -46,10 +46,10 @@ def conv_kernel(
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows + tiles of tokens, tiles of channels): the first programs copy windows (R, W - 1, C), the others
-    compute.
+    """Convolve the tokens of all prefills, and keep copies of their initial windows.
 
-    At least 3 blocks a multiprocessor.
+    Grid (rows + tiles of tokens, tiles of channels): the first programs copy windows (R, W - 1, C), the others
+    compute. At least 3 blocks a multiprocessor.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     real_C = c < CHANNELS
@@ -89,9 +89,9 @@ def window_kernel(
     window_write_ptr, num_chunks, x_token, conv_slot, conv_entry, window_row, window_entry,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks + rows with a request conv window, tiles of channels): writes the last W - 1 inputs of each.
+    """Write the conv window (last W - 1 inputs) after each chunk and each request to its slot.
 
-    At least 16 blocks a multiprocessor.
+    Grid (chunks + rows with a request conv window, tiles of channels). At least 16 blocks a multiprocessor.
     """
     unit = tl.program_id(0)
     if unit < num_chunks:
@@ -119,7 +119,7 @@ def window_kernel(
 
 @cache
 def tile_options(width: int) -> dict[str, Any]:
-    """Return tile sizes and launch options of `conv_kernel`; `window_kernel` has no BLOCK_T."""
+    """Return tile sizes and launch options of `conv_kernel`; `window_kernel` takes them without BLOCK_T."""
     return LAUNCH | {"BLOCK_T": 16, "BLOCK_E": triton.next_power_of_2(max(1, width - 1)), "BLOCK_C": 128}
 
 
@@ -127,7 +127,7 @@ def causal_conv1d_varlen(
     x, weight, bias, conv_state, request_conv, query_start_loc, read, chunk_start_loc, chunk_row, chunk_write,
     request_conv_write, activation,
 ):  # fmt: skip
-    """See `bateleur.mamba.ops.causal_conv1d_varlen`."""
+    """Convolve all prefills in two launches, and write conv windows after chunks and requests."""
     require_dense(1, x=x, conv_state=conv_state)
     require_dense(2, weight=weight)
     (num_tokens, channels), width = x.shape, weight.shape[1]

@@ -1,4 +1,4 @@
-"""Folds accepted tokens of the delta rules into checkpoints. Shapes: as in `shared.delta_rule`."""
+"""Adds accepted tokens of the delta rules from rings to saved states. Shapes: as in `shared.delta_rule`."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def delta_fold_ring(
     dst: Tensor,
     page_offset: Tensor,
 ) -> None:
-    """Update checkpoints with the first `count` entries of their rings, in several layers at once.
+    """Update saved states with the first `count` entries of their rings, in several layers at once.
 
     Args:
         state: (layers, slots, H, Dv, Dk), updated in place.
@@ -51,7 +51,7 @@ def delta_fold_ring(
 
 
 def _fold_layer(state: Tensor, ring: tuple[Tensor, Tensor, Tensor], at: RingEntries, src: Tensor, dst: Tensor) -> None:
-    """Decay the states over all entries, and add the outer product of each entry, decayed over the later ones."""
+    """Decay the states over all ring entries, and add the outer product of each, decayed over the later entries."""
     (_, heads, lanes, size), (ring_k, ring_u, ring_g) = state.shape, ring
     dtype = compute_dtype(ring_u)
     keys, factor, under = decayed_keys(ring_k, ring_g, at, dtype)

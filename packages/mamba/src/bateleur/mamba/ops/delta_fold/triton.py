@@ -1,4 +1,4 @@
-"""Folds ring entries of a delta rule into checkpoints: one launch for all rows and layers.
+"""Adds ring entries of a delta rule to saved states: one launch for all requests and layers.
 
 Most rows have no fold, so programs skip to the rows with a destination: see `rows_of_share`. The ring stores corrected
 values, so the new state is a sum of outer products.
@@ -40,7 +40,7 @@ def _fold_head(
     CAPACITY: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold one head of one row; the ring pointers are those of the row."""
+    """Update the state of one head of one request with its ring entries; ring pointers are those of the request."""
     j, k, d = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)
     real_J, real_K = j < count, k < KEY_DIM
     k_JK, left_JD, fade_D = ring_keys(
@@ -71,9 +71,9 @@ def fold_kernel(
     BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads + tiles of conv channels, shares of rows, layers).
+    """Add ring entries to saved states, and copy the conv windows: S <- decay S + sum_j decay_j u_j k_j^T.
 
-    At least 2 blocks a multiprocessor.
+    Grid (heads + tiles of conv channels, shares of rows, layers). At least 2 blocks a multiprocessor.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     for begin in range(0, num_rows, BLOCK_R):
@@ -121,7 +121,7 @@ def tile_options(
 def delta_fold_ring(
     state, conv_state, request_conv, ring_k, ring_u, ring_g, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
-    """See `bateleur.mamba.ops.delta_fold_ring`; no row may write a slot that another row reads."""
+    """Update saved states with ring entries in one launch. No row may write a slot that another row reads."""
     require_dense(1, conv_state=conv_state, request_conv=request_conv)
     require_dense(3, state=state, ring_k=ring_k, ring_u=ring_u)
     require_dense(ring_g.dim() - 2, ring_g=ring_g)

@@ -1,4 +1,4 @@
-"""The delta rules of decode rows under FOLD: from a checkpoint and a ring, without writing a state.
+"""The delta rules of decodes under FOLD: from a saved state and a ring of later tokens, without writing a state.
 
 The ring stores the corrected values u, so the state before a token is a plain sum over the ring. The corrected values
 of the new tokens are the solution of a unit lower triangular system. Shapes: as in `shared.delta_rule`.
@@ -28,7 +28,7 @@ from bateleur.mamba.ops.shared.delta_rule import (
 
 
 class _TokenIndices(NamedTuple):
-    """Indices of the ring entries and tokens of a step."""
+    """Index tensors that gather the ring entries and tokens of a step and scatter its results."""
 
     before: RingEntries | None
     """Ring entries before the step; None if all rings are empty."""
@@ -92,7 +92,7 @@ def delta_replay_update(
     ring_len: Tensor,
     beta_scale: float,
 ) -> Tensor:
-    """A delta rule over 1 to 1 + K tokens per row, from a checkpoint and a ring of the tokens after it.
+    """A delta rule over 1 to 1 + K tokens per row (request), from a saved state and a ring of the tokens after it.
 
     The state before a row's tokens is state[slot] updated with ring_len entries of ring `ring_row`. Entry j is at
     (ring_start + j) % L. The row's tokens are appended to the ring. The caller counts the accepted ones, and the next
@@ -103,7 +103,7 @@ def delta_replay_update(
     Args:
         ring_k: (ring rows, L, G, Dk) keys before normalization, contiguous, in the dtype of k or a wider one.
         ring_u: (ring rows, L, H, Dv) corrected values, contiguous, float32 (float64 for float64 inputs).
-        ring_g: (ring rows, L, H) or (ring rows, L, H, Dk) log decays, like ring_u.
+        ring_g: (ring rows, L, H) or (ring rows, L, H, Dk) log decays, contiguous, in the dtype of ring_u.
         slot, ring_row, ring_start, ring_len: (R,) int64. ring_len plus the row's tokens is at most L. No two rows share
             a ring row, except row 0, which is null: its rows store nothing, and their outputs are unspecified.
         The others: as in `delta_state_update`.
@@ -135,7 +135,7 @@ def delta_replay_update(
 def _before_step(
     state: Tensor, slot: Tensor, probes: Tensor, ring: tuple[Tensor, Tensor, Tensor], before: RingEntries | None
 ) -> Tensor:
-    """Multiply the state before the step with keys and queries `probes` (R, H, 2 M, Dk): (R, H, 2 M, Dv)."""
+    """Multiply the states before the step with keys and queries `probes` (R, H, 2 M, Dk) to (R, H, 2 M, Dv)."""
     (num_rows, heads, queries, size), dtype = probes.shape, probes.dtype
     of_ring = None
     if before is not None:

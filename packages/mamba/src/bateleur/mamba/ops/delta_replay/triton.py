@@ -1,13 +1,12 @@
-"""The delta rules of decode rows under FOLD: from a checkpoint and a ring of corrected values, without writing a state.
+"""The delta rules of decodes under FOLD: from a saved state and a ring of corrected values, without writing a state.
 
-A program is one warp. It has a tile of value channels of one head and row, reads its tile of the checkpoint once, and
-computes in float32 without tensor cores. A value channel needs all key channels but no other value channel, so programs
-do not communicate.
+A program is one warp. It has a tile of value channels of one head and request, reads its tile of the saved state once,
+and computes in float32 without tensor cores. A value channel needs all key channels but no other value channel, so
+programs do not communicate.
 
-* One token: key and query are multiplied with the checkpoint and with each ring entry, with the decays. The state
-before
-  the token is not computed, and a program has twice as many value channels.
-* Several tokens: the ring entries are added to the checkpoint, and the state is updated token by token.
+* One token: key and query are multiplied with the saved state and with each ring entry, with the decays. The state
+  before the token is not computed, and a program has twice as many value channels.
+* Several tokens: the ring entries are added to the state in registers, which is then updated token by token.
 
 Key channels are arranged in lines of 32. A load of 16 bytes per thread then covers 4 value channels, and a sum over key
 channels takes 3 shuffles instead of 5. The next ring entry and the next token are loaded in advance.
@@ -34,13 +33,13 @@ _SEVERAL_TILE_ENTRIES = 2048  # for several tokens a row, which keep the state i
 
 @triton.jit
 def _load(ptr, lane, SIZE: tl.constexpr, there):
-    """Load lanes below ``SIZE``, zeros for the others; only zeros unless ``there``."""
+    """Load lanes below ``SIZE``, zeros for the others; return only zeros unless ``there``."""
     return tl.load(ptr + lane, mask=lane < tl.where(there, SIZE, 0), other=0)
 
 
 @triton.jit
 def _store(ptr, lane, SIZE: tl.constexpr, value, there):
-    """Store the lanes below ``SIZE``; nothing unless ``there``."""
+    """Store the lanes below ``SIZE``; store nothing unless ``there``."""
     tl.store(ptr + lane, value.to(ptr.dtype.element_ty), mask=lane < tl.where(there, SIZE, 0))
 
 
@@ -68,8 +67,9 @@ def replay_kernel(
     CAPACITY: tl.constexpr, ONE_TOKEN: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_V: tl.constexpr,
     LINES: tl.constexpr, LINE: tl.constexpr, DECAY_LINES: tl.constexpr, DECAY_LINE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
+    """Compute the outputs of each decode from its saved state and ring, and append its tokens to the ring.
 
+    Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
     At least 8 blocks a multiprocessor.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
@@ -208,7 +208,7 @@ def delta_replay_update(
     state, ring_k, ring_u, ring_g, q, k, v, a, b, A, dt_bias, query_start_loc, max_query_len,
     slot, ring_row, ring_start, ring_len, beta_scale,
 ):  # fmt: skip
-    """See `bateleur.mamba.ops.delta_replay_update`."""
+    """Run a delta rule over 1 to 1 + K tokens per request, from saved states and rings, in one launch."""
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)
     require_dense(3, state=state, ring_k=ring_k, ring_u=ring_u)

@@ -55,7 +55,7 @@ def _tiles(
     tile: int,
     num_tokens: int,
 ) -> _Tiles:
-    """Split chunks into tiles of `tile` tokens, a power of two, or of fewer if no chunk has as many."""
+    """Split chunks into tiles of `tile` tokens (a power of two), or of fewer if all chunks are shorter."""
     device, num_chunks = chunk_write.device, chunk_write.shape[0]
     if device.type == "cpu":
         chunk_size = min(chunk_size, int(chunk_start_loc.diff().max()))
@@ -75,7 +75,7 @@ def _tiles(
 
 
 def _pad_chunks(chunk_start_loc: Tensor, chunk_size: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return (K, Q) the tokens of the chunks, padded with the chunk's first token, and which are not padding."""
+    """Return token indices (K, Q) of K chunks, padded with the chunk's first token, and a mask of real ones."""
     bounds = chunk_start_loc.to(torch.int64)
     lane = torch.arange(chunk_size, device=bounds.device)
     real = lane < (bounds[1:] - bounds[:-1])[:, None]
@@ -102,7 +102,7 @@ def delta_scan_varlen(
     chunk_write: Tensor,
     beta_scale: float,
 ) -> Tensor:
-    """A delta rule over prefills; row r starts from the state in slot read[r].
+    """A delta rule over prefills; row r (a request) starts from the state in state slot read[r].
 
     For each token and value head h, with key head h // (H / G), q and k normalized to length 1, q scaled by Dk ** -0.5,
     g = A softplus(a + dt_bias) and beta = beta_scale sigmoid(b):
@@ -179,7 +179,7 @@ def _scores(kq: Tensor, total: Tensor) -> Tensor:
 
 
 def _scores_by_channel(kq: Tensor, total: Tensor) -> Tensor:
-    """Return the same with one decay per key channel: kq (B, H, 2, Q, Dk), total (B, H, Q, Dk).
+    """Return decayed products as `_scores`, with one decay per key channel: kq (B, H, 2, Q, Dk), total (B, H, Q, Dk).
 
     The tile is halved recursively. The decay from a token of the earlier half to a token of the later half is the
     product of a decay to the border and a decay from the border. Neither can overflow, and the scores are a matrix

@@ -55,7 +55,8 @@ FUNCTIONS = {
 
 @cache
 def kernel(per_channel: bool) -> Kernel:
-    """Import and return the function of fla-core; the first call takes seconds.
+    """Import and return the function of fla-core, with a decay per key channel or per head. The first call takes
+    seconds.
 
     Raises ValueError if fla-core is not installed, or if the function lacks an argument.
     """
@@ -109,9 +110,10 @@ def delta_scan_fla(
     read: Tensor,
     beta_scale: float,
 ) -> Tensor:
-    """Run `delta_scan_varlen` with fla-core; `chunks.fla_tiles` is set, and beta_scale is 1 or 2.
+    """Run a delta rule over prefills with fla-core, as `delta_scan_varlen`. `chunks.fla_tiles` must be set, and
+    beta_scale be 1 or 2.
 
-    Raises ValueError as `kernel` does.
+    Raises ValueError if fla-core is not installed or lacks an argument.
     """
     assert chunks.fla_tiles is not None
     assert beta_scale in (1.0, 2.0)
@@ -141,7 +143,10 @@ def _call(
     beta_scale: float,
     own: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Call `kernel` with the arguments that both functions share, and `own`; states are (rows, H, Dv, Dk)."""
+    """Call fla-core's `kernel` with these arguments and `own`, those that only this kernel takes.
+
+    States are (rows, H, Dv, Dk). Returns outputs and last states.
+    """
     return kernel(
         q=q[None],
         k=k[None],

@@ -1,9 +1,8 @@
 """The delta rules over prefills, in two kernels over tiles of 16 tokens of a chunk.
 
 1. pairs: the products of keys and queries with the keys of their tile, for all tiles in parallel, and the inverse of
-the
-   triangular system of corrected values, which does not depend on the state (Yang et al., 2024).
-2. walk: the tiles of a row in order, with the state in registers; writes states to the slots `chunk_write`.
+   the triangular system of corrected values, which does not depend on the state (Yang et al., 2024).
+2. walk: the tiles of a request in order, with the state in registers; writes states to the slots `chunk_write`.
 
 The gated delta rule in bfloat16 uses `triton_tiles` instead of walk, with tiles of 64 tokens, if keys are aligned.
 
@@ -84,6 +83,8 @@ def pairs_kernel(
 
     Every sum of log decays is of its own tokens: differences of sums would lose digits after a strong decay.
 
+    Grid (chunks x tiles of tokens, heads). Results by head and token: running sums of log decays in the tile (D),
+    the inverse times beta and the weights of queries (both T), and the scale factors of keys and queries.
     At least 3 blocks a multiprocessor.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
@@ -145,8 +146,9 @@ def walk_kernel(
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
+    """Run the tiles of each request in order: compute outputs, and write the state after each chunk to its slot.
 
+    Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
     At least 1 block a multiprocessor.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
@@ -193,7 +195,7 @@ def walk_kernel(
 def tile_options(value_dim: int, key_dim: int, decays: int, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """Return tile sizes and launch options of each kernel, by name.
 
-    The tiles of a row run in order, so narrow tiles of value channels are needed to fill a GPU.
+    The tiles of tokens of a request run in order, so narrow tiles of value channels are needed to fill a GPU.
     """
     shared = LAUNCH | {"BLOCK_T": _TILE, "PRECISION": precision(dtype), "EXACT": precision(dtype, state=True)}
     # One warp needs no barriers. With decays per channel it has fewer channels, so that no registers are spilled.
@@ -207,7 +209,7 @@ def delta_scan_varlen(
     q, k, v, a, b, A, dt_bias, state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, beta_scale,
 ):  # fmt: skip
-    """See `bateleur.mamba.ops.delta_scan_varlen`; no row may write a slot that another row reads."""
+    """Run a delta rule over prefills in two or three launches. No row may write a slot that another row reads."""
     del max_chunks_per_row
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)

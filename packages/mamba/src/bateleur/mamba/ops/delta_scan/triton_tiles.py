@@ -5,9 +5,8 @@ The float32 operand is split into three bfloat16 numbers with 24 bits together. 
 cores at the bfloat16 rate, and operands are copied to shared memory without registers.
 
 1. join: joins the inverses of 16 tokens to the inverse T of a tile, by block forward substitution.
-2. walk: the tiles of a row in order, with the state S in registers: x = v - S k, u = T x, o = S q + P T x, where P are
-the
-   weights of queries for keys. u is added to the state. Decays are factors of k, q, T and P.
+2. walk: the tiles of a request in order, with the state S in registers: x = v - S k, u = T x, o = S q + P T x. P are
+   the weights of queries for keys. u is added to the state. Decays are factors of k, q, T and P.
 
 With one decay per key channel no operand is exact, and registers would spill. Kimi delta attention therefore uses tiles
 of 16 tokens, like float32 and float16.
@@ -65,13 +64,13 @@ def takes_tiles(q: Tensor, k: Tensor, v: Tensor, decays: int, chunk_size: int) -
 
 @triton.jit
 def _upper(x):
-    """Return the upper 16 bits, which are exact in bfloat16; the difference to the number is exact, too."""
+    """Return a float32 with the upper 16 bits of x, which is exact in bfloat16; x minus it is exact, too."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _parts(x):
-    """Split a float32 into three bfloat16 numbers whose sum it is."""
+    """Split a float32 into three bfloat16 numbers, whose sum is the float32."""
     high = _upper(x)
     rest = x - high
     middle = _upper(rest)
@@ -99,7 +98,7 @@ def _product_of_parts(a, b, c, high, middle, low):
 
 @triton.jit
 def _coarse_product(a, b, high, middle, accumulator):
-    """Multiply two float32 matrices with two parts each: 16 bits, of which outputs keep 8."""
+    """Multiply two float32 matrices, split into two bfloat16 parts each: 16 bits, of which outputs keep 8."""
     accumulator = tl.dot(a, middle, accumulator)
     accumulator = tl.dot(b, high, accumulator)
     return tl.dot(a, high, accumulator)
@@ -120,10 +119,11 @@ def join_kernel(
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
     INVERSE_PARTS: tl.constexpr, QUERY_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks x tiles of tokens, heads). Results by head and token: the rows of T and of P T in parts. ``scale``
+    """Join the inverses of tiles of 16 tokens to the inverse T of a tile of 64, with the weights P of its queries.
+
+    Grid (chunks x tiles of tokens, heads). Results by head and token: the rows of T and of P T in parts. ``scale``
     has the scale factors of keys and queries. They are replaced by: both times the decay from the start of the tile,
     the factor of keys times the decay to the end of the tile, and the decay of the tile.
-
     At least 2 blocks a multiprocessor.
     """
     chunk, head = tl.program_id(0) // TILES, tl.program_id(1)
@@ -194,10 +194,10 @@ def walk_tiles_kernel(
     TILE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
     INVERSE_PARTS: tl.constexpr, QUERY_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
+    """Run the tiles of each request in order: compute outputs, and write the state after each chunk to its slot.
 
+    Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
     The distances of tokens are constants, so that the addresses of a tile need one register.
-
     At least 1 block a multiprocessor.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V

@@ -1,4 +1,4 @@
-"""The delta rules of decode rows, token by token. Shapes: as in `shared.delta_rule`, and K draft tokens."""
+"""The delta rules of decodes, token by token, writing each state. Shapes: `shared.delta_rule`, K draft tokens."""
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def delta_state_update(
     write: Tensor,
     beta_scale: float,
 ) -> Tensor:
-    """A delta rule over 1 to 1 + K tokens per row; the state after each token is written to a slot.
+    """A delta rule over 1 to 1 + K tokens per row (request); the state after each token is written to a state slot.
 
     With max_query_len 1 and T = R, row r is token r: rows without a token must come last, with slots 0.
 
@@ -74,7 +74,7 @@ def delta_state_update(
 
 
 def _all_have(query_start_loc: Tensor, length: int) -> bool:
-    """Return whether each row has `length` tokens; False if the tensor is not on a CPU."""
+    """Return whether each request has `length` tokens; False if the tensor is not on a CPU."""
     if query_start_loc.device.type != "cpu":
         return False
     starts = query_start_loc.tolist()
@@ -84,7 +84,7 @@ def _all_have(query_start_loc: Tensor, length: int) -> bool:
 def _before(state: Tensor, read: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
     """Return the initial states of the rows, (R, H, Dv, Dk), and whether they are copies.
 
-    They are a view if the slots are a range, and no row writes its first state where another row reads.
+    They are a view of `state` if the slots are a range, and no row writes its first state where another row reads.
     """
     run = slot_range(read) if is_in_place(state, dtype) else None
     if run is not None:

@@ -1,7 +1,7 @@
-"""The delta rules of decode rows: one program per row, head and tile of value channels.
+"""The delta rules of decodes, writing each state: one program per request, head and tile of value channels.
 
-A program reads its tile of the state once, and keeps it in registers for all tokens of the row. A value channel needs
-all key channels but no other value channel, so the state is split by value channels.
+A program reads its tile of the state once, and keeps it in registers for all tokens of the request. A value channel
+needs all key channels but no other value channel, so the state is split by value channels.
 Legend: V value channels of a head's tile, K key channels, D decays of a head (1 or K).
 """
 
@@ -43,8 +43,9 @@ def update_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
+    """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
+    Grid (heads x tiles of values, rows + 1): the last row zeroes tokens that belong to no row.
     At least 7 blocks a multiprocessor.
     """
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
@@ -95,7 +96,7 @@ def tile_options(value_dim: int, key_dim: int, decays: int) -> dict[str, Any]:
 def delta_state_update(
     state, q, k, v, a, b, A, dt_bias, query_start_loc, max_query_len, read, write, beta_scale,
 ):  # fmt: skip
-    """See `bateleur.mamba.ops.delta_state_update`; no row may write a slot that another row reads."""
+    """Run a delta rule over 1 to 1 + K tokens per request. No row may write a slot that another row reads."""
     require_dense(1, q=q, k=k, v=v, a=a, b=b, A=A)
     require_dense(dt_bias.dim(), dt_bias=dt_bias)
     require_dense(3, state=state)

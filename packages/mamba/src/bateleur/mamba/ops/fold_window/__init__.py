@@ -1,4 +1,4 @@
-"""Copies the conv windows of running requests to slots."""
+"""Copies the last conv inputs (conv windows) of running requests to state slots."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from bateleur.mamba.ops.shared import store_slots
 
 @operator(mutates=("conv_state",))
 def fold_window(conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst: Tensor, page_offset: Tensor) -> None:
-    """Copy conv windows of running requests to slots: `fold_ring` for layers without an SSM state.
+    """Copy conv windows of running requests to state slots: `fold_ring` for layers without an SSM state.
 
     In each layer, conv_state[dst] becomes request_conv[ring_row, page_offset : page_offset + W - 1].
 
@@ -26,7 +26,7 @@ def fold_window(conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst:
 
 
 def copy_windows(conv_state: Tensor, request_conv: Tensor, ring_row: Tensor, dst: Tensor, page_offset: Tensor) -> None:
-    """Run `fold_window` for all rows."""
+    """Copy the conv windows of all rows with `dst` above 0, as `fold_window`."""
     length, num_entries = request_conv.shape[2], conv_state.shape[2]
     first = ring_row * length + page_offset.clamp(0, length - num_entries)
     entries = first.unsqueeze(1) + torch.arange(num_entries, device=dst.device)

@@ -1,7 +1,7 @@
-"""Copies conv windows of running requests to slots: one launch for all rows and layers.
+"""Copies conv windows of running requests to state slots: one launch for all requests and layers.
 
 Most rows have no copy, so programs skip to the rows with a destination: see `rows_of_share`.
-Legend: E entries of a conv window, C conv channels, R rows.
+Legend: E entries of a conv window, C conv channels, R rows (requests).
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ def window_kernel(
     conv_layer, conv_slot, conv_entry, window_layer, window_row, window_entry, num_rows,
     KEEP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of conv channels, shares of rows, layers).
+    """Copy conv windows of running requests to state slots. Grid (tiles of conv channels, shares of rows, layers).
 
     At least 16 blocks a multiprocessor.
     """
@@ -47,7 +47,7 @@ def tile_options(keep: int) -> dict[str, Any]:
 
 
 def fold_window(conv_state, request_conv, ring_row, dst, page_offset):
-    """See `bateleur.mamba.ops.fold_window`."""
+    """Copy conv windows of running requests to state slots, in one launch for all layers."""
     require_dense(1, conv_state=conv_state, request_conv=request_conv)
     layers, _, keep, channels = conv_state.shape
     options = tile_options(keep)

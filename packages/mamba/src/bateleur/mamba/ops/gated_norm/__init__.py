@@ -39,11 +39,11 @@ def gated_rms_norm(
 
 
 def require_gate(activation: str) -> None:
-    """Raise ValueError for an unknown activation."""
+    """Raise ValueError if the activation is neither "silu" nor "sigmoid"."""
     if activation not in _GATES:
         raise ValueError(f"activation is {activation!r}; it must be 'silu' or 'sigmoid'")
 
 
 def _normed(parts: Tensor, eps: float) -> Tensor:
-    """Normalize (T, groups, size) over the last dimension."""
+    """Divide `parts` (T, groups, size) by the root mean square of the last dimension."""
     return F.rms_norm(parts, parts.shape[-1:], None, eps)

@@ -17,9 +17,9 @@ def norm_kernel(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr,
     SIGMOID: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, groups); a group has SIZE channels. SHARED: one weight for all groups.
+    """Compute the RMS norm of x * act(z) over each group of SIZE channels, times weight. Grid (tokens, groups).
 
-    At least 3 blocks a multiprocessor.
+    At least 3 blocks a multiprocessor. SHARED: one weight for all groups.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
@@ -46,7 +46,7 @@ def tile_options(size: int) -> dict[str, Any]:
 
 
 def gated_rms_norm(x, z, weight, groups, eps, norm_first=False, activation="silu"):
-    """See `bateleur.mamba.ops.gated_rms_norm`."""
+    """Return the gated RMS norm (T, inner) of x, in one launch, as the torch form."""
     require_gate(activation)
     require_dense(1, x=x, z=z, weight=weight)
     num_tokens, inner = x.shape

@@ -1,4 +1,4 @@
-"""Folds accepted inputs of Mamba-2 into checkpoints. Shapes: as in `shared.mamba2_ring`."""
+"""Adds accepted inputs of Mamba-2, which are in rings, to the saved states. Shapes: as in `shared.mamba2_ring`."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def fold_ring(
     dst: Tensor,
     page_offset: Tensor,
 ) -> None:
-    """Update checkpoints with the first `count` entries of their rings, in several layers at once.
+    """Update saved states with the first `count` entries of their rings, in several layers at once.
 
     In each layer, ssm_state[dst] becomes ssm_state[src] updated with the entries, and conv_state[dst] becomes
     request_conv[ring_row, page_offset : page_offset + W - 1]. The rings are not changed: the caller advances
@@ -60,7 +60,7 @@ def _fold_layer(
     src: Tensor,
     dst: Tensor,
 ) -> None:
-    """Decay the states over all entries, and add the outer product of each entry, decayed over the later ones."""
+    """Decay the states over all ring entries, and add the outer product of each, decayed over the later entries."""
     (_, _, heads, channels), dtype, groups = ring_x.shape, compute_dtype(ring_dt), ring_B.shape[2]
     decay, weight = decays(ring_dt, index, A, 1, dtype)
     u = take(ring_x, index.at).to(dtype).unflatten(2, (heads, channels))

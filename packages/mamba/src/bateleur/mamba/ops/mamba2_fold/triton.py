@@ -1,7 +1,7 @@
-"""Folds ring entries of Mamba-2 into checkpoints: one launch for all rows and layers.
+"""Adds ring entries of Mamba-2 to saved states: one launch for all requests and layers.
 
 Most rows have no fold, so programs skip to the rows with a destination: see `rows_of_share`.
-Legend: P channels of a head's tile, N state entries, J ring entries, R rows.
+Legend: P channels of a head's tile, N state entries, J ring entries, R rows (requests).
 """
 
 from functools import cache
@@ -71,9 +71,9 @@ def fold_kernel(
     BLOCK_J: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads + tiles of conv channels, shares of rows, layers).
+    """Add ring entries to saved states, and copy the conv windows: S <- decay S + sum_j decay_j dt_j x_j B_j^T.
 
-    At least 2 blocks a multiprocessor.
+    Grid (heads + tiles of conv channels, shares of rows, layers). At least 2 blocks a multiprocessor.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     for begin in range(0, num_rows, BLOCK_R):
@@ -118,7 +118,7 @@ def tile_options(head_dim: int, state_size: int, capacity: int, keep: int, dtype
 def fold_ring(
     ssm_state, conv_state, request_conv, ring_x, ring_dt, ring_B, A, ring_row, ring_start, count, src, dst, page_offset,
 ):  # fmt: skip
-    """See `bateleur.mamba.ops.fold_ring`; no row may write a slot that another row reads."""
+    """Update saved states with ring entries in one launch. No row may write a slot that another row reads."""
     require_dense(1, conv_state=conv_state, request_conv=request_conv, A=A)
     require_dense(2, ring_dt=ring_dt)
     require_dense(3, ssm_state=ssm_state, ring_x=ring_x, ring_B=ring_B)

@@ -1,4 +1,4 @@
-"""The Mamba-2 recurrence of decode rows under FOLD: from a checkpoint and a ring of inputs, without writing a state.
+"""The Mamba-2 recurrence of decodes under FOLD: from a saved state and a ring of later inputs, without writing a state.
 
 Shapes: as in `shared.mamba2_ring`, and M new tokens of the longest row.
 """
@@ -14,7 +14,7 @@ from bateleur.mamba.ops.shared.mamba2_ring import RingIndices, by_group, decays,
 
 
 class _TokenIndices(NamedTuple):
-    """Indices of the ring entries and tokens of a step."""
+    """Index tensors that gather the ring entries and tokens of a step and scatter its results."""
 
     ring: RingIndices
     """Ring entries, including those of the new tokens."""
@@ -36,7 +36,7 @@ class _TokenIndices(NamedTuple):
 def _token_indices(
     loc: Tensor, row: Tensor, start: Tensor, length: Tensor, num_tokens: int, most: int, capacity: int, heads: int
 ) -> _TokenIndices:
-    """Compute the indices of a step whose rows have at most `most` tokens."""
+    """Compute the indices of a step whose requests have at most `most` tokens."""
     device, lens = row.device, query_lens(loc)
     queries = max(1, int(lens.max())) if device.type == "cpu" else min(most, capacity)
     ring = ring_indices(row, start, length + lens - 1, capacity)
@@ -75,7 +75,7 @@ def replay_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """The Mamba-2 recurrence of 1 to 1 + K tokens per row, from a checkpoint and a ring of the inputs after it.
+    """The Mamba-2 recurrence of 1 to 1 + K tokens per row (request), from a saved state and a ring of later inputs.
 
     The state before a row's tokens is ssm_state[slot] updated with ring_len entries of ring `ring_row`. Entry j is at
     (ring_start + j) % L. The row's tokens are appended to the ring. The caller counts the accepted ones, and the next
@@ -112,7 +112,7 @@ def replay_update(
 
 
 def _weights(decay: Tensor, scores: Tensor, D: Tensor) -> Tensor:
-    """Return (R * M * H * L,) the weight of each entry for each query and head.
+    """Return the weight of each ring entry for each query and head, (R * M * H * L,).
 
     decay (R, M, L, H), overwritten; scores (R * G, M, L); D (H,).
     """
@@ -126,7 +126,7 @@ def _weights(decay: Tensor, scores: Tensor, D: Tensor) -> Tensor:
 
 
 def _of_checkpoint(ssm_state: Tensor, slot: Tensor, C: Tensor) -> Tensor:
-    """Return the products of the checkpoints and the queries C (R * G, M, N): (R, M, H, P)."""
+    """Return the products of the saved states and the queries C (R * G, M, N): (R, M, H, P)."""
     (_, heads, channels, size), num_rows, (batch, queries, _) = ssm_state.shape, slot.shape[0], C.shape
     state = ssm_state.index_select(0, slot).to(C.dtype)
     y = torch.bmm(C, state.view(batch, -1, size).mT)

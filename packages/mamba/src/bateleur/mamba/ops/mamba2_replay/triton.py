@@ -1,8 +1,8 @@
-"""The Mamba-2 recurrence of decode rows under FOLD: from a checkpoint and a ring, without writing a state.
+"""The Mamba-2 recurrence of decodes under FOLD: from a saved state and a ring of inputs, without writing a state.
 
-One program per row, head and tile of channels reads its tile of the checkpoint once. Outputs are small matrix products
-of checkpoint, ring entries and new tokens, where the new tokens are padded to 16. Legend: P channels of a head's tile,
-N state entries, T new tokens, J ring entries followed by the new tokens.
+One program per request, head and tile of channels reads its tile of the saved state once. Outputs are small matrix
+products of saved state, ring entries and new tokens, where the new tokens are padded to 16. Legend: P channels of a
+head's tile, N state entries, T new tokens, J ring entries followed by the new tokens.
 """
 
 from functools import cache
@@ -31,16 +31,16 @@ _TILE_ENTRIES = 8192  # of a state, per program: 32 KiB in float32
 
 @triton.jit
 def _entries(old_ptr_L, new_ptr_L, place_J, token_J, old_J, new_J, real_L):
-    """Load (J, L) in float32: ring entries, followed by the new tokens and zeros."""
+    """Load L lanes of J ring entries, followed by those of the new tokens and zeros, as (J, L) float32."""
     old_JL = load_tile(old_ptr_L, place_J, old_J, real_L).to(tl.float32)
     return tl.where(new_J[:, None], load_tile(new_ptr_L, token_J, new_J, real_L).to(tl.float32), old_JL)
 
 
 @triton.jit
 def _weights(CB_TJ, g_J, step_J, length, t, j):
-    """Return the decay from the checkpoint to each query (T,), and the weight of each entry for each query (T, J).
+    """Return the decay from the saved state to each query (T,), and the weight of each entry for each query (T, J).
 
-    Sums for queries and entries add the same numbers in the same order, so a query has no decay to itself.
+    Sums for queries and entries add the same numbers in the same order, so the decay of a query to itself is exactly 1.
     """
     sum_J = tl.sum(tl.where(j[:, None] >= j[None, :], g_J[None, :], 0.0), 1)
     sum_T = tl.sum(tl.where(length + t[:, None] >= j[None, :], g_J[None, :], 0.0), 1)
@@ -71,8 +71,9 @@ def replay_kernel(
     BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
+    """Compute the outputs of each decode from its saved state and ring, and append its tokens to the ring.
 
+    Grid (heads x tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
     At least 2 blocks a multiprocessor.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
@@ -148,7 +149,7 @@ def replay_update(
     ssm_state, ring_x, ring_dt, ring_B, x, dt, A, B, C, D, dt_bias, query_start_loc, max_query_len,
     slot, ring_row, ring_start, ring_len, dt_min, dt_max,
 ):  # fmt: skip
-    """See `bateleur.mamba.ops.replay_update`."""
+    """Run the Mamba-2 recurrence over 1 to 1 + K tokens per request, from saved states and rings, in one launch."""
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(2, ring_dt=ring_dt)
     require_dense(3, ssm_state=ssm_state, ring_x=ring_x, ring_B=ring_B)

@@ -6,8 +6,8 @@ and the state before the tile with the factor exp(c_i). Every exponent is a sum 
 
 All tiles are processed in order, so the data of one tile stays in the cache of a core, and there is no padding.
 
-Shapes: T tokens, R rows, H heads, G groups, J = H / G heads per group, P head channels, N state entries, Q tokens of a
-tile.
+Shapes: T tokens, R rows (requests), H heads, G groups, J = H / G heads per group, P head channels, N state entries, Q
+tokens of a tile.
 """
 
 import torch
@@ -41,7 +41,7 @@ def ssd_scan_varlen(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """The Mamba-2 recurrence over prefills; row r starts from the state in slot read[r].
+    """The Mamba-2 recurrence over prefills; row r (a request) starts from the state in state slot read[r].
 
     For each token and head h, with step = clamp(softplus(dt + dt_bias), dt_min, dt_max) and g = h // (H / G):
     S <- exp(A step) S + step x B_g^T, y = S C_g + D x. The state after chunk k is written to ssm_state[chunk_write[k]].

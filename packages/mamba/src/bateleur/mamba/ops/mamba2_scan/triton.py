@@ -2,8 +2,8 @@
 
 1. steps: step sizes, and the running sum of A times step in each chunk, both (H, T);
 2. adds: the contribution of each chunk to the state, (chunks, H, P, N) in float32;
-3. passes: the recurrence over the chunks of a row; writes states to the slots `chunk_write`;
-4. outputs: from the state before a chunk and the tokens of the chunk.
+3. passes: the recurrence over the chunks of a request; writes states to the slots `chunk_write`;
+4. outputs: computed from the state before a chunk and the tokens of the chunk.
 
 Legend: H heads, T tokens, Q tokens of a chunk, M queries and K keys among them, P channels of a head, N state entries,
 S entries of a head's state.
@@ -35,9 +35,9 @@ def steps_kernel(
     dt_ptr, A_ptr, bias_ptr, chunk_starts_ptr, step_ptr, sum_ptr, num_tokens, dt_token, dt_min, dt_max,
     HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, tiles of heads).
+    """Compute step sizes clamp(softplus(dt + bias)) and running sums of A * step in each chunk, (H, T) each.
 
-    At least 7 blocks a multiprocessor.
+    Grid (chunks, tiles of heads). At least 7 blocks a multiprocessor.
     """
     first = tl.load(chunk_starts_ptr + tl.program_id(0))
     length = tl.load(chunk_starts_ptr + tl.program_id(0) + 1) - first
@@ -60,10 +60,10 @@ def adds_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of channels, chunks). Weighted bfloat16 values are split into two parts, so that states keep
-    float32 precision.
+    """Compute the contribution of each chunk's tokens to the state, (chunks, H, P, N) in float32.
 
-    At least 3 blocks a multiprocessor.
+    Grid (heads x tiles of channels, chunks). Weighted bfloat16 values are split into two parts, so that states keep
+    float32 precision. At least 3 blocks a multiprocessor.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     head, chunk = tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64)
@@ -101,9 +101,9 @@ def passes_kernel(
     state_ptr, added_ptr, sum_ptr, chunk_starts_ptr, row_chunk_ptr, read_ptr, chunk_write_ptr, entering_ptr,
     num_tokens, state_slot, SIZE: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of a head's state, heads, rows); SIZE is P times N.
+    """Compute the state before each chunk, and write the state after a chunk to its slot: S <- decay S + contribution.
 
-    At least 25 blocks a multiprocessor.
+    Grid (tiles of a head's state, heads, rows); SIZE is P times N. At least 25 blocks a multiprocessor.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     s = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -135,7 +135,7 @@ def _own_tokens(
     y_MP, C_MN, sum_M, m, x_P, B_N, step_ptr, sum_ptr, first, length, x_token, B_token, real_P, real_N,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of the chunk's tokens up to each query to ``y_MP``."""
+    """Add to the outputs ``y_MP`` the contributions of the chunk's tokens up to each query."""
     for begin in range(0, tl.minimum(length, tl.max(m, 0) + 1), BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         real_K, token_K = k < length, (first + k).to(tl.int64)
@@ -159,8 +159,9 @@ def outputs_kernel(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of queries, chunks + 1): the last program zeroes tokens that belong to no row.
+    """Compute the outputs of each chunk from the state before it and its tokens, and D x.
 
+    Grid (heads x tiles of queries, chunks + 1): the last program zeroes tokens that belong to no row.
     At least 1 block a multiprocessor.
     """
     head, tile, chunk = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
@@ -224,7 +225,7 @@ def ssd_scan_varlen(
     x, dt, A, B, C, D, dt_bias, ssm_state, query_start_loc, chunk_start_loc, chunk_row, row_chunk_loc,
     max_chunks_per_row, chunk_size, read, chunk_write, dt_min, dt_max,
 ):  # fmt: skip
-    """See `bateleur.mamba.ops.ssd_scan_varlen`; no row may write a slot that another row reads."""
+    """Run the Mamba-2 recurrence over prefills in four launches. No row may write a slot that another row reads."""
     del max_chunks_per_row
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(3, ssm_state=ssm_state)

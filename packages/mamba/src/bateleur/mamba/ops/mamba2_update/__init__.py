@@ -1,6 +1,6 @@
-"""The Mamba-2 recurrence of decode rows, token by token.
+"""The Mamba-2 recurrence of decodes, token by token, writing the state after each token.
 
-Shapes: T tokens, R rows, H heads, G groups, P head channels, N state entries, K draft tokens.
+Shapes: T tokens, R rows (requests), H heads, G groups, P head channels, N state entries, K draft tokens.
 """
 
 import torch
@@ -27,7 +27,7 @@ def selective_state_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor:
-    """The Mamba-2 recurrence of 1 to 1 + K tokens per row; the state after each token is written to a slot.
+    """The Mamba-2 recurrence of 1 to 1 + K tokens per row (request); the state after each is written to a state slot.
 
     Args:
         write: (R, 1 + K) int64; the state after token i of row r is written to ssm_state[write[r, i]].

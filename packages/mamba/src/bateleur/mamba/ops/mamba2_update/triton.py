@@ -1,7 +1,7 @@
-"""The Mamba-2 recurrence of decode rows: one program per row, head and tile of channels.
+"""The Mamba-2 recurrence of decodes, writing each state: one program per request, head and tile of channels.
 
-A program reads its tile of the state once, and keeps it in registers for all tokens of the row. The time is that of
-reading one state, and writing one state per token.
+A program reads its tile of the state once, and keeps it in registers for all tokens of the request. The time is that
+of reading one state and of writing one state per token.
 Legend: P channels of a head's tile, N state entries.
 """
 
@@ -34,8 +34,9 @@ def update_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, STATE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads x tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
+    """Run the recurrence over the tokens of each decode, and write the state after each token to its state slot.
 
+    Grid (heads x tiles of channels, rows + 1): the last row zeroes tokens that belong to no row.
     At least 8 blocks a multiprocessor.
     """
     TILES: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
@@ -87,7 +88,7 @@ def tile_options(head_dim: int, state_size: int) -> dict[str, Any]:
 def selective_state_update(
     ssm_state, x, dt, A, B, C, D, dt_bias, query_start_loc, max_query_len, read, write, dt_min, dt_max,
 ):  # fmt: skip
-    """See `bateleur.mamba.ops.selective_state_update`; no row may write a slot that another row reads."""
+    """Run Mamba-2 over 1 to 1 + K tokens per request. No row may write a slot that another row reads."""
     require_dense(1, x=x, dt=dt, B=B, C=C)
     require_dense(3, ssm_state=ssm_state)
     num_rows, (num_tokens, heads, head_dim) = read.shape[0], x.shape

@@ -21,7 +21,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def takes(max_query_len: int, activations: Sequence[Tensor | None], exact: Sequence[Tensor] = ()) -> bool:
-    """Return whether the C forms accept rows of up to `max_query_len` tokens with these tensors.
+    """Return whether the C forms accept requests of up to `max_query_len` tokens with these tensors.
 
     Activations must be all float32 or all bfloat16, and `exact` tensors float32; their last dimension contiguous.
     """
@@ -40,7 +40,7 @@ def takes(max_query_len: int, activations: Sequence[Tensor | None], exact: Seque
 
 
 def is_indexed(query_start_loc: Tensor, *slots: Tensor) -> bool:
-    """Return whether token offsets are int32 and slots int64."""
+    """Return whether token offsets are int32 and state slots int64."""
     return query_start_loc.dtype == torch.int32 and all(each.dtype == torch.int64 for each in slots)
 
 
@@ -66,9 +66,9 @@ def takes_state(ssm_state: Tensor, x: Tensor, B: Tensor, C: Tensor, *by_head: Te
 
 
 def chunks_are_independent(slots: int, read: Tensor, chunk_write: Tensor, chunk_row: Tensor) -> bool:
-    """Return whether no row writes a slot that another row reads, so that rows can be computed in any order.
+    """Return whether no request writes a state slot that another one reads, so that any order is possible.
 
-    Raises IndexError for a slot that is not in [0, slots).
+    Raises IndexError for a state slot outside [0, slots).
     """
     reads, writes = read.tolist(), chunk_write.tolist()
     used = set(reads).union(writes)
@@ -85,7 +85,7 @@ def chunks_are_independent(slots: int, read: Tensor, chunk_write: Tensor, chunk_
 
 
 def index_error(row: int, slots: int, tokens: int) -> IndexError:
-    """Return the error for a row that the C form rejects."""
+    """Return the error for a row (request) that the C form rejects: a slot or token index is out of range."""
     return IndexError(
         f"read, write, query_start_loc: row {row} has a slot outside of [0, {slots - 1}], or not 0 to {MOST_TOKENS} of "
         f"the {tokens} tokens"

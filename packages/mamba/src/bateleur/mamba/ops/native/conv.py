@@ -20,7 +20,7 @@ _SIGNATURES = (
 
 
 def fits(x: Tensor, weight: Tensor, windows: Tensor, entries: int) -> bool:
-    """Return whether taps, channels and windows of at least `entries` inputs are supported, and contiguous."""
+    """Return whether tap and channel counts are supported, and windows contiguous with at least `entries` inputs."""
     channels, taps = weight.shape
     if not weight.is_contiguous() or taps > MOST_TAPS or x.shape[1] != channels:
         return False
@@ -39,7 +39,7 @@ def causal_conv1d_update(
     write: Tensor,
     activation: str,
 ) -> Tensor | Unsupported:
-    """C form of the operator; also returns `UNSUPPORTED` if a row writes a slot that another row reads."""
+    """Convolve 1 to 1 + K tokens per request in C; `UNSUPPORTED` also if a row writes a slot that another reads."""
     room = weight.shape[1] - 2 + max_query_len  # inputs that a row writes to its slot
     floats = takes(max_query_len, (x, weight, bias, conv_state)) and fits(x, weight, conv_state, room)
     integers = is_indexed(query_start_loc, read, offset, write)
@@ -77,7 +77,7 @@ def causal_conv1d_varlen(
     request_conv_write: Tensor | None,
     activation: str,
 ) -> Tensor | Unsupported:
-    """C form of the operator; also returns `UNSUPPORTED` if a row writes a slot that another row reads."""
+    """Convolve prefills in C; returns `UNSUPPORTED` also if a row writes a state slot that another row reads."""
     del query_start_loc
     slots, keep = [read, chunk_write], weight.shape[1] - 1
     if request_conv is not None and request_conv_write is not None:

@@ -1,4 +1,4 @@
-"""C forms of the replay and the fold of Mamba-2. See `ring.c`.
+"""C forms of the replay of Mamba-2 rings (decodes) and of their fold into saved states. See `ring.c`.
 
 The inputs of a ring are processed one by one, so outputs and states have the same bits as updates with single tokens
 (`mamba2.c`), wherever a ring starts.
@@ -56,7 +56,7 @@ def replay_update(
     dt_min: float,
     dt_max: float,
 ) -> Tensor | Unsupported:
-    """C form of the operator."""
+    """Run Mamba-2 decodes from saved states and rings in C; `UNSUPPORTED` for arguments that it does not accept."""
     if not x.shape[0] or not slot.shape[0]:
         return UNSUPPORTED
     floats = takes(max_query_len, (x, dt, B, C, ring_x, ring_B), (ssm_state, ring_dt, A, D, dt_bias))
@@ -84,7 +84,7 @@ def replay_update(
 
 
 class _FoldLayers(Struct):
-    """`fold_layers` of `ring.c`."""
+    """Argument struct of the C function `fold_layers` in `ring.c`, which updates saved states with ring entries."""
 
     _fields_: ClassVar = fields(
         "states ring_x ring_B ring_step A pages windows",
@@ -115,7 +115,7 @@ def fold_ring(
     dst: Tensor,
     page_offset: Tensor,
 ) -> Unsupported | None:
-    """C form of the operator; also returns `UNSUPPORTED` if a row writes a slot that another row reads."""
+    """Add ring entries to saved states in C; `UNSUPPORTED` also if a row writes a slot that another row reads."""
     places = ring_row, ring_start, count, src, dst, page_offset
     pages = ssm_state.stride()[2:] == (math.prod(ssm_state.shape[3:]), ssm_state.shape[4], 1)
     pages = pages and fits(ssm_state.shape[3], ssm_state.shape[4])

@@ -1,7 +1,7 @@
-"""Helpers of the torch forms: slots of a state tensor, padding of ragged rows, and convolutions.
+"""Helpers of the torch forms: state slots, padding of requests to equal length, and convolutions.
 
-Dropped writes go to slot 0, which is set to zero before every read. This costs one slot of memory traffic, while
-masking would cost one slot per row.
+Dropped writes go to state slot 0, which is set to zero before every read. This costs the memory traffic of one slot;
+masking would cost one slot per request.
 """
 
 import functools
@@ -27,8 +27,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def cached_on_cpu(make: Callable[..., T]) -> Callable[..., T]:
     """Cache the last results of `make` by the contents of its tensors, which must be small and on a CPU.
 
-    Index tensors depend only on the rows of a step, and all layers of the step need the same ones. Tensors on other
-    devices are not cached. Callers must not write to the results.
+    Index tensors depend only on the lengths and slots of a step, and all layers of the step need the same ones. Tensors
+    on other devices are not cached. Callers must not write to the results.
     """
 
     @functools.lru_cache(maxsize=8)
@@ -51,13 +51,13 @@ def step_sizes(dt: Tensor, dt_bias: Tensor, limits: tuple[float, float], dtype: 
 
 
 def load_slots(state: Tensor, read: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return copies of the slots `read` (R,); zeros for slot 0."""
+    """Return copies of the states in slots `read` (R,); zeros for slot 0."""
     state[0].zero_()
     return state.index_select(0, read).to(dtype)
 
 
 def store_slots(state: Tensor, write: Tensor, values: Tensor) -> None:
-    """Write values (R, ...) to the slots `write` (R,), which differ, except slot 0."""
+    """Write values (R, ...) to the state slots `write` (R,), which are all different except slot 0."""
     if not values.shape[0]:
         return
     values = values.to(state.dtype)
@@ -79,7 +79,7 @@ def _in_16_bytes(x: Tensor) -> bool:
 
 
 def rows_with_slot(write: Tensor) -> Tensor | None:
-    """Return the rows whose slot is not 0; None stands for all rows, or for unknown (on a GPU)."""
+    """Return indices of the rows whose slot is not 0; None means all rows, or that they are unknown (on a GPU)."""
     if write.device.type != "cpu":
         return None
     rows = write.numpy().nonzero()[0]
@@ -87,12 +87,12 @@ def rows_with_slot(write: Tensor) -> Tensor | None:
 
 
 def query_lens(query_start_loc: Tensor) -> Tensor:
-    """Return (R,) the number of tokens of each row."""
+    """Return the number of tokens of each request, (R,)."""
     return query_start_loc[1:] - query_start_loc[:-1]
 
 
 def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return two (R, M) index tensors: the token to read (any token after the row's end), and to write (T after it)."""
+    """Return token indices (R, M): to read (any token after a request's end), and to write (`num_tokens` there)."""
     starts = query_start_loc.to(torch.int64)
     tokens = starts[:-1, None] + torch.arange(max_query_len, device=starts.device)
     real = tokens < starts[1:, None]
@@ -100,13 +100,13 @@ def pad_rows(query_start_loc: Tensor, max_query_len: int, num_tokens: int) -> tu
 
 
 def unpad(y: Tensor, tokens: Tensor, like: Tensor) -> Tensor:
-    """Scatter (entries, ...) to `tokens` (entries,); T drops an entry. Tokens of no row get zeros."""
+    """Scatter `y` (entries, ...) to token indices `tokens` (entries,); index T drops an entry. Other tokens get 0."""
     out = like.new_zeros((like.shape[0] + 1, *like.shape[1:]))
     return out.index_copy_(0, tokens, y.to(like.dtype))[:-1]
 
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, dim: int, *, out: Tensor | None = None) -> Tensor:
-    """Convolve (..., C) inputs along `dim`; one output for each window of W inputs."""
+    """Convolve inputs (..., C) along `dim`; one output for each window of W inputs."""
     width = weight.shape[1]
     count = inputs.shape[dim] - width + 1
     y = torch.mul(inputs.narrow(dim, 0, count), weight[:, 0].to(inputs.dtype), out=out)

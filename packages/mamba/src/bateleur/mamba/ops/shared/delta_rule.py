@@ -4,8 +4,8 @@ The state S (Dv, Dk) of a value head is updated as S <- exp(g) S + u k^T, with t
 S k) and the output o = S q. The gated delta rule (Yang, Kautz and Hatamizadeh, 2024) has one decay per head, and Kimi
 delta attention (Moonshot AI, 2025) one per key channel. The last dimension of g is therefore 1 or Dk.
 
-Shapes: T tokens, R rows, M tokens of the longest row, H value heads, G key heads, Dk and Dv channels of a key and of a
-value, L entries of a ring.
+Shapes: T tokens, R rows (requests), M tokens of the longest row, H value heads, G key heads, Dk and Dv channels of a
+key and of a value, L entries of a ring.
 """
 
 from typing import NamedTuple
@@ -34,7 +34,7 @@ def of_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def inverse_length(x: Tensor) -> Tensor:
-    """Return (..., 1) the inverse length of each vector."""
+    """Return the inverse length (..., 1) of each vector in the last dimension."""
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return length.square_().add_(EPSILON).rsqrt_()
 
@@ -50,19 +50,19 @@ def gates(
 
 
 def by_row(x: Tensor, num_rows: int, longest: int, tokens: Tensor | None) -> Tensor:
-    """Rearrange (T, H, ...) to (R, H, M, ...), by the token indices (R, M), or by rows of M tokens if they are None."""
+    """Rearrange tokens (T, H, ...) to (R, H, M, ...), by token indices (R, M); None: all rows have M tokens."""
     if tokens is not None:
         return x[tokens].transpose(1, 2)
     return x.unsqueeze(2) if longest == 1 else x.view(num_rows, longest, *x.shape[1:]).transpose(1, 2)
 
 
 def by_token(x: Tensor) -> Tensor:
-    """Rearrange (R, H, M, ...) to (R * M, H, ...)."""
+    """Rearrange rows (R, H, M, ...) to tokens (R * M, H, ...)."""
     return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
 class RingEntries(NamedTuple):
-    """Indices of the entries of each row's ring, newest first. On a CPU, L is that of the fullest row."""
+    """Indices of the entries of each request's ring, newest first. On a CPU, L is the length of the fullest ring."""
 
     keys: Tensor
     """(R, G, L) indices in the ring of k, viewed as (ring rows * L * G, Dk)."""
@@ -73,7 +73,7 @@ class RingEntries(NamedTuple):
 
 
 def ring_entries(row: Tensor, start: Tensor, count: Tensor, capacity: int, heads: tuple[int, int]) -> RingEntries:
-    """Return the indices of `count` (R,) entries of each row; heads are (G, H)."""
+    """Return the indices of the `count` (R,) entries of each request's ring; heads are (G, H)."""
     ages = ring_indices(row, start, count - 1, capacity)
     keys, values = (ages.at.unsqueeze(1) * each + torch.arange(each, device=row.device).unsqueeze(1) for each in heads)
     missing = ages.missing[:, 1:].unsqueeze(1)
@@ -82,14 +82,14 @@ def ring_entries(row: Tensor, start: Tensor, count: Tensor, capacity: int, heads
 
 
 def take(ring: Tensor, at: Tensor, missing: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return (R, heads, L, size) entries of a ring (rows, L, heads, ...), zeros for missing ones."""
+    """Return the entries (R, heads, L, size) of rings (rows, L, heads, ...) at `at`, zeros for missing ones."""
     table = ring.view(ring.shape[0] * ring.shape[1] * at.shape[1], -1)
     found: Tensor = torch.embedding(table, at).to(dtype)
     return found if missing is None else found.masked_fill_(missing, 0)
 
 
 def decayed_keys(ring_k: Tensor, ring_g: Tensor, at: RingEntries, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the keys of all ring entries after the decays of later entries, and the decay of the checkpoint.
+    """Return the keys of all ring entries after the decays of later entries, and the decay of the saved state.
 
     The keys are the product of (R, G or H, L, Dk) and (R, H, L, 1). The decay is (R, H, 1, 1 or Dk).
     """
@@ -104,7 +104,7 @@ def decayed_keys(ring_k: Tensor, ring_g: Tensor, at: RingEntries, dtype: torch.d
 
 
 def apply_state(state: Tensor, probes: Tensor) -> Tensor:
-    """Multiply states (R, H, Dv, Dk) with keys and queries `probes` (R, H, 2 M, Dk): (R, H, 2 M, Dv)."""
+    """Return the products of states (R, H, Dv, Dk) with keys and queries `probes` (R, H, 2 M, Dk): (R, H, 2 M, Dv)."""
     flat, rows = state.flatten(0, 1), probes.flatten(0, 1)
     # For one token on a CPU, matrix times columns is twice as fast as rows times matrix if the states are not in cache.
     # For more tokens, rows times matrix is faster.
@@ -154,7 +154,7 @@ def is_in_place(state: Tensor, dtype: torch.dtype) -> bool:
 
 
 def slot_range(slots: Tensor, *, any_step: bool = False) -> slice | None:
-    """Return slots on a CPU as a range, if they are in order without gaps (or equally spaced) and none is null.
+    """Return state slots on a CPU as a range, if they are in order without gaps (or equally spaced) and none is null.
 
     A view of the range saves a copy of all states: 16 MiB for 64 rows of 256 KiB. None on other devices, which would
     have to synchronize.

@@ -1,8 +1,8 @@
 """Ring entries of Mamba-2 by age: their indices, decays, and layout for matrix products.
 
-Shapes: T tokens, R rows, H heads, G groups, P head channels, N state entries, L entries of a ring, M queries of a row.
-Entries are ordered by age, where the newest has age 0. Rows with fewer entries are padded at the end, so entries that
-an earlier request left in the ring are never read.
+Shapes: T tokens, R rows, H heads, G groups, P head channels, N state entries, L entries of a ring, M queries of a row
+(request). Entries are ordered by age, where the newest has age 0. Rows with fewer entries are padded at the end, so
+entries that an earlier request left in the ring are never read.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RingIndices(NamedTuple):
-    """Indices of each row's entries in the flattened ring, by age. On a CPU, L is that of the fullest row."""
+    """Indices of each request's entries in the flattened rings, by age. On a CPU, L is that of the fullest ring."""
 
     at: Tensor
     """(R, L). Missing entries have the index of the oldest one."""
@@ -31,19 +31,19 @@ def ring_indices(row: Tensor, start: Tensor, oldest: Tensor, capacity: int) -> R
 
 
 def take(ring: Tensor, at: Tensor) -> Tensor:
-    """Return (R, L, size) entries of a ring."""
+    """Return the ring entries (R, L, size) at the indices `at`."""
     entries: Tensor = torch.embedding(ring.view(-1, ring.shape[2:].numel()), at)
     return entries
 
 
 def by_group(entries: Tensor, groups: int) -> Tensor:
-    """Rearrange (R, L, G * size) to (R * G, L, size)."""
+    """Rearrange ring entries (R, L, G * size) to (R * G, L, size), by group."""
     grouped: Tensor = entries.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1)
     return grouped
 
 
 def decays(ring_dt: Tensor, index: RingIndices, A: Tensor, queries: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the decay of the checkpoint at each query, (R, M, H), and the weight of each entry, (R, M, L, H).
+    """Return the decay of the saved state at each query, (R, M, H), and the weight of each entry, (R, M, L, H).
 
     Query m is the token of age m. A weight is the decay after the entry times the entry's step size. It is 0 for
     missing entries, and undefined for entries that are newer than the query.

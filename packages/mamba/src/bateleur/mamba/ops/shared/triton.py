@@ -1,4 +1,4 @@
-"""Helpers of the Triton kernels: step sizes, activations, tiles, rows with a destination, and tensor checks."""
+"""Helpers of the Triton kernels: step sizes, activations, tiles, rows with a destination slot, tensor checks."""
 
 import torch
 import triton
@@ -66,26 +66,26 @@ def rounded(v, PRECISION: tl.constexpr):
 
 @triton.jit
 def unless_null(slot, size):
-    """Return the number of lanes of a slot to read or write: ``size``, or 0 for the null slot."""
+    """Return the number of lanes of a state slot to read or write: ``size``, or 0 for the null slot."""
     return tl.where(slot == 0, 0, size)
 
 
 @triton.jit
 def load_tile(ptr_L, offset_E, real_E, real_L):
-    """Load (E, L) from the addresses ``ptr_L + offset_E``, zeros where masked."""
+    """Load a tile (E, L) from the addresses ``ptr_L + offset_E``, zeros where masked."""
     return tl.load(ptr_L[None, :] + offset_E[:, None], mask=real_E[:, None] & real_L[None, :], other=0)
 
 
 @triton.jit
 def store_tile(ptr_L, offset_E, value_EL, real_E, real_L):
-    """Store (E, L) values to the addresses ``ptr_L + offset_E``, in their dtype."""
+    """Store a tile (E, L) to the addresses ``ptr_L + offset_E``, in the dtype of the memory."""
     element = ptr_L.dtype.element_ty
     tl.store(ptr_L[None, :] + offset_E[:, None], value_EL.to(element), mask=real_E[:, None] & real_L[None, :])
 
 
 @triton.jit
 def rows_of_share(dst_ptr, r, num_rows):
-    """Load (R,) destinations of the rows ``r`` in this program's share (axis 1 of the grid), 0 for others."""
+    """Load destination slots (R,) of the rows ``r`` in this program's share (grid axis 1), 0 for other rows."""
     mine_R = (r < num_rows) & (r % tl.num_programs(1) == tl.program_id(1))
     return tl.load(dst_ptr + r, mask=mine_R, other=0)
 
@@ -97,17 +97,17 @@ def next_row(dst_R, r, row):
 
 
 def row_shares(num_rows: int, programs: int) -> int:
-    """Return the number of shares that rows are divided into, with ``programs`` programs each.
+    """Return the number of shares into which requests are divided, with ``programs`` programs each.
 
-    Most rows have no work, and a program without work takes about 1 us. 2,048 programs are eight waves on a GPU with
-    two programs on each of 132 multiprocessors, which is enough to saturate memory.
+    Most requests have no work, and a program without work takes about 1 us. 2,048 programs are eight waves on a GPU
+    with two programs on each of 132 multiprocessors, which is enough to saturate memory.
     """
     return max(1, min(num_rows, 2048 // programs))
 
 
 @triton.jit
 def zero_tail(out_ptr, first, num_tokens, width, lane_L, real_L):
-    """Zero the tokens from ``first`` to ``num_tokens - 1``, which belong to no row; width: distance of tokens."""
+    """Zero the tokens from ``first`` to ``num_tokens - 1``, which belong to no request; width: stride of tokens."""
     out_L = out_ptr + first.to(tl.int64) * width + lane_L
     for _ in range(num_tokens - first):
         tl.store(out_L, tl.zeros(lane_L.shape, out_ptr.dtype.element_ty), mask=real_L)
@@ -137,7 +137,7 @@ def precision(dtype: torch.dtype, *, state: bool = False) -> str:
 
 
 def state_tile(head_dim: int, entries: int) -> int:
-    """Return the rows of a tile: the largest power of two in [16, entries] with at most a quarter of padding."""
+    """Return the channels of a tile: the largest power of two in [16, entries] with at most a quarter of padding."""
     rows = max(16, min(entries, int(triton.next_power_of_2(head_dim))))
     while rows > 16 and -(-head_dim // rows) * rows * 4 > head_dim * 5:
         rows //= 2

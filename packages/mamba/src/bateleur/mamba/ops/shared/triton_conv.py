@@ -12,10 +12,10 @@ from bateleur.mamba.ops.shared.triton import load_tile, silu, store_tile
 
 @triton.jit
 def inputs(x_C, window_C, position_E, count, window_C_real, real_C, x_token, entry, KEEP: tl.constexpr):
-    """Load (E, C) raw inputs at ``position_E`` of a row of ``count`` tokens, in float32; zeros after the last token.
+    """Load raw inputs (E, C) at ``position_E`` of a request of ``count`` tokens, in float32; zeros after the end.
 
-    ``x_C`` points to the row's first token, ``window_C`` to the oldest of the ``KEEP`` window entries, both by channel.
-    Position -1 is the last window entry. Where ``window_C_real`` is false, the window is zero and is not read.
+    ``x_C`` points to the request's first token, ``window_C`` to the oldest of the ``KEEP`` window entries, both by
+    channel. Position -1 is the last window entry. If ``window_C_real`` is false, the window is zero and is not read.
     """
     new_E, old_E = (position_E >= 0) & (position_E < count), position_E < 0
     x_EC = load_tile(x_C, position_E.to(tl.int64) * x_token, new_E, real_C).to(tl.float32)
@@ -28,7 +28,7 @@ def convolve(
     x_C, window_C, position_T, count, window_C_real, real_C, x_token, entry, weight_C, bias_C,
     WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Return (T, C) outputs at ``position_T`` in float32. ``weight_C`` and ``bias_C`` are pointers by channel."""
+    """Return outputs (T, C) at ``position_T`` in float32. ``weight_C`` and ``bias_C`` are pointers by channel."""
     y_TC = tl.zeros([position_T.shape[0], real_C.shape[0]], tl.float32)
     if HAS_BIAS:
         y_TC += tl.load(bias_C, mask=real_C, other=0).to(tl.float32)[None, :]
@@ -46,7 +46,7 @@ def keep_window(
     window_ptr, conv_ptr, offset, tile, window_entry, conv_entry,
     KEEP: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Copy the ``KEEP`` entries from ``offset`` on of a request conv window to a slot, for one tile of channels."""
+    """Copy ``KEEP`` entries of a request conv window, from ``offset`` on, to a state slot, for one tile of channels."""
     e, c = tl.arange(0, BLOCK_E), tile * BLOCK_C + tl.arange(0, BLOCK_C)
     window_EC = load_tile(window_ptr + c, (offset + e) * window_entry, e < KEEP, c < CHANNELS)
     store_tile(conv_ptr + c, e * conv_entry, window_EC, e < KEEP, c < CHANNELS)

@@ -28,7 +28,7 @@ def unit(x_TK):
 
 @triton.jit
 def log_decays(a_D, a_offset_T, A, bias_D, real_T, real_D):
-    """Return (T, D) log decays of each token; ``a_D`` and ``bias_D`` are pointers by decay."""
+    """Return the log decays (T, D) of each token; ``a_D`` and ``bias_D`` are pointers by decay."""
     bias_D = tl.load(bias_D, mask=real_D, other=0).to(tl.float32)
     a_TD = load_tile(a_D, a_offset_T, real_T, real_D).to(tl.float32)
     return tl.where(real_T[:, None], A * softplus(a_TD + bias_D[None, :]), 0.0)
@@ -36,7 +36,7 @@ def log_decays(a_D, a_offset_T, A, bias_D, real_T, real_D):
 
 @triton.jit
 def betas(b_T, real_T, beta_scale):
-    """Return (T,) beta of each token; ``b_T`` are pointers."""
+    """Return beta (T,) of each token, ``beta_scale * sigmoid(b)``; ``b_T`` are pointers to b."""
     return beta_scale * sigmoid(tl.load(b_T, mask=real_T, other=0).to(tl.float32))
 
 
@@ -48,7 +48,7 @@ def product(x, y, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums_of_tokens(x_TD, REVERSE: tl.constexpr):
-    """Return (T, D) inclusive running sums, from the end if REVERSE. Triton 3.6 scans one column only as a vector."""
+    """Return inclusive running sums (T, D), from the end if REVERSE. Triton 3.6 scans one column only as a vector."""
     if x_TD.shape[1] == 1:
         return tl.cumsum(tl.sum(x_TD, 1), 0, reverse=REVERSE)[:, None]
     return tl.cumsum(x_TD, 0, reverse=REVERSE)
@@ -70,7 +70,7 @@ def solve(below_TT, x_VT, t, count):
 
 @triton.jit
 def zero_tokens(o_V, first, num_tokens, token, t, real_V):
-    """Zero the tokens from ``first`` on, which belong to no row; token: distance of tokens."""
+    """Zero the tokens from ``first`` on, which belong to no request; token: stride of tokens."""
     for begin in range(first, num_tokens, t.shape[0]):
         token_T = (begin + t).to(tl.int64)
         zero_TV = tl.zeros([t.shape[0], real_V.shape[0]], tl.float32)
@@ -80,7 +80,7 @@ def zero_tokens(o_V, first, num_tokens, token, t, real_V):
 @triton.jit
 def ring_keys(ring_k_K, ring_g_D, start, count, j, real_K, real_D, k_entry, g_entry, CAPACITY: tl.constexpr):
     """Load the first ``count`` entries of a ring: (J, K) raw keys, (J, D) the decay after each entry, and (D,) the
-    decay of the checkpoint. Missing entries are zeros.
+    decay of the saved state. Missing entries are zeros.
     """
     place_J, after_J = ((start + j) % CAPACITY).to(tl.int64), ((start + j + 1) % CAPACITY).to(tl.int64)
     k_JK = load_tile(ring_k_K, place_J * k_entry, j < count, real_K).to(tl.float32)
@@ -91,7 +91,7 @@ def ring_keys(ring_k_K, ring_g_D, start, count, j, real_K, real_D, k_entry, g_en
 
 
 def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
-    """Return the compiled sizes, from q (..., G, Dk), v (..., H, Dv), and a (..., H) or (..., H, Dk)."""
+    """Return sizes for `tl.constexpr` arguments from q (..., G, Dk), v (..., H, Dv), a (..., H) or (..., H, Dk)."""
     heads, value_dim = v.shape[-2:]
     groups, key_dim = q.shape[-2:]
     decays = key_dim if a.dim() == v.dim() else 1
@@ -99,7 +99,7 @@ def shape_options(q: Tensor, v: Tensor, a: Tensor) -> dict[str, int]:
 
 
 def block_options(key_dim: int, decays: int, *, least: int = 16, most: int = 1 << 20) -> dict[str, Any]:
-    """Return the tile sizes of key channels, in [least, most], and of their decays; products need at least 16."""
+    """Return tile sizes of key channels, in [least, most], and of their decays; matrix products need at least 16."""
     block_k = max(least, min(most, triton.next_power_of_2(key_dim)))
     return {"BLOCK_K": block_k, "BLOCK_D": 1 if decays == 1 else block_k}
 

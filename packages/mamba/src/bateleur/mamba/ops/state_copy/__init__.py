@@ -11,7 +11,8 @@ from bateleur.mamba.ops.shared import load_slots, rows_with_slot, store_slots
 def copy_states(
     conv_state: Tensor, ssm_state: Tensor | None, conv_src: Tensor, conv_bias: Tensor, ssm_src: Tensor, dst: Tensor
 ) -> None:
-    """Copy states between slots: conv_state[conv_src] without its first conv_bias entries, and ssm_state[ssm_src].
+    """Copy states between state slots: conv_state[conv_src] without its first conv_bias entries, and
+    ssm_state[ssm_src].
 
     Args:
         conv_state: (layers, slots, W - 1 + K, C), updated in place.

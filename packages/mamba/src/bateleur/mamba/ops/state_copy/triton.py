@@ -1,7 +1,7 @@
-"""Copies states between slots: one launch for all rows and layers.
+"""Copies states between state slots: one launch for all requests and layers.
 
 Most rows have no copy, so programs skip to the rows with a destination: see `rows_of_share`.
-Legend: E entries of a conv window, C conv channels, S entries of a state, R rows.
+Legend: E entries of a conv window, C conv channels, S entries of a state, R rows (requests).
 """
 
 from functools import cache
@@ -32,9 +32,9 @@ def copy_kernel(
     ENTRIES: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (parts of the state + tiles of conv channels, shares of rows, layers).
+    """Copy conv windows and SSM states between state slots.
 
-    At least 9 blocks a multiprocessor.
+    Grid (parts of the state + tiles of conv channels, shares of rows, layers). At least 9 blocks a multiprocessor.
     """
     part, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     conv_ptr += layer * conv_layer
@@ -76,7 +76,7 @@ def tile_options(entries: int, size: int) -> dict[str, Any]:
 
 
 def copy_states(conv_state, ssm_state, conv_src, conv_bias, ssm_src, dst):
-    """See `bateleur.mamba.ops.copy_states`; no row may write a slot that another row reads."""
+    """Copy states between state slots in one launch. No row may write a slot that another row reads."""
     require_dense(1, conv_state=conv_state)
     layers, _, entries, channels = conv_state.shape
     size, strides = 0, (0, 0)  # no SSM states
