@@ -1,4 +1,4 @@
-"""Delta-rule layers: configuration fields, and weight names in the layouts of published checkpoints."""
+"""Delta-rule layers of checkpoints: configuration fields, and weight names in the layouts of published checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK = 64
 
 
 def read_gated_delta(fields: ConfigFields, norm_eps: float, *, allow_neg_eigval: bool = False) -> DeltaLayer:
-    """Read a gated delta net from the fields `linear_*`. norm_eps: of the output norm."""
+    """Read a gated delta net from the fields `linear_*`. norm_eps: epsilon of the output norm."""
     fields.choice("hidden_act", ("silu",))
     fields.divides("linear_num_key_heads", "linear_num_value_heads")
     state = GatedDelta(
@@ -29,14 +29,15 @@ def read_gated_delta(fields: ConfigFields, norm_eps: float, *, allow_neg_eigval:
 
 
 def joined_names(layer: DeltaLayer) -> Names:
-    """Names of Qwen3.5: queries, keys and values in one matrix, one matrix for each other part of the projection."""
+    """Return Qwen3.5's weight names: q, k and v in one matrix, one matrix for each other part of the projection."""
     sizes = _sizes(layer)
     rows = {"in_proj_qkv": sum(sizes[:3]), "in_proj_z": sizes[3], "in_proj_b": sizes[4], "in_proj_a": sizes[5]}
     return _stacked("in_proj", rows) | _rest("norm", "out_proj") | _CONV
 
 
 def packed_names(layer: DeltaLayer) -> Names:
-    """Names of Qwen3-Next: key head by key head, with the value heads that it serves."""
+    """Return Qwen3-Next's weight names: rows are ordered by key head, each followed by the value heads that it serves.
+    """
     sizes, state = _sizes(layer), layer.state
     assert isinstance(state, GatedDelta)
     first, second = sum(sizes[:4]), sum(sizes[4:])
@@ -48,14 +49,15 @@ def packed_names(layer: DeltaLayer) -> Names:
 
 
 def split_names(layer: DeltaLayer) -> Names:
-    """Names of OLMo-hybrid: one matrix for each part of the projection, and separate or joined convolutions."""
+    """Return OLMo-hybrid's weight names: one matrix for each part of the projection; separate or joined convolutions.
+    """
     named = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
     names = _stacked("in_proj", dict(zip(named, _sizes(layer), strict=True)))
     return names | _rest("o_norm", "o_proj") | split_convolutions(layer)
 
 
 def factored_names(layer: DeltaLayer) -> Names:
-    """Names of Kimi Linear: one matrix for each part; gate and decay are products of two matrices."""
+    """Return Kimi Linear's weight names: one matrix for each part; gate and decay are products of two matrices."""
     state, rank = layer.state, layer.rank
     assert isinstance(state, KimiDelta)
     assert rank is not None
@@ -73,7 +75,7 @@ def factored_names(layer: DeltaLayer) -> Names:
 
 
 def split_convolutions(layer: DeltaLayer) -> Names:
-    """Names of separate convolutions for queries, keys and values, or of one for all."""
+    """Return the weight names of separate convolutions for q, k and v, or of one joined convolution."""
     rows = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), _channels(layer), strict=True))
     apart = {name: replace(part, form=Form.CONV) for name, part in _stacked("conv", rows).items()}
     name, joined = next(iter(_CONV.items()))
@@ -93,19 +95,19 @@ def _rest(norm: str, out: str) -> Names:
 
 
 def _channels(layer: DeltaLayer) -> tuple[int, int, int]:
-    """Return the rows of queries, keys and values."""
+    """Return the numbers of rows of queries, keys and values."""
     (key_heads, value_heads), (key_dim, value_dim) = layer.state.heads, layer.state.lanes
     return key_heads * key_dim, key_heads * key_dim, value_heads * value_dim
 
 
 def _sizes(layer: DeltaLayer) -> tuple[int, ...]:
-    """Return the rows of queries, keys, values, gate, b and a."""
+    """Return the numbers of rows of queries, keys, values, gate, b and a."""
     channels, heads = _channels(layer), layer.state.heads[1]
     return *channels, channels[2], heads, heads
 
 
 def _stacked(target: str, rows: dict[str, int]) -> Names:
-    """Return parts of one weight, stacked by rows."""
+    """Return the names of weights that are stacked by rows to one weight. rows: number of rows by name."""
     names, start = {}, 0
     for name, count in rows.items():
         names[f"{name}.weight"] = Part(target, start, count)

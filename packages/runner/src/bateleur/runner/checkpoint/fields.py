@@ -1,4 +1,4 @@
-"""Reads a Hugging Face configuration, with errors that name field, value and rule."""
+"""Reads a Hugging Face configuration. Errors name the field, its value and the rule."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ class ConfigFields:
     """
 
     def __init__(self, config: Any, written: Mapping[str, Any] | None = None) -> None:
-        """written: fields of the file, whose names are used in errors."""
+        """written: fields of the file. Errors use their names."""
         self.config = config
         self._written = written or {}
         self._rope_parameters: dict[str, Any] = {}
         """Set by `rope`."""
 
     def raw(self, name: str) -> Any:
-        """Return the unchecked field; None if it is missing."""
+        """Return a field without checking it; None if it is missing."""
         return getattr(self.config, name, None)
 
     def __getitem__(self, name: str) -> Any:
-        """Return the checked field."""
+        """Return a field after checking it."""
         return CHECKS[name](self.called(name), self.raw(name))
 
     def called(self, name: str) -> str:
-        """Return the name that the file has for a field with two names in transformers."""
+        """Return the name under which the file has a field. transformers knows some fields by two names."""
         if name not in self._written:
             for pair in getattr(self.config, "attribute_map", {}).items():
                 if name in pair:
@@ -59,7 +59,7 @@ class ConfigFields:
         return name
 
     def choice(self, name: str, options: tuple[str, ...]) -> str:
-        """Return a field that must be one of the supported names."""
+        """Return a field that must have one of the supported values."""
         value = self.raw(name)
         if value not in options:
             supported = ", ".join(repr(option) for option in options)
@@ -82,7 +82,10 @@ class ConfigFields:
     def attention(
         self, *, rope: RopeSpec | None, bias: bool, scale: float | None = None, **more: Any
     ) -> AttentionLayer:
-        """Return the attention layer of the common fields. scale: None is head_dim**-0.5. more: further arguments."""
+        """Build an attention layer from the fields that most families share.
+
+        scale: factor on scores; None: head_dim**-0.5. more: further arguments of `AttentionLayer`.
+        """
         self.divides("num_key_value_heads", "num_attention_heads")
         return AttentionLayer(
             num_heads=self["num_attention_heads"],
@@ -119,9 +122,10 @@ class ConfigFields:
         lengths: tuple[int, int] | None = None,
         **more: Any,
     ) -> ModelSpec:
-        """Return the model of these layers, with fields that all families share.
+        """Build the model of these layers, with the fields that all families share.
 
-        norm_eps: field name. lengths: default and largest maximum length of a request, if no field has them.
+        norm_eps: name of the field. lengths: default and largest maximum length of a request, for families without such
+        fields.
         """
         longest, scaled = lengths or self._lengths()
         return ModelSpec(
@@ -138,7 +142,7 @@ class ConfigFields:
         )
 
     def _lengths(self) -> tuple[int, int]:
-        """Return the model's own maximum length, and the maximum that a user may choose with scaled rotary embedding.
+        """Return the default maximum length, and the maximum that a user may choose with scaled rotary embedding.
 
         Files with YaRN often keep the original `max_position_embeddings`. With other kinds it is often the scaled
         length already, so only a user can choose more.
@@ -152,10 +156,10 @@ class ConfigFields:
         return positions, int(before.get(kind, 0) * factor)
 
     def rope(self, *, partial: bool, layer_type: str | None = None) -> RopeSpec:
-        """Return rotary embedding from `rope_parameters`, as transformers computes it.
+        """Build the rotary embedding of the field `rope_parameters`, as transformers computes it.
 
         partial: whether the default kind of this family uses `partial_rotary_factor`; scaled kinds always do.
-        layer_type: kind of layers whose parameters are read, if each kind has its own.
+        layer_type: layer type whose parameters are read, if each type has its own.
         """
         parameters = self.raw("rope_parameters") or {}
         if layer_type is not None:

@@ -1,4 +1,4 @@
-"""A configuration read from its file, without transformers if that would not change anything."""
+"""A configuration that is read from its file, without transformers if transformers would not change it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 
 class FileConfig:
-    """Fields of a configuration as attributes: those of the file, else those of transformers.
+    """Configuration fields as attributes: those of the file, else those of transformers.
 
-    Importing transformers takes longer than everything else in opening a small checkpoint.
+    transformers is imported only when a field needs it, because the import takes longer than everything else in opening
+    a small checkpoint.
 
     written: fields of the file, all in `Family.plain`.
     ask: returns the configuration object of transformers; called when first needed.
@@ -31,11 +32,11 @@ class FileConfig:
 
 
 def _is_complete(rope: Mapping[str, Any]) -> bool:
-    """Return whether transformers would add nothing to these parameters of rotary embedding."""
+    """Return whether transformers would add nothing to these rotary embedding parameters."""
     return rope.get("rope_type") == "default" and rope.get("rope_theta") is not None
 
 
 def has_current_kinds(written: Mapping[str, Any], kinds: frozenset[str]) -> bool:
-    """Return whether all lists of layers have these kinds only; older files have other names for some."""
+    """Return whether all lists of layer types use the current names. Older files have other names for some types."""
     listed = (written.get(name) or () for name in ("layers_block_type", "layer_types", "mtp_layers_block_type"))
     return all(kinds.issuperset(each) for each in listed)

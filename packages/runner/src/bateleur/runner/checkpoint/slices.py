@@ -1,4 +1,4 @@
-"""Reads the slices of a checkpoint's tensors that one of several ranks needs."""
+"""Reads this rank's slices of a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bateleur.runner.models.sharding import Cut
 
 
 def fill_shard(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None:
-    """Copy this rank's slice of one tensor into its `weight`. `cut` is the rank's part of the whole weight."""
+    """Copy this rank's slice of one tensor into its `weight`. cut: the ranges of the whole weight that the rank has."""
     shift, target = 0, weight
     if part.expert is not None:
         (first, end), *_ = cut.get(0, ((0, len(weight)),))
@@ -42,7 +42,10 @@ def fill_shard(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> None
 
 
 def own_rows(ranges: Sequence[Range] | None, part: Part, count: int) -> Iterator[tuple[Range, Range]]:
-    """Yield this rank's rows within the part's `count` rows, and their rows in the rank's weight."""
+    """Yield ranges of this rank's rows, counted within the part's `count` rows and within the rank's weight.
+
+    ranges: rows of the whole weight that the rank has; None for all.
+    """
     begin, end = part.start, part.start + count
     local = 0
     for first, last in ranges or ((0, end),):

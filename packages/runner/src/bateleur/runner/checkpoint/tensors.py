@@ -26,7 +26,7 @@ _MAPPED = DTYPES | {"F8_E4M3": torch.uint8, "U8": torch.uint8, "I8": torch.int8,
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor in a file."""
+    """Name, shape, dtype and position of one tensor in a safetensors file."""
 
     file: Path
     name: str
@@ -43,7 +43,7 @@ class TensorEntry:
     """Whether the numbers are computed from codes and scales, and rounded to the dtype of the model at first."""
 
     def mapped(self) -> Tensor:
-        """The tensor, of a dtype in `DTYPES`, an integer or float8 as its bits: read from the file when it is used."""
+        """Return the tensor memory-mapped: a dtype in `DTYPES`, or an integer; float8 as its bits (uint8)."""
         if self.dtype not in _MAPPED:
             raise ValueError(f"{self.file}: {self.name} is {self.dtype}; supported are {', '.join(_MAPPED)}")
         raw = np.memmap(self.file, np.uint8, "c", self.start, (self.num_bytes,))
@@ -52,7 +52,7 @@ class TensorEntry:
     def read(self, opened: BufferedReader) -> Tensor:
         """Read the tensor, of a dtype in `DTYPES`, as a copy. Raises ValueError if the file became shorter.
 
-        Memory-mapping by torch would reserve memory for the whole file.
+        This does not use torch's memory-mapping, which would reserve memory for the whole file.
         """
         raw = torch.empty(self.num_bytes, dtype=torch.uint8)
         opened.seek(self.start)
@@ -64,7 +64,7 @@ class TensorEntry:
 def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -> dict[str, TensorEntry]:
     """Return all tensors of `model.safetensors`, or of the shards in `model.safetensors.index.json`, by name.
 
-    other_prefixes: (other, ours); names that begin with the other prefix are listed under ours.
+    other_prefixes: pairs (prefix in files, our prefix) by which names are changed.
 
     Copies of a tensor in shards other than the one in the index are left out. Raises ValueError if there are no
     weights, a shard is missing, truncated or lacks a listed tensor, or a tensor occurs twice.

@@ -1,7 +1,7 @@
 """A tokenizer from `tiktoken.model`, the format of Kimi's checkpoints, without running code of the checkpoint.
 
 Each line has a token: its bytes in base64, and its rank. The conversion is that of transformers' `TikTokConverter`. The
-file does not say how text is split before merging; Kimi's class does, see `KIMI_SPLIT`.
+file does not say how text is split before merging. Kimi's tokenizer class does, see `KIMI_SPLIT`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _vocabulary(ranks: dict[bytes, int]) -> dict[str, int]:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
-    """Return all ways to make a token of two others, in the order of ranks."""
+    """Return all pairs of tokens that join to another token, in the order of ranks: the merges of a BPE model."""
     merges: list[tuple[str, str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
@@ -103,7 +103,7 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
 
 
 def _added_tokens(config: dict[str, Any], first: int) -> list[tuple[str, bool]]:
-    """Return names of the tokens after the ranks, from id `first` on, and whether each is special."""
+    """Return the texts of the tokens after the ranks, from id `first` on, and whether each is special."""
     described: dict[str, Any] = config.get("added_tokens_decoder") or {}
     known = {int(token): each for token, each in described.items() if isinstance(each, dict)}
     count = _NUM_RESERVED if is_kimi(config.get("auto_map")) else 0
@@ -116,7 +116,7 @@ def _added_tokens(config: dict[str, Any], first: int) -> list[tuple[str, bool]]:
 
 
 def _as_characters(token: bytes) -> str:
-    """Return bytes in the characters of byte-level vocabularies (GPT-2)."""
+    """Return bytes in the characters that byte-level vocabularies (GPT-2) write for them."""
     return "".join(_CHARACTERS[byte] for byte in token)
 
 
