@@ -49,7 +49,10 @@ def read_experts(
 def sparse_layers(
     fields: ConfigFields, blocks: Sequence[Layer], mlp: MlpLayer, experts: ExpertsLayer
 ) -> tuple[Layer, ...]:
-    """Each block, followed by `experts`, or by `mlp` if `mlp_only_layers` or `decoder_sparse_step` say so."""
+    """Return the blocks, each followed by `experts` or by `mlp`.
+
+    It is `mlp` for blocks in `mlp_only_layers`, and for blocks whose number is no multiple of `decoder_sparse_step`.
+    """
     dense, step = fields["mlp_only_layers"], fields["decoder_sparse_step"]
     if bad := [i for i in dense if i >= len(blocks)]:
         raise ValueError(f"mlp_only_layers holds {bad[0]}; it must be in [0, num_hidden_layers = {len(blocks)})")

@@ -104,7 +104,11 @@ class ConfigFields:
         limits: tuple[float, float] | None = None,
         ssm_dtype: torch.dtype = torch.float32,
     ) -> MambaLayer:
-        """Return the Mamba layer of the fields `names`. limits: of dt after softplus; None: `time_step_limit`."""
+        """Build a Mamba-2 layer. names: name of the config field for each size.
+
+        limits: bounds of dt after softplus; None: the field `time_step_limit`. ssm_dtype: dtype of the recurrent
+        states.
+        """
         self.choice(names["activation"], ("silu",))
         self.divides(names["num_groups"], names["num_heads"])
         low, high = limits or maybe(limits_of_dt)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)

@@ -78,9 +78,9 @@ def _ask_transformers(folder: Path) -> Any:
 
 
 def _refuse_code(folder: Path, known: Callable[[Any], bool] = lambda named: False) -> None:
-    """Raise ValueError for a tokenizer class in the checkpoint, because transformers' own splits text differently.
+    """Raise ValueError if the tokenizer's class is code in the checkpoint: transformers' classes split text otherwise.
 
-    known: whether a class has a split that is implemented here.
+    known: returns whether the split of a class is implemented here.
     """
     for file in (folder / "tokenizer_config.json", folder / "config.json"):
         named = read_json(file).get("auto_map") if file.is_file() else None

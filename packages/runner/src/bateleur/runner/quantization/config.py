@@ -45,10 +45,9 @@ _FALLBACKS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gp
 
 
 def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]]:
-    """Return the file that describes the quantisation of the checkpoint folder `path`, and its fields; none if nothing
-    does. config: fields of config.json.
+    """Return the file that describes the quantisation of the checkpoint folder `path`, and its fields.
 
-    Raises ValueError if they are no object.
+    The fields are empty without quantisation. config: fields of config.json. Raises ValueError if they are no object.
     """
     file = path / "config.json"
     try:
@@ -67,7 +66,7 @@ def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Ma
 def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
     """Return the reader for the checkpoint folder `path`; None if it is not quantised. config: fields of config.json.
 
-    Raises ValueError for a method or an option of it that is not supported.
+    Raises ValueError for an unsupported quantisation method, or an unsupported option of the method.
     """
     file, fields = quantization_fields(path, config)
     try:
@@ -77,7 +76,7 @@ def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
 
 
 def reader_of(fields: Mapping[str, Any]) -> Reader:
-    """Return the reader for a `quantization_config`. Raises ValueError as `read_quantization`."""
+    """Return the reader for the fields of a `quantization_config`. Raises ValueError as `read_quantization`."""
     said = fields.get("quant_method")
     method = str(said).lower().replace("_", "-")
     method = _SAME.get(str(said).lower(), method)
@@ -94,7 +93,7 @@ def reader_of(fields: Mapping[str, Any]) -> Reader:
 
 
 def check_method(quantization: str, reader: Reader | None) -> None:
-    """Raise ValueError if the option `quantization` names another method than the checkpoint has."""
+    """Raise ValueError if `quantization`, an option of the user, differs from the method of the checkpoint."""
     found = next((name for name, kind in READERS.items() if type(reader) is kind), "none")
     if found != _SAME.get(quantization, quantization):
         raise ValueError(
@@ -103,7 +102,7 @@ def check_method(quantization: str, reader: Reader | None) -> None:
 
 
 def _fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `quantization_config` of the whole model, else of its text model; empty if neither has one."""
+    """Return `quantization_config` of the whole model, or else of its text model; empty if neither has one."""
     inner = config.get("text_config")
     for where in (config, inner if isinstance(inner, dict) else {}):
         for name in ("quantization_config", "compression_config"):

@@ -1,4 +1,4 @@
-"""Groups the tensors of a file by quantised module."""
+"""Groups the tensors of a file by the quantised module that they belong to."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ _JOINED = re.compile(r"(?P<base>.+?)_(?P<part>(?:weight_)?(?:scale(?:_inv|_2)?|g
 def find_modules(
     tensors: Mapping[str, Stored], spellings: Sequence[tuple[str, str]] = ()
 ) -> tuple[dict[str, Module], set[str]]:
-    """Return quantised modules, by the name of their plain weight, and the names of all their tensors.
+    """Return quantised modules by the name of their plain weight, and the names of all their tensors.
 
-    spellings: (other, ours) prefixes of names, both of which ignore lists may use.
-
-    Raises ValueError for a tensor that shows an unsupported format.
+    spellings: pairs of prefixes (in other files, ours); lists of ignored modules may use either.
     """
     grouped: dict[str, dict[str, Stored]] = {}
     claimed: dict[str, set[str]] = {}
@@ -62,7 +60,7 @@ def find_modules(
 
 
 def _names(stem: str, stored: str, spellings: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Return names of a module: in the file, here, and with the prefixes that other tools write."""
+    """Return the names of a module: in the file, in our names, and with the prefixes that other tools write."""
     own = stored.rpartition(".")[0] if stored.rpartition(".")[2] in _CODES else stored
     found = [own, stem]
     for one, other in (*spellings, ("model.", "backbone."), ("model.", "model.language_model.")):

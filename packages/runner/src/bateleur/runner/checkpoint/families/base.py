@@ -1,4 +1,4 @@
-"""What a model family declares, and how most of them read their layers."""
+"""The declaration of a model family, and functions that read the layers of most families."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bateleur.runner.models.spec import AttentionLayer, Layer, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpNames:
-    """Tensor names of an MTP head, after `mtp.`; its layers have the names of the target's."""
+    """Tensor names of an MTP head, without `mtp.`. The head's layers have the names of the target's layers."""
 
     layers: Callable[[ConfigFields, ModelSpec], tuple[tuple[Layer, ...], int]]
     """Returns the branches of the head of a target, and the number of branches per layer. Raises ValueError if there is
@@ -76,9 +76,10 @@ INERT = frozenset(_INERT.split())
 def read_layers(
     named: str, kinds: Sequence[str], readers: Mapping[str, Callable[[], Layer]], *following: Layer
 ) -> tuple[Layer, ...]:
-    """Return the branches of layers of these kinds: each kind's, followed by `following`.
+    """Return the residual branches of a model: for each entry of `kinds` the layer of that type, then `following`.
 
-    named: format of the error message for entry i. Raises ValueError for an unsupported kind.
+    readers: builds the layer of each type. named: format of the error message for entry i. Raises ValueError for an
+    unsupported type.
     """
     made: dict[str, Layer] = {}
     for i, kind in enumerate(kinds):
@@ -93,7 +94,10 @@ WINDOW_KINDS = ("full_attention", "sliding_attention")
 
 
 def read_windows(fields: ConfigFields, attention: AttentionLayer, **windowed: Any) -> tuple[AttentionLayer, ...]:
-    """One attention layer per entry of `layer_types`. windowed: fields that sliding-window layers replace."""
+    """Return one attention layer for each entry of `layer_types`.
+
+    windowed: fields of sliding-window layers that differ.
+    """
     kinds, made = fields.raw("layer_types") or (), {"full_attention": attention}
     if "sliding_attention" in kinds:
         made["sliding_attention"] = replace(attention, sliding_window=fields["sliding_window"], **windowed)
@@ -104,5 +108,5 @@ def read_windows(fields: ConfigFields, attention: AttentionLayer, **windowed: An
 
 
 def followed(blocks: Sequence[Layer], *following: Layer) -> tuple[Layer, ...]:
-    """Each block, followed by the layers `following`."""
+    """Return every block, each followed by the layers `following`."""
     return tuple(layer for block in blocks for layer in (block, *following))

@@ -1,6 +1,6 @@
 """Falcon-H1: parallel attention and Mamba-2 in every layer, then a gated MLP, with multipliers.
 
-No multiplier costs a step anything: they are folded into existing factors, into `scale`, or into weights.
+Multipliers take no time in a step: they are folded into existing factors, into `scale`, or into weights.
 """
 
 from __future__ import annotations

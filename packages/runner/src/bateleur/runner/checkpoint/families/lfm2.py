@@ -43,7 +43,7 @@ _RENAMED = {
 
 
 def _read_blocks(fields: ConfigFields) -> list[Layer]:
-    """Return the convolution or attention of each layer."""
+    """Return the short convolution or attention of each layer."""
 
     def conv() -> Layer:
         state = ShortConv(fields["hidden_size"], conv_width=fields["conv_L_cache"])

@@ -17,7 +17,7 @@ llama_names = partial(weight_names, mlp=("mlp", "post_attention_layernorm"))
 
 
 def gated_mlp(fields: ConfigFields) -> MlpLayer:
-    """The gated MLP of Llama's field names; without a field `mlp_bias` there are no biases."""
+    """Read a gated MLP from Llama's field names. Without a field `mlp_bias` there are no biases."""
     fields.choice("hidden_act", ("silu",))
     return MlpLayer(fields["intermediate_size"], bias=fields.raw("mlp_bias") is not None and fields["mlp_bias"])
 

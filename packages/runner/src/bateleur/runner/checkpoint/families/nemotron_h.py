@@ -55,7 +55,7 @@ _PLAIN = INERT.union(_READ.split(), _UNREAD.split(), MAMBA_FIELDS.values())
 
 
 def _read_spec(fields: ConfigFields, listed: str = "layers_block_type") -> ModelSpec:
-    """Read the model whose kinds of layers are in the field `listed`."""
+    """Read the model. listed: name of the field with the list of layer types."""
 
     def mamba() -> Layer:
         dtype = fields.choice("mamba_ssm_cache_dtype", ("float32", "float16", "bfloat16"))

@@ -1,4 +1,4 @@
-"""OLMo 3: attention with a sliding window in most layers, then a gated MLP; norms follow the branches."""
+"""OLMo 3: attention with a sliding window in most layers, then a gated MLP. Norms come after the branches."""
 
 from __future__ import annotations
 

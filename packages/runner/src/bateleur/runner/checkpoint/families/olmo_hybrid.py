@@ -1,4 +1,4 @@
-"""OLMo-hybrid: gated delta nets with norms before them, or attention with norms after it, then a gated MLP."""
+"""OLMo-hybrid: a gated delta net with a norm before it, or attention with norms after it, then a gated MLP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OUTPUT_NORM_EPS = 1e-5  # output norm of a delta net; not in the configuration
 
 
 def _rope(fields: ConfigFields) -> RopeSpec | None:
-    """Read rotary embedding; None in published models, whose delta nets carry the order."""
+    """Read the rotary embedding. It is None in published models, whose delta nets carry the order of tokens."""
     parameters = fields.raw("rope_parameters")
     return None if not parameters or parameters.get("rope_theta") is None else fields.rope(partial=False)
 
@@ -48,7 +48,7 @@ def _names(spec: ModelSpec) -> Names:
 
 
 def _with_norms(spec: ModelSpec, names: Names) -> Iterator[tuple[str, Part]]:
-    """Yield the names of norms in files and in transformers (some layers only in files)."""
+    """Yield the names of norms, both as published files and as transformers' files have them."""
     before = {
         "input_layernorm": ("attention_layer_norm", "input_layernorm"),
         "post_attention_layernorm": ("feedforward_layer_norm", "post_attention_layernorm"),

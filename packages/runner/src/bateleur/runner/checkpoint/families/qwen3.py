@@ -9,7 +9,7 @@ from bateleur.runner.models.spec import AttentionLayer, ModelSpec
 
 
 def qwen3_attention(fields: ConfigFields) -> AttentionLayer:
-    """Attention with a norm of each head of queries and keys."""
+    """Read attention with RMS norms over each head of queries and keys."""
     rope, bias = fields.rope(partial=False), fields["attention_bias"]
     return fields.attention(rope=rope, bias=bias, qk_norm_eps=fields["rms_norm_eps"])
 

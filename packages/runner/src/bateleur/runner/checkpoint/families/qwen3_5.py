@@ -1,4 +1,4 @@
-"""Qwen3.5: gated delta nets or gated attention, then a gated MLP or experts; also the text model of larger files."""
+"""Qwen3.5: gated delta nets or gated attention, then a gated MLP or experts; also the text part of multimodal files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def gated_attention(fields: ConfigFields) -> Layer:
 
 
 def read_blocks(fields: ConfigFields, *following: Layer) -> tuple[Layer, ...]:
-    """Read a gated delta net or gated attention for each of `layer_types`, each followed by `following`."""
+    """Read the mixer of each entry of `layer_types`: a gated delta net or gated attention.
+
+    `following` comes after each.
+    """
     fields.choice("hidden_act", ("silu",))
     readers = {
         "linear_attention": lambda: read_gated_delta(fields, fields["rms_norm_eps"]),
@@ -43,13 +46,16 @@ def read_qwen_experts(fields: ConfigFields, *, normalised: bool = True) -> Exper
 
 
 def qwen_names(delta: Callable[[DeltaLayer], Names], spec: ModelSpec) -> Names:
-    """Return the names of a decoder whose delta layers have the names `delta`."""
+    """Return the weight names of a decoder. delta: returns the names of a delta layer."""
     mixers = {**MIXERS, DeltaLayer: OwnNames(("linear_attn", "input_layernorm"), delta)}
     return norms_less_one(weight_names(spec, ("mlp", "post_attention_layernorm"), mixers))
 
 
 def _mtp_layers(fields: ConfigFields, spec: ModelSpec) -> tuple[tuple[Layer, ...], int]:
-    """Return a layer like the target's last one with attention. Files of Qwen3-Next have no number of layers."""
+    """Return the layers of an MTP head: one like the target's last layer with attention.
+
+    Files of Qwen3-Next do not have the number of the head's layers.
+    """
     count, dedicated = fields.raw("mtp_num_hidden_layers"), fields.raw("mtp_use_dedicated_embeddings")
     if count not in (None, 1):
         refuse("mtp_num_hidden_layers", count, "1: a head of one layer, which is fed its own output")

@@ -86,7 +86,7 @@ def tile_options(num_rows: int, num_groups: int, dtype: torch.dtype) -> dict[str
 
 
 def grouped_products(x, weight, ends):
-    """See `bateleur.runner.models.grouped.grouped_product`."""
+    """Return each row of x times the transpose of its group's matrix, see `models.grouped.grouped_product`."""
     (num_rows, depth), (groups, columns) = x.shape, weight.shape[:2]
     y = x.new_empty(num_rows, columns)
     if num_rows == 0:
