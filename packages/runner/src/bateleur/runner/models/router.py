@@ -1,12 +1,12 @@
 """Routing of tokens to experts, sorting by expert, and the weighted sum; one launch each on CUDA.
 
-Shapes: T tokens, E experts, K experts of a token, G groups, S places (pairs of token and expert; T * K), L width of the
+Shapes: T tokens, E experts, K experts of a token, G groups, S pairs of token and expert (T * K), L width of the
 experts.
 
 Routers of checkpoints. Each optionally divides the chosen weights by their sum:
 
-softmax, normalised: of the chosen logits (Granite), which equals that of all logits divided by the sum of the chosen
-(Qwen).
+softmax, normalised: over the chosen logits (Granite); equal to a softmax over all logits divided by the sum of the
+chosen weights (Qwen).
 softmax: over all logits (Qwen without `norm_topk_prob`).
 sigmoid: of each logit; a correction and groups change the choice, not the weights (Nemotron-H, Kimi, LFM2).
 """

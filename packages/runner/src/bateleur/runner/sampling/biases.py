@@ -1,7 +1,7 @@
 """Values that requests add to logits: always (`logit_bias`), or after certain tokens (`bad_words`).
 
-A bad word adds -inf to its last token if the tokens before it have just been generated. Both are entries of one kind,
-which are stored in one table for all requests; a step adds all of them at once.
+A bad word adds -inf to its last token if its other tokens have just been generated. One table for all requests stores
+both as entries (prefix, token, value); a step adds all of them at once.
 """
 
 # Shape letters: M rows of the request table, L rows of logits, N entries, J places of a request, P tokens of a prefix,
@@ -26,10 +26,7 @@ _ANY, _NONE = -2, -1
 
 
 class _Entries(NamedTuple):
-    """Entries of one request with prefixes of one width, on the host.
-
-    tokens, values: (N,). prefixes: (N, P), padded with `_ANY` on the left.
-    """
+    """Logit entries of one request whose prefixes have the same padded width, on the host."""
 
     tokens: NDArray[np.int64]
     values: NDArray[np.float32]
@@ -37,7 +34,10 @@ class _Entries(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Entries of all requests with prefixes of one width, on the device. owners: (N,) int64 table rows."""
+    """Logit entries of all requests whose prefixes have the same width, on the device.
+
+    owners: (N,) int64 rows of the request table.
+    """
 
     owners: Tensor
     tokens: Tensor
@@ -46,9 +46,10 @@ class _Table(NamedTuple):
 
 
 class Biases:
-    """Entries of the running requests, by row of the request table.
+    """Logit biases and bad words of the running requests, by row of the request table.
 
-    max_rows: rows of the table (M). tokens: first token of the logits, and one after the last. device: of the logits.
+    max_rows: rows of the table (M). tokens: first token of the logits, and one after the last. device: device of the
+    logits.
     """
 
     def __init__(self, max_rows: int, tokens: tuple[int, int], device: torch.device) -> None:
@@ -65,8 +66,9 @@ class Biases:
         """(M, P) the last tokens that each of these rows has generated."""
 
     def admit(self, row: int, bias: Mapping[int, float], words: Sequence[Sequence[int]], output: Sequence[int]) -> bool:
-        """Set the entries of `row`; returns whether there are any, including those of other shards.
+        """Set the entries of table row `row`.
 
+        Returns whether the request has any, including those of other vocabulary shards.
         bias: value by token. words: token ids of each bad word. output: generated tokens.
         """
         self.release(row)
@@ -85,15 +87,15 @@ class Biases:
         return bool(entries)
 
     def release(self, row: int) -> None:
-        """Clear `row`, which may be free."""
+        """Clear table row `row`, which may be free."""
         if self._entries.pop(row, None) is not None:
             self._tables = None
         self._follows[row] = False
 
     def add_(self, logits: Tensor, rows: NDArray[np.int64], before: Tensor | None) -> None:
-        """Add the entries of `rows` in place; see `Sampler.process` for the arguments.
+        """Add the entries of the requests in `rows` to the logits in place; see `Sampler.process` for the arguments.
 
-        logits: (L, V), contiguous. The rows of one request are neighbours.
+        logits: (L, V), contiguous. The logit rows of one request are adjacent.
         """
         starts = np.flatnonzero(np.diff(rows, prepend=-1))
         counts = np.diff(starts, append=len(rows))
@@ -115,7 +117,7 @@ class Biases:
             logits.view(-1).scatter_add_(0, cells_NJ.flatten(), values_NJ.flatten())
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
-        """Append emitted tokens, (R, J) int64 on the device, -1 where there is none."""
+        """Append emitted tokens to the requests in `rows`. token_ids: (R, J) int64 on the device, -1 for no token."""
         chosen = np.flatnonzero(self._follows[rows])
         if not chosen.size:
             return
@@ -127,12 +129,15 @@ class Biases:
         self._tails.index_copy_(0, table_rows, tails)
 
     def _own(self, entries: _Entries) -> _Entries:
-        """The entries of this shard, with tokens counted from its first one."""
+        """Return the entries for tokens of this vocabulary shard, counted from the shard's first token."""
         here = (entries.tokens >= self._first) & (entries.tokens < self._end)
         return _Entries(entries.tokens[here] - self._first, entries.values[here], entries.prefixes[here])
 
     def _matches(self, table: _Table, drafts: Tensor | None) -> Tensor:
-        """(N, J) bool, whether the prefix of each entry was just generated, including (N, J - 1) drafts."""
+        """Return (N, J) bool: whether the prefix of each entry precedes each of J tokens.
+
+        drafts: (N, J - 1) tokens after the generated ones; None without drafts.
+        """
         width = table.prefixes.shape[1]
         known = self._tails[:, self._tails.shape[1] - width :].index_select(0, table.owners)
         if drafts is not None:
@@ -141,7 +146,7 @@ class Biases:
         return ((known.unfold(1, width, 1) == prefixes_N1P) | (prefixes_N1P == _ANY)).all(2)
 
     def _follow(self, row: int, width: int, output: Sequence[int]) -> None:
-        """Track the last `width` tokens of a row."""
+        """Keep the last `width` generated tokens of a request on the device."""
         self._follows[row] = True
         if (more := width - self._tails.shape[1]) > 0:
             self._tails = torch.nn.functional.pad(self._tails, (more, 0), value=_NONE)
@@ -167,7 +172,7 @@ class Biases:
 
 
 def _width(length: int) -> int:
-    """Width of prefixes with `length` tokens: the next power of two, so that there are few tables."""
+    """Return the padded width of a prefix with `length` tokens: the next power of two, so that there are few tables."""
     return 1 << (length - 1).bit_length() if length else 0
 
 

@@ -1,4 +1,4 @@
-"""The end of a step as one CUDA graph after that of its forward pass: sampling, commit of states, row lengths."""
+"""CUDA graphs of the end of a step: sampling and verification after the forward pass, commit of states, lengths."""
 
 # Shape letters: N rows of a padded step, T tokens, J = 1 + K tokens of a row at most, D hidden size.
 
@@ -37,14 +37,14 @@ Forward = CudaGraphManager[StepContext, tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class EndState:
-    """A step after its forward pass. hidden: (T, D), in the output buffer of the graph of the forward pass."""
+    """A step after its forward pass. hidden: (T, D), in the output buffer of the forward pass's graph."""
 
     context: StepContext
     hidden: Tensor
 
 
 class EndSteps:
-    """Stages the ends of dummy and random steps, after a replay of their forward pass."""
+    """Stages the end of dummy and random steps for capture and checks. Their forward pass is replayed first."""
 
     def __init__(self, forward: Forward, sampler: RejectionSampler) -> None:
         self._forward, self._sampler = forward, sampler
@@ -56,13 +56,13 @@ class EndSteps:
         return self._lender.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[EndState]:
-        """Stage dummy rows."""
+        """Stage a dummy batch for capture."""
         lent = self._lender.stage(replace(key, variant=()), phase)
         self._sampler.rows.clear()
         return self._after_forward(lent, key)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[EndState]:
-        """Stage random rows of a random step; for an engine without requests."""
+        """Stage a random batch with random sampling inputs; for an engine without requests."""
         lent = self._lender.fuzz(replace(key, variant=()), seed)
         staged = self._after_forward(lent, key)
         rng = np.random.default_rng(seed)
@@ -75,12 +75,12 @@ class EndSteps:
         return StagedBatch(key, EndState(lent.state, hidden), lent.generation, lent.signature)
 
     def addresses(self) -> Mapping[str, int]:
-        """Addresses of the buffers of the step and of the sampler."""
+        """Addresses of the buffers of the step and of the sampler, by name."""
         own = {f"end.{name}": address for name, address in self._sampler.rows.addresses().items()}
         return {**self._lender.addresses(), **own}
 
     def poison(self) -> None:
-        """Fill the buffers of the step and of the sampler with invalid values."""
+        """Fill the buffers of the step and of the sampler with invalid values, so that a stale read shows."""
         self._lender.poison()
         self._sampler.rows.poison()
 
@@ -88,8 +88,9 @@ class EndSteps:
 def fuzz_rows(
     sampler: RejectionSampler, metadata: CommonAttentionMetadata, hidden_TD: Tensor, rng: np.random.Generator, kind: str
 ) -> None:
-    """Stage random sampling parameters and drafts for a random batch. About half of the drafts are the tokens that
-    greedy rows sample.
+    """Stage random sampling parameters and drafts for a random batch.
+
+    About half of the drafts are the tokens that greedy requests sample.
     """
     count, length = metadata.num_actual_reqs, metadata.num_tokens // metadata.num_reqs
     vocab_size, ids = sampler.sampler.vocab_size, sampler.rows.next_ids
@@ -115,7 +116,7 @@ def end_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutio
 
 
 class EndGraphs:
-    """CUDA graphs of the ends of steps whose rows all decode, with equally many draft slots."""
+    """CUDA graphs of the end of decode steps, whose requests all have the same number of draft slots."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class EndGraphs:
         model_state: ModelState,
         lengths: RowLengths | None,
     ) -> None:
-        """Plan graphs for each graph of `forward` with rows of equal length; `capture` captures them."""
+        """Plan a graph for each `forward` graph with equal query lengths; `capture` captures them."""
         self._forward, self._sampler = forward, sampler
         self._model_state, self._lengths = model_state, lengths
         ready = [key for key in forward.dispatcher.keys if key in forward.ready]
@@ -136,7 +137,7 @@ class EndGraphs:
         self.manager: CudaGraphManager[EndState, Tensor] = CudaGraphManager(dispatcher, backend, checks=options.checks)
 
     def capture(self) -> None:
-        """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
+        """Capture all graphs. A key whose capture fails runs eagerly from then on, with a warning."""
         if not self.manager.dispatcher.keys:
             return
         with torch.inference_mode():
@@ -145,18 +146,24 @@ class EndGraphs:
             warnings.warn(f"no graph of the end for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
 
     def has(self, key: BatchExecutionDescriptor) -> bool:
-        """Whether the end of a step on `key` of the forward pass, of any kind, can be replayed."""
+        """Return whether the end of a step can be replayed after the forward graph `key`, for every kind of sampler."""
         return all(replace(key, variant=(kind,)) in self.manager.ready for kind in KINDS)
 
     def run(self, staged: StagedBatch[StepContext], hidden_TD: Tensor, kind: str) -> Tensor:
-        """End a step whose rows are staged; see `RejectionSampler.record`. Raises ReplayFailed if the graph failed."""
+        """Replay the end of a staged step; see `RejectionSampler.record` for the arguments and the result.
+
+        Raises ReplayFailed if the graph failed.
+        """
         assert staged.key is not None
         key = replace(staged.key, variant=(kind,))
         state = EndState(staged.state, hidden_TD)
         return self.manager.replay(key, StagedBatch(key, state, staged.generation, staged.signature))
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
-        """Check that replays equal eager runs on random steps. written: what a step may have changed in the caches."""
+        """Check that replays equal eager runs on random steps. fuzz: number of steps.
+
+        written: returns the parts of the caches that a step may change.
+        """
 
         def also(state: EndState) -> dict[str, Tensor]:
             rows, count = self._sampler.rows, state.context.batch.num_actual_reqs

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities under the raw logits.
+    """Log probabilities of R tokens under the raw logits.
 
     top_ids: (R, n) int64, most likely first; n is the largest number that a request of the step needs.
     top_values: (R, n) float32.
     sampled: (R,) float32, of the sampled token.
-    rank: (R,) int64, of the sampled token; 1 is the most likely.
+    rank: (R,) int64, rank of the sampled token; 1 is the most likely.
     """
 
     top_ids: Tensor
@@ -31,9 +31,10 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int, shard: VocabShard | None = None) -> Logprobs:
-    """Log probabilities of (R,) tokens and of the `num_top` most likely ones, under (R, V) float32 logits or a shard.
+    """Return log probabilities of tokens (R,) and of the `num_top` most likely ones, under float32 logits (R, V).
 
-    If several tokens are equally likely at the end of the list, any of them may be returned.
+    shard: vocabulary shard of the logits; None for the whole vocabulary. If several tokens are equally likely at the
+    end of the list, any of them may be returned.
     """
     scale = LogNormalizer.of(logits, shard)
     if shard is None:

@@ -1,11 +1,11 @@
 """The rejection sampler: verifies drafts and samples one token more, from the hidden states of a step.
 
-A decoding row with d draft slots has 1 + d rows of logits. Each is processed as it would be after the drafts before
-it; then `bateleur.eagle.verify` emits the accepted drafts and one more token. Under the rule COUPLED the target samples
-at each position with the noise of that position, so the tokens are those of plain decoding.
+A decoding request with d draft slots has 1 + d rows of logits. Each row is processed as it would be after the drafts
+before it. Then `bateleur.eagle.verify` emits the accepted drafts and one more token. Under the rule COUPLED the target
+samples at each position with the noise of that position, so the tokens are those of plain decoding.
 
-The sampler has two forms over one row layout (`SamplerRows`): `verify` runs eagerly, for any batch; `record` can be
-captured in a CUDA graph, for rows that only sample, with equally many draft slots.
+The sampler has two forms over one layout of buffers (`SamplerRows`). `verify` runs eagerly, for any batch. `record` can
+be captured in a CUDA graph, for batches whose requests all sample and have equally many draft slots.
 """
 
 # Shape letters: R rows of a step, S rows that sample, L rows of logits, K drafts at most, J = 1 + K, V vocabulary,
@@ -53,7 +53,7 @@ KINDS = (TRUNCATED, UNTRUNCATED, GREEDY)
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What a step emits, for the S rows that sample."""
+    """Tokens that a step emits for its S sampling requests, and their log probabilities."""
 
     sampled: NDArray[np.int64]
     """(S,) rows of the batch that sample."""
@@ -69,15 +69,16 @@ class SamplerOutput:
 
     @property
     def token_ids(self) -> Tensor:
-        """(S, J) int64 emitted tokens, -1 after the last."""
+        """Emitted tokens (S, J) int64, -1 after the last."""
         return self.packed[:, 2 : 2 + self.width]
 
 
 class RejectionSampler:
-    """Verifies steps, and keeps the token ids that every row of the request table computes next.
+    """Verifies the drafts of steps, and keeps the token ids that every request computes next.
 
-    rows: buffers that both forms read. distribution: what the drafts of rows (R,) of the request table were sampled
-    from. can_capture: whether a graph may hold this distribution; foreign drafters may return a new tensor each time.
+    rows: buffers that both forms read. distribution: distribution from which the drafts of requests were sampled.
+    can_capture: whether a graph can contain this distribution; other drafters than EAGLE may return a new tensor each
+    time.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class RejectionSampler:
         rule: Rule,
         drafter: Drafter | None,
     ) -> None:
-        """rule: how drafts are tested. Raises ValueError for a drafter whose drafts the rule can't test."""
+        """rule: how drafts are tested. Raises ValueError if the rule can't test the drafter's drafts."""
         self.model, self.sampler, self.table, self.rule = model, sampler, table, rule
         self.device, self.num_drafts = model.device, num_speculative_tokens
         self.distribution = distribution_of(drafter, rule)
@@ -98,7 +99,8 @@ class RejectionSampler:
         self.rows = SamplerRows(len(table.token_ids), 1 + num_speculative_tokens, self.device)
 
     def input_ids(self, batch: StepBatch) -> Tensor | None:
-        """Token ids of the decoding rows, concatenated, on the device; None if no row decodes."""
+        """Return the token ids of the decoding requests, concatenated, on the device; None without decoding requests.
+        """
         num_rows, count = batch.num_decodes, batch.num_decode_tokens
         if not num_rows:
             return None
@@ -113,19 +115,19 @@ class RejectionSampler:
         return ids.clamp_min_(0)  # an empty slot holds -1, and is rejected below
 
     def next_tokens(self, batch: StepBatch) -> Tensor:
-        """(R,) int64 last sampled token of each row."""
+        """Return the last sampled token of each request, (R,) int64."""
         return self.rows.next_ids[:, 0].index_select(0, batch.index.rows)
 
     def drafts_of(self, table_rows: NDArray[np.int64]) -> Tensor:
-        """(R, K) int64 drafts of these rows of the request table on the device, -1 where there is none."""
+        """Return the drafts (R, K) int64 of these rows of the request table on the device, -1 for no draft."""
         return self.rows.next_ids[:, 1:].index_select(0, upload(table_rows, self.device))
 
     def keep_drafts(self, batch: StepBatch, next_token_R: Tensor, drafts_RK: Tensor) -> None:
-        """Store the next token of every row of the batch and the drafts after it, -1 where there is none."""
+        """Store the next token of every request of the batch and the drafts after it, -1 for no draft."""
         self.rows.keep(batch.index.rows, next_token_R, drafts_RK)
 
     def stage(self, batch: StepBatch) -> SamplingInputs:
-        """Stage the rows of the batch that sample, for both forms; returns their sampling parameters."""
+        """Copy the inputs of the sampling requests to the buffers of both forms; returns their sampling parameters."""
         (_, table_rows), last = batch.sampled, batch.sampling
         num_drafts = np.minimum(self.table.num_drafts[table_rows], batch.index.num_slots_S)
         if last is None or not np.array_equal(num_drafts, last.num_drafts):
@@ -156,7 +158,7 @@ class RejectionSampler:
         return SamplingInputs(num_drafts, plain, kind, self.rows.seeds[:count], temperature, metadata)
 
     def num_valid(self, batch: StepBatch, output: SamplerOutput | None) -> Tensor | None:
-        """(R,) int64 tokens of each row that stay; None if the engine never drafts."""
+        """Return how many tokens of each request stay in its sequence, (R,) int64; None if the engine never drafts."""
         if not self.num_drafts:
             return None
         query_lens, num_decodes = batch.index.query_lens, batch.num_decodes
@@ -173,10 +175,10 @@ class RejectionSampler:
     def verify(
         self, batch: StepBatch, metadata: CommonAttentionMetadata, hidden_TD: Tensor, allowed: Tensor | None = None
     ) -> SamplerOutput | None:
-        """Verify the drafts of the rows that compute their last known token, and sample; None if there are no such
-        rows. `stage` must have been called.
+        """Verify the drafts of the requests that compute their last known token, and sample a token for each.
 
-        allowed: (L, ceil(V / 32)) int32 on the device, bits of the tokens that may be sampled, see `forbid_`.
+        Returns None without such requests. `stage` must have been called. allowed: (L, ceil(V / 32)) int32 on the
+        device, bits of the tokens that may be sampled, see `forbid_`.
         """
         index, inputs = batch.index, batch.sampling
         assert inputs is not None
@@ -224,7 +226,8 @@ class RejectionSampler:
     def _test(
         self, processed: Processed, drafts_SK: Tensor, starts: Tensor, positions_S: Tensor, temperature_S: Tensor
     ) -> RejectionOutput:
-        """Test the drafts of the first S staged rows, whose logits begin at `starts` (S + 1,). Can be captured."""
+        """Test the drafts of the first S staged requests, whose logits begin at row `starts` (S + 1,). Can be captured.
+        """
         count, metadata = len(positions_S), processed.metadata
         distribution: DraftDistribution = OneHot()  # greedy rows are the same under each distribution
         if metadata is not None:
@@ -243,9 +246,9 @@ class RejectionSampler:
     # --- captured ---------------------------------------------------------------------------------------------
 
     def record(self, metadata: CommonAttentionMetadata, hidden_TD: Tensor, kind: str) -> Tensor:
-        """Verify the staged rows of a padded batch, and sample. kind: one of `KINDS`.
+        """Verify the staged requests of a padded batch, and sample. Can be captured. kind: one of `KINDS`.
 
-        Returns (N, 2 + J + K) int64, see `SamplerOutput.packed`. Everything else goes to `rows`.
+        Returns (N, 2 + J + K) int64, see `SamplerOutput.packed`. Other results go to the buffers `rows`.
         """
         rows, num_reqs = self.rows, metadata.num_reqs
         drafts_NK, values_N4, sampling = rows.drafts(num_reqs), rows.values[:num_reqs], None
@@ -264,7 +267,10 @@ class RejectionSampler:
         return _pack(emitted, emitted.bad.long(), drafts_NK)
 
     def output_of(self, batch: StepBatch, packed: Tensor) -> SamplerOutput:
-        """The output of `record` for the rows of `batch`. On a CPU it is copied out of the memory of the graph."""
+        """Return the result of `record` for the requests of `batch`.
+
+        On a CPU it is copied from the memory of the graph.
+        """
         index, packed_S = batch.index, packed[: len(batch.rows)]
         packed_S = packed_S.clone() if self.device.type == "cpu" else packed_S
         return SamplerOutput(index.sampled, index.first_S, packed_S, 1 + self.num_drafts)
@@ -272,8 +278,9 @@ class RejectionSampler:
     # --- warm-up ----------------------------------------------------------------------------------------------
 
     def warm_up(self, metadata: CommonAttentionMetadata, num_reqs: int, query_len: int) -> Tensor | None:
-        """Verify dummy rows with `query_len` tokens each, with each kind of parameters, and drop the results; returns
-        `num_valid`.
+        """Verify dummy requests with `query_len` tokens each for every kind of sampling parameters, to load kernels.
+
+        Drops the results, and returns `num_valid`.
         """
         rows, query_lens = np.arange(num_reqs), np.full(num_reqs, query_len, np.int32)
         shape = (num_reqs * query_len, self.model.spec.hidden_size)
@@ -296,5 +303,5 @@ class RejectionSampler:
 
 
 def _pack(emitted: RejectionOutput, bad: Tensor, drafts: Tensor) -> Tensor:
-    """(R, 2 + J + K) int64, see `SamplerOutput.packed`."""
+    """Return the tensor (R, 2 + J + K) int64 of `SamplerOutput.packed`."""
     return torch.cat((emitted.num_emitted.unsqueeze(1), bad.unsqueeze(1), emitted.tokens, drafts), 1)

@@ -1,4 +1,4 @@
-"""Data-parallel ranks whose draft head shares experts agree on the number of drafts before each proposal."""
+"""Data-parallel ranks whose draft heads share experts agree on the number of drafts before each proposal."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from bateleur.runner.spec_decode.mtp_head import MtpHead
 
 
 class DraftSync:
-    """Makes all ranks run equally many draft passes, by one exchange of two integers. Each pass of the head runs the
-    collectives of its experts, but policies may want different numbers on each rank, and an idle rank wants none.
+    """Makes all ranks run equally many draft passes, by one exchange of two integers.
+
+    Each pass of the head runs the collectives of its experts. But the policies of the ranks may choose different
+    numbers of drafts, and an idle rank needs none.
     """
 
     def __init__(self, head: MtpHead, exchange: ExpertParallel) -> None:
         self._head, self._exchange = head, exchange
 
     def agree(self, num_rows: int, num_drafts: int) -> int:
-        """Return the largest number of drafts that any rank wants."""
+        """Exchange the numbers of requests and drafts with all ranks, and return the largest number of drafts."""
         by_rank = self._exchange.ranks.gather_ints([num_rows, num_drafts])
         self._exchange.num_rows = max(rows for rows, _ in by_rank)
         return max(drafts for _, drafts in by_rank)
 
     def idle(self) -> int:
-        """Without rows, take part in the proposals of other ranks; returns their number of drafts. A dummy token goes
-        through the head, and nothing is stored.
+        """Take part in the proposals of other ranks, on a rank without requests; returns their number of drafts.
+
+        A dummy token goes through the head, and nothing is stored.
         """
         drafts = self.agree(1, 0)
         for _ in range(drafts):

@@ -54,7 +54,8 @@ class Family:
 
     @property
     def architectures(self) -> frozenset[str]:
-        """Values of `architectures` of this text model: with a head, in a larger model, or without a head."""
+        """Values of `architectures` in config.json: of the model with and without its head, and of multimodal models.
+        """
         stem = self.architecture
         for ending in ("ForCausalLM", "ForConditionalGeneration"):
             stem = stem.removesuffix(ending)

@@ -41,7 +41,7 @@ def _read_spec(fields: ConfigFields) -> ModelSpec:
 
 
 def _fold(fields: ConfigFields, names: Names) -> Names:
-    """Fold multipliers before nonlinear functions into weights: the gate of the MLP, and the inputs of Mamba."""
+    """Fold the multipliers before nonlinear functions into weights: of the MLP's gate, and of the inputs of Mamba."""
     groups, heads = fields["mamba_n_groups"] * fields["mamba_d_state"], fields["mamba_n_heads"]
     inner, inward = heads * fields["mamba_d_head"], fields["ssm_in_multiplier"]
     rows = (inner, inner, groups, groups, heads)
