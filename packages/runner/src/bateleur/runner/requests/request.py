@@ -17,7 +17,7 @@ from bateleur.runner.text.detokenizer import IncrementalDetokenizer
 
 
 class Rows(Protocol):
-    """The columns of `RequestTable` that hold the newest tokens of running requests."""
+    """Interface of the columns of `RequestTable` that hold the newest tokens of running requests."""
 
     token_ids: NDArray[np.int32]
     drafted: NDArray[np.bool_]
@@ -29,8 +29,8 @@ class Rows(Protocol):
 class Request:
     """A prompt, its parameters and its output so far.
 
-    While it runs, its newest tokens are only in its row of the table, to which a step writes all rows at once. The
-    lists here catch up when they are read.
+    While the request runs, its newest tokens are only in its row of the request table, because a step writes all rows
+    at once. The lists here are updated when they are read.
     """
 
     request_id: str
@@ -97,25 +97,25 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Output tokens so far; the list itself."""
+        """Output tokens so far: the list itself, not a copy."""
         self._catch_up()
         return self._output
 
     @property
     def drafted(self) -> list[bool]:
-        """Whether each output token was a draft; the list itself."""
+        """Whether each output token was an accepted draft: the list itself, not a copy."""
         self._catch_up()
         return self._drafted
 
     @property
     def times(self) -> RequestTimes:
-        """Times of its events; the object itself."""
+        """Times of the request's events: the object itself, not a copy."""
         self._catch_up()
         return self._times
 
     @property
     def token_ids(self) -> list[int]:
-        """Every token known so far: prompt, then output."""
+        """All tokens known so far: prompt, then output."""
         return self.prompt_token_ids + self.output_token_ids
 
     @property
@@ -125,17 +125,17 @@ class Request:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether prompt log probabilities are missing. Only the first member of a group computes them."""
+        """Whether prompt log probabilities are missing. Only the first request of a group computes them."""
         asked = self.params.prompt_logprobs is not None and self.index == 0
         return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def leave(self) -> None:
-        """Copy everything from its row, before it loses the row."""
+        """Copy the newest tokens from the request's table row, before it loses the row."""
         self._catch_up()
         self.table = None
 
     def _catch_up(self) -> None:
-        """Copy new tokens from its row. Can be repeated after an interruption."""
+        """Copy new tokens from the request's table row. Can be repeated after an interruption."""
         table, row = self.table, self.row
         if table is None:
             return
@@ -148,7 +148,7 @@ class Request:
             self._times.last_token_time = then
 
     def rewind(self, num_output_tokens: int) -> None:
-        """Drop the tokens after the first `num_output_tokens`, and the end of the request."""
+        """Drop the output tokens after the first `num_output_tokens`, and undo the end of the request."""
         if self.table is not None:
             known = len(self.prompt_token_ids) + num_output_tokens
             self.table.num_known[self.row] = min(known, int(self.table.num_known[self.row]))

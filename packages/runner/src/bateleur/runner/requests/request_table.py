@@ -1,4 +1,4 @@
-"""Running requests as arrays, one row each, so that scheduling uses vector operations."""
+"""Running requests as arrays with one row per request, so that scheduling uses vector operations."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _COUNTS = (
 
 
 class MissingBlocks(NamedTuple):
-    """KV blocks that decoding rows need for their next tokens.
+    """KV blocks that decoding requests need for their next tokens.
 
-    cells: entries of the flat block table that get a block, row by row. rows: the rows that need blocks. counts: how
-    many each of them needs.
+    cells: entries of the flat block table that get a block, request by request. rows: table rows of the requests that
+    need blocks. counts: number of blocks that each of them needs.
     """
 
     cells: NDArray[np.int64]
@@ -48,20 +48,20 @@ class RequestTable:
     A row belongs to a request from admission to finish, abort or preemption, and never moves in between. Arrays, all
     indexed by row, (rows,) int32 unless noted:
 
-    * `token_ids` (rows, max_model_len): every known token, `num_known` of them. `Request` lists catch up when read;
+    * `token_ids` (rows, max_model_len): every known token, `num_known` of them. `Request` copies them when it is read;
     * `drafted` (rows, max_model_len) bool: whether a known token was a draft;
-    * `last_token_time` (rows,) float64: when the last token came, 0 if none did;
+    * `last_token_time` (rows,) float64: time of the last token, 0 before the first;
     * `check_from`: length from which each token must be checked for the end of the request: `limit`, or 0 if each
       token must be checked because the request streams, or its text or grammar needs it;
     * `num_tokens`, `num_computed`: known tokens, and tokens whose state is in the caches. Both count the step in
       flight with all its drafts as accepted, so they are too high by at most `num_uncertain`;
-    * `num_committed`: computed tokens of steps whose outcome is known;
-    * `must_wait` (rows,) bool: the next step of the row can't be planned from bounds;
+    * `num_committed`: computed tokens of steps whose results are known;
+    * `must_wait` (rows,) bool: whether the next step of the request can't be planned from upper bounds;
     * `prompt_len`, `prefill_len`, `limit`: tokens of the prompt, tokens computed before the row decodes (more than the
       prompt after a preemption), and the length at which the request ends;
     * `num_proposed`: drafts after the last known token, which are on the device;
     * `num_drafts`, `num_draft_slots`: how many of them the next step tests, and tokens that it computes for them (more
-      if rows are padded to one length). `DraftPlanner` writes both before each step is scheduled;
+      if requests are padded to one length). `DraftPlanner` writes both before each step is scheduled;
     * `adapter_slot`: slot of the LoRA adapter, 0 for none;
     * `num_blocks`: KV blocks in `block_table`, which is written through `blocks`.
     """
@@ -94,23 +94,23 @@ class RequestTable:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a row."""
+        """Maximum number of tokens of a request."""
         return self.token_ids.shape[1]
 
     @property
     def block_table(self) -> Int32s:
-        """(rows, max_blocks) KV blocks of each row, 0 for none."""
+        """KV blocks of each row, (rows, max_blocks), 0 for none."""
         return self.blocks.ids
 
     def clear(self) -> None:
-        """Take all rows from their requests."""
+        """Remove all requests from the table."""
         self.blocks.clear_all()
         self._counts[:] = 0
         self.must_wait[:] = False
         self.free_rows = list(range(len(self.token_ids) - 1, -1, -1))
 
     def admit(self, request: Request) -> int:
-        """Give the request a row that knows its tokens and has computed none of them."""
+        """Give the request a table row with its known tokens, none of them computed; returns the row."""
         row = self.free_rows.pop()
         count = request.num_tokens
         self.token_ids[row, :count] = request.token_ids
@@ -129,7 +129,7 @@ class RequestTable:
         return row
 
     def release(self, request: Request) -> list[int]:
-        """Take the row from the request; returns its KV blocks."""
+        """Take the table row from the request; returns its KV blocks."""
         row = request.row
         request.leave()
         request.num_drafts, request.row = int(self.num_proposed[row]), -1
@@ -141,7 +141,10 @@ class RequestTable:
         return blocks
 
     def append_tokens(self, rows: NDArray[np.int64], tokens_RK: NDArray[np.int64], counts_R: NDArray[np.int64]) -> None:
-        """Append the first `counts` tokens of each row of `tokens`; all but the last of them were drafts."""
+        """Append the first `counts` tokens to each of these requests; all but the last of them were drafts.
+
+        rows: (R,) table rows. tokens_RK: (R, K) emitted tokens.
+        """
         spots_K = np.arange(tokens_RK.shape[1])
         left_RK = counts_R[:, None] - spots_K
         known_RK = left_RK > 0
@@ -151,9 +154,9 @@ class RequestTable:
         self.num_known[rows] += counts_R.astype(np.int32)
 
     def advance(self, rows: NDArray[np.int64], lens_R: Int32s, num_decodes: int) -> None:
-        """Count a launched step that computes `lens` tokens of each row in the bounds, with all drafts as accepted.
+        """Count a launched step that computes `lens` tokens of each request, as if all drafts were accepted.
 
-        The first `num_decodes` rows are after their prompts.
+        The first `num_decodes` requests are past their prompts.
         """
         reach = self.num_computed[rows] + lens_R
         self.num_computed[rows] = reach
@@ -164,7 +167,7 @@ class RequestTable:
     def commit(
         self, rows: NDArray[np.int64], lens_R: Int32s, valid_R: NDArray[np.integer], num_decodes: int
     ) -> tuple[Int32s, Int32s]:
-        """Apply the outcome of a step that computed `lens` tokens of each row, of which the first `valid` stay.
+        """Apply the results of a step that computed `lens` tokens of each request. The first `valid` of them stay.
 
         Returns `num_committed` of the rows before and after, (R,) each.
         """
@@ -178,7 +181,7 @@ class RequestTable:
         return before_R, after_R
 
     def give_blocks(self, row: int, blocks: list[int]) -> None:
-        """Append KV blocks to a row."""
+        """Append KV blocks to the block table of a row."""
         if not blocks:
             return
         start = int(self.num_blocks[row])
@@ -195,15 +198,15 @@ class RequestTable:
         return MissingBlocks(owners * self.block_table.shape[1] + columns, rows, counts)
 
     def extend_blocks(self, missing: MissingBlocks, blocks: list[int]) -> None:
-        """Append KV blocks to the rows that need them."""
+        """Append KV blocks to the requests that need them. blocks: as many as `missing.cells`."""
         self.blocks.write_cells(missing.cells, blocks)
         self.num_blocks[missing.rows] += missing.counts
 
     def num_useful_drafts(self, rows: NDArray[np.int64], longest: int, most: int, *, at_least_one: bool) -> Int32s:
-        """(R,) drafts, at most `most`, that the next step can use: rows end at their limit or at `longest` tokens, and
-        a step emits one token more than it accepts.
+        """Return the drafts (R,), at most `most`, that the next step can use.
 
-        at_least_one: assume that the step in flight emits one token per row; else all that it may emit.
+        A request ends at its limit or at `longest` tokens, and a step emits one token more than it accepts.
+        at_least_one: assume that the step in flight emits one token per request; else all that it may emit.
         """
         left = np.minimum(self.limit[rows] - 1, longest) - self.num_tokens[rows]
         if at_least_one:

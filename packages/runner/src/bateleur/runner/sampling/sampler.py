@@ -1,9 +1,9 @@
-"""The sampler: from logits to token ids, with token rules, penalties and sampling parameters, vectorised over rows.
+"""The sampler: from logits to token ids, with token rules, penalties and sampling parameters, for whole batches.
 
-Host arrays decide which processing a step needs, so a step never waits for the device, and a greedy batch costs one
-argmax. A row is processed by its own parameters only: its token does not depend on the other rows of the batch.
+Arrays on the host decide which processing a step needs. So a step never waits for the device, and a greedy batch runs
+only one argmax. The token of a request does not depend on the other requests of the batch.
 
-Legend for shapes: R rows of this step, M rows of the request table, S rows of the step that need a treatment,
+Legend for shapes: R rows of logits of this step, M rows of the request table, S rows of the step that need a treatment,
 V vocabulary.
 """
 

@@ -1,4 +1,4 @@
-"""Token rules: grammar masks, `allowed_token_ids`, `bad_words`, `min_tokens` and `logit_bias`, vectorised over rows.
+"""Token rules: grammar masks, `allowed_token_ids`, `bad_words`, `min_tokens` and `logit_bias`, for whole batches.
 
 A forbidden token gets the logit -inf whatever the other rules are, so their order does not matter.
 """

@@ -153,7 +153,7 @@ class ProposalGraphs:
             warnings.warn(f"no graph of the draft for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
 
     def key_of(self, step: BatchExecutionDescriptor | None, num_drafts: int) -> BatchExecutionDescriptor | None:
-        """The graph of `num_drafts` drafts after a step on graph `step`; None if there is none."""
+        """Return the key of a graph for at least `num_drafts` drafts after a step in graph `step`; None without one."""
         if step is None or step.uniform_query_len is None:
             return None
         enough = next(k for k in self._numbers if k >= num_drafts)
