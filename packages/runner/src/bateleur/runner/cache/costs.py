@@ -22,7 +22,7 @@ class DraftCosts:
     logits_bytes: int = 0
     """Logits of one draft, stored until it is verified; 0 if the acceptance rule does not need them."""
     row_bytes: int = 0
-    """Per running request, whatever its length: its tokens, for prompt lookup."""
+    """Bytes per running request, whatever its length: its token ids, for prompt lookup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

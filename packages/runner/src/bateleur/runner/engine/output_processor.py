@@ -28,7 +28,7 @@ _BAD = (None, NO_NUMBERS, _NO_TOKEN)
 
 
 class EmittedTokens(NamedTuple):
-    """What the S rows of a step that sample have emitted, on the host."""
+    """Tokens that the S sampling requests of a step have emitted, on the host."""
 
     num_taken: NDArray[np.int64]
     """(S,) emitted tokens that the request keeps: up to its end."""
@@ -41,7 +41,7 @@ class EmittedTokens(NamedTuple):
 
 
 class _LogprobLists(NamedTuple):
-    """`Logprobs` as lists."""
+    """The tensors of `Logprobs` as lists."""
 
     top_ids: list[list[int]]
     top_values: list[list[float]]
@@ -52,8 +52,8 @@ class _LogprobLists(NamedTuple):
 class OutputProcessor:
     """Appends emitted tokens to requests, and ends requests.
 
-    Vector arithmetic finds the rows that keep all their tokens and have no other work: their tokens are only written to
-    the table. All other rows are processed one by one.
+    Vector arithmetic finds the requests that keep all their tokens and have no other work. Their tokens are only
+    written to the request table. All other requests are processed one by one.
     """
 
     def __init__(self, tokenizer: Tokenizer, table: RequestTable, vocab_size: int) -> None:
@@ -63,7 +63,7 @@ class OutputProcessor:
         """Tokens that end some running request, and the same as flags by token; the last one is for -1, no token."""
 
     def admit(self, admitted: Sequence[Request], running: Sequence[Request]) -> None:
-        """Take the stop tokens of requests that just got their rows."""
+        """Record the stop tokens of requests that just got their table rows."""
         known, ends = self._stops
         if all(request.stop_token_ids <= known for request in admitted):
             return
@@ -76,11 +76,11 @@ class OutputProcessor:
     ) -> EmittedTokens:
         """Wait for the tokens of S requests, the only wait for the device in a step, and append them.
 
-        fetched: `output.packed`, then the log probabilities. present: (S,) whether the row is still that of the
-            request; None for all. An ended request has no row.
+        fetched: `output.packed`, then the log probabilities. present: (S,) whether the request still has its table row;
+        None for all. An ended request has no row.
 
-        Tokens after a stop are dropped, and all tokens of an ended request. A row whose logits held a NaN, or left no
-        token, has no token there: its request ends with `finish_reason` "error".
+        Tokens after a stop are dropped, and all tokens of an ended request. A request whose logits held a NaN, or
+        allowed no token, emits no token there. It ends with `finish_reason` "error".
         """
         packed, *logprobs = fetched.wait()
         requests, rows = batch.sampled
@@ -113,7 +113,7 @@ class OutputProcessor:
         bad: NDArray[np.int64],
         present: NDArray[np.bool_] | None,
     ) -> list[int]:
-        """Which of the S rows may keep fewer tokens than were emitted, or have other work."""
+        """Return the requests (indices into S) that may keep fewer tokens than were emitted, or have other work."""
         table = self._table
         special = table.num_known[rows] + num_emitted >= table.check_from[rows]
         special |= self._stops[1][tokens_SJ].any(1) | (bad > 0)
@@ -145,7 +145,7 @@ class OutputProcessor:
         return count
 
     def _end(self, request: Request, token: int) -> None:
-        """End the request if its last token ends it."""
+        """End the request if its last token is a stop token or completes a stop string."""
         stops, detokenizer = token in request.stop_token_ids, request.detokenizer
         # A stop token is not part of the text, unless `include_stop_str_in_output` is set.
         if detokenizer is not None and (not stops or request.params.include_stop_str_in_output):
@@ -162,7 +162,7 @@ class OutputProcessor:
             request.finish_reason = "length"
 
     def _stop_reason(self, params: SamplingParams, token: int) -> int | str | None:
-        """The `stop_reason` for a stop token: its id, the stop string that it is, or None for end-of-sequence."""
+        """Return the `stop_reason` for a stop token: its id, its stop string, or None for end-of-sequence."""
         if token in params.stop_token_ids:
             return token
         return text if params.stop and (text := self._token_text.text_of(token)) in params.stop else None
@@ -219,7 +219,10 @@ class OutputProcessor:
     def _entry(
         self, lists: _LogprobLists, at: int, token: int, num_top: int, before: Sequence[int], detokenize: bool
     ) -> dict[int, Logprob]:
-        """The entry of one position: its token and the most likely ones. before: the tokens before it."""
+        """Return the log probabilities of one position: its token and the most likely ones.
+
+        at: index of the position in `lists`. before: tokens before the position, to decode partial characters.
+        """
 
         def logprob(token: int, value: float, rank: int) -> Logprob:
             if not detokenize:
@@ -235,7 +238,7 @@ class OutputProcessor:
 
 
 def _append(request: Request, tokens: list[int]) -> bool:
-    """Append tokens if none of them can end the request or concerns its text or grammar; returns whether it did."""
+    """Append tokens if none of them can end the request, and it needs no text or grammar; returns whether it did."""
     output, drafted = request.output_token_ids, request.drafted
     if not tokens or request.detokenizer is not None or request.matcher is not None:
         return False

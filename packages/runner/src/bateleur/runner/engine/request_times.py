@@ -1,4 +1,4 @@
-"""Times of requests, and their histograms."""
+"""Times of requests, and histograms of their latencies."""
 
 # Shape letters: S rows that draw.
 
@@ -43,7 +43,7 @@ class RequestClock:
     ) -> None:
         """Record that S requests got `num_taken` (S,) tokens. The same `rows` object means the same requests.
 
-        present: (S,) requests that still have their row; None for all.
+        present: (S,) whether each request still has its table row; None for all.
         """
         now = perf_counter()
         if present is None and rows is self._rows:
@@ -73,7 +73,7 @@ class RequestClock:
     def _emitted_apart(
         self, requests: Sequence[Request], rows: NDArray[np.int64], num_taken: NDArray[np.int64], now: float
     ) -> None:
-        """Record tokens of rows whose last tokens came at different times, or that had none yet."""
+        """Record tokens of requests whose last tokens came at different times, or that had none yet."""
         then = self._table.last_token_time[rows]
         for i in (then == 0).nonzero()[0].tolist():
             times = requests[i].times
@@ -88,7 +88,7 @@ class RequestClock:
         self._histograms.inter_token_latency_seconds.observe(gap / num_tokens, num_tokens * times)
 
     def ended(self, request: Request) -> None:
-        """Record the end of a request. Without a token, only its reason and lengths count."""
+        """Record the end of a request. Without a token, only its reason and lengths are recorded."""
         histograms, times = self._histograms, request.times
         self._stats.num_finished += 1
         self._stats.finished[request.finish_reason or "abort"] += 1

@@ -20,7 +20,7 @@ from bateleur.runner.stats import EngineStats
 class StepCollector:
     """Collects steps in flight in the order of their launch.
 
-    Rows that a request has given back since the launch are skipped, because another request may have them now.
+    Requests that have lost their table row since the launch are skipped, because another request may have the row now.
     """
 
     def __init__(
@@ -36,7 +36,10 @@ class StepCollector:
         self._stats, self._clock, self._proposer = stats, clock, proposer
 
     def collect(self, flight: StepInFlight) -> list[Request]:
-        """Wait for the oldest step, append its tokens and publish its blocks; returns the requests to report."""
+        """Wait for the oldest step, append its tokens, and add its full blocks to the prefix cache.
+
+        Returns the requests to report.
+        """
         batch, stats, n, output = flight.batch, self._stats, flight.batch.num_decodes, flight.output
         num_rows = num_taken = num_verified = 0
         reports: list[Request] = []
@@ -75,7 +78,10 @@ class StepCollector:
         return reports
 
     def _begin(self, flight: StepInFlight, present: NDArray[np.bool_] | None) -> None:
-        """Note the number of tokens of the S requests, so that new tokens can be taken back. present: (S,)."""
+        """Record the number of tokens of the S requests, so that new tokens can be taken back.
+
+        present: (S,) whether each request still has its table row; None for all.
+        """
         requests, rows = flight.batch.sampled
         if present is None:
             flight.appending = (requests, self._scheduler.table.num_known[rows])

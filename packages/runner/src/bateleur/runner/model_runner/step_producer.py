@@ -122,9 +122,9 @@ class StepProducer:
 
     @property
     def _longest_bound(self) -> int | None:
-        """`max_seq_len` of eager dummy rows; None for their own length, if a loose bound would make the backend slow.
+        """`max_seq_len` of eager dummy requests; None for their own length, if a larger one makes the backend slow.
 
-        With the bound of the longest request, dummy rows launch every kernel that real rows launch.
+        With the length of the longest request, dummy requests launch every kernel that real requests launch.
         """
         return self.buffers.limits.max_model_len if self.model_state.backend.tolerates_loose_bounds else None
 

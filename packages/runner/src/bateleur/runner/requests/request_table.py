@@ -189,7 +189,7 @@ class RequestTable:
         self.num_blocks[row] = start + len(blocks)
 
     def missing_blocks(self, rows: NDArray[np.int64], lens_R: Int32s, block_size: int, lookahead: int) -> MissingBlocks:
-        """KV blocks that decoding rows need for their next `lens` tokens and `lookahead` tokens after these."""
+        """Return the KV blocks that decoding requests need for `lens` tokens, and `lookahead` tokens after them."""
         stored_R = np.minimum(self.num_computed[rows] + lens_R + lookahead, self.max_model_len)
         missing_R = -(-stored_R // block_size) - self.num_blocks[rows]
         short = (missing_R > 0).nonzero()[0]

@@ -236,10 +236,10 @@ class Proposer:
             )
 
     def _next_lengths(self, batch: StepBatch, greedy: bool) -> tuple[NDArray[np.int32], bool]:
-        """Return (R,) drafts for the next step of every row, 0 in the middle of a prompt; and whether the policy gave
-        no drafts to rows that could have some.
+        """Return the drafts (R,) for the next step of every request, and whether the policy withheld possible drafts.
 
-        A preempted row gets the same number again: under RATIO and BLOCK tokens depend on it.
+        Requests in the middle of a prompt get 0. A preempted request gets the same number again, because its tokens
+        depend on the number under RATIO and BLOCK.
         """
         table, draws = self._table, batch.samples
         if batch.all_decode:
