@@ -10,22 +10,22 @@ from bateleur.runner.distributed.expert_parallel import ExpertParallel
 
 
 class DataParallelSync:
-    """Chooses one graph for all ranks, or the number of rows that each rank sends to the experts. One collective.
+    """Chooses one CUDA graph for all ranks, or the number of tokens that each rank sends to the experts.
 
-    A `bateleur.cudagraph.DispatchCoordinator`. The host waits for the other hosts, because its padding depends on their
-    batches.
+    It implements `bateleur.cudagraph.DispatchCoordinator` by one collective per step. The host waits for the other
+    hosts, because its padding depends on their batches.
     """
 
     def __init__(
         self, exchange: ExpertParallel, plan: CudagraphDispatcher, ready: Iterable[BatchExecutionDescriptor]
     ) -> None:
-        """ready: the graphs that all ranks have, see `keep_common_graphs`."""
+        """ready: graphs that all ranks have captured, see `keep_common_graphs`."""
         self._exchange, self._plan, self._codec = exchange, plan, RankStepCodec(plan)
         everywhere = frozenset(ready)
         self._ready = None if everywhere.issuperset(plan.keys) else everywhere
 
     def coordinate(self, mine: RankStep) -> JointDispatch:
-        """Exchange the batches of all ranks, and dispatch them together."""
+        """Exchange the batches of all ranks, and choose their graphs together."""
         by_rank = self._exchange.ranks.gather_ints(self._codec.encode(RankStep(mine.batch)))
         steps = [RankStep(self._codec.decode(each).batch, self._ready) for each in by_rank]
         agreed = dispatch_jointly(steps, self._plan)
@@ -33,5 +33,5 @@ class DataParallelSync:
         return agreed
 
     def dispatch(self, batch: UnpaddedBatch | None) -> JointDispatch:
-        """The joint decision for a rank with this batch; None for a rank without work."""
+        """Return the joint decision for a rank with this batch; None for a rank without work."""
         return self.coordinate(RankStep(batch))

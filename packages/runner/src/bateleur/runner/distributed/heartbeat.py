@@ -1,4 +1,4 @@
-"""The thread of every other rank that answers the monitor, and exits the process if the first rank is gone."""
+"""The thread of every rank but the first that answers the monitor, and exits the process if the first rank is gone."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ _NUM_FRAMES = 4
 
 
 class RankHeartbeat(Thread):
-    """Sends the status of the thread that made it. Exits the process when the first rank is gone or a limit is over."""
+    """Sends the status of the thread that created it to the first rank.
+
+    Exits the process when the first rank is gone, or when a time limit is over.
+    """
 
     def __init__(self, connection: RankConnection, limit: float) -> None:
-        """limit: seconds that starting may take."""
+        """limit: maximum seconds for the start of the rank."""
         super().__init__(name="bateleur-heartbeat", daemon=True)
         self._status, self._worker, self._lock, self._left = connection.status, get_ident(), Lock(), Event()
         self._limit = limit
@@ -33,17 +36,17 @@ class RankHeartbeat(Thread):
         self.start()
 
     def begin(self, limit: float) -> None:
-        """A message has arrived that may take `limit` seconds."""
+        """Record that a message has arrived, which may take `limit` seconds."""
         self._limit = limit
         self._num_messages += 1
         self._since = time.monotonic()
 
     def end(self) -> None:
-        """The message is processed."""
+        """Record that the message is processed."""
         self._since = None
 
     def leave(self) -> None:
-        """The first rank sends no more messages; this process goes on or exits by itself."""
+        """Record that the first rank sends no more messages. This process then goes on or exits by itself."""
         self._left.set()
 
     def started(self) -> None:
@@ -56,7 +59,7 @@ class RankHeartbeat(Thread):
         self._send(Ready())
 
     def fail(self, error: BaseException) -> None:
-        """Report an error."""
+        """Report an error to the first rank."""
         in_collective = isinstance(error, CollectiveBroken | RankFailed)
         with suppress(OSError):  # the first rank is gone
             trace = "".join(traceback.format_exception(error))
@@ -88,7 +91,7 @@ class RankHeartbeat(Thread):
 
 
 def status_of(thread: int, num_messages: int, *, idle: bool) -> RankStatus:
-    """The status of a thread of this process."""
+    """Return the status of a thread of this process."""
     frame: FrameType | None = None if idle else sys._current_frames().get(thread)
     frames: list[str] = []
     inside = False
@@ -101,5 +104,5 @@ def status_of(thread: int, num_messages: int, *, idle: bool) -> RankStatus:
 
 
 def type_and_message(error: BaseException) -> str:
-    """The type of an error, and its message."""
+    """Return the type of an error and its message, as one text."""
     return f"{type(error).__name__}: {error}"

@@ -16,13 +16,13 @@ class Interrupts:
         self._pending = False
 
     def hold(self) -> None:
-        """Delay signals from here on."""
+        """Start to delay SIGINT."""
         if current_thread() is main_thread() and callable(before := signal.getsignal(signal.SIGINT)):
             self._before, self._pending = before, False
             signal.signal(signal.SIGINT, self._note)
 
     def release(self) -> None:
-        """Stop delaying, and raise a signal that has arrived."""
+        """Stop delaying, and raise a SIGINT that has arrived meanwhile."""
         if (before := self._before) is not None:
             self._before = None
             signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Ranks that torchrun has started: each runs the same script, and they find each other in its store."""
+"""Ranks that torchrun has started. Each runs the same script, and they find each other in torchrun's store."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ _c10d: Any = _distributed_c10d
 
 
 def is_follower() -> bool:
-    """Whether torchrun has started this process as another rank than the first."""
+    """Return whether torchrun has started this process as another rank than the first."""
     return is_torchelastic_launched() and bool(next(rendezvous("env://"))[1])
 
 
 @dataclass(frozen=True, slots=True)
 class TorchrunRendezvous:
-    """How the ranks of one engine find each other: each engine has its own prefix in the store, in script order."""
+    """The meeting point of the ranks of one engine, with a prefix of its own in torchrun's store.
+
+    Engines get their prefixes in the order of the script, which is the same on all ranks.
+    """
 
     store: Any
     ranks: Ranks
@@ -50,7 +53,7 @@ class TorchrunRendezvous:
         return cls(store, Ranks(rank, size, local=(same.index(rank), len(same))))
 
     def accept(self) -> Sequence[RankProcess]:
-        """As the first rank: accept the connections of all other ranks."""
+        """Accept the connections of all other ranks; called on the first rank."""
         alone = self.ranks.local[1] == self.ranks.size  # on this machine
         key, count = secrets.token_bytes(32), self.ranks.size - 1
         accepted: dict[tuple[int, str], Connection] = {}
@@ -67,7 +70,7 @@ class TorchrunRendezvous:
         ]
 
     def connect(self) -> RankConnection:
-        """As another rank: connect to the first rank."""
+        """Connect to the first rank; called on another rank."""
         host, port, key = self.store.get("first").decode().split()
         ends = []
         for name in ("messages", "status"):

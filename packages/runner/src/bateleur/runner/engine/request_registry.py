@@ -41,7 +41,7 @@ class RequestRegistry:
     ) -> None:
         """
         Args:
-            scheduler, outputs, stats, clock: of the engine.
+            scheduler, outputs, stats, clock: parts of the engine.
             reset: resets all other state that an interrupted step may have left half written.
             adapters: LoRA adapters that requests may use.
         """

@@ -52,7 +52,7 @@ def default_capture_sizes(max_num_tokens: int, decode_tokens: int = 0) -> tuple[
 
 
 def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
-    """Query lengths to capture: 1, 1 + `num_drafts`, and 1 + each number of drafts that `policy` gives to all rows."""
+    """Return the query lengths to capture: 1, and 1 + a number of drafts (`num_drafts`, and numbers of `policy`)."""
     often = policy.numbers(num_drafts) if isinstance(policy, UniformPolicy) else ()
     return tuple(sorted({1, 1 + num_drafts, *(1 + n for n in often)}))
 

@@ -17,13 +17,13 @@ from bateleur.runner.offload.rows import PagedRows
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """KV blocks or recurrent states of a device: the pool of their numbers and keys, and their bytes."""
+    """The KV blocks or recurrent states of a device: their pool (numbers and keys) and their bytes."""
 
     pool: BlockPool
     rows: PagedRows
 
     def add(self, keys: Sequence[Hashable], data: NDArray[np.uint8]) -> bool:
-        """Add those of `keys` that are not cached, with contents (n, num_bytes), which are not written to any more.
+        """Add the missing ones of `keys` with contents (n, num_bytes). The caller must not write to `data` any more.
 
         Returns False, and adds nothing, if there is not enough room.
         """
@@ -45,7 +45,7 @@ class DeviceCache:
 
     @classmethod
     def of(cls, prefixes: PrefixCache, caches: Caches, draft_kv: Sequence[tuple[Tensor, Tensor]]) -> DeviceCache:
-        """draft_kv: keys and values of a draft head, in the same blocks."""
+        """Describe the caches of a device. draft_kv: keys and values of a draft head, in the same blocks."""
         blocks = pages = None
         if caches.blocks is not None:
             kv = {f"kv.{i}": pair for i, pair in enumerate(caches.kv)}

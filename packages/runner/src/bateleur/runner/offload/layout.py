@@ -1,4 +1,4 @@
-"""What identifies prefix files: block numbers and bytes mean the same to engines of equal layout only."""
+"""The identity of prefix files. Only engines with equal layouts give the same meaning to their keys and bytes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Layout:
 
     @property
     def block_bytes(self) -> int:
-        """Size of a KV block."""
+        """Bytes of a KV block."""
         return self.block_parts[-1].end if self.block_parts else 0
 
     @property
     def page_bytes(self) -> int:
-        """Size of a state."""
+        """Bytes of a recurrent state of all layers."""
         return self.page_parts[-1].end if self.page_parts else 0
 
     @cached_property

@@ -1,8 +1,8 @@
 """Prefixes in safetensors files, verified when read.
 
-The header of a file follows from its layout, its tokens and its checksum. A reader builds it again and compares, so a
-file of another engine is refused with the reason. The checksum detects damage, not forgery: anyone who can write
-files that an engine reads can change what it computes.
+The header of a file depends only on its layout, its tokens and its checksum. A reader builds the header again and
+compares both, so a file of another engine is refused with the reason. The checksum detects damage, not forgery: anyone
+who can write files that an engine reads can change what it computes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FOREIGN_TENSORS = "its tensors are not laid out as this engine's"
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Blocks of a prefix after the first `start` tokens, and the state at its end, on the host."""
+    """KV blocks of a prefix after its first `start` tokens, and the state at its end, on the host."""
 
     start: int
     """Tokens before the first block."""
@@ -57,7 +57,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of a file."""
+    """Name, dtype and shape of one tensor of a file."""
 
     name: str
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class _Tensor:
 
 
 def write_prefix(path: Path, layout: Layout, prefix: Prefix) -> int:
-    """Write a file atomically with `write_whole` and return its size in bytes."""
+    """Write a file atomically by `write_whole`, and return its size in bytes."""
     named = {_TOKENS: np.ascontiguousarray(prefix.token_ids, "<i4").view(np.uint8)}
     if len(prefix.blocks):
         names = (each.name for each in layout.block_parts)
@@ -93,7 +93,7 @@ def prefix_bytes(layout: Layout, prefix: Prefix) -> int:
 def read_prefix(path: Path, layout: Layout, *, follow: bool = False) -> Prefix:
     """Read a file that `write_prefix` wrote for this layout.
 
-    follow: accept a symbolic link. Raises PrefixRefused with the reason for anything else.
+    follow: whether to accept a symbolic link. Raises PrefixRefused with the reason for any other file.
     """
     with opened_file(path, follow=follow) as opened:
         return _read(opened, layout)
@@ -135,7 +135,7 @@ def _metadata(path: Path, header: bytes) -> dict[str, str]:
 
 
 def _compare(path: Path, stored: dict[str, str], layout: Layout) -> None:
-    """Raise PrefixRefused for another layout, naming the first field that differs."""
+    """Raise PrefixRefused if the stored layout differs, naming the first field that differs."""
     for name, ours in layout.fields.items():
         if (theirs := stored.get(f"layout.{name}")) != ours:
             differs = f"its {name} is {shown(theirs)}, and this engine's is {shown(ours)}"
@@ -145,7 +145,7 @@ def _compare(path: Path, stored: dict[str, str], layout: Layout) -> None:
 
 
 def _allocate(opened: Opened, stored: dict[str, str], layout: Layout) -> Prefix:
-    """Return an uninitialised prefix of the size that the header says, at most that of the file."""
+    """Return an uninitialised prefix of the size that the header states, at most that of the file."""
 
     def refuse() -> NoReturn:
         raise PrefixRefused("foreign", f"{opened.path}: its header does not say which tokens it is of")
@@ -172,7 +172,7 @@ def _allocate(opened: Opened, stored: dict[str, str], layout: Layout) -> Prefix:
 
 
 def _tensors(layout: Layout, prefix: Prefix) -> list[_Tensor]:
-    """Return the tensors of a file, wide dtypes first, so that each is aligned."""
+    """Return the tensors of a file, wide dtypes first, so that each tensor is aligned."""
     found = [_Tensor(_TOKENS, torch.int32, prefix.token_ids.shape)]
     if count := len(prefix.blocks):
         found += [_Tensor(each.name, each.dtype, (count, *each.shape)) for each in layout.block_parts]
@@ -182,7 +182,7 @@ def _tensors(layout: Layout, prefix: Prefix) -> list[_Tensor]:
 
 
 def _header(layout: Layout, prefix: Prefix, tensors: list[_Tensor], checksum: str) -> bytes:
-    """Return everything before the data of a file."""
+    """Return the bytes before the data of a file."""
     end = prefix.start + len(prefix.token_ids) - layout.ahead
     metadata = {"format": FORMAT, "version": VERSION, "layout": layout.digest}
     metadata |= {f"layout.{name}": value for name, value in layout.fields.items()}

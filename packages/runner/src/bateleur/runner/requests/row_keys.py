@@ -26,8 +26,8 @@ class RowKeys:
         Args:
             token_ids: (M, length) tokens of each row.
             block_table: (M, columns) KV blocks of each row; None if there are none.
-            block_size: tokens a block.
-            ahead: keys cover the next token as well, as those of `PrefixKeys.blocks_ahead`.
+            block_size: tokens of a block.
+            ahead: whether keys also cover the next token, as those of `PrefixKeys.blocks_ahead`.
         """
         self._ids, self._table, self._size, self._ahead = token_ids, block_table, block_size, int(ahead)
         self._latest = np.zeros((len(token_ids), KEY_BYTES), np.uint8)
