@@ -121,7 +121,7 @@ class QueueFull(RuntimeError):
 
 
 class AdaptersBusy(ValueError):
-    """Unfinished requests use all slots of LoRA adapters; a request that comes later may find one."""
+    """Unfinished requests use all slots of LoRA adapters. A later request may find a free slot."""
 
 
 class ContextLengthExceeded(ValueError):

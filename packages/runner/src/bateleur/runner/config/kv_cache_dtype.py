@@ -14,7 +14,7 @@ _DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn
 
 
 def choose_kv_cache_dtype(wanted: str, spec: ModelSpec) -> torch.dtype | None:
-    """Return the dtype of the KV cache, or None for the dtype of the model. `auto` follows the checkpoint.
+    """Return the dtype of the KV cache, or None for the dtype of the model. `auto` means the checkpoint's choice.
 
     Raises ValueError if the checkpoint asks for a cache that is not supported.
     """

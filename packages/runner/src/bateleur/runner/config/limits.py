@@ -55,7 +55,8 @@ class EngineLimits:
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineLimits:
-        """Complete the user's options. Raises ValueError for a length that the model does not support."""
+        """Fill in the defaults of the user's options. Raises ValueError for a length that the model does not support.
+        """
         longest, wanted = spec.max_position_embeddings, config.model.max_model_len
         if wanted is not None:
             if not 2 <= wanted <= spec.longest:
@@ -71,7 +72,7 @@ class EngineLimits:
         return cls(longest, rows, min(num_tokens, rows * longest), drafts)  # a step can't have more tokens
 
     def smaller(self, *, rows: bool, tokens: bool) -> list[EngineLimits]:
-        """Return the limits with half of the rows, if `rows`, and with half of the tokens, if `tokens`.
+        """Return the limits with half of the requests, if `rows`, and with half of the tokens, if `tokens`.
 
         Limits below `LEAST_ROWS` or `LEAST_TOKENS` are left out, so the list may be empty.
         """

@@ -11,7 +11,7 @@ from bateleur.runner.utils.arguments import member_of
 
 
 def choose_scan(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> PromptScan:
-    """Return the selected kernels. Raises ValueError, with the reason, if fla-core is requested and can't be used."""
+    """Return the kernels to use. Raises ValueError, with the reason, if fla-core is requested and can't be used."""
     scan = member_of(PromptScan, wanted)
     if scan is PromptScan.FLA:
         if reason := reason_against_fla(spec, dtype, device):
@@ -25,7 +25,7 @@ def choose_scan(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, d
 
 
 def reason_against_fla(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why fla-core can't be used for this model and device, or None. Imports nothing of fla-core."""
+    """Return why fla-core can't be used for this model and device, or None. Does not import fla-core."""
     layers = _delta_layers(spec)
     if not layers:
         return "fla-core scans delta rules, and the model has none"
@@ -34,7 +34,7 @@ def reason_against_fla(spec: ModelSpec, dtype: torch.dtype, device: torch.device
 
 
 def describe_scan(wanted: PromptScan | str, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return what scans prompts of delta rules and why, for `bateleur info`; None without delta rules.
+    """Return which kernels scan prompts of delta rules and why, for `bateleur info`; None without delta rules.
 
     Raises ValueError as `choose_scan`.
     """

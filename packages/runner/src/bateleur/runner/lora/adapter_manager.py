@@ -24,11 +24,11 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """The adapter of a request, as in vLLM.
+    """The LoRA adapter of a request, as in vLLM.
 
     Attributes:
         lora_name: name of the adapter; one name means one adapter until it is unloaded.
-        lora_int_id: accepted for vLLM's sake, and not used: adapters are told apart by name.
+        lora_int_id: accepted as in vLLM, but not used: adapters are identified by name.
         lora_path: folder that PEFT wrote. It is read when the first request uses the adapter.
     """
 
@@ -54,7 +54,7 @@ class _Loaded:
 
 
 class AdapterManager:
-    """Loads adapters into the slots of a pool. If all slots are taken, the least recently used idle one is replaced."""
+    """Loads LoRA adapters into adapter slots. If all slots are taken, the least recently used idle one is replaced."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class AdapterManager:
         other_prefixes: Prefixes,
         ranks: Ranks = ALONE,
     ) -> None:
-        """names, shapes, other_prefixes: see `read_adapter`. ranks: those that load every adapter together."""
+        """names, shapes, other_prefixes: see `read_adapter`. ranks: ranks that load every adapter together."""
         self.pool, self._ranks = pool, ranks
         self._names, self._shapes, self._prefixes = names, shapes, other_prefixes
         self._loaded: dict[str, _Loaded] = {}
@@ -85,11 +85,11 @@ class AdapterManager:
 
     @property
     def loaded(self) -> dict[str, Path]:
-        """Folders of the adapters on the device, by name."""
+        """Folders of the LoRA adapters on the device, by name."""
         return {name: each.folder for name, each in self._loaded.items()}
 
     def load(self, adapter: LoRARequest) -> None:
-        """Read an adapter into a slot, unless it is in one.
+        """Read a LoRA adapter into an adapter slot, unless it is loaded already.
 
         Raises:
             ValueError: the folder is no adapter that fits (see `read_adapter`), the name is taken by another folder,
@@ -113,7 +113,7 @@ class AdapterManager:
         self._loaded[adapter.lora_name] = _Loaded(slot, source, digest)
 
     def unload(self, name: str) -> None:
-        """Give the slot of an adapter back. Raises ValueError if it is not loaded, or unfinished requests use it."""
+        """Unload an adapter and free its slot. Raises ValueError if it is not loaded, or unfinished requests use it."""
         known = self._loaded.get(name)
         if known is None:
             raise ValueError(f"lora_name={shown(name)}: is not loaded; loaded are {', '.join(self._loaded) or 'none'}")
@@ -124,7 +124,10 @@ class AdapterManager:
         del self._loaded[name]
 
     def acquire(self, adapter: LoRARequest) -> tuple[int, bytes]:
-        """Load the adapter if necessary, and count a request that uses it. Return its slot and its digest."""
+        """Load the adapter if necessary, and count one more request that uses it.
+
+        Return its adapter slot and its digest.
+        """
         self.load(adapter)
         known = self._loaded[adapter.lora_name]
         self._num_uses += 1
@@ -132,11 +135,11 @@ class AdapterManager:
         return known.slot, known.digest
 
     def release(self, name: str) -> None:
-        """A request that used the adapter has ended."""
+        """Count one request less that uses the adapter, because it has ended."""
         self._loaded[name].num_requests -= 1
 
     def acquire_all(self, adapters: Sequence[LoRARequest]) -> list[tuple[int, bytes]]:
-        """`acquire` on every rank, all or none. Raises on all ranks the ValueError of one."""
+        """Call `acquire` for these adapters on every rank, all or none. Raises on all ranks the ValueError of one."""
         before = {name: each.num_requests for name, each in self._loaded.items()}
         try:
             return run_on_all_ranks(self._ranks, lambda: [self.acquire(each) for each in adapters])
@@ -146,15 +149,15 @@ class AdapterManager:
             raise
 
     def load_everywhere(self, adapter: LoRARequest) -> None:
-        """`load` on every rank. Raises on all ranks the ValueError of one."""
+        """Load an adapter on every rank, see `load`. Raises on all ranks the ValueError of one."""
         run_on_all_ranks(self._ranks, lambda: self.load(adapter))
 
     def unload_everywhere(self, name: str) -> None:
-        """`unload` on every rank. Raises on all ranks the ValueError of one."""
+        """Unload an adapter on every rank, see `unload`. Raises on all ranks the ValueError of one."""
         run_on_all_ranks(self._ranks, lambda: self.unload(name))
 
     def recount(self, names: Iterable[str]) -> None:
-        """Set the requests that use each adapter, after an interruption. names: of each request's adapter."""
+        """Set the number of requests that use each adapter, after an interruption. names: adapter of each request."""
         counts = Counter(names)
         for name, each in self._loaded.items():
             each.num_requests = counts[name]

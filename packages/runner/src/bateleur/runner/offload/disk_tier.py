@@ -207,7 +207,7 @@ class DiskTier:
         return bool(transfers)
 
     def _reserve(self, span: Span) -> _Transfer | None:
-        """Reserve host rows for the part of a span that is not in memory; None without room."""
+        """Reserve host rows for the part of a span that is not in memory; None if there is no room."""
         wanted = [i for i, key in enumerate(span.blocks) if not self._has_block(key)]
         blocks = [] if self._blocks is None else self._blocks.host.take([span.blocks[i] for i in wanted])
         if len(blocks) < len(wanted):
@@ -221,7 +221,7 @@ class DiskTier:
         return _Transfer(span, wanted, blocks, pages)
 
     def _read(self, transfers: list[_Transfer], event: torch.cuda.Event | None) -> Read:
-        """Read files, in the reading thread."""
+        """Read files into reserved host rows, in the reading thread. event: end of copies that use these rows."""
         if event is not None:
             event.synchronize()
         for count, transfer in enumerate(transfers):
@@ -274,7 +274,7 @@ class DiskTier:
         self._stats.read_bytes += self._size(transfer)
 
     def wait(self, seconds: float) -> None:
-        """Wait until files of some request were read, or for `seconds`."""
+        """Wait until the files of some request were read, for at most `seconds`."""
         wait([future for _, _, future in self._fetches], seconds, FIRST_COMPLETED)
 
     # --- both ---------------------------------------------------------------------------------------------
@@ -287,13 +287,13 @@ class DiskTier:
         return {name for name, everywhere in zip(names, has, strict=True) if everywhere}
 
     def _gather(self, numbers: list[int]) -> list[tuple[int, ...]]:
-        """Return the value of each number on all ranks, by rank."""
+        """Return the values of each of these numbers on all ranks, in the order of ranks."""
         if self._ranks.alone or not numbers:
             return [(each,) for each in numbers]
         return list(zip(*self._ranks.gather_ints(numbers), strict=True))
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
-        """Remove the files that hold these blocks and pages."""
+        """Remove the files that hold these KV blocks and states."""
         names = {f"{key.hex()}.{kind}.safetensors" for key in (*blocks, *pages) for kind in KINDS}
         self._names -= names
         self._bad |= names & self._queued
@@ -307,7 +307,7 @@ class DiskTier:
         self._collect_writes()
 
     def _rescan(self) -> None:
-        """Look for files of other processes from time to time."""
+        """Scan for files of other processes every few seconds, in a thread, and take the results of a finished scan."""
         if self._scan is not None and self._scan.done():
             self._names = (self._scan.result() | {each.span.name for each, _ in self._writes}) - self._bad
             self._scan, self._next_scan = None, time.monotonic() + _SCAN_SECONDS

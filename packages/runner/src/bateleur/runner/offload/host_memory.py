@@ -28,7 +28,7 @@ class HostSizes:
 
     @classmethod
     def of(cls, plan: CachePlan, num_bytes: int, num_ranks: int = 1) -> HostSizes:
-        """Divide `num_bytes`, of all ranks together, in the ratio of cached blocks to cached states on the device.
+        """Divide `num_bytes` of all ranks into blocks and states, in the device's ratio of cached blocks to states.
 
         Raises ValueError if not one of each fits.
         """

@@ -53,7 +53,7 @@ _ANTHROPIC_KINDS = {
 
 @contextmanager
 def http_errors(names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
-    """Turn known errors of this block into HTTPException with the right status.
+    """Turn known errors in the `with` block into HTTPException with the right status.
 
     names: the client's names of fields, by their names in chat completions.
     """

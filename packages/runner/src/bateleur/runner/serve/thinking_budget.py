@@ -1,8 +1,8 @@
 """Thinking budget: limits the reasoning tokens by writing the end tag for the model.
 
-The engine runs one request for the reasoning and one for the answer. If the prompt does not open the reasoning, a
-request of one token shows whether the model does. Sampling depends on the seed and the position, so an unused budget
-changes no token of a seeded request.
+The engine runs one request for the reasoning and one for the answer. If the prompt does not start the reasoning, a
+request for one token first shows whether the model does. Sampling depends on the seed and the position, so an unused
+budget changes no token of a seeded request.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
 
 
 def _as_one_request(output: RequestOutput, first: RequestOutput) -> RequestOutput:
-    """Copy prompt fields and start times from the first output."""
+    """Set the prompt fields and start times of `output` to those of the first output."""
     for name in ("prompt", "prompt_token_ids", "num_cached_tokens", "prompt_logprobs"):
         setattr(output, name, getattr(first, name))
     output.metrics = replace(first.metrics, last_token_time=output.metrics.last_token_time)

@@ -1,4 +1,4 @@
-"""Limits on what llguidance may spend on a grammar, and its errors in one line."""
+"""Limits on time and memory that llguidance may use for a grammar, and its errors as one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def error_line(error: str) -> str:
-    """Return an error of llguidance in one line."""
+    """Return an error of llguidance as one line."""
     if "NoExtension" in error:
         return "no text that the model's tokens can write follows it"
     lines = [line.strip() for line in error.removesuffix("<non-verbose/>").splitlines() if line.strip()]

@@ -1,7 +1,7 @@
 """Translates structured outputs into one grammar in the notation of llguidance.
 
-Forcing is off: for bytes with no alternative, llguidance would accept only one tokenisation, and refuse drafts that
-write the same bytes in other tokens.
+llguidance's forcing is off. With it, bytes without an alternative would be accepted in one tokenisation only, and
+drafts with the same bytes in other tokens would be rejected.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ _SPACE = {"whitespace_pattern": r"[ \t\n\r]{1,64}"}
 
 
 def grammar_source(params: StructuredOutputsParams, tokens: TagTokens) -> str:
-    """Return the source of a grammar, which also identifies it.
-
-    Raises ValueError for EBNF that can't be parsed, and for an invalid structural tag.
-    """
+    """Return the source text of a grammar. Equal sources mean equal grammars."""
     if params.structural_tag is not None:
         grammars = compile_structural_tag(
             json.loads(str(params.structural_tag)),
@@ -54,14 +51,14 @@ def _lark(rules: str) -> str:
 
 
 def _json_grammar(schema: Mapping[str, Any], *, compact: bool) -> dict[str, Any]:
-    """Return the grammar of a JSON schema."""
+    """Return the grammar of a JSON schema. compact: no whitespace between its parts."""
     own = schema.get("x-guidance")
     space = {**(_COMPACT if compact else _SPACE), **(own if isinstance(own, dict) else {})}
     return {"json_schema": {**schema, "x-guidance": space}}
 
 
 def _pattern(regex: str) -> str:
-    """Return a pattern without anchors, which llguidance lacks, because the whole text has to match."""
+    """Return a pattern without anchors. llguidance has none, because the whole text must match."""
     from llguidance import regex_to_lark
 
     body = regex.removeprefix("^")
@@ -72,7 +69,7 @@ def _pattern(regex: str) -> str:
 
 
 def _rules(grammar: str) -> str:
-    """Return Lark rules; EBNF is translated."""
+    """Return the rules of a grammar in Lark's notation; EBNF is translated."""
     if "::=" not in grammar:
         return grammar
     from llguidance.gbnf_to_lark import any_to_lark

@@ -25,12 +25,12 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Add a value `times` times."""
+        """Add the observation `value` `times` times."""
         self.counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 
     def observe_all(self, values: ArrayLike, times: ArrayLike) -> None:
-        """Add each of the values (N,) as often as its entry of `times` (N,)."""
+        """Add each of the observations (N,) as often as its entry of `times` (N,)."""
         values_N, times_N = np.asarray(values, dtype=np.float64), np.asarray(times, dtype=np.int64)
         buckets_N = self.bounds.searchsorted(values_N)
         found = np.bincount(buckets_N, times_N, minlength=len(self.counts))
