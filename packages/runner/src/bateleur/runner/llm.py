@@ -245,7 +245,7 @@ class LLM:
     ) -> str:
         """Queue a request and return its id; `step` returns its outputs.
 
-        stream: return an output after each step, as `output_kind` says, instead of one complete output at the end.
+        stream: return outputs after each step, as `output_kind` says, instead of one complete output at the end.
         priority: lower values run first with scheduling_policy "priority".
         """
         streams = flag("stream", stream)
@@ -349,7 +349,7 @@ class LLM:
     ) -> RequestGroup:
         """Return a request for `add_prepared`. Raises ValueError if it could never run.
 
-        Any thread may call this at any time. The caller keeps request ids unique.
+        Any thread may call this at any time. The caller must keep request ids unique.
         """
         params = self._default_params if sampling_params is None else sampling_params
         return self._input_processor.request(

@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible server, in the standard library alone: one connection per request."""
+"""Client of an OpenAI-compatible server, with only the standard library: one connection per request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bateleur.runner.errors import Unmeasured
 
 @dataclass(frozen=True, slots=True)
 class TimedCompletion:
-    """Output and latencies of one request, as the client saw them."""
+    """Output and latencies of one request, as measured by the client."""
 
     first_token_s: float
     """Seconds from sending the request to the first token."""

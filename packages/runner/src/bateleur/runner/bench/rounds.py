@@ -19,7 +19,7 @@ class Task:
     tokens: list[int]
 
     def first_token_only(self) -> Task:
-        """The same prompts with one output token each."""
+        """Return a task with the same prompts and one output token each."""
         return Task(self.prompts, [1] * len(self.prompts))
 
 
@@ -55,7 +55,10 @@ class TaskRuns:
         return self.runs[0].ids
 
     def fault(self, task: Task) -> str | None:
-        """Why the speed is not valid: a wrong number of tokens, or tokens that differ between runs. None if valid."""
+        """Return why the speed is not valid; None if it is valid.
+
+        It is not if a run has a wrong number of tokens, or tokens that differ between runs.
+        """
         if (counts := [len(ids) for ids in self.ids]) != task.tokens:
             return f"returned {sum(counts)} tokens instead of {sum(task.tokens)}"
         changed = sum(run.ids != self.ids for run in self.runs)

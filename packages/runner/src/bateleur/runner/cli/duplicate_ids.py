@@ -12,10 +12,7 @@ _HASH_BYTES = 16
 
 
 class DuplicateIds:
-    """Finds repeated ids in two passes: `add` all ids and call `finish`, then ask for the `first_line` of each.
-
-    Memory: 16 bytes per id until `finish`, then 24 bytes per id that is repeated.
-    """
+    """Finds repeated ids in two passes: `add` all ids and call `finish`, then call `first_line` for each."""
 
     def __init__(self) -> None:
         self._hashes = bytearray()
@@ -44,7 +41,7 @@ class DuplicateIds:
         self._first_lines = np.zeros(len(self._repeated), np.int64)
 
     def first_line(self, ident: str | int, line: int) -> int:
-        """The first line with this id since `restart`; `line` itself if there was none."""
+        """Return the first line with this id since `restart`; `line` itself if there was none."""
         if not self.any:
             return line
         key = np.bytes_(_hash(ident))

@@ -71,7 +71,7 @@ def batch(args: argparse.Namespace) -> int:
 
 
 def _request_runner(args: argparse.Namespace) -> RunRequests:
-    """The function that runs the requests of a file: on an engine of this process, or on replicas."""
+    """Return the function that runs the requests of a file: on an engine of this process, or on replicas."""
     replicas = ReplicaConfig(**given_options(args, ("replicas", "ray_address")))
     if replicas.is_single:
         return partial(run_locally, open_llm=lambda: _open(args))
@@ -114,14 +114,14 @@ def _open(args: argparse.Namespace) -> LLM:
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of `LLM` except the model. The draft "none" becomes None."""
+    """Return the options of `LLM` except the model. The draft "none" becomes None."""
     engine = given_options(args, ENGINE_OPTIONS)
     engine |= default_drafts(engine | {"model": args.model}, alone=args.prompt is not None)
     return engine | {"draft": None} if engine.get("draft") == "none" else engine
 
 
 def _stream(args: argparse.Namespace, params: SamplingParams) -> int:
-    """Print the prompt, and its continuation as it grows."""
+    """Print the prompt, and its continuation while it is generated."""
     llm = _open(args)
     outputs, rate = llm.stream(args.prompt, params), DecodeRate(llm)
     write_text(args.prompt)

@@ -139,7 +139,7 @@ def build_parser() -> ArgumentParser:
 
 
 def given_options(args: Namespace, names: Collection[str] | type) -> dict[str, Any]:
-    """The given arguments with these names, or with the names of a configuration class's options."""
+    """Return the given arguments with these names, or with the names of a configuration class's options."""
     wanted = [each.name for each in options_of(names)] if isinstance(names, type) else names
     return {name: value for name, value in vars(args).items() if name in wanted}
 
@@ -153,7 +153,10 @@ def check_num_threads(args: Namespace) -> int | None:
 
 
 def is_follower_rank(args: Namespace) -> bool:
-    """Whether torchrun started this process as a rank other than the first: its `LLM` runs until rank 0 ends."""
+    """Return whether torchrun started this process as a rank other than the first.
+
+    Its `LLM` then runs until rank 0 ends.
+    """
     sizes = (getattr(args, name, 1) for name in ("tensor_parallel_size", "data_parallel_size"))
     if max(sizes) == 1:
         return False

@@ -33,7 +33,7 @@ _BATCH_FIELDS = {"custom_id", "method", "url", "body"}
 
 @dataclass(frozen=True, slots=True)
 class LineParser:
-    """Parses lines into requests."""
+    """Parses lines of a file into requests."""
 
     name: str
     """Name of the file, for error messages."""
@@ -42,7 +42,8 @@ class LineParser:
     """Hash of everything that decides results apart from the line."""
 
     def request(self, number: int, raw: bytes, first_line: Callable[[str | int], int]) -> LineRequest:
-        """The request of a line; an invalid line has an `error`. first_line: returns the first line with an id."""
+        """Return the request of a line. An invalid line has an `error`. first_line: returns the first line with an id.
+        """
         where = f"{self.name}, line {number}"
         valid_id: str | int | None = number if isinstance(self.format, NativeFormat) else None
         try:
@@ -70,7 +71,7 @@ class FileChunk:
     """Line number, and the first line with the same id; (0, 0) for lines to skip."""
 
     def requests(self, parser: LineParser) -> Iterator[LineRequest]:
-        """The requests of the lines that are not skipped."""
+        """Yield the requests of the lines that are not skipped."""
         with self.path.open("rb") as file:
             file.seek(self.start)
             for number, first in self.lines:
@@ -85,8 +86,8 @@ class RequestFile:
     Only "\\n" ends a line. Blank lines and a byte order mark are skipped. The first valid JSON object decides the
     format of all lines. Lines that are appended after `scan` are not read.
 
-    file: path, or `-` for stdin; opened here and read by `scan`. engine: everything that decides results apart from the
-    lines; it becomes part of each request's digest.
+    file: path, or `-` for stdin; opened here and read by `scan`. engine: everything apart from the lines that affects
+    results; it becomes part of each request's digest.
     """
 
     def __init__(self, file: str, native: NativeFormat, batch: OpenAIBatchFormat, engine: Mapping[str, Any]) -> None:
@@ -113,11 +114,14 @@ class RequestFile:
         return self._num_requests
 
     def __iter__(self) -> Iterator[LineRequest]:
-        """All requests."""
+        """Yield all requests."""
         return self.remaining(lambda line: False)
 
     def remaining(self, done: Callable[[int], bool]) -> Iterator[LineRequest]:
-        """The requests of all lines for which `done` is False. Others are only parsed if there are duplicate ids."""
+        """Yield the requests of all lines for which `done` is False.
+
+        Other lines are only parsed if there are duplicate ids.
+        """
         self._duplicates.restart()
         for number, raw in islice(self._lines(), self.num_lines):
             if raw.strip() and (self._duplicates.any or not done(number)):
@@ -179,11 +183,11 @@ class RequestFile:
 
     @property
     def parser(self) -> LineParser:
-        """The parser of its lines."""
+        """The parser of the file's lines."""
         return LineParser(self.name, self.format, self._engine_digest)
 
     def chunks(self, done: Callable[[int], bool], size: int) -> Iterator[FileChunk]:
-        """Chunks with the lines that are not done, at most `size` each. Not for stdin and pipes."""
+        """Yield chunks of lines that are not done, at most `size` each. Not for stdin and pipes."""
         assert self.path is not None
         self._duplicates.restart()
         start, lines = 0, list[tuple[int, int]]()
@@ -209,7 +213,7 @@ class RequestFile:
 
 
 def _read_line(file: BinaryIO | IO[bytes]) -> bytes:
-    """Read a line. Of a line that is too long only the first bytes are kept, still too many to be accepted."""
+    """Read a line. Of a line that is too long only the first bytes are kept, but too many to be accepted."""
     raw = rest = file.readline(_MAX_LINE_BYTES + 2)
     while rest and not rest.endswith(b"\n"):
         rest = file.readline(_MAX_LINE_BYTES)

@@ -29,7 +29,7 @@ class StateOptions:
     retention: states that stay in the prefix cache, see `PrefixRetention.parse`; None: by mode.
     ssm_dtype: dtype of SSM states; None: the checkpoint's.
     num_speculative_tokens: K, draft tokens of a step.
-    steps_ahead: number of steps that may be launched ahead, as in `CacheLayout`.
+    steps_ahead: number of steps that are planned before the results of earlier ones are known: 0, or 1 if async.
     """
 
     mode: MambaCacheMode = MambaCacheMode.NONE

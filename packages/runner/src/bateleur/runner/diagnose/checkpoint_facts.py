@@ -65,7 +65,7 @@ EMBEDDINGS = "embeddings"
 
 @dataclass(frozen=True, slots=True)
 class PartFacts:
-    """Sums over all layers of one kind. `embeddings` includes the final norm and the output projection."""
+    """Sizes summed over all layers of one type. `embeddings` includes the final norm and the output projection."""
 
     layers: int
     parameters: int
@@ -76,7 +76,10 @@ class PartFacts:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """Sizes of a checkpoint, in bytes for weights and KV cache in `dtype`. With several ranks, numbers of the first."""
+    """Sizes of a checkpoint; bytes of weights and KV cache are for `dtype`.
+
+    With several ranks, those of the first rank.
+    """
 
     path: str
     architecture: str
@@ -138,11 +141,11 @@ class CheckpointFacts:
     """Number of tensors in the files that the model does not need."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All facts as JSON values."""
+        """Return all facts as JSON values."""
         return asdict(self)
 
     def table(self) -> str:
-        """Format for a terminal."""
+        """Return the facts as a table for a terminal."""
         tied = "tied" if self.tied_embeddings else "separate"
         experts = self.active_bytes < self.weight_bytes
 
@@ -278,7 +281,7 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
 def _fitting_length(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, limits: EngineLimits, caches: CacheOptions
 ) -> int:
-    """`max_model_len` as an engine lowers it at start. Raises ValueError as `plan_caches` does."""
+    """Return `max_model_len` as an engine lowers it when it starts. Raises ValueError as `plan_caches` does."""
     device, num_ranks = resolve_device(config.model.device), config.parallel.num_ranks
     budget = unmeasured_budget(config.cache, device, num_ranks)
     if budget is None:
@@ -298,7 +301,7 @@ def _fitting_length(
 
 
 def empty_model(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> HybridDecoder:
-    """The model on the `meta` device; with several ranks the part of the first."""
+    """Return the model on the `meta` device; with several ranks, the part of the first rank."""
     parallel, ranks = config.parallel, {}
     if parallel.num_ranks > 1:
         name = "data_ranks" if parallel.data_parallel_size > 1 else "ranks"
@@ -307,7 +310,7 @@ def empty_model(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype
 
 
 def _sharing(caches: CacheOptions) -> CacheOptions:
-    """The options with prefix caching on, to describe its hits."""
+    """Return the options with prefix caching on, to describe its hits."""
     if caches.share_prefixes:
         return caches
     return replace(caches, share_prefixes=True, states=replace(caches.states, mode=MambaCacheMode.ALL))
@@ -325,7 +328,7 @@ def _held(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, devi
 
 
 def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
-    """Sum up layers, parameters and weight bytes by kind of layer."""
+    """Return the sums of layers, parameters and weight bytes by type of layer."""
     spec = model.module if isinstance(model, MtpHead) else model.spec
     layers = [parts_of(layer) for layer in spec.layers]
     counts = Counter(KINDS[type(part)] for parts in layers for part in parts)
@@ -346,7 +349,8 @@ def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
 
 
 def count_schemes(model: HybridDecoder, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Bytes of quantised matrices by kind of layer, then by scheme and kernel of an engine on a device."""
+    """Return the bytes of quantised matrices by type of layer, then by scheme and the kernel that a device would use.
+    """
     layers, found = [parts_of(layer) for layer in model.spec.layers], dict[str, dict[str, int]]()
     for name, projection in model.matrices.items():
         kind, where = EMBEDDINGS, name.split(".")
@@ -360,7 +364,7 @@ def count_schemes(model: HybridDecoder, device: torch.device, dtype: torch.dtype
 
 
 def _head_facts(head: DraftHead) -> PartFacts:
-    """Facts of a draft head as one part."""
+    """Return the sizes of a draft head as one part."""
     report, active = head.report, head.report.num_bytes
     if isinstance(head.head, MtpHead):
         active = sum(part.active_bytes for part in count_parts(head.head).values())
@@ -368,7 +372,7 @@ def _head_facts(head: DraftHead) -> PartFacts:
 
 
 def format_bytes(count: int) -> str:
-    """Format a size in powers of 1000, for example `16.2 MB`."""
+    """Return a size as text in powers of 1000, for example `16.2 MB`."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000.0:

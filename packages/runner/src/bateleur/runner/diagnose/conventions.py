@@ -17,7 +17,7 @@ H = TypeVar("H", Eagle3Head, MtpHead)
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """One interpretation of a checkpoint."""
+    """One interpretation of a draft head's checkpoint."""
 
     name: str
     cause: str
@@ -28,7 +28,7 @@ class Convention:
 
 
 def conventions(head: Head, num_layers: int) -> list[Convention]:
-    """All interpretations of a head; the first is the one that its checkpoint declares."""
+    """Return all interpretations of a head. The first is the one that its checkpoint declares."""
     needs, after_norm = head.spec.needs, num_layers + 1
     declared = (*needs.taps, after_norm) if needs.hidden else needs.taps
     found = [Convention("as declared", "", declared, head)]

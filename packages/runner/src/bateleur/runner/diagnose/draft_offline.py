@@ -1,6 +1,6 @@
 """Runs a draft head without an engine, on recorded features of the target, under any `Convention`.
 
-Row p of a head gets the target's feature at position p and token p + 1, and drafts token p + 2.
+Token p of a head's pass gets the target's feature at position p and token p + 1, and drafts token p + 2.
 """
 
 # Shapes: T rows of a text, P output positions at which drafting starts, K drafts, N keys of the text and of the passes,
@@ -36,7 +36,7 @@ class RecordingDrafter:
     """A drafter that records the target's features, and proposes tokens of known texts.
 
     keep: boundaries to record, numbered as in `Convention.boundaries`. script: whole texts, prompt and output; a
-    request that begins like one gets its continuation as drafts.
+    request that begins like one of them gets the rest of this text as drafts.
 
     `propose` reads the device. It raises RuntimeError if a step's tokens contradict each other.
     """
@@ -51,13 +51,13 @@ class RecordingDrafter:
         self._features_of_prompt: dict[tuple[int, ...], dict[int, list[Tensor]]] = {}
 
     def admit(self, row: int, token_ids: list[int]) -> None:
-        """See `Drafter`."""
+        """Start to record a request, see `Drafter.admit`."""
         self._tokens[row] = list(token_ids)
         chunks: dict[int, list[Tensor]] = {boundary: [] for boundary in self.keep}
         self._chunks[row] = self._features_of_prompt[tuple(token_ids)] = chunks
 
     def propose(self, context: DraftContext) -> Tensor:
-        """See `Drafter`."""
+        """Record the features of a step and return drafts from the known texts, see `Drafter.propose`."""
         starts, valid = context.batch.query_start_loc.tolist(), context.num_valid.tolist()
         next_token, emitted = context.next_token.tolist(), context.emitted.tolist()
         drafts = torch.full((len(valid), self.num_speculative_tokens), -1)
@@ -74,7 +74,7 @@ class RecordingDrafter:
         return drafts.to(context.next_token.device)
 
     def recorded_text(self, prompt: Sequence[int], tokens: Sequence[int]) -> RecordedText:
-        """The recording of the request with this prompt, whose prompt and output are `tokens`."""
+        """Return the recording of the request with this prompt. tokens: its prompt and output."""
         chunks = self._features_of_prompt[tuple(prompt)]
         features = {boundary: torch.cat(parts) for boundary, parts in chunks.items()}
         return RecordedText(list(tokens), len(prompt), features)
@@ -83,8 +83,9 @@ class RecordingDrafter:
 class DraftsByPosition(NamedTuple):
     """K drafts from every output position of a text, each drafted after the text's own tokens; (P, K) each.
 
-    right: the most likely draft is the text's token. overlap: sum of min(p, q) of target and draft probabilities, the
-    probability that a sampled draft is accepted. known: the text has a token there, not the last one.
+    right: whether the most likely draft is the text's token. overlap: sum of min(p, q) of target and draft
+    probabilities, the probability that a sampled draft is accepted. known: whether the text has a token there that is
+    not its last one.
     """
 
     right: Tensor
@@ -118,8 +119,8 @@ def draft_by_position(
 ) -> DraftsByPosition:
     """Draft from every output position of a text, given the target's features and the text's tokens.
 
-    target_logits: maps states after the final norm to (n, V). shuffle: permute the features over the text, so that the
-    head has no information but the tokens.
+    target_logits: maps states after the final norm to (n, V). shuffle: whether to permute the features over the text,
+    so that the head gets information only from the tokens.
     """
     head, num_rows = convention.head, len(text.tokens) - 2
     hidden = head.fuse([text.features[boundary][:num_rows] for boundary in convention.boundaries])
@@ -146,9 +147,10 @@ def draft_by_position(
 
 
 class _BranchAttention:
-    """Attention of drafts that branch off at every position of a text: each sees the text before, and its own drafts.
+    """Attention of drafts that branch off at every position of a text.
 
-    The first call for a layer is the pass over the text, each later one a pass of all branches.
+    A branch sees the text before it and its own drafts.
+    The first call for a layer is the pass over the text. Each later call is one pass of all branches.
     """
 
     def __init__(self, spec: HeadSpec, start_P: Tensor) -> None:
@@ -157,7 +159,7 @@ class _BranchAttention:
         self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(T, H, D) for the text, or (P, H, D) for a pass."""
+        """Return the attention (T, H, D) for the text, or (P, H, D) for a pass of the branches."""
         passes = self._passes.setdefault(layer, [])
         passes.append((k, v))
         num, row_T = len(passes) - 1, torch.arange(len(passes[0][0]), device=q.device)

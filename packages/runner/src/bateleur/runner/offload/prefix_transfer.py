@@ -35,7 +35,7 @@ class PrefixTransfer:
         return self._get_layout()
 
     def export(self, ids: NDArray[np.int32], path: Path) -> int:
-        """Write the longest cached prefix of `ids` to a file (of several ranks, a folder); return its number of tokens.
+        """Write the longest cached prefix of `ids` to a file (several ranks: a folder); return its number of tokens.
 
         Waits for the device. Raises ValueError, with the reason, if nothing is cached, and OSError if writing fails; on
         all ranks if one of them fails.

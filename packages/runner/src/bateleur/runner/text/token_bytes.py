@@ -59,8 +59,7 @@ class TokenText:
         return self._bytes[token]
 
     def name_of(self, token: int) -> str:
-        """Return the text of one token, or its bytes in OpenAI's notation (bytes:\xe2) if it is a part of a character.
-        """
+        """Return the text of one token, or its bytes in OpenAI's notation if it is a part of a character."""
         text, known = self.text_of(token), self.bytes_of(token)
         if "\ufffd" not in text or known == text.encode():
             return text

@@ -56,7 +56,8 @@ GRACE_SECONDS = 5.0
 class WorkerStart:
     """The first message to another rank.
 
-    port: of the store in which ranks find each other. num_threads: of all ranks, on a CPU. step_seconds: time limit of
+    port: port of the store in which ranks find each other. num_threads: of all ranks together, on a CPU. step_seconds:
+    time limit of
         a step.
     """
 

@@ -1,4 +1,4 @@
-"""Calls in Python's notation, as LFM2 and OLMo 3 write them: [weather(city="Oslo", days=3), time()]."""
+"""Parsers for calls in Python's notation, as LFM2 and OLMo 3 write them: [weather(city="Oslo", days=3), time()]."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _MAY_KEYWORD = re.compile(r"[A-Za-z_]\w{0,200}\s*=?\s*$")
 
 
 class Pythonic(ToolFormat):
-    """Python calls with keyword arguments, or JSON objects, between tags."""
+    """Tool calls as Python calls with keyword arguments, or as JSON objects, between tags."""
 
     DELIMITERS: ClassVar[tuple[str, str, str]]
     """Text before, between and after calls, inside of the tags."""
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """See `ToolFormat`."""
+        """Build the grammars of calls of these functions; see `ToolFormat.call_tags`."""
         calls = [tagged(f"{each.name}(", _keywords(each.schema), ")") for each in functions]
         before, between, after = cls.DELIMITERS
         return [tagged(cls.START_TAGS[0] + before, listed(calls, between, once=once), after + cls.END_TAGS[0])]
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
-        """See `ToolFormat`."""
+        """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         start = yield from skip_space(source, len(self.start_tag_of(source)))
         in_list = source.text.startswith("[", start)
         at = (yield from skip_space(source, start + 1)) if in_list else start
@@ -60,7 +60,7 @@ class Pythonic(ToolFormat):
 
 
 class Lfm2(Pythonic):
-    """<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>, as LFM2 writes it."""
+    """Tool calls of LFM2: <|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>."""
 
     START_TAGS = ("<|tool_call_start|>",)
     END_TAGS = ("<|tool_call_end|>",)
@@ -68,7 +68,7 @@ class Lfm2(Pythonic):
 
 
 class Olmo3(Pythonic):
-    """<function_calls>, a call on each line, and </function_calls>, as OLMo 3 writes it."""
+    """Tool calls of OLMo 3: <function_calls>, a call on each line, and </function_calls>."""
 
     START_TAGS = ("<function_calls>",)
     END_TAGS = ("</function_calls>",)
@@ -97,7 +97,10 @@ def _read_functions(source: Source, at: int, calls: Calls) -> Reader[bool]:
 
 
 def _read_keywords(source: Source, writer: ArgumentsWriter) -> Reader[bool]:
-    """Consume arguments up to `)`. Returns False if they were truncated. Positional arguments get the next name."""
+    """Consume arguments up to `)`. Returns False if they were truncated.
+
+    A positional argument gets the name of the next parameter of the schema.
+    """
     while True:
         at = yield from skip_space(source, 0)
         if at == len(source.text):
