@@ -55,8 +55,7 @@ class Reader:
             return self._needs_wake()
 
     def fail(self, error: Exception) -> bool:
-        """End with an error, in the engine thread. Returns whether `wake` must be scheduled in the reader's event loop.
-        """
+        """End with an error (engine thread). Returns whether `wake` must be scheduled in the reader's event loop."""
         with self._lock:
             self._error = error
             return self._needs_wake()

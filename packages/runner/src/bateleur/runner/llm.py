@@ -274,8 +274,7 @@ class LLM:
 
     @exclusive
     def step(self) -> list[RequestOutput]:
-        """Run one engine step. Returns outputs of streaming requests, and of requests that ended since the last call.
-        """
+        """Run one engine step. Returns outputs of streaming requests, and of requests ended since the last call."""
         self._runner.step()
         return self._registry.take_unclaimed()
 

@@ -20,7 +20,7 @@ def shipped_draft() -> Path:
 def default_drafts(options: Mapping[str, Any], *, alone: bool = False) -> dict[str, str]:
     """Return the default draft option of an engine: the shipped model gets its draft head; {} if options name a draft.
 
-    alone: whether the engine runs one request, for which all drafts pay off from the first step on. For several
+    alone: whether the engine runs one request, for which drafts save time from the first step on. For several
     requests the number of drafts adapts to measured times, unless tokens would depend on that number.
     """
     if "draft" in options or options.get("model") is not None or options.get("num_speculative_tokens") == 0:

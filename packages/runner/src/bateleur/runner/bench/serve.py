@@ -84,8 +84,7 @@ class Workload:
         self._ids = (5, size - 8) if size > 32 else (1, max(2, size))
 
     def run(self, server: ServerProcess, rate: float, seed: int, count: int | None = None) -> dict[str, Any]:
-        """Run one round of `count` requests. Returns figures, output token ids and the number of cached prompt tokens.
-        """
+        """Run one round of `count` requests. Returns results, output token ids and number of cached prompt tokens."""
         server.resume()
         try:
             replies, seconds = asyncio.run(self._round(server, rate, seed, count or self._config.num_prompts))
@@ -127,7 +126,7 @@ class Workload:
     async def _conversations(
         self, client: CompletionClient, rate: float, count: int, rng: random.Random
     ) -> list[TimedCompletion]:
-        """Send conversations that share a system prompt; `rate` counts turns."""
+        """Send conversations that share a system prompt. `rate` counts requests, one per turn of a conversation."""
         system = self._random_ids(rng, _SYSTEM_TOKENS)
 
         async def converse(messages: list[list[int]], pauses: list[float]) -> list[TimedCompletion]:

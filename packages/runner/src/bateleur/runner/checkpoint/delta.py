@@ -36,8 +36,7 @@ def joined_names(layer: DeltaLayer) -> Names:
 
 
 def packed_names(layer: DeltaLayer) -> Names:
-    """Return Qwen3-Next's weight names: rows are ordered by key head, each followed by the value heads that it serves.
-    """
+    """Return Qwen3-Next's weight names: rows are ordered by key head, each followed by the value heads it serves."""
     sizes, state = _sizes(layer), layer.state
     assert isinstance(state, GatedDelta)
     first, second = sum(sizes[:4]), sum(sizes[4:])
@@ -49,8 +48,7 @@ def packed_names(layer: DeltaLayer) -> Names:
 
 
 def split_names(layer: DeltaLayer) -> Names:
-    """Return OLMo-hybrid's weight names: one matrix for each part of the projection; separate or joined convolutions.
-    """
+    """Return OLMo-hybrid's weight names: one matrix per part of the projection; separate or joined convolutions."""
     named = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
     names = _stacked("in_proj", dict(zip(named, _sizes(layer), strict=True)))
     return names | _rest("o_norm", "o_proj") | split_convolutions(layer)

@@ -140,8 +140,7 @@ _NESTED = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attenti
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Check all known fields of a configuration file. Raises ValueError for an invalid one; null and absent are valid.
-    """
+    """Check known fields of a configuration file. Raises ValueError for an invalid one; null and absent are valid."""
     for name in _NESTED:
         nested = config.get(name)
         if nested is not None:

@@ -46,8 +46,7 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a weight that one tensor fills: rows [start, start + rows) of weight `target`; `rows` None means all.
-    """
+    """A part of a weight that one tensor fills: rows [start, start + rows) of weight `target`; `rows` None: all."""
 
     target: str
     start: int = 0
@@ -318,8 +317,7 @@ def _attention_names(layer: AttentionLayer) -> Names:
 
 
 def _projection(target: str, sources: Mapping[str, int | None], bias: bool) -> Names:
-    """Return the names of tensors that are stacked by rows to one matrix, and of their biases. sources: rows by name.
-    """
+    """Return the names of tensors that are stacked to one matrix, and of their biases. sources: rows by name."""
     names, start = {}, 0
     for source, rows in sources.items():
         names[f"{source}.weight"] = Part(f"{target}_proj", start, rows)

@@ -164,8 +164,7 @@ def describe_model(
 
 
 def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in: the named one, or for "auto" float32 on a CPU and the checkpoint's dtype on CUDA.
-    """
+    """Return the dtype to compute in: as named, or for "auto" float32 on a CPU and the checkpoint's dtype on CUDA."""
     if dtype != "auto":
         return DTYPES[str(dtype)]
     if device.type == "cpu" or checkpoint.dtype not in DTYPES.values():
@@ -187,8 +186,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Family, ConfigFields, dict[str, Any]]:
-    """Return the model family of a checkpoint, and its configuration fields as transformers and as the file has them.
-    """
+    """Return the model family of a checkpoint, and its config fields as transformers and as the file has them."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path}: has no config.json; it must be a Hugging Face checkpoint")

@@ -119,8 +119,7 @@ def quantize_projections(
 
 
 def _common(found: list[tuple[Part, TensorEntry]]) -> Scheme | None:
-    """Return the common scheme of all experts; None if schemes differ, or if tables of groups (act order) could differ.
-    """
+    """Return the common scheme of all experts; None if schemes differ, or if group tables (act order) could differ."""
     schemes = {_scheme(part, entry) for part, entry in found}
     (first, *others) = schemes
     return None if others or first is None or first.indexed else first

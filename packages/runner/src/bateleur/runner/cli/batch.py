@@ -1,5 +1,4 @@
-"""Runs a file of requests (`bateleur batch`, `bateleur generate --prompt-file`). Results are written as requests end.
-"""
+"""Runs a file of requests (`bateleur batch`, `bateleur generate --prompt-file`). Writes results as requests end."""
 
 from __future__ import annotations
 

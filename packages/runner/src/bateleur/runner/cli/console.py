@@ -92,8 +92,7 @@ def discard_stdout() -> None:
 
 
 class DecodeRate:
-    """Decode rate in tokens per second. It counts from the first token on, after compilation, warm-up and first prompt.
-    """
+    """Decode rate in tokens per second. Counts from the first token on, after compilation, warm-up and first prompt."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -106,8 +105,7 @@ class DecodeRate:
             self._num_first_tokens, self._began = count, time.perf_counter()
 
     def summary(self) -> str:
-        """Return the closing line: tokens, rate, tokens per step, acceptance rates. Call it right after the last step.
-        """
+        """Return the last line: tokens, rate, tokens per step, acceptance rates. Call it right after the last step."""
         stats = self._llm.get_metrics()
         count = stats.num_emitted_tokens
         parts = [f"{count} tokens"]

@@ -42,8 +42,7 @@ class LineParser:
     """Hash of everything that decides results apart from the line."""
 
     def request(self, number: int, raw: bytes, first_line: Callable[[str | int], int]) -> LineRequest:
-        """Return the request of a line. An invalid line has an `error`. first_line: returns the first line with an id.
-        """
+        """Return a line's request. An invalid line has an `error`. first_line: returns the first line with an id."""
         where = f"{self.name}, line {number}"
         valid_id: str | int | None = number if isinstance(self.format, NativeFormat) else None
         try:

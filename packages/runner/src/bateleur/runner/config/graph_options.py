@@ -27,8 +27,7 @@ class GraphOptions:
 
     @classmethod
     def of(cls, config: GraphConfig, device: torch.device) -> GraphOptions:
-        """Fill in the defaults of the user's options. The default mode is FULL_AND_PIECEWISE on CUDA and NONE on CPU.
-        """
+        """Fill in the defaults of the user's options. Default mode: FULL_AND_PIECEWISE on CUDA, NONE on CPU."""
         cuda = device.type == "cuda"
         default = CudaGraphMode.FULL_AND_PIECEWISE if cuda else CudaGraphMode.NONE
         wrong = "recorded" if cuda else "cuda"

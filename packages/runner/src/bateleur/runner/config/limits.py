@@ -55,8 +55,7 @@ class EngineLimits:
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineLimits:
-        """Fill in the defaults of the user's options. Raises ValueError for a length that the model does not support.
-        """
+        """Fill in the defaults of the user's options. Raises ValueError for a length that the model can't support."""
         longest, wanted = spec.max_position_embeddings, config.model.max_model_len
         if wanted is not None:
             if not 2 <= wanted <= spec.longest:

@@ -349,8 +349,7 @@ def count_parts(model: HybridDecoder | MtpHead) -> dict[str, PartFacts]:
 
 
 def count_schemes(model: HybridDecoder, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Return the bytes of quantised matrices by type of layer, then by scheme and the kernel that a device would use.
-    """
+    """Return the bytes of quantised matrices by type of layer, then by scheme and the kernel that the device uses."""
     layers, found = [parts_of(layer) for layer in model.spec.layers], dict[str, dict[str, int]]()
     for name, projection in model.matrices.items():
         kind, where = EMBEDDINGS, name.split(".")

@@ -98,7 +98,7 @@ class DraftsByPosition(NamedTuple):
         return self.overlap[self.known.all(1)].cumprod(1).sum(1)
 
     def steps(self) -> tuple[Tensor, Tensor]:
-        """(K,) int64 each: how often draft i is reached and accepted in the steps of an engine at temperature 0."""
+        """Return how often draft i is reached and accepted in an engine's steps at temperature 0, (K,) int64 each."""
         prefix = (self.right & self.known).cumprod(1).bool()
         reached = self.known & torch.cat((torch.ones_like(prefix[:, :1]), prefix[:, :-1]), 1)
         step, starts = 0, []

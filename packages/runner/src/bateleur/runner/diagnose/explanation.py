@@ -91,7 +91,7 @@ def _exceeds(accepted: Tensor, other: Tensor) -> bool:
 class Explanation:
     """Measurements and causes of a low acceptance rate.
 
-    conventions: results under each convention, first as declared; drafts sampled at temperature 0.8, texts of all
+    conventions: results under each convention, the declared one first; drafts sampled at temperature 0.8, texts of all
         temperatures.
     vocabulary_share: share of the target's tokens that are in the draft vocabulary, an upper bound of acceptance rates.
     causes: any of "bookkeeping", "features", "norm", "vocabulary" and "rollout", most likely first; may be empty.
@@ -165,8 +165,7 @@ def conclude(facts: Explanation, problems: list[str]) -> Explanation:
 
 
 def _engine_problems(facts: Explanation) -> Iterator[str]:
-    """Yield problems found by comparing runs of the same head with and without graphs, and with and without the engine.
-    """
+    """Yield problems shown by comparing runs of the same head with and without graphs, with and without the engine."""
     for run in facts.runs:
         eager = facts.run(EAGER, run.temperature)
         if run.name == ENGINE and eager and run.tokens_per_step < _AGREEMENT * eager.tokens_per_step:

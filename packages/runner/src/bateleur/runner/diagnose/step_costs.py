@@ -135,7 +135,7 @@ def _keys(layer: AttentionLayer, dtype: torch.dtype, batch: int, context: int, t
 
 
 def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> StepPart:
-    """Reads and writes of states and windows (`bateleur.mamba.memory_traffic`); under FOLD the mean of a fold cycle."""
+    """Return the costs of states and windows (`bateleur.mamba.memory_traffic`); under FOLD the mean of a fold cycle."""
     assert caches.layout is not None, "a model with recurrent layers has a layout"
     if state.policy is StatePolicy.FOLD:
         moved = memory_traffic.fold_step_bytes(state, tokens, memory_traffic.FoldCycle.of(caches.layout, tokens))
@@ -147,8 +147,7 @@ def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> S
 
 
 def default_cache_costs(spec: ModelSpec, dtype: torch.dtype, longest: int, device: str, drafts: int = 0) -> CacheCosts:
-    """Return the cache costs of an engine with default options. longest: tokens of a request. device: "cpu" or "cuda".
-    """
+    """Return cache costs of an engine with default options. longest: tokens of a request. device: "cpu" or "cuda"."""
     config = EngineConfig.of()
     states = StateOptions.of(config.cache, spec, drafts, torch.device(device))
     options = CacheOptions(block_size=config.cache.block_size, share_prefixes=False, states=states)

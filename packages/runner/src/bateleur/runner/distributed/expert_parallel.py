@@ -26,8 +26,7 @@ class ExpertParallel:
         """P of eager passes, at least T of every rank; 0 if T is equal on all ranks, as in graphs."""
 
     def gather(self, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens (A, L), weights (A, K) float32 and experts (A, K) int64 of all ranks. Padding has experts -1.
-        """
+        """Return tokens (A, L), weights (A, K) float32 and experts (A, K) int64 of all ranks. Padding has expert -1."""
         (num_tokens, width), top_k = x_TL.shape, weights_TK.shape[1]
         parts = weights_TK, (experts_TK + 1).int(), x_TL.contiguous()
         packed = torch.cat([each.view(torch.uint8) for each in parts], 1)

@@ -160,8 +160,7 @@ class RequestRegistry:
                 self._stats.num_cached_tokens += each.num_cached_tokens
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
-        """Return the oldest output of these requests; None if there is none. Newer outputs replace those not yet taken.
-        """
+        """Return the oldest output of these requests; None if there is none. Newer outputs replace untaken ones."""
         name = next((name for name in self._undelivered if name in request_ids), None)
         return None if name is None else self._take_one(name)
 

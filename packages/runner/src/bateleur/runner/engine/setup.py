@@ -208,8 +208,7 @@ class _CacheSizes:
         )
 
     def _within(self, budget: int, limits: EngineLimits, *, trial: bool = False) -> EngineSetup:
-        """Return the setup with caches of `budget` bytes. A trial keeps `max_model_len` even if the caches hold less.
-        """
+        """Return the setup with caches of `budget` bytes. A trial keeps `max_model_len` even if caches hold less."""
         config, model = self.config, self.model
         with warnings.catch_warnings():
             if trial:

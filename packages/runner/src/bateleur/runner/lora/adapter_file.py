@@ -170,8 +170,7 @@ def _problem(
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the scale of a module: `lora_alpha / r`, or with `use_rslora` `lora_alpha / sqrt(r)` (Kalajdzievski 2023).
-    """
+    """Return a module's scale: `lora_alpha / r`, or with `use_rslora` `lora_alpha / sqrt(r)` (Kalajdzievski 2023)."""
     alpha = config.get("lora_alpha", 8)
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):

@@ -105,8 +105,7 @@ def make_dispatcher(
 
 
 def gaps_of_drafts(dispatcher: CudagraphDispatcher, max_num_reqs: int, query_len: int) -> str | None:
-    """Return a warning if batches without drafts have graphs, but some with `query_len` tokens per request have none.
-    """
+    """Return a warning if all batches without drafts have graphs but some with `query_len` tokens each do not."""
     plain, drafted = (dispatcher.coverage(max_num_reqs, length) for length in (1, query_len))
     missing = sum(span.num_sizes for span in drafted.gaps)
     if plain.gaps or not missing:

@@ -28,8 +28,7 @@ class StepContext:
     states: Sequence[tuple[Tensor, Tensor | None]]
     """Convolution windows and states by recurrent layer, as `StatePool.layer` returns them."""
     rings: Sequence[Rings | None]
-    """Rings (inputs of the last tokens) and conv windows by recurrent layer; None if states are written at every step.
-    """
+    """Rings (last tokens' inputs) and conv windows by recurrent layer; None if states are written at every step."""
     adapters: Tensor | None = None
     """(T,) int32: LoRA slot of each token; None without adapters."""
     mamba_batch: MixerBatch | None = field(init=False)

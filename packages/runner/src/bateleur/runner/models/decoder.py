@@ -178,8 +178,7 @@ class HybridDecoder:
 
     @property
     def matrices(self) -> dict[str, Projection | GroupedProjection]:
-        """Projections of all layers, and `lm_head` unless it is tied to the embedding, by the names of their weights.
-        """
+        """Projections of all layers, and `lm_head` unless tied to the embedding, by the names of their weights."""
         named: dict[str, Projection | GroupedProjection] = {
             f"layers.{i}.{name}": each
             for i, residual in enumerate(self._residuals)
@@ -284,8 +283,7 @@ class HybridDecoder:
         return (final, *(seen[tap * spec.branches_per_layer] for tap in taps))
 
     def _divide_attention(self, context: StepContext) -> tuple[Tensor | None, ...]:
-        """Build `LayerStep.work`, the work lists of attention layers. Layers with equal heads and windows share a list.
-        """
+        """Build the attention work lists `LayerStep.work`. Layers with equal heads and windows share a list."""
         backend, meta = context.backend, context.attention
         if meta is None or not backend.tolerates_loose_bounds:
             return ()

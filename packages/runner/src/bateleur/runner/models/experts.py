@@ -26,8 +26,7 @@ class Experts(Branch):
     """Routed experts, and an optional shared expert that all tokens take. The router computes in float32."""
 
     def __init__(self, spec: ExpertsLayer, like: Tensor, exchange: ExpertParallel | None = None) -> None:
-        """exchange: exchanges tokens with the ranks that have the experts outside of `spec.own`; None if all are here.
-        """
+        """exchange: exchanges tokens with ranks that have the experts outside `spec.own`; None if all are here."""
         self.spec, self._exchange = spec, exchange
         hidden, inner, count = like.shape[1], spec.intermediate_size, spec.num_experts
         width = spec.latent_size or hidden

@@ -29,8 +29,7 @@ _UNADAPTED = ("router_proj", "shared_gate_proj", "latent_in_proj", "latent_out_p
 
 
 def is_adaptable(weight: str) -> bool:
-    """Return whether a LoRA adapter may change the weight of this name: projections of layers except those of experts.
-    """
+    """Return whether a LoRA adapter may change the weight of this name: projections of layers except experts."""
     name = weight.rpartition(".")[2]
     return weight.startswith("layers.") and name.endswith("_proj") and name not in _UNADAPTED
 

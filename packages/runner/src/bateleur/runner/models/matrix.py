@@ -62,8 +62,7 @@ class Projection:
         """Rows of a quantised W, which is not kept otherwise; () if W is plain."""
 
     def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """Return (T, rows) for x (T, columns). adapters: (T,) int32 adapter slot of each token; None without adapters.
-        """
+        """Return (T, rows) for x (T, columns). adapters: (T,) int32 adapter slot of each token; None for none."""
         y = self._product(x)
         if self.lora is not None and adapters is not None:
             add_lora(y, x, self.lora.a_ARK, self.lora.b_ANR, adapters)
@@ -219,8 +218,7 @@ class Rows:
         return self.matrix.dequantize().to(dtype)
 
     def packed(self, dtype: torch.dtype, recorded: bool) -> Rows:
-        """Return the rows packed for C kernels that multiply tokens of `dtype`; unchanged if there is no such kernel.
-        """
+        """Return the rows packed for C kernels that multiply tokens of `dtype`; unchanged if there is none."""
         if isinstance(self.matrix, Projection):
             self.matrix.pack(recorded=recorded)
         if not isinstance(self.matrix, QuantizedMatrix):

@@ -125,8 +125,7 @@ class QuantizedMatrix:
 
     @classmethod
     def of(cls, key: str, columns: int, parts: Sequence[Tensor]) -> QuantizedMatrix:
-        """Return the matrix for the text of `Scheme.key`. parts: its tensors in the order of the values of `tensors`.
-        """
+        """Return the matrix for the text of `Scheme.key`. parts: its tensors in the order of `tensors`."""
         codes, scales, *rest = parts
         scheme, more = scheme_of(key, scales.dtype), iter(rest)
         zeros = next(more) if scheme.zeros else None

@@ -75,8 +75,7 @@ def product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
 
 
 def warm_sizes(most: int, groups: int = 1) -> list[int]:
-    """Return numbers of rows, at most `most`, whose products launch every kernel of a matrix, or of `groups` matrices.
-    """
+    """Return row counts, at most `most`, whose products launch every kernel of a matrix, or of `groups` matrices."""
     return sorted({min(each * groups, most) for each in (1, 32, 257)} | {1, most})
 
 

@@ -76,15 +76,14 @@ class RopeTable:
         self._table_P2R = self._rows(max(num_positions, 2 * rows, _FIRST_ROWS))
 
     def set_prompt_length(self, prompt_len: int) -> None:
-        """Recompute the table in place for this prompt length, if frequencies depend on it (`ModelSpec.rope_length`).
+        """Recompute the table in place for a prompt length, if frequencies depend on it, see `ModelSpec.rope_length`.
         """
         if self.spec.beyond is not None and prompt_len != self._prompt_len:
             self._prompt_len = prompt_len
             self._table_P2R.copy_(self._rows(len(self._table_P2R)))
 
     def _rows(self, count: int) -> Tensor:
-        """Return the first `count` rows of the table. Angles are float32 and rounded once at the end, as in training.
-        """
+        """Return the first `count` rows of the table. Angles are float32, rounded once at the end, as in training."""
         positions_P = torch.arange(count, dtype=torch.float32, device=self._inv_freq.device)
         angle_PR = positions_P[:, None] * self._frequencies(positions_P + 1)
         cos, sin = angle_PR.cos(), angle_PR.sin()

@@ -22,8 +22,7 @@ class GatedConv(Recurrent):
         self.out_proj = empty_projection(like.shape[1], width, like, bias=spec.bias)
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Return the branch's output (T, M), and advance the conv windows of all requests. Decodes come before prompts.
-        """
+        """Return the branch's output (T, M), and advance all requests' conv windows. Decodes come before prompts."""
         B_TM, C_TM, inner_TM = self.in_proj(x_TM, step.adapters).chunk(3, -1)
         y_TM = self.mix(step, B_TM * inner_TM)
         return self.out_proj(C_TM * y_TM, step.adapters)

@@ -32,8 +32,7 @@ def unpack_rows(words: Tensor, bits: int, rows: int) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack codes (N, K) to bytes (N, K / 2) with the even column in the low bits. An odd last column is paired with 0.
-    """
+    """Pack codes (N, K) to bytes (N, K / 2) with even columns in the low bits. A last odd column is paired with 0."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., 0::2] | codes[..., 1::2] << 4

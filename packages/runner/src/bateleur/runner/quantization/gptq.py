@@ -121,8 +121,7 @@ _LESS_ONE, _AS_THEY_ARE = "auto_round:auto_gptq", ("auto_round", "auto_round:gpt
 
 
 class AutoRoundReader(GptqReader):
-    """Reads auto-round. `packing_format` tells how zeros are stored: one less with auto_gptq (default), else unchanged.
-    """
+    """Reads auto-round. `packing_format` says how zeros are stored: one less with auto_gptq (default), else as is."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__({**fields, "checkpoint_format": "gptq_v2"})

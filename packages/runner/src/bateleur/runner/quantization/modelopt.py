@@ -61,6 +61,5 @@ class ModeloptReader(Reader):
 
 
 def _block(module: Module) -> tuple[int, int] | None:
-    """Return the block size (128, 128) if the module has block scales, stored as (N / 128, 1, K / 128, 1); else None.
-    """
+    """Return the block size (128, 128) if it has block scales, stored as (N / 128, 1, K / 128, 1); else None."""
     return _BLOCK if len(module["weight_scale"].shape) == 4 else None

@@ -65,8 +65,7 @@ class DeploymentPlan:
 
     @property
     def num_cpus(self) -> int:
-        """Number of CPUs to declare to a new local Ray: enough for all replicas and a reader, even if they share cores.
-        """
+        """Number of CPUs to declare to a new local Ray: for all replicas and a reader, even if they share cores."""
         replica = self.resources(0)["CPU"]
         return max(os.cpu_count() or 1, int(self.replicas.upper_limit * replica) + 1)
 

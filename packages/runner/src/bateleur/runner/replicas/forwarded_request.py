@@ -29,8 +29,7 @@ class ForwardedRequest:
 
     @classmethod
     def of(cls, scope: Scope, body: bytes) -> ForwardedRequest:
-        """Create the data from an ASGI request. An unreadable body has no prefix keys; the replica reports the error.
-        """
+        """Convert an ASGI request. An unreadable body has no prefix keys; the replica reports the error."""
         fields = {name: scope[name] for name in _SCOPE_FIELDS if name in scope}
         fields["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         fields["client"], fields["server"] = _address(scope.get("client")), _address(scope.get("server"))

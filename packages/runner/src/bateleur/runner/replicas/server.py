@@ -168,8 +168,7 @@ def _text(path: object) -> str | None:
 
 
 class _SignalHandler:
-    """Raises KeyboardInterrupt at the first signal, unless `wait` is waiting for it. A second signal ends the process.
-    """
+    """Raises KeyboardInterrupt at the first signal, unless `wait` waits for it. A second signal ends the process."""
 
     def __init__(self) -> None:
         self._waits = False

@@ -11,8 +11,7 @@ from bateleur.runner.requests.prefix_keys import KEY_BYTES, PrefixKeys, block_ke
 
 
 class RowKeys:
-    """Prefix-cache keys of running requests. Each row continues the chain of its `PrefixKeys`, and stores its last key.
-    """
+    """Prefix-cache keys of running requests. A row continues the chain of its `PrefixKeys` and stores its last key."""
 
     def __init__(
         self,

@@ -110,8 +110,7 @@ def fuzz_rows(
 
 
 def end_keys(forward: Iterable[BatchExecutionDescriptor]) -> tuple[BatchExecutionDescriptor, ...]:
-    """Return the graph keys of the end of a step: each forward graph key with equal query lengths, per kind of sampler.
-    """
+    """Return the graph keys of step ends: each forward graph key with equal query lengths, per kind of sampler."""
     uniform = [key for key in forward if key.uniform_query_len]
     return tuple(replace(key, variant=(kind,)) for key in uniform for kind in KINDS)
 

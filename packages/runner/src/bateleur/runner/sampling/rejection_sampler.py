@@ -99,8 +99,7 @@ class RejectionSampler:
         self.rows = SamplerRows(len(table.token_ids), 1 + num_speculative_tokens, self.device)
 
     def input_ids(self, batch: StepBatch) -> Tensor | None:
-        """Return the token ids of the decoding requests, concatenated, on the device; None without decoding requests.
-        """
+        """Return the token ids of the decoding requests, concatenated, on the device; None without any."""
         num_rows, count = batch.num_decodes, batch.num_decode_tokens
         if not num_rows:
             return None
@@ -226,8 +225,7 @@ class RejectionSampler:
     def _test(
         self, processed: Processed, drafts_SK: Tensor, starts: Tensor, positions_S: Tensor, temperature_S: Tensor
     ) -> RejectionOutput:
-        """Test the drafts of the first S staged requests, whose logits begin at row `starts` (S + 1,). Can be captured.
-        """
+        """Test the drafts of the first S requests, whose logits begin at row `starts` (S + 1,). Can be captured."""
         count, metadata = len(positions_S), processed.metadata
         distribution: DraftDistribution = OneHot()  # greedy rows are the same under each distribution
         if metadata is not None:

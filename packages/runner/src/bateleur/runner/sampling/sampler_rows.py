@@ -64,8 +64,7 @@ class SamplerRows:
         self._staged.copy_(upload(staged, self._device))
 
     def drafts(self, num_rows: int) -> Tensor:
-        """Return the drafts (R, K) int64 to test for the first `num_rows` requests, -1 for no draft. Can be captured.
-        """
+        """Return drafts (R, K) int64 to test for the first `num_rows` requests, -1 for no draft. Can be captured."""
         drafts_RK = self.next_ids.index_select(0, self.table_rows[:num_rows])[:, 1:]
         return drafts_RK.where(self._draft_slots < self.num_drafts[:num_rows, None], -1)
 

@@ -1,5 +1,4 @@
-"""The end of a step (sampling, commit of states, sequence lengths after the forward pass), in a CUDA graph or eagerly.
-"""
+"""The end of a step (sampling, commit of states, lengths) after the forward pass, in a CUDA graph or eagerly."""
 
 # Shape letters: R rows of a step, T tokens, L rows of logits, W words of 32 bits, D hidden size.
 

@@ -74,8 +74,7 @@ class CompiledGrammar:
         _check(first)
 
     def compile(self) -> LLMatcher:
-        """Compile a parser at the start of a text that shares nothing with others. Other Python threads run meanwhile.
-        """
+        """Compile a parser at the start of a text that shares nothing. Other Python threads run meanwhile."""
         from llguidance import LLMatcher
 
         parser = LLMatcher(self._vocabulary.library, self._source, log_level=0, limits=parser_limits())
@@ -83,8 +82,7 @@ class CompiledGrammar:
         return parser
 
     def begin(self) -> LLMatcher:
-        """Return a parser at the start of a text, which shares caches about tokens with other parsers of the grammar.
-        """
+        """Return a parser at the start of a text, which shares caches about tokens with the grammar's other parsers."""
         return self._parser.deep_copy()
 
 
@@ -120,8 +118,7 @@ class Grammars:
             raise ValueError(f"{name} is {shown(getattr(params, params.form))}; {error}") from error
 
     def prepare(self) -> Vocabulary:
-        """Build the vocabulary if it is not built yet. Blocks other Python threads, for a second with 250,000 tokens.
-        """
+        """Build the vocabulary unless it is built. Blocks other Python threads, for a second with 250,000 tokens."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 _require_library()

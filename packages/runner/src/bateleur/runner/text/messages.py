@@ -135,8 +135,7 @@ def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> 
 
 
 def _unicode(name: str, written: str, *, asked: bool) -> str:
-    """Return text that can be encoded. Half a surrogate pair is refused in a new message, and replaced in a past one.
-    """
+    """Return text that can be encoded. Half a surrogate pair is refused in a new message, replaced in a past one."""
     if asked or written.isascii():
         require_unicode(name, written)
         return written

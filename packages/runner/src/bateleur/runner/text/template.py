@@ -47,8 +47,7 @@ def write_chat(
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Append the mark to the text of a message and return the text. The mark shows where the text ends in the output.
-    """
+    """Append the mark to the text of a message and return the text. It shows where the text ends in the output."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + _MARK

@@ -130,8 +130,7 @@ def decoder_steps(decoder: Any) -> list[_Step]:
 
 
 def _before_joining(decoders: list[Any]) -> list[Any]:
-    """Return the decoders before Fuse, which joins tokens. Those after it change a whole text (strip its first space).
-    """
+    """Return the decoders before Fuse, which joins tokens. Later ones change a whole text (strip its first space)."""
     kinds = [each["type"] for each in decoders]
     return decoders[: kinds.index("Fuse")] if "Fuse" in kinds else decoders
 

@@ -54,8 +54,7 @@ class Family:
 
     @property
     def architectures(self) -> frozenset[str]:
-        """Values of `architectures` in config.json: of the model with and without its head, and of multimodal models.
-        """
+        """Values of `architectures` in config.json: with and without its head, and of multimodal models."""
         stem = self.architecture
         for ending in ("ForCausalLM", "ForConditionalGeneration"):
             stem = stem.removesuffix(ending)

@@ -78,8 +78,7 @@ def tile_options(size: int) -> dict[str, Any]:
 
 
 def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
-    """Return `act(wide)` or `act(gate) * up` (T, size) by a Triton kernel, see `bateleur.runner.models.mlp.activation`.
-    """
+    """Return `act(wide)` or `act(gate) * up` (T, size) by a Triton kernel, see `models.mlp.activation`."""
     require_adjacent(wide=wide)
     num_tokens = wide.shape[0]
     out = torch.empty(num_tokens, size, dtype=wide.dtype, device=wide.device)
@@ -92,7 +91,7 @@ def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
 
 
 def gate(x: Tensor, by: Tensor, name: str) -> Tensor:
-    """Return `x * silu(by)` or `x * sigmoid(by)` by a Triton kernel, see `bateleur.runner.models.mlp.gate`."""
+    """Return `x * silu(by)` or `x * sigmoid(by)` by a Triton kernel, see `models.mlp.gate`."""
     require_adjacent(x=x, by=by)
     num_tokens, size = x.shape
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)

@@ -76,8 +76,7 @@ def expand_kernel(
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
-    """Add each token's adapter output to y in place, by two Triton kernels, see `bateleur.runner.models.lora.add_lora`.
-    """
+    """Add each token's adapter output to y in place, by two Triton kernels, see `models.lora.add_lora`."""
     require_adjacent(y=y, x=x, a=a, b=b)
     num_tokens, (_, rank, num_columns), num_rows = len(x), a.shape, b.shape[1]
     if not num_tokens:

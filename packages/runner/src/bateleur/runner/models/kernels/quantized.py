@@ -277,8 +277,7 @@ def _tensors(matrix: QuantizedMatrix) -> tuple[torch.Tensor | None, ...]:
 
 
 def quantized_linear(x, parts, scheme, bias):
-    """Return `x W^T + b` (T, N) for a quantised W by Triton kernels, see `models.quantized_product.quantized_linear`.
-    """
+    """Return `x W^T + b` (T, N) for a quantised W in Triton, see `models.quantized_product.quantized_linear`."""
     (tokens, columns), (rows, groups) = x.shape, parts[1].shape
     matrix = QuantizedMatrix.of(scheme, columns, parts)
     kind = matrix.scheme

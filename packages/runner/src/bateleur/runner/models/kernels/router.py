@@ -27,8 +27,7 @@ _NONE = tl.constexpr(-(2**63))  # below every key
 
 @triton.jit
 def _keys(x, number, COUNT: tl.constexpr):
-    """Return distinct int64 sort keys in the order of x, NaN largest. Of equal x, the lower number has the larger key.
-    """
+    """Return distinct int64 sort keys ordered as x, NaN largest. Of equal x, the lower number has the larger one."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(x == x, bits, 0x7FFFFFFF)
@@ -196,8 +195,7 @@ def route_tokens(
 
 
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort pairs of token and expert by expert in one Triton launch, see `bateleur.runner.models.router.sort_places`.
-    """
+    """Sort pairs of token and expert by expert in one Triton launch, see `models.router.sort_places`."""
     experts = experts.contiguous()
     tokens, places = torch.empty(2, experts.numel(), dtype=torch.int64, device=experts.device).unbind()
     ends = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
@@ -206,8 +204,7 @@ def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 
 
 def combine(y: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-    """Return the weighted sum of each token's experts by a Triton kernel, see `bateleur.runner.models.router.combine`.
-    """
+    """Return the weighted sum of each token's experts by a Triton kernel, see `models.router.combine`."""
     added, factor = y if shared is None else shared, y if gate is None else gate
     require_adjacent(y=y, shared=added, places=places, weights=weights)
     (num_tokens, top_k), size = weights.shape, y.shape[1]

@@ -179,8 +179,7 @@ def chat_request(
 
 
 def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return additional arguments of the template. Templates use one of two names to enable thinking, so both are set.
-    """
+    """Return more arguments of the template. Templates use one of two names to enable thinking, so both are set."""
     names = {"documents": own["documents"]} if "documents" in own else {}
     effort, thinking = own.get("reasoning_effort"), own.get("enable_thinking")
     if effort is not None:

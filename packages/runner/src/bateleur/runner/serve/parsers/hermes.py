@@ -72,7 +72,10 @@ class Qwen3Coder(Hermes):
 
     @classmethod
     def triggers(cls, functions: Sequence[Function]) -> list[str]:
-        """See `ToolFormat`. Free text may contain other function tags."""
+        """Return texts that start a call in free text.
+
+        They have the function's name; other such tags may occur in text.
+        """
         return ["<tool_call>", *(f"{FUNCTION}{each.name}>" for each in functions)]
 
 
