@@ -52,7 +52,10 @@ def default_capture_sizes(max_num_tokens: int, decode_tokens: int = 0) -> tuple[
 
 
 def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
-    """Return the query lengths to capture: 1, and 1 + a number of drafts (`num_drafts`, and numbers of `policy`)."""
+    """Return the query lengths of decode steps to capture: 1, and 1 + each number of drafts.
+
+    These are `num_drafts`, and the numbers that `policy` can choose for all requests.
+    """
     often = policy.numbers(num_drafts) if isinstance(policy, UniformPolicy) else ()
     return tuple(sorted({1, 1 + num_drafts, *(1 + n for n in often)}))
 
@@ -105,7 +108,7 @@ def make_dispatcher(
 
 
 def gaps_of_drafts(dispatcher: CudagraphDispatcher, max_num_reqs: int, query_len: int) -> str | None:
-    """Return a warning if all batches without drafts have graphs but some with `query_len` tokens each do not."""
+    """Return a warning if batches with `query_len` tokens per request lack graphs, but no batch without drafts does."""
     plain, drafted = (dispatcher.coverage(max_num_reqs, length) for length in (1, query_len))
     missing = sum(span.num_sizes for span in drafted.gaps)
     if plain.gaps or not missing:

@@ -1,4 +1,4 @@
-"""Attention with keys and values projected from a latent (MLA), over a cache of plain heads.
+"""Multi-head latent attention (MLA). The KV cache holds the keys and values of every head, not the latent.
 
 Shapes: T tokens of all requests, M hidden size, H heads, N key lanes of one head, S key lanes shared by all heads, V
 value lanes, R rank of the latent, D lanes in the cache: max(N + S, V).

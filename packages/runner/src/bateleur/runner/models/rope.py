@@ -76,8 +76,7 @@ class RopeTable:
         self._table_P2R = self._rows(max(num_positions, 2 * rows, _FIRST_ROWS))
 
     def set_prompt_length(self, prompt_len: int) -> None:
-        """Recompute the table in place for a prompt length, if frequencies depend on it, see `ModelSpec.rope_length`.
-        """
+        """Recompute the table in place for a prompt length, if frequencies depend on it (`ModelSpec.rope_length`)."""
         if self.spec.beyond is not None and prompt_len != self._prompt_len:
             self._prompt_len = prompt_len
             self._table_P2R.copy_(self._rows(len(self._table_P2R)))

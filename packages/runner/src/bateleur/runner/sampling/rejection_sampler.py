@@ -76,7 +76,8 @@ class SamplerOutput:
 class RejectionSampler:
     """Verifies the drafts of steps, and keeps the token ids that every request computes next.
 
-    rows: buffers that both forms read. distribution: distribution from which the drafts of requests were sampled.
+    rows: buffers that `verify` (eager) and `record` (captured) read. distribution: distribution from which the drafts
+    of requests were sampled.
     can_capture: whether a graph can contain this distribution; other drafters than EAGLE may return a new tensor each
     time.
     """
