@@ -18,7 +18,7 @@ def shipped_draft() -> Path:
 
 
 def default_drafts(options: Mapping[str, Any], *, alone: bool = False) -> dict[str, str]:
-    """Return the default draft option of an engine: the shipped model gets its draft head; {} if options name a draft.
+    """Return draft options to add: the shipped model gets its draft head; {} for other models, or if a draft is chosen.
 
     alone: whether the engine runs one request, for which drafts save time from the first step on. For several
     requests the number of drafts adapts to measured times, unless tokens would depend on that number.

@@ -188,7 +188,11 @@ def bench_latency(target: BenchTarget, config: LatencyConfig, command: str) -> d
 
 
 def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str) -> dict[str, Any]:
-    """Measure requests of random lengths: output tokens and requests per second, share of a full batch's bound."""
+    """Measure requests of random lengths.
+
+    The result has output tokens and requests per second, and the share of the speed that a full batch could reach by
+    memory bandwidth.
+    """
     rng, spread = random.Random(config.seed), config.random_range_ratio
 
     def random_lengths(mean: int) -> list[int]:

@@ -129,7 +129,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class OwnNames:
-    """Tensor names of a layer type that differ between families."""
+    """Tensor names of a layer type for which families use different names."""
 
     called: Called
     names: Callable[[Any], Names]

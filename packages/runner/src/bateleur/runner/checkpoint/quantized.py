@@ -93,7 +93,7 @@ def quantize_projections(
     """Allocate codes and scales for the projections whose weights are quantised, and return these projections.
 
     Codes and scales have the layout of the file. Expert weights whose schemes differ stay plain, and so does a weight
-    that is converted when it is loaded (such as A_log).
+    that is converted when it is loaded (transposed, for example).
     """
     parts: dict[str, list[tuple[Part, TensorEntry]]] = {}
     for name, part in names.items():

@@ -180,9 +180,8 @@ def _generate(command: ArgumentParser) -> None:
 
 def _batch(command: ArgumentParser) -> None:
     """Run a file of requests: JSON lines or a Parquet file, each request a prompt with sampling parameters or in the
-    format
-    of OpenAI's Batch API. Each result is written when its request ends; at the end the results are sorted into the
-    order of the requests. A second run resumes an interrupted one. A failed request has an error as result.
+    format of OpenAI's Batch API. Each result is written when its request ends; at the end the results are sorted into
+    the order of the requests. A second run resumes an interrupted one. A failed request has an error as result.
     """
     command.add_argument("prompt_file", metavar="INPUT", help=_REQUESTS)
     more = "File for the results: Parquet if its name ends with .parquet, else JSON lines"
@@ -229,8 +228,7 @@ def _serve(command: ArgumentParser) -> None:
 
 def _bench(command: ArgumentParser) -> None:
     """Measure speed in interleaved rounds. A speed is reported only if the tokens of the engines agree, together with
-    the
-    time in which the machine could read the bytes of a step.
+    the time in which the machine could read the bytes of a step.
     """
     kinds = command.add_subparsers(dest="measure", required=True, metavar="MEASURE")
     for name, config in (("latency", LatencyConfig), ("throughput", ThroughputConfig), ("serve", ServeBenchConfig)):

@@ -127,8 +127,7 @@ class CheckpointFacts:
     """Number of Mamba states that prefix caching keeps of a request of `max_model_len` tokens."""
     max_model_len: int
     """Most tokens of a request, prompt and output. On a GPU without `kv_cache_memory_bytes`, the limit by the KV cache
-    is
-    not included, because an engine measures its size at start."""
+    is not included, because an engine measures its size at start."""
     prompt_scan: str | None
     """Kernels that scan prompts in delta-rule layers, and why not others; None without these layers."""
     attention: str | None

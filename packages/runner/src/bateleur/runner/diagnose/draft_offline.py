@@ -81,7 +81,7 @@ class RecordingDrafter:
 
 
 class DraftsByPosition(NamedTuple):
-    """K drafts from every output position of a text, each drafted after the text's own tokens; (P, K) each.
+    """Results of K drafts at each of P output positions of a text; (P, K) each. Drafts follow the text's own tokens.
 
     right: whether the most likely draft is the text's token. overlap: sum of min(p, q) of target and draft
     probabilities, the probability that a sampled draft is accepted. known: whether the text has a token there that is

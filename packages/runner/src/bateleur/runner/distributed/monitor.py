@@ -146,7 +146,7 @@ class RankMonitor:
         return True
 
     def _kill(self, ranks: Sequence[RankProcess]) -> None:
-        """Collect the states of all ranks, find the rank that has failed, and kill the others."""
+        """Collect the states of all ranks, find the rank that has failed, and kill all ranks but this one."""
         took = time.monotonic() - self._since
         hangs, signs = not self._signs, self._signs
         deadline = time.monotonic() + (_REPLY_SECONDS if hangs else _GATHER_SECONDS)

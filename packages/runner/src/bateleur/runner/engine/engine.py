@@ -137,8 +137,7 @@ class Engine:
 
         If the model raises, the error goes to the caller, and later steps recompute all requests from their tokens. If
         a graph fails, requests are recomputed, too, but with a warning instead of the error, and its batches run
-        eagerly from then on. With
-        several ranks every error is fatal, because the other ranks do not see it.
+        eagerly from then on. With several ranks every error is fatal, because the other ranks do not see it.
         """
         if not self.registry.consistent or self.registry.abandoned:
             self.registry.restore()

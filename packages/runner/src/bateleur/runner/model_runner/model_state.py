@@ -39,7 +39,8 @@ from bateleur.runner.utils.device import upload
 class _Built(NamedTuple):
     """Metadata of a recurrent KV cache group, stored to be reused by the next steps.
 
-    batch_id: identity of the batch, see `StepRows`. written: numbers of clears and writes of the block table then.
+    batch_id: identity of the batch, see `StepRows`. written: numbers of clears and writes of the block table when it
+    was built.
     longest: length in tokens of the longest request for which it is valid.
     """
 

@@ -96,7 +96,7 @@ def _fake_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
 @operator("router", _fake_places, direct=True)
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort pairs of token and expert by expert, on the device, so that the host need not know the numbers per expert.
+    """Sort (token, expert) pairs by expert, on the device, so that the host need not know the numbers per expert.
 
     experts (T, K) int64, in range(num_experts); pair t * K + k is entry (t, k). Returns three tensors: the token of
     every sorted pair, (S,) int64; the sorted position of every pair, (S,) int64; the end of each expert's pairs, (E,)

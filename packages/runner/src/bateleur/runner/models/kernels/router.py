@@ -108,7 +108,7 @@ def sort_kernel(
     experts_ptr, token_ptr, place_ptr, ends_ptr, num_places,
     TOP_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Sort pairs of token and expert by expert: write tokens and positions of one expert's pairs, and their end.
+    """Sort (token, expert) pairs by expert: write tokens and positions of one expert's pairs, and their end.
 
     A program counts the pairs of lower experts, then writes those of its own expert in order. Grid (experts,).
     At least 5 blocks a multiprocessor.
@@ -195,7 +195,7 @@ def route_tokens(
 
 
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort pairs of token and expert by expert in one Triton launch, see `models.router.sort_places`."""
+    """Sort (token, expert) pairs by expert in one Triton launch, see `models.router.sort_places`."""
     experts = experts.contiguous()
     tokens, places = torch.empty(2, experts.numel(), dtype=torch.int64, device=experts.device).unbind()
     ends = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
