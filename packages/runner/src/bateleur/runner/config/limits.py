@@ -50,7 +50,7 @@ class EngineLimits:
 
     @property
     def max_query_len(self) -> int:
-        """1 + K: maximum tokens of a decoding request in one step."""
+        """Maximum tokens of a decoding request in one step: 1 + the maximum number of drafts."""
         return 1 + self.num_speculative_tokens
 
     @classmethod

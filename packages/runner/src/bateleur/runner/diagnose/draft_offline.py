@@ -94,7 +94,7 @@ class DraftsByPosition(NamedTuple):
 
     @property
     def accepted(self) -> Tensor:
-        """Expected number of accepted sampled drafts, at each position with K known tokens."""
+        """Expected number of accepted sampled drafts, at each position whose K following tokens are all known."""
         return self.overlap[self.known.all(1)].cumprod(1).sum(1)
 
     def steps(self) -> tuple[Tensor, Tensor]:

@@ -74,8 +74,9 @@ class OutputProcessor:
     def emit(
         self, batch: StepBatch, output: SamplerOutput, fetched: Fetch, present: NDArray[np.bool_] | None
     ) -> EmittedTokens:
-        """Wait for the tokens of S requests, the only wait for the device in a step, and append them.
+        """Wait for the tokens of the step's S sampling requests, and append them.
 
+        A step waits for the device only here.
         fetched: `output.packed`, then the log probabilities. present: (S,) whether the request still has its table row;
         None for all. An ended request has no row.
 

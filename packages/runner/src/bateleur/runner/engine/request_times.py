@@ -41,7 +41,7 @@ class RequestClock:
         num_taken: NDArray[np.int64],
         present: NDArray[np.bool_] | None,
     ) -> None:
-        """Record that S requests got `num_taken` (S,) tokens. The same `rows` object means the same requests.
+        """Record that S requests got `num_taken` (S,) tokens in a step. The same `rows` object means the same requests.
 
         present: (S,) whether each request still has its table row; None for all.
         """

@@ -78,7 +78,7 @@ class StepCollector:
         return reports
 
     def _begin(self, flight: StepInFlight, present: NDArray[np.bool_] | None) -> None:
-        """Record the number of tokens of the S requests, so that new tokens can be taken back.
+        """Record the number of tokens of the step's S sampling requests, so that new tokens can be taken back.
 
         present: (S,) whether each request still has its table row; None for all.
         """

@@ -27,11 +27,10 @@ _GENERATIONS = (9, 10)
 
 
 def masked_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply every row by the matrix of its group, in torch on any device and dtype, at E times the work.
+    """Multiply every row by the matrix of its group, in torch on any device and dtype.
 
-    It multiplies all rows by all matrices and keeps one product for each row. Arguments are those of `grouped_product`.
-    on NaN. Rows after the last group are undefined. => A row of the result depends only on its own input, even if
-    others are NaN. Rows after the last group are undefined.
+    It multiplies all rows by the matrices of all groups, and keeps one product for each row. Arguments are those of
+    `grouped_product`.
     """
     rows_S1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     y_SN = x.new_zeros(x.shape[0], weight.shape[1])
@@ -134,7 +133,7 @@ class GroupedProjection:
 
     @property
     def weight(self) -> Tensor:
-        """W (E, rows, columns): the given tensor, or a copy if it is packed or quantised."""
+        """Weight W (groups, rows, columns): the given tensor, or a copy if it is packed or quantised."""
         if isinstance(self._weight, Unallocated):
             self._weight = self._weight.allocate()
         if self._weight is not None:
@@ -145,7 +144,7 @@ class GroupedProjection:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape (E, rows, columns) of W."""
+        """Shape (groups, rows, columns) of the weight W."""
         if self._packed:
             return len(self._packed), *self._packed[0].shape
         held = self._weight if self.quantized is None else self.quantized
@@ -153,13 +152,16 @@ class GroupedProjection:
         return tuple(held.shape)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return W under `name`. If it is quantised, return codes and scales under names that begin with `name`."""
+        """Return the weight W under `name`.
+
+        If it is quantised, return codes and scales under names that begin with `name`.
+        """
         if self._packed and self._packed[0].pieces:
             return {key: each for e, one in enumerate(self._packed) for key, each in one.tensors(f"{name}.{e}").items()}
         return {name: self.weight} if self.quantized is None else self.quantized.tensors(f"{name}.")
 
     def quantize(self, scheme: Scheme) -> None:
-        """Replace W by uninitialised codes and scales of a quantisation scheme."""
+        """Replace the weight W by uninitialised codes and scales of a quantisation scheme."""
         held = self._weight
         assert held is not None
         device = (held.like if isinstance(held, Unallocated) else held).device
@@ -168,7 +170,7 @@ class GroupedProjection:
 
     @property
     def is_packed(self) -> bool:
-        """Whether W is stored in the packed layout only."""
+        """Whether the weight W is stored in the packed layout only."""
         return self._weight is None
 
     def pack(self, *, recorded: bool = False) -> None:

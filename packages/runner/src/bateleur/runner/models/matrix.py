@@ -85,12 +85,12 @@ class Projection:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape (rows, columns) of W."""
+        """Shape (rows, columns) of the weight W."""
         return self.num_rows, self.num_columns
 
     @property
     def weight(self) -> Tensor:
-        """W (rows, columns): the given tensor, or a copy if it is packed or quantised."""
+        """Weight W (rows, columns): the given tensor, or a copy if it is packed or quantised."""
         if isinstance(self._weight, Unallocated):
             self._weight = self._weight.allocate()
         if self._weight is not None:
@@ -110,7 +110,7 @@ class Projection:
         return made
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return W under `name`.
+        """Return the weight under `name`.
 
         If it is quantised, return codes and scales of its rows under names that begin with `name`.
         """
@@ -120,7 +120,7 @@ class Projection:
         return {name: self.weight}
 
     def quantize(self, pieces: Iterable[tuple[int, int, Scheme | None, int | None]]) -> None:
-        """Replace W by uninitialised codes and scales.
+        """Replace the weight by uninitialised codes and scales.
 
         pieces: (first row, row after the last, scheme, groups) for consecutive ranges of rows. Rows without a scheme
         stay plain. groups: number of scale groups, as for `QuantizedMatrix.empty`.
@@ -150,7 +150,7 @@ class Projection:
 
     @property
     def is_packed(self) -> bool:
-        """Whether W is stored only in another layout than it was given in."""
+        """Whether the weight is stored only in another layout than it was given in."""
         return self._weight is None
 
     def warm_up(self, most: int) -> None:
@@ -163,13 +163,13 @@ class Projection:
 
     @property
     def in_another_layout(self) -> bool:
-        """Whether W or its quantised rows are stored in a packed layout."""
+        """Whether the weight or its quantised rows are stored in a packed layout."""
         if self.pieces:
             return isinstance(self.pieces[0].matrix, PackedMatrix)
         return self.is_packed
 
     def pack(self, *, recorded: bool = False) -> None:
-        """Replace W by a layout with faster CPU products, if there is one.
+        """Replace the weight by a layout with faster CPU products, if there is one.
 
         With a C compiler, our C kernels multiply float32 and bfloat16 (`native`). Without, oneDNN multiplies float32;
         the BLAS needs up to three times as long for more than one token (`benchmarks/layout.py`). With both, the bits
@@ -212,7 +212,7 @@ class Rows:
         return quantized_product(x, self.matrix, bias)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """Return W (N, K) in `dtype`. It is a copy if it is quantised or packed."""
+        """Return the rows of the weight, (N, K), in `dtype`. It is a copy if it is quantised or packed."""
         if isinstance(self.matrix, Projection):
             return self.matrix.weight
         return self.matrix.dequantize().to(dtype)

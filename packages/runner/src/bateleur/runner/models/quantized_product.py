@@ -56,7 +56,9 @@ def quantized_grouped(x: Tensor, ends: Tensor, parts: Sequence[Tensor], scheme: 
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b. On a CPU by a kernel in C with the sums of plain matrices, or token by token: torch's BLAS would round
+    """Return `x W^T + b` for x (T, K), a plain W (N, K) and b (N,) or None.
+
+    A CPU uses a C kernel with the sums of plain matrices, or computes token by token, because torch's BLAS would round
     by the number of tokens.
     """
     if not x.is_cpu:

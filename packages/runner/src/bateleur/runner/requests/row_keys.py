@@ -43,7 +43,10 @@ class RowKeys:
             self._latest[row] = np.frombuffer(keys.upto(self._ids[row], count)[count - 1], np.uint8)
 
     def advance(self, rows: NDArray[np.int64], after_R: NDArray[np.int32]) -> tuple[list[int], list[bytes]]:
-        """Return the N blocks that became full, and their keys, after distinct `rows` got `after` computed tokens."""
+        """Return the N blocks that became full, and their keys, when `rows` reached `after` computed tokens.
+
+        rows: (R,) distinct table rows. after_R: (R,).
+        """
         size, ahead, end_R = self._size, self._ahead, after_R // self._size
         names: list[bytes] = []
         blocks: list[int] = []

@@ -36,7 +36,7 @@ class Scored(NamedTuple):
     fetch: Fetch
 
     def wait(self) -> list[NDArray[Any]]:
-        """Wait for the copy, and return the fields of `Logprobs`, N rows each."""
+        """Wait for the copy, and return the fields of `Logprobs` with one row per scored token."""
         fields, width = self.fetch.wait(), len(Logprobs._fields)
         return [np.concatenate(fields[i::width]) for i in range(width)]
 

@@ -75,7 +75,7 @@ class StepBatch:
 
     @cached_property
     def num_tokens(self) -> int:
-        """T, number of all tokens of the step."""
+        """Number of all tokens of the step (T)."""
         return int(self.query_lens.sum())
 
     @cached_property
@@ -223,12 +223,12 @@ class LogitsIndex:
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """Row of the hidden states for each row of logits, (L,) int64 on the device; None for the first L rows."""
+        """Row of the hidden states for each of L rows of logits, (L,) int64 on the device; None for the first L."""
         if self._batch.all_decode:
             return None
         return self._upload(self._first_token_S[self.owner_L] + self.num_before_L)
 
     @cached_property
     def starts(self) -> Tensor:
-        """First row of logits of each sampling request, then L: (S + 1,) int32 on the device."""
+        """First row of logits of each of S sampling requests, then the number of rows: (S + 1,) int32 on the device."""
         return self._upload(np.append(self.first_S, self.num_logits).astype(np.int32))

@@ -94,7 +94,7 @@ def _renamed(message: str, names: Mapping[str, str]) -> str:
 
 
 def _field_of(message: str) -> str | None:
-    """Return the field that begins the message; None if there is none."""
+    """Return the name of the body's field with which the message begins; None if there is none."""
     found = re.match(r"(?:(?:a key|keys) of )?(\w+)[\w.\[\]'\"]* (?:is|are|has|holds|must)\b", message)
     return found[1] if found else None
 

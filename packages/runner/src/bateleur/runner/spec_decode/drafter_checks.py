@@ -46,7 +46,7 @@ def checked_drafts(drafts: Any, rows: Tensor, num_drafts: int, vocab_size: int) 
 def checked_lengths(lengths: Any, most: NDArray[np.int32], num_drafts: int) -> NDArray[np.int32]:
     """Return the draft lengths of a policy, limited to `most` (R,), the drafts that each request can have.
 
-    Raises ValueError for anything but R integers from 0 to K.
+    Raises ValueError for anything but one integer from 0 to `num_drafts` for each of R requests.
     """
     given = np.asarray(lengths)
     wrong = given.shape != most.shape or given.dtype.kind != "i"

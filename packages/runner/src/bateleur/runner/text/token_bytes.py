@@ -27,7 +27,7 @@ class TokenText:
 
     @cached_property
     def _described(self) -> tuple[list[_Step] | None, frozenset[int]]:
-        """Decoder steps (None if tokens can't be read one by one), and ids of special tokens."""
+        """Functions that decode one token (None if tokens can't be decoded one by one), and ids of special tokens."""
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None, frozenset()
