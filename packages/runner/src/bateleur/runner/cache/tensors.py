@@ -75,8 +75,7 @@ def zero_fresh_blocks(pool: BlockPool, caches: Sequence[Tensor]) -> None:
     """Zero the blocks allocated since the last call, in all caches (num_blocks, ...) of the pool.
 
     It is called before a step for attention backends that need finite caches. A failed request leaves NaN in its
-    blocks.
-    A kernel that gives masked keys weight 0 would turn them into NaN for the next request.
+    blocks. A kernel that gives masked keys weight 0 would turn them into NaN for the next request.
     """
     blocks, pool.fresh = pool.fresh, []
     if blocks:

@@ -113,8 +113,7 @@ class StateOptions:
         page_bytes: bytes of a state. token_bytes: bytes of keys and values of one token.
         In mode ALL without `mamba_block_size` and `mamba_retention`, states are kept at four kinds of boundaries: at a
         distance whose keys and values cost as much as a state, the newest one, the prompt's last one, and after 1, 2,
-        4, ... blocks, which prompts may share.
-        Raises ValueError for an unknown rule.
+        4, ... blocks, which prompts may share. Raises ValueError for an unknown rule.
         """
         if self.retention is not None:
             try:

@@ -196,7 +196,7 @@ class RequestRegistry:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there are live requests, or outputs that `take_unclaimed` would return."""
+        """Whether there are live requests, or outputs that no caller waits for by id."""
         return not self.requests.keys() <= self.abandoned or not self._undelivered.keys() <= self.claimed
 
     # --- recovery -----------------------------------------------------------------------------------------

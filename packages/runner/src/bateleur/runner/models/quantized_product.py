@@ -21,8 +21,7 @@ def quantized_linear(x: Tensor, parts: Sequence[Tensor], scheme: str, bias: Tens
     """Return `x W^T + b` (T, N) in x's dtype, for x (T, K), a quantised W (N, K) and b (N,).
 
     parts, scheme: `QuantizedMatrix.tensors` and `Scheme.key` of W. Its weights are rounded to x's dtype. Sums are
-    float32.
-    The bits of a token do not depend on the other tokens.
+    float32. The bits of a token do not depend on the other tokens.
     """
     matrix = QuantizedMatrix.of(scheme, x.shape[1], parts)
     rows, columns = matrix.shape

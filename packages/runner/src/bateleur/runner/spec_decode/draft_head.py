@@ -57,9 +57,8 @@ class DraftHead:
 
         path: a folder, "mtp" for the head in the target's `checkpoint`, or "auto" for the head that is shipped with the
         shipped model. shipped: whether the target is the shipped model. recorded: see `Projection.pack`; None packs
-        nothing.
-        Raises ValueError for "auto" with another target, a folder or a checkpoint without a head, a head that does not
-        fit, or a target without attention layers, whose blocks the head's keys and values would share.
+        nothing. Raises ValueError for "auto" with another target, a folder or a checkpoint without a head, a head that
+        does not fit, or a target without attention layers, whose blocks the head's keys and values would share.
         """
         if path == MTP:
             assert checkpoint is not None

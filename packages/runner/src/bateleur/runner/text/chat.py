@@ -56,8 +56,7 @@ def render(
     chat_template_kwargs: further variables of the template, such as enable_thinking.
 
     If the template refuses or omits system messages, they are merged into one at the start, if the template accepts
-    that.
-    A template that does not know the role "developer" gets "system".
+    that. A template that does not know the role "developer" gets "system".
 
     The tokenizer adds no special tokens, because the template writes them. Raises ValueError for malformed
     messages, naming the place, without a template, and if the template raises.

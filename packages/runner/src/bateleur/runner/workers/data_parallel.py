@@ -160,7 +160,7 @@ class DataParallelCoordinator:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there are live requests, or outputs that `take_unclaimed` would return."""
+        """Whether there are live requests, or outputs that no caller waits for by id."""
         return not self._placements.keys() <= self.abandoned or not self._undelivered.keys() <= self.claimed
 
     def metrics(self) -> EngineStats:

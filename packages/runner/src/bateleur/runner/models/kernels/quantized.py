@@ -40,10 +40,10 @@ def e4m3(bits):
 def of_columns(row_N, k, first, group_K,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Load scales or zeros for the columns `k`, which begin at `first`: entries of a table (rows, groups of columns).
+    """Load scales or zeros for a tile of columns `k` from the rows of a table (rows of W, groups of columns).
 
-    The result has one entry per row, per group, or per column; `by_column` broadcasts it to columns.
-
+    The result has one entry per row, per group or per column; `by_column` broadcasts it to columns. first: first
+    column.
     GROUP: columns of a group; 0 reads the group of each column from group_K.
     """
     if GROUP == 0:
