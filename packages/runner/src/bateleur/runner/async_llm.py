@@ -38,12 +38,12 @@ _LONG_THREADS = 2
 class AsyncLLM:
     """Generates text for many concurrent callers.
 
-    Owns an `LLM` and the only thread that calls it; prompts are tokenised in other threads. Callers may be in any event
-    loop, and in several at once. If a step raises, its requests are recomputed and other requests are not affected.
+    It owns an `LLM` and the only thread that calls it; prompts are tokenised in other threads. Callers may run in
+    several event loops at once. If a step raises, its requests are recomputed and other requests are not affected.
     After three failures in a row the engine is dead: `error` has the cause, and current and later requests raise
     EngineDead.
 
-    model, options: as for `LLM`.
+    model, options: arguments of `LLM`.
     max_queued_requests: maximum number of waiting requests; one more raises QueueFull.
 
     Raises ValueError as `LLM` does.
@@ -89,7 +89,7 @@ class AsyncLLM:
         """Yield outputs after each step of the request, as `output_kind` says, until it ends.
 
         A slow reader gets fewer outputs; deltas are merged. Leaving the iterator aborts the request, at the latest when
-        the iterator is closed; its row is free within one step.
+        the iterator is closed. The request stops within one step.
 
         Raises ValueError if the request could never run, QueueFull, EngineDead; RuntimeError in a forked process.
         """
@@ -112,10 +112,7 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> Reader:
-        """Queue requests, all or none, and return the `Reader` of their outputs. End with `abort_unfinished`.
-
-        Raises as `generate`.
-        """
+        """Queue requests, all or none, and return the `Reader` of their outputs. Call `abort_unfinished` at the end."""
         self.llm.check_process()
         if (dead := self._thread.ended) is not None:
             raise EngineDead(*dead.args) from self.error
@@ -153,7 +150,7 @@ class AsyncLLM:
         return reader
 
     def abort_unfinished(self, reader: Reader) -> None:
-        """Abort those requests of a reader that have not ended."""
+        """Abort the requests of a reader that have not ended."""
         if reader.unfinished:
             self._thread.abort(reader.unfinished)
 
@@ -162,9 +159,9 @@ class AsyncLLM:
         self._thread.abort([text("request_id", request_id)])
 
     async def run_in_thread(self, function: Callable[[], T], *, long: bool = False) -> T:
-        """Run a function that takes long and is not a step, such as tokenisation, outside of the event loop.
+        """Run a function that takes long but is not a step, such as tokenisation, outside of the event loop.
 
-        long: it may take much longer than the longest prompt of the model, so no prompt waits for it.
+        long: whether it may take much longer than tokenising the longest prompt, so that prompts must not wait for it.
         """
         return await self._run_in(self._long if long else self._admitting, function)
 
@@ -187,17 +184,18 @@ class AsyncLLM:
     # --- the engine ---------------------------------------------------------------------------------------
 
     async def inspect(self, look: Callable[[LLM], T]) -> T:
-        """Return `look(llm)`, called between two steps, or after the engine has ended."""
+        """Return `look(llm)`. It is called between two steps, or after the engine has ended."""
         return await asyncio.wrap_future(self._thread.call(look))
 
     async def get_metrics(self) -> EngineStats:
-        """Return counters since the start, as of between two steps."""
+        """Return counters since the start, read between two steps."""
         return await self.inspect(lambda llm: deepcopy(llm.get_metrics()))
 
     async def close(self, *, drain: bool = False) -> None:
-        """Refuse new requests and end. `drain`: finish all requests first; else abort them before the next step.
+        """Refuse new requests and end the engine.
 
-        A second call may come during a drain.
+        `drain`: finish all requests first; else abort them before the next step.
+        It may be called a second time while the first call drains.
         """
         self._closing = True
         self._thread.stop(drain=drain)

@@ -1,4 +1,4 @@
-"""The thread that calls an `LLM`, and readers that pass its outputs to event loops."""
+"""The thread that calls an `LLM`, and the readers that pass its outputs to event loops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reader:
     """
 
     def __init__(self, requests: Iterable[RequestGroup]) -> None:
-        """Called in the event loop that reads it."""
+        """Must be called in the event loop that reads the outputs."""
         self.loop = asyncio.get_running_loop()
         self.unfinished = {request.request_id for request in requests}
         """Ids of requests whose last output was not read yet."""
@@ -45,7 +45,7 @@ class Reader:
         self._wake = asyncio.Event()
 
     def deliver(self, output: RequestOutput) -> bool:
-        """Add an output, in the engine thread. Returns whether the caller has to schedule `wake`."""
+        """Add an output, in the engine thread. Returns whether `wake` must be scheduled in the reader's event loop."""
         with self._lock:
             name = output.request_id
             if name in self._arrived:
@@ -55,7 +55,7 @@ class Reader:
             return self._needs_wake()
 
     def fail(self, error: Exception) -> bool:
-        """End with an error, in the engine thread. Returns whether the caller has to schedule `wake`."""
+        """End with an error (engine thread). Returns whether `wake` must be scheduled in the reader's event loop."""
         with self._lock:
             self._error = error
             return self._needs_wake()
@@ -65,13 +65,13 @@ class Reader:
         return asleep
 
     def wake(self) -> None:
-        """Let `read` return, in the event loop."""
+        """Let `read` return; called in the event loop."""
         self._wake.set()
 
     async def read(self) -> list[RequestOutput]:
         """Return the outputs since the last call, at least one; [] if all requests have ended.
 
-        Raises EngineDead if no more will come.
+        Raises EngineDead if the engine has ended.
         """
         if not self.unfinished:
             return []
@@ -90,13 +90,13 @@ class Reader:
 
 
 class EngineThread(Thread):
-    """Makes an `LLM` and runs its steps while there are requests.
+    """Creates an `LLM` in this thread and runs its steps while there are requests.
 
-    The model is made in the thread that runs it: OpenMP has a team of threads for each thread that computes, and two
+    The model is created in the thread that runs it: OpenMP has a team of threads for each thread that computes, and two
     teams compete for cores (a step took twice as long on 2 cores).
 
     Other threads post actions to an inbox, which is processed between two steps. If a step raises, its requests are
-    recomputed; after `MAX_FAILURES` of them the thread ends and `error` has the cause.
+    recomputed. After `MAX_FAILURES` failed steps in a row the thread ends and `error` has the cause.
     """
 
     llm: LLM
@@ -122,7 +122,7 @@ class EngineThread(Thread):
         self._failures, self._tokens_before = 0, -1
 
     def open(self) -> None:
-        """Start the thread and wait for the `LLM`. Raises what its constructor raises."""
+        """Start the thread and wait for the `LLM`. Raises the errors of the constructor."""
         self.start()
         try:
             self._made.result()
@@ -135,9 +135,9 @@ class EngineThread(Thread):
     # --- from any thread ----------------------------------------------------------------------------------
 
     def add(self, requests: list[RequestGroup], reader: Reader) -> Future[None]:
-        """Run these requests, whose ids nobody else has, and report to this reader.
+        """Run these requests and report to this reader. No other request may have their ids.
 
-        The future ends when they are queued; it raises the ValueError of a LoRA adapter that can't be loaded.
+        The future ends when they are queued. It raises the ValueError of a LoRA adapter that can't be loaded.
         """
         names, queued = tuple(reader.unfinished), Future[None]()
 
@@ -149,17 +149,17 @@ class EngineThread(Thread):
         return queued
 
     def release(self, names: Iterable[str]) -> None:
-        """Free ids of requests that will not be added."""
+        """Free the ids of requests that will not be added."""
         for name in names:
             self.admission_limit.release(name)
         self._wake.set()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End those of these requests that are unfinished, before the next step."""
+        """End the unfinished ones of these requests before the next step."""
         self._post(partial(self._abort, tuple(request_ids)), lambda dead: None)
 
     def call(self, function: Callable[[LLM], T]) -> Future[T]:
-        """Return the result of `function`, called between two steps, or at once if the engine has ended."""
+        """Return a future of `function(llm)`, called between two steps, or at once if the engine has ended."""
         future: Future[T] = Future()
         settle = partial(_settle, future, function, self.llm)
         self._post(settle, lambda dead: settle())
@@ -188,7 +188,7 @@ class EngineThread(Thread):
     # --- in the thread ------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Make the `LLM` and run steps until stopped or dead."""
+        """Create the `LLM` and run steps until the thread is stopped or the engine is dead."""
         assert self._make is not None
         try:
             make_current(self._device)
@@ -216,7 +216,7 @@ class EngineThread(Thread):
         self.llm.close()
 
     def _on_rank_fault(self, fault: EngineDead) -> None:
-        """End the engine from the thread that monitors other ranks; this thread may hang in a step."""
+        """End the engine, called by the thread that monitors other ranks. This thread may hang in a step."""
         self.join(_EXIT_SECONDS)
         if self.is_alive():
             self.error = fault
@@ -307,7 +307,7 @@ class EngineThread(Thread):
 
 
 def _set(future: Future[None], error: Exception | None) -> None:
-    """End a future that its owner may have cancelled."""
+    """Set the result of a future, unless its owner has cancelled it."""
     if not future.set_running_or_notify_cancel():
         return
     if error is None:

@@ -43,9 +43,9 @@ _log = logging.getLogger(__name__)
 class LLM:
     """Generates text with a model.
 
-    One call runs at a time: a call from a second thread meanwhile, or from a forked process, raises RuntimeError.
-    Different threads may call one after the other. If a call breaks off, by an error or Ctrl-C, other requests keep
-    their tokens and the next call continues them. During a call, the calling thread's current CUDA device is the
+    Only one call runs at a time: a call from a second thread meanwhile, or from a forked process, raises RuntimeError.
+    Different threads may call one after the other. If an error or Ctrl-C ends a call, other requests keep their tokens
+    and the next call continues them. During a call, the calling thread's current CUDA device is the
     engine's.
 
     model: Hugging Face checkpoint folder; None is the model that is shipped with the package.
@@ -104,8 +104,9 @@ class LLM:
     # --- start and end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Write pending prefixes to disk and end the processes of other ranks. Later calls raise; a second `close` does
-        nothing.
+        """Write pending prefixes to disk and end the processes of other ranks.
+
+        Later calls raise; a second `close` does nothing.
         """
         if self._access.holder is None:
             with suppress(EngineDead):  # no rank can write any more
@@ -168,7 +169,7 @@ class LLM:
         lora_request: OneOrMoreAdapters = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Apply the checkpoint's chat template to one or several conversations, and `generate`.
+        """Apply the checkpoint's chat template to one or several conversations, and `generate` answers.
 
         options: tools, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs; see
         `bateleur.runner.text.chat.render`, which raises ValueError for malformed messages.
@@ -187,14 +188,14 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Run all prompts and yield each request's output after each of its steps, with all text so far.
 
-        With `output_kind` DELTA an output has what is new; with FINAL_ONLY each request has one output. Text that may
-        still change (an incomplete character, the start of a stop string) is held back. Closing the iterator aborts
-        unfinished requests.
+        With `output_kind` DELTA an output has only the new tokens; with FINAL_ONLY each request has one output. Text
+        that may still change (an incomplete character, the start of a stop string) is held back. Closing the iterator
+        aborts unfinished requests.
         """
         return self._one_at_a_time(self._run(self._requests(prompts, sampling_params, lora_request=lora_request)))
 
     def _one_at_a_time(self, outputs: Generator[RequestOutput]) -> Iterator[RequestOutput]:
-        """Yield outputs; other calls are allowed between two of them."""
+        """Yield outputs. Other calls of the `LLM` are allowed between two outputs."""
         with closing(outputs):
             while (output := self._next(outputs)) is not None:
                 yield output
@@ -204,7 +205,7 @@ class LLM:
         return next(outputs, None)
 
     def _run(self, requests: list[RequestGroup]) -> Generator[RequestOutput]:
-        """Run these requests to their end; a request that another caller aborts yields nothing more."""
+        """Run these requests to their end. A request that another caller aborts yields nothing more."""
         registry = self._registry
         ids = {request.request_id for request in requests}
         pending = set(ids)
@@ -244,7 +245,7 @@ class LLM:
     ) -> str:
         """Queue a request and return its id; `step` returns its outputs.
 
-        stream: return an output after each step, as `output_kind` says, instead of one complete output at the end.
+        stream: return outputs after each step, as `output_kind` says, instead of one complete output at the end.
         priority: lower values run first with scheduling_policy "priority".
         """
         streams = flag("stream", stream)
@@ -273,9 +274,7 @@ class LLM:
 
     @exclusive
     def step(self) -> list[RequestOutput]:
-        """Run one engine step. Returns outputs of requests added with `stream` and of requests finished since the last
-        call.
-        """
+        """Run one engine step. Returns outputs of streaming requests, and of requests ended since the last call."""
         self._runner.step()
         return self._registry.take_unclaimed()
 
@@ -293,12 +292,12 @@ class LLM:
         return self._runner.metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of requests that give none: those that the checkpoint recommends."""
+        """Return the default parameters of requests: those that the checkpoint recommends."""
         return self._default_params
 
     @exclusive
     def add_lora(self, lora_request: LoRARequest) -> None:
-        """Load a LoRA adapter before a request does. Raises ValueError as `AdapterManager.load`."""
+        """Load a LoRA adapter before the first request uses it. Raises ValueError as `AdapterManager.load`."""
         self.engine.operations.load_adapter(lora_request)
 
     @exclusive
@@ -308,7 +307,7 @@ class LLM:
 
     @exclusive
     def list_loras(self) -> dict[str, Path]:
-        """Folders of the loaded LoRA adapters, by name."""
+        """Return the folders of the loaded LoRA adapters, by name."""
         adapters = self.engine.setup.adapters
         return {} if adapters is None else adapters.loaded
 
@@ -349,7 +348,7 @@ class LLM:
     ) -> RequestGroup:
         """Return a request for `add_prepared`. Raises ValueError if it could never run.
 
-        Any thread may call this at any time. The caller keeps request ids unique.
+        Any thread may call this at any time. The caller must keep request ids unique.
         """
         params = self._default_params if sampling_params is None else sampling_params
         return self._input_processor.request(
@@ -357,12 +356,7 @@ class LLM:
         )
 
     def prepare_structured_outputs(self) -> bool:
-        """Load what requests with `structured_outputs` need, which otherwise the first of them does.
-
-        Takes a second for a vocabulary of 250,000 tokens, during which no other thread runs. Returns False if the extra
-        is not installed or the tokenizer can't be read; requests with `structured_outputs` are then refused with the
-        reason.
-        """
+        """Load the vocabulary for `structured_outputs` now instead of with the first request that needs it."""
         try:
             self._input_processor.grammars.prepare()
         except ValueError:

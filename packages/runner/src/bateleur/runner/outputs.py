@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestOutputKind(IntEnum):
-    """What each output of a request contains."""
+    """Contents of each output of a request."""
 
     CUMULATIVE = 0
     """Everything generated so far."""
@@ -45,7 +45,7 @@ class TextTag(NamedTuple):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation of a prompt, or with `RequestOutputKind.DELTA` what is new in it."""
+    """One continuation of a prompt (one of its `n` outputs); with `RequestOutputKind.DELTA` only the new part."""
 
     index: int
     text: str
@@ -64,7 +64,7 @@ class CompletionOutput:
     """Tags in `text`, in order; empty unless `return_tags` was requested."""
 
     def add(self, later: CompletionOutput) -> None:
-        """Append the next delta."""
+        """Append the next delta of the same continuation."""
         before = len(self.text)
         self.tags += (TextTag(tag.start + before, tag.end + before, tag.token_id) for tag in later.tags)
         self.text += later.text
@@ -78,7 +78,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times of a request in seconds of `time.perf_counter`; 0 for what has not happened yet."""
+    """Times of a request in seconds of `time.perf_counter`; 0 for events that have not happened yet."""
 
     arrival_time: float = 0.0
     first_scheduled_time: float = 0.0
@@ -111,7 +111,7 @@ class RequestOutput:
     requested."""
 
     def add(self, later: RequestOutput) -> None:
-        """Merge the next output of the same request: append deltas, replace anything else."""
+        """Merge the next output of the same request: append deltas, replace all other outputs."""
         mine = {each.index: each for each in self.outputs}
         for each in later.outputs:
             if self.kind is RequestOutputKind.DELTA and each.index in mine:

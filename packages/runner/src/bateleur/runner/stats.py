@@ -192,7 +192,7 @@ class EngineStats:
 
 
 def combined(stats: Sequence[EngineStats]) -> EngineStats:
-    """Return the sums over several engines; `kv_cache_usage` is their mean."""
+    """Return the counters summed over several engines; `kv_cache_usage` is their mean."""
     whole = deepcopy(stats[0])
     for each in stats[1:]:
         _add(whole, each)

@@ -67,7 +67,7 @@ def _choice(name: str, value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams(Checked):
-    """Required form of a request's text, immutable and checked when made. Exactly one of the six forms is given.
+    """Required form of a request's text. Immutable; exactly one of the six forms must be given.
 
     Raises ValueError, naming `structured_outputs.` and the field, for an unknown name or an invalid value.
     """

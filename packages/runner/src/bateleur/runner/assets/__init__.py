@@ -1,4 +1,4 @@
-"""The model that comes with this package, and the draft head made for it."""
+"""The shipped model, which comes with this package, and the draft head made for it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,20 +8,20 @@ _HERE = Path(__file__).parent
 
 
 def shipped_model() -> Path:
-    """The folder of the model."""
+    """Return the folder of the shipped model."""
     return _HERE / "model"
 
 
 def shipped_draft() -> Path:
-    """The folder of its draft head."""
+    """Return the folder of the shipped draft head."""
     return _HERE / "draft"
 
 
 def default_drafts(options: Mapping[str, Any], *, alone: bool = False) -> dict[str, str]:
-    """More of an engine's options, where they name no draft: the shipped model has its head.
+    """Return draft options to add: the shipped model gets its draft head; {} for other models, or if a draft is chosen.
 
-    alone: of one request, for which all drafts pay from the first step on. Of several as many are made as pay, unless
-    tokens would depend on how many these are.
+    alone: whether the engine runs one request, for which drafts save time from the first step on. For several
+    requests the number of drafts adapts to measured times, unless tokens would depend on that number.
     """
     if "draft" in options or options.get("model") is not None or options.get("num_speculative_tokens") == 0:
         return {}

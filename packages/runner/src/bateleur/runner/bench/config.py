@@ -62,7 +62,7 @@ class OfflineConfig(Checked):
 
     @property
     def chosen_peers(self) -> tuple[str, ...]:
-        """Names of the engines to compare with, defaults applied."""
+        """Names of the engines to compare with, with defaults filled in."""
         given = {"vllm": self.vllm, "llama.cpp": self.gguf, "transformers": True}
         named = self.peers or [name for name in PEERS if given[name] is not None]
         return tuple(name for name in named if name != "none")

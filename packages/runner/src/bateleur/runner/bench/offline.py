@@ -40,7 +40,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """Checkpoint and engine options to measure."""
+    """The checkpoint and the engine options to measure."""
 
     model: Path
     options: dict[str, Any]
@@ -52,7 +52,7 @@ class BenchTarget:
 
 
 class OfflineBench:
-    """Runs tasks on bateleur and its peers, and computes the bandwidth bound of a decode step.
+    """Runs tasks on bateleur and on the engines to compare with, and computes the bandwidth bound of a decode step.
 
     max_model_len, max_num_seqs: defaults of the options. Raises ValueError as `LLM` does, before anything is loaded.
     """
@@ -82,14 +82,14 @@ class OfflineBench:
         self._reads: list[TaskRun] = []
 
     def random_prompts(self, lengths: list[int], seed: int) -> list[list[int]]:
-        """Draw token ids, without the first 5 and the last 8, which are often special tokens."""
+        """Return random token ids as prompts, without the first 5 and last 8 ids, which are often special tokens."""
         rng, size = random.Random(seed), self.checkpoint.spec.vocab_size
         low, high = (5, size - 8) if size > 32 else (1, size)
         return [[rng.randrange(low, high) for _ in range(length)] for length in lengths]
 
     @contextmanager
     def _engines(self, config: OfflineConfig) -> Iterator[list[EngineProcess]]:
-        """Load bateleur and all peers; peers that fail to load are added to `skipped`."""
+        """Load bateleur and the engines to compare with. Those that fail to load are added to `skipped`."""
         with ExitStack() as stack:
             engines = []
             for name in (_OURS, *config.chosen_peers):
@@ -124,7 +124,7 @@ class OfflineBench:
             return runs, {engine.name: engine.facts.get("version") for engine in engines}
 
     def step_bound(self, batch: int, context: int) -> dict[str, float]:
-        """Bytes and flops of a plain decode step, and its least time at the highest measured read bandwidth."""
+        """Return bytes and flops of a plain decode step, and its least time at the highest measured read bandwidth."""
         spec = self.checkpoint.spec
         model, _ = describe_model(self.checkpoint, self.dtype, "meta")
         longest = max(context + 1, 64)
@@ -141,7 +141,7 @@ class OfflineBench:
         }
 
     def result(self, command: str, rows: list[dict[str, Any]], **facts: Any) -> dict[str, Any]:
-        """The JSON object of a benchmark; adds to each peer's row how many times faster bateleur is."""
+        """Return the JSON object of a benchmark. Rows of other engines get how many times faster bateleur is."""
         load = f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores"
         machine = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         ours = rows[0].get("tokens_per_s")
@@ -187,7 +187,11 @@ def bench_latency(target: BenchTarget, config: LatencyConfig, command: str) -> d
 
 
 def bench_throughput(target: BenchTarget, config: ThroughputConfig, command: str) -> dict[str, Any]:
-    """Measure requests of random lengths: output tokens and requests per second, share of a full batch's bound."""
+    """Measure requests of random lengths.
+
+    The result has output tokens and requests per second, and the share of the speed that a full batch could reach by
+    memory bandwidth.
+    """
     rng, spread = random.Random(config.seed), config.random_range_ratio
 
     def random_lengths(mean: int) -> list[int]:
@@ -225,7 +229,7 @@ def _rows(
 
 
 def offline_table(result: dict[str, Any]) -> str:
-    """Format a result for a terminal: equal tokens, speeds, and the bound."""
+    """Return a result as a table for a terminal: equal tokens, speeds, and the bound."""
     step, rows = result["step"], result["results"]
     columns = [name for name in _COLUMNS if any(name in row for row in rows)]
     heads = "".join(f"{_COLUMNS[name][0]:>14}" for name in columns)

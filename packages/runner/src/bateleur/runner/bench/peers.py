@@ -37,7 +37,8 @@ _LOG_CHARS = 2000
 class EngineProcess:
     """An offline engine in its own process (`bateleur.runner.bench.worker`), loaded when the constructor returns.
 
-    name: a key of `worker.ENGINES`. settings: see there. python: the interpreter, whose environment has the engine.
+    name: a key of `worker.ENGINES`. settings: options, as the worker takes them. python: the interpreter, whose
+    environment has the engine.
 
     Raises Unmeasured with the last 8 lines of stderr if the process ends early.
     """
@@ -103,9 +104,9 @@ class EngineProcess:
 
 
 def run_script(python: str, script: Path, *arguments: str) -> str:
-    """Run a script in the environment of a peer and return its stdout. Raises CalledProcessError if it fails.
+    """Run a script in another environment and return its stdout. Raises CalledProcessError if it fails.
 
-    With -P the script's folder is not searched for modules, where ours could hide the peer's.
+    Python gets -P so that modules in the script's folder can't hide those of the environment.
     """
     command = [*_env(_VLLM_ENVIRONMENT), python, "-P", str(script), *arguments]
     return subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
@@ -113,7 +114,7 @@ def run_script(python: str, script: Path, *arguments: str) -> str:
 
 @dataclass(slots=True)
 class ServerProcess:
-    """An OpenAI-compatible server. With `process` None it was started elsewhere and is never paused or ended."""
+    """An OpenAI-compatible server. If `process` is None, it was started elsewhere and is never paused or ended."""
 
     name: str
     url: str
@@ -148,11 +149,11 @@ class ServerProcess:
         raise Unmeasured(f"{self.name} did not start; the end of its log: {log}")
 
     def pause(self) -> None:
-        """Stop all processes of the server: an idle server may still poll."""
+        """Stop all processes of the server, because an idle server may still use the processor."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue after `pause`."""
+        """Continue the processes of the server after `pause`."""
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
@@ -173,7 +174,7 @@ class ServerProcess:
 
 
 def bateleur_command(model: Path, options: dict[str, Any], arguments: str) -> list[str]:
-    """Command line of `bateleur serve` with these options of `LLM` and further arguments."""
+    """Return the command line of `bateleur serve` with these options of `LLM` and further arguments."""
     flags: list[str] = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
@@ -185,7 +186,7 @@ def bateleur_command(model: Path, options: dict[str, Any], arguments: str) -> li
 
 
 def vllm_command(python: Path, model: Path, options: dict[str, Any], arguments: str) -> list[str]:
-    """Command line of vLLM's server with the options that both engines share, and further arguments."""
+    """Return the command line of vLLM's server with the options that both engines share, and further arguments."""
     shared = [name for name in ("dtype", "max_model_len", "max_num_seqs") if name in options]
     flags = [part for name in shared for part in (f"--{name.replace('_', '-')}", str(options[name]))]
     module = ["-m", "vllm.entrypoints.openai.api_server"]

@@ -77,7 +77,7 @@ def _servers(model: Path, config: ServeBenchConfig, options: dict[str, Any], sta
 
 
 class Workload:
-    """Requests with random arrival times; equal seeds give equal requests."""
+    """Requests with random arrival times. Equal seeds give equal requests."""
 
     def __init__(self, model: Path, config: ServeBenchConfig) -> None:
         self._config = config
@@ -87,7 +87,7 @@ class Workload:
         self._ids = (5, size - 8) if size > 32 else (1, max(2, size))
 
     def run(self, server: ServerProcess, rate: float, seed: int, count: int | None = None) -> dict[str, Any]:
-        """Run one round of `count` requests: figures, output token ids and the number of cached prompt tokens."""
+        """Run one round of `count` requests. Returns results, output token ids and number of cached prompt tokens."""
         server.resume()
         try:
             replies, seconds = asyncio.run(self._round(server, rate, seed, count or self._config.num_prompts))
@@ -129,7 +129,7 @@ class Workload:
     async def _conversations(
         self, client: CompletionClient, rate: float, count: int, rng: random.Random
     ) -> list[TimedCompletion]:
-        """Send conversations that share a system prompt; `rate` counts turns."""
+        """Send conversations that share a system prompt. `rate` counts requests, one per turn of a conversation."""
         system = self._random_ids(rng, _SYSTEM_TOKENS)
 
         async def converse(messages: list[list[int]], pauses: list[float]) -> list[TimedCompletion]:
@@ -182,7 +182,7 @@ def _compare(servers: list[ServerProcess], workload: Workload, rate: float, roun
 
 
 def serve_table(result: dict[str, Any]) -> str:
-    """Format results for a terminal: equal tokens first, then speeds."""
+    """Return results as a table for a terminal: equal tokens first, then speeds."""
     start_times = ", ".join(f"{name} {s:.1f}" for name, s in result["seconds_until_healthy"].items())
     lines = [f"seconds until healthy: {start_times}"]
     for row in result["results"]:

@@ -40,7 +40,7 @@ def bateleur(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def transformers(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Load a transformers model: `generate` on one static batch, padded on the left, until the longest request ends."""
+    """Load a transformers model. It runs one static batch, padded on the left, until the longest request ends."""
     import torch
     import transformers as library
 
@@ -92,7 +92,7 @@ def vllm(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def llama_cpp(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Load a GGUF file of the same weights in llama.cpp; requests run one after the other."""
+    """Load a GGUF file of the same weights in llama.cpp. Requests run one after the other."""
     import llama_cpp as library
 
     threads = settings.get("num_threads") or os.cpu_count()
@@ -114,7 +114,10 @@ def llama_cpp(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
 
 
 def read(settings: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
-    """Measure memory bandwidth: sum a buffer of `read_bytes`, tokens[0] times. The one "token" is the bytes read."""
+    """Measure memory bandwidth: sum a buffer of `read_bytes` bytes, tokens[0] times.
+
+    The only "token" is the bytes read.
+    """
     import torch
 
     if settings.get("num_threads"):

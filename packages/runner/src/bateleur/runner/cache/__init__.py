@@ -1,1 +1,1 @@
-"""Memory of requests: KV blocks, recurrent states, and the prefix cache."""
+"""Device memory of requests: KV blocks, recurrent states, and the prefix cache."""

@@ -1,4 +1,4 @@
-"""Reference-counted cache blocks and the prefix keys of published ones."""
+"""Reference-counted KV blocks, and the keys of those in the prefix cache."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 class BlockPool:
     """Allocates block ids 1 .. num_blocks - 1; block 0 is the null block.
 
-    A published block keeps its contents and key after its last reference is gone, until it is evicted; the least
-    recently freed one first. Other blocks are reused last in, first out, because their memory is warm and stale
-    block-table entries show at once.
+    A block in the prefix cache keeps its contents and key after its last reference is gone, until it is evicted. The
+    block that was freed first is evicted first. Blocks without a key are reused last in, first out: their memory is
+    warm, and stale block-table entries show at once.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -25,7 +25,7 @@ class BlockPool:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all references and keys."""
+        """Remove all references and all keys."""
         self._free = list(range(self.num_blocks - 1, 0, -1))
         self._holders = [0] * self.num_blocks
         self._keys: dict[int, Hashable] = {}
@@ -36,22 +36,23 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that `allocate` can return now, published ones without references included."""
+        """Number of blocks that `allocate` can return now, including blocks in the prefix cache without references."""
         return len(self._free) + len(self._idle)
 
     @property
     def capacity(self) -> int:
-        """Number of blocks that one request could hold."""
+        """Maximum number of blocks that one request can hold."""
         return self.num_blocks - 1
 
     @property
     def num_published(self) -> int:
-        """Number of blocks with a key."""
+        """Number of blocks in the prefix cache."""
         return len(self._keys)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks with one reference each, evicting published ones if needed. The caller checks
-        `num_free`.
+        """Return `count` blocks with one reference each. Evicts blocks from the prefix cache if needed.
+
+        The caller must have checked `num_free`.
         """
         assert 0 <= count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         if count == 0:
@@ -73,7 +74,7 @@ class BlockPool:
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Remove one reference from each block. Of published ones, the first given is evicted first."""
+        """Remove one reference from each block. Of blocks in the prefix cache, the first one given is evicted first."""
         for block in blocks:
             self._holders[block] -= 1
             assert self._holders[block] >= 0, "a block was freed twice"
@@ -85,9 +86,9 @@ class BlockPool:
                 self._free.append(block)
 
     def publish(self, block: int, key: Hashable) -> bool:
-        """Set the key of a referenced block, whose contents must not change any more.
+        """Add a referenced block to the prefix cache under `key`. Its contents must not change any more.
 
-        Returns False if another block has the key, which it keeps; this block then stays private.
+        Returns False if another block has the key. That block keeps it, and this one stays out of the prefix cache.
         """
         assert self._holders[block] > 0, "a block without references has no contents"
         assert block not in self._keys, "a block is published once"
@@ -98,7 +99,7 @@ class BlockPool:
         return True
 
     def publish_all(self, blocks: Sequence[int], keys: Sequence[Hashable]) -> None:
-        """Publish several blocks, each under its key."""
+        """Add several blocks to the prefix cache, each under its key."""
         holders, names, known = self._holders, self._keys, self._blocks
         for block, key in zip(blocks, keys, strict=True):
             assert holders[block] > 0, "a block without references has no contents"
@@ -108,11 +109,11 @@ class BlockPool:
                 known[key] = block
 
     def find(self, key: Hashable) -> int:
-        """Return the block with `key`, 0 if there is none. Adds no reference, see `hold`."""
+        """Return the block with `key`, or 0 if there is none. Adds no reference, see `hold`."""
         return self._blocks.get(key, 0)
 
     def find_all(self, keys: Iterable[Hashable]) -> list[int]:
-        """Return the blocks of the leading `keys`, up to the first that is missing. Adds no reference."""
+        """Return the blocks of the leading `keys`, up to the first missing one. Adds no references."""
         found, known = [], self._blocks
         for key in keys:
             if key not in known:
@@ -121,9 +122,10 @@ class BlockPool:
         return found
 
     def fill(self, keys: Sequence[Hashable]) -> list[tuple[int, int]] | None:
-        """Allocate and publish blocks for missing `keys`, which the caller fills before the next step.
+        """Allocate blocks for missing `keys` and add them to the prefix cache.
 
-        Returns (index of the key, block) for each, without references; of all keys, the last is evicted first. None if
+        The caller fills them before the next step.
+        Returns (index of the key, block) for each, without references. Of all keys, the last is evicted first. None if
         there are not enough blocks.
         """
         there = [self._blocks.get(key, 0) for key in keys]
@@ -142,14 +144,14 @@ class BlockPool:
         return filled
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of these published blocks."""
+        """Add one reference to each of these blocks of the prefix cache."""
         for block in blocks:
             assert block in self._keys, "only published blocks are shared"
             self._idle.pop(block, None)
             self._holders[block] += 1
 
     def forget(self, block: int) -> None:
-        """Remove the key of a block, if it has one."""
+        """Remove a block from the prefix cache, if it is there."""
         if block not in self._keys:
             return
         del self._blocks[self._keys.pop(block)]

@@ -15,19 +15,19 @@ from bateleur.runner.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCosts:
-    """Bytes of a drafter in addition to the target's caches."""
+    """Bytes that a drafter takes in addition to the target's caches."""
 
     token_bytes: int = 0
     """Keys and values of one token, stored in the target's blocks."""
     logits_bytes: int = 0
     """Logits of one draft, stored until it is verified; 0 if the acceptance rule does not need them."""
     row_bytes: int = 0
-    """Per running request, whatever its length: its tokens, for prompt lookup."""
+    """Bytes per running request, whatever its length: its token ids, for prompt lookup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """How keys, values and states are cached: the user's options, completed."""
+    """Options of KV and state caches: those of the user, with defaults filled in."""
 
     block_size: int
     """Tokens in a KV block."""
@@ -40,7 +40,7 @@ class CacheOptions:
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> CacheOptions:
-        """Complete the user's options. Raises as `StateOptions.of` and `choose_kv_cache_dtype`."""
+        """Fill in the defaults of the user's options. Raises as `StateOptions.of` and `choose_kv_cache_dtype`."""
         return cls(
             block_size=config.cache.block_size,
             share_prefixes=config.cache.enable_prefix_caching,
@@ -51,7 +51,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCosts:
-    """Bytes over all layers of a model under given cache options."""
+    """Bytes of keys, values and states over all layers of a model, for given cache options."""
 
     options: CacheOptions
     kv_dtype: torch.dtype
@@ -73,7 +73,10 @@ class CacheCosts:
 
     @classmethod
     def of(cls, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, options: CacheOptions) -> CacheCosts:
-        """Raises ValueError if cache mode and `share_prefixes` contradict each other, and as `StateOptions.layout`."""
+        """Compute the bytes for a model. Raises ValueError if cache mode and `share_prefixes` contradict each other.
+
+        Also raises as `StateOptions.layout`.
+        """
         states, share = options.states, options.share_prefixes
         heads = sum(each.num_kv_heads * each.head_dim for each in spec.attention)
         kv_dtype = options.kv_dtype or dtype
@@ -104,39 +107,39 @@ class CacheCosts:
 
     @property
     def block_bytes(self) -> int:
-        """Size of a KV block; 0 for a model without attention."""
+        """Bytes of a KV block in all layers; 0 for a model without attention."""
         return self.options.block_size * self.token_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a running request in addition to its pages."""
+        """Bytes of the rings and conv windows of a running request, in addition to its state pages."""
         return self.ring_bytes + self.window_bytes
 
     @property
     def pages_per_request(self) -> int:
-        """Maximum number of pages that a running request holds alone."""
+        """Maximum number of state pages that a running request holds for itself, not for the prefix cache."""
         return 0 if self.layout is None else self.layout.slots_per_request()
 
     @property
     def state_bytes_per_request(self) -> int:
-        """Bytes of the pages, rings and windows that a running request holds alone."""
+        """Bytes of the state pages, rings and conv windows that a running request holds for itself."""
         return self.pages_per_request * self.page_bytes + self.row_bytes
 
     @property
     def logits_bytes_per_request(self) -> int:
-        """Bytes of the logits of all unverified drafts."""
+        """Bytes of the logits of a request's unverified drafts."""
         return self.options.states.num_speculative_tokens * self.options.draft.logits_bytes
 
     @property
     def pages_to_share(self) -> int:
-        """Pages of the longest request that stay in the prefix cache."""
+        """Number of state pages of the longest request that stay in the prefix cache."""
         if self.retention is None or self.layout is None:
             return 0
         longest = self.layout.max_model_len
         return len(self.retention.columns_to_publish(0, longest, longest))
 
     def fixed_bytes(self, num_rows: int) -> int:
-        """Return the bytes of `num_rows` requests and a null row, without keys, values and cached pages."""
+        """Return the bytes of `num_rows` running requests and a null row, without keys, values and cached pages."""
         null = self.page_bytes + self.row_bytes + self.options.draft.logits_bytes
         own = self.logits_bytes_per_request + self.options.draft.row_bytes
         return null + num_rows * (self.state_bytes_per_request + own)

@@ -6,8 +6,8 @@ thousands of tokens, so memory is assigned in this order:
 
 1. states, rings and draft memory of all running requests;
 2. keys and values of the longest request, or as many as without prefix caching, so that prefix caching never refuses
-what runs without it. If needed, fewer requests run at once; if that is not enough, prefix caching is off. If the user
-did not choose the number of requests, states leave half of the memory to keys and values;
+a request that runs without it. If needed, fewer requests run at once; if that is not enough, prefix caching is off. If
+the user did not choose the number of requests, states leave half of the memory to keys and values;
 3. keys and values of a working set, WORKING_TOKENS for each other running request, unless pages are cheap;
 4. keys and values, and cached pages: equal bytes of each, or if pages are cheap, equal tokens.
 """
@@ -57,11 +57,11 @@ class CachePlan:
 
     @property
     def layout(self) -> CacheLayout | None:
-        """Columns and slots of a request in the Mamba cache."""
+        """Columns and state slots of a request in the Mamba cache; None without recurrent layers."""
         return self.costs.layout
 
     def common(self, ranks: Ranks) -> CachePlan:
-        """Return the smallest sizes over all ranks, each of which passes its own plan."""
+        """Return the plan with the smallest sizes over all ranks. Each rank passes its own plan."""
         sizes = [self.max_num_seqs, self.num_blocks, self.num_state_slots, self.max_blocks, self.max_model_len]
         rows, blocks, slots, longest, tokens = map(min, zip(*ranks.gather_ints(sizes), strict=True))
         return replace(
@@ -70,27 +70,27 @@ class CachePlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the KV blocks hold, without the null block."""
+        """Number of tokens that the KV blocks hold, without the null block."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
     def num_missing_blocks(self) -> int:
-        """KV blocks that the longest request lacks; 0 if it fits."""
+        """Number of KV blocks that are missing for the longest request; 0 if it fits."""
         return max(1 + self.max_blocks - self.num_blocks, 0) if self.max_blocks else 0
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values, including a draft head's."""
+        """Bytes of keys and values, including those of a draft head."""
         return self.num_blocks * self.costs.block_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Pages and rings, including the null page and the null row."""
+        """Bytes of state pages and rings, including the null page and the null row."""
         return self.num_state_slots * self.costs.page_bytes + (1 + self.max_num_seqs) * self.costs.row_bytes
 
     @property
     def draft_bytes(self) -> int:
-        """Logits of unverified drafts and a null one, and tokens for prompt lookup."""
+        """Bytes of the logits of unverified drafts (and one null draft), and of token ids for prompt lookup."""
         draft = self.costs.options.draft
         each = self.costs.logits_bytes_per_request + draft.row_bytes
         return draft.logits_bytes + self.max_num_seqs * each
@@ -113,15 +113,16 @@ def plan_caches(
 ) -> CachePlan:
     """Fit all caches into `budget_bytes`, in the order described at the top of this file.
 
-    With prefix caching, or if the user did not choose the number of rows, the plan may have fewer rows than
-    `limits.max_num_seqs`, or no prefix caching; a RuntimeWarning has the numbers.
+    If prefix caching is on, or `rows_chosen` is False, the plan may have fewer requests than `limits.max_num_seqs`. It
+    may also have prefix caching off. A RuntimeWarning tells the numbers.
 
-    length_chosen: whether the user chose `limits.max_model_len`. If True, and the KV blocks hold fewer tokens of one
-    request, a ValueError names the length that fits. If False, the plan's `max_model_len` is lowered to it with a
-    RuntimeWarning, and prefix caching gets up to half of the memory. None skips the comparison.
+    rows_chosen: whether the user chose `limits.max_num_seqs`.
+    length_chosen: whether the user chose `limits.max_model_len`. If the KV blocks hold fewer tokens of one request:
+    True raises a ValueError with the length that fits; False lowers the plan's `max_model_len` to that length with a
+    RuntimeWarning, and prefix caching gets up to half of the memory; None ignores it.
 
-    Raises ValueError with both numbers if the states of `max_num_seqs` requests (of one, if the user did not choose)
-    and two KV blocks do not fit without prefix caching, and as `CacheCosts.of`.
+    Raises ValueError with both numbers if the states of `max_num_seqs` requests (of one request if the user did not
+    choose) and two KV blocks do not fit without prefix caching. Also raises as `CacheCosts.of`.
     """
     costs = alone = CacheCosts.of(spec, dtype, limits.max_model_len, options)
     if costs.retention is not None:
@@ -156,7 +157,10 @@ def plan_caches(
 
 
 def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: bool) -> CachePlan:
-    """Return the plan with the `max_model_len` that its KV blocks hold, with a warning or error; see `plan_caches`."""
+    """Return the plan with `max_model_len` lowered to what its KV blocks hold, with a warning or an error.
+
+    See `plan_caches`. chosen: whether the user chose `max_model_len`.
+    """
     fits, wanted, least = plan.num_tokens, limits.max_model_len, limits.max_query_len + 1
     if chosen or fits < least:
         fix = f"set max_model_len to at most {fits}, or " if fits >= least else ""
@@ -174,7 +178,7 @@ def _shortened(plan: CachePlan, limits: EngineLimits, numbers: str, *, chosen: b
 
 
 def _losses(plan: CachePlan, most: int, share: bool, rows_chosen: bool) -> list[str]:
-    """Return what a plan lacks compared with `most` rows and prefix caching, if requested."""
+    """Return descriptions of what a plan lacks, compared with `most` requests and with prefix caching if requested."""
     lost, rows = [], plan.max_num_seqs
     holds = "with prefix caching, and with the keys and values of the longest request, it holds"
     if share and plan.costs.retention is None:
@@ -190,9 +194,9 @@ def _losses(plan: CachePlan, most: int, share: bool, rows_chosen: bool) -> list[
 
 
 def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, length_chosen: bool) -> int:
-    """Return `max_num_seqs`, halved until keys and values of the longest request fit too.
+    """Return `max_num_seqs`, halved until keys and values of the longest request fit, too.
 
-    If the user did not choose the length, half of the memory is enough for these.
+    If the user did not choose the length, half of the memory is enough for these keys and values.
     """
     longest = (1 + -(-limits.max_model_len // costs.options.block_size)) * costs.block_bytes
     keys = longest if length_chosen else min(longest, budget_bytes // 2)
@@ -203,7 +207,7 @@ def _rows_beside_keys(costs: CacheCosts, limits: EngineLimits, budget_bytes: int
 
 
 def _plan_alone(costs: CacheCosts, limits: EngineLimits, budget_bytes: int) -> CachePlan:
-    """Plan states of all rows, and as many KV blocks as fit and can be used, without prefix caching."""
+    """Plan states of all requests, and as many KV blocks as fit and can be used, without prefix caching."""
     rows = limits.max_num_seqs
     needed = costs.fixed_bytes(rows) + 2 * costs.block_bytes
     if needed > budget_bytes:
@@ -219,8 +223,8 @@ def _plan_shared(
 ) -> CachePlan | None:
     """Plan with prefix caching for the requests that `plain` could serve; None if not even one fits with cached states.
 
-    shortens: if `plain` does not hold the longest request, its keys and values get half of the memory, and
-    `max_model_len` is lowered to that.
+    shortens: if `plain` does not hold the longest request, its keys and values get half of the memory. `max_model_len`
+    is then lowered to the length that fits.
     """
     longest = min(plain.num_blocks, 1 + plain.max_blocks)
     if shortens and plain.num_missing_blocks:
@@ -242,7 +246,7 @@ def _plan_shared(
 
 
 def _fill(costs: CacheCosts, limits: EngineLimits, budget_bytes: int, pages: int) -> CachePlan:
-    """Plan KV blocks in addition to about `pages` cached pages, and no more of both than can be used."""
+    """Plan KV blocks in addition to about `pages` cached state pages, not more of both than requests can use."""
     rows = limits.max_num_seqs
     spare = budget_bytes - costs.fixed_bytes(rows)
     useful = rows * costs.pages_to_share

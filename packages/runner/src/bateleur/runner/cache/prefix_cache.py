@@ -1,4 +1,4 @@
-"""The prefix cache of KV blocks and states: finds prefixes of requests, and publishes those of running ones."""
+"""The prefix cache of KV blocks and states: finds prefixes of requests, and adds those of running ones."""
 
 # Shape letters: R rows of a step.
 
@@ -20,10 +20,10 @@ from bateleur.runner.requests.row_keys import RowKeys
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest prefix of a request that all caches of the model have.
+    """The longest prefix of a request that is in all caches of the model.
 
-    num_tokens: 0 for a miss. blocks: its KV blocks. page: the state after it, 0 without Mamba layers. why: reason of a
-    miss.
+    num_tokens: 0 for a miss. blocks: KV blocks of the prefix. page: state page after it, 0 without Mamba layers. why:
+    reason of a miss.
     """
 
     num_tokens: int
@@ -33,41 +33,41 @@ class Hit:
 
 
 class Below(Protocol):
-    """The offload tiers below the device, by prefix-cache keys."""
+    """Interface of the offload tiers (host memory, disk) below the device, by prefix-cache keys."""
 
     def has_block(self, name: bytes) -> bool:
-        """Return whether the tiers have a KV block."""
+        """Return whether the tiers have the KV block of this key."""
 
     def has_page(self, key: bytes) -> bool:
         """Return whether the tiers have the state after a prefix."""
 
     def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
-        """Copy these to the device and publish them there; nothing if it has no room.
+        """Copy these blocks and this state to the device and add them to its prefix cache; nothing if there is no room.
 
         num_tokens: number of additional prefix tokens that the request then finds.
         """
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
-        """Remove these keys."""
+        """Remove these keys of blocks and state pages from the tiers."""
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> bool:
-        """Start to load more of the first `most` tokens; if True, the request waits until `arrived` returns it."""
+        """Start to load more of the first `most` tokens. If True, the request waits until `arrived` returns it."""
 
     def arrived(self) -> list[Request]:
-        """Return requests that became ready since the last call."""
+        """Return the requests whose loads have finished since the last call."""
 
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
-        """Store the `num_tokens` published tokens of an ended request; `prompt_len` of them are its prompt."""
+        """Store the first `num_tokens` tokens of an ended request; `prompt_len` of them are its prompt."""
 
 
 class PrefixCache:
-    """Matches requests against published blocks and pages, and publishes those that running requests have filled.
+    """Finds the cached prefixes of requests, and adds blocks and pages that running requests have filled.
 
     table: the running requests.
     blocks: the pool of KV blocks; None for a model without attention.
     block_size: tokens of a KV block.
     states: the state pages; None for a model without Mamba layers. Their block size is a multiple of `block_size`.
-    lookahead: the contents of KV blocks depend on the token after them, as a draft head's do.
+    lookahead: whether the contents of KV blocks depend on the token after them, as a draft head's do.
     """
 
     def __init__(
@@ -99,8 +99,9 @@ class PrefixCache:
         """Hits are multiples of this many tokens."""
 
     def match(self, request: Request) -> Hit:
-        """Return the longest cached prefix of a request that just got its row, leaving at least one token to compute.
+        """Return the longest cached prefix of a request that just got its table row.
 
+        At least one token remains to compute.
         Adds no references.
         """
         hit = self._match(request)
@@ -129,7 +130,7 @@ class PrefixCache:
         return self.below.fetch(request, self._keys(request), ids, len(ids) - 1)
 
     def left(self, request: Request) -> None:
-        """Offer the prefix of an ended request, which still has its row, to the offload tiers."""
+        """Offer the prefix of an ended request, which still has its table row, to the offload tiers."""
         if self.below is None or request.finish_reason == "error":
             return
         known, settled = int(self._table.num_known[request.row]), int(self._table.num_committed[request.row])
@@ -138,7 +139,7 @@ class PrefixCache:
         self.below.save(self._keys(request), ids, min(settled, known - self.ahead), prompt_len)
 
     def _reach(self, keys: PrefixKeys, ids: NDArray[np.int32], most: int, below: Below) -> int:
-        """Return the length of the longest prefix that is completely on the device or in the tiers."""
+        """Return the length of the longest prefix that is completely on the device or in the offload tiers."""
         longest = most // self.granularity * self.granularity
         if self._blocks is not None and longest:
             names = self.names(keys, ids, 0, longest // self.block_size)
@@ -176,11 +177,17 @@ class PrefixCache:
         return Hit(longest, blocks[: longest // self.block_size], page)
 
     def names(self, keys: PrefixKeys, ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
-        """Return the keys of blocks `first` to `end - 1` of `ids`, which has the token after them if keys need it."""
+        """Return the keys of blocks `first` to `end - 1` of `ids`.
+
+        With `lookahead`, `ids` must have the token after them.
+        """
         return self._block_keys(keys, ids, first, end)
 
     def publish(self, rows: NDArray[np.int64], before_R: NDArray[np.int32], after_R: NDArray[np.int32]) -> None:
-        """Publish the KV blocks that a step filled, and commit its states."""
+        """Add the KV blocks that a step filled to the prefix cache, and commit its states.
+
+        rows: requests of the step. before_R, after_R: computed tokens of each request before and after the step.
+        """
         blocks, names = self._row_keys.advance(rows, after_R)
         if names and self._blocks is not None:
             self._blocks.publish_all(blocks, names)
@@ -191,7 +198,7 @@ class PrefixCache:
     def forget(self, request: Request) -> None:
         """Remove all keys that a running request found or computed, because its values became invalid (NaN).
 
-        All of them, because the step that spoiled them is not known.
+        All keys are removed, because the step that wrote the invalid values is not known.
         """
         row, keys = request.row, self._keys(request)
         settled, ids = int(self._table.num_committed[row]), self._table.token_ids[row]

@@ -18,7 +18,7 @@ from bateleur.runner.models.spec import ModelSpec
 
 
 class Caches:
-    """Keys and values of each attention layer, and a state pool of all recurrent layers."""
+    """Cache tensors: keys and values of each attention layer, and a state pool of all recurrent layers."""
 
     def __init__(self, spec: ModelSpec, plan: CachePlan, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
@@ -62,8 +62,9 @@ class Caches:
 
 
 def kv_caches(plan: CachePlan, heads: Iterable[tuple[int, int]], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return zeroed keys and values (num_blocks, block_size, num_kv_heads, head_dim) for each pair in `heads`, in the
-    plan's dtype.
+    """Return zeroed keys and values (num_blocks, block_size, num_kv_heads, head_dim) in the plan's dtype.
+
+    heads: (num_kv_heads, head_dim) of each layer.
     """
     shapes = [(plan.num_blocks, plan.block_size, *each) for each in heads]
     empty = partial(lazy_zeros, dtype=plan.costs.kv_dtype, device=device)
@@ -73,8 +74,8 @@ def kv_caches(plan: CachePlan, heads: Iterable[tuple[int, int]], device: torch.d
 def zero_fresh_blocks(pool: BlockPool, caches: Sequence[Tensor]) -> None:
     """Zero the blocks allocated since the last call, in all caches (num_blocks, ...) of the pool.
 
-    For attention backends that need finite caches, before a step: a failed request leaves NaN in its blocks, and a
-    kernel that gives masked keys weight 0 turns it into NaN of the next request.
+    It is called before a step for attention backends that need finite caches. A failed request leaves NaN in its
+    blocks. A kernel that gives masked keys weight 0 would turn them into NaN for the next request.
     """
     blocks, pool.fresh = pool.fresh, []
     if blocks:

@@ -1,7 +1,7 @@
 """Estimates the memory that steps and graphs need in addition to weights and caches, before anything runs.
 
-On a GPU the start of an engine measures that memory instead (`engine/memory_profile.py`). The estimate gives the number
-of rows to measure with, and `bateleur info` shows it.
+On a GPU the engine measures that memory when it starts (`engine/memory_profile.py`). The estimate gives the number of
+requests for the measurement, and `bateleur info` shows it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOGITS = 3
 def workspace_bytes(model: HybridDecoder, limits: EngineLimits, block_size: int, graph_tokens: int) -> int:
     """Return an approximate upper bound of the memory in bytes.
 
-    Includes activations of the largest step, logits, penalties, block tables and `graph_bytes`.
+    It includes activations of the largest step, logits, penalties, block tables and `graph_bytes`.
 
     graph_tokens: number of tokens of the largest graph; 0 without graphs.
     """

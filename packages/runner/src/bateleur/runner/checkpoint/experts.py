@@ -1,4 +1,4 @@
-"""Configuration fields of experts and routers."""
+"""Configuration fields of mixture-of-experts layers and their routers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SCORES = ("scoring_func", "moe_router_activation_func")
 
 
 def at_least_1(fields: ConfigFields, name: str) -> int:
-    """Return a field that is 0 in models without experts. Raises ValueError for 0."""
+    """Return a size field, which is 0 in configurations of models without experts. Raises ValueError for 0."""
     return _AT_LEAST_1(fields.called(name), fields[name])
 
 
 def read_experts(
     fields: ConfigFields, router: RouterSpec, names: Mapping[str, str] = EXPERT_FIELDS, **more: Any
 ) -> ExpertsLayer:
-    """Read a layer of experts from the fields `names`. more: further arguments of `ExpertsLayer`.
+    """Read a mixture-of-experts layer. names: config field of each size. more: further arguments of `ExpertsLayer`.
 
     Raises ValueError for a router that the family does not have, and for more experts per token than exist.
     """
@@ -49,7 +49,10 @@ def read_experts(
 def sparse_layers(
     fields: ConfigFields, blocks: Sequence[Layer], mlp: MlpLayer, experts: ExpertsLayer
 ) -> tuple[Layer, ...]:
-    """Each block, followed by `experts`, or by `mlp` if `mlp_only_layers` or `decoder_sparse_step` say so."""
+    """Return the blocks, each followed by `experts` or by `mlp`.
+
+    It is `mlp` for blocks in `mlp_only_layers`, and for blocks whose number is no multiple of `decoder_sparse_step`.
+    """
     dense, step = fields["mlp_only_layers"], fields["decoder_sparse_step"]
     if bad := [i for i in dense if i >= len(blocks)]:
         raise ValueError(f"mlp_only_layers holds {bad[0]}; it must be in [0, num_hidden_layers = {len(blocks)})")
@@ -58,7 +61,10 @@ def sparse_layers(
 
 
 def sigmoid_router(fields: ConfigFields, num_experts: str) -> RouterSpec:
-    """Read the router of NemotronH and Kimi: corrected sigmoid scores with groups. num_experts: field name."""
+    """Read the router of NemotronH and Kimi: sigmoid scores, `e_score_correction_bias`, and groups of experts.
+
+    num_experts: name of the field with the number of experts.
+    """
     count, groups, top = (at_least_1(fields, name) for name in (num_experts, "n_group", "topk_group"))
     fields.divides("n_group", num_experts)
     if top > groups:

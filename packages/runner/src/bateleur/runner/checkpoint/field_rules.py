@@ -1,4 +1,4 @@
-"""Checks of configuration fields, common to all families."""
+"""Checks of configuration fields, common to all model families."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _POSITIVE = Number(0, above=True)
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Check a field with no, one or several token ids."""
+    """Check a field that holds no, one or several token ids, and return them."""
     if value is None:
         return ()
     return _TOKEN_IDS(name, value) if isinstance(value, list | tuple) else (_TOKEN_ID(name, value),)
 
 
 def limits_of_dt(name: str, value: Any) -> tuple[float, float]:
-    """Check bounds of dt; the upper one may be infinite."""
+    """Check the field with bounds of dt (Mamba-2 time step), and return them. The upper bound may be infinite."""
     low, high = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
     if not isinstance(low, int | float) or not isinstance(high, int | float) or not 0 <= low <= high:
         refuse(name, value, "two numbers with 0 <= low <= high")
@@ -140,7 +140,7 @@ _NESTED = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attenti
 
 
 def check_fields(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for an invalid field of a file; null and absent fields have defaults."""
+    """Check known fields of a configuration file. Raises ValueError for an invalid one; null and absent are valid."""
     for name in _NESTED:
         nested = config.get(name)
         if nested is not None:
@@ -180,13 +180,13 @@ def _check_together(config: Mapping[str, Any]) -> None:
 
 
 def _product(config: Mapping[str, Any], *names: str) -> int | None:
-    """Return the product of these fields; None if one is not a number."""
+    """Return the product of these fields; None if one of them is not a number."""
     sizes: list[Any] = [config.get(name) for name in names]
     return int(math.prod(sizes)) if all(isinstance(size, int | float) for size in sizes) else None
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of the file, with transformers' notation of infinity and NaN converted."""
+    """Return a value of the file, with transformers' notation of infinity and NaN converted to floats."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     written = value.get("__float__") if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face configuration, with errors that name field, value and rule."""
+"""Reads a Hugging Face configuration. Errors name the field, its value and the rule."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class ConfigFields:
     """
 
     def __init__(self, config: Any, written: Mapping[str, Any] | None = None) -> None:
-        """written: fields of the file, whose names are used in errors."""
+        """written: fields of the file. Errors use their names."""
         self.config = config
         self._written = written or {}
         self._rope_parameters: dict[str, Any] = {}
         """Set by `rope`."""
 
     def raw(self, name: str) -> Any:
-        """Return the unchecked field; None if it is missing."""
+        """Return a field without checking it; None if it is missing."""
         return getattr(self.config, name, None)
 
     def __getitem__(self, name: str) -> Any:
-        """Return the checked field."""
+        """Return a field after checking it."""
         return CHECKS[name](self.called(name), self.raw(name))
 
     def optional(self, name: str) -> Any:
@@ -55,7 +55,7 @@ class ConfigFields:
         return None if self.raw(name) is None else self[name]
 
     def called(self, name: str) -> str:
-        """Return the name that the file has for a field with two names in transformers."""
+        """Return the name under which the file has a field. transformers knows some fields by two names."""
         if name not in self._written:
             for pair in getattr(self.config, "attribute_map", {}).items():
                 if name in pair:
@@ -63,7 +63,7 @@ class ConfigFields:
         return name
 
     def choice(self, name: str, options: tuple[str, ...]) -> str:
-        """Return a field that must be one of the supported names."""
+        """Return a field that must have one of the supported values."""
         value = self.raw(name)
         if value not in options:
             supported = ", ".join(repr(option) for option in options)
@@ -107,7 +107,11 @@ class ConfigFields:
         limits: tuple[float, float] | None = None,
         ssm_dtype: torch.dtype = torch.float32,
     ) -> MambaLayer:
-        """Return the Mamba layer of the fields `names`. limits: of dt after softplus; None: `time_step_limit`."""
+        """Build a Mamba-2 layer. names: name of the config field for each size.
+
+        limits: bounds of dt after softplus; None: the field `time_step_limit`. ssm_dtype: dtype of the recurrent
+        states.
+        """
         self.choice(names["activation"], ("silu",))
         self.divides(names["num_groups"], names["num_heads"])
         low, high = limits or maybe(limits_of_dt)("time_step_limit", self.raw("time_step_limit")) or (0.0, math.inf)
@@ -128,7 +132,8 @@ class ConfigFields:
     ) -> ModelSpec:
         """Return the model of these layers, with fields that all families share, but without an architecture.
 
-        norm_eps: field name. lengths: default and largest maximum length of a request, if no field has them.
+        norm_eps: name of the field. lengths: default and largest maximum length of a request, for families without such
+        fields.
         """
         longest, scaled = lengths or self._lengths()
         return ModelSpec(
@@ -146,7 +151,7 @@ class ConfigFields:
         )
 
     def _lengths(self) -> tuple[int, int]:
-        """Return the model's own maximum length, and the maximum that a user may choose with scaled rotary embedding.
+        """Return the default maximum length, and the maximum that a user may choose with scaled rotary embedding.
 
         Files with YaRN often keep the original `max_position_embeddings`. With other kinds it is often the scaled
         length already, so only a user can choose more.
@@ -163,7 +168,7 @@ class ConfigFields:
         """Return rotary embedding from `rope_parameters`, as transformers computes it.
 
         partial: whether the default kind of this family uses `partial_rotary_factor`; scaled kinds always do.
-        layer_type: kind of layers whose parameters are read, if each kind has its own.
+        layer_type: layer type whose parameters are read, if each type has its own.
         """
         parameters = self.raw("rope_parameters") or {}
         if layer_type is not None:

@@ -1,7 +1,4 @@
-"""What a checkpoint says about an FP8 KV cache: whether it asks for one, and the scales of keys and values.
-
-Exporters spell both in several ways. vLLM's list is `maybe_remap_kv_scale_name`.
-"""
+"""FP8 KV cache in a checkpoint: whether the checkpoint asks for it, and its scales of keys and values."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ _UNUSED = (
 
 
 def declared_kv_cache(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the KV cache that a checkpoint asks for: "auto" if it does not say, "fp8", or the text of another one.
+    """Return the KV cache dtype that a checkpoint asks for: "auto" without one, "fp8", or the text of another.
 
     config: fields of `config.json`, see `quantization_fields`.
     """
@@ -57,12 +54,10 @@ def _kv_cache_of(quantization: Mapping[str, Any]) -> str:
 def read_kv_scales(
     spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]
 ) -> tuple[ModelSpec, frozenset[str]]:
-    """Return the spec with the scales of its attention layers, and the names of all tensors that are such scales.
+    """Return the spec with KV cache scales in its attention layers, and the names of all tensors with such scales.
 
-    names: of the weights of `spec`. tensors: of the checkpoint, by the names that `names` uses. The scales of a
-    `LatentLayer` are not used, because they belong to the latent, and its cache holds keys and values.
-
-    Raises ValueError for a scale that is not positive, has a wrong shape or dtype, or occurs twice.
+    names: weight names of `spec`. tensors: tensors of the checkpoint, by the names in `names`. The scales of a
+    `LatentLayer` are ignored, because they belong to the latent, while the cache holds keys and values.
     """
     stems = {
         part.target.removesuffix(".o_proj"): name.rsplit(".", 2)[0]
@@ -93,7 +88,7 @@ def read_kv_scales(
 
 
 def _scales_of(names: list[str], tensors: Mapping[str, TensorEntry], num_heads: int) -> tuple[float, ...]:
-    """Return one scale for each head, or () if there is no tensor."""
+    """Return one scale for each head; () if the checkpoint has none. names: possible tensor names."""
     found = [tensors[name] for name in names if name in tensors]
     if not found:
         return ()

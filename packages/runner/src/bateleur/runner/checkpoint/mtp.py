@@ -1,7 +1,7 @@
-"""Multi-token prediction (MTP) heads in the files of their target: layers and tensors.
+"""Multi-token prediction (MTP) heads in the files of their target model: layers and tensors.
 
-A head joins the embedding of a token and the target's final hidden state, and runs layers of the target's kinds on
-them. Its layers have the target's tensor names with `mtp.` instead of the model's prefix.
+A head joins the embedding of a token and the target's final hidden state, and runs layers on them whose types are the
+target's. These layers have the target's tensor names with `mtp.` instead of the model's prefix.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_mtp(checkpoint: Checkpoint) -> MtpModule:
 
 
 def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:
-    """Return the names of a decoder with the head's layers as names of the head."""
+    """Return the weight names of the head. theirs: names of a decoder with the head's layers."""
     (embedding,) = (name for name, part in theirs.items() if part.target == "embedding")
     stem = embedding.rsplit(".", 2)[0] + "."
     names: Names = {f"{_PREFIX}{mtp.fc}.weight": Part("fc_proj")}
@@ -78,7 +78,7 @@ def _names(theirs: Names, mtp: MtpNames, spec: ModelSpec) -> Names:
 
 
 def _moved(names: Names, stem: str) -> Names:
-    """Replace the prefix `stem` by `mtp.` in names of all layouts."""
+    """Replace the prefix `stem` by `mtp.` in tensor names, those of alternative layouts included."""
     return {
         _PREFIX + name.removeprefix(stem): replace(part, instead=_moved(dict(part.instead), stem))
         for name, part in names.items()

@@ -1,4 +1,4 @@
-"""Maps checkpoint tensors to parts of weights."""
+"""Maps tensors of checkpoints to weights of the model, or to parts of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bateleur.runner.models.spec import (
 
 
 class Form(Enum):
-    """How a checkpoint stores a weight."""
+    """Storage form of a weight in a checkpoint: plain, or a function of the weight."""
 
     PLAIN = "plain"
     CONV = "conv"
@@ -35,7 +35,7 @@ class Form(Enum):
     """w - 1, for a weight w of a norm."""
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the weight; in float32 if it is computed, so that it is rounded once."""
+        """Return the weight for a stored tensor. Computed weights are float32, so that they are rounded once."""
         match self:
             case Form.A_LOG:
                 return -torch.exp(tensor.float())
@@ -46,7 +46,7 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows [start, start + rows) of weight `target`; `rows` None means all."""
+    """A part of a weight that one tensor fills: rows [start, start + rows) of weight `target`; `rows` None: all."""
 
     target: str
     start: int = 0
@@ -69,14 +69,14 @@ class Part:
     """What fills the same weight in files of another layout, which lack this name."""
 
     def row_order(self, count: int) -> Tensor | None:
-        """Return (count,) int64, the row of the file for each row of the weight; None if they are equal."""
+        """Return (count,) int64, the row in the file for each row of the weight; None if the order is equal."""
         if not self.pieces:
             return None
         rows = torch.arange(count).view(-1, max(end for _, end in self.pieces))
         return torch.cat([rows[:, first:end].flatten() for first, end in self.pieces])
 
     def row_factors(self, count: int) -> Tensor:
-        """Return (count,) float32, the factor of each row."""
+        """Return (count,) float32, the factor on each row."""
         column, first = torch.ones(count), 0
         for rows, factor in self.factors:
             column[first : None if rows is None else first + rows] = factor
@@ -84,7 +84,7 @@ class Part:
         return column
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the weight that a stored tensor stands for."""
+        """Return the values of this part for a stored tensor: converted, transposed, reordered and scaled."""
         tensor = self.form.read(tensor)
         tensor = tensor.transpose(-1, -2) if self.transposed else tensor
         if (order := self.row_order(tensor.shape[self.axis])) is not None:
@@ -94,7 +94,7 @@ class Part:
         return tensor
 
     def placed(self, source: str, target: str) -> Part:
-        """Return the part with prefixes added to names in files (`source`) and of weights (`target`)."""
+        """Return the part with a prefix added to names in files (`source`) and to names of weights (`target`)."""
         instead = {source + name: part.placed(source, target) for name, part in self.instead.items()}
         return replace(self, target=target + self.target, instead=instead)
 
@@ -107,9 +107,9 @@ Called = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Names of a layer's experts, after that of the layer.
+    """Tensor names of a layer's experts, without the name of the layer.
 
-    `other_*` are those of another layout: one tensor for each expert with `{}`, two if gate and up are separate.
+    `other_*` are names in another layout: `{}` means one tensor for each expert, two names mean separate gate and up.
     """
 
     norm: str = "post_attention_layernorm"
@@ -129,7 +129,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class OwnNames:
-    """Names of a kind of layer that differ in every family."""
+    """Tensor names of a layer type for which families use different names."""
 
     called: Called
     names: Callable[[Any], Names]
@@ -154,7 +154,10 @@ def weight_names(
     final_norm: str = "norm",
     fused_mlp: bool = False,
 ) -> Names:
-    """Return the names of a decoder, which begin with `stem`. fused_mlp: gate and up are one tensor in the file."""
+    """Return the weight names of a decoder, which begin with `stem`.
+
+    mlp, mixers: names of the branches. fused_mlp: whether gate and up are one tensor in the file.
+    """
     names: Names = {
         f"{stem}.{embedding}.weight": Part("embedding"),
         f"{stem}.{final_norm}.weight": Part("final_norm"),
@@ -172,7 +175,7 @@ def weight_names(
 
 
 def resolve_layout(names: Names, tensors: Container[str]) -> Names:
-    """Return the names of the layout that a file has."""
+    """Return the weight names of the layout that a file uses. tensors: tensor names of the file."""
     resolved: Names = {}
     for name, part in names.items():
         other = name not in tensors and any(each in tensors for each in part.instead)
@@ -183,7 +186,7 @@ def resolve_layout(names: Names, tensors: Container[str]) -> Names:
 def with_prefix(tensors: Mapping[str, TensorEntry], names: Names) -> Mapping[str, TensorEntry]:
     """Return a file's tensors under the names of a model with a head.
 
-    A base model is saved without the first part of its names, such as `model.`; the name of a head is unchanged.
+    A model saved without its head lacks the first part of the names, such as `model.`; `lm_head` is unchanged.
     """
     (embedding,) = (name for name, part in names.items() if part.target == "embedding")
     prefix, _, rest = embedding.partition(".")
@@ -212,14 +215,14 @@ def cut_evenly(names: Names, tensors: Mapping[str, TensorEntry]) -> Names:
 
 
 def norms_less_one(names: Names) -> Names:
-    """Return the names with norms of the stream, of queries and of keys stored as w - 1."""
+    """Return the names, with the residual stream's, query and key norms read as w - 1."""
     norms = ("input_norm", "output_norm", "final_norm", "q_norm", "k_norm")
     stored = {name: part for name, part in names.items() if part.target.rpartition(".")[2] in norms}
     return names | {name: replace(part, form=Form.LESS_ONE) for name, part in stored.items()}
 
 
 def _layer_names(layer: SingleLayer, called: Call, fused_mlp: bool) -> tuple[str, Names]:
-    """Return the name of the norm before a layer, and all other names, after that of the layer."""
+    """Return the name of the norm before a layer, and all other weight names, without the layer's prefix."""
     if isinstance(called, ExpertNames):
         assert isinstance(layer, ExpertsLayer)
         return called.norm, _expert_names(layer, called, fused_mlp)
@@ -261,7 +264,10 @@ def _expert_names(layer: ExpertsLayer, names: ExpertNames, fused_mlp: bool) -> N
 
 
 def _instead(target: str, others: tuple[str, ...], count: int = 0, rows: int = 0) -> Names:
-    """Return the names of another layout: with `{}` one for each of `count` experts; several are stacked by rows."""
+    """Return the weight names of another layout. `{}` in a name stands for each of `count` experts.
+
+    Several names are stacked by rows to one weight, with `rows` rows each.
+    """
     if not others or "{}" not in others[0]:
         return {other: Part(target) for other in others}
     several = len(others) > 1
@@ -311,7 +317,7 @@ def _attention_names(layer: AttentionLayer) -> Names:
 
 
 def _projection(target: str, sources: Mapping[str, int | None], bias: bool) -> Names:
-    """Return the names of one matrix stacked from `sources` by rows, and of their biases."""
+    """Return the names of tensors that are stacked to one matrix, and of their biases. sources: rows by name."""
     names, start = {}, 0
     for source, rows in sources.items():
         names[f"{source}.weight"] = Part(f"{target}_proj", start, rows)

@@ -41,7 +41,7 @@ _LONGEST_REASON = 240
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder with a supported configuration and complete weights; nothing is loaded yet."""
+    """A checkpoint folder with a supported configuration and complete weights. Nothing is loaded yet."""
 
     path: Path
     spec: ModelSpec
@@ -65,8 +65,10 @@ class Checkpoint:
 def open_checkpoint(
     path: str | Path, overrides: Mapping[str, Any] | None = None, *, dequantize: bool = False, method: str | None = None
 ) -> Checkpoint:
-    """Read a folder's `config.json` and the headers of its weights. overrides: fields that replace those of the file.
-    dequantize: see `Checkpoint`. method: quantisation method that the checkpoint must have; None for any.
+    """Read a folder's `config.json` and the headers of its weights.
+
+    overrides: fields that replace those of the file. dequantize: see `Checkpoint`. method: quantisation method that the
+    checkpoint must have; None for any.
 
     Raises ValueError if the folder is not a checkpoint, its architecture is not supported (with the supported ones), a
     size is invalid, a file is damaged, or weights are missing, surplus or misshapen (all are listed).
@@ -121,8 +123,8 @@ def load_model(
 ) -> HybridDecoder:
     """Load the decoder, or this rank's part of it, in `dtype` on `device`.
 
-    Parameters of recurrences and routers are float32 in any case, and quantised matrices stay so unless
-    `Checkpoint.dequantize`. Raises ValueError before reading if there is not enough memory.
+    Parameters of recurrences and routers are float32 in any case. Quantised matrices stay quantised unless
+    `Checkpoint.dequantize` is set. Raises ValueError before reading if there is not enough memory.
     """
     described, _ = describe_model(checkpoint, dtype, "meta", ranks, data_ranks)
     size = sum(weight.nbytes for weight in described.weights().values())
@@ -150,7 +152,7 @@ def describe_model(
     ranks: Ranks = ALONE,
     data_ranks: Ranks = ALONE,
 ) -> tuple[HybridDecoder, Matrices]:
-    """The decoder in the layout of the checkpoint's weights, which are uninitialised, and its quantised projections.
+    """Return the decoder with uninitialised weights in the checkpoint's layout, and its quantised projections.
 
     On the device `meta` it takes no memory.
     """
@@ -162,7 +164,7 @@ def describe_model(
 
 
 def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in: the one named, or for "auto" float32 on a CPU and the checkpoint's on CUDA."""
+    """Return the dtype to compute in: as named, or for "auto" float32 on a CPU and the checkpoint's dtype on CUDA."""
     if dtype != "auto":
         return DTYPES[str(dtype)]
     if device.type == "cpu" or checkpoint.dtype not in DTYPES.values():
@@ -172,7 +174,7 @@ def resolve_dtype(dtype: object, checkpoint: Checkpoint, device: torch.device) -
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Log only errors of transformers inside the `with` block; its important warnings are errors or warnings here."""
+    """Log only errors of transformers inside the `with` block. Its important warnings are raised or repeated here."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -184,12 +186,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Family, ConfigFields, dict[str, Any]]:
-    """Return the family of a checkpoint, and its configuration as transformers and as the file has it.
-
-    overrides: fields that replace those of the file; objects are merged field by field.
-
-    Raises ValueError as `open_checkpoint`.
-    """
+    """Return the model family of a checkpoint, and its config fields as transformers and as the file has them."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{path}: has no config.json; it must be a Hugging Face checkpoint")
@@ -247,7 +244,7 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _own_part(family: Family, config: Any) -> Any:
-    """Return the configuration of the text model itself."""
+    """Return the configuration of the text model, which some families nest in another configuration."""
     if family.inside is None:
         return config
     own = getattr(config, family.inside)
@@ -262,7 +259,7 @@ def _foreign_tokens(config: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
 
 
 def _config(path: Path, family: Family, written: Mapping[str, Any], overridden: bool) -> Any:
-    """Return the model's fields: the file's if transformers would not change them, else those of transformers."""
+    """Return the configuration: the file's fields if transformers would not change them, else those of transformers."""
 
     def ask() -> Any:
         if not overridden:
@@ -290,7 +287,7 @@ def _ask_transformers(path: Path, fields: Mapping[str, Any]) -> Any:
 
 
 def _eos_token_ids(path: Path, spec: ModelSpec) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of config.json and generation_config.json."""
+    """Return the end-of-sequence ids of config.json and generation_config.json together."""
     by_file = {path / "config.json": spec.eos_token_ids}
     file = path / "generation_config.json"
     if file.is_file():

@@ -1,4 +1,4 @@
-"""Quantised weights of a checkpoint: as entries that read like plain tensors, and in the matrices of a model."""
+"""Quantised weights of a checkpoint: entries that read like plain tensors, and codes and scales for the projections."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ _ROUTERS = ("router_proj",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedEntry(TensorEntry):
-    """A quantised weight, under the name, with the shape and the numbers of the plain tensor in its place."""
+    """A quantised weight in place of the plain tensor: with its name, shape and dequantised numbers."""
 
     quantized: ClassVar[bool] = True
     module: Module
     reader: Reader
 
     def scheme(self) -> Scheme:
-        """Return how the weight is quantised."""
+        """Return the quantisation scheme of the weight."""
         return self.reader.scheme(self.module)
 
     def matrix(self) -> QuantizedMatrix:
-        """Return codes and scales: views of the file if its layout is ours."""
+        """Return codes and scales: views of the file if its layout is that of `QuantizedMatrix`."""
         return check_matrix(self.module, self.reader.load(self.module))
 
     def mapped(self) -> Tensor:
-        """Return a dequantised copy in float32."""
+        """Return a dequantised copy of the weight in float32."""
         return self.matrix().dequantize()
 
 
 def with_quantized(
     tensors: Mapping[str, TensorEntry], reader: Reader | None, spellings: Sequence[tuple[str, str]]
 ) -> dict[str, TensorEntry]:
-    """Return the tensors, with one entry in place of all tensors of each quantised module.
+    """Return the tensors, with one entry in place of all tensors (codes, scales, ...) of each quantised module.
 
     Raises ValueError for tensors of a format that is not supported, or that do not fit each other.
     """
@@ -90,10 +90,10 @@ Matrices = Mapping[str, Projection | GroupedProjection]
 def quantize_projections(
     matrices: Matrices, names: Names, tensors: Mapping[str, TensorEntry], share: Share | None
 ) -> Matrices:
-    """Give the projections whose weights are quantised memory for codes and scales; returns these projections.
+    """Allocate codes and scales for the projections whose weights are quantised, and return these projections.
 
-    Their parts are in the layout of the file. A weight of experts whose schemes differ stays plain, and so does one
-    that is read in another form than it is stored in.
+    Codes and scales have the layout of the file. Expert weights whose schemes differ stay plain, and so does a weight
+    that is converted when it is loaded (transposed, for example).
     """
     parts: dict[str, list[tuple[Part, TensorEntry]]] = {}
     for name, part in names.items():
@@ -119,14 +119,14 @@ def quantize_projections(
 
 
 def _common(found: list[tuple[Part, TensorEntry]]) -> Scheme | None:
-    """Return the scheme of all experts; None if schemes differ, or if tables of groups (act order) could differ."""
+    """Return the common scheme of all experts; None if schemes differ, or if group tables (act order) could differ."""
     schemes = {_scheme(part, entry) for part, entry in found}
     (first, *others) = schemes
     return None if others or first is None or first.indexed else first
 
 
 def _scheme(part: Part, entry: TensorEntry) -> Scheme | None:
-    """Return the scheme of a tensor; None for a plain one."""
+    """Return the quantisation scheme of a tensor, with the factors of `part`; None for a plain tensor."""
     if not isinstance(entry, QuantizedEntry):
         return None
     scheme = entry.scheme()
@@ -136,8 +136,9 @@ def _scheme(part: Part, entry: TensorEntry) -> Scheme | None:
 
 
 def _pieces(found: list[tuple[Part, TensorEntry]], cut: Cut) -> Iterator[tuple[int, int, Scheme | None, int | None]]:
-    """Yield (first row, row after the last, scheme, groups) for the rows of this rank. Adjacent rows with equal
-    schemes are joined.
+    """Yield (first row, row after the last, scheme, number of groups) for the rows of this rank.
+
+    Adjacent rows with equal schemes are joined. found: the parts of the weight and their tensors.
     """
     every = []
     for part, entry in found:
@@ -166,7 +167,7 @@ def _cut(scheme: Scheme, cut: Cut, axis: int) -> Scheme:
 
 
 def fill_quantized(projection: Projection | GroupedProjection, part: Part, entry: TensorEntry, cut: Cut) -> None:
-    """Copy what this rank has of one tensor to the codes and scales of a projection."""
+    """Copy this rank's part of one tensor to the codes and scales of a projection."""
     if isinstance(projection, GroupedProjection):
         _fill_experts(projection, part, entry, cut)
         return
@@ -213,7 +214,7 @@ def _ordered(part: Part, matrix: QuantizedMatrix) -> QuantizedMatrix:
 def _copy(
     pieces: Sequence[Rows], own: Range, matrix: QuantizedMatrix | Tensor, rows: slice, columns: Range | None
 ) -> None:
-    """Copy `rows` of a matrix to the rows `own` of a projection, which lie in one piece."""
+    """Copy `rows` and `columns` of a stored matrix to the rows `own` of a projection, which lie in one piece."""
     (piece,) = (each for each in pieces if each.first <= own[0] and own[1] <= each.end)
     to, target = slice(own[0] - piece.first, own[1] - piece.first), piece.matrix
     if isinstance(matrix, Tensor):

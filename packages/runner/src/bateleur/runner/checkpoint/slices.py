@@ -45,7 +45,10 @@ def fill_weight(weight: Tensor, part: Part, entry: TensorEntry, cut: Cut) -> Non
 
 
 def own_rows(ranges: Sequence[Range] | None, part: Part, count: int) -> Iterator[tuple[Range, Range]]:
-    """Yield this rank's rows within the part's `count` rows, and their rows in the rank's weight."""
+    """Yield ranges of this rank's rows, counted within the part's `count` rows and within the rank's weight.
+
+    ranges: rows of the whole weight that the rank has; None for all.
+    """
     begin, end = part.start, part.start + count
     local = 0
     for first, last in ranges or ((0, end),):

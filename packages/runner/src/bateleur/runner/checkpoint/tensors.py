@@ -25,7 +25,7 @@ _MAPPED = DTYPES | {"F8_E4M3": torch.uint8, "U8": torch.uint8, "I8": torch.int8,
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor in a file."""
+    """Name, shape, dtype and position of one tensor in a safetensors file."""
 
     file: Path
     name: str
@@ -58,7 +58,7 @@ class TensorEntry:
 def list_tensors(folder: Path, other_prefixes: Sequence[tuple[str, str]] = ()) -> dict[str, TensorEntry]:
     """Return all tensors of `model.safetensors`, or of the shards in `model.safetensors.index.json`, by name.
 
-    other_prefixes: (other, ours); names that begin with the other prefix are listed under ours.
+    other_prefixes: pairs (prefix in files, our prefix) by which names are changed.
 
     Copies of a tensor in shards other than the one in the index are left out. Raises ValueError if there are no
     weights, a shard is missing, truncated or lacks a listed tensor, or a tensor occurs twice.

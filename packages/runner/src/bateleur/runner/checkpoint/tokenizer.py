@@ -21,10 +21,7 @@ _INSTEAD = "Name a folder with a tokenizer.json (tokenizer), or pass token ids (
 
 
 def load_tokenizer(checkpoint: Checkpoint, folder: str | Path | None = None) -> Tokenizer:
-    """Load the tokenizer of a folder, or the checkpoint's own; warn if it has tokens that the model lacks.
-
-    Raises ValueError if the folder has no readable tokenizer, or one with its own code, which is never run.
-    """
+    """Load the tokenizer of a folder, or the checkpoint's own. Warns if it has tokens that the model lacks."""
     folder, known = checkpoint.path if folder is None else Path(folder), checkpoint.spec.vocab_size
     if not folder.is_dir():
         raise ValueError(f"tokenizer is {str(folder)!r}; it must be a folder with tokenizer.json or tiktoken.model")
@@ -50,7 +47,8 @@ def load_tokenizer(checkpoint: Checkpoint, folder: str | Path | None = None) -> 
 def with_end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Checkpoint:
     """Return the checkpoint with the end tokens of its tokenizer added to those of its configuration.
 
-    A fine-tuned model often ends its turns with a token that only the tokenizer names, as `eos_token` or `eot_token`.
+    A fine-tuned model often ends its messages with a token that only the tokenizer names, as `eos_token` or
+    `eot_token`.
     """
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     named = (vocabulary.get(_named_token(tokenizer, name)) for name in _END_TOKENS)
@@ -60,7 +58,7 @@ def with_end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Checkpoint:
 
 
 def _named_token(tokenizer: Tokenizer, name: str) -> str:
-    """Return the text of a special token, "" if there is none; transformers leaves some unparsed."""
+    """Return the text of a named special token, "" if there is none. transformers leaves some of them unparsed."""
     given = getattr(tokenizer, name, None) or getattr(tokenizer, "init_kwargs", {}).get(name)
     return str(given.get("content", "")) if isinstance(given, dict) else str(given or "")
 
@@ -79,9 +77,9 @@ def _ask_transformers(folder: Path) -> Any:
 
 
 def _refuse_code(folder: Path, known: Callable[[Any], bool] = lambda named: False) -> None:
-    """Raise ValueError for a tokenizer class in the checkpoint, because transformers' own splits text differently.
+    """Raise ValueError if the tokenizer's class is code in the checkpoint: transformers' classes split text otherwise.
 
-    known: whether a class has a split that is implemented here.
+    known: returns whether the split of a class is implemented here.
     """
     for file in (folder / "tokenizer_config.json", folder / "config.json"):
         named = read_json(file).get("auto_map") if file.is_file() else None
@@ -93,7 +91,7 @@ def _refuse_code(folder: Path, known: Callable[[Any], bool] = lambda named: Fals
 
 
 def _find_fault(folder: Path) -> None:
-    """Raise ValueError that says what is wrong with a tokenizer's files, if that is known."""
+    """Raise ValueError that names a known fault in a tokenizer's files, if there is one."""
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder}: has no tokenizer.json and no {TIKTOKEN}. {_INSTEAD}")
     for name in ("tokenizer.json", "special_tokens_map.json", "added_tokens.json"):

@@ -42,9 +42,9 @@ _FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
 def read_without_transformers(folder: Path) -> FileTokenizer | None:
-    """Return the tokenizer of a folder if its files describe it completely, else None: use transformers.
+    """Return the tokenizer of a folder if its files describe it completely; else None, and transformers must be used.
 
-    Ids, texts, special tokens and templates are those of transformers' tokenizer.
+    Ids, texts, special tokens and templates equal those of transformers' tokenizer.
     """
     file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not (file.is_file() and config.is_file()) or (folder / "additional_chat_templates").exists():
@@ -64,19 +64,19 @@ def read_without_transformers(folder: Path) -> FileTokenizer | None:
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the special tokens of a `tokenizer_config.json`: by name, and unnamed ones."""
+    """Return the special tokens of a `tokenizer_config.json`: a mapping of named ones, and a list of unnamed ones."""
     named = {name: _content(config[name]) for name in _NAMED if config.get(name)}
     return named, tuple(_content(each) for name in _LISTED for each in config.get(name) or ())
 
 
 def template_of(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a folder: its own file, or a field of `tokenizer_config.json`."""
+    """Return the chat template of a folder: from its own file, or the field of `tokenizer_config.json`."""
     file = folder / "chat_template.jinja"
     return file.read_text("utf-8") if file.is_file() else config.get("chat_template")
 
 
 def _is_plain(folder: Path, fields: Mapping[str, Any]) -> bool:
-    """Return whether all fields are known, and no other file counts."""
+    """Return whether all fields are known, and no other file changes the tokenizer."""
     known = {"tokenizer_class", "chat_template", "clean_up_tokenization_spaces", "added_tokens_decoder"}
     if not (known | {*_NAMED, *_LISTED, *_SIDES, *_IDLE}).issuperset(fields):
         return False
@@ -111,13 +111,13 @@ def _adds_nothing(fields: Mapping[str, Any], tokenizer: FileTokenizer) -> bool:
 
 
 def _content(token: Any) -> str:
-    """Return the text of a special token, which is text or an object with flags; else ""."""
+    """Return the text of a special token, given as text or as an object with flags; else ""."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 
 
 def _is_bare(token: AddedToken) -> bool:
-    """Return whether the only flag of a token is `special`, as for one without flags."""
+    """Return whether `special` is the only flag of a token, as if it had been given as text only."""
     return [name for name in _FLAGS[1:] if getattr(token, name)] == ["special"]
 
 

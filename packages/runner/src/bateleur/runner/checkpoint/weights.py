@@ -1,4 +1,4 @@
-"""Fills a decoder's weights from checkpoint tensors, after all mismatches were reported."""
+"""Fills a decoder's weights from checkpoint tensors, after all mismatches are reported."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _LISTED = 40
 
 
 def resolve_tied(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntry]) -> tuple[ModelSpec, Names]:
-    """Decide by the file whether embeddings are tied.
+    """Decide by the tensors of the file whether embedding and output projection are tied.
 
-    If the configuration says so, but the file has both tensors (as NemotronH's), both are read. If it has one of them,
-    under either name, it is used for both.
+    If the configuration ties them but the file has both tensors (as NemotronH's), both are read. If the file has one of
+    them, under either name, it is used for both.
     """
     if not spec.tie_word_embeddings:
         return spec, names
@@ -47,7 +47,7 @@ def resolve_tied(spec: ModelSpec, names: Names, tensors: Mapping[str, TensorEntr
 
 
 def checkpoint_dtype(tensors: Mapping[str, TensorEntry]) -> torch.dtype:
-    """Return the floating-point type of most weights."""
+    """Return the floating-point dtype of most weights."""
     sizes: Counter[torch.dtype] = Counter()
     for entry in (each for each in tensors.values() if not each.quantized):
         sizes[DTYPES.get(entry.dtype, torch.float32)] += math.prod(entry.shape)
@@ -59,7 +59,7 @@ def check_weights(
 ) -> None:
     """Raise ValueError that lists all tensors that are missing, surplus, misshapen, or of an unsupported dtype.
 
-    weights: those of `what`, on any device, which the tensors will fill.
+    what: name of the model in messages. weights: its weights, on any device, which the tensors will fill.
     """
     problems: list[str] = []
     for name, part in names.items():
@@ -88,7 +88,7 @@ def fill_weights(
     share: Share | None = None,
     quantized: Matrices | None = None,
 ) -> None:
-    """Copy all tensors, checked by `check_weights`, to their place, dtype and device, one at a time.
+    """Copy all tensors to the weights, one at a time, converted to the weights' dtype and device.
 
     share: this rank's part of the weights. quantized: projections that keep codes and scales, by the names of their
     weights, which are not among `weights`.

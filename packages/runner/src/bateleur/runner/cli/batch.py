@@ -1,4 +1,4 @@
-"""Runs a file of requests (`bateleur batch`, `bateleur generate --prompt-file`), writing results as they end."""
+"""Runs a file of requests (`bateleur batch`, `bateleur generate --prompt-file`). Writes results as requests end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RunRequests = Callable[[RequestFile, Callable[[int], bool], int], Iterator[Resul
 
 
 def run_file(args: argparse.Namespace, native: NativeFormat, batch: OpenAIBatchFormat, run: RunRequests) -> int:
-    """Run the requests that have no result yet, and sort the results. Returns 1 if any failed, else 0.
+    """Run the requests that have no result yet, and sort the results. Returns exit code 1 if any failed, else 0.
 
     run: yields each result when its request ends; called only if there are requests to run.
     """
@@ -127,14 +127,14 @@ def _run_all(window: _RequestWindow, requests: Iterator[LineRequest], rate: Deco
 
 
 def failed_result(line_format: LineFormat, request: LineRequest, error: str) -> Result:
-    """The result of a request that cannot run."""
+    """Return the result of a request that cannot run."""
     return request.line, line_format.error_result(request, error), error
 
 
 def ended_result(
     line_format: LineFormat, request: LineRequest, outputs: list[RequestOutput], tokenizer: Tokenizer
 ) -> Result:
-    """The result of a request that ran. outputs: one per prompt; one of them may have ended with an error."""
+    """Return the result of a request that ran. outputs: one per prompt; some may have ended with an error."""
     errors = (each for output in outputs for each in output.outputs if each.finish_reason == "error")
     error = next((f"{request.where}: {each.stop_reason}" for each in errors), None)
     return request.line, line_format.result(request, outputs, error, tokenizer), error
@@ -162,7 +162,7 @@ class _RequestWindow:
 
     @property
     def full(self) -> bool:
-        """Whether the next request has to wait."""
+        """Whether the next request must wait, because the engine has enough requests."""
         return len(self) >= 2 * self._llm.limits.max_num_seqs
 
     def add(self, request: LineRequest) -> Iterator[Result]:

@@ -41,7 +41,7 @@ def announcing_compilation() -> Iterator[None]:
 
 @contextmanager
 def progress_messages(what: str, interval: float = 5.0) -> Iterator[None]:
-    """Print what the block does, and every `interval` seconds how long it has been running."""
+    """Print what the `with` block does, and every `interval` seconds how long it has been running."""
     print_status(what)
     began, done = time.monotonic(), threading.Event()
 
@@ -66,7 +66,7 @@ def print_graph_costs(llm: LLM) -> None:
 
 @contextmanager
 def name_in_errors(place: object) -> Iterator[None]:
-    """Add the name `place` to OSErrors of a block that writes there."""
+    """Add the name `place` to OSErrors of a `with` block that writes there."""
     try:
         yield
     except BrokenPipeError:
@@ -92,7 +92,7 @@ def discard_stdout() -> None:
 
 
 class DecodeRate:
-    """Tokens per second from the first token on. Compilation, warm-up and the first prompt come before it."""
+    """Decode rate in tokens per second. Counts from the first token on, after compilation, warm-up and first prompt."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -100,12 +100,12 @@ class DecodeRate:
         self._num_first_tokens = 0
 
     def end_step(self) -> None:
-        """Note the end of a step; the first one with tokens starts the clock."""
+        """Record the end of a step. The first step with tokens starts the clock."""
         if not self._num_first_tokens and (count := self._llm.get_metrics().num_emitted_tokens):
             self._num_first_tokens, self._began = count, time.perf_counter()
 
     def summary(self) -> str:
-        """The closing line: tokens, rate, tokens per step and acceptance rates. Call it right after the last step."""
+        """Return the last line: tokens, rate, tokens per step, acceptance rates. Call it right after the last step."""
         stats = self._llm.get_metrics()
         count = stats.num_emitted_tokens
         parts = [f"{count} tokens"]

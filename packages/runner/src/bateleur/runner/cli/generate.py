@@ -133,7 +133,7 @@ def _open(args: argparse.Namespace) -> LLM:
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of `LLM` except the model. The draft "none" becomes None."""
+    """Return the options of `LLM` except the model. The draft "none" becomes None."""
     engine = given_options(args, ENGINE_OPTIONS)
     engine |= default_drafts(engine | {"model": args.model}, alone=args.prompt is not None)
     return engine | {"draft": None} if engine.get("draft") == "none" else engine

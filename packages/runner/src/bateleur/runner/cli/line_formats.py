@@ -52,14 +52,17 @@ class NativeFormat:
         self._defaults, self._names = defaults, names
 
     def pop_id(self, fields: dict[str, Any], line: int) -> str | int:
-        """Remove the id from the fields of a line, by default its number. Raises ValueError if it is invalid."""
+        """Remove the id from the fields of a line and return it; without one, return the line number.
+
+        Raises ValueError if the id is invalid.
+        """
         value = fields.pop("id", line)
         if not isinstance(value, str | int) or isinstance(value, bool):
             raise ValueError(f"id is {value!r}; it must be text or an integer")
         return value
 
     def parse(self, fields: dict[str, Any]) -> ApiRequest:
-        """Parse the other fields. Raises ValueError if they are invalid."""
+        """Parse the other fields of a line. Raises ValueError if they are invalid."""
         prompt: dict[str, Any] = {key: fields.pop(key) for key in ("prompt", "prompt_token_ids") if key in fields}
         if len(prompt) != 1:
             raise ValueError("exactly one of prompt, prompt_token_ids is needed")
@@ -70,13 +73,13 @@ class NativeFormat:
         return CompletionRequest(prompts=(prompt,), params=params, model=model)
 
     def engine_inputs(self, request: ApiRequest, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
-        """The prompts, each with its sampling parameters. Raises ValueError if one is invalid."""
+        """Return the prompts, each with its sampling parameters. Raises ValueError if one is invalid."""
         return [(prompt, request.params) for prompt in request.prompts_for(tokenizer)]
 
     def result(
         self, request: LineRequest, outputs: Sequence[RequestOutput], error: str | None, tokenizer: Tokenizer
     ) -> dict[str, Any]:
-        """The record of a request that ran, with the fields of `RequestOutput`. error: set if it failed."""
+        """Return the record of a request that ran, with the fields of `RequestOutput`. error: message if it failed."""
         (output,) = outputs
         completions = [_completion_fields(each) for each in output.outputs]
         fields: dict[str, Any] = {
@@ -92,7 +95,7 @@ class NativeFormat:
         return _id_fields(request) | fields
 
     def error_result(self, request: LineRequest, message: str) -> dict[str, Any]:
-        """The record of a request that cannot run."""
+        """Return the record of a request that cannot run."""
         return _id_fields(request) | {"error": message}
 
 
@@ -121,7 +124,7 @@ def _id_fields(request: LineRequest) -> dict[str, Any]:
 
 
 class OpenAIBatchFormat:
-    """A line is a request to an endpoint of OpenAI's API; its result is the server's response.
+    """OpenAI's batch format: a line is a request to an endpoint of OpenAI's API. Its result is the server's response.
 
     defaults: sampling parameters that a body leaves out. names: served model names. parsers: tool call and reasoning
     parsers of chat completions. adapters: names of LoRA adapters.
@@ -142,14 +145,14 @@ class OpenAIBatchFormat:
         self._token_text: TokenText | None = None
 
     def pop_id(self, fields: dict[str, Any], line: int) -> str | int:
-        """The `custom_id`."""
+        """Remove the `custom_id` from the fields of a line and return it. Raises ValueError if it is no string."""
         value = fields.pop("custom_id", None)
         if not isinstance(value, str):
             refuse("custom_id", value, "text")
         return value
 
     def parse(self, fields: dict[str, Any]) -> ApiRequest:
-        """Parse the body for its endpoint."""
+        """Parse the body of a line for its endpoint. Raises ValueError if it is invalid."""
         url, method, body = (fields.pop(key, None) for key in ("url", "method", "body"))
         if fields:
             raise ValueError(f"{listed(fields)}: unknown; a line has custom_id, method, url and body")
@@ -166,7 +169,10 @@ class OpenAIBatchFormat:
         return request
 
     def engine_inputs(self, request: ApiRequest, tokenizer: Tokenizer) -> list[tuple[Any, SamplingParams]]:
-        """The prompts; that of a chat by the chat template, with the grammar that its tools need."""
+        """Return the prompts, each with its sampling parameters.
+
+        A chat is rendered by the chat template, and gets the grammar that its tools need.
+        """
         if not isinstance(request, ChatRequest):
             return [(prompt, request.params) for prompt in request.prompts_for(tokenizer)]
         (prompt,) = request.prompts_for(tokenizer)
@@ -180,7 +186,7 @@ class OpenAIBatchFormat:
     def result(
         self, request: LineRequest, outputs: Sequence[RequestOutput], error: str | None, tokenizer: Tokenizer
     ) -> dict[str, Any]:
-        """The server's response to the body."""
+        """Return the server's response to the request of a line. error: message if it failed."""
         if error is not None:
             return _response(request, 500, error_body(error, kind="server_error", code=500))
         if self._token_text is None:
@@ -200,7 +206,7 @@ class OpenAIBatchFormat:
         return _response(request, 200, reply)
 
     def error_result(self, request: LineRequest, message: str) -> dict[str, Any]:
-        """The server's error response; `invalid_line` if the line has no valid custom_id."""
+        """Return the server's error response, with code `invalid_line` if the line has no valid custom_id."""
         if request.id is None:
             error = {"code": "invalid_line", "message": message}
             return _batch_id_fields(request) | {"response": None, "error": error}

@@ -140,7 +140,7 @@ def build_parser() -> ArgumentParser:
 
 
 def given_options(args: Namespace, names: Collection[str] | type) -> dict[str, Any]:
-    """The given arguments with these names, or with the names of a configuration class's options."""
+    """Return the given arguments with these names, or with the names of a configuration class's options."""
     wanted = [each.name for each in options_of(names)] if isinstance(names, type) else names
     return {name: value for name, value in vars(args).items() if name in wanted}
 
@@ -154,7 +154,10 @@ def check_num_threads(args: Namespace) -> int | None:
 
 
 def is_follower_rank(args: Namespace) -> bool:
-    """Whether torchrun started this process as a rank other than the first: its `LLM` runs until rank 0 ends."""
+    """Return whether torchrun started this process as a rank other than the first.
+
+    Its `LLM` then runs until rank 0 ends.
+    """
     sizes = (getattr(args, name, 1) for name in ("tensor_parallel_size", "data_parallel_size"))
     if max(sizes) == 1:
         return False
@@ -178,9 +181,8 @@ def _generate(command: ArgumentParser) -> None:
 
 def _batch(command: ArgumentParser) -> None:
     """Run a file of requests: JSON lines or a Parquet file, each request a prompt with sampling parameters or in the
-    format
-    of OpenAI's Batch API. Each result is written when its request ends; at the end the results are sorted into the
-    order of the requests. A second run resumes an interrupted one. A failed request has an error as result.
+    format of OpenAI's Batch API. Each result is written when its request ends; at the end the results are sorted into
+    the order of the requests. A second run resumes an interrupted one. A failed request has an error as result.
     """
     command.add_argument("prompt_file", metavar="INPUT", help=_REQUESTS)
     more = "File for the results: Parquet if its name ends with .parquet, else JSON lines"
@@ -229,8 +231,7 @@ def _serve(command: ArgumentParser) -> None:
 
 def _bench(command: ArgumentParser) -> None:
     """Measure speed in interleaved rounds. A speed is reported only if the tokens of the engines agree, together with
-    the
-    time in which the machine could read the bytes of a step.
+    the time in which the machine could read the bytes of a step.
     """
     kinds = command.add_subparsers(dest="measure", required=True, metavar="MEASURE")
     for name, config in (("latency", LatencyConfig), ("throughput", ThroughputConfig), ("serve", ServeBenchConfig)):

@@ -15,7 +15,7 @@ _ROWS = 1024
 
 
 def is_parquet(path: str | Path) -> bool:
-    """Whether a file name ends with .parquet. Raises ValueError if it does and pyarrow is not installed."""
+    """Return whether a file name ends with .parquet. Raises ValueError if it does and pyarrow is not installed."""
     if Path(path).suffix != ".parquet":
         return False
     if find_spec("pyarrow") is None:
@@ -75,7 +75,7 @@ def write_parquet(lines: Path, target: Path) -> None:
 
 
 def _columns(raw: bytes) -> dict[str, Any]:
-    """The columns of a result line of either format."""
+    """Return the Parquet columns of a result line of either format."""
     record = json.loads(raw)
     row: dict[str, Any] = {"result": raw.decode().rstrip("\n")}
     if "line" in record:

@@ -38,7 +38,7 @@ _MAX_QUEUED_REQUESTS = 1_000_000
 
 
 def run_on_ray(requests: RequestFile, has_result: Callable[[int], bool], plan: DeploymentPlan) -> Iterator[Result]:
-    """Yield the result of each request that has none yet. has_result: whether a line has one by now."""
+    """Yield the result of each request that has none yet. has_result: returns whether a line has a result by now."""
     with ray_cluster(plan.replicas.ray_address, plan.num_cpus):
         for size, per_actor in ((_CHUNK_LINES, -(-2 * plan.max_num_seqs // _CHUNK_LINES)), (1, 1)):
             chunks = [{"chunk": pickle.dumps(chunk)} for chunk in requests.chunks(has_result, size)]
@@ -52,7 +52,10 @@ def run_on_ray(requests: RequestFile, has_result: Callable[[int], bool], plan: D
 def _run_chunks(
     chunks: list[dict[str, bytes]], parser: LineParser, plan: DeploymentPlan, per_actor: int
 ) -> Iterator[Result]:
-    """per_actor: chunks that one actor runs concurrently, all of which are retried if it dies."""
+    """Run chunks on Ray and yield their results.
+
+    per_actor: number of chunks that one actor runs concurrently. All of them are retried if it dies.
+    """
     context = DataContext.get_current()
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
@@ -121,7 +124,7 @@ class _EngineActor:
         return ended_result(line_format, request, outputs, self._llm.llm.tokenizer)
 
     async def _outputs(self, request: LineRequest) -> list[RequestOutput]:
-        """The outputs of a request's prompts, in their order."""
+        """Return the outputs of a request's prompts, in the order of the prompts."""
         api_request = request.api_request
         assert api_request is not None
         tokenizer = self._llm.llm.tokenizer

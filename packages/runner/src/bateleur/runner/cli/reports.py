@@ -27,7 +27,7 @@ def info(args: argparse.Namespace) -> int:
 
 
 def explain_acceptance(args: argparse.Namespace) -> int:
-    """Print why drafts of a head are rejected. The model is the shipped one if it is "auto" or left out."""
+    """Print why drafts of a head are rejected. Without a model, or with "auto", the shipped model is used."""
     print_status("loading torch")
     from bateleur.runner.diagnose.explain_acceptance import explain
 

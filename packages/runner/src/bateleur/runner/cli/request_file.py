@@ -37,7 +37,7 @@ _BATCH_FIELDS = {"custom_id", "method", "url", "body"}
 
 @dataclass(frozen=True, slots=True)
 class LineParser:
-    """Parses lines into requests."""
+    """Parses lines of a file into requests."""
 
     name: str
     """Name of the file, for error messages."""
@@ -74,7 +74,7 @@ class FileChunk:
     """Line number, and the first line with the same id; (0, 0) for lines to skip."""
 
     def requests(self, parser: LineParser) -> Iterator[LineRequest]:
-        """The requests of the lines that are not skipped."""
+        """Yield the requests of the lines that are not skipped."""
         with self.path.open("rb") as file:
             file.seek(self.start)
             for number, first in self.lines:
@@ -89,8 +89,8 @@ class RequestFile:
     Only "\\n" ends a line. Blank lines and a byte order mark are skipped. The first valid JSON object decides the
     format of all lines. Lines that are appended after `scan` are not read.
 
-    file: path, or `-` for stdin; opened here and read by `scan`. engine: everything that decides results apart from the
-    lines; it becomes part of each request's digest.
+    file: path, or `-` for stdin; opened here and read by `scan`. engine: everything apart from the lines that affects
+    results; it becomes part of each request's digest.
     """
 
     def __init__(self, file: str, native: NativeFormat, batch: OpenAIBatchFormat, engine: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class RequestFile:
         return self._num_requests
 
     def __iter__(self) -> Iterator[LineRequest]:
-        """All requests."""
+        """Yield all requests."""
         return self.remaining(lambda line: False)
 
     def remaining(self, done: Callable[[int], bool]) -> Iterator[LineRequest]:
@@ -187,11 +187,11 @@ class RequestFile:
 
     @property
     def parser(self) -> LineParser:
-        """The parser of its lines."""
+        """The parser of the file's lines."""
         return LineParser(self.name, self.format, self._engine_digest)
 
     def chunks(self, done: Callable[[int], bool], size: int) -> Iterator[FileChunk]:
-        """Chunks with the lines that are not done, at most `size` each. Not for stdin and pipes."""
+        """Yield chunks of lines that are not done, at most `size` each. Not for stdin and pipes."""
         assert self.path is not None
         start, lines = 0, list[tuple[int, int]]()
         for number, raw in islice(self._lines(), self.num_lines):
@@ -208,7 +208,7 @@ class RequestFile:
 
 
 def _read_line(file: BinaryIO | IO[bytes]) -> bytes:
-    """Read a line. Of a line that is too long only the first bytes are kept, still too many to be accepted."""
+    """Read a line. Of a line that is too long only the first bytes are kept, but too many to be accepted."""
     raw = rest = file.readline(_MAX_LINE_BYTES + 2)
     while rest and not rest.endswith(b"\n"):
         rest = file.readline(_MAX_LINE_BYTES)

@@ -27,7 +27,7 @@ _NONE = -1
 
 
 class StdoutResults:
-    """Writes results to stdout; nothing can be resumed."""
+    """Writes results to stdout. An interrupted run can't be resumed."""
 
     folder: Path | None = None
     """Folder of the result file, where temporary files may be put; None if there is none."""
@@ -82,7 +82,7 @@ class ResultFile(StdoutResults):
         self._file.close()
 
     def resume(self, requests: RequestFile) -> int:
-        """Find the results of an earlier run, and return their number without errors: failed requests run again.
+        """Find the results of an earlier run, and return the number of those without errors. Failed requests run again.
 
         Raises ValueError if another run writes to the file, a line is not a result, or a result belongs to a request
         that has changed.
@@ -106,7 +106,7 @@ class ResultFile(StdoutResults):
         return int(kept.sum())
 
     def _read(self) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Find the offsets of results, and return their request digests by line."""
+        """Find the offsets of results in the file, and return their request digests by line."""
         digests = np.zeros(len(self._starts), np.uint64)
         with self._path.open("rb") as file:
             for number, raw in enumerate(file, 1):
@@ -176,5 +176,5 @@ class ResultFile(StdoutResults):
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
-    """One line of JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, is escaped."""
+    """Return one line of JSON in UTF-8. A lone surrogate, which UTF-8 cannot encode, is escaped."""
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_replicas(
     args: argparse.Namespace, engine: dict[str, Any], config: ServeConfig, replicas: ReplicaConfig
 ) -> int:
-    """Serve with Ray Serve, whose own HTTP proxy listens: the address is only checked here."""
+    """Serve with Ray Serve. Its own HTTP proxy listens, so the address is only checked here."""
     if find_spec("ray") is None:
         raise ValueError("--replicas needs ray, which is not installed: pip install 'bateleur-runner[ray]'")
     for option in options_of(ServeConfig):

@@ -1,1 +1,1 @@
-"""Options of an engine, and what they become for a device and a checkpoint."""
+"""Options of an engine, and the values that they get for a device and a checkpoint."""

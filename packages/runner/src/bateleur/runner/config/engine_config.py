@@ -53,7 +53,7 @@ def _device(name: str, value: Any) -> str:
 
 
 def _drafter(name: str, value: Any) -> Any:
-    """Check for a drafter, or a `DraftHead`, whose speculator becomes a drafter when the caches exist."""
+    """Check for a drafter, or a `DraftHead`. The speculator of a `DraftHead` becomes a drafter once caches exist."""
     parts = ("admit", "needs", "num_speculative_tokens", "propose")
     whole = all(hasattr(value, part) for part in parts) and callable(value.admit) and callable(value.propose)
     if isinstance(value, type) or not (whole or hasattr(value, "speculator")):
@@ -80,7 +80,7 @@ def _policy(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(Checked):
-    """Model, device and dtype."""
+    """Options for the model, its device and its dtype."""
 
     model: str | Path | None = option(None, maybe(folder))
     """Hugging Face checkpoint folder; None is the model that is shipped with the package."""
@@ -126,7 +126,7 @@ class ModelConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(Checked):
-    """Size and order of steps."""
+    """Options for the size and order of steps."""
 
     max_num_seqs: int | None = option(None, maybe(Integer(1, why=", or None")))
     """Maximum number of running requests. Default: 64 on CPU; 256 on CUDA, or fewer (at least 64) if a step would take
@@ -146,7 +146,7 @@ class SchedulerConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig(Checked):
-    """KV cache, Mamba states, prefix cache and KV offload."""
+    """Options for KV cache, Mamba states, prefix cache and KV offload."""
 
     block_size: int = option(16, Integer(1))
     """Tokens of a KV-cache block."""
@@ -200,7 +200,7 @@ class CacheConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig(Checked):
-    """Source and number of draft tokens, and how they are verified."""
+    """Options for the source and number of draft tokens, and for their verification."""
 
     draft: str | Path | None = option(None, maybe(folder))
     """Folder of a draft head (EAGLE-1 or EAGLE-3), "mtp" (the head in the model's own files), "auto" (the head shipped
@@ -239,7 +239,7 @@ class SpeculativeConfig(Checked):
 
     @property
     def prompt_lookup(self) -> tuple[int, int]:
-        """Minimum and maximum number of tokens that prompt lookup matches."""
+        """Minimum and maximum number of last tokens that prompt lookup matches."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         return least or most or 2, most or least or 4
 
@@ -253,7 +253,7 @@ class SpeculativeConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphConfig(Checked):
-    """CUDA graphs."""
+    """Options for CUDA graphs."""
 
     cudagraph_mode: CudaGraphMode | str | None = option(None, maybe(_MODES))
     """Steps that run on CUDA graphs: "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY" or "FULL_AND_PIECEWISE"; default:
@@ -275,7 +275,7 @@ class GraphConfig(Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig(Checked):
-    """Tensor and data parallelism."""
+    """Options for tensor and data parallelism."""
 
     tensor_parallel_size: int = option(1, Integer(1))
     """Number of ranks (processes) that share every layer, each on its own GPU, or on a CPU with its part of the
@@ -299,13 +299,13 @@ class ParallelConfig(Checked):
 
     @property
     def size_name(self) -> str:
-        """The option that sets the number of ranks."""
+        """Name of the option that sets the number of ranks."""
         return "data_parallel_size" if self.data_parallel_size > 1 else "tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig(Checked):
-    """LoRA adapters, which requests choose."""
+    """Options for LoRA adapters; each request may choose one."""
 
     enable_lora: bool = option(False, flag)
     """Let requests name a LoRA adapter, a folder that PEFT wrote (`lora_request`)."""
@@ -337,7 +337,7 @@ class EngineConfig:
     def of(cls, /, **options: Any) -> EngineConfig:
         """Return a configuration from options by name. Raises ValueError for an unknown name.
 
-        vLLM's other arguments are accepted with values that ask for what happens anyway.
+        Arguments of vLLM that do not exist here are accepted if their value matches the fixed behaviour.
         """
         options, parts = drop_unsupported(ENGINE, translate_vllm_names(options)), {}
         for part, config in PARTS.items():
@@ -350,10 +350,7 @@ class EngineConfig:
         return cls(**parts)
 
     def runs_async(self, device: torch.device) -> bool:
-        """Return the user's choice of async scheduling, or the default of the device: only on CUDA.
-
-        Raises ValueError if it was chosen with drafts and the backend flashinfer.
-        """
+        """Return whether scheduling is async: the user's choice, or by default only on CUDA."""
         wanted, backend = self.scheduler.async_scheduling, self.model.attention_backend
         impossible = self.speculative.num_drafts > 0 and backend == "flashinfer"
         if wanted and impossible:

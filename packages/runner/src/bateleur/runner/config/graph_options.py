@@ -1,4 +1,4 @@
-"""What is captured as CUDA graphs, from the user's options and the device."""
+"""Options for CUDA graph capture, from the user's options and the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bateleur.runner.utils.arguments import member_of, refuse
 
 @dataclass(frozen=True, slots=True)
 class GraphOptions:
-    """What is captured as CUDA graphs."""
+    """Options for CUDA graph capture, with defaults filled in."""
 
     mode: CudaGraphMode = CudaGraphMode.NONE
     """The requested mode; attention backends may support less."""
@@ -27,10 +27,7 @@ class GraphOptions:
 
     @classmethod
     def of(cls, config: GraphConfig, device: torch.device) -> GraphOptions:
-        """Complete the user's options: the default mode is FULL_AND_PIECEWISE on CUDA and NONE on CPU.
-
-        Raises ValueError for a backend that the device does not support.
-        """
+        """Fill in the defaults of the user's options. Default mode: FULL_AND_PIECEWISE on CUDA, NONE on CPU."""
         cuda = device.type == "cuda"
         default = CudaGraphMode.FULL_AND_PIECEWISE if cuda else CudaGraphMode.NONE
         wrong = "recorded" if cuda else "cuda"

@@ -50,12 +50,12 @@ class EngineLimits:
 
     @property
     def max_query_len(self) -> int:
-        """1 + K: maximum tokens of a decoding request in one step."""
+        """Maximum tokens of a decoding request in one step: 1 + the maximum number of drafts."""
         return 1 + self.num_speculative_tokens
 
     @classmethod
     def of(cls, config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineLimits:
-        """Complete the user's options. Raises ValueError for a length that the model does not support."""
+        """Fill in the defaults of the user's options. Raises ValueError for a length that the model can't support."""
         longest, wanted = spec.max_position_embeddings, config.model.max_model_len
         if wanted is not None:
             if not 2 <= wanted <= spec.longest:
@@ -71,7 +71,7 @@ class EngineLimits:
         return cls(longest, rows, min(num_tokens, rows * longest), drafts)  # a step can't have more tokens
 
     def smaller(self, *, rows: bool, tokens: bool) -> list[EngineLimits]:
-        """Return the limits with half of the rows, if `rows`, and with half of the tokens, if `tokens`.
+        """Return the limits with half of the requests, if `rows`, and with half of the tokens, if `tokens`.
 
         Limits below `LEAST_ROWS` or `LEAST_TOKENS` are left out, so the list may be empty.
         """

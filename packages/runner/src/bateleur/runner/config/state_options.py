@@ -1,4 +1,4 @@
-"""How Mamba states are cached: the user's options, completed, and the cache layout that follows."""
+"""Options for the caching of Mamba states, with defaults filled in, and the resulting cache layout."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _RING = 16
 
 @dataclass(frozen=True, slots=True)
 class StateOptions:
-    """How Mamba states are cached.
+    """Options for the caching of Mamba states, with defaults filled in.
 
-    mode: which states outlive the step that made them.
+    mode: states that are stored for later requests.
     policy: how a step keeps the states that rejected drafts may need.
     block_size: tokens between two kept states; None: _STATE_BLOCK, less for short requests.
     retention: states that stay in the prefix cache, see `PrefixRetention.parse`; None: by mode.
     ssm_dtype: dtype of SSM states; None: the checkpoint's.
     num_speculative_tokens: K, draft tokens of a step.
-    steps_ahead: as in `CacheLayout`.
+    steps_ahead: number of steps that are planned before the results of earlier ones are known: 0, or 1 if async.
     """
 
     mode: MambaCacheMode = MambaCacheMode.NONE
@@ -67,7 +67,7 @@ class StateOptions:
         )
 
     def layout(self, kv_block_size: int, max_model_len: int) -> CacheLayout:
-        """Return the layout of a request's states; KV blocks of `kv_block_size` tokens end at the same tokens.
+        """Return the layout of a request's states. States are stored at ends of KV blocks of `kv_block_size` tokens.
 
         Raises ValueError for a block size that is no multiple of `kv_block_size`, shorter than a step with drafts, or
         longer than a request.
@@ -101,13 +101,12 @@ class StateOptions:
         )
 
     def retained(self, layout: CacheLayout, page_bytes: int, token_bytes: int) -> PrefixRetention:
-        """Return which states stay in the prefix cache.
+        """Return the rule for which states stay in the prefix cache.
 
-        page_bytes: of a state. token_bytes: keys and values of one token.
-        In mode ALL without `mamba_block_size` and `mamba_retention`, states are kept at a distance whose keys and
-        values cost as much as a state, and at the newest boundary, the prompt's last one, and after 1, 2, 4, ...
-        blocks, which prompts may share.
-        Raises ValueError for an unknown rule.
+        page_bytes: bytes of a state. token_bytes: bytes of keys and values of one token.
+        In mode ALL without `mamba_block_size` and `mamba_retention`, states are kept at four kinds of boundaries: at a
+        distance whose keys and values cost as much as a state, the newest one, the prompt's last one, and after 1, 2,
+        4, ... blocks, which prompts may share. Raises ValueError for an unknown rule.
         """
         if self.retention is not None:
             try:
@@ -124,7 +123,10 @@ class StateOptions:
         return PrefixRetention(size, every, last=True, prompt_end=True, doubling=True)
 
     def specs(self, spec: ModelSpec, dtype: torch.dtype) -> list[Recurrence]:
-        """Return the state of each recurrent layer. Conv windows hold raw inputs, so they have the model's dtype."""
+        """Return the recurrence of each recurrent layer, with its dtypes.
+
+        Conv windows hold raw inputs in the model's dtype.
+        """
         return [
             replace(
                 layer.state,

@@ -1,1 +1,1 @@
-"""Diagnostics: sizes of a checkpoint, its CUDA graphs, bounds of a step, and causes of rejected drafts."""
+"""Diagnostics: sizes of a checkpoint, its CUDA graphs, lower bounds of a step's time, and causes of rejected drafts."""

@@ -289,7 +289,7 @@ def describe_checkpoint(path: str | Path, **options: Any) -> CheckpointFacts:
 def _fitting_length(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, limits: EngineLimits, caches: CacheOptions
 ) -> int:
-    """`max_model_len` as an engine lowers it at start. Raises ValueError as `plan_caches` does."""
+    """Return `max_model_len` as an engine lowers it when it starts. Raises ValueError as `plan_caches` does."""
     device, num_ranks = resolve_device(config.model.device), config.parallel.num_ranks
     budget = unmeasured_budget(config.cache, device, num_ranks)
     if budget is None:
@@ -309,7 +309,7 @@ def _fitting_length(
 
 
 def empty_model(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> HybridDecoder:
-    """The model on the `meta` device; with several ranks the part of the first."""
+    """Return the model on the `meta` device; with several ranks, the part of the first rank."""
     parallel, ranks = config.parallel, {}
     if parallel.num_ranks > 1:
         name = "data_ranks" if parallel.data_parallel_size > 1 else "ranks"
@@ -318,7 +318,7 @@ def empty_model(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype
 
 
 def _sharing(caches: CacheOptions) -> CacheOptions:
-    """The options with prefix caching on, to describe its hits."""
+    """Return the options with prefix caching on, to describe its hits."""
     if caches.share_prefixes:
         return caches
     return replace(caches, share_prefixes=True, states=replace(caches.states, mode=MambaCacheMode.ALL))
@@ -343,7 +343,7 @@ def _adapter_bytes(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dt
 
 
 def _head_facts(head: DraftHead) -> PartFacts:
-    """Facts of a draft head as one part."""
+    """Return the sizes of a draft head as one part."""
     report, active = head.report, head.report.num_bytes
     if isinstance(head.head, MtpHead):
         active = sum(part.active_bytes for part in count_parts(head.head).values())
@@ -351,7 +351,7 @@ def _head_facts(head: DraftHead) -> PartFacts:
 
 
 def format_bytes(count: int) -> str:
-    """Format a size in powers of 1000, for example `16.2 MB`."""
+    """Return a size as text in powers of 1000, for example `16.2 MB`."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000.0:

@@ -71,8 +71,8 @@ def explain(
 ) -> Explanation:
     """Find what limits the acceptance rate of a draft head.
 
-    Compares the head in the engine; the head alone on features recorded from the target's texts, under every
-    `Convention`; and the engine with a drafter that knows the target's texts.
+    It compares three runs: the head in the engine; the head alone on features recorded from the target's texts, under
+    every `Convention`; and the engine with a drafter that knows the target's texts.
 
     model: folder of the target; None is the shipped model.
     draft: folder of the head, "mtp" for the head in the target's files, or "auto" for the shipped head.
@@ -113,7 +113,7 @@ def explain(
 
 
 def _tokenised(prompts: Sequence[str | list[int]], checkpoint: Checkpoint) -> list[list[int]]:
-    """Token ids of the prompts, without duplicates."""
+    """Return the token ids of the prompts, without duplicates."""
     texts = any(isinstance(prompt, str) for prompt in prompts)
     tokenizer: Tokenizer = load_tokenizer(checkpoint) if texts else NoTokenizer()
     encoded = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -125,7 +125,7 @@ def _tokenised(prompts: Sequence[str | list[int]], checkpoint: Checkpoint) -> li
 
 @dataclass
 class _AcceptanceStudy:
-    """Measurements so far. Only one engine exists at a time."""
+    """The measurements of `explain` so far. Only one engine exists at a time."""
 
     checkpoint: Checkpoint
     draft: str | Path
@@ -166,7 +166,7 @@ class _AcceptanceStudy:
         return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
     def run_oracle(self) -> None:
-        """Run the engine with a drafter that knows the texts: every draft must be accepted."""
+        """Run the engine with a drafter that knows the texts. Every draft must be accepted."""
         recorder = RecordingDrafter(self.k, self.checkpoint.spec.num_layers)
         llm = self.load_engine(drafter=recorder, draft_policy="fixed")
         for temperature, texts in self.texts.items():

@@ -27,7 +27,7 @@ ENGINE, EAGER, ALONE, ORACLE = "engine", "without graphs", "head alone", "all dr
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How often the draft at each position was reached and accepted in one run.
+    """Counts of one run: how often the draft at each position was reached and accepted.
 
     name: `ENGINE` (the head in the engine), `EAGER` (the same without CUDA graphs), `ALONE` (the head on recorded
         texts), or `ORACLE` (a drafter that knows the text, in the engine).
@@ -40,13 +40,16 @@ class Run:
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """By position: acceptance rate of the drafts that were reached. NaN if none was."""
+        """Acceptance rate of the drafts that were reached, by position; NaN if none was reached."""
         pairs = zip(self.accepted, self.reached, strict=True)
         return tuple(kept / tried if tried else math.nan for kept, tried in pairs)
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens per step of an infinite text with these rates; the end of a real text shortens its last step."""
+        """Mean tokens per step of an infinite text with these rates.
+
+        The end of a real text shortens its last step.
+        """
         rates = (0.0 if math.isnan(rate) else rate for rate in self.acceptance)
         return 1.0 + float(sum(accumulate(rates, mul)))
 
@@ -55,7 +58,7 @@ class Run:
 class ConventionResult:
     """Expected acceptance under one `Convention`, over all output positions of the target's texts.
 
-    cause: see `Convention`. tokens_per_step: mean over all positions. from_tokens_alone: the same with features in
+    cause: see `Convention`. tokens_per_step: mean over all positions. from_tokens_alone: this mean with features in
     random order. better, uses_features: whether tokens_per_step is significantly higher than as declared, and than
     from_tokens_alone.
     """
@@ -69,13 +72,16 @@ class ConventionResult:
 
     @classmethod
     def of(cls, name: str, cause: str, accepted: Tensor, declared: Tensor, shuffled: Tensor) -> ConventionResult:
-        """From (P,) accepted drafts per position: under this convention, as declared, and with shuffled features."""
+        """Create a result from the accepted drafts (P,) per position.
+
+        accepted: under this convention. declared: under the declared one. shuffled: with shuffled features.
+        """
         tokens, alone = 1 + float(accepted.mean()), 1 + float(shuffled.mean())
         return cls(name, cause, tokens, alone, _exceeds(accepted, declared), _exceeds(accepted, shuffled))
 
 
 def _exceeds(accepted: Tensor, other: Tensor) -> bool:
-    """Whether the mean of `accepted` is significantly higher."""
+    """Return whether the mean of `accepted` is significantly higher than that of `other`."""
     gain = (accepted - other).double()
     mean, least = float(gain.mean()), _MIN_GAIN * max(1.0, float(other.mean()))
     return mean >= least and mean >= _MIN_SIGMAS * float(gain.std()) / math.sqrt(len(gain))
@@ -85,7 +91,7 @@ def _exceeds(accepted: Tensor, other: Tensor) -> bool:
 class Explanation:
     """Measurements and causes of a low acceptance rate.
 
-    conventions: results under each convention, first as declared; drafts sampled at temperature 0.8, texts of all
+    conventions: results under each convention, the declared one first; drafts sampled at temperature 0.8, texts of all
         temperatures.
     vocabulary_share: share of the target's tokens that are in the draft vocabulary, an upper bound of acceptance rates.
     causes: any of "bookkeeping", "features", "norm", "vocabulary" and "rollout", most likely first; may be empty.
@@ -104,11 +110,11 @@ class Explanation:
     conclusions: tuple[str, ...] = ()
 
     def run(self, name: str, temperature: float = 0.0) -> Run | None:
-        """The run with this name and temperature, or None."""
+        """Return the run with this name and temperature, or None."""
         return next((run for run in self.runs if (run.name, run.temperature) == (name, temperature)), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields as JSON values; NaN becomes None."""
+        """Return all fields as JSON values; NaN becomes None."""
         fields = asdict(self)
         for run, values in zip(self.runs, fields["runs"], strict=True):
             values["acceptance"] = [None if math.isnan(rate) else rate for rate in run.acceptance]
@@ -116,7 +122,7 @@ class Explanation:
         return fields
 
     def table(self) -> str:
-        """Format for a terminal."""
+        """Return the explanation as a table for a terminal."""
         lines = [
             self.draft,
             f"{self.kind} head, {self.num_speculative_tokens} drafts per step, vocabulary {self.draft_vocab_size:,} of "
@@ -134,7 +140,7 @@ class Explanation:
 
 
 def conclude(facts: Explanation, problems: list[str]) -> Explanation:
-    """Add causes and conclusions, the most likely cause first. problems: found while running the engine."""
+    """Add causes and conclusions, the most likely cause first. problems: problems found while running the engine."""
     found = [("bookkeeping", problem) for problem in [*problems, *_engine_problems(facts)]]
     declared, share = facts.conventions[0], facts.vocabulary_share
     better = [each for each in facts.conventions if each.better and each.uses_features]
@@ -159,7 +165,7 @@ def conclude(facts: Explanation, problems: list[str]) -> Explanation:
 
 
 def _engine_problems(facts: Explanation) -> Iterator[str]:
-    """Compare runs of the same head with and without graphs, and with and without the engine."""
+    """Yield problems shown by comparing runs of the same head with and without graphs, with and without the engine."""
     for run in facts.runs:
         eager = facts.run(EAGER, run.temperature)
         if run.name == ENGINE and eager and run.tokens_per_step < _AGREEMENT * eager.tokens_per_step:
@@ -179,7 +185,7 @@ def _engine_problems(facts: Explanation) -> Iterator[str]:
 
 
 def _rollout_problems(facts: Explanation) -> Iterator[str]:
-    """Find the first position of the head alone whose acceptance rate collapses."""
+    """Yield a problem at the first position where the acceptance rate of the head alone collapses."""
     alone = facts.run(ALONE)
     rates, reached = ((), ()) if alone is None else (alone.acceptance, alone.reached)
     for i, (before, this) in enumerate(pairwise(rates), 1):

@@ -1,4 +1,7 @@
-"""Which batches run on which CUDA graph, for a checkpoint and engine options. Loads no weights and captures nothing."""
+"""Reports which batches run in which CUDA graph, for a checkpoint and engine options.
+
+It loads no weights and captures nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from bateleur.runner.utils.device import resolve_device
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """The CUDA graphs of an engine and the batches that run on them."""
+    """The CUDA graphs of an engine, and the batches that run in them."""
 
     plan: CudagraphDispatcher
     notes: tuple[str, ...]
@@ -45,7 +48,7 @@ class GraphFacts:
     """Approximate bytes of memory that all graphs share, without the memory that the driver keeps for each."""
 
     def as_dict(self) -> dict[str, Any]:
-        """All facts as JSON values."""
+        """Return all facts as JSON values."""
         return {
             "mode": self.plan.mode.name,
             "notes": list(self.notes),
@@ -58,7 +61,7 @@ class GraphFacts:
         }
 
     def table(self) -> str:
-        """Format for a terminal."""
+        """Return the facts as a table for a terminal."""
         lines = [f"mode {self.plan.mode.name}, {len(self.plan.keys)} graphs", *self.notes]
         if self.ends:
             proposals = f", {len(self.proposals)} that propose drafts" if self.proposals else ""
@@ -76,10 +79,7 @@ class GraphFacts:
 
 
 def describe_graphs(path: str | Path, **options: Any) -> GraphFacts:
-    """The graphs that `LLM` captures with these options. Raises ValueError as `LLM` does.
-
-    On a CPU, where graphs are off by default, the graphs of a CUDA device are described instead.
-    """
+    """Describe the graphs that `LLM` captures with these options. Raises ValueError as `LLM` does."""
     config = EngineConfig.of(model=path, **options)
     where, notes = resolve_device(config.model.device), []
     graphs = GraphOptions.of(config.graphs, where)

@@ -1,6 +1,6 @@
 """A draft head without an engine: alternative interpretations of its checkpoint, and drafts on recorded features.
 
-Row p of a head gets the target's feature at position p and token p + 1, and drafts token p + 2.
+Token p of a head's pass gets the target's feature at position p and token p + 1, and drafts token p + 2.
 """
 
 # Shapes: T rows of a text, P output positions at which drafting starts, K drafts, N keys of the text and of the passes,
@@ -109,7 +109,7 @@ class RecordingDrafter:
     """A drafter that records the target's features, and proposes tokens of known texts.
 
     keep: boundaries to record, numbered as in `Convention.boundaries`. script: whole texts, prompt and output; a
-    request that begins like one gets its continuation as drafts.
+    request that begins like one of them gets the rest of this text as drafts.
 
     `propose` reads the device. It raises RuntimeError if a step's tokens contradict each other.
     """
@@ -124,13 +124,13 @@ class RecordingDrafter:
         self._features_of_prompt: dict[tuple[int, ...], dict[int, list[Tensor]]] = {}
 
     def admit(self, row: int, token_ids: list[int]) -> None:
-        """See `Drafter`."""
+        """Start to record a request, see `Drafter.admit`."""
         self._tokens[row] = list(token_ids)
         chunks: dict[int, list[Tensor]] = {boundary: [] for boundary in self.keep}
         self._chunks[row] = self._features_of_prompt[tuple(token_ids)] = chunks
 
     def propose(self, context: DraftContext) -> Tensor:
-        """See `Drafter`."""
+        """Record the features of a step and return drafts from the known texts, see `Drafter.propose`."""
         starts, valid = context.batch.query_start_loc.tolist(), context.num_valid.tolist()
         next_token, emitted = context.next_token.tolist(), context.emitted.tolist()
         drafts = torch.full((len(valid), self.num_speculative_tokens), -1)
@@ -147,17 +147,18 @@ class RecordingDrafter:
         return drafts.to(context.next_token.device)
 
     def recorded_text(self, prompt: Sequence[int], tokens: Sequence[int]) -> RecordedText:
-        """The recording of the request with this prompt, whose prompt and output are `tokens`."""
+        """Return the recording of the request with this prompt. tokens: its prompt and output."""
         chunks = self._features_of_prompt[tuple(prompt)]
         features = {boundary: torch.cat(parts) for boundary, parts in chunks.items()}
         return RecordedText(list(tokens), len(prompt), features)
 
 
 class DraftsByPosition(NamedTuple):
-    """K drafts from every output position of a text, each drafted after the text's own tokens; (P, K) each.
+    """Results of K drafts at each of P output positions of a text; (P, K) each. Drafts follow the text's own tokens.
 
-    right: the most likely draft is the text's token. overlap: sum of min(p, q) of target and draft probabilities, the
-    probability that a sampled draft is accepted. known: the text has a token there, not the last one.
+    right: whether the most likely draft is the text's token. overlap: sum of min(p, q) of target and draft
+    probabilities, the probability that a sampled draft is accepted. known: whether the text has a token there that is
+    not its last one.
     """
 
     right: Tensor
@@ -166,11 +167,11 @@ class DraftsByPosition(NamedTuple):
 
     @property
     def accepted(self) -> Tensor:
-        """Expected number of accepted sampled drafts, at each position with K known tokens."""
+        """Expected number of accepted sampled drafts, at each position whose K following tokens are all known."""
         return self.overlap[self.known.all(1)].cumprod(1).sum(1)
 
     def steps(self) -> tuple[Tensor, Tensor]:
-        """(K,) int64 each: how often draft i is reached and accepted in the steps of an engine at temperature 0."""
+        """Return how often draft i is reached and accepted in an engine's steps at temperature 0, (K,) int64 each."""
         prefix = (self.right & self.known).cumprod(1).bool()
         reached = self.known & torch.cat((torch.ones_like(prefix[:, :1]), prefix[:, :-1]), 1)
         step, starts = 0, []
@@ -191,8 +192,8 @@ def draft_by_position(
 ) -> DraftsByPosition:
     """Draft from every output position of a text, given the target's features and the text's tokens.
 
-    target_logits: maps states after the final norm to (n, V). shuffle: permute the features over the text, so that the
-    head has no information but the tokens.
+    target_logits: maps states after the final norm to (n, V). shuffle: whether to permute the features over the text,
+    so that the head gets information only from the tokens.
     """
     head, num_rows = convention.head, len(text.tokens) - 2
     hidden = head.fuse([text.features[boundary][:num_rows] for boundary in convention.boundaries])
@@ -219,9 +220,10 @@ def draft_by_position(
 
 
 class _BranchAttention:
-    """Attention of drafts that branch off at every position of a text: each sees the text before, and its own drafts.
+    """Attention of drafts that branch off at every position of a text.
 
-    The first call for a layer is the pass over the text, each later one a pass of all branches.
+    A branch sees the text before it and its own drafts.
+    The first call for a layer is the pass over the text. Each later call is one pass of all branches.
     """
 
     def __init__(self, spec: HeadSpec, start_P: Tensor) -> None:
@@ -230,7 +232,7 @@ class _BranchAttention:
         self._passes: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(T, H, D) for the text, or (P, H, D) for a pass."""
+        """Return the attention (T, H, D) for the text, or (P, H, D) for a pass of the branches."""
         passes = self._passes.setdefault(layer, [])
         passes.append((k, v))
         num, row_T = len(passes) - 1, torch.arange(len(passes[0][0]), device=q.device)

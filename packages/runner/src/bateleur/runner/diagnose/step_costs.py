@@ -1,7 +1,7 @@
 """Bytes and flops of a decode step, computed from shapes: a lower bound for its time.
 
-A step cannot be faster than its bytes at memory bandwidth, or its flops at the peak rate. Counted are the weights, once
-for all rows; keys and values of every row; recurrent states by their policy; and inputs and outputs of matrix products.
+A step cannot be faster than its bytes at memory bandwidth, or its flops at the peak rate. It counts the weights, once
+per step; keys and values of every request; recurrent states by their policy; inputs and outputs of matrix products.
 The number of experts that are read assumes that each token goes to `top_k` experts at random; real routers read fewer.
 Norms, activations and sampling count as fused with the products around them.
 """
@@ -33,7 +33,7 @@ _LOGIT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """Bytes (reads plus writes) and flops of a step in all layers of one kind, or a sum over kinds."""
+    """Bytes (reads plus writes) and flops of a step, in all layers of one type or summed over types."""
 
     weight_bytes: float = 0.0
     kv_bytes: float = 0.0
@@ -50,17 +50,17 @@ class StepPart:
         return StepPart(*(getattr(self, name) + getattr(other, name) for name in (each.name for each in fields(self))))
 
     def bound_us(self, bytes_per_s: float, flops_per_s: float = float("inf")) -> float:
-        """Least time in microseconds, if memory accesses and flops overlap perfectly."""
+        """Return the least time in microseconds, if memory accesses and flops overlap perfectly."""
         return 1e6 * max(self.total_bytes / bytes_per_s, self.flops / flops_per_s)
 
 
 def step_costs(
     model: HybridDecoder, caches: CacheCosts, batch: int, context: int, tokens: int = 1
 ) -> dict[str, StepPart]:
-    """Costs by kind of layer (the names of `bateleur info`) and of `embeddings`.
+    """Return the costs of a step by type of layer (the names of `bateleur info`), and of `embeddings`.
 
-    model: in its compute dtype; may be on the `meta` device. caches: state layout and number of drafts. batch: rows.
-    context: cached tokens per row. tokens: tokens per row in this step, 1 plus drafts.
+    model: model in its compute dtype; may be on the `meta` device. caches: state layout and number of drafts. batch:
+    number of requests. context: cached tokens per request. tokens: tokens per request in this step, 1 plus drafts.
 
     Raises ValueError for a count below 1, or for more tokens than the caches have room for.
     """
@@ -81,17 +81,17 @@ def step_costs(
 
 
 def total(parts: dict[str, StepPart]) -> StepPart:
-    """Sum over all kinds."""
+    """Return the sum over all types of layers."""
     return sum(parts.values(), StepPart())
 
 
 def experts_met(layer: ExpertsLayer, num_tokens: int) -> float:
-    """Mean number of experts that `num_tokens` tokens read, if each goes to `top_k` of them at random."""
+    """Return the mean number of experts that `num_tokens` tokens read, if each token goes to `top_k` random experts."""
     return layer.num_experts * (1.0 - (1.0 - layer.top_k / layer.num_experts) ** num_tokens)
 
 
 def _weights(model: HybridDecoder, num_tokens: int) -> list[tuple[str, StepPart]]:
-    """Costs of matrix products, and of reads of other weights, in the order of the weights."""
+    """Return the costs of matrix products, and of reads of other weights, in the order of the weights."""
     spec, size = model.spec, model.dtype.itemsize
     rows = StepPart(weight_bytes=num_tokens * spec.hidden_size * size)
     logits = StepPart(activation_bytes=num_tokens * spec.vocab_size * _LOGIT_BYTES)
@@ -111,7 +111,10 @@ def _weights(model: HybridDecoder, num_tokens: int) -> list[tuple[str, StepPart]
 
 
 def _product(weight: WeightSize, num_inputs: float, share: float) -> StepPart:
-    """Costs of a weight of which `share` is read, and each of whose matrices is multiplied with `num_inputs` tokens."""
+    """Return the costs of a weight. share: part of it that is read.
+
+    num_inputs: tokens multiplied by each of its matrices.
+    """
     read = StepPart(weight_bytes=share * weight.num_bytes)
     if len(weight.shape) < 2:
         return read
@@ -122,7 +125,7 @@ def _product(weight: WeightSize, num_inputs: float, share: float) -> StepPart:
 
 
 def _keys(layer: AttentionLayer, dtype: torch.dtype, batch: int, context: int, tokens: int) -> StepPart:
-    """Reads of all keys and values of every row, and writes of those of its new tokens."""
+    """Return the costs of keys and values: reads of all of every request, and writes of those of new tokens."""
     seen = context if layer.sliding_window is None else min(context, layer.sliding_window)
     each = 2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize
     flops = 4.0 * batch * tokens * (seen + tokens) * layer.num_heads * layer.head_dim
@@ -130,7 +133,7 @@ def _keys(layer: AttentionLayer, dtype: torch.dtype, batch: int, context: int, t
 
 
 def _states(state: Recurrence, caches: CacheCosts, batch: int, tokens: int) -> StepPart:
-    """Reads and writes of states and windows (`bateleur.mamba.memory_traffic`); under FOLD the mean of a fold cycle."""
+    """Return the costs of states and windows (`bateleur.mamba.memory_traffic`); under FOLD the mean of a fold cycle."""
     assert caches.layout is not None, "a model with recurrent layers has a layout"
     if state.policy is StatePolicy.FOLD:
         moved = memory_traffic.fold_step_bytes(state, tokens, memory_traffic.FoldCycle.of(caches.layout, tokens))

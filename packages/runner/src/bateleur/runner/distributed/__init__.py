@@ -1,1 +1,1 @@
-"""Several processes that are one engine: which rank this one is, and what ranks exchange."""
+"""Several processes (ranks) that form one engine: ranks, their collectives, and their supervision."""

@@ -23,7 +23,7 @@ _KINDS: tuple[type[Exception], ...] = (ValueError, OSError, PrefixRefused)
 
 
 def run_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Run `work` on every rank, and raise the error of one rank on all of them. Takes one collective.
+    """Run `work` on every rank, and raise the error of one rank on all of them. It needs one collective.
 
     Raises on every rank the ValueError, PrefixRefused or OSError of the first rank that raised one. Other errors are
     raised on their rank only, and end the other ranks.
@@ -47,7 +47,7 @@ def run_on_all_ranks(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def _encode(error: Exception) -> bytes:
-    """The kind of an error, counted from 1, and its message."""
+    """Encode an error as bytes: its kind, counted from 1, and its message."""
     kind = next(number for number in (3, 2, 1) if isinstance(error, _KINDS[number - 1]))
     reason = error.reason if isinstance(error, PrefixRefused) else ""
     return bytes([kind]) + f"{reason}\n{error}".encode()[: _MESSAGE_BYTES - 1]
@@ -60,9 +60,9 @@ def _decode(rank: int, message: bytes) -> Exception:
 
 
 def keep_common_graphs(manager: CudaGraphManager[Any, Any], ranks: Ranks) -> None:
-    """Release the graphs that some rank could not capture, so that all ranks dispatch alike. All ranks must call it.
+    """Release the graphs that some rank could not capture, so that all ranks choose the same graphs.
 
-    Raises RankFailed if ranks have planned different graphs.
+    All ranks must call it. Raises RankFailed if ranks have planned different graphs.
     """
     if ranks.alone:
         return
@@ -81,7 +81,10 @@ def keep_common_graphs(manager: CudaGraphManager[Any, Any], ranks: Ranks) -> Non
 
 
 def check_equal_steps(ranks: Ranks, fields: Mapping[str, NDArray[Any]]) -> None:
-    """Compare digests of the fields of a step. Raises RankFailed on every rank if they differ, with field and rank."""
+    """Compare digests of the fields of a step over all ranks.
+
+    Raises RankFailed on every rank if they differ, with field and rank.
+    """
     digests = [blake2b(field.tobytes(), digest_size=7).digest() for field in fields.values()]
     by_rank = ranks.gather_ints([int.from_bytes(digest, "big") for digest in digests])
     for name, *values in zip(fields, *by_rank, strict=True):

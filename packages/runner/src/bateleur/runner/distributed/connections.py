@@ -19,19 +19,20 @@ from bateleur.runner.errors import CollectiveBroken, RankFailed
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The rank runs, and can join the process group."""
+    """Status message: the rank runs, and can join the process group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The rank has loaded the model, and waits for messages."""
+    """Status message: the rank has loaded the model, and waits for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankError:
-    """The rank has raised an error, and exits.
+    """Status message: the rank has raised an error, and exits.
 
-    error: type and message, on one line. in_collective: a collective failed, usually because another rank has failed.
+    error: type and message, on one line. in_collective: whether a collective failed, usually because another rank has
+    failed.
     """
 
     error: str
@@ -41,27 +42,27 @@ class RankError:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """The process has exited without a message. how: what is known of it, to follow "rank 1"."""
+    """Status of a process that has exited without a message. how: description, to follow "rank 1"."""
 
     how: str
 
 
 @dataclass(frozen=True, slots=True)
 class NoReply:
-    """The rank does not answer."""
+    """Status of a rank that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatusRequest:
-    """Request for a `RankStatus`."""
+    """Status message: the rank must reply with a `RankStatus`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a rank is doing.
+    """Status message: what a rank is doing now.
 
-    num_messages: engine messages that it has received. idle: it waits for the next one. frame: innermost frames of its
-        thread.
+    num_messages: number of engine messages that it has received. idle: whether it waits for the next one.
+    in_collective: whether it is in a collective. frame: innermost frames of its thread.
     """
 
     num_messages: int
@@ -72,23 +73,23 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class RankConnection:
-    """Two connections between the first rank and another one. Both break when either process ends.
+    """The two connections between the first rank and another one. Both break when either process ends.
 
-    messages: engine messages in order, and their replies. status: between the threads that monitor the ranks.
+    messages: for engine messages in order, and their replies. status: for the threads that monitor the ranks.
     """
 
     messages: Connection
     status: Connection
 
     def close(self) -> None:
-        """Close both. The other rank reads an end of file."""
+        """Close both connections. The other rank reads an end of file."""
         self.messages.close()
         self.status.close()
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """Another rank, as the first rank sees it. process: None if torchrun has started it."""
+    """Another rank, from the view of the first rank. process: None if torchrun has started it."""
 
     rank: int
     connection: RankConnection

@@ -18,10 +18,10 @@ from bateleur.runner.distributed.ranks import Ranks
 
 
 class ExpertParallel:
-    """Data-parallel ranks, each with some of the experts. Each rank takes part in every pass of the others.
+    """Exchange between data-parallel ranks, each with some of the experts. Each rank takes part in all ranks' passes.
 
     Two collectives per layer: all tokens with their experts go to all ranks, and the outputs of the experts come back.
-    They are summed in the order of ranks, so the sum does not depend on the rank or row of a token.
+    They are summed in the order of ranks, so the sum does not depend on the rank or position of a token.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -30,7 +30,7 @@ class ExpertParallel:
         """P of eager passes, at least T of every rank; 0 if T is equal on all ranks, as in graphs."""
 
     def gather(self, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows (A, L), weights (A, K) float32 and experts (A, K) int64 of all ranks; experts of padding rows are -1."""
+        """Return tokens (A, L), weights (A, K) float32 and experts (A, K) int64 of all ranks. Padding has expert -1."""
         (num_tokens, width), top_k = x_TL.shape, weights_TK.shape[1]
         parts = weights_TK, (experts_TK + 1).int(), x_TL.contiguous()
         packed = torch.cat([each.view(torch.uint8) for each in parts], 1)
@@ -42,7 +42,10 @@ class ExpertParallel:
         return x.contiguous().view(x_TL.dtype), weights.contiguous().view(torch.float32), experts_AK
 
     def sum_parts(self, y_AL: Tensor, num_tokens: int) -> Tensor:
-        """(T, L) sums over all ranks for the tokens of this rank. y_AL: partial sums of this rank for all tokens."""
+        """Return the sums (T, L) over all ranks for the tokens of this rank.
+
+        y_AL: this rank's partial sums for all tokens.
+        """
         parts = self.ranks.swap(y_AL.view(self.ranks.size, -1, y_AL.shape[1]))
         return parts[:, :num_tokens].sum(0)
 

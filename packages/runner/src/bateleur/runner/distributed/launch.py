@@ -38,10 +38,7 @@ runpy.run_module(module, run_name="__main__")
 
 
 def start(module: str, rank: int) -> RankProcess:
-    """Run `module`, which calls `inherited`, as another rank.
-
-    The process ends when its connections close and, on Linux, with the calling thread.
-    """
+    """Start another rank as a process that runs `module`, which must call `inherited`."""
     (messages, far_messages), (status, far_status) = Pipe(), Pipe()
     fds = far_messages.fileno(), far_status.fileno()
     paths = os.pathsep.join(sys.path)
@@ -56,8 +53,9 @@ def start(module: str, rank: int) -> RankProcess:
 
 
 def inherited() -> RankConnection:
-    """The connection to the first rank, in a process that `start` has started. From here on the process dies with its
-    parent.
+    """Return the connection to the first rank, in a process that `start` has started.
+
+    From then on the process ends with its parent.
     """
     messages, status, parent = map(int, sys.argv[1:])
     if sys.platform == "linux":

@@ -42,8 +42,8 @@ Sign = RankError | Exited | RankStatus | NoReply
 class RankMonitor:
     """Watches the other ranks from start to end.
 
-    At the first failure it kills all other ranks, so that nothing waits for them, and sets `fault`: which rank has
-    failed, and why.
+    At the first failure it kills all other ranks, so that nothing waits for them. It sets `fault`, which tells the rank
+    that has failed, and why.
     """
 
     def __init__(self, start: Callable[[], Sequence[RankProcess]], abort: Callable[[], None]) -> None:
@@ -66,17 +66,17 @@ class RankMonitor:
     # --- called by the thread that computes ---------------------------------------------------------------
 
     def begin(self, limit: float) -> None:
-        """All ranks start something that may take `limit` seconds."""
+        """Record that all ranks start an operation that may take `limit` seconds."""
         self._worker, self._limit, self._idle = get_ident(), limit, False
         self._num_messages += 1
         self._since = time.monotonic()
 
     def end(self) -> None:
-        """This rank has finished it."""
+        """Record that this rank has finished the operation."""
         self._since = _NEVER
 
     def wait_for_others(self) -> None:
-        """This rank has finished its part, and waits for the others."""
+        """Record that this rank has finished its part, and waits for the others."""
         self._idle = True
 
     def wait_started(self) -> None:
@@ -93,7 +93,7 @@ class RankMonitor:
             raise self.fault
 
     def wait_over(self) -> RankFailed | None:
-        """After an error on this rank: wait a moment for its cause, and return the fault if another rank has failed."""
+        """Wait a moment after an error on this rank; return the failure of another rank if it may be the cause."""
         self._over.wait(_GATHER_SECONDS)
         if self._signs:
             self._over.wait()
@@ -123,7 +123,7 @@ class RankMonitor:
             event.set()
 
     def _watch(self, ranks: dict[Connection, RankProcess]) -> bool:
-        """Watch until `close` or a sign of failure; returns whether there is one."""
+        """Watch the ranks until `close` or a sign of failure; returns whether there is one."""
         starting = {each.rank for each in ranks.values()}
         loading = set(starting)
         while not self._signs and time.monotonic() - self._since <= self._limit:
@@ -146,7 +146,7 @@ class RankMonitor:
         return True
 
     def _kill(self, ranks: Sequence[RankProcess]) -> None:
-        """Gather the signs of all ranks, find the rank that has failed, and kill the others."""
+        """Collect the states of all ranks, find the rank that has failed, and kill all ranks but this one."""
         took = time.monotonic() - self._since
         hangs, signs = not self._signs, self._signs
         deadline = time.monotonic() + (_REPLY_SECONDS if hangs else _GATHER_SECONDS)
@@ -187,7 +187,7 @@ def _read(rank: RankProcess) -> Started | Ready | RankError | RankStatus | Exite
 
 
 def _how_exited(rank: RankProcess) -> str:
-    """How a process has exited whose connections are closed."""
+    """Return a description of how a process whose connections are closed has exited."""
     if rank.process is None:
         return "has left"
     try:
@@ -212,7 +212,7 @@ def _end(ranks: Sequence[RankProcess]) -> None:
 
 
 class Failure(NamedTuple):
-    """The rank that has failed first. cause: text to follow "rank 1"."""
+    """The rank that failed first. cause: text to follow "rank 1"."""
 
     rank: int
     cause: str
@@ -220,8 +220,10 @@ class Failure(NamedTuple):
 
 
 def find_failure(signs: Mapping[int, Sign], seconds: float) -> Failure:
-    """The most likely first failure. In this order: a rank raised an error of its own, exited, does not reply, lags
-    behind the others, or is not where they are. seconds: since the current message was sent.
+    """Return the most likely first failure.
+
+    In this order: a rank raised an error of its own, exited, does not reply, lags behind the others, or is in other
+    code than they are. seconds: time since the current message was sent.
     """
     found = min((_weigh(sign, rank, signs, seconds) for rank, sign in signs.items()), key=lambda each: each[0])
     return found[1]

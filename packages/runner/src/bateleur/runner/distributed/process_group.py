@@ -18,16 +18,17 @@ _c10d: Any = _distributed_c10d  # whose stubs lack half of what is used here
 
 
 class ProcessGroup:
-    """Gloo between host memories and, for ranks with a GPU each, NCCL between GPUs.
+    """Process group with Gloo between host memories and, if each rank has a GPU, NCCL between GPUs.
 
-    Every rank must end a sum with the same bits, because each rank samples from its own copy. A ring does that: each
-    part is summed in one place and then sent to all. For gloo this was measured on 2, 3 and 4 ranks; for NCCL it
+    Every rank must get the same bits from an all-reduce, because each rank samples from its own copy. A ring does that:
+    each part is summed on one rank and then sent to all. For gloo this was measured on 2, 3 and 4 ranks; for NCCL it
     follows from its documentation, and `cudagraph_checks` would detect a difference.
     """
 
     def __init__(self, store: Any, ranks: Ranks, device: torch.device, timeout: float) -> None:
-        """Every rank of `store` makes it at once. device: of this rank. timeout: seconds that a collective may take, at
-        most.
+        """Join the group; all ranks of `store` must do it at the same time.
+
+        device: device of this rank. timeout: maximum seconds of a collective.
         """
         name, rank, size = f"bateleur-{next(_numbers)}", ranks.rank, ranks.size
         alone = ranks.local[1] == size  # on this machine

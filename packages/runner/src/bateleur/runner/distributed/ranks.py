@@ -1,7 +1,7 @@
 """One rank among several, and the collectives of a step.
 
-Every rank runs the same step over its part of each layer. Collectives are operators over plain tensors, so that graphs
-record them.
+Every rank runs the same step over its part of each layer. Collectives are operators over plain tensors, so that CUDA
+graphs can capture them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The rank of this process, and collectives with the others. group: name of the process group, "" for one rank."""
+    """The rank of this process, and collectives with the other ranks. group: name of the process group, "" if alone."""
 
     rank: int = 0
     size: int = 1
@@ -39,16 +39,19 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank only."""
+        """Whether there is only one rank."""
         return self.size == 1
 
     def device(self, device: torch.device) -> torch.device:
-        """The device of this rank: `device` with its index, or GPU r of the machine for its local rank r."""
+        """Return the device of this rank: `device` with its index, or with several ranks the GPU of the local rank."""
         several = not self.alone and device.type == "cuda"
         return torch.device("cuda", self.local[0]) if several else indexed(device)
 
     def even(self, name: str, count: int) -> Range:
-        """The range of `count` items that this rank has, shared evenly. Raises ValueError for other counts."""
+        """Return the range of `count` items that this rank has, in equal parts.
+
+        Raises ValueError if the number of ranks does not divide `count`. name: of the items, for the message.
+        """
         if count % self.size:
             raise ValueError(
                 f"tensor_parallel_size is {self.size}; it must divide {name} = {count}: {_divisors(count)}"
@@ -57,7 +60,7 @@ class Ranks:
         return self.rank * share, (self.rank + 1) * share
 
     def shared(self, name: str, count: int) -> Range:
-        """The same, but with fewer items than ranks each rank has one item, shared with other ranks."""
+        """Return the range as `even`. With fewer items than ranks, each rank has one item, shared with other ranks."""
         if count >= self.size:
             return self.even(name, count)
         if self.size % count:
@@ -68,53 +71,53 @@ class Ranks:
         return own, own + 1
 
     def about(self, count: int) -> Range:
-        """The range of `count` items that this rank has, shared as evenly as possible."""
+        """Return the range of `count` items that this rank has, in parts as equal as possible."""
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
     def sum_(self, x: Tensor) -> Tensor:
-        """All-reduce (sum), in place."""
+        """All-reduce (sum) x in place."""
         if not self.alone:
             torch.ops.bateleur.sum_of_ranks(x, self.group)
         return x
 
     def max_(self, x: Tensor) -> Tensor:
-        """All-reduce (maximum), in place."""
+        """All-reduce (maximum) x in place."""
         if not self.alone:
             torch.ops.bateleur.max_of_ranks(x, self.group)
         return x
 
     def every(self, x: Tensor) -> Tensor:
-        """All-gather: (size, *x.shape)."""
+        """All-gather x; returns (size, *x.shape)."""
         if self.alone:
             return x.unsqueeze(0)
         every: Tensor = torch.ops.bateleur.every_of_ranks(x, self.size, self.group)
         return every
 
     def swap(self, x: Tensor) -> Tensor:
-        """All-to-all of (size, ...): entry r goes to rank r, and entry r of the result comes from rank r."""
+        """All-to-all of x (size, ...): entry r goes to rank r, and entry r of the result comes from rank r."""
         if self.alone:
             return x
         swapped: Tensor = torch.ops.bateleur.swap_of_ranks(x, self.group)
         return swapped
 
     def gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
-        """All-gather equally many integers of each rank, on the host; returns them by rank."""
+        """All-gather equally many integers from each rank, on the host; returns them by rank."""
         by_rank: list[list[int]] = self.every(torch.tensor([min(each, _MOST) for each in numbers])).tolist()
         return by_rank
 
     def least(self, number: int) -> int:
-        """The minimum of a number over all ranks, on the host."""
+        """Return the minimum of a number over all ranks, on the host."""
         return min(found for (found,) in self.gather_ints([number]))
 
     def all_have(self, has: Sequence[bool]) -> list[bool]:
-        """For each flag whether it is set on all ranks, on the host."""
+        """Return for each flag whether it is set on all ranks, on the host."""
         if not has:
             return []
         found: list[bool] = self.every(torch.tensor(has, dtype=torch.uint8)).amin(0).bool().tolist()
         return found
 
     def vocab_shard(self, vocab_size: int) -> VocabShard | None:
-        """The vocabulary shard of this rank; None for one rank, which has the whole vocabulary."""
+        """Return the vocabulary shard of this rank; None for one rank, which has the whole vocabulary."""
         if self.alone:
             return None
         return VocabShard(tuple(rank * vocab_size // self.size for rank in range(self.size + 1)), self)
@@ -134,7 +137,7 @@ def _group(name: str) -> Any:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Raise CollectiveBroken instead of the plain RuntimeError of backends."""
+    """Raise CollectiveBroken in place of a plain RuntimeError of a collective in the `with` block."""
     try:
         yield
     except RuntimeError as error:

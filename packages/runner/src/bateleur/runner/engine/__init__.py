@@ -1,1 +1,1 @@
-"""The step as a whole, and what goes in and comes out."""
+"""The engine: scheduling and running of whole steps, inputs, outputs and setup."""

@@ -1,4 +1,4 @@
-"""The limit of live requests, and their ids."""
+"""The limit on the number of live requests, and their ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bateleur.runner.utils.arguments import shown
 
 
 def require_new(names: Iterable[str], used: Container[str]) -> None:
-    """Raise ValueError for a request id that is in use, or twice among `names`."""
+    """Raise ValueError if one of the new request ids is in use, or occurs twice."""
     seen: set[str] = set()
     for name in names:
         if name in seen or name in used:
@@ -32,9 +32,10 @@ class AdmissionLimit:
         return len(self._taken)
 
     def take(self, names: Sequence[str | None], size: int) -> list[str]:
-        """Admit requests, all or none, and name those without an id. Each counts as `size` sequences.
+        """Admit requests, all or none, and return their ids. Requests without an id get one.
 
-        Raises QueueFull if there is no room now, ValueError if there never is, or for an id that is in use.
+        Each counts as `size` sequences.
+        Raises QueueFull if there is no room now, and ValueError if there never will be, or for an id that is in use.
         """
         wanted, room = size * len(names), self._running + self._waiting
         if wanted > room:

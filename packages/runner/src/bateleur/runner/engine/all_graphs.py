@@ -17,7 +17,10 @@ from bateleur.runner.spec_decode.proposer import Proposer
 
 
 class AllGraphs:
-    """Graphs of forward passes, of the ends of steps, of single draft passes and of whole proposals."""
+    """All CUDA graphs of an engine: of forward passes, ends of steps, single draft passes and whole proposals.
+
+    The end of a step is sampling, verification and bookkeeping after the forward pass.
+    """
 
     def __init__(
         self, forward: GraphDispatcher, ends: StepEnd, head: EagleSpeculator | None, proposer: Proposer | None
@@ -27,7 +30,7 @@ class AllGraphs:
 
     @property
     def reports(self) -> dict[str, CaptureReport]:
-        """The capture report of each manager, by the part of a step that its graphs hold."""
+        """Capture report of each graph manager, by the part of a step that its graphs run."""
         managers: dict[str, CudaGraphManager[Any, Any] | None] = {"forward": self._forward.manager}
         if self._ends.graphs is not None:
             managers["end"] = self._ends.graphs.manager
@@ -38,8 +41,10 @@ class AllGraphs:
         return {name: manager.report for name, manager in managers.items() if manager is not None}
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
-        """Compare replays with eager runs on `fuzz` random steps for each graph. written: what a step may have changed
-        in the caches. Raises ValueError if there are no graphs.
+        """Compare replays with eager runs on `fuzz` random steps for each graph.
+
+        Raises ValueError if there are no graphs.
+        written: returns the parts of the caches that a step may change.
         """
         reports = {"forward": self._forward.verify(fuzz)}
         if self._ends.graphs is not None:

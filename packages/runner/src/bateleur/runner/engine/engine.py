@@ -1,4 +1,4 @@
-"""The engine: schedules steps, runs them on the device, and collects their outcome."""
+"""The engine: schedules steps, runs them on the device, and collects their results."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from bateleur.runner.stats import EngineStats, StepMarks
 class Engine:
     """Runs requests in steps: schedule, stage, forward, end (sample, verify, propose), collect.
 
-    Not thread-safe, see `LLM`. If a step is interrupted by an error or a signal, the next call restores a consistent
-    state first, see `RequestRegistry`.
+    Not thread-safe, see `LLM`. If a step is interrupted by an error or a signal, the next call first restores a
+    consistent state, see `RequestRegistry`.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Allocate everything for `setup.limits` on the device of the model, and capture graphs.
+        """Allocate buffers and caches for `setup.limits` on the device of the model, and capture graphs.
 
         Raises ValueError for a drafter with another number of tokens, or one that samples for another rule.
         """
@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def operations(self) -> EngineOperations:
-        """Long operations between steps."""
+        """Long operations that run between steps, such as prefix export or loading of LoRA adapters."""
         return EngineOperations(self.registry, self.offload, self._verify_graphs, self.model, self.setup.adapters)
 
     def verify_graphs(self, *, fuzz: int = 3) -> VerifyReport:
@@ -109,7 +109,7 @@ class Engine:
         return self.runner.all_graphs.verify(fuzz, self.runner.producer.written)
 
     def metrics(self) -> EngineStats:
-        """Counters, with the current lengths of the queues. Can be called from any thread."""
+        """Counters, with the current numbers of running and waiting requests. Can be called from any thread."""
         stats, scheduler = self.stats, self.scheduler
         stats.num_running, stats.num_waiting = len(scheduler.running), scheduler.num_waiting
         if (pool := scheduler.pool) is not None:
@@ -124,13 +124,13 @@ class Engine:
 
         seconds: time of the last step on the first rank; None on the first rank itself.
 
-        With `async_scheduling` a step is launched from bounds while the device runs the step before, which is collected
-        then. So reports come one call later, and an ended request runs one step more, whose results are dropped. Its
-        row and blocks are freed at once, because the device runs steps in order.
+        With `async_scheduling` a step is planned from upper bounds and launched while the device runs the step before,
+        which is collected afterwards. So reports come one call later, and an ended request runs one step more, whose
+        results are dropped. Its table row and blocks are freed at once, because the device runs steps in order.
 
         If the model raises, the error goes to the caller, and later steps recompute all requests from their tokens. If
-        a graph fails, the same happens with a warning instead of the error: its batches run eagerly from then on. With
-        several ranks every error is fatal, because the other ranks do not see it.
+        a graph fails, requests are recomputed, too, but with a warning instead of the error, and its batches run
+        eagerly from then on. With several ranks every error is fatal, because the other ranks do not see it.
         """
         if not self.registry.consistent or self.registry.abandoned:
             self.registry.restore()
@@ -209,7 +209,7 @@ class Engine:
         return launched
 
     def _schedule(self) -> StepBatch | None:
-        """The batch of the next step. Without one, take part in a step of other ranks, or wait for files."""
+        """Return the batch of the next step. Without one, take part in a step of other ranks, or wait for files."""
         runner, scheduler, in_flight = self.runner, self.scheduler, bool(self.registry.in_flight)
         if runner.draft_planner is not None:
             runner.draft_planner.plan()
@@ -222,7 +222,7 @@ class Engine:
         return batch
 
     def _admit(self) -> Sequence[Request]:
-        """Set up the state of the requests that got a row since the last step; returns them."""
+        """Set up the state of the requests that got a table row since the last step; returns them."""
         if not self.scheduler.admitted:
             return ()
         admitted = [request for request in self.scheduler.admitted if request.row >= 0]

@@ -21,7 +21,7 @@ class ExclusiveAccess:
     """Guard that rejects concurrent and re-entrant calls to an object, and makes its device current for each call."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: made current during a call."""
+        """device: device that is made current during a call."""
         self.device = device
         self.holder: int | None = None
         """The thread that is in a call."""
@@ -40,7 +40,10 @@ class ExclusiveAccess:
             )
 
     def take(self) -> None:
-        """Raise RuntimeError if another call is active or the process was forked, EngineDead after `close`."""
+        """Start a call.
+
+        Raises RuntimeError if another call is active or the process was forked, EngineDead after `close`.
+        """
         me = get_ident()
         self.check_process()
         if self._closed:
@@ -59,7 +62,7 @@ class ExclusiveAccess:
 
 
 def exclusive(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method to hold the guard of its object, `self._access`, with its device as the current device."""
+    """Decorate a method so that it holds the guard `self._access` and makes the guard's device current."""
 
     @wraps(method)
     def held(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""Validates prompts and parameters, and makes requests from them."""
+"""Validates prompts and parameters, and creates requests from them."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _PRIORITY = Integer(-(1 << 63), (1 << 63) - 1, rule="an integer of 64 bits")
 
 
 class InputProcessor:
-    """Makes requests from prompts. All rules are checked here, so the engine can trust its requests.
+    """Creates requests from prompts. It checks all rules, so the engine can rely on its requests.
 
-    Requests without a seed get one from the engine's seed and their number. Thread-safe.
+    Requests without a seed get one, computed from the engine's seed and the request's number. Thread-safe.
     """
 
     def __init__(self, tokenizer: Tokenizer, spec: ModelSpec, limits: EngineLimits, config: EngineConfig) -> None:
@@ -80,7 +80,7 @@ class InputProcessor:
     ) -> RequestGroup:
         """Make a request. Raises ValueError, naming argument, value and rule, if it could never run.
 
-        kind: output kind; None takes that of the parameters. taken: ids in use, for requests without an id.
+        kind: output kind; None: that of the parameters. taken: ids in use, which a new id must differ from.
         """
         if not isinstance(params, SamplingParams):
             refuse("sampling_params", params, "SamplingParams")
@@ -134,7 +134,10 @@ class InputProcessor:
         lora_request: OneOrMoreAdapters,
         taken: Container[str],
     ) -> list[RequestGroup]:
-        """`request` for each prompt; parameters, priorities and adapters are one for all prompts, or one for each."""
+        """Create a request for each prompt, see `request`.
+
+        Parameters, priorities and adapters are one for all prompts, or a sequence with one for each.
+        """
         listed = as_prompts(prompts)
         each_params = _for_each(listed, "sampling_params", params, SamplingParams, _PARAMS)
         priorities = _for_each(listed, "priority", 0 if priority is None else priority, Integral, _PRIORITIES)
@@ -151,7 +154,7 @@ class InputProcessor:
         return requests
 
     def follow(self, admitted: AdmittedRequest) -> RequestGroup:
-        """Make a request that the first rank has admitted, without checks."""
+        """Create a request that the first rank has admitted, without checks."""
         return self._group(admitted, self._matchers(admitted.params, admitted.stop_token_ids, tried=True))
 
     def _group(self, admitted: AdmittedRequest, matchers: Sequence[Matcher | None]) -> RequestGroup:
@@ -206,14 +209,14 @@ class InputProcessor:
     def _matchers(
         self, params: SamplingParams, stop_token_ids: frozenset[int], *, tried: bool = False
     ) -> list[Matcher | None]:
-        """One matcher for each continuation; None without a grammar."""
+        """Return one grammar matcher for each continuation; None without a grammar."""
         asked = params.structured_outputs
         if not isinstance(asked, StructuredOutputsParams):
             return [None] * params.n
         return [self.grammars.matcher(asked, stop_token_ids, tried=tried) for _ in range(params.n)]
 
     def _counted(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the vocabulary size instead of -1 as the number of log probabilities."""
+        """Return the parameters with the vocabulary size in place of -1 as number of log probabilities."""
         asked = (params.logprobs, params.prompt_logprobs)
         if -1 not in asked:
             return params
@@ -221,7 +224,7 @@ class InputProcessor:
         return replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def _cut(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """Truncate a prompt by `truncate_prompt_tokens` and `truncation_side`."""
+        """Return a prompt truncated by `truncate_prompt_tokens` and `truncation_side`."""
         most = params.truncate_prompt_tokens
         if most is None:
             return ids
@@ -237,7 +240,7 @@ class InputProcessor:
                 return name
 
     def _tokens_of(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """The text of a prompt, or None, and its ids. If both are given, the ids run."""
+        """Return the text of a prompt, or None, and its token ids. If both are given, the engine runs the ids."""
         name = "prompt"
         if isinstance(prompt, Mapping):
             if foreign := [each for each in ("multi_modal_data", "multi_modal_uuids") if prompt.get(each)]:
@@ -280,10 +283,7 @@ class InputProcessor:
                 )
 
     def _admit(self, ids: list[int], params: SamplingParams, stop_ids: frozenset[int]) -> int:
-        """The length at which the request ends, including the prompt: by `max_tokens`, or `max_model_len`.
-
-        Raises ValueError for a request that could never run.
-        """
+        """Return the length at which the request ends, prompt included: from `max_tokens`, or `max_model_len`."""
         if not ids:
             raise ValueError("prompt is empty; at least one token is needed")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
@@ -308,7 +308,7 @@ def _sampling(name: str, value: object) -> SamplingParams:
 
 
 def checked_adapter(name: str, value: object) -> LoRARequest:
-    """The value, if it is a LoRARequest. Raises ValueError that names it."""
+    """Return the value if it is a LoRARequest. Else raise ValueError that names the argument."""
     return value if isinstance(value, LoRARequest) else refuse(name, value, "a LoRARequest")
 
 
@@ -318,7 +318,7 @@ _PRIORITIES = Several(Integer(), "an integer, or a list of them")
 
 
 def _for_each(prompts: Sequence[Prompt], name: str, given: Any, kind: Any, several: Check) -> Sequence[Any]:
-    """One for all of them, or a list with one for each."""
+    """Return one value for each prompt, given a single value or a list."""
     listed: Sequence[Any] = (given,) * len(prompts) if isinstance(given, kind) else several(name, given)
     if len(listed) != len(prompts):
         raise ValueError(f"{name} has {len(listed)} entries for {len(prompts)} prompts")
@@ -326,7 +326,7 @@ def _for_each(prompts: Sequence[Prompt], name: str, given: Any, kind: Any, sever
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, from one prompt or several. A sequence of integers is one prompt."""
+    """Return a list of prompts, given one prompt or several. A sequence of integers is one prompt."""
     if isinstance(prompts, str | Mapping) or _is_array(prompts):
         return [prompts]  # type: ignore[list-item]
     if not isinstance(prompts, Sequence) or isinstance(prompts, TEXTS_AND_BYTES):
@@ -337,7 +337,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _is_array(value: object) -> bool:
-    """Whether a value is a one-dimensional numpy array or torch tensor."""
+    """Return whether a value is a one-dimensional numpy array or torch tensor."""
     return isinstance(value, np.ndarray | Tensor) and value.ndim == 1
 
 
@@ -347,7 +347,7 @@ def wrapped_seed(seed: int) -> int:
 
 
 def _mix(seed: int, counter: int) -> int:
-    """A 63-bit seed for the counter-th request of an engine (the splitmix64 finaliser)."""
+    """Return a 63-bit seed for the counter-th request of an engine (the splitmix64 finaliser)."""
     z = (seed * 0x9E3779B97F4A7C15 + counter) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

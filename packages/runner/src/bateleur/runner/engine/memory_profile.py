@@ -1,13 +1,13 @@
 """Measures the GPU memory that an engine needs in addition to its weights and caches, before caches are allocated.
 
-Graphs bake the addresses of the caches, so the caches must be allocated before the captures and can't shrink after
-them. Steps and graphs take an amount that depends on the model, its kernels, the libraries and the driver, so a formula
-can't guarantee that it suffices. Therefore the engine is made twice:
+Captured graphs contain the addresses of the caches, so the caches must be allocated before the captures and can't
+shrink after them. The memory of steps and graphs depends on the model, its kernels, the libraries and the driver, so a
+formula can't guarantee an upper bound. Therefore the engine is created twice:
 
 1. The trial has the smallest caches and a few of the graphs. It runs the steps that allocate most. Its peak, less
    weights and caches, is what any engine with the same limits needs, because steps and graphs do not grow with the
    caches. Then the trial is dropped.
-2. The engine itself gets caches of the size that is left.
+2. The engine itself gets caches in the memory that is left.
 
 The graphs that the trial did not capture are added to the peak. All keys share the memory of activations
 (`bateleur.cudagraph`), and the trial has the largest keys. So a further key costs what a small key cost in the trial:
@@ -40,7 +40,7 @@ _SMALL_SIZES = 4
 
 
 class _SilentDrafter(Drafter):
-    """Stands in for a drafter that the user made, which must not take part in the trial. It proposes nothing."""
+    """Replaces a drafter of the user, which must not take part in the trial. It proposes nothing."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.num_speculative_tokens = drafter.num_speculative_tokens
@@ -60,19 +60,22 @@ class _SilentDrafter(Drafter):
 
 
 class DeviceMemory(Protocol):
-    """The memory of one device, in bytes."""
+    """Interface to the memory of one device, in bytes."""
 
     def settle(self) -> None:
         """Return unused memory to the device, and start to record the peak."""
 
     def used(self) -> int:
-        """Memory in use by all processes, including torch's cache."""
+        """Return the memory in use by all processes, including torch's cache."""
 
     def reserved(self) -> int:
-        """Memory that torch's allocator holds in this process, in use or cached."""
+        """Return the memory that torch's allocator holds in this process, in use or cached."""
 
     def peak(self) -> int:
-        """Maximum of `used` since `settle`, if only torch's allocator returned memory since then."""
+        """Return the maximum of `used` since `settle`.
+
+        It is exact if only torch's allocator returned memory since then.
+        """
 
 
 class CudaMemory(DeviceMemory):
@@ -88,23 +91,23 @@ class CudaMemory(DeviceMemory):
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def used(self) -> int:
-        """As the driver reports it."""
+        """Return the memory in use, as the driver reports it."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
     def reserved(self) -> int:
-        """As torch's allocator reports it."""
+        """Return the memory that torch's allocator holds."""
         return torch.cuda.memory_reserved(self._device)
 
     def peak(self) -> int:
-        """Memory in use now, plus the memory that torch's allocator has returned since its own peak."""
+        """Return the memory in use now, plus the memory that torch's allocator has returned since its own peak."""
         return self.used() + torch.cuda.max_memory_reserved(self._device) - self.reserved()
 
 
 def needed_bytes(setup: EngineSetup, memory: DeviceMemory | None = None) -> int:
     """Measure the bytes that an engine of `setup` needs in addition to its weights, which are loaded, and its caches.
 
-    memory: the model's device by default.
+    memory: memory of the device; None: of the model's device.
 
     Raises ValueError if the largest step does not fit.
     """
@@ -128,8 +131,9 @@ def needed_bytes(setup: EngineSetup, memory: DeviceMemory | None = None) -> int:
 
 
 def trial_setup(setup: EngineSetup) -> EngineSetup:
-    """The setup of a trial: the smallest caches for as many rows, the largest capture size and a few small ones, and no
-    offloading.
+    """Return the setup of a trial: the smallest caches for as many requests, and no offloading.
+
+    It captures the largest size and a few small ones.
     """
     plan, graphs, limits = setup.cache_plan, setup.graphs, setup.limits
     least = replace(
@@ -150,7 +154,7 @@ def _query_lens(setup: EngineSetup) -> tuple[int, ...]:
 
 
 def _run_trial(setup: EngineSetup, small: EngineSetup, memory: DeviceMemory) -> int:
-    """Peak bytes of an engine of `small`, plus the bytes of the graphs that only `setup` has."""
+    """Return the peak bytes of an engine of `small`, plus the bytes of the graphs that only `setup` has."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the engine itself warns of the same
         engine = Engine(small)
@@ -159,7 +163,7 @@ def _run_trial(setup: EngineSetup, small: EngineSetup, memory: DeviceMemory) -> 
 
 
 def _further_graph_bytes(setup: EngineSetup, trial: Engine) -> int:
-    """Bytes of the graphs that `setup` has and the trial has not, estimated from the small keys of the trial."""
+    """Estimate the bytes of the graphs that `setup` has and the trial has not, from the small keys of the trial."""
     support, limits = trial.runner.model_state.graph_support, setup.limits.buffers
     options = setup.graphs
     full, _ = make_dispatcher(options.mode, options.capture_sizes, limits, support, _query_lens(setup))

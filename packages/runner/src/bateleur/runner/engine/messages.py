@@ -1,4 +1,4 @@
-"""Messages that change an engine. With several ranks, the first one sends each of them to the others in order."""
+"""Messages that change an engine. With several ranks, the first rank sends each of them to the others, in order."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from bateleur.runner.stats import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class AddRequests:
-    """Queue requests."""
+    """Message: queue requests."""
 
     groups: tuple[RequestGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AddAdmittedRequests:
-    """`AddRequests` as it is sent to other ranks."""
+    """Message: queue requests, in the form of `AddRequests` that is sent to other ranks."""
 
     requests: tuple[AdmittedRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """End a request."""
+    """Message: end a request."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonRequests:
-    """Drop requests whose callers are gone."""
+    """Message: drop requests that their callers have abandoned."""
 
     request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Run a step. seconds: time of the step before on the first rank, for draft policies."""
+    """Message: run a step. seconds: time of the last step on the first rank, for draft policies."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExportPrefix:
-    """Write a prefix to a file."""
+    """Message: write a prefix of the prefix cache to a file."""
 
     token_ids: NDArray[np.int32]
     path: Path
@@ -61,45 +61,45 @@ class ExportPrefix:
 
 @dataclass(frozen=True, slots=True)
 class ImportPrefix:
-    """Read a prefix from a file."""
+    """Message: read a prefix from a file into the prefix cache."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
 class FlushDisk:
-    """Write everything that waits to be written to disk."""
+    """Message: write everything that waits to be written to disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyGraphs:
-    """Compare replays of CUDA graphs with eager runs."""
+    """Message: compare replays of CUDA graphs with eager runs on `fuzz` random steps."""
 
     fuzz: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """Load a LoRA adapter."""
+    """Message: load a LoRA adapter."""
 
     adapter: LoRARequest
 
 
 @dataclass(frozen=True, slots=True)
 class UnloadAdapter:
-    """Give the slot of a LoRA adapter back."""
+    """Message: unload a LoRA adapter and free its slot."""
 
     lora_name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReportStats:
-    """Let data-parallel ranks reply with their counters."""
+    """Message: data-parallel ranks must reply with their counters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The reply of a data-parallel rank to a message. stats: None most of the time."""
+    """Reply of a data-parallel rank to a message. stats: counters, None unless `ReportStats` asked for them."""
 
     outputs: list[RequestOutput]
     stats: EngineStats | None

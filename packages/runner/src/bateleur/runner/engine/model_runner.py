@@ -1,4 +1,4 @@
-"""The device's part of a step: stage, forward, sample, propose. Captures the CUDA graphs of all of these."""
+"""The parts of a step that run on the device: stage, forward, sample, propose. Captures CUDA graphs for all of them."""
 
 # Shape letters: T tokens of a step, D hidden size.
 
@@ -123,7 +123,7 @@ class ModelRunner:
         )
 
     def _capture_ends(self) -> None:
-        """Capture the ends of steps whose forward pass is on a graph."""
+        """Capture the end (sampling, verification, bookkeeping) of steps whose forward pass runs in a graph."""
         forward = self.graphs.manager
         if forward is not None and forward.states:
             self.ends.capture(forward, self.setup.graphs)
@@ -131,7 +131,7 @@ class ModelRunner:
             keep_common_graphs(self.ends.graphs.manager, self.model.peers)
 
     def _capture_proposals(self, drafter: Drafter, numbers: Sequence[int]) -> ProposalGraphs | None:
-        """Capture proposals of these numbers of drafts, after steps on graphs of decoding rows."""
+        """Capture proposals of these numbers of drafts, after decode steps in graphs. None if that is not possible."""
         forward = self.graphs.manager
         if not isinstance(drafter, EagleSpeculator) or drafter.whole is None or self.ends.graphs is None:
             return None
@@ -142,11 +142,11 @@ class ModelRunner:
         return graphs
 
     def run_largest(self) -> None:
-        """Run the steps that allocate most, in an engine without requests."""
+        """Run the steps that allocate most memory, in an engine without requests."""
         run_largest(self.graphs, self.producer, self.rejection_sampler, self.setup.limits, self.head)
 
     def admit(self, admitted: Sequence[Request]) -> None:
-        """Set up the state of requests that just got a row."""
+        """Set up the state of requests that just got a table row."""
         self.model.set_prompt_length(admitted[0].rope_length)
         for request in admitted:
             self.sampler.admit(
@@ -214,7 +214,7 @@ class ModelRunner:
         return self.model_state.prepare(metadata, decision.descriptor, batch_id=rows.batch_id, adapter_slots=slots)
 
     def _fields_of(self, batch: StepBatch, decision: DispatchDecision) -> dict[str, NDArray[Any]]:
-        """Everything that must be equal on all ranks."""
+        """Return the values of a step that must be equal on all ranks, by name."""
         table, rows = self.table, batch.rows
         return {
             "rows": rows,

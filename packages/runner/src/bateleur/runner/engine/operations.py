@@ -28,7 +28,7 @@ from bateleur.runner.utils.device import use_device
 
 
 class EngineOperations:
-    """Runs operations on all ranks. Errors are equal on all ranks, and raised after the operation."""
+    """Runs operations on all ranks. Errors are equal on all ranks, and are raised after the operation."""
 
     def __init__(
         self,
@@ -38,16 +38,23 @@ class EngineOperations:
         model: HybridDecoder,
         adapters: AdapterManager | None = None,
     ) -> None:
-        """verify: compares replays with eager runs on so many random steps. adapters: None without `enable_lora`."""
+        """verify: compares replays with eager runs on that many random steps. adapters: None without `enable_lora`."""
         self._adapters = adapters
         self._registry, self._offload, self._verify_here, self._model = registry, offload, verify, model
 
     def export_prefix(self, token_ids: NDArray[np.int32], path: Path) -> int:
-        """See `PrefixTransfer.export`. Raises ValueError without prefix caching."""
+        """Write the cached prefix of these tokens to a file; returns the number of tokens. See `PrefixTransfer.export`.
+
+        Raises ValueError without prefix caching.
+        """
         return self._count(ExportPrefix(token_ids, path))
 
     def import_prefix(self, path: Path) -> int:
-        """See `PrefixTransfer.import_file`. Raises ValueError without prefix caching."""
+        """Read a prefix from a file into the prefix cache; returns the number of tokens.
+
+        See `PrefixTransfer.import_file`.
+        Raises ValueError without prefix caching.
+        """
         return self._count(ImportPrefix(path))
 
     def flush_disk(self) -> None:
@@ -56,17 +63,17 @@ class EngineOperations:
             self._run(FlushDisk())
 
     def verify_graphs(self, fuzz: int) -> VerifyReport:
-        """Check that replays equal eager runs. A key that fails on any rank fails."""
+        """Check on `fuzz` random steps that replays equal eager runs. A key that fails on any rank fails."""
         report = self._run(VerifyGraphs(fuzz))
         assert isinstance(report, VerifyReport)
         return report
 
     def load_adapter(self, adapter: LoRARequest) -> None:
-        """See `AdapterManager.load`. Also raises ValueError without `enable_lora`."""
+        """Load a LoRA adapter, see `AdapterManager.load`. Also raises ValueError without `enable_lora`."""
         self._run(LoadAdapter(checked_adapter("lora_request", adapter)))
 
     def unload_adapter(self, lora_name: str) -> None:
-        """See `AdapterManager.unload`. Also raises ValueError without `enable_lora`."""
+        """Unload a LoRA adapter, see `AdapterManager.unload`. Also raises ValueError without `enable_lora`."""
         self._run(UnloadAdapter(lora_name))
 
     def _count(self, operation: EngineOperation) -> int:
@@ -87,7 +94,7 @@ class EngineOperations:
         return result
 
     def run_here(self, operation: EngineOperation) -> int | VerifyReport | ValueError | OSError | None:
-        """Run an operation on this rank; returns its result, or its error, which is the same on all ranks."""
+        """Run an operation on this rank. Returns its result, or its error, which is the same on all ranks."""
         try:
             match operation:
                 case ExportPrefix(token_ids, path):

@@ -27,7 +27,7 @@ _BAD = (None, NO_NUMBERS, _NO_TOKEN)
 
 
 class EmittedTokens(NamedTuple):
-    """What the S rows of a step that sample have emitted, on the host."""
+    """Tokens that the S sampling requests of a step have emitted, on the host."""
 
     num_taken: NDArray[np.int64]
     """(S,) emitted tokens that the request keeps: up to its end."""
@@ -71,8 +71,8 @@ class OutputProcessor:
 
         present: (S,) whether the row is still that of the request; None for all. An ended request has no row.
 
-        Tokens after a stop are dropped, and all tokens of an ended request. A row whose logits held a NaN, or left no
-        token, has no token there: its request ends with `finish_reason` "error".
+        Tokens after a stop are dropped, and all tokens of an ended request. A request whose logits held a NaN, or
+        allowed no token, emits no token there. It ends with `finish_reason` "error".
         """
         assert flight.output is not None
         assert flight.fetched is not None
@@ -108,7 +108,7 @@ class OutputProcessor:
         bad: NDArray[np.int64],
         present: NDArray[np.bool_] | None,
     ) -> list[int]:
-        """Which of the S rows may keep fewer tokens than were emitted, or have other work."""
+        """Return the requests (indices into S) that may keep fewer tokens than were emitted, or have other work."""
         table = self._table
         special = table.num_known[rows] + num_emitted >= table.check_from[rows]
         special |= self._stops[1][tokens_SJ].any(1) | (bad > 0)
@@ -157,7 +157,7 @@ class OutputProcessor:
             request.finish_reason = "length"
 
     def _stop_reason(self, params: SamplingParams, token: int) -> int | str | None:
-        """The `stop_reason` for a stop token: its id, the stop string that it is, or None for end-of-sequence."""
+        """Return the `stop_reason` for a stop token: its id, its stop string, or None for end-of-sequence."""
         if token in params.stop_token_ids:
             return token
         return text if params.stop and (text := self._token_text.text_of(token)) in params.stop else None
@@ -179,7 +179,7 @@ class OutputProcessor:
 
 
 def _append(request: Request, tokens: list[int]) -> bool:
-    """Append tokens if none of them can end the request or concerns its text or grammar; returns whether it did."""
+    """Append tokens if none of them can end the request, and it needs no text or grammar; returns whether it did."""
     output, drafted = request.output_token_ids, request.drafted
     if not tokens or request.output.detokenizer is not None or request.matcher is not None:
         return False

@@ -1,4 +1,4 @@
-"""Everything that cache contents depend on besides the tokens, as an identity of exported prefixes."""
+"""The identity of exported prefixes: everything that cache contents depend on besides the tokens."""
 
 from __future__ import annotations
 
@@ -17,20 +17,17 @@ from bateleur.runner.utils.version import package_version
 
 
 class PrefixLayout:
-    """The layout of an engine's prefixes. It is made on first use, because that reads all weights."""
+    """The layout of an engine's cached prefixes. It is computed on first use, because that reads all weights."""
 
     def __init__(self, setup: EngineSetup, cache: DeviceCache) -> None:
-        """Must be made right after the weights are loaded."""
+        """Record the weight files; must be called right after the weights are loaded."""
         self._setup, self._cache, self._model = setup, cache, WeightFiles.of(setup.folder)
         head = setup.drafter
         self._draft = WeightFiles.of(head.report.path) if isinstance(head, DraftHead) else None
         self._layout: Layout | None = None
 
     def get(self, known: Path | None = None) -> Layout:
-        """known: folder that caches digests of weights.
-
-        Raises ValueError if weight files have changed since they were loaded.
-        """
+        """Return the layout. known: folder that caches digests of weights."""
         if self._layout is None:
             prefixes, blocks, pages = self._cache.prefixes, self._cache.blocks, self._cache.pages
             weights = {
@@ -48,7 +45,7 @@ class PrefixLayout:
         return self._layout
 
     def _digest(self, files: WeightFiles, known: Path | None) -> str:
-        """The digest of weight files, which the first rank of each machine reads."""
+        """Return the digest of weight files. Only the first rank of each machine reads the files."""
         ranks = self._setup.model.ranks
         first = not ranks.local[0]
         digest = run_on_all_ranks(ranks, lambda: files.digest(_memory(known, files)) if first else "0" * 32)
@@ -57,7 +54,7 @@ class PrefixLayout:
 
 
 def _memory(known: Path | None, files: WeightFiles) -> Path | None:
-    """The file that caches the digest of a folder of weights."""
+    """Return the file that caches the digest of a folder of weights; None without a folder `known`."""
     if known is None:
         return None
     name = blake2b(str(files.folder.absolute()).encode(), digest_size=8).hexdigest()

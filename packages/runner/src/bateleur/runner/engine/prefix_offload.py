@@ -25,7 +25,7 @@ _WAIT_SECONDS = 0.02
 class PrefixOffload:
     """Host-memory and disk tiers of the prefix cache of one engine, and prefix export and import.
 
-    The prefix cache finds blocks here by itself (`PrefixCache.below`).
+    The prefix cache looks blocks up here by itself (`PrefixCache.below`).
     """
 
     def __init__(
@@ -66,6 +66,6 @@ class PrefixOffload:
         return self._handover
 
     def wait(self) -> None:
-        """Wait a moment for files that requests need."""
+        """Wait up to 20 ms for files that requests need."""
         if self.disk is not None:
             self.disk.wait(_WAIT_SECONDS)

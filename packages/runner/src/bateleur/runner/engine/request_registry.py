@@ -20,12 +20,13 @@ from bateleur.runner.utils.arguments import shown
 
 
 class RequestRegistry:
-    """Tracks live requests and undelivered outputs. Every added request produces exactly one final output unless its
-    caller abandons it.
+    """Tracks live requests and undelivered outputs.
+
+    Every added request produces exactly one final output unless its caller abandons it.
 
     An error or signal can interrupt a step, or any other change, anywhere. Each change starts with `restore`, sets
     `consistent` to False, and sets it to True at its end. After an interruption, the next `restore` gives each request
-    the tokens that it had after the last complete step, and queues it for recomputation, because caches may be half
+    the tokens that it had after the last complete step, and queues it for recomputation, because caches may be partly
     written. It relies on nothing but `requests` and their tokens. Steps in flight are lost.
     """
 
@@ -62,7 +63,7 @@ class RequestRegistry:
         self._reset, self._adapters = reset, adapters
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether a request with this id is waiting, running, or has output that was not taken yet."""
+        """Return whether a request with this id is waiting, running, or has output that was not taken yet."""
         self.restore()
         return request_id in self.requests or request_id in self._undelivered
 
@@ -79,7 +80,7 @@ class RequestRegistry:
             raise refused
 
     def add_here(self, *groups: RequestGroup) -> ValueError | None:
-        """`add` on this rank. Returns why none was queued, which all ranks find."""
+        """Queue requests on this rank, see `add`. Returns the error if none was queued; it is the same on all ranks."""
         self.consistent = False
         refused = self._acquire_adapters(groups)
         if refused is None:
@@ -136,13 +137,16 @@ class RequestRegistry:
                 self.report(request)
 
     def sending(self, message: Message) -> AbstractContextManager[None]:
-        """Send a message to the other ranks, if there are any, and make the change inside the context."""
+        """Return a context that sends a message to the other ranks, if there are any.
+
+        Make the change inside the context.
+        """
         return nullcontext() if self.send is None else self.send(message)
 
     # --- outputs ------------------------------------------------------------------------------------------
 
     def report(self, request: Request) -> None:
-        """Queue the output of a request. If it has ended, free its row and blocks."""
+        """Queue the output of a request. If the request has ended, free its table row and blocks."""
         group = self.requests[request.request_id]
         if request.finish_reason is not None:
             invalid = request.finish_reason == "error" and request.output.stop_reason == NO_NUMBERS
@@ -154,7 +158,7 @@ class RequestRegistry:
         self._give_slots()
 
     def _queue_output(self, group: RequestGroup) -> None:
-        """Queue the current output of a group. If all its members have ended, it is not live any more."""
+        """Queue the current output of a group. If all its requests have ended, the group is not live any more."""
         finished = group.finished
         if finished or group.kind is not RequestOutputKind.FINAL_ONLY:
             self._undelivered[group.request_id] = group
@@ -169,7 +173,7 @@ class RequestRegistry:
                 self._stats.num_cached_tokens += each.prefix.num_cached_tokens
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
-        """Take the oldest output of these requests; None if there is none. Newer outputs replace untaken ones."""
+        """Return the oldest output of these requests; None if there is none. Newer outputs replace untaken ones."""
         name = next((name for name in self._undelivered if name in request_ids), None)
         return None if name is None else self._take_one(name)
 
@@ -188,7 +192,7 @@ class RequestRegistry:
         return output
 
     def take_unclaimed(self) -> list[RequestOutput]:
-        """Take all outputs of requests that are not claimed."""
+        """Return all outputs of requests that no caller waits for by id."""
         names = [name for name in self._undelivered if name not in self.claimed]
         if len(names) <= 1:
             return [self._take_one(name) for name in names]
@@ -205,13 +209,13 @@ class RequestRegistry:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there are live requests, or outputs of requests that are not claimed."""
+        """Whether there are live requests, or outputs that no caller waits for by id."""
         return not self.requests.keys() <= self.abandoned or not self._undelivered.keys() <= self.claimed
 
     # --- recovery -----------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Recover from an interrupted change, if there was one; then drop abandoned requests."""
+        """Recover from an interrupted change, if there was one. Then drop abandoned requests."""
         if not self.consistent:
             self._recover()
         if self.abandoned:
@@ -231,7 +235,7 @@ class RequestRegistry:
         self.consistent = True
 
     def _recover(self) -> None:
-        """Can be interrupted itself, and is repeated then."""
+        """Recover from an interrupted change. If it is interrupted itself, it is repeated."""
         for flight in reversed(self.in_flight):
             flight.undo(self._scheduler.table)
         waiting: list[Request] = []

@@ -1,4 +1,4 @@
-"""From what a user chose to the parts that an engine is made of."""
+"""Creates the parts of an engine from the user's configuration."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from bateleur.runner.utils.device import free_main_memory, resolve_device
 
 
 def device_of(config: EngineConfig, ranks: Ranks = ALONE) -> torch.device:
-    """The device of this rank, with its index. Raises ValueError if it is unknown or absent."""
+    """Return the device of this rank, with its index. Raises ValueError if it is unknown or absent."""
     return ranks.device(resolve_device(config.model.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """Everything that an engine is made of, chosen, checked and loaded."""
+    """The parts of an engine, chosen, checked and loaded."""
 
     folder: Path
     """Of the checkpoint."""
@@ -78,15 +78,15 @@ class EngineSetup:
 
     @classmethod
     def of(cls, config: EngineConfig, measure: Callable[[EngineSetup], int], ranks: Ranks = ALONE) -> EngineSetup:
-        """Open and load what `config` names, or a rank's part of it, and size the caches.
+        """Open and load the model of `config`, or this rank's part of it, and choose the sizes of the caches.
 
         Caches get `kv_cache_memory_bytes` if that is given. By default they get a quarter of main memory on a CPU, and
-        on a GPU what is left of `gpu_memory_utilization`.
+        on a GPU the memory that is left of `gpu_memory_utilization`.
 
         measure: returns the bytes that an engine of a setup needs on a GPU in addition to weights and caches; pass
-            `memory_profile.needed_bytes`.
+        `memory_profile.needed_bytes`.
 
-        Raises ValueError for what does not fit together, see `LLM`.
+        Raises ValueError for options that do not fit together, see `LLM`.
         """
         device = device_of(config, ranks)
         layers, data = (ranks, ALONE) if config.parallel.data_parallel_size == 1 else (ALONE, ranks)
@@ -143,7 +143,7 @@ def _open(config: ModelConfig) -> Checkpoint:
 
 
 def _with_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> tuple[Checkpoint, Tokenizer]:
-    """The checkpoint with the end tokens that its tokenizer knows, and the tokenizer."""
+    """Return the checkpoint with the end tokens of its tokenizer, and the tokenizer."""
     if config.skip_tokenizer_init:
         return checkpoint, NoTokenizer()
     tokenizer = load_tokenizer(checkpoint, config.tokenizer)
@@ -152,7 +152,7 @@ def _with_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> tuple[Checkp
 
 @dataclass(frozen=True, slots=True)
 class _CacheSizes:
-    """Sizes the caches of an engine, and completes its setup with all that depends on them."""
+    """Chooses the cache sizes of an engine, and completes its setup with the parts that depend on them."""
 
     made: Callable[..., EngineSetup]
     """Makes the setup from the fields that depend on the caches."""
@@ -164,7 +164,7 @@ class _CacheSizes:
     data: Ranks
 
     def sized(self, limits: EngineLimits, graphs: GraphOptions, measure: Callable[[EngineSetup], int]) -> EngineSetup:
-        """See `EngineSetup.of`."""
+        """Return the setup with cache sizes, see `EngineSetup.of`."""
         cache, device = self.config.cache, self.model.device
         if device.type == "cuda":
             limits = self._fitted(limits, graphs)
@@ -181,10 +181,10 @@ class _CacheSizes:
         return self._within(_left(cache, memory, measure(first)), first.limits)
 
     def _fitted(self, limits: EngineLimits, graphs: GraphOptions) -> EngineLimits:
-        """The limits, defaults halved so that steps take at most a quarter of a GPU's share; the same on all ranks.
+        """Return the limits, with defaults halved until steps take at most a quarter of a GPU's share.
 
-        If `kv_cache_memory_bytes` is given, steps may take all that it leaves. The default whose half saves more memory
-        is halved first. Limits that a user gave stay.
+        They are the same on all ranks. If `kv_cache_memory_bytes` is given, steps may take all memory that it leaves.
+        The default whose half saves more memory is halved first. Limits that the user gave stay.
         """
         chosen, cache = self.config.scheduler, self.config.cache
         rows, tokens = chosen.max_num_seqs is None, chosen.max_num_batched_tokens is None
@@ -206,7 +206,7 @@ class _CacheSizes:
         )
 
     def _within(self, budget: int, limits: EngineLimits, *, trial: bool = False) -> EngineSetup:
-        """The setup with caches of `budget` bytes. A trial keeps `max_model_len` even if the caches hold less."""
+        """Return the setup with caches of `budget` bytes. A trial keeps `max_model_len` even if caches hold less."""
         config, model = self.config, self.model
         with warnings.catch_warnings():
             if trial:
@@ -235,7 +235,10 @@ class _CacheSizes:
 
 
 def without_prefix_caching(config: EngineConfig) -> EngineConfig:
-    """The configuration for a model whose keys depend on the length of the prompt; warns if it changes anything."""
+    """Return the configuration with prefix caching off, and warn if it was on.
+
+    It is for models whose keys depend on the length of the prompt.
+    """
     if not config.cache.enable_prefix_caching:
         return config
     warnings.warn(
@@ -255,8 +258,9 @@ def without_prefix_caching(config: EngineConfig) -> EngineConfig:
 
 
 def unmeasured_budget(cache: CacheConfig, device: torch.device, num_local_ranks: int = 1) -> int | None:
-    """Bytes for the caches of a rank, if they do not depend on a measurement: `kv_cache_memory_bytes`, or on a CPU a
-    quarter of main memory for all ranks of this machine together. None on a GPU without `kv_cache_memory_bytes`.
+    """Return the bytes for the caches of a rank, or None if they must be measured on a GPU.
+
+    They are `kv_cache_memory_bytes`, or on a CPU a quarter of main memory for all ranks of this machine together.
     """
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
@@ -266,7 +270,10 @@ def unmeasured_budget(cache: CacheConfig, device: torch.device, num_local_ranks:
 
 
 def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
-    """How many drafts each step verifies; warns of a policy under which tokens depend on that."""
+    """Return the policy that chooses how many drafts each step verifies.
+
+    Warns of a policy under which tokens depend on that number.
+    """
     policy, most = config.draft_policy, config.num_drafts
     if policy == "fixed" or not most:
         return FixedDrafts(most)
@@ -283,7 +290,10 @@ def policy_of(config: SpeculativeConfig, rule: Rule) -> DraftPolicy:
 
 
 def _host_sizes(cache: CacheConfig, plan: CachePlan, ranks: Ranks) -> HostSizes | None:
-    """Return the host memory sizes of this rank. Raises ValueError for more memory than is free, or too little."""
+    """Return the host memory sizes of this rank; None without offloading.
+
+    Raises ValueError for more memory than is free, or too little.
+    """
     wanted = cache.kv_offload_bytes
     if not wanted or not plan.share_prefixes:
         return None
@@ -294,7 +304,7 @@ def _host_sizes(cache: CacheConfig, plan: CachePlan, ranks: Ranks) -> HostSizes 
 
 
 def _disk(cache: CacheConfig, plan: CachePlan, data: Ranks) -> tuple[Path, int | None] | None:
-    """Raises ValueError for data-parallel ranks."""
+    """Return the folder and size limit of the disk tier; None without it. Raises ValueError for data-parallel ranks."""
     if cache.kv_offload_path is None or not plan.share_prefixes:
         return None
     if not data.alone:
@@ -304,15 +314,15 @@ def _disk(cache: CacheConfig, plan: CachePlan, data: Ranks) -> tuple[Path, int |
 
 
 def _share(cache: CacheConfig, memory: tuple[int, int]) -> int:
-    """Bytes that caches, steps and graphs may take of a GPU. memory: free and total bytes of the device."""
+    """Return the bytes that caches, steps and graphs may take of a GPU. memory: free and total bytes of the device."""
     free, total = memory
     return int(free - (1.0 - cache.gpu_memory_utilization) * total)
 
 
 def _left(cache: CacheConfig, memory: tuple[int, int], needed: int) -> int:
-    """Bytes that caches may take of a GPU if `needed` bytes are reserved. memory: free and total bytes of the device.
+    """Return the bytes that caches may take of a GPU if `needed` bytes are reserved.
 
-    Raises ValueError if nothing is left.
+    memory: free and total bytes of the device. Raises ValueError if nothing is left.
     """
     (free, total), share = memory, cache.gpu_memory_utilization
     needed += 2 * STAGING_BYTES if cache.kv_offload_bytes else 0

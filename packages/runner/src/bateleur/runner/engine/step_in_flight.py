@@ -1,4 +1,4 @@
-"""A launched step whose outcome the host does not know yet."""
+"""A launched step whose results the host does not have yet."""
 
 # Shape letters: R rows of a step, S rows that sample.
 
@@ -23,9 +23,9 @@ _NONE: tuple[Sequence[Request], NDArray[np.int32]] = ((), np.empty(0, np.int32))
 
 @dataclass(slots=True)
 class StepInFlight:
-    """What was launched, and the copies to the host that are under way.
+    """A launched step, and the copies to the host that are under way.
 
-    Everything belongs to requests, never to the row order of another step.
+    All fields are by request, never by the row order of another step.
     """
 
     batch: StepBatch
@@ -45,7 +45,7 @@ class StepInFlight:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of its requests have ended since the launch."""
+        """Whether all requests of the step have ended since the launch."""
         return all(request.finish_reason is not None for request in self.batch.requests)
 
     def present(self) -> NDArray[np.bool_]:
@@ -58,7 +58,7 @@ class StepInFlight:
         return present
 
     def undo(self, table: RequestTable) -> None:
-        """Restore the tokens and drafts that its requests had before it. Can be repeated after an interruption."""
+        """Restore the tokens and drafts of the requests before the step. Can be repeated after an interruption."""
         for request, num_tokens in zip(*self.appending, strict=True):
             request.rewind(int(num_tokens) - len(request.prompt_token_ids))
         for request, num_drafts in zip(self.batch.requests, self.num_drafts.tolist(), strict=True):

@@ -30,9 +30,10 @@ def warm_up(
     limits: EngineLimits,
     drafter: EagleSpeculator | None,
 ) -> None:
-    """Sample and commit a dummy step of every size that decodes on a graph, and of some sizes without a graph.
+    """Sample and commit a dummy step of every size that decodes in a graph, and of some sizes without a graph.
 
-    Captures have run the forward pass, the planners and the drafter; for sizes without a graph these run here, too.
+    For sizes in graphs, captures have already run the forward pass, the planners and the drafter. For sizes without a
+    graph these run here, too.
     """
     with torch.inference_mode():
         model.warm_up(limits.max_num_batched_tokens)
@@ -48,8 +49,10 @@ def run_largest(
     limits: EngineLimits,
     drafter: EagleSpeculator | None,
 ) -> None:
-    """Run the steps that allocate most: prompts with `max_num_batched_tokens` tokens, then the decode of every row with
-    all its drafts, up to verification. No request or cache is changed.
+    """Run the steps that allocate most memory. No request or cache is changed.
+
+    These are prompts with `max_num_batched_tokens` tokens, then the decode of every request with all its drafts, up to
+    verification.
     """
     with torch.inference_mode():
         prompts = producer.stage_prompts(limits.max_num_batched_tokens)
@@ -70,7 +73,7 @@ def _steps(
     limits: EngineLimits,
     drafter: EagleSpeculator | None,
 ) -> Iterator[tuple[int, int, StagedBatch[StepContext]]]:
-    """Number of rows, query length and staged step of each size. Steps without a graph have run."""
+    """Yield number of requests, query length and staged step of each size. Steps without a graph have already run."""
     ready = () if graphs.manager is None else graphs.manager.ready
     sizes = {(key.num_reqs, key.uniform_query_len or 1): key for key in ready if key.num_reqs is not None}
     for (num_reqs, query_len), key in sizes.items():

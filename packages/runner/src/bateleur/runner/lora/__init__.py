@@ -1,1 +1,1 @@
-"""LoRA adapters: reading PEFT folders, and keeping several of them on the device at once."""
+"""LoRA adapters: reading PEFT folders, and storing several of them on the device at once."""

@@ -52,8 +52,8 @@ def read_adapter(
         max_rank: largest rank that fits, `max_lora_rank`.
 
     Raises:
-        ValueError: the folder is no adapter, asks for what is not supported, has a rank above `max_rank`, or a tensor
-            that does not fit the model. All such tensors are listed.
+        ValueError: the folder is no adapter, needs an unsupported feature, has a rank above `max_rank`, or has tensors
+      that do not fit the model. All of these are listed.
     """
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     if not (config_file.is_file() and weights_file.is_file()):
@@ -84,7 +84,10 @@ def read_adapter(
 def _read_modules(
     file: Path, other_prefixes: Prefixes
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, str], list[str]]:
-    """`A` and `B` of each module, its name in the file, and the names of tensors that are neither."""
+    """Read the LoRA matrices of each module.
+
+    Returns `A` and `B` by module, the names of modules in the file, and the names of tensors that are neither.
+    """
     modules: dict[str, dict[str, Tensor]] = {}
     stored: dict[str, str] = {}
     problems: list[str] = []
@@ -110,7 +113,7 @@ def _read_modules(
 
 
 def _joined(found: Sequence[tuple[Part, Tensor, Tensor]], rows: int) -> LowRank:
-    """The modules of one projection as one pair of matrices, with rows in the order of our weight."""
+    """Join the modules of one projection to one pair of matrices, with rows in the order of the projection's weight."""
     a = torch.cat([each for _, each, _ in found])
     b, lane = torch.zeros(rows, len(a)), 0
     for part, low, high in found:
@@ -167,7 +170,7 @@ def _problem(
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """`lora_alpha / r`, or with `use_rslora` `lora_alpha / sqrt(r)` (Kalajdzievski 2023)."""
+    """Return a module's scale: `lora_alpha / r`, or with `use_rslora` `lora_alpha / sqrt(r)` (Kalajdzievski 2023)."""
     alpha = config.get("lora_alpha", 8)
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):

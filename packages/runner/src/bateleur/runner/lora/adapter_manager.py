@@ -24,11 +24,11 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """The adapter of a request, as in vLLM.
+    """The LoRA adapter of a request, as in vLLM.
 
     Attributes:
         lora_name: name of the adapter; one name means one adapter until it is unloaded.
-        lora_int_id: accepted for vLLM's sake, and not used: adapters are told apart by name.
+        lora_int_id: accepted as in vLLM, but not used: adapters are identified by name.
         lora_path: folder that PEFT wrote. It is read when the first request uses the adapter.
     """
 
@@ -72,7 +72,7 @@ class AdapterManager:
         other_prefixes: Prefixes,
         ranks: Ranks = ALONE,
     ) -> None:
-        """names, shapes, other_prefixes: see `read_adapter`. ranks: those that load every adapter together."""
+        """names, shapes, other_prefixes: see `read_adapter`. ranks: ranks that load every adapter together."""
         self.pool, self._ranks = pool, ranks
         self._names, self._shapes, self._prefixes = names, shapes, other_prefixes
         self._loaded: dict[str, _Loaded] = {}
@@ -97,7 +97,7 @@ class AdapterManager:
         return {name: each.folder for name, each in self._loaded.items()}
 
     def load(self, adapter: LoRARequest) -> None:
-        """Read an adapter into a slot, unless it is in one.
+        """Read a LoRA adapter into an adapter slot, unless it is loaded already.
 
         Raises:
             ValueError: the folder is no adapter that fits (see `read_adapter`), the name is taken by another folder,
@@ -128,7 +128,7 @@ class AdapterManager:
         return known
 
     def unload(self, name: str) -> None:
-        """Give the slot of an adapter back. Raises ValueError if it is not loaded, or unfinished requests use it."""
+        """Unload an adapter and free its slot. Raises ValueError if it is not loaded, or unfinished requests use it."""
         known = self._loaded.get(name)
         if known is None:
             raise ValueError(f"lora_name={shown(name)}: is not loaded; loaded are {', '.join(self._loaded) or 'none'}")
@@ -181,11 +181,11 @@ class AdapterManager:
         self._drop_unused()
 
     def load_everywhere(self, adapter: LoRARequest) -> None:
-        """`load` on every rank. Raises on all ranks the ValueError of one."""
+        """Load an adapter on every rank, see `load`. Raises on all ranks the ValueError of one."""
         run_on_all_ranks(self._ranks, lambda: self.load(adapter))
 
     def unload_everywhere(self, name: str) -> None:
-        """`unload` on every rank. Raises on all ranks the ValueError of one."""
+        """Unload an adapter on every rank, see `unload`. Raises on all ranks the ValueError of one."""
         run_on_all_ranks(self._ranks, lambda: self.unload(name))
 
     def recount(self, requests: Iterable[tuple[str, bool]]) -> None:

@@ -1,4 +1,4 @@
-"""Adapters on the device: low-rank matrices of every projection, in one slot for each adapter."""
+"""LoRA adapters on the device: low-rank matrices of every projection, with one adapter slot for each adapter."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from bateleur.runner.utils.device import pinned
 
 
 class AdapterPool:
-    """Low-rank matrices of up to `num_slots` adapters. Slot 0 is no adapter; adapters have slots 1 to `num_slots`."""
+    """LoRA matrices of up to `num_slots` adapters, in adapter slots 1 to `num_slots`. Slot 0 means no adapter."""
 
     def __init__(self, model: HybridDecoder, names: Names, num_slots: int, max_rank: int, max_num_tokens: int) -> None:
         """Attach zero matrices to every projection of `model` that an adapter may change.
 
         Args:
             model: the base model, or the part of it that this rank has.
-            names: names of its checkpoint, see `Checkpoint.names`.
-            num_slots: adapters on the device, `max_loras`.
-            max_rank: `max_lora_rank`. A projection has that many lanes for each of its modules (q, k and v).
-            max_num_tokens: tokens of the largest step, with padding.
+            names: tensor names of the model's checkpoint, see `Checkpoint.names`.
+            num_slots: maximum number of adapters on the device, `max_loras`.
+            max_rank: `max_lora_rank`. A projection has that many low-rank lanes for each of its modules (q, k and v).
+            max_num_tokens: number of tokens of the largest step, with padding.
         """
         self.num_slots, self.max_rank = num_slots, max_rank
         self._cuts = {} if model.ranks.alone else model.share.cuts
@@ -45,13 +45,13 @@ class AdapterPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all matrices."""
+        """Bytes of the LoRA matrices of all slots."""
         return sum(each.a_ARK.nbytes + each.b_ANR.nbytes for each in self.weights.values())
 
     def stage(self, num_tokens: int, slots: NDArray[np.int32] | None) -> Tensor:
-        """Write the slot of each token of a step, and return the first `num_tokens` entries, which include padding.
+        """Write the adapter slot of each token of a step. Return the first `num_tokens` entries, which include padding.
 
-        slots: of the tokens without padding; None for no adapter. Padding gets slot 0.
+        slots: slots of the tokens without padding; None for no adapter. Padding gets slot 0.
         """
         staged = pinned((num_tokens,), torch.int32, self.token_slots.device)
         num_known = 0 if slots is None else len(slots)
@@ -61,11 +61,11 @@ class AdapterPool:
         return self.token_slots[:num_tokens].copy_(staged, non_blocking=True)
 
     def poison(self) -> None:
-        """Give all tokens the last adapter, whose slot is valid but wrong for padding and most rows."""
+        """Set the last adapter slot for all tokens. It is valid, but wrong for padding and most requests."""
         self.token_slots.fill_(self.num_slots)
 
     def fill(self, slot: int, matrices: Mapping[str, LowRank]) -> None:
-        """Write an adapter, see `read_adapter`, to a slot that no running request uses."""
+        """Write an adapter, see `read_adapter`, to an adapter slot that no running request uses."""
         for name, weights in self.weights.items():
             weights.a_ARK[slot].zero_()
             weights.b_ANR[slot].zero_()
@@ -75,7 +75,7 @@ class AdapterPool:
                 weights.b_ANR[slot, :, : len(a)].copy_(b)
 
     def _own(self, name: str, a: Tensor, b: Tensor) -> LowRank:
-        """The columns of `a` and the rows of `b` that this rank has."""
+        """Return the columns of `a` and the rows of `b` that this rank has."""
         cut = self._cuts.get(name, {})
         if 0 in cut:
             b = torch.cat([b[first:end] for first, end in cut[0]])

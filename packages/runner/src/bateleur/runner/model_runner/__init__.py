@@ -1,1 +1,1 @@
-"""One step of the model: staged, on a graph or eagerly."""
+"""One step of the model: staged, then run in a CUDA graph or eagerly."""

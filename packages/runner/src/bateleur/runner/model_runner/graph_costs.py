@@ -1,4 +1,4 @@
-"""The cost of all graph captures of an engine."""
+"""The time and memory of all graph captures of an engine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bateleur.cudagraph import CaptureReport
 
 @dataclass(frozen=True, slots=True)
 class GraphCosts:
-    """Totals over all captures of an engine; `str` is one line for a log.
+    """Totals over all graph captures of an engine; `str` is one line for a log.
 
     num_graphs: CUDA graphs; a PIECEWISE key has several. num_failed: keys that could not be captured. seconds: host
-        time of warm-ups and captures. nbytes: device memory.
+    time of warm-ups and captures. nbytes: device memory in bytes.
     """
 
     num_graphs: int
@@ -24,7 +24,7 @@ class GraphCosts:
 
     @classmethod
     def of(cls, reports: Iterable[CaptureReport]) -> GraphCosts:
-        """Add up the reports of all managers."""
+        """Add up the capture reports of all graph managers."""
         reports = tuple(reports)
         rows = [row for report in reports for row in report.captured]
         return cls(

@@ -39,10 +39,10 @@ _PROMPTS = (64, 16, 8, 4, 2)
 
 
 def default_capture_sizes(max_num_tokens: int, decode_tokens: int = 0) -> tuple[int, ...]:
-    """Default token counts to capture, dense for small batches, where padding costs most.
+    """Return the default token counts to capture, dense for small batches, where padding costs most.
 
-    Up to 512, or `decode_tokens` (the tokens of all running requests with their drafts) if that is more, but never
-    above `max_num_tokens`.
+    They go up to 512, or to `decode_tokens` (the tokens of all running requests with their drafts) if that is more, but
+    never above `max_num_tokens`.
     """
     most = min(max(_MIXED_TOKENS, decode_tokens), max_num_tokens)
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, _MIXED_TOKENS + 1, 32)]
@@ -52,7 +52,10 @@ def default_capture_sizes(max_num_tokens: int, decode_tokens: int = 0) -> tuple[
 
 
 def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
-    """Query lengths to capture: 1, 1 + `num_drafts`, and 1 + each number of drafts that `policy` gives to all rows."""
+    """Return the query lengths of decode steps to capture: 1, and 1 + each number of drafts.
+
+    These are `num_drafts`, and the numbers that `policy` can choose for all requests.
+    """
     often = policy.numbers(num_drafts) if isinstance(policy, UniformPolicy) else ()
     return tuple(sorted({1, 1 + num_drafts, *(1 + n for n in often)}))
 
@@ -60,7 +63,7 @@ def query_lens_of(policy: DraftPolicy, num_drafts: int) -> tuple[int, ...]:
 def capture_sizes(
     mode: CudaGraphMode, sizes: Sequence[int] | None, limits: BatchLimits, query_lens: Sequence[int] = (1,)
 ) -> tuple[int, ...]:
-    """Token counts to capture: `sizes` if given, else the default sizes; () if `mode` captures nothing."""
+    """Return the token counts to capture: `sizes` if given, else the default sizes; () if `mode` captures nothing."""
     if mode is CudaGraphMode.NONE:
         return ()
     if sizes is not None:
@@ -73,7 +76,7 @@ def capture_sizes(
 
 
 def largest_capture(options: GraphOptions, limits: EngineLimits) -> int:
-    """Number of tokens of the largest graph; 0 if nothing is captured."""
+    """Return the number of tokens of the largest graph; 0 if nothing is captured."""
     sizes = capture_sizes(options.mode, options.capture_sizes, limits.buffers, (limits.max_query_len,))
     return max(sizes, default=0)
 
@@ -89,9 +92,9 @@ def make_dispatcher(
     support: GraphSupport,
     query_lens: Sequence[int] = (1,),
 ) -> tuple[CudagraphDispatcher, str | None]:
-    """The dispatcher for builders with this support, and the reason if its mode is not `mode`.
+    """Return the dispatcher for builders with this graph support, and the reason if its mode is not `mode`.
 
-    query_lens: tokens of each row in steps that decode: 1, and 1 + the drafts that all rows may have.
+    query_lens: query lengths of decode steps: 1, and 1 + each number of drafts that all requests may have.
     """
     mode, reason = mode.resolve(support, query_len=max(query_lens))
     dispatcher = CudagraphDispatcher.make(
@@ -105,7 +108,7 @@ def make_dispatcher(
 
 
 def gaps_of_drafts(dispatcher: CudagraphDispatcher, max_num_reqs: int, query_len: int) -> str | None:
-    """A warning if all batches have a graph without drafts, but some have none with `query_len` tokens per row."""
+    """Return a warning if batches with `query_len` tokens per request lack graphs, but no batch without drafts does."""
     plain, drafted = (dispatcher.coverage(max_num_reqs, length) for length in (1, query_len))
     missing = sum(span.num_sizes for span in drafted.gaps)
     if plain.gaps or not missing:
@@ -117,7 +120,7 @@ def gaps_of_drafts(dispatcher: CudagraphDispatcher, max_num_reqs: int, query_len
 
 
 class GraphDispatcher:
-    """Chooses the graph of each step, and runs staged steps on it or eagerly."""
+    """Chooses the CUDA graph of each step, and runs staged steps in it or eagerly."""
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class GraphDispatcher:
         query_lens: Sequence[int] = (1,),
         taps: tuple[int, ...] = (),
     ) -> None:
-        """query_lens: see `make_dispatcher`. taps: layer boundaries whose hidden states a drafter reads."""
+        """query_lens: see `make_dispatcher`. taps: layer boundaries at which a drafter reads hidden states."""
         self._taps = taps
         self.model = model
         self._producer = producer
@@ -147,7 +150,7 @@ class GraphDispatcher:
             self.manager = CudaGraphManager(self.dispatcher, backend, checks=options.checks)
 
     def warm_up(self, drafter: EagleSpeculator | None) -> None:
-        """Run dummy prompts, so that no capture or step has to load a kernel. A CPU without graphs loads none."""
+        """Run dummy prompts, so that no capture or step has to load a kernel. Does nothing on a CPU without graphs."""
         if self.model.device.type == "cpu" and self.manager is None:
             return
         with torch.inference_mode():
@@ -159,7 +162,7 @@ class GraphDispatcher:
                     drafter.warm_up(prompt.state)
 
     def capture(self) -> None:
-        """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
+        """Capture all graphs. A key whose capture fails runs eagerly from then on, with a warning."""
         if (manager := self.manager) is not None:
             self.model.reserve_positions(self._producer.buffers.limits.max_model_len)
             with torch.inference_mode():
@@ -170,10 +173,10 @@ class GraphDispatcher:
             self.sync = DataParallelSync(exchange, self.dispatcher, () if manager is None else manager.ready)
 
     def capture_draft(self, drafter: EagleSpeculator) -> None:
-        """Capture the passes of a draft head over the captured states of the target, and warn as `capture` does.
+        """Capture the passes of a draft head over the staged inputs of the target's graphs, and warn as `capture` does.
 
-        Passes after decodes belong to graphs of whole proposals, if these can be captured. Without graphs of the target
-        the head runs eagerly.
+        Passes after decodes belong to graphs of whole proposals, if these can be captured. Without graphs of the
+        target, the head runs eagerly.
         """
         if self.manager is None or not self.manager.states or drafter.decode is None:
             return
@@ -186,16 +189,16 @@ class GraphDispatcher:
                 keep_common_graphs(manager, self.model.peers)
 
     def decide(self, request: UnpaddedBatch) -> DispatchDecision:
-        """Choose the graph of a step, or none with the reason. All data-parallel ranks call this or `idle` together."""
+        """Choose the graph of a step, or none and the reason. All data-parallel ranks call this or `idle` together."""
         if self.sync is not None:
             return self.sync.dispatch(request).decision_for(request)
         return self.dispatcher.dispatch(request, None if self.manager is None else self.manager.ready)
 
     def idle(self) -> bool:
-        """Without a step, take part in a step of other data-parallel ranks; returns whether there was one.
+        """Take part in a step of other data-parallel ranks, on a rank without a step; returns whether there was one.
 
-        Dummy rows run: they use null blocks and null slots, and sample nothing. They fill the graph of the step;
-        without a graph it is one token, and the experts get padding rows.
+        Dummy requests run with null blocks and null slots, and sample nothing. They fill the graph of the step. Without
+        a graph one dummy token runs, and the experts get padding.
         """
         if self.sync is None or (agreed := self.sync.dispatch(None)).batch is None:
             return False
@@ -206,9 +209,10 @@ class GraphDispatcher:
         self.run(self._producer.stage_prompt(1) if key is None else self._producer.stage(key, Phase.RUN))
 
     def run(self, staged: StagedBatch[StepContext]) -> tuple[Tensor, ...]:
-        """Hidden states (padded tokens, M) of a staged step, then the taps; the next replay overwrites a graph's.
+        """Run a staged step. Returns hidden states (padded tokens, M), then those at the taps.
 
-        Raises ReplayFailed if the graph failed; its key runs eagerly from then on.
+        The next replay overwrites results of a graph. Raises ReplayFailed if the graph failed; its key runs eagerly
+        from then on.
         """
         if staged.key is None:
             return self._body(Execution(None, staged.state))
@@ -216,7 +220,7 @@ class GraphDispatcher:
         return self.manager.replay(staged.key, staged)
 
     def verify(self, fuzz: int) -> VerifyReport:
-        """Check that replays equal eager runs on random steps. Raises ValueError without graphs."""
+        """Check on `fuzz` random steps that replays equal eager runs. Raises ValueError without graphs."""
         if self.manager is None:
             raise ValueError("cudagraph_mode: there are no graphs to verify; choose a mode that captures some")
         with torch.inference_mode():

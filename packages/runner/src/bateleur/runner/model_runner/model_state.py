@@ -1,4 +1,4 @@
-"""The parts of a step that depend on the kinds of layers: KV cache groups, metadata builders, recurrent states."""
+"""The parts of a step that depend on the layer types: KV cache groups, metadata builders, recurrent states."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ from bateleur.runner.utils.device import upload
 
 
 class _Built(NamedTuple):
-    """Metadata of a recurrent group, and the steps for which it is valid.
+    """Metadata of a recurrent KV cache group, stored to be reused by the next steps.
 
-    batch_id: of the rows, see `StepRows`. written: numbers of clears and writes of their block table. longest: longest
-    row for which it is valid, in tokens.
+    batch_id: identity of the batch, see `StepRows`. written: numbers of clears and writes of the block table when it
+    was built.
+    longest: length in tokens of the longest request for which it is valid.
     """
 
     batch_id: object
@@ -53,10 +54,10 @@ class _Built(NamedTuple):
 
 
 class ModelState:
-    """The KV cache group of attention layers, if any, then the groups of recurrent layers, with their builders.
+    """The KV cache groups of a model with their metadata builders: attention layers first, then recurrent layers.
 
-    In cache mode `none` row r of N always owns the state slots 1 + r, 1 + r + N, ...; in other modes
-    `MambaStateManager` allocates them. `RequestStates` and rings of row r are in their row 1 + r.
+    In cache mode `none`, table row r of N always owns the state slots 1 + r, 1 + r + N, ...; in other modes
+    `MambaStateManager` allocates them. `RequestStates` and rings have the data of table row r at index 1 + r.
     """
 
     def __init__(
@@ -118,12 +119,12 @@ class ModelState:
 
     @property
     def graph_support(self) -> GraphSupport:
-        """Batches that all builders can capture."""
+        """The batches that all metadata builders can capture."""
         builders = (self._attention, self._mamba)
         return min((each.graph_support for each in builders if each), default=GraphSupport.ALWAYS)
 
     def tables(self, kv_blocks: BlockTable) -> list[BlockTable]:
-        """The block table of each group, by row of the request table."""
+        """Return the block table of each KV cache group, by row of the request table."""
         tables = [kv_blocks] if self._attention else []
         if self._mamba is not None:
             tables.append(self._state_blocks)
@@ -146,8 +147,9 @@ class ModelState:
         after: NDArray[np.int64],
         rng: np.random.Generator,
     ) -> tuple[NDArray[np.int32], ...]:
-        """Tables (R, columns) of random rows with these KV blocks, which go from `computed` to `after` tokens, with
-        random pages for their states before and after the step.
+        """Return block tables (R, columns) for random requests that go from `computed` to `after` tokens.
+
+        kv_blocks: their KV blocks. Their states before and after the step get random pages.
         """
         rows, base = np.arange(len(computed)), computed
         if self._mamba is None:
@@ -200,7 +202,7 @@ class ModelState:
     def _recurrent(
         self, builder: MambaMetadataBuilder, batch: CommonAttentionMetadata, phase: BuildPhase, batch_id: object
     ) -> MambaMetadata:
-        """Metadata of the recurrent layers: that of the last step if it is still valid, else new metadata."""
+        """Return the metadata of the recurrent layers: the last step's if it is still valid, else new metadata."""
         table = self._state_blocks
         written = table.num_clears, table.num_writes
         last, self._last = self._last, None
@@ -218,7 +220,7 @@ class ModelState:
         return metadata
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
-        """Reset the states of rows that new requests got, with `computed` tokens found in the caches."""
+        """Reset the states of table rows that new requests got, with `computed` tokens found in the caches."""
         if self._states is None or self._mamba is None or self.caches.pool is None:
             return
         self._states.admit(1 + rows, computed)
@@ -232,8 +234,8 @@ class ModelState:
     def commit(self, context: StepContext, num_valid: Tensor | None, *, captured: bool = False) -> None:
         """Commit the recurrent states of a step, without rejected drafts, and store states at block boundaries.
 
-        num_valid: (R,) int64 on the device, tokens of each row that stay; None for all. captured: a graph records the
-            call, for steps whose rows all decode.
+        num_valid: (R,) int64 on the device, number of tokens of each request that stay; None for all. captured: whether
+        a graph captures the call, for steps whose requests all decode.
         """
         if self._mamba is None or self.caches.pool is None:
             return
@@ -253,7 +255,7 @@ class ModelState:
             self.caches.pool.fold(plan, replay, request_row, self._parameters)
 
     def carried(self) -> dict[str, Tensor]:
-        """Views of the state of requests outside the caches, by name."""
+        """Views of the per-request state outside the caches, by name."""
         return {} if self._states is None else {"carried": self._states.values}
 
     def _signature(self, context: StepContext) -> Signature:
@@ -266,7 +268,7 @@ class ModelState:
         return Signature.join(**parts)
 
     def addresses(self) -> Mapping[str, int]:
-        """Data pointers of the builders' buffers and the caches, by name."""
+        """Data pointers of the builders' buffers and of the caches, by name."""
         found: dict[str, int] = {}
         for owner, builder in (("attention", self._attention), ("mamba", self._mamba)):
             if builder is not None:

@@ -16,7 +16,7 @@ from bateleur.runner.utils.device import upload
 class RowLengths:
     """Computed tokens of each running request, by row of the request table.
 
-    Lengths are found by table row, never by position in a batch, because rows change places between steps
+    Lengths are found by table row, never by position in a batch, because that position changes between steps
     (vLLM #53919).
     """
 
@@ -26,19 +26,22 @@ class RowLengths:
 
     @property
     def computed(self) -> Tensor:
-        """(M,) int32 on the device, current lengths of all rows."""
+        """Current lengths of all table rows, (M,) int32 on the device."""
         return self._computed_M[:-1]
 
     def admit(self, rows: NDArray[np.int64], computed: NDArray[np.int32]) -> None:
-        """Set the lengths of rows (R,) that requests just got."""
+        """Set the lengths of table rows (R,) that requests just got."""
         device = self._computed_M.device
         self._computed_M.index_copy_(0, upload(rows, device), upload(computed, device))
 
     def of(self, rows: Tensor) -> Tensor:
-        """(R,) int32 on the device, lengths of these rows (R,) int64 before the next step."""
+        """Return the lengths (R,) int32 of these table rows (R,) int64 before the next step, on the device."""
         return self._computed_M.index_select(0, rows)
 
     def advance(self, rows: Tensor, batch: CommonAttentionMetadata, num_valid: Tensor) -> None:
-        """Advance rows (R,) int64 of a step by `num_valid` (R,) int64. Can be captured; padding rows are `max_rows`."""
+        """Advance table rows (R,) int64 of a step by `num_valid` (R,) int64.
+
+        Can be captured; padding has row `max_rows`.
+        """
         reach_R = batch.num_computed_tokens[: len(rows)] + num_valid
         self._computed_M.index_copy_(0, rows, reach_R.int())

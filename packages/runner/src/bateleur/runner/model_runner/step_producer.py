@@ -47,7 +47,7 @@ class StepProducer:
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[StepContext]:
         """Stage a dummy batch that fills `key`, with null blocks.
 
-        Captures and their warm-up get the length bound of the longest request, so that any replay is covered.
+        Captures and their warm-up get the length of the longest request as upper bound, which covers any replay.
         """
         limits = self.buffers.limits
         num_reqs = min(key.num_tokens, limits.max_num_reqs) if key.num_reqs is None else key.num_reqs
@@ -65,7 +65,7 @@ class StepProducer:
         return self.stage_prompts(min(num_tokens, self.buffers.limits.max_model_len))
 
     def stage_prompts(self, num_tokens: int) -> StagedBatch[StepContext]:
-        """Stage dummy prompts that run eagerly, about `num_tokens` tokens in as few rows as possible."""
+        """Stage dummy prompts that run eagerly, about `num_tokens` tokens in as few requests as possible."""
         limits = self.buffers.limits
         num_tokens = min(num_tokens, limits.max_num_tokens)
         num_reqs = min(-(-num_tokens // limits.max_model_len), limits.max_num_reqs)
@@ -75,7 +75,7 @@ class StepProducer:
         return self.model_state.prepare(batch, None)
 
     def stage_decodes(self, num_reqs: int, query_len: int) -> StagedBatch[StepContext]:
-        """Stage dummy decodes that run eagerly, `query_len` tokens each."""
+        """Stage dummy decodes that run eagerly, with `query_len` tokens for each request."""
         context_len = min(1, self.buffers.limits.max_model_len - query_len)
         shape = BatchShape.of(num_reqs, num_reqs * query_len, query_len)
         batch = self.buffers.dummy(shape, context_len=context_len, max_seq_len=self._longest_bound)
@@ -83,27 +83,27 @@ class StepProducer:
 
     @property
     def _longest_bound(self) -> int | None:
-        """`max_seq_len` of eager dummy rows; None for their own length, if a loose bound would make the backend slow.
+        """`max_seq_len` of eager dummy requests; None for their own length, if a larger one makes the backend slow.
 
-        With the bound of the longest request, dummy rows launch every kernel that real rows launch.
+        With the length of the longest request, dummy requests launch every kernel that real requests launch.
         """
         return self.buffers.limits.max_model_len if self.model_state.backend.tolerates_loose_bounds else None
 
     def addresses(self) -> Mapping[str, int]:
-        """Data pointers of buffers, builders and caches."""
+        """Data pointers of buffers, builders and caches, by name."""
         slots = {} if self._adapters is None else {"adapter slots": self._adapters.token_slots.data_ptr()}
         return {**self.buffers.addresses(), **self.model_state.addresses(), **slots}
 
     def poison(self) -> None:
-        """Fill all buffers with invalid values; the next staging defines every entry again."""
+        """Fill all buffers with invalid values. The next staging must define every entry again."""
         self.buffers.poison()
         if self._adapters is not None:
             self._adapters.poison()
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[StepContext]:
-        """Stage random rows that `key` can hold, over random cache contents; for an engine without requests.
+        """Stage a random batch that `key` can hold, over random cache contents; for an engine without requests.
 
-        Only the blocks, pages and ring rows of these rows are filled, on the device. The same `seed` gives the same
+        Only the blocks, pages and ring rows of this batch are filled, on the device. The same `seed` gives the same
         contents on devices of one type.
         """
         rng = np.random.default_rng(seed)
@@ -132,8 +132,9 @@ class StepProducer:
         return self.model_state.prepare(self.buffers.stage(rows, shape), key, adapter_slots=slots)
 
     def written(self, context: StepContext) -> dict[str, torch.Tensor]:
-        """What a step writes besides its output (slots, pages, ring rows), and a checksum of all other cache contents,
-        which must not change. Waits for the device.
+        """Return the cache entries that a step may write, and a checksum of all others, which must not change.
+
+        The entries are state slots, pages and ring rows of the batch. Waits for the device.
         """
         caches, batch = self.model_state.caches, context.batch
         found, states = {}, 1 if caches.kv else 0
@@ -176,7 +177,7 @@ class StepProducer:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Checksum of a tensor: the sum of its elements read as integers."""
+    """Return a checksum of a tensor: the sum of its elements read as integers."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.view(whole).sum(dtype=torch.int64)
 
@@ -184,7 +185,10 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def padded_shape(
     key: BatchExecutionDescriptor | None, num_reqs: int, num_tokens: int, max_query_len: int
 ) -> BatchShape:
-    """The sizes of a batch that runs on `key`; unpadded without a key. A FULL key also promises query lengths."""
+    """Return the sizes of a batch that runs in graph `key`; unpadded without a key.
+
+    A FULL key also fixes query lengths.
+    """
     if key is None:
         return BatchShape.of(num_reqs, num_tokens, max_query_len)
     return BatchShape(
@@ -199,7 +203,10 @@ def padded_shape(
 def _random_lens(
     key: BatchExecutionDescriptor, num_reqs: int, filled: int, room: int, rng: np.random.Generator
 ) -> NDArray[np.int32]:
-    """Query lengths of rows that fit `key`, `filled` tokens and `room` tokens a row, single tokens first."""
+    """Return random query lengths that fit `key`, single tokens first.
+
+    filled: number of tokens of the batch. room: maximum number of tokens of a request.
+    """
     if key.uniform_query_len is not None:
         return np.full(num_reqs, key.uniform_query_len, np.int32)
     longest = min(room - 1, key.num_tokens if key.max_query_len is None else key.max_query_len)

@@ -18,7 +18,7 @@ from bateleur.runner.models.spec import AttentionLayer
 
 
 class CachedAttention(Branch):
-    """A branch with keys and values in a paged cache."""
+    """A residual branch whose keys and values are written to a paged KV cache."""
 
     norm: HeadNorm | WholeNorm | None = None
     """Norm of queries and keys before rotation."""
@@ -26,7 +26,7 @@ class CachedAttention(Branch):
     """(H,) float32; see `AttentionLayer.sinks`."""
 
     def __init__(self, spec: AttentionLayer, index: int, like: Tensor) -> None:
-        """index: of the layer's KV cache."""
+        """index: index of the layer's KV cache in `StepContext.kv`."""
         self.spec = spec
         self._index = index
         self._kv_scales = kv_scales_of(spec, like.device)
@@ -34,9 +34,10 @@ class CachedAttention(Branch):
     def attend(
         self, context: StepContext, q: Tensor, k: Tensor, v: Tensor, *rotary: Tensor, work: Tensor | None = None
     ) -> Tensor:
-        """Write keys and values (T, kv heads, D), and return the attention of queries (T, H, D): (T, H, D).
+        """Write keys and values (T, kv heads, D) to the cache and return the attention of queries (T, H, D): (T, H, D).
 
-        work: see `AttentionBackend.build_work_list`.
+        rotary: cosines and sines, if the backend rotates. work: work list of the layer, see
+        `AttentionBackend.build_work_list`.
         """
         assert context.attention is not None
         cache, meta, spec, backend = context.kv[self._index], context.attention, self.spec, context.backend
@@ -61,7 +62,7 @@ class CachedAttention(Branch):
 
 
 def kv_scales_of(layer: AttentionLayer, device: torch.device) -> Tensor | None:
-    """Return scales (2, kv heads) float32 of keys and of values in an FP8 cache; None if all are 1.0."""
+    """Return the scales (2, kv heads) float32 of keys and of values in an FP8 cache, or None if all are 1.0."""
     if not (layer.k_scales or layer.v_scales):
         return None
     ones = (1.0,) * layer.num_kv_heads
@@ -69,14 +70,14 @@ def kv_scales_of(layer: AttentionLayer, device: torch.device) -> Tensor | None:
 
 
 class Attention(CachedAttention):
-    """Grouped-query attention; gates, queries, keys and values come from one projection.
+    """Grouped-query attention. One projection computes gates, queries, keys and values.
 
-    On CUDA, norms of heads are part of the kernel that rotates and stores. Elsewhere they are one operator over queries
-    and keys, and a product with the weights of each.
+    On CUDA, the kernel that rotates and stores keys also computes the norms of heads. Elsewhere, queries and keys are
+    normalised together by one operator and then multiplied by their own weights.
     """
 
     def __init__(self, spec: AttentionLayer, like: Tensor, index: int, rope: int) -> None:
-        """index: of the layer's KV cache. rope: index of its rotary embedding in `LayerStep.rotary`, if it has one."""
+        """index: index of the layer's KV cache. rope: index of the layer's rotary embedding in `LayerStep.rotary`."""
         super().__init__(spec, index, like)
         self._rope = rope
         self._gates = spec.num_heads if spec.gated else 0
@@ -94,12 +95,12 @@ class Attention(CachedAttention):
             self.norm = HeadNorm(spec.head_dim, spec.qk_norm_eps, like)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by name; in `qkv_proj` the rows of gates come first."""
+        """Return the tensors to load, by weight name. The first rows of `qkv_proj` compute the gates."""
         found = super().weights() | ({} if self.sinks is None else {"sinks": self.sinks})
         return found if self.norm is None else found | {"q_norm": self.norm.q, "k_norm": self.norm.k}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Write keys and values of this step, attend, and project back: (T, M)."""
+        """Write keys and values of this step, attend, and project to the hidden size: (T, M)."""
         spec = self.spec
         heads_THD = self.qkv_proj(x_TM, step.adapters).view(-1, sum(self._heads), spec.head_dim)
         gate_THD, qk_THD, v = heads_THD.split_with_sizes(self._heads, 1)

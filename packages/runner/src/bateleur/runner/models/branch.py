@@ -1,7 +1,7 @@
-"""Base of all residual branches: projections, and names of weights.
+"""Base class of all residual branches (attention, MLP, experts, recurrent): projections and names of weights.
 
-Plain classes instead of `nn.Module`, which looks parameters up in a second dictionary and wraps every call; nothing is
-trained.
+These are plain classes. `nn.Module` looks parameters up in a second dictionary and wraps every call, and nothing is
+trained here.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from bateleur.runner.models.matrix import Projection
 
 
 class Branch:
-    """The part of a residual branch after its norm, between input and output projections.
+    """A residual branch: the computation between the norm of the residual stream and the sum with it.
 
-    Constructors take a tensor `like` (any, M), whose width, dtype and device the branch gets.
+    Constructors take a tensor `like` (any, M). The branch gets its width M, dtype and device.
     """
 
     @property
     def projections(self) -> dict[str, Projection | GroupedProjection]:
-        """Projections by the names of their weights."""
+        """Projections of the branch by the names of their weights."""
         kinds = Projection, GroupedProjection
         return {name: value for name, value in vars(self).items() if isinstance(value, kinds)}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by name."""
+        """Return the tensors to load, by weight name."""
         found = {
             name: weight
             for proj, projection in self.projections.items()

@@ -1,4 +1,4 @@
-"""What layers read of a step, and what all layers of one kind share within it."""
+"""Metadata and caches of a step for the layers, and values that all layers of one kind share within a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bateleur.runner.distributed.ranks import ALONE, Ranks
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Metadata and caches of one step."""
+    """Metadata and caches of one step, read by all layers."""
 
     batch: CommonAttentionMetadata
     backend: AttentionBackend
@@ -26,13 +26,13 @@ class StepContext:
     kv: Sequence[tuple[Tensor, Tensor]]
     """Keys and values by attention layer, (num_blocks, block_size, num_kv_heads, head_dim) each."""
     states: Sequence[tuple[Tensor, Tensor | None]]
-    """Convolution windows and states by recurrent layer, see `StatePool.layer`."""
+    """Convolution windows and states by recurrent layer, as `StatePool.layer` returns them."""
     rings: Sequence[Rings | None]
-    """Rings and live windows by recurrent layer; None under SLOTS."""
+    """Rings (last tokens' inputs) and conv windows by recurrent layer; None if states are written at every step."""
     adapters: Tensor | None = None
     """(T,) int32: LoRA slot of each token; None without adapters."""
     mamba_batch: MixerBatch | None = field(init=False)
-    """The rows of `mamba`, prepared once for all layers."""
+    """The requests of `mamba`, prepared once for all recurrent layers."""
 
     def __post_init__(self) -> None:
         rows = None if self.mamba is None else MixerBatch.of(self.mamba)
@@ -41,35 +41,37 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
-    """What all layers of one forward pass share."""
+    """Arguments that all layers of one forward pass share."""
 
     execution: Execution[StepContext]
-    """The step. Attention and recurrent layers pass work that depends on its metadata to `eager`."""
+    """The step. Attention and recurrent layers pass functions that depend on its metadata to `eager`."""
     rotary: tuple[tuple[Tensor, Tensor], ...]
     """Cosines and signed sines of the positions, (T, 1, rotary_dim) each, by distinct rotary embedding."""
     ranks: Ranks = field(default=ALONE, kw_only=True)
     """Ranks that run these layers; each branch returns this rank's part of a sum."""
     work: tuple[Tensor | None, ...] = field(default=(), kw_only=True)
-    """Work list of each attention layer, see `AttentionBackend.build_work_list`; () unless the backend tolerates loose
-    bounds."""
+    """Work list of each attention layer, see `AttentionBackend.build_work_list`; () unless the backend accepts upper
+    bounds in place of exact lengths.
+    """
 
     adapters: Tensor | None = field(default=None, kw_only=True)
     """See `StepContext.adapters`."""
 
     @property
     def fuses_rotary(self) -> bool:
-        """Whether `attend` rotates queries and keys."""
+        """Whether the attention backend rotates queries and keys (RoPE) in its own kernel."""
         return self.execution.state.backend.fuses_rotary
 
     @property
     def fuses_norm(self) -> bool:
-        """Whether `attend` normalises queries and keys before it rotates them."""
+        """Whether the attention backend normalises queries and keys in its own kernel, before it rotates them."""
         return self.execution.state.backend.fuses_norm
 
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
         """Return `run(context, *tensors)`, the attention of layer `index`.
 
-        Backends that tolerate loose bounds are captured with the pieces around them, and get `work`.
+        If the backend accepts upper bounds in place of exact lengths, its call is captured in the CUDA graph of the
+        surrounding piece and gets the layer's work list as `work`. Otherwise it runs eagerly between pieces.
         """
         if self.execution.state.backend.tolerates_loose_bounds:
             return run(self.execution.state, *tensors, work=self.work[index])

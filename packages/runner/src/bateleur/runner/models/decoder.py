@@ -1,6 +1,6 @@
 """The decoder: embedding, a stack of residual branches, final norm, logits.
 
-Shapes: T tokens of all requests, M hidden size, S rows that need logits, V vocabulary.
+Shapes: T tokens of all requests, M hidden size, S hidden states that need logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class HybridDecoder:
     Weights of a new decoder are uninitialised; the checkpoint loader fills them (`weights`). On the `meta` device it
     only describes its weights.
 
-    spec: what to build.
+    spec: layers and sizes of the model.
     dtype: of weights, activations and logits (before conversion to float32). Parameters of recurrences and routers are
     float32 in any case.
-    device: of the weights.
+    device: device of the weights.
     ranks: tensor-parallel ranks, see `shard_model`; `self.spec` is this rank's part.
     data_ranks: data-parallel ranks that share experts, see `shard_experts`; not together with `ranks`.
     """
@@ -113,12 +113,12 @@ class HybridDecoder:
 
     @property
     def peers(self) -> Ranks:
-        """All ranks that take part in a forward pass."""
+        """All ranks that take part in a forward pass: tensor-parallel ranks, or ranks that share experts."""
         return self.ranks if self.exchange is None else self.exchange.ranks
 
     @property
     def several(self) -> str:
-        """The option that sets the number of these ranks, and its value, for messages."""
+        """For messages: the option that sets the number of `peers`, and its value."""
         kind = "tensor" if self.exchange is None else "data"
         return f"{kind}_parallel_size is {self.peers.size}"
 
@@ -130,10 +130,14 @@ class HybridDecoder:
         params: Mapping[Recurrence, Iterator[tuple[Tensor, ...]]],
         exchange: ExpertParallel | None = None,
     ) -> tuple[Residual, ...]:
-        """Build the layers of `spec`, with uninitialised weights.
+        """Build the layers of `spec` with uninitialised weights.
 
-        like: tensor (any, M) whose width, dtype and device they get. ropes: rotary embeddings of `LayerStep.rotary`.
-        params: parameters of each recurrence, in the order of its layers. exchange: see `Experts`.
+        like: tensor (any, M); the layers get its width, dtype and device. ropes: rotary embeddings, in the order of
+        `LayerStep.rotary`. params: tensors for the parameters of each recurrence, in the order of its layers.
+        exchange: exchanges tokens with ranks that have other experts, see `Experts`.
+        (`layers.3.1.in_proj`). `lm_head` is missing if it is the embedding. => The layer number counts residual
+        branches in the order of `spec.layers`. Parts of a parallel layer have a second number (`layers.3.1.in_proj`).
+        `lm_head` is missing if the embedding is the output projection.
         """
         num_attention, num_recurrent = count(), count()
 
@@ -163,8 +167,8 @@ class HybridDecoder:
     def weights(self) -> dict[str, Tensor]:
         """Return all tensors that a checkpoint fills, by name: `embedding`, `layers.3.norm`, `layers.3.in_proj`, ...
 
-        Layers count residual branches, in the order of `spec.layers`; parts of parallel ones are numbered
-        (`layers.3.1.in_proj`). `lm_head` is missing if it is the embedding.
+        The layer number counts residual branches in the order of `spec.layers`. Parts of a parallel layer have a second
+        number (`layers.3.1.in_proj`). `lm_head` is missing if the embedding is the output projection.
         """
         named = {"embedding": self.embedding}
         for i, residual in enumerate(self._residuals):
@@ -174,7 +178,7 @@ class HybridDecoder:
 
     @property
     def matrices(self) -> dict[str, Projection | GroupedProjection]:
-        """Projections of all layers, and the output if it is not the embedding, by the names of their weights."""
+        """Projections of all layers, and `lm_head` unless tied to the embedding, by the names of their weights."""
         named: dict[str, Projection | GroupedProjection] = {
             f"layers.{i}.{name}": each
             for i, residual in enumerate(self._residuals)
@@ -189,11 +193,11 @@ class HybridDecoder:
 
     @property
     def lm_head(self) -> Tensor:
-        """(V, M) output projection; the embedding itself if tied, and a copy if packed or quantised."""
+        """Weight (V, M) of the output projection: the embedding itself if tied, a copy if packed or quantised."""
         return self.output.weight
 
     def tie_lm_head(self) -> None:
-        """Use the embedding as output projection, and drop the separate one."""
+        """Use the embedding as output projection, and free the separate one."""
         self.output = Projection(self.embedding)
 
     @property
@@ -213,37 +217,42 @@ class HybridDecoder:
         return {name: each for name, each in named.items() if isinstance(each, Projection) and is_adaptable(name)}
 
     def pack(self, *, recorded: bool = False) -> None:
-        """Pack the matrices after loading, see `Projection.pack`."""
+        """Store the loaded matrices in faster CPU layouts, see `Projection.pack`.
+
+        recorded: CUDA graphs will be captured.
+        """
         for projection in self.projections:
             projection.pack(recorded=recorded)
 
     def warm_up(self, num_tokens: int) -> None:
-        """Load kernels for steps of up to `num_tokens` that captures do not launch, see `Experts.warm_up`."""
+        """Load kernels for steps of up to `num_tokens` tokens. Graph capture launches only those of smaller steps."""
         for residual in self._residuals:
             residual.warm_up(num_tokens)
         self.output.warm_up(num_tokens)
 
     def rotary_table(self, rope: RopeSpec) -> RopeTable:
-        """Return the table of a rotary embedding; a new one if no layer has it."""
+        """Return the cosine and sine table of a rotary embedding. It is a new table if no layer uses this embedding."""
         table = self._tables.get(rope)
         return RopeTable(rope, self.dtype, self.device) if table is None else table
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Compute rotary tables up to `num_positions`, so that no later step allocates."""
+        """Compute all rotary tables up to `num_positions`, so that no later step allocates memory for them."""
         for table in self._tables.values():
             table.reserve(num_positions)
 
     def set_prompt_length(self, prompt_len: int) -> None:
-        """Set the prompt length of the rotary tables, see `ModelSpec.rope_length`."""
+        """Set the prompt length for rotary frequencies that depend on it, see `ModelSpec.rope_length`."""
         for table in self._tables.values():
             table.set_prompt_length(prompt_len)
 
     def run(self, execution: Execution[StepContext], taps: Sequence[int] = ()) -> tuple[Tensor, ...]:
         """Run a step. Returns final hidden states and the residual stream at `taps`, (T, hidden_size) each.
 
-        execution: the step; its caches are written.
-        taps: boundaries between layers of the checkpoint, as `bateleur.eagle.TargetNeeds` counts them; a layer has
-        `branches_per_layer` branches. The model's dtype is that of all results.
+        All results have the model's dtype.
+
+        execution: the step, whose caches are written.
+        taps: boundaries between layers of the checkpoint, as `bateleur.eagle.TargetNeeds` counts them. A layer of the
+        checkpoint has `branches_per_layer` branches.
         """
         spec = self.spec
         context = execution.state
@@ -274,7 +283,7 @@ class HybridDecoder:
         return (final, *(seen[tap * spec.branches_per_layer] for tap in taps))
 
     def _divide_attention(self, context: StepContext) -> tuple[Tensor | None, ...]:
-        """Make `LayerStep.work`: one list for all layers with equal heads and windows."""
+        """Build the attention work lists `LayerStep.work`. Layers with equal heads and windows share a list."""
         backend, meta = context.backend, context.attention
         if meta is None or not backend.tolerates_loose_bounds:
             return ()
@@ -288,7 +297,10 @@ class HybridDecoder:
         return tuple(made[first] for first in self._first_of_kind)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings (T, hidden_size) of token ids (T,), summed over ranks, one of which has each token."""
+        """Return the embeddings (T, hidden_size) of token ids (T,).
+
+        Each rank has some tokens; the ranks' results are added.
+        """
         if self.ranks.alone:
             return F.embedding(input_ids, self.embedding)
         first, end = self._tokens
@@ -297,7 +309,10 @@ class HybridDecoder:
         return self.ranks.sum_(rows_TM.masked_fill_(absent_T.unsqueeze(1), 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (S, V) float32 of hidden states (S, hidden_size), for the tokens of `shard`."""
+        """Return logits (S, V) float32 of hidden states (S, hidden_size).
+
+        With vocabulary shards, V is this rank's shard.
+        """
         logits_SV = self.output(hidden).float()
         divisor = self.spec.logits_divisor
         return logits_SV if divisor == 1.0 else logits_SV.div_(divisor)

@@ -1,8 +1,4 @@
-"""The branch of delta rules: gated delta nets and Kimi delta attention.
-
-Shapes: T tokens of all requests, M hidden size, C convolution channels (queries, keys and values), H value heads, P
-head size, I = H * P, R rank of low-rank projections.
-"""
+"""Residual branch of delta rules: gated delta nets and Kimi delta attention."""
 
 from __future__ import annotations
 
@@ -18,13 +14,14 @@ from bateleur.runner.models.spec import DeltaLayer
 
 
 class Delta(Recurrent):
-    """Projection to q k v | gate | b | a, the mixer, the norm of every head and the gate, projection back.
+    """Gated delta net or Kimi delta attention between an input and an output projection.
 
-    With a rank, gate and a are low-rank: R lanes each, projected again.
+    The input projection computes q k v | gate | b | a. Then follow the mixer, the norm of every head and the gate. With
+    a rank R, gate and a are low-rank: R lanes each, projected a second time.
     """
 
     def __init__(self, spec: DeltaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
-        """index: of the layer's states in the state pool. params: tensors for A and dt_bias."""
+        """index: index of the layer's states in the state pool. params: tensors for A and dt_bias."""
         state, hidden, rank = spec.state, like.shape[1], spec.rank
         super().__init__(state, like, index, params)
         self.spec = spec
@@ -39,11 +36,11 @@ class Delta(Recurrent):
         self.out_proj = empty_projection(hidden, inner, like)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by name; A is -exp(A_log)."""
+        """Return the tensors to load, by weight name. The tensor of A holds -exp(A_log)."""
         return super().weights() | {"norm": self.norm}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Advance all rows' states by their tokens: (T, M). Decode rows come before prompts."""
+        """Return the branch's output (T, M), and advance the states of all requests. Decodes come before prompts."""
         spec, state = self.spec, self.spec.state
         qkv_TC, gate_TI, b_TH, a = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
         if spec.rank is not None:

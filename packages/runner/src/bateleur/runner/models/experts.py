@@ -1,7 +1,7 @@
 """Mixture of experts: each token takes a few of many feed-forward networks.
 
 Shapes: T tokens of all requests, M hidden size, L width of the experts (M or a latent size), E experts, K experts of a
-token, S places (pairs of token and expert; T * K), F intermediate size. A tokens of all ranks that share experts.
+token, S pairs of token and expert (T * K), F intermediate size. A tokens of all ranks that share experts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ROUTED = ("up_proj", "down_proj")
 
 
 class Experts(Branch):
-    """Routed experts, and shared ones that all tokens take. The router is float32 in any case."""
+    """Routed experts, and an optional shared expert that all tokens take. The router computes in float32."""
 
     def __init__(self, spec: ExpertsLayer, like: Tensor, exchange: ExpertParallel | None = None) -> None:
-        """exchange: with the ranks that have the experts outside of `spec.own`; None if all are here."""
+        """exchange: exchanges tokens with ranks that have the experts outside `spec.own`; None if all are here."""
         self.spec, self._exchange = spec, exchange
         hidden, inner, count = like.shape[1], spec.intermediate_size, spec.num_experts
         width = spec.latent_size or hidden
@@ -47,12 +47,12 @@ class Experts(Branch):
 
     @property
     def projections(self) -> dict[str, Projection | GroupedProjection]:
-        """Projections by the names of their weights; those of the shared expert begin with `shared_`."""
+        """Projections by the names of their weights. Names for the shared expert begin with `shared_`."""
         shared = {} if self._shared is None else self._shared.projections
         return super().projections | {f"shared_{name}": each for name, each in shared.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by name."""
+        """Return the tensors to load, by weight name."""
         found = super().weights()
         return found if self._correction_E is None else found | {"correction": self._correction_E}
 
@@ -70,7 +70,7 @@ class Experts(Branch):
         return y_TM.add_(shared_TM if gate_T1 is None else shared_TM.mul_(logistic(gate_T1)))
 
     def warm_up(self, num_tokens: int) -> None:
-        """Load the kernels for steps of up to `num_tokens`, so that the first long prompt does not wait for them."""
+        """Load the kernels for steps of up to `num_tokens` tokens, so that the first long prompt need not wait."""
         for projection in (self.up_proj, self.down_proj):
             projection.warm_up(num_tokens * self.spec.top_k)
 
@@ -91,7 +91,11 @@ class Experts(Branch):
         return combine(self._products(x_TL, token_S, ends_E), place_S, weights_TK, shared_TL, gate_T1)
 
     def _products(self, x_TL: Tensor, token_S: Tensor, ends_E: Tensor) -> Tensor:
-        """Return the outputs (S, L) of the experts; rows after the last expert's are undefined."""
+        """Return the outputs (S, L) of the experts for S sorted pairs of token and expert.
+
+        x_TL: inputs of the tokens. token_S: token of each pair. ends_E: end of each expert's pairs; later rows are
+        undefined.
+        """
         wide_SF, expert_S = self.up_proj(x_TL.index_select(0, token_S), ends_E), None
         if self.up_proj.bias is not None and self.down_proj.bias is not None:
             place_S = torch.arange(len(token_S), dtype=torch.int32, device=ends_E.device)
@@ -103,7 +107,10 @@ class Experts(Branch):
         return y_SL.add_(self.down_proj.bias.index_select(0, expert_S))
 
     def _of_all_ranks(self, exchange: ExpertParallel, x_TL: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """Return the weighted sum (T, L) of each token's experts on all ranks; those here take tokens of all ranks."""
+        """Return the weighted sum (T, L) of each token's experts on all ranks.
+
+        The own experts compute tokens of all ranks.
+        """
         assert self.spec.own is not None
         x_AL, weights_AK, experts_AK = exchange.gather(x_TL, weights_TK, experts_TK)
         (first, end), count = self.spec.own, self.spec.num_own

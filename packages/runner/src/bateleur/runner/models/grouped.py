@@ -1,6 +1,6 @@
-"""Grouped matrix products: rows sorted by group, with one matrix for each group.
+"""Grouped matrix products: rows are sorted by group, and each group has its own matrix.
 
-Shapes: S rows, N columns of a product, K columns of a factor, E groups.
+Shapes: S rows, K columns of the input, N columns of the output, E groups.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _GENERATIONS = (9, 10)
 
 
 def masked_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply every row with every matrix and keep one product: on any device and dtype, at E times the work."""
+    """Multiply every row by the matrix of its group, in torch on any device and dtype.
+
+    It multiplies all rows by the matrices of all groups, and keeps one product for each row. Arguments are those of
+    `grouped_product`.
+    """
     rows_S1 = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
     y_SN = x.new_zeros(x.shape[0], weight.shape[1])
     for e in reversed(range(weight.shape[0])):  # a row belongs to the first group that ends after it
@@ -42,8 +46,8 @@ FORMS = Implementations(masked_products, triton="bateleur.runner.models.kernels.
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """``(x (S, K), weight (E, N, K), ends (E,) int32) -> (S, N)``: row s times the transpose of its group's matrix.
 
-    The rows of group e end before ``ends[e]``; group 0 begins at row 0. A row does not depend on other rows, not even
-    on NaN. Rows after the last group are undefined.
+    The rows of group e end before ``ends[e]``; group 0 begins at row 0. A row of the result depends only on its own
+    input, even if others are NaN. Rows after the last group are undefined.
     """
     if x.is_cpu:
         return _by_group(x, weight, ends)
@@ -76,7 +80,7 @@ def _by_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _filled(ends: Tensor) -> list[tuple[int, int, int]]:
-    """Return (group, first row, end) of groups with rows; on a CPU, where reading `ends` does not wait."""
+    """Return (group, first row, end) of the groups that have rows. CPU only, where reading `ends` does not wait."""
     every: list[int] = ends.tolist()
     return [(e, a, b) for e, (a, b) in enumerate(zip([0, *every], every, strict=False)) if a < b]
 
@@ -92,7 +96,7 @@ _grouped_product = define_op(
 
 
 class GroupedProjection:
-    """`x W_e^T` for rows that are sorted by e, with W (E, rows, columns)."""
+    """Grouped projection `x W_e^T`: rows x are sorted by group e, and W is (E, rows, columns)."""
 
     __slots__ = ("_packed", "_weight", "bias", "dtype", "quantized")
 
@@ -105,7 +109,7 @@ class GroupedProjection:
         self.bias: Tensor | None = None
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Return (S, rows) of x (S, columns); ends (E,) int32 as in `grouped_product`."""
+        """Return (S, rows) for x (S, columns). ends: (E,) int32, end of each group's rows, as in `grouped_product`."""
         if self._weight is not None:
             return _grouped_product(x, self.weight, ends)
         if self.quantized is not None:
@@ -118,7 +122,7 @@ class GroupedProjection:
         return torch.cat([*found, x.new_zeros(rest, found[0].shape[1])] if rest else found)
 
     def warm_up(self, most: int) -> None:
-        """Load the kernels for up to `most` rows, which may differ between few and many rows."""
+        """Launch products of 1 and of up to `most` rows, so that their kernels are loaded."""
         held = self.quantized.codes if self.quantized is not None else self._weight
         if held is None or isinstance(held, Unallocated) or held.is_cpu:
             return
@@ -129,7 +133,7 @@ class GroupedProjection:
 
     @property
     def weight(self) -> Tensor:
-        """W: the given tensor, or a copy if packed or quantised."""
+        """Weight W (groups, rows, columns): the given tensor, or a copy if it is packed or quantised."""
         if isinstance(self._weight, Unallocated):
             self._weight = self._weight.allocate()
         if self._weight is not None:
@@ -140,7 +144,7 @@ class GroupedProjection:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(E, N, K)."""
+        """Shape (groups, rows, columns) of the weight W."""
         if self._packed:
             return len(self._packed), *self._packed[0].shape
         held = self._weight if self.quantized is None else self.quantized
@@ -148,13 +152,16 @@ class GroupedProjection:
         return tuple(held.shape)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """W by its name, or its codes and scales by names that begin with it."""
+        """Return the weight W under `name`.
+
+        If it is quantised, return codes and scales under names that begin with `name`.
+        """
         if self._packed and self._packed[0].pieces:
             return {key: each for e, one in enumerate(self._packed) for key, each in one.tensors(f"{name}.{e}").items()}
         return {name: self.weight} if self.quantized is None else self.quantized.tensors(f"{name}.")
 
     def quantize(self, scheme: Scheme) -> None:
-        """Keep uninitialised codes and scales in place of W."""
+        """Replace the weight W by uninitialised codes and scales of a quantisation scheme."""
         held = self._weight
         assert held is not None
         device = (held.like if isinstance(held, Unallocated) else held).device
@@ -163,13 +170,13 @@ class GroupedProjection:
 
     @property
     def is_packed(self) -> bool:
-        """Whether W is stored in the packed layout only."""
+        """Whether the weight W is stored in the packed layout only."""
         return self._weight is None
 
     def pack(self, *, recorded: bool = False) -> None:
         """Pack the matrix of each group if that makes products faster, see `Projection.pack`.
 
-        recorded: graphs will be recorded, which read `ends` on the device; then nothing is packed.
+        recorded: CUDA graphs will be captured. They read `ends` on the device, so nothing is packed.
         """
         if self._packed or recorded:
             return
@@ -185,5 +192,5 @@ class GroupedProjection:
 
 
 def empty_grouped(groups: int, rows: int, columns: int, like: Tensor) -> GroupedProjection:
-    """Return a grouped projection of memory that is not allocated yet, with dtype and device of `like`; by rows."""
+    """Return a grouped projection with the dtype and device of `like`. Its memory is allocated at the first read."""
     return GroupedProjection(Unallocated((groups, rows, columns), like.new_empty(0)))

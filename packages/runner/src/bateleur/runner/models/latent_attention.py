@@ -1,4 +1,4 @@
-"""Attention with keys and values projected from a latent (MLA), over a cache of plain heads.
+"""Multi-head latent attention (MLA). The KV cache holds the keys and values of every head, not the latent.
 
 Shapes: T tokens of all requests, M hidden size, H heads, N key lanes of one head, S key lanes shared by all heads, V
 value lanes, R rank of the latent, D lanes in the cache: max(N + S, V).
@@ -19,13 +19,14 @@ from bateleur.runner.models.spec import LatentLayer
 
 
 class LatentAttention(CachedAttention):
-    """Projection to q | latent | shared key, norm and projection of the latent, attention, projection back.
+    """Multi-head latent attention (MLA) between an input and an output projection.
 
+    The input projection computes q | latent | shared key. The latent is normalised and projected to keys and values.
     The cache holds keys and values of every head, padded with zeros to D lanes, not the latent.
     """
 
     def __init__(self, spec: LatentLayer, like: Tensor, index: int) -> None:
-        """index: of the layer's KV cache."""
+        """index: index of the layer's KV cache."""
         super().__init__(spec, index, like)
         self._layer = spec
         heads, hidden = spec.num_heads, like.shape[1]
@@ -36,11 +37,11 @@ class LatentAttention(CachedAttention):
         self.o_proj = empty_projection(hidden, heads * spec.value_dim, like)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by name."""
+        """Return the tensors to load, by weight name."""
         return super().weights() | {"latent_norm": self._norm.weight}
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Write keys and values of this step, attend, and project back: (T, M)."""
+        """Write keys and values of this step, attend, and project to the hidden size: (T, M)."""
         spec = self._layer
         q, latent_TR, shared_TS = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
         made = self.latent_proj(self._norm(latent_TR), step.adapters)
@@ -51,7 +52,7 @@ class LatentAttention(CachedAttention):
 
 
 def _padded(heads_TH: Tensor, head_dim: int) -> Tensor:
-    """Pad heads with zeros to (T, H, D)."""
+    """Return heads, with their lanes padded with zeros to (T, H, D)."""
     missing = head_dim - heads_TH.shape[-1]
     return F.pad(heads_TH, (0, missing)) if missing else heads_TH
 
@@ -63,9 +64,10 @@ def _fake_heads(made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim
 
 @operator("latent", _fake_heads, direct=True)
 def join_heads(made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values (T, H, D) from the latent's projection (T, H * (N + V)) and shared key lanes (T, S).
+    """Return keys and values (T, H, D) for the KV cache.
 
-    A head of the projection has N key lanes, then V value lanes. A key is N own lanes, S shared ones, and zeros.
+    made (T, H * (N + V)): projection of the latent; each head has N key lanes, then V value lanes. shared (T, S): key
+    lanes that all heads share. A key is its N own lanes, the S shared lanes, and zeros up to D.
     """
     made_TH = made.view(len(made), heads, made.shape[1] // heads)
     shared_TH = shared.unsqueeze(1).expand(-1, heads, -1)

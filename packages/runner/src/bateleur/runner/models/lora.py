@@ -1,6 +1,7 @@
-"""Low-rank adapters of projections: each token has its own adapter, or none.
+"""LoRA adapters of projections. Each token has its own adapter, or none.
 
-Shapes: T tokens, K columns and N rows of the projection, A adapter slots, R lanes of all low-rank matrices of a slot.
+Shapes: T tokens, K columns and N rows of the projection, A adapter slots, R low-rank lanes of a slot (all modules of
+the projection).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _GATHERED_ENTRIES = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """Low-rank matrices of one projection, by adapter slot. Slot 0 means no adapter and holds zeros."""
+    """LoRA matrices of one projection, by adapter slot. Slot 0 means no adapter and holds zeros."""
 
     a_ARK: Tensor
     """(A, R, K) in the model's dtype."""
@@ -29,7 +30,7 @@ _UNADAPTED = ("router_proj", "shared_gate_proj", "latent_in_proj", "latent_out_p
 
 
 def is_adaptable(weight: str) -> bool:
-    """Whether an adapter may change a weight, by its name: projections of layers, but not those of experts."""
+    """Return whether a LoRA adapter may change the weight of this name: projections of layers except experts."""
     name = weight.rpartition(".")[2]
     return weight.startswith("layers.") and name.endswith("_proj") and name not in _UNADAPTED
 
@@ -38,7 +39,8 @@ def is_adaptable(weight: str) -> bool:
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
     """`y[t] += b[slots[t]] @ (a[slots[t]] @ x[t])`, in place.
 
-    y (T, N); x (T, K); a (A, R, K); b (A, N, R); slots (T,) int32. The bits of a token do not depend on other tokens.
+    y (T, N); x (T, K); a (A, R, K); b (A, N, R); slots (T,) int32, the adapter slot of each token.
+    The bits of a token do not depend on other tokens.
     """
     step = max(1, _GATHERED_ENTRIES // (a.shape[1] * (a.shape[2] + b.shape[1])))
     for first in range(0, len(x), step):

@@ -1,8 +1,4 @@
-"""The Mamba-2 branch.
-
-Shapes: T tokens of all requests, M hidden size, I inner size, C convolution channels (I + 2GN), H heads, P head size, G
-groups, N state size.
-"""
+"""Residual branch of Mamba-2."""
 
 from __future__ import annotations
 
@@ -18,10 +14,14 @@ from bateleur.runner.models.spec import MambaLayer
 
 
 class Mamba(Recurrent):
-    """Mamba-2: projection to z | x B C | dt, the mixer over x B C and dt, gated norm, projection back."""
+    """Mamba-2 between an input and an output projection.
+
+    The input projection computes z | x B C | dt. The mixer (convolution and recurrence) reads x B C and dt, and z gates
+    the norm of its output.
+    """
 
     def __init__(self, spec: MambaLayer, like: Tensor, index: int, params: tuple[Tensor, ...]) -> None:
-        """index: of the layer's states in the state pool. params: tensors for A, D and dt_bias."""
+        """index: index of the layer's states in the state pool. params: tensors for A, D and dt_bias."""
         state, hidden = spec.state, like.shape[1]
         super().__init__(state, like, index, params, conv_bias=spec.conv_bias)
         self.spec = spec
@@ -32,11 +32,11 @@ class Mamba(Recurrent):
         self.out_proj = empty_projection(hidden, state.inner_size, like, bias=spec.proj_bias)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by name; A is -exp(A_log)."""
+        """Return the tensors to load, by weight name. The tensor of A holds -exp(A_log)."""
         return super().weights() | ({} if self.norm is None else {"norm": self.norm})
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Advance all rows' states by their tokens: (T, M). Decode rows come before prompts."""
+        """Return the branch's output (T, M), and advance the states of all requests. Decodes come before prompts."""
         gate_TI, xbc_TC, dt_TH = self.in_proj(x_TM, step.adapters).split_with_sizes(self._parts, -1)
         y_THP = self.mix(step, xbc_TC, dt_TH)
         y_TI = y_THP.flatten(1)

@@ -1,4 +1,4 @@
-"""Weight matrices, in the layout that suits the processor."""
+"""Weight matrices in the memory layout that is fastest on the processor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FEW_TOKENS = 16 if torch.__version__.startswith("2.11.") else 1
 
 @dataclass(frozen=True, slots=True)
 class Unallocated:
-    """A matrix whose memory is taken when it is first read, so that none is for one that is quantised."""
+    """A matrix without memory. `allocate` is called at the first read, so a quantised matrix never takes memory."""
 
     shape: tuple[int, ...]
     like: Tensor
@@ -46,7 +46,7 @@ class Unallocated:
 
 
 class Projection:
-    """`x W^T + b`, with W (rows, columns) and b (rows,) or None."""
+    """Linear layer `x W^T + b`, with W (rows, columns) and b (rows,) or None. W may be packed or quantised."""
 
     __slots__ = ("_native", "_packed", "_weight", "bias", "dtype", "lora", "num_columns", "num_rows", "pieces")
 
@@ -62,7 +62,7 @@ class Projection:
         """Rows of a quantised W, which is not kept otherwise; () if W is plain."""
 
     def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """Return (T, rows) of x (T, columns). adapters: (T,) int32 adapter slot of each token; None for none."""
+        """Return (T, rows) for x (T, columns). adapters: (T,) int32 adapter slot of each token; None for none."""
         y = self._product(x)
         if self.lora is not None and adapters is not None:
             add_lora(y, x, self.lora.a_ARK, self.lora.b_ANR, adapters)
@@ -85,12 +85,12 @@ class Projection:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """Shape (rows, columns) of the weight W."""
         return self.num_rows, self.num_columns
 
     @property
     def weight(self) -> Tensor:
-        """W: the given tensor, or a copy if packed or quantised."""
+        """Weight W (rows, columns): the given tensor, or a copy if it is packed or quantised."""
         if isinstance(self._weight, Unallocated):
             self._weight = self._weight.allocate()
         if self._weight is not None:
@@ -104,23 +104,26 @@ class Projection:
 
     @classmethod
     def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> Projection:
-        """Return the projection of a quantised matrix (N, K), for tokens of `dtype`."""
+        """Return the projection of a quantised matrix (rows, columns), for tokens of `dtype`."""
         made = cls(Unallocated(matrix.shape, matrix.codes.new_empty(0, dtype=dtype)))
         made._weight, made.pieces = None, (Rows(0, matrix),)
         return made
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """W by its name, or the codes and scales of its rows by names that begin with it."""
+        """Return the weight under `name`.
+
+        If it is quantised, return codes and scales of its rows under names that begin with `name`.
+        """
         if self.pieces:
             held = [each.tensors(f"{name}.{each.first}.") for each in self.pieces]
             return {name: tensor for each in held for name, tensor in each.items()}
         return {name: self.weight}
 
     def quantize(self, pieces: Iterable[tuple[int, int, Scheme | None, int | None]]) -> None:
-        """Keep uninitialised codes and scales in place of W.
+        """Replace the weight by uninitialised codes and scales.
 
-        pieces: (first row, row after the last, scheme, groups) of all rows in order. Without a scheme the rows are
-        plain. groups: as `QuantizedMatrix.empty` takes it.
+        pieces: (first row, row after the last, scheme, groups) for consecutive ranges of rows. Rows without a scheme
+        stay plain. groups: number of scale groups, as for `QuantizedMatrix.empty`.
         """
         assert self._weight is not None
         columns, like = self._weight.shape[1], self._weight
@@ -138,7 +141,7 @@ class Projection:
 
     @property
     def in_c(self) -> CProduct | None:
-        """Arguments for C kernels that call this product; None unless it is float32 in our layout."""
+        """Arguments for C kernels that call this product; None unless it is float32 in the layout of our C kernels."""
         if self._native is None or self.dtype != torch.float32:
             return None
         packed = self._native
@@ -147,11 +150,11 @@ class Projection:
 
     @property
     def is_packed(self) -> bool:
-        """Whether W is stored in another layout than it was given in."""
+        """Whether the weight is stored only in another layout than it was given in."""
         return self._weight is None
 
     def warm_up(self, most: int) -> None:
-        """Load what products of up to `most` tokens with quantised rows launch."""
+        """Launch products of up to `most` tokens with the quantised rows, so that their kernels are loaded."""
         for piece in self.pieces:
             matrix = piece.matrix
             if isinstance(matrix, QuantizedMatrix) and not matrix.codes.is_cpu:
@@ -160,21 +163,21 @@ class Projection:
 
     @property
     def in_another_layout(self) -> bool:
-        """Whether W, or its rows, are packed."""
+        """Whether the weight or its quantised rows are stored in a packed layout."""
         if self.pieces:
             return isinstance(self.pieces[0].matrix, PackedMatrix)
         return self.is_packed
 
     def pack(self, *, recorded: bool = False) -> None:
-        """Store W in the layout of faster CPU products, instead of the given tensor, if there is one.
+        """Replace the weight by a layout with faster CPU products, if there is one.
 
-        With a compiler, our C kernels take float32 and bfloat16 (`native`). Else oneDNN takes float32, whose BLAS
-        products need up to three times as long for more than one token (`benchmarks/layout.py`). With both, a token has
-        the same bits whatever the batch (oneDNN: with AVX-512); the BLAS rounds by the number of tokens. oneDNN's
+        With a C compiler, our C kernels multiply float32 and bfloat16 (`native`). Without, oneDNN multiplies float32;
+        the BLAS needs up to three times as long for more than one token (`benchmarks/layout.py`). With both, the bits
+        of a token do not depend on the batch (oneDNN: with AVX-512); the BLAS rounds by the number of tokens. oneDNN's
         matrix has no address. Our layout stores float32 numbers that bfloat16 can represent, as in most checkpoints, in
         half of the memory, with equal products.
 
-        recorded: graphs will be recorded over it.
+        recorded: CUDA graphs will be captured over the projection.
         """
         self.pieces = tuple(each.packed(self.dtype, recorded) for each in self.pieces)
         if self._weight is None:
@@ -189,18 +192,18 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a projection from `first` on: quantised, or plain."""
+    """A range of rows of a projection, quantised or plain. first: its first row."""
 
     first: int
     matrix: QuantizedMatrix | PackedMatrix | Projection
 
     @property
     def end(self) -> int:
-        """The row after the last."""
+        """Row after the last, counted in the projection."""
         return self.first + (self.matrix.num_rows if isinstance(self.matrix, Projection) else self.matrix.shape[0])
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """(T, N) of x (T, K), and the bias of all rows of the projection."""
+        """Return the product (T, N) with x (T, K). bias: bias of all rows of the projection."""
         if isinstance(self.matrix, Projection):
             return self.matrix(x)
         bias = None if bias is None else bias[self.first : self.end]
@@ -209,13 +212,13 @@ class Rows:
         return quantized_product(x, self.matrix, bias)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """(N, K) in `dtype`, a copy if it is quantised or packed."""
+        """Return the rows of the weight, (N, K), in `dtype`. It is a copy if it is quantised or packed."""
         if isinstance(self.matrix, Projection):
             return self.matrix.weight
         return self.matrix.dequantize().to(dtype)
 
     def packed(self, dtype: torch.dtype, recorded: bool) -> Rows:
-        """The rows laid out for kernels in C, if there is one for them and tokens of a dtype."""
+        """Return the rows packed for C kernels that multiply tokens of `dtype`; unchanged if there is none."""
         if isinstance(self.matrix, Projection):
             self.matrix.pack(recorded=recorded)
         if not isinstance(self.matrix, QuantizedMatrix):
@@ -224,7 +227,7 @@ class Rows:
         return self if packed is None else Rows(self.first, packed)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors in memory. Their names begin with `prefix`."""
+        """Return the tensors in memory, by names that begin with `prefix`."""
         if isinstance(self.matrix, Projection):
             return self.matrix.tensors(f"{prefix}plain")
         return self.matrix.tensors(prefix)
@@ -238,18 +241,17 @@ def _suits_onednn(weight: Tensor) -> bool:
 def _padded(tokens: int) -> int:
     """Return the padded number of tokens of a oneDNN product: up to a quarter more, in four sizes per power of two.
 
-    oneDNN makes a kernel for each number of tokens and shape of a matrix, which takes milliseconds and half a megabyte.
+    oneDNN compiles a kernel for each number of tokens and matrix shape. That takes milliseconds and half a megabyte.
     """
     step = 1 << max(0, (tokens - 1).bit_length() - 3) if tokens else 1
     return max(-(-tokens // step) * step, _FEW_TOKENS if tokens else 0)
 
 
 def empty_projection(rows: int, columns: int, like: Tensor, *, bias: bool = False) -> Projection:
-    """Return a projection of memory that is not allocated yet, with the dtype and the device of `like`.
+    """Return a projection with the dtype and device of `like`. Its memory is allocated at the first read.
 
-    In float32 on a CPU the matrix is stored by columns: for few tokens the BLAS is then faster
-    (`benchmarks/layout.py`), which matters for matrices that are too small to be packed. Elsewhere it is stored by
-    rows.
+    In float32 on a CPU the matrix is stored by columns, because the BLAS is then faster for few tokens
+    (`benchmarks/layout.py`). This matters for matrices that are too small to be packed. Elsewhere it is stored by rows.
     """
     by_columns = like.device.type == "cpu" and like.dtype == torch.float32
     weight = Unallocated((rows, columns), like.new_empty(0), by_columns)

@@ -1,4 +1,4 @@
-"""Memory of packed weights, computed for a model that need not be loaded."""
+"""Computes the memory of packed weights, for a model that need not be loaded."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from bateleur.runner.models.quantized import QuantizedMatrix
 
 
 class Weighted(Protocol):
-    """A decoder or a head."""
+    """A model with weights: a decoder or a draft head."""
 
     def weights(self) -> dict[str, Tensor]:
-        """All tensors of weights."""
+        """Return all tensors of weights, by name."""
 
     @property
     def matrices(self) -> Mapping[str, Projection | GroupedProjection]:
@@ -32,7 +32,7 @@ class Weighted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightSize:
-    """Size of one weight, which may be several tensors: codes and scales."""
+    """Shape, dtype and bytes of one weight, which may be several tensors (codes and scales)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,12 +41,12 @@ class WeightSize:
 
     @property
     def numel(self) -> int:
-        """Numbers, however they are stored."""
+        """Number of values, whatever their storage."""
         return math.prod(self.shape)
 
 
 def weight_sizes(model: Weighted) -> dict[str, WeightSize]:
-    """Sizes of all weights, by name."""
+    """Return the sizes of all weights, by name."""
     matrices = model.matrices
     name_of = {part: name for name, each in matrices.items() for part in each.tensors(name)}
     found: dict[str, WeightSize] = {}
@@ -59,14 +59,14 @@ def weight_sizes(model: Weighted) -> dict[str, WeightSize]:
 
 
 def quantized_parts(projection: Projection | GroupedProjection) -> list[QuantizedMatrix]:
-    """The quantised matrices of a projection; [] if it is plain."""
+    """Return the quantised matrices of a projection; [] if it is plain."""
     if isinstance(projection, GroupedProjection):
         return [] if projection.quantized is None else [projection.quantized]
     return [each.matrix for each in projection.pieces if isinstance(each.matrix, QuantizedMatrix)]
 
 
 def describe_quantized(matrix: QuantizedMatrix, device: torch.device, dtype: torch.dtype) -> str:
-    """Return a description of what computes products with a matrix."""
+    """Return a description of the kernel that multiplies by a quantised matrix, for reports."""
     if device.type == "cuda" and dtype != torch.float64:
         return "Triton, dequantised in registers"
     one = matrix.rows(slice(0, 1)).flat() if matrix.codes.ndim == 3 else matrix
@@ -74,7 +74,10 @@ def describe_quantized(matrix: QuantizedMatrix, device: torch.device, dtype: tor
 
 
 def packed_change(matrix: QuantizedMatrix, dtype: torch.dtype) -> int:
-    """Bytes that a matrix takes more once it is packed for products with tokens of a dtype on a CPU."""
+    """Return the additional bytes of a quantised matrix after packing for a CPU.
+
+    dtype: dtype of the tokens that it is multiplied with.
+    """
     many = len(matrix.codes) if matrix.codes.ndim == 3 else 1
     one = matrix.rows(slice(0, 1)).flat() if matrix.codes.ndim == 3 else matrix
     packed = PackedMatrix.of(one, dtype)
@@ -89,9 +92,10 @@ def packed_weight_bytes(
 ) -> int:
     """Return the bytes of all weights of `model` after `HybridDecoder.pack` for `device`.
 
-    stored: dtype of the checkpoint. On a CPU with our kernels, a matrix whose numbers bfloat16 can represent is stored
-    in it even if computed in float32, and a tied output projection is a packed copy of the embedding.
-    recorded: graphs are recorded over the model.
+    stored: dtype of the checkpoint. On a CPU with our C kernels, a matrix whose numbers bfloat16 can represent is
+    stored in bfloat16 even if it is computed in float32. A tied output projection is then a packed copy of the
+    embedding.
+    recorded: CUDA graphs are captured over the model.
     """
     held = sum(weight.nbytes for weight in model.weights().values())
     if device.type != "cpu" or unavailable_reason() is not None:

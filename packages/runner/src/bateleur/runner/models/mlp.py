@@ -17,7 +17,7 @@ _ALPHA, _LIMIT = 1.702, 7.0
 
 
 class Mlp(Branch):
-    """Feed-forward branch; gate and up come from one projection, the gate in the upper rows."""
+    """Feed-forward branch. One projection computes gate (the upper rows) and up."""
 
     def __init__(self, spec: MlpLayer, like: Tensor) -> None:
         self.spec = spec
@@ -26,12 +26,12 @@ class Mlp(Branch):
         self.down_proj = empty_projection(hidden, inner, like, bias=spec.bias)
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Return `down(act(up(x)))`, optionally gated: (T, M)."""
+        """Return `down(act(up(x)))`, or `down(act(gate(x)) * up(x))` if gated: (T, M)."""
         return self.down_proj(activate(self.up_proj(x_TM, step.adapters), self.spec), step.adapters)
 
 
 def activate(wide: Tensor, spec: MlpLayer | ExpertsLayer) -> Tensor:
-    """Return the activation (T, F) of (T, F), or of (T, 2F) with the gate in the left half."""
+    """Return the activations (T, F) of wide (T, F), or of wide (T, 2F) with the gate in the left half."""
     return activation(wide, spec.intermediate_size, spec.activation, spec.gated)
 
 

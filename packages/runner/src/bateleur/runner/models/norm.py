@@ -1,4 +1,4 @@
-"""Root mean square norms: before every branch, and over heads of queries and keys."""
+"""RMS norms: before every branch, and over heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """Add `factor * term` to h for one or two terms, in place and in h's dtype, and return the norm in `dtype`.
+    """Add `factor * term` to h for one or two terms, in place in h's dtype, and return the RMS norm of h in `dtype`.
 
     h and terms (T, size); weight (size,) of `dtype`, or float32. Every sum is rounded, as if added one by one.
     """
@@ -59,26 +59,26 @@ class RMSNorm:
     """`y = x / sqrt(mean(x^2) + eps) * weight` over the last dimension, with the mean in float32."""
 
     def __init__(self, size: int, eps: float, like: Tensor, *, exact: bool = False) -> None:
-        """exact: float32 weight in any dtype."""
+        """exact: use a float32 weight whatever the model's dtype."""
         self.weight = like.new_empty(size, dtype=torch.float32 if exact else like.dtype)
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise x (T, size) of the layer's dtype."""
+        """Return the norm of x (T, size), which has the layer's dtype."""
         return rms_norm(x, self.weight, self._eps)
 
     def of_sum(self, h: Tensor, terms: Sequence[Term], dtype: torch.dtype) -> Tensor:
-        """Add one or two terms to h (T, size), and return the norm in the layer's dtype."""
+        """Add one or two terms to h (T, size) in place, and return the norm of h in `dtype`."""
         added, factors = zip(*terms, strict=True)
         return add_rms_norm(h, added, factors, self.weight, self._eps, dtype)
 
     def add_to(self, h: Tensor, y: Tensor, factor: float) -> None:
-        """Add `factor` times the norm of y to h, both (T, size)."""
+        """Add `factor` times the norm of y to h in place, both (T, size)."""
         add_normed(h, y, factor, self.weight, self._eps)
 
 
 class HeadNorm:
-    """Norms over each head of queries and keys, with weights `q` and `k` (size,) float32."""
+    """RMS norms over each head of queries and keys, with weights `q` and `k` (size,) float32."""
 
     def __init__(self, size: int, eps: float, like: Tensor) -> None:
         self.q = like.new_empty(size, dtype=torch.float32)
@@ -87,11 +87,11 @@ class HeadNorm:
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, float]:
-        """Weights of queries and keys, and epsilon, as `AttentionBackend.attend` takes them."""
+        """Weights of queries and keys, and epsilon, as arguments of `AttentionBackend.attend`."""
         return self.q, self.k, self._eps
 
     def __call__(self, x: Tensor, queries: int) -> Tensor:
-        """Normalise x (T, heads, size), of which the first `queries` heads are queries and the others keys."""
+        """Return x (T, heads, size) normalised. The first `queries` heads are queries, the others are keys."""
         y = F.rms_norm(x, x.shape[-1:], None, self._eps)
         y[:, :queries].mul_(self.q)
         y[:, queries:].mul_(self.k)
@@ -99,27 +99,30 @@ class HeadNorm:
 
 
 class WholeNorm:
-    """Norms over all queries of a token and over all its keys, with a weight for each lane of each head."""
+    """RMS norms over all query heads of a token and over all its key heads, with one weight per lane of each head."""
 
     def __init__(self, sizes: tuple[int, int], eps: float, like: Tensor) -> None:
-        """sizes: lanes of all queries, and of all keys."""
+        """sizes: number of lanes of all queries, and of all keys."""
         self._norms = [RMSNorm(size, eps, like) for size in sizes]
         self.q, self.k = (norm.weight for norm in self._norms)
         self._eps = eps
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, float]:
-        """Weights of queries and keys, and epsilon, as `AttentionBackend.attend` takes them."""
+        """Weights of queries and keys, and epsilon, as arguments of `AttentionBackend.attend`."""
         return self.q, self.k, self._eps
 
     def over_ranks(self, x: Tensor, queries: int, heads: tuple[int, int], ranks: Ranks) -> Tensor:
-        """Normalise x, which has this rank's heads of the layer's `heads`."""
+        """Return x (T, heads of this rank, size) normalised over the heads of all ranks.
+
+        queries: number of query heads in x. heads: numbers of query and key heads of the whole layer.
+        """
         parts, lanes = (x[:, :queries].flatten(1), x[:, queries:].flatten(1)), x.shape[2]
         sizes = heads[0] * lanes, heads[1] * lanes
         return torch.cat(qk_norm_over_ranks(parts, (self.q, self.k), sizes, self._eps, ranks), 1).view(x.shape)
 
     def __call__(self, x: Tensor, queries: int) -> Tensor:
-        """Normalise x (T, heads, size), of which the first `queries` heads are queries and the others keys."""
+        """Return x (T, heads, size) normalised. The first `queries` heads are queries, the others are keys."""
         parts = zip(self._norms, (x[:, :queries], x[:, queries:]), strict=True)
         return torch.cat([norm(part.flatten(1)) for norm, part in parts], 1).view(x.shape)
 

@@ -1,6 +1,6 @@
 """Defines operators under `torch.ops.bateleur`: a torch form, a Triton kernel, and optionally a C kernel.
 
-The torch form is the specification. CUDA uses the Triton kernel; a CPU the C kernel if that supports the arguments.
+The torch form is the specification. CUDA runs the Triton kernel. A CPU runs the C kernel if it supports the arguments.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _library = Library("bateleur", "FRAGMENT")
 def operator(
     home: str, fake: Callable[..., Any], *, mutates: Iterable[str] = (), direct: bool = False, native: str | None = None
 ) -> Callable[[F], F]:
-    """Define an operator from its torch form, which has its signature and documentation.
+    """Define an operator from its torch form. The operator has the signature and docstring of the torch form.
 
-    home: module of `kernels` with a function of the same name. fake: shape function. mutates: arguments that are
-    written to. direct: call the form on a CPU without torch's dispatcher, which takes 1.4 us. native: module of
-    `native` with a function of the same name, if there is a C form.
+    home: module of `kernels` with a function of the same name. fake: computes the shapes of results. mutates: names of
+    arguments that are written to. direct: call the form on a CPU without torch's dispatcher, which takes 1.4 us.
+    native: module of `native` with a function of the same name, if there is a C kernel.
     """
 
     def declare(form: F) -> F:

@@ -1,7 +1,4 @@
-"""Norms over lanes that are spread over several ranks, which exchange sums of squares.
-
-Shapes: T tokens of all requests, I lanes of this rank.
-"""
+"""RMS norms over lanes that are divided among several ranks. The ranks exchange sums of squares."""
 
 from __future__ import annotations
 
@@ -21,9 +18,10 @@ def gated_norm_over_ranks(
     norm_first: bool,
     ranks: Ranks,
 ) -> Tensor:
-    """`gated_rms_norm` with SiLU if one group of lanes is spread over several ranks, with I lanes on each.
+    """Return the gated RMS norm with SiLU of one group of lanes, divided among several ranks with I lanes on each.
 
-    of_groups: index of the group, and number of groups. weight (I,).
+    x_TI, gate_TI: this rank's lanes. weight (I,). of_groups: index of the group, and number of groups. norm_first:
+    whether the norm comes before the gate.
     """
     gate, x = F.silu(gate_TI.float()), x_TI.float()
     y = x if norm_first else gate.mul_(x)
@@ -40,9 +38,10 @@ def gated_norm_over_ranks(
 def qk_norm_over_ranks(
     parts: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], lanes: tuple[int, int], eps: float, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
-    """Root mean square norms over all queries and over all keys of a token, of which this rank has some lanes.
+    """Return RMS norms over all queries and over all keys of a token. This rank has some of their lanes.
 
-    parts: (T, lanes of this rank) each; ranks may have keys in common. weights: of these lanes. lanes: of the layer.
+    parts: queries and keys, (T, lanes of this rank) each; several ranks may have the same key lanes. weights: weights
+    of this rank's lanes. lanes: numbers of query and key lanes of the whole layer.
     """
     wide = [part.float() for part in parts]
     copies = [ranks.size * part.shape[1] // count for part, count in zip(parts, lanes, strict=True)]

@@ -1,6 +1,6 @@
-"""Matrices of quantised codes and scales, and products with them.
+"""Quantised matrices, stored as codes and scales.
 
-Shapes: N rows of a matrix, K columns, G groups of columns with a scale each, E matrices of a grouped projection.
+Shapes: N rows of a matrix, K columns, G groups of columns with one scale each, E matrices of a grouped projection.
 
 A weight is `(code - zero) * scale`, computed in float32 and rounded once to the dtype of the tokens. A product uses the
 rounded weights, so it equals the product with a matrix that was dequantised on load.
@@ -42,7 +42,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Quantisation of a matrix, apart from its sizes. Rows with equal schemes can be stacked."""
+    """Quantisation of a matrix: code layout, scale groups and zero points. Rows with equal schemes can be stacked."""
 
     layout: Layout
     group: int
@@ -58,15 +58,15 @@ class Scheme:
     """Columns of the first group that come before this part of the matrix."""
 
     def num_groups(self, columns: int) -> int:
-        """Return the number of groups in `columns` columns."""
+        """Return the number of scale groups in `columns` columns."""
         return -(-(self.start + columns) // self.group)
 
     def cut(self, first: int, end: int) -> Scheme:
-        """Return the scheme of the columns [first, end)."""
+        """Return the scheme of a matrix of only the columns [first, end)."""
         return self if self.indexed else replace(self, start=(self.start + first) % self.group)
 
     def key(self) -> str:
-        """Return all fields except the dtype of scales as text, for operators. `scheme_of` parses it."""
+        """Return all fields except `scale_dtype` as text, an argument of operators. `scheme_of` parses it."""
         flags = int(self.zeros), int(self.divides), int(self.indexed)
         return " ".join(map(str, (self.layout.value, self.group, self.start, *flags)))
 
@@ -78,7 +78,7 @@ class Scheme:
 
 @cache
 def scheme_of(key: str, scale_dtype: torch.dtype) -> Scheme:
-    """Return the scheme with this `key`."""
+    """Return the scheme whose `Scheme.key` is this text."""
     layout, *numbers = key.split()
     group, start, zeros, divides, indexed = map(int, numbers)
     return Scheme(Layout(layout), group, scale_dtype, bool(zeros), bool(divides), bool(indexed), start)
@@ -86,7 +86,7 @@ def scheme_of(key: str, scale_dtype: torch.dtype) -> Scheme:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """(N, K), or (E, N, K) with a leading E in all tensors."""
+    """A quantised matrix (N, K), or E of them with a leading E in all tensors."""
 
     scheme: Scheme
     columns: int
@@ -103,7 +103,10 @@ class QuantizedMatrix:
 
     @classmethod
     def empty(cls, scheme: Scheme, shape: tuple[int, ...], groups: int | None, device: torch.device) -> QuantizedMatrix:
-        """Return uninitialised memory for a matrix of this shape. groups: G; None computes it from the columns."""
+        """Return a matrix with uninitialised codes and scales.
+
+        shape: (N, K) or (E, N, K). groups: number of scale groups of a row; None: columns divided by the group size.
+        """
         *lead, columns = shape
         groups = scheme.num_groups(columns) if groups is None else groups
         width = -(-columns // 2) if scheme.layout in PACKED else columns
@@ -124,7 +127,7 @@ class QuantizedMatrix:
 
     @classmethod
     def of(cls, key: str, columns: int, parts: Sequence[Tensor]) -> QuantizedMatrix:
-        """Return the matrix with this `Scheme.key`. parts: the values of `tensors`, in order."""
+        """Return the matrix for the text of `Scheme.key`. parts: its tensors in the order of `tensors`."""
         codes, scales, *rest = parts
         scheme, more = scheme_of(key, scales.dtype), iter(rest)
         zeros = next(more) if scheme.zeros else None
@@ -133,11 +136,11 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, K) or (E, N, K)."""
+        """Shape (N, K) or (E, N, K)."""
         return (*self.codes.shape[:-1], self.columns)
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors in memory. Their names begin with `prefix`."""
+        """Return the tensors in memory, by names that begin with `prefix`."""
         named = {prefix + each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
@@ -147,14 +150,14 @@ class QuantizedMatrix:
         return replace(self, **tensors)
 
     def flat(self) -> QuantizedMatrix:
-        """Return (E, N, K) as (E * N, K)."""
+        """Return E matrices (E, N, K) as one matrix (E * N, K)."""
         if self.codes.ndim == 2:
             return self
         tensors: dict[str, Any] = {name: each.flatten(0, 1) for name, each in self.tensors().items() if name != "index"}
         return replace(self, **tensors)
 
     def cut_columns(self, first: int, end: int) -> QuantizedMatrix:
-        """Return the columns [first, end) and their scales. Raises ValueError if a byte would be cut."""
+        """Return the columns [first, end) and their scales. Raises ValueError if a byte of two codes would be split."""
         if (first, end) == (0, self.columns):
             return self
         scheme = self.scheme
@@ -188,7 +191,7 @@ class QuantizedMatrix:
         return replace(self, scheme=scheme, scales=self.scales.float() * factors[:, None])
 
     def copy_(self, other: QuantizedMatrix) -> None:
-        """Copy the tensors of a matrix of the same scheme and sizes."""
+        """Copy the tensors of another matrix, which must have the same scheme and sizes."""
         assert self.scheme == other.scheme, f"{other.scheme} is copied to {self.scheme}"
         theirs = other.tensors()
         for name, each in self.tensors().items():
@@ -217,7 +220,7 @@ class QuantizedMatrix:
 
 
 def unpack(codes: Tensor, layout: Layout) -> Tensor:
-    """Return the values of codes in float32; I4 values are unsigned."""
+    """Return codes as float32 numbers, before zero points and scales. Codes of I4 become 0 .. 15."""
     if layout is Layout.F8:
         return codes.view(torch.float8_e4m3fn).float()
     if layout is Layout.I8:

@@ -1,7 +1,4 @@
-"""Products with quantised matrices: their operators, and the torch form. On CUDA Triton computes them.
-
-Shapes: T tokens, S rows sorted by group, N rows of a matrix, K columns, E matrices.
-"""
+"""Products with quantised matrices: their operators, and the torch form. On CUDA they are Triton kernels."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ _TILE = 1 << 20
 
 @operator("quantized", lambda x, parts, scheme, bias: x.new_empty(x.shape[0], parts[0].shape[0]), direct=True)
 def quantized_linear(x: Tensor, parts: Sequence[Tensor], scheme: str, bias: Tensor | None) -> Tensor:
-    """``x (T, K) -> (T, N)``: x W^T + b in x's dtype, with b (N,).
+    """Return `x W^T + b` (T, N) in x's dtype, for x (T, K), a quantised W (N, K) and b (N,).
 
-    parts, scheme: `QuantizedMatrix.tensors` and `Scheme.key` of W (N, K), whose numbers are rounded to x's dtype. Sums
-    are float32. The bits of a token do not depend on the other tokens.
+    parts, scheme: `QuantizedMatrix.tensors` and `Scheme.key` of W. Its weights are rounded to x's dtype. Sums are
+    float32. The bits of a token do not depend on the other tokens.
     """
     matrix = QuantizedMatrix.of(scheme, x.shape[1], parts)
     rows, columns = matrix.shape
@@ -38,9 +35,10 @@ def quantized_linear(x: Tensor, parts: Sequence[Tensor], scheme: str, bias: Tens
 
 @operator("quantized", lambda x, ends, parts, scheme: x.new_empty(x.shape[0], parts[0].shape[1]), direct=True)
 def quantized_grouped(x: Tensor, ends: Tensor, parts: Sequence[Tensor], scheme: str) -> Tensor:
-    """``x (S, K) -> (S, N)``: each row times the matrix of its group, as `grouped_product`.
+    """Return (S, N): each row of x (S, K) times the transpose of its group's quantised matrix, as `grouped_product`.
 
-    ends: (E,) int32, where the rows of each group end. parts, scheme: of W (E, N, K), as `quantized_linear` has them.
+    ends: (E,) int32, end of the rows of each group. parts, scheme: tensors and scheme of W (E, N, K), as in
+    `quantized_linear`.
     """
     y, count = x.new_zeros(x.shape[0], parts[0].shape[1]), len(parts[0])
     if x.is_cpu:
@@ -57,7 +55,9 @@ def quantized_grouped(x: Tensor, ends: Tensor, parts: Sequence[Tensor], scheme: 
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b. On a CPU by a kernel in C with the sums of plain matrices, or token by token: torch's BLAS would round
+    """Return `x W^T + b` for x (T, K), a plain W (N, K) and b (N,) or None.
+
+    A CPU uses a C kernel with the sums of plain matrices, or computes token by token, because torch's BLAS would round
     by the number of tokens.
     """
     if not x.is_cpu:
@@ -71,15 +71,15 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    """See `quantized_linear`."""
+    """Return `x W^T + b` (T, N) for x (T, K) and a quantised W (N, K), see `quantized_linear`."""
     return quantized_linear(x, list(matrix.tensors().values()), matrix.scheme.key(), bias)
 
 
 def warm_sizes(most: int, groups: int = 1) -> list[int]:
-    """Numbers of rows, up to `most`, that launch all kernels of a matrix, or of one for each of some groups."""
+    """Return row counts, at most `most`, whose products launch every kernel of a matrix, or of `groups` matrices."""
     return sorted({min(each * groups, most) for each in (1, 32, 257)} | {1, most})
 
 
 def grouped_product(x: Tensor, ends: Tensor, matrix: QuantizedMatrix) -> Tensor:
-    """See `quantized_grouped`."""
+    """Return each row of x (S, K) times the transpose of its group's quantised matrix, see `quantized_grouped`."""
     return quantized_grouped(x, ends, list(matrix.tensors().values()), matrix.scheme.key())

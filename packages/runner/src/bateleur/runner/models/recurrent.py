@@ -1,4 +1,4 @@
-"""Base of recurrent branches: the mixer and its weights."""
+"""Base class of recurrent branches: the mixer (convolution and recurrence) and its weights."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from bateleur.runner.models.context import LayerStep, StepContext
 
 
 class Recurrent(Branch):
-    """A branch with a mixer between its projections."""
+    """A residual branch with a mixer (convolution and recurrence) between its projections."""
 
     def __init__(
         self, state: Recurrence, like: Tensor, index: int, params: tuple[Tensor, ...], *, conv_bias: bool = False
     ) -> None:
-        """index: of the layer's states in the state pool. params: tensors for the recurrence's parameters."""
+        """index: index of the layer's states in the state pool. params: tensors for the recurrence's parameters."""
         self._index = index
         conv = like.new_empty(state.conv_dim, state.conv_width)
         self.mixer = Mixer(state, conv, like.new_empty(state.conv_dim) if conv_bias else None, params)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tensors to load, by name; parameters have the recurrence's names."""
+        """Return the tensors to load, by weight name. The recurrence names its parameters."""
         mixer = self.mixer
         names = [each.name for each in mixer.spec.parameters]
         found = super().weights() | {"conv": mixer.conv_weight, **dict(zip(names, mixer.params, strict=True))}
         return found if mixer.conv_bias is None else found | {"conv_bias": mixer.conv_bias}
 
     def mix(self, step: LayerStep, channels_TC: Tensor, *gates: Tensor) -> Tensor:
-        """Run convolution and recurrence, which read and write states: (T, *output_shape).
+        """Run convolution and recurrence, which read and write the requests' states: (T, *output_shape).
 
-        In a piecewise graph, decode rows are part of a piece, and prompts run between pieces.
+        In a piecewise graph, decodes are captured in a piece. Prompts run between pieces.
         """
         execution, context = step.execution, step.execution.state
         assert context.mamba is not None
@@ -49,5 +49,5 @@ class Recurrent(Branch):
         return self.mixer.prefill_into(y, channels_TC, gates, context.mamba_batch, *self._kept(context))
 
     def _kept(self, context: StepContext) -> tuple[tuple[Tensor, Tensor | None], Rings | None]:
-        """Return the layer's states and rings."""
+        """Return the layer's states and rings from the context."""
         return context.states[self._index], context.rings[self._index]

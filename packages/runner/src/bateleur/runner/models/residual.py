@@ -1,7 +1,4 @@
-"""A layer of the residual stream: a norm, and one or several mixers that read it.
-
-Shapes: T tokens of all requests, M hidden size.
-"""
+"""A layer of the residual stream: a norm and one or several mixers that read it."""
 
 from __future__ import annotations
 
@@ -29,7 +26,10 @@ Mixer = Attention | LatentAttention | Mlp | Experts | Mamba | Delta | GatedConv
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """A layer of the spec: `h + sum(factor * mixer(norm(h)))`, or with its norm last `norm(mixer(h))`, or with both."""
+    """A layer of the spec: `h + sum(factor * mixer(norm(h)))`.
+
+    With `norm_last` a mixer adds `norm(mixer(h))`; with `output_norm` it adds `output_norm(mixer(norm(h)))`.
+    """
 
     norm: RMSNorm
     parts: tuple[tuple[str, Mixer, float], ...]
@@ -42,7 +42,7 @@ class Residual:
     def of(
         cls, layer: Layer, build: Callable[[SingleLayer], Mixer], make_norm: Callable[[], RMSNorm], multiplier: float
     ) -> Residual:
-        """Return `layer` with mixers made by `build`. Names of part i of a parallel layer begin with `i.`."""
+        """Build the layer with mixers made by `build`. Weight names of part i of a parallel layer begin with `i.`."""
         if not isinstance(layer, ParallelLayer):
             return cls(make_norm(), (("", build(layer), multiplier),))
         factors = enumerate(zip(layer.parts, layer.factors, strict=True))
@@ -50,7 +50,7 @@ class Residual:
         return cls(make_norm(), parts, layer.norm_last, make_norm() if layer.output_norm else None)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors to load."""
+        """Yield the names and tensors of weights to load."""
         yield "input_norm", self.norm.weight
         if self.output_norm is not None:
             yield "output_norm", self.output_norm.weight
@@ -68,12 +68,12 @@ class Residual:
         return list(self.matrices.values())
 
     def pack(self, *, recorded: bool = False) -> None:
-        """See `Projection.pack`."""
+        """Store the matrices in faster CPU layouts, see `Projection.pack`. recorded: CUDA graphs will be captured."""
         for projection in self.projections:
             projection.pack(recorded=recorded)
 
     def warm_up(self, num_tokens: int) -> None:
-        """See `Experts.warm_up`."""
+        """Load the kernels of projections and experts for steps of up to `num_tokens` tokens."""
         for _, mixer, _ in self.parts:
             for projection in mixer.projections.values():
                 if isinstance(projection, Projection):
@@ -82,7 +82,7 @@ class Residual:
                 mixer.warm_up(num_tokens)
 
     def add_to(self, stream: Stream, step: LayerStep) -> None:
-        """Add the outputs of the mixers to the stream."""
+        """Run the mixers and add their outputs to the residual stream."""
         x_TM = stream.read() if self.norm_last else stream.normed(self.norm)
         if not step.ranks.alone and len(self.parts) > 1 and not self.norm_last:
             stream.add(step.ranks.sum_(self._of_all(x_TM, step)), 1.0)
@@ -96,7 +96,7 @@ class Residual:
                 stream.add(y_TM, factor)
 
     def _of_all(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Return this rank's sum over all mixers, so that there is one sum over the ranks."""
+        """Return this rank's sum over all mixers, so that one all-reduce is enough."""
         (_, first, factor), *others = self.parts
         y_TM = first.forward(x_TM, step).mul(factor)
         for _, mixer, factor in others:

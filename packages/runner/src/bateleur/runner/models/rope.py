@@ -1,7 +1,4 @@
-"""Rotary position embedding: its frequencies, and a table of cosines and sines.
-
-Shapes: P table rows (positions), T tokens, R rotary lanes, H heads, D lanes of a head.
-"""
+"""Rotary position embedding: frequencies, and a table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ _FIRST_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class LongRope:
-    """Other frequencies for sequences beyond the original length (rope_type "longrope")."""
+    """Frequencies for sequences longer than the original length (rope_type "longrope")."""
 
     original_length: int
     inv_freq: tuple[float, ...]
@@ -23,7 +20,7 @@ class LongRope:
 
 @dataclass(frozen=True, slots=True)
 class DynamicRope:
-    """A base that grows with sequences beyond the original length (rope_type "dynamic", NTK)."""
+    """A RoPE base that grows for sequences longer than the original length (rope_type "dynamic", NTK)."""
 
     original_length: int
     theta: float
@@ -33,10 +30,10 @@ class DynamicRope:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding of the first `rotary_dim` lanes of a head, in halves layout.
+    """Rotary position embedding of the first `rotary_dim` lanes of a head, in neox style (halves, not pairs).
 
-    With `beyond`, frequencies depend on the length of the sequence, as in transformers: tokens of a prompt use the
-    prompt's length, later tokens the length up to themselves.
+    `beyond` (LongRoPE or dynamic NTK) makes the frequencies depend on the sequence length, as in transformers. Tokens
+    of a prompt use the prompt's length; later tokens use the length up to themselves.
     """
 
     inv_freq: tuple[float, ...]
@@ -57,10 +54,10 @@ class RopeSpec:
 
 
 class RopeTable:
-    """Cosines and signed sines by position; grows to the longest sequence of any step.
+    """Table of cosines and signed sines by position. It grows to the longest sequence of any step.
 
     Growing allocates, so call `reserve` before a CUDA graph is captured over the table. If frequencies depend on the
-    length of the sequence, the table is for one prompt length: `set_prompt_length`.
+    length of the sequence, the table is valid for one prompt length, see `set_prompt_length`.
     """
 
     def __init__(self, spec: RopeSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -72,20 +69,20 @@ class RopeTable:
         self._prompt_len = 0
 
     def reserve(self, num_positions: int) -> None:
-        """Compute positions 0 .. num_positions - 1."""
+        """Compute the table for positions 0 .. num_positions - 1, if it is shorter."""
         rows = self._table_P2R.shape[0]
         if num_positions <= rows:
             return
         self._table_P2R = self._rows(max(num_positions, 2 * rows, _FIRST_ROWS))
 
     def set_prompt_length(self, prompt_len: int) -> None:
-        """Recompute the table in place for prompts of this length, see `ModelSpec.rope_length`."""
+        """Recompute the table in place for a prompt length, if frequencies depend on it (`ModelSpec.rope_length`)."""
         if self.spec.beyond is not None and prompt_len != self._prompt_len:
             self._prompt_len = prompt_len
             self._table_P2R.copy_(self._rows(len(self._table_P2R)))
 
     def _rows(self, count: int) -> Tensor:
-        """Return the first rows of the table. Angles are float32 and rounded once at the end, as in training."""
+        """Return the first `count` rows of the table. Angles are float32, rounded once at the end, as in training."""
         positions_P = torch.arange(count, dtype=torch.float32, device=self._inv_freq.device)
         angle_PR = positions_P[:, None] * self._frequencies(positions_P + 1)
         cos, sin = angle_PR.cos(), angle_PR.sin()
@@ -108,14 +105,17 @@ class RopeTable:
         return torch.where(length_P1 > beyond.original_length, longer, self._inv_freq)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines, (T, 1, R) each, of reserved positions."""
+        """Return cosines and signed sines, (T, 1, R) each, of positions that are in the table."""
         rows_T12R = self._table_P2R.index_select(0, positions_T).unsqueeze(1)
         half = self.spec.rotary_dim
         return rows_T12R[..., :half], rows_T12R[..., half:]
 
 
 def rotate(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotate the first R lanes of every head, possibly in place. Lane i is paired with lane i + R/2."""
+    """Return x (T, heads, D) with the first R lanes of every head rotated, possibly in place.
+
+    Lane i is paired with lane i + R/2. cos, sin: (T, 1, R), sines with signs.
+    """
     rotary_dim = cos_T1R.shape[-1]
     if rotary_dim == x_THD.shape[-1]:
         return torch.addcmul(x_THD * cos_T1R, x_THD.roll(rotary_dim // 2, -1), sin_T1R)

@@ -1,13 +1,13 @@
 """Routing of tokens to experts, sorting by expert, and the weighted sum; one launch each on CUDA.
 
-Shapes: T tokens, E experts, K experts of a token, G groups, S places (pairs of token and expert; T * K), L width of the
+Shapes: T tokens, E experts, K experts of a token, G groups, S pairs of token and expert (T * K), L width of the
 experts.
 
-Routers of checkpoints, each optionally divided by the sum of the chosen weights:
+Routers of checkpoints. Each optionally divides the chosen weights by their sum:
 
-softmax, normalised: of the chosen logits (Granite), which equals that of all logits divided by the sum of the chosen
-(Qwen).
-softmax: of all logits (Qwen without `norm_topk_prob`).
+softmax, normalised: over the chosen logits (Granite); equal to a softmax over all logits divided by the sum of the
+chosen weights (Qwen).
+softmax: over all logits (Qwen without `norm_topk_prob`).
 sigmoid: of each logit; a correction and groups change the choice, not the weights (Nemotron-H, Kimi, LFM2).
 """
 
@@ -23,7 +23,10 @@ from bateleur.runner.models.spec import RouterSpec
 
 
 def route(logits_TE: Tensor, spec: RouterSpec, top_k: int, correction_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return weights (T, K) float32 and experts (T, K) int64 of logits (T, E) float32, the best first."""
+    """Return weights (T, K) float32 and expert ids (T, K) int64 from logits (T, E) float32, the best first.
+
+    correction_E: (E,) added to the scores for the choice of experts only.
+    """
     sum_eps = spec.sum_eps if spec.normalised else None
     groups = [spec.num_groups, spec.top_groups]
     sigmoid = spec.scores == "sigmoid"
@@ -54,9 +57,10 @@ def route_tokens(
     scale: float,
     groups: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Route tokens, see `route`. Of equal scores, the kernel takes the lower expert, and NaN first.
+    """Route tokens to experts, see `route`. Of equal scores, the kernel takes the lower expert, and NaN first.
 
-    sum_eps: None: do not divide weights by their sum. groups: number of groups, and of groups to choose.
+    sum_eps: added to the sum that weights are divided by; None: do not divide. groups: number of groups, and number of
+    groups to choose.
     """
     if sigmoid:
         scores_TE = logistic(logits)
@@ -92,10 +96,11 @@ def _fake_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
 @operator("router", _fake_places, direct=True)
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort places by expert, on the device, because the host does not know how many an expert has.
+    """Sort (token, expert) pairs by expert, on the device, so that the host need not know the numbers per expert.
 
-    experts (T, K) int64, in range(num_experts). Returns the token of every sorted place, (S,) int64; the sorted
-    position of place t * K + k, (S,) int64; and where each expert's places end, (E,) int32.
+    experts (T, K) int64, in range(num_experts); pair t * K + k is entry (t, k). Returns three tensors: the token of
+    every sorted pair, (S,) int64; the sorted position of every pair, (S,) int64; the end of each expert's pairs, (E,)
+    int32.
     """
     sorted_S, order_S = experts.flatten().sort(stable=True)
     sorted_places_S = torch.arange(len(order_S), device=order_S.device)
@@ -113,8 +118,9 @@ def _fake_combined(y: Tensor, places: Tensor, weights: Tensor, *_: object) -> Te
 def combine(y: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
     """Return `sum_k weights[t, k] * y[places[t * K + k]] (+ shared[t] (* sigmoid(gate[t])))` (T, L) in y's dtype.
 
-    y (S, L) by sorted place; places (S,) int64; weights (T, K) float32; shared (T, L) and gate (T, 1) of y's dtype. The
-    best expert is added first, so a token's sum does not depend on other tokens. The kernel rounds once.
+    y (S, L): outputs of the sorted pairs of token and expert; places (S,) int64: sorted position of pair t * K + k;
+    weights (T, K) float32; shared (T, L) and gate (T, 1) of y's dtype. The best expert is added first, so a token's sum
+    does not depend on other tokens. The kernel rounds once.
     """
     y_TKL = y.index_select(0, places).view(*weights.shape, y.shape[1])
     out_TL = (y_TKL * weights.unsqueeze(-1)).sum(1).to(y.dtype)

@@ -1,6 +1,8 @@
 """Divides a model among ranks: layers with fewer heads and lanes, and parts of weights.
 
-Every branch gets the whole stream and returns a part of its sum, so each ends with one sum over the ranks. Divided are
+Every branch reads the whole residual stream and returns a part of its output, so each ends with one all-reduce. These
+are divided:
+
 attention heads (KV heads are replicated if there are fewer than ranks), lanes of MLPs and of every expert, heads of
 Mamba-2 with their groups (B and C are replicated if there are fewer groups), value heads of delta rules with their key
 heads, channels of short convolutions, and the vocabulary.
@@ -36,7 +38,7 @@ Cut = Mapping[int, tuple[Range, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This rank's part of the weights of a layer or model."""
+    """This rank's part of the weights of a layer or model: ranges of rows and columns."""
 
     cuts: dict[str, Cut] = field(default_factory=dict)
     once: frozenset[str] = frozenset()
@@ -44,8 +46,9 @@ class Share:
 
 
 def shard_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
-    """Return `spec` with this rank's layers, and its share. The vocabulary size is unchanged.
+    """Return `spec` with this rank's part of each layer, and its share of the weights.
 
+    The vocabulary size is unchanged.
     Raises ValueError, with the possible sizes, if a layer can't be divided.
     """
     vocabulary: Cut = {0: (ranks.about(spec.vocab_size),)}
@@ -65,9 +68,10 @@ def shard_model(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
 
 
 def shard_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
-    """Return `spec` with this rank's whole experts, as evenly as possible, and all other weights; and its share.
+    """Return `spec` with this rank's experts, and its share of the weights. Other weights are whole on every rank.
 
-    Raises ValueError for a model without experts, or with fewer experts than ranks.
+    Experts are whole and divided as evenly as possible. Raises ValueError for a model without experts, or with fewer
+    experts than ranks.
     """
     size, cuts = ranks.size, dict[str, Cut]()
     layers: list[Layer] = []
@@ -92,15 +96,12 @@ def shard_experts(spec: ModelSpec, ranks: Ranks) -> tuple[ModelSpec, Share]:
 
 
 def num_sums(spec: ModelSpec) -> int:
-    """Return the number of sums over ranks in a forward pass of a rank's `spec`.
-
-    One for the embedding, one per layer, and one per norm over lanes of several ranks.
-    """
+    """Return the number of all-reduces in a forward pass of a rank's `spec`."""
     return 1 + len(spec.layers) + len(_squares(spec))
 
 
 def sum_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Return the bytes of a token in all these sums, with hidden states of `itemsize` bytes per number."""
+    """Return the bytes per token of all these all-reduces. itemsize: bytes per number of hidden states."""
     return (1 + len(spec.layers)) * spec.hidden_size * itemsize + sum(4 * each for each in _squares(spec))
 
 
@@ -116,7 +117,7 @@ def _squares(spec: ModelSpec) -> list[int]:
 
 
 def shard_layer(layer: SingleLayer, ranks: Ranks) -> tuple[SingleLayer, Share]:
-    """Return this rank's part of a layer; names of weights are those of its branch."""
+    """Return this rank's part of a layer, and its share of the weights by their names in the branch."""
     match layer:
         case LatentLayer():
             return _latent(layer, ranks)
@@ -254,7 +255,7 @@ def _size(own: Range) -> int:
 
 
 def _lanes(own: Range, size: int) -> Range:
-    """Return the lanes of these heads of `size` lanes."""
+    """Return the range of lanes of these heads, with `size` lanes per head."""
     return own[0] * size, own[1] * size
 
 
@@ -263,7 +264,7 @@ def _moved(own: Range, start: int) -> Range:
 
 
 def _stacked_rows(parts: list[tuple[Range, int]]) -> tuple[Range, ...]:
-    """Return the ranges of several stacked matrices, given (own, all) rows of each."""
+    """Return this rank's row ranges in several stacked matrices. parts: (own rows, number of rows) of each matrix."""
     ranges, start = [], 0
     for own, count in parts:
         ranges.append(_moved(own, start))

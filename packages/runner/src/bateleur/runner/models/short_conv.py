@@ -1,4 +1,4 @@
-"""The short-convolution branch of LFM2. Shapes: T tokens of all requests, M hidden size."""
+"""Residual branch of LFM2's short convolution. Shapes: T tokens of all requests, M hidden size."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bateleur.runner.models.spec import ShortConvLayer
 
 
 class GatedConv(Recurrent):
-    """Projection to B | C | x, the convolution of B * x, times C, projection back."""
+    """Short convolution `out_proj(C * conv(B * x))`; an input projection computes B | C | x."""
 
     def __init__(self, spec: ShortConvLayer, like: Tensor, index: int) -> None:
-        """index: of the layer's states in the state pool."""
+        """index: index of the layer's states in the state pool."""
         width = spec.state.channels
         super().__init__(spec.state, like, index, (), conv_bias=spec.bias)
         self.spec = spec
@@ -22,7 +22,7 @@ class GatedConv(Recurrent):
         self.out_proj = empty_projection(like.shape[1], width, like, bias=spec.bias)
 
     def forward(self, x_TM: Tensor, step: LayerStep) -> Tensor:
-        """Advance all rows' windows by their tokens: (T, M). Decode rows come before prompts."""
+        """Return the branch's output (T, M), and advance all requests' conv windows. Decodes come before prompts."""
         B_TM, C_TM, inner_TM = self.in_proj(x_TM, step.adapters).chunk(3, -1)
         y_TM = self.mix(step, B_TM * inner_TM)
         return self.out_proj(C_TM * y_TM, step.adapters)

@@ -1,4 +1,4 @@
-"""A model as plain numbers, read from checkpoints and used by layers and caches.
+"""Description of a model by plain numbers. It is read from a checkpoint's config and used by layers and caches.
 
 A model is a stack of residual branches: `h = h + residual_multiplier * mixer(norm(h))`. NemotronH has one branch per
 layer; Bamba, GraniteMoeHybrid and Llama have two (a mixer, then an MLP), so their `layers` is twice as long. Mixers
@@ -63,7 +63,7 @@ class AttentionLayer:
 class LatentLayer(AttentionLayer):
     """Attention without positions, with keys and values projected from a latent (MLA).
 
-    In the cache, keys and values of every head have `head_dim` lanes: the larger of both sizes.
+    In the KV cache, keys and values of every head have `head_dim` lanes: the larger of their sizes.
     """
 
     rank: int
@@ -99,8 +99,8 @@ class MlpLayer:
 class RouterSpec:
     """Chooses a token's experts and their weights, from one logit per expert.
 
-    softmax: the experts of the largest logits. sigmoid: those of the largest scores, optionally with a correction of
-    the choice, and only out of the best groups.
+    softmax: choose the experts with the largest logits. sigmoid: choose those with the largest scores, optionally with
+    a correction (`e_score_correction_bias`) added for the choice, and only out of the best groups.
     """
 
     scores: Scores = "softmax"
@@ -129,7 +129,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsLayer:
-    """Feed-forward branch of many MLPs: a token takes `top_k`, weighted by a router, and optionally a shared one."""
+    """Mixture of experts: each token takes `top_k` of many MLPs, weighted by a router, and optionally a shared MLP."""
 
     num_experts: int
     top_k: int
@@ -176,7 +176,7 @@ class ExpertsLayer:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
-    """A recurrent mixer of any kind: its states, and the chunks of its scans."""
+    """Base class of recurrent mixers: sizes of their states, and chunk size of their scans."""
 
     state: Recurrence
     chunk_size: int
@@ -201,7 +201,7 @@ class MambaLayer(RecurrentLayer):
 
 @dataclass(frozen=True, slots=True)
 class DeltaLayer(RecurrentLayer):
-    """A gated delta net or Kimi delta attention: the norm of each value head, then a gate."""
+    """A gated delta net or Kimi delta attention. The norm of each value head is followed by a gate."""
 
     state: GatedDelta | KimiDelta
     norm_eps: float
@@ -217,7 +217,7 @@ class DeltaLayer(RecurrentLayer):
 
 @dataclass(frozen=True, slots=True)
 class ShortConvLayer(RecurrentLayer):
-    """A short convolution between two gates: `out(C * conv(B * x))`, with B, C and x as wide as the stream."""
+    """A short convolution between two gates: `out(C * conv(B * x))`. B, C and x are as wide as the residual stream."""
 
     state: ShortConv
     bias: bool = False
@@ -229,7 +229,7 @@ SingleLayer = AttentionLayer | MlpLayer | ExpertsLayer | MambaLayer | DeltaLayer
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayer:
-    """Mixers that read the same norm; their outputs are multiplied by factors and added to the stream."""
+    """Mixers that read the same norm. Their outputs are multiplied by factors and added to the residual stream."""
 
     parts: tuple[SingleLayer, ...]
     factors: tuple[float, ...]
@@ -255,7 +255,7 @@ Layer = SingleLayer | ParallelLayer
 
 
 def parts_of(layer: Layer) -> tuple[SingleLayer, ...]:
-    """Return the mixers of a layer: itself, or the parts of a parallel one."""
+    """Return the mixers of a layer: the layer itself, or the parts of a parallel layer."""
     return layer.parts if isinstance(layer, ParallelLayer) else (layer,)
 
 
@@ -313,9 +313,9 @@ class ModelSpec:
         return any(layer.rope is not None and layer.rope.beyond is not None for layer in self.attention)
 
     def rope_length(self, prompt_len: int) -> int:
-        """Return the prompt length from which rotary frequencies are computed, 0 within the original length.
+        """Return the prompt length that rotary frequencies are computed for; 0 within the original length.
 
-        Prompts of equal frequencies have the same value.
+        Prompts with equal frequencies have the same value.
         """
         lengths = [0]
         for layer in self.attention:
@@ -341,17 +341,17 @@ class ModelSpec:
 
     @property
     def mixers(self) -> tuple[SingleLayer, ...]:
-        """The mixers of all layers in order, with the parts of parallel ones."""
+        """Mixers of all layers in order, including those of parallel layers."""
         return tuple(part for layer in self.layers for part in parts_of(layer))
 
     @property
     def attention(self) -> tuple[AttentionLayer, ...]:
-        """Layers with keys and values, in the order of their caches."""
+        """Attention layers, in the order of their KV caches."""
         return tuple(each for each in self.mixers if isinstance(each, AttentionLayer))
 
     @property
     def recurrent(self) -> tuple[RecurrentLayer, ...]:
-        """Layers with a recurrent state, in the order of the state pool."""
+        """Recurrent layers, in the order of the state pool."""
         return tuple(each for each in self.mixers if isinstance(each, RecurrentLayer))
 
 

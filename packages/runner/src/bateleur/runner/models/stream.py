@@ -12,16 +12,16 @@ _MOST_TERMS = 2
 
 
 class Stream:
-    """The residual stream, and up to two branch outputs that are not added yet.
+    """The residual stream, and up to two branch outputs that are not yet added to it.
 
-    Sums wait for the norm that reads them, so that on CUDA one kernel does both. They are computed in place, one by
-    one, in the stream's dtype; layers read the stream in the model's dtype.
+    An output is added when a norm reads the stream, so that on CUDA one kernel does both. Outputs are added in place,
+    one by one, in the stream's dtype; layers read the stream in the model's dtype.
     """
 
     __slots__ = ("_dtype", "_h_TM", "_keeps", "_kept_TM", "_lent", "_owed")
 
     def __init__(self, h_TM: Tensor, dtype: torch.dtype) -> None:
-        """h_TM: start of the stream, written in place. dtype: of the layers."""
+        """h_TM: initial residual stream (T, M), written in place. dtype: dtype in which layers read it."""
         self._h_TM, self._dtype = h_TM, dtype
         self._owed: list[Term] = []
         self._lent = False
@@ -29,20 +29,20 @@ class Stream:
         self._keeps, self._kept_TM = False, h_TM
 
     def add(self, y_TM: Tensor, factor: float) -> None:
-        """Add `factor * y`; y must not be written to before the next read."""
+        """Add `factor * y` to the residual stream. y must not be written to before the stream is next read."""
         if len(self._owed) == _MOST_TERMS:
             self.sum()
         self._owed.append((y_TM, factor))
 
     def add_normed(self, y_TM: Tensor, norm: RMSNorm, factor: float) -> None:
-        """Add `factor * norm(y)`."""
+        """Add `factor * norm(y)` to the residual stream."""
         self.sum()
         if self._lent:
             self._h_TM, self._lent = self._h_TM.clone(), False
         norm.add_to(self._h_TM, y_TM, factor)
 
     def sum(self) -> Tensor:
-        """Return the stream (T, M) in its own dtype, which later sums change."""
+        """Add all outputs, and return the residual stream (T, M) in its own dtype. Later sums change this tensor."""
         for y_TM, factor in self._owed:
             if self._lent:
                 self._h_TM, self._lent = self._h_TM.add(y_TM, alpha=factor), False
@@ -52,21 +52,21 @@ class Stream:
         return self._h_TM
 
     def keep(self) -> None:
-        """Set `kept` to what the next layer reads."""
+        """Save the input of the next layer as `kept`."""
         self._keeps = True
 
     @property
     def kept(self) -> Tensor:
-        """(T, M) as read by the layer after `keep`, unchanged by later sums."""
+        """Residual stream (T, M) as the layer after `keep` reads it. Later sums do not change it."""
         return self._kept_TM
 
     def read(self) -> Tensor:
-        """Return the stream (T, M) in the layers' dtype; it may be the stream itself."""
+        """Return the residual stream (T, M) in the layers' dtype. The result may be its own memory."""
         self.sum()
         return self._seen()
 
     def normed(self, norm: RMSNorm) -> Tensor:
-        """Return the norm of the stream, (T, M)."""
+        """Return the norm (T, M) of the residual stream."""
         if not self._owed or self._lent:
             return norm(self.read())
         terms, self._owed = self._owed, []
@@ -82,5 +82,5 @@ class Stream:
         return seen_TM
 
     def select(self, tokens: Tensor) -> Stream:
-        """Return the stream of some tokens (N,) int64."""
+        """Return a stream with only some tokens. tokens: (N,) int64 indices."""
         return Stream(self.sum().index_select(0, tokens), self._dtype)

@@ -1,4 +1,4 @@
-"""Copies rows between a device's caches and host memory, without making the host wait."""
+"""Copies rows of bytes between a device's caches and host memory. The host never waits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ STAGING_BYTES = 32 << 20
 
 
 class CopyStream:
-    """A second CUDA stream for copies to the host, which overlap with computation on the current stream."""
+    """A second CUDA stream for copies to the host, which overlap with computation on the current CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._device = device
 
     def run(self, work: Callable[[], None]) -> torch.cuda.Event:
-        """Queue `work` on the second stream after everything queued on the current one; return its end as an event."""
+        """Queue `work` on the second CUDA stream, after all work on the current one. Returns an event at its end."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()
@@ -30,7 +30,7 @@ class CopyStream:
         return done
 
     def wait(self, event: torch.cuda.Event | None = None) -> None:
-        """Let the current stream wait for an event of the second stream, or for everything queued there."""
+        """Let the current CUDA stream wait for an event of the second one, or for everything queued there."""
         current = torch.cuda.current_stream(self._device)
         if event is None:
             current.wait_stream(self._stream)
@@ -43,7 +43,7 @@ class Copies:
 
     A copy to the host has the contents after all work queued before, whatever later work writes. Steps queued after a
     copy to the device see it. On CUDA, rows are gathered into one of two staging buffers and go to pinned memory on a
-    second stream, while steps run. If both buffers are in use, the device waits for the first one; the host never
+    second CUDA stream, while steps run. If both buffers are in use, the device waits for the first one; the host never
     waits.
     """
 
@@ -63,7 +63,7 @@ class Copies:
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def to_host(self, rows: PagedRows, numbers: Sequence[int], memory: Tensor, at: Sequence[int]) -> None:
-        """Copy the rows `numbers` to rows `at` of host memory (m, num_bytes) uint8."""
+        """Copy the cache rows `numbers` to rows `at` of host memory (m, num_bytes) uint8."""
         for part in self._parts(rows, at):
             runs = list(_runs([at[i] for i in part]))
             buffer = rows.gather([numbers[i] for i in part], out=self._next_buffer(len(part), rows.num_bytes))
@@ -78,7 +78,7 @@ class Copies:
                 self._sent[self._current] = self._stream.run(send)
 
     def to_device(self, memory: Tensor, at: Sequence[int], rows: PagedRows, numbers: Sequence[int]) -> None:
-        """Copy rows `at` of host memory to the rows `numbers`."""
+        """Copy rows `at` of host memory to the cache rows `numbers`."""
         if self._stream is not None:
             self._stream.wait()  # copies of these rows to the host may not be done
         for part in self._parts(rows, at):
@@ -94,7 +94,7 @@ class Copies:
         return None if self._stream is None else self._stream.run(lambda: None)
 
     def _next_buffer(self, count: int, num_bytes: int) -> Tensor | None:
-        """Return the other buffer (count, num_bytes), free when the device gets there; None without buffers."""
+        """Return the next staging buffer as (count, num_bytes); None on a CPU. The device waits until it is free."""
         if self._stream is None:
             return None
         self._current = 1 - self._current
@@ -103,7 +103,7 @@ class Copies:
         return self._buffers[self._current][: count * num_bytes].view(count, num_bytes)
 
     def _parts(self, rows: PagedRows, at: Sequence[int]) -> Iterator[list[int]]:
-        """Yield indices of `at` in the order of host memory, as many at once as a buffer holds."""
+        """Yield groups of indices into `at`, in the order of host memory, each as large as a staging buffer holds."""
         order, most = sorted(range(len(at)), key=at.__getitem__), self.staging_bytes // rows.num_bytes
         return (order[i : i + most] for i in range(0, len(order), most))
 

@@ -27,7 +27,7 @@ _TRIM_TO = 0.9
 
 
 def make_folder(root: Path) -> Path:
-    """Make the folder, for its owner only, if it does not exist. Raises ValueError if it can't be made."""
+    """Make the folder, readable by its owner only, if it does not exist. Raises ValueError if it can't be made."""
     try:
         root.mkdir(0o700, parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
@@ -36,16 +36,16 @@ def make_folder(root: Path) -> Path:
 
 
 class DiskFolder:
-    """Prefix files of one layout, and the size limit of the files of all layouts.
+    """Prefix files of one layout in a folder, and the size limit of the files of all layouts.
 
-    root: the folder; made, for its owner only, if it does not exist.
-    layout: of the prefixes.
+    root: the folder; made, readable by its owner only, if it does not exist.
+    layout: layout of the prefixes.
     limit_bytes: maximum size of the files of all layouts below `root`; None: half of the free space now, plus their
     size now.
-    writers: number of ranks that write the same amount at the same time.
+    writers: number of ranks that write at the same time. Room is made for files of all of them.
 
-    Methods except `__init__` may take long and belong in other threads. Raises ValueError if the folder is not
-    writable.
+    The constructor raises ValueError if the folder is not writable. Other methods may take long, so call them in
+    threads.
     """
 
     def __init__(self, root: Path, layout: Layout, limit_bytes: int | None, writers: int = 1) -> None:
@@ -71,7 +71,7 @@ class DiskFolder:
         self._sweep()
 
     def names(self) -> set[str]:
-        """Return the names of all files of this layout. If this process writes, removes files over the limit."""
+        """Return the names of all files of this layout. In a process that writes, also remove files over the limit."""
         names, paths = self._listed()
         self._total += sum(_size(path) for path in paths - self._counted)
         self._counted = paths
@@ -83,9 +83,9 @@ class DiskFolder:
         return {path[len(own) :] for path in self._counted if path.startswith(own)}
 
     def write(self, name: str, prefix: Prefix) -> int:
-        """Write a file and return its size; 0 if it is larger than the limit. Least recently used files make room.
+        """Write a file and return its size; 0 if it is larger than the limit.
 
-        Only one thread may call this. Raises OSError.
+        Removes least recently used files if needed.
         """
         data = encode_prefix(self._layout, prefix)
         room = len(data) * self._writers
@@ -99,7 +99,7 @@ class DiskFolder:
         return write_whole(self._folder / name, data)
 
     def read(self, name: str, key: bytes) -> Prefix:
-        """Read a file and mark it as used. Raises PrefixRefused if it is not what its name says."""
+        """Read a file and mark it as used. Raises PrefixRefused if its contents are not those of its name."""
         path = self._folder / name
         prefix = read_prefix(path, self._layout)
         if prefix.key != key:
@@ -109,7 +109,7 @@ class DiskFolder:
         return prefix
 
     def remove(self, names: list[str]) -> None:
-        """Remove these files."""
+        """Remove files of this layout by name."""
         for name in names:
             with suppress(OSError):
                 os.unlink(self._folder / name)
@@ -131,7 +131,7 @@ class DiskFolder:
             return [each for each in found if _LAYOUT.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
 
     def _recount(self) -> list[tuple[float, int, str]]:
-        """Count all files of all layouts again; return the time of last use, size and path of each."""
+        """Count all files of all layouts again. Returns time of last use, size and path of each."""
         found = []
         for folder in self._folders():
             for each in os.scandir(folder):
@@ -144,7 +144,7 @@ class DiskFolder:
         return found
 
     def _trim(self, room: int) -> None:
-        """Remove least recently used files if there is no room for `room` bytes."""
+        """Remove least recently used files if less than `room` bytes are left."""
         files = sorted(self._recount())
         if self._total + room <= self.limit_bytes:
             return

@@ -1,11 +1,11 @@
 """The disk tier of the prefix cache: files written when requests end, and read into host memory for waiting requests.
 
-One thread writes and one reads; the engine thread waits for them only if it has nothing else to do. Host memory that
-they use is held meanwhile, and their results are collected between steps.
+One thread writes and one reads. The engine thread waits for them only if it has nothing else to do. The host memory
+that they use is held meanwhile. Their results are collected between steps.
 
-With several ranks, each has its own files and threads. Whatever depends on these is agreed on first (`_on_all_ranks`,
-`_gather`), so that all ranks hold the same host memory and find the same prefixes: a file that one rank lacks or can't
-read is a miss on all.
+With several ranks, each has its own files and threads. The ranks first agree on all results that depend on these
+(`_on_all_ranks`, `_gather`), so that they hold the same host memory and find the same prefixes. A file that one rank
+lacks or can't read is a miss on all.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Read = tuple[int, PrefixRefused | None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Transfer:
-    """A span, and the rows of host memory that a thread reads or writes for it."""
+    """A span of a prefix, and the rows of host memory that a thread reads or writes for it."""
 
     span: Span
     wanted: list[int]
@@ -63,7 +63,7 @@ class _Transfer:
 
 
 class DiskTier:
-    """Prefix files on disk, below host memory."""
+    """The disk tier of the prefix cache: prefix files, which are read into and written from host memory."""
 
     def __init__(
         self,
@@ -74,7 +74,10 @@ class DiskTier:
         stats: OffloadStats,
         ranks: Ranks,
     ) -> None:
-        """blocks, pages: None if the model has none. ranks: must find the same prefixes."""
+        """blocks, pages: host memory of each kind; None if the model has none.
+
+        ranks: ranks that must find the same prefixes.
+        """
         self._ranks, self._steps = ranks, 0
         self._folder, self._cache, self._stats = folder, cache, stats
         self._blocks, self._pages = blocks, pages
@@ -99,10 +102,10 @@ class DiskTier:
     # --- writing ------------------------------------------------------------------------------------------
 
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:
-        """Queue files for the `num_tokens` published tokens of an ended request, as far as memory allows.
+        """Queue files for the first `num_tokens` tokens of an ended request, as far as memory allows.
 
-        Without states there are two endings: the end of the request, and where the same prompt could start again.
-        `ids` are not written to any more.
+        These tokens are in the prefix cache. Without states there are two endings: the end of the request, and the last
+        one from which the same prompt could start again. `ids` must not be written to any more.
         """
         chain = Chain(self._cache, keys, ids, num_tokens)
         spans = list(chain.segments())
@@ -119,7 +122,7 @@ class DiskTier:
             self._queued.discard(self._spans.popleft().name)
 
     def advance(self, *, idle: bool) -> None:
-        """Collect finished writes and start waiting ones; unless `idle`, only as many as `_BYTES_PER_STEP` allows."""
+        """Collect finished writes and start waiting ones. Unless `idle`, start at most `_BYTES_PER_STEP` bytes."""
         self._steps += 1
         if idle or self._ranks.alone or self._steps % _STEPS == 0:
             self._collect_writes()
@@ -137,7 +140,10 @@ class DiskTier:
         self._rescan()
 
     def _hold(self, span: Span) -> _Transfer | None:
-        """Hold host rows with a span's contents, copied from the device if needed. None if evicted, or without room."""
+        """Hold host rows with a span's contents, copied from the device if needed.
+
+        None if the contents were evicted, or host memory has no room.
+        """
         blocks = [] if self._blocks is None else self._blocks.hold(span.blocks)
         pages = [] if self._pages is None or span.page is None else self._pages.hold([span.page])
         if blocks is not None and pages is not None:
@@ -148,7 +154,7 @@ class DiskTier:
         return None
 
     def _write(self, transfer: _Transfer, event: torch.cuda.Event | None) -> int:
-        """Write a file, in the writing thread."""
+        """Write a file, in the writing thread. Returns its size. event: end of the copies to host memory."""
         if event is not None:
             event.synchronize()
         blocks, page = np.empty((0, 0), np.uint8), None
@@ -181,7 +187,10 @@ class DiskTier:
     # --- reading ------------------------------------------------------------------------------------------
 
     def fetch(self, request: Request, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> bool:
-        """Start to read files for a request, which waits until `arrived` returns it. Returns whether there are any."""
+        """Start to read files for a request, which then waits until `arrived` returns it.
+
+        Returns whether there are any.
+        """
         if self._ranks.alone and not self._names:
             return False
         chain = Chain(self._cache, keys, ids, most)
@@ -198,7 +207,7 @@ class DiskTier:
         return bool(transfers)
 
     def _reserve(self, span: Span) -> _Transfer | None:
-        """Reserve host rows for the part of a span that is not in memory; None without room."""
+        """Reserve host rows for the part of a span that is not in memory; None if there is no room."""
         wanted = [i for i, key in enumerate(span.blocks) if not self._has_block(key)]
         blocks = [] if self._blocks is None else self._blocks.host.take([span.blocks[i] for i in wanted])
         if len(blocks) < len(wanted):
@@ -212,7 +221,7 @@ class DiskTier:
         return _Transfer(span, wanted, blocks, pages)
 
     def _read(self, transfers: list[_Transfer], event: torch.cuda.Event | None) -> Read:
-        """Read files, in the reading thread."""
+        """Read files into reserved host rows, in the reading thread. event: end of copies that use these rows."""
         if event is not None:
             event.synchronize()
         for count, transfer in enumerate(transfers):
@@ -265,7 +274,7 @@ class DiskTier:
         self._stats.read_bytes += self._size(transfer)
 
     def wait(self, seconds: float) -> None:
-        """Wait until files of some request were read, or for `seconds`."""
+        """Wait until the files of some request were read, for at most `seconds`."""
         wait([future for _, _, future in self._fetches], seconds, FIRST_COMPLETED)
 
     # --- both ---------------------------------------------------------------------------------------------
@@ -278,13 +287,13 @@ class DiskTier:
         return {name for name, everywhere in zip(names, has, strict=True) if everywhere}
 
     def _gather(self, numbers: list[int]) -> list[tuple[int, ...]]:
-        """Return the value of each number on all ranks, by rank."""
+        """Return the values of each of these numbers on all ranks, in the order of ranks."""
         if self._ranks.alone or not numbers:
             return [(each,) for each in numbers]
         return list(zip(*self._ranks.gather_ints(numbers), strict=True))
 
     def forget(self, blocks: list[bytes], pages: list[bytes]) -> None:
-        """Remove the files that hold these blocks and pages."""
+        """Remove the files that hold these KV blocks and states."""
         names = {f"{key.hex()}.{kind}.safetensors" for key in (*blocks, *pages) for kind in KINDS}
         self._names -= names
         self._bad |= names & self._queued
@@ -292,13 +301,13 @@ class DiskTier:
         self._writer.submit(self._folder.remove, sorted(names))
 
     def drain(self) -> None:
-        """Write everything that waits to be written, and wait for it."""
+        """Write everything that waits to be written, and wait until it is written."""
         self.advance(idle=True)
         wait([future for _, future in self._writes])
         self._collect_writes()
 
     def _rescan(self) -> None:
-        """Look for files of other processes from time to time."""
+        """Scan for files of other processes every few seconds, in a thread, and take the results of a finished scan."""
         if self._scan is not None and self._scan.done():
             self._names = (self._scan.result() | {each.span.name for each, _ in self._writes}) - self._bad
             self._scan, self._next_scan = None, time.monotonic() + _SCAN_SECONDS
@@ -307,7 +316,7 @@ class DiskTier:
 
     @property
     def _level(self) -> Level:
-        """Host memory of blocks or of pages; both have the same `copies`."""
+        """Host memory of blocks or of states. Both have the same `copies`."""
         level = self._blocks or self._pages
         assert level is not None
         return level
@@ -331,7 +340,7 @@ class DiskTier:
                 level.host.release(rows[::-1])
 
     def _refuse(self, reason: str, transfers: list[_Transfer], message: str) -> None:
-        """Mark files as bad after the first of them could not be read: the request computes all of them."""
+        """Mark files as bad after the first of them could not be read. The request computes their tokens instead."""
         names = {each.span.name for each in transfers}
         self._names -= names
         self._bad |= names
@@ -345,12 +354,15 @@ class DiskTier:
 
 
 def _write_status(future: Future[int]) -> int:
-    """Return the state of a write for other ranks: pending, failed (0) or done (1)."""
+    """Return the state of a write as a number for other ranks: pending, failed (0) or done (1)."""
     return int(future.exception() is None) if future.done() else _PENDING
 
 
 def _read_status(future: Future[Read]) -> int:
-    """Return the state of a read for other ranks: pending, or number of files and error of the next; less is worse."""
+    """Return the state of a read as a number for other ranks: pending, or number of files and error of the next file.
+
+    A lower number is worse.
+    """
     if not future.done():
         return _PENDING
     if future.exception() is not None:

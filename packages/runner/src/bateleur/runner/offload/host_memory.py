@@ -19,7 +19,7 @@ from bateleur.runner.utils.device import use_device
 
 @dataclass(frozen=True, slots=True)
 class HostSizes:
-    """Number of rows of each kind in host memory."""
+    """Numbers of KV blocks and states in host memory, and their bytes."""
 
     num_blocks: int
     num_pages: int
@@ -28,7 +28,7 @@ class HostSizes:
 
     @classmethod
     def of(cls, plan: CachePlan, num_bytes: int, num_ranks: int = 1) -> HostSizes:
-        """Divide `num_bytes`, of all ranks together, in the ratio of cached blocks to cached states on the device.
+        """Divide `num_bytes` of all ranks into blocks and states, in the device's ratio of cached blocks to states.
 
         Raises ValueError if not one of each fits.
         """
@@ -52,7 +52,7 @@ class HostSizes:
 
 
 def pinned_rows(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Allocate host memory (uint8), pinned if `device` is a GPU, for as long as the tensor lives.
+    """Allocate host memory (uint8), pinned if `device` is a GPU. It is freed with the tensor.
 
     The memory is registered with CUDA instead of allocated by torch, whose allocator of pinned memory rounds up to a
     power of two. Raises ValueError if that fails.
@@ -73,51 +73,51 @@ def _unpin(device: torch.device, address: int) -> None:
 
 
 class HostMemory:
-    """Rows by key, with least-recently-used eviction. Held rows are not evicted."""
+    """Rows of bytes in host memory by key, with least-recently-used eviction. Held rows are not evicted."""
 
     def __init__(self, num_rows: int, num_bytes: int, device: torch.device) -> None:
-        """num_bytes: of a row. device: the rows are pinned if it is a GPU."""
+        """num_bytes: bytes of a row. device: rows are pinned if it is a GPU."""
         self.rows: Tensor = pinned_rows((num_rows, num_bytes), device)
         self._pool = BlockPool(1 + num_rows)  # number 0 is never allocated
 
     @property
     def used_bytes(self) -> int:
-        """Size of the rows that have contents."""
+        """Bytes of the rows that have contents."""
         return self._pool.num_published * self.rows.shape[1]
 
     def __contains__(self, key: Hashable) -> bool:
         return bool(self._pool.find(key))
 
     def find(self, keys: Sequence[Hashable]) -> list[int]:
-        """Hold and return the rows of these keys, all of which are here."""
+        """Hold and return the rows of these keys, which must all be in host memory."""
         found = [self._pool.find(key) for key in keys]
         self._pool.hold(found)
         return [each - 1 for each in found]
 
     def take(self, keys: Sequence[Hashable]) -> list[int]:
-        """Hold and return new rows, not found before `publish`; [] if there is no room for all."""
+        """Hold and return new rows, which `find` does not return before `publish`; [] if there is no room for all."""
         if len(keys) > self._pool.num_free:
             return []
         return [each - 1 for each in self._pool.allocate(len(keys))]
 
     def publish(self, keys: Sequence[Hashable], rows: Sequence[int]) -> None:
-        """Set the keys of held rows. A key that another row has stays there."""
+        """Set the keys of held rows, so that `find` returns them. A key that another row has stays there."""
         for key, row in zip(keys, rows, strict=True):
             self._pool.publish(row + 1, key)
 
     def release(self, rows: Iterable[int]) -> None:
-        """Remove one hold from each row; earlier ones are evicted first."""
+        """Remove one hold from each row. Rows given first are evicted first."""
         self._pool.free([each + 1 for each in rows])
 
     def forget(self, key: Hashable) -> None:
-        """Remove a key, so that its row is not found."""
+        """Remove a key, so that `find` does not return its row any more."""
         if row := self._pool.find(key):
             self._pool.forget(row)
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Rows of one kind on the device, the same kind in host memory, and the copies between them."""
+    """KV blocks or states: their rows on the device, their rows in host memory, and the copies between both."""
 
     device: PagedCache
     host: HostMemory
@@ -125,12 +125,18 @@ class Level:
     stats: OffloadStats
 
     def save_evicted(self, evicted: Sequence[tuple[int, Hashable]]) -> None:
-        """Copy rows before the device evicts them, given by number and key. If they do not fit, copy the last ones."""
+        """Copy rows to host memory before the device evicts them. If they do not fit, copy the last ones.
+
+        evicted: (number of the row, key) of each.
+        """
         new = [(number, key) for number, key in evicted if key not in self.host]
         self.save(new[-len(self.host.rows) :])
 
     def save(self, new: Sequence[tuple[int, Hashable]]) -> bool:
-        """Copy rows that host memory lacks, given by number and key. Returns False if there is no room."""
+        """Copy rows that host memory lacks from the device. Returns False if there is no room.
+
+        new: (number of the row, key) of each.
+        """
         if not new:
             return True
         keys = [key for _, key in new]
@@ -146,7 +152,7 @@ class Level:
         return True
 
     def load(self, keys: Sequence[Hashable]) -> bool:
-        """Copy those of `keys` that the device lacks to the device. Returns False if it has no room for all."""
+        """Copy the rows of `keys` that the device lacks to the device. Returns False if it has no room for all."""
         wanted = [key for key in keys if not self.device.pool.find(key)]
         rows = self.host.find(wanted)
         try:
@@ -161,7 +167,10 @@ class Level:
         return True
 
     def hold(self, keys: Sequence[Hashable]) -> list[int] | None:
-        """Hold and return host rows of `keys`, copied from the device if needed. None if a key is gone, or no room."""
+        """Hold and return host rows of `keys`, copied from the device if needed.
+
+        None if a key is on neither side, or host memory has no room.
+        """
         new = [(self.device.pool.find(key), key) for key in keys if key not in self.host]
         if not all(number for number, _ in new):
             return None

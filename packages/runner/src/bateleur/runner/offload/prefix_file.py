@@ -33,7 +33,7 @@ _FOREIGN_TENSORS = "its tensors are not laid out as this engine's"
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Blocks of a prefix after the first `start` tokens, and the state at its end, on the host."""
+    """KV blocks of a prefix after its first `start` tokens, and the state at its end, on the host."""
 
     start: int
     """Tokens before the first block."""
@@ -66,7 +66,7 @@ def write_prefix(path: Path, layout: Layout, prefix: Prefix) -> int:
 def read_prefix(path: Path, layout: Layout, *, follow: bool = False) -> Prefix:
     """Read a file that `write_prefix` wrote for this layout.
 
-    follow: accept a symbolic link. Raises PrefixRefused with the reason for anything else.
+    follow: whether to accept a symbolic link. Raises PrefixRefused with the reason for any other file.
     """
     with opened_file(path, follow=follow) as opened:
         return _read(opened, layout)
@@ -134,7 +134,7 @@ def _stored_metadata(path: Path, header: bytes) -> dict[str, str]:
 
 
 def _compare(path: Path, stored: dict[str, str], layout: Layout) -> None:
-    """Raise PrefixRefused for another layout, naming the first field that differs."""
+    """Raise PrefixRefused if the stored layout differs, naming the first field that differs."""
     for name, ours in layout.fields.items():
         if (theirs := stored.get(f"layout.{name}")) != ours:
             differs = f"its {name} is {shown(theirs)}, and this engine's is {shown(ours)}"

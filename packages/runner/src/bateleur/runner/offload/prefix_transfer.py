@@ -1,4 +1,4 @@
-"""Prefixes in files for other engines: one file, or with several ranks a folder with a file for each."""
+"""Export and import of prefixes: one file, or with several ranks a folder with a file for each rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PrefixTransfer:
     """Exports and imports prefixes of one engine, between two steps, on all ranks at once."""
 
     def __init__(self, cache: DeviceCache, layout: Callable[[], Layout], ranks: Ranks) -> None:
-        """layout: called when first needed, because it takes long; its ValueError is passed on."""
+        """layout: returns the layout; called when first needed, because it takes long. Its ValueError is passed on."""
         self._cache, self._get_layout, self._ranks = cache, layout, ranks
 
     @property
@@ -34,7 +34,7 @@ class PrefixTransfer:
         return self._get_layout()
 
     def export(self, ids: NDArray[np.int32], path: Path) -> int:
-        """Write the longest cached prefix of `ids` to a file (of several ranks, a folder); return its number of tokens.
+        """Write the longest cached prefix of `ids` to a file (several ranks: a folder); return its number of tokens.
 
         Waits for the device. Raises ValueError, with the reason, if nothing is cached, and OSError if writing fails; on
         all ranks if one of them fails.
@@ -45,9 +45,9 @@ class PrefixTransfer:
     def import_file(self, path: Path) -> int:
         """Add the prefix in a file to the prefix cache and return its number of tokens.
 
-        Blocks that are cached already stay. Added ones can be evicted like any others. Raises PrefixRefused if the file
-        is not an export of an engine like this one, and ValueError if the caches lack room; on all ranks if one of them
-        fails.
+        Blocks that are already cached are kept. Added ones can be evicted like any others. Raises PrefixRefused if the
+        file is not an export of an engine like this one, and ValueError if the caches lack room; on all ranks if one of
+        them fails.
         """
         layout = self.layout
         prefix = run_on_all_ranks(self._ranks, lambda: self._read(path, layout))

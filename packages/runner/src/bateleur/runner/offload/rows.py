@@ -1,4 +1,4 @@
-"""Blocks and states as rows of bytes: the entries of one number in all tensors of a cache."""
+"""KV blocks and states as rows of bytes: a row has the entries of one block number in all tensors of a cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The bytes of one tensor in a row."""
+    """Position of one tensor's bytes in a row."""
 
     name: str
     dtype: torch.dtype
@@ -34,12 +34,12 @@ class Part:
 
     @property
     def end(self) -> int:
-        """Offset after its last byte."""
+        """Offset after the part's last byte."""
         return self.start + prod(self.shape) * self.dtype.itemsize
 
 
 class PagedRows:
-    """Tensors (numbers, *shape) as rows (numbers, num_bytes): row i has the bytes of entry i of each tensor."""
+    """Views tensors (numbers, *shape) as rows (numbers, num_bytes): row i has the bytes of entry i of each tensor."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """tensors: at least one, all on one device, with contiguous entries."""
@@ -56,26 +56,26 @@ class PagedRows:
         self._rows = [each.view(len(each), -1).view(self._word) for each in tensors.values()]
 
     def gather(self, numbers: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """Return copies of the rows `numbers`, (n, num_bytes) uint8 on the device, in `out` if given; does not wait."""
+        """Return copies of the rows `numbers`, (n, num_bytes) uint8 on the device, in `out` if given. Does not wait."""
         index = upload(np.array(numbers, np.int64), self._rows[0].device)
         into = None if out is None else out.view(self._word)
         rows = torch.cat([each.index_select(0, index) for each in self._rows], 1, out=into)
         return rows.view(torch.uint8)
 
     def scatter(self, numbers: Sequence[int], rows: Tensor) -> None:
-        """Set the rows `numbers`, all different, to rows (n, num_bytes) uint8 on the device; does not wait."""
+        """Set the rows `numbers`, all different, to rows (n, num_bytes) uint8 on the device. Does not wait."""
         index = upload(np.array(numbers, np.int64), self._rows[0].device)
         sources = rows.view(self._word).split([each.shape[1] for each in self._rows], 1)
         for each, source in zip(self._rows, sources, strict=True):
             each.index_copy_(0, index, source)
 
     def put(self, numbers: Sequence[int], rows: NDArray[np.uint8]) -> None:
-        """Set the rows `numbers` to rows (n, num_bytes) in host memory, which is not written to any more."""
+        """Set the rows `numbers` to rows (n, num_bytes) in host memory, which must not be written to any more."""
         self.scatter(numbers, upload(rows, self._rows[0].device))
 
 
 def _divides(word: torch.dtype, tensor: Tensor) -> bool:
-    """Return whether the entries of a tensor are whole, aligned words."""
+    """Return whether the entries of a tensor consist of whole, aligned words of this dtype."""
     width = prod(tensor.shape[1:]) * tensor.dtype.itemsize
     offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
     return bool(width % word.itemsize == 0 and offset % word.itemsize == 0)

@@ -1,7 +1,7 @@
-"""How a prefix is divided into files: full segments of blocks, and endings.
+"""Division of a prefix into files: full segments of blocks, and endings.
 
-A segment has `SEGMENT_BLOCKS` blocks and starts at a multiple of that many; its file is named after its last block, so
-after all tokens up to there. An ending is where a request can continue: its file has the state there, if the model has
+A segment has `SEGMENT_BLOCKS` blocks and starts at a multiple of that many. Its file name identifies all tokens up to
+its last block. An ending is a position at which a request can continue. Its file has the state there, if the model has
 states, and the blocks since the last full segment. A prefix of t tokens has t // segment files and one more.
 """
 
@@ -42,11 +42,11 @@ class Span:
 
 
 class Chain:
-    """All spans of one prefix.
+    """All spans (segments and endings) of one prefix.
 
     cache: the device's prefix cache.
     keys: prefix keys of `ids`.
-    most: maximum tokens of the prefix; if blocks depend on the token after them, `ids` has it.
+    most: maximum tokens of the prefix. If blocks depend on the token after them, `ids` must have that token.
     """
 
     def __init__(self, cache: DeviceCache, keys: PrefixKeys, ids: NDArray[np.int32], most: int) -> None:
@@ -68,29 +68,29 @@ class Chain:
             yield self._span(end - self.segment, end, "kv")
 
     def files(self) -> list[str]:
-        """Return the names of all files of which the prefix may consist."""
+        """Return the names of all files in which parts of the prefix may be."""
         return [each.name for each in (*self.segments(), *map(self.ending, self.ends()))]
 
     def page(self, end: int) -> bytes | None:
-        """Return the prefix-cache key of the state after `end` tokens."""
+        """Return the prefix-cache key of the state after `end` tokens; None without states."""
         return self._keys.of(self._ids, end) if self._has_pages else None
 
     def base(self, end: int) -> int:
-        """Return the tokens of the full segments before an ending."""
+        """Return the number of tokens in the full segments before an ending."""
         return end // self.segment * self.segment if self._has_blocks else end
 
     def ends(self) -> Iterator[int]:
-        """Yield the token counts at which a request can continue, the largest first."""
+        """Yield the numbers of tokens at which a request can continue, the largest first."""
         yield from range(self.length // self.granularity * self.granularity, 0, -self.granularity)
 
     def two_ends(self, prompt_len: int) -> set[int]:
-        """Return the last ending, and the last one with a prompt token after it, unless a segment ends there."""
+        """Return the last ending and the last that leaves a prompt token after it, except where a segment ends."""
         size = self.granularity
         last = (self.length // size * size, min(prompt_len - 1, self.length) // size * size)
         return {end for end in last if self.base(end) < end}
 
     def ending(self, end: int) -> Span:
-        """Return the span of an ending."""
+        """Return the span of the ending after `end` tokens."""
         return self._span(self.base(end), end, "end")
 
     @property

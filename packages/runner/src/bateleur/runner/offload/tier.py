@@ -16,10 +16,10 @@ from bateleur.runner.stats import OffloadStats
 
 
 class HostTier:
-    """Blocks and states that were evicted from the device, in host memory, and the disk tier below."""
+    """Host memory for KV blocks and states that were evicted from the device, and the disk tier below it."""
 
     def __init__(self, blocks: Level | None, pages: Level | None, stats: OffloadStats) -> None:
-        """blocks, pages: None if the model has no attention, or no recurrent layers."""
+        """blocks, pages: rows of each kind; None if the model has no attention, or no recurrent layers."""
         self.blocks, self.pages, self.stats = blocks, pages, stats
         self.disk: DiskTier | None = None
         """The disk tier, if there is one."""
@@ -29,7 +29,7 @@ class HostTier:
 
     @classmethod
     def of(cls, cache: DeviceCache, sizes: HostSizes, device: torch.device, stats: OffloadStats) -> HostTier:
-        """Allocate the rows that `sizes` counts."""
+        """Allocate host memory of these sizes."""
         rows = [each.rows.num_bytes for each in (cache.blocks, cache.pages) if each is not None]
         copies = Copies(device, max(rows))
 
@@ -41,7 +41,7 @@ class HostTier:
         return cls(level(cache.blocks, sizes.num_blocks), level(cache.pages, sizes.num_pages), stats)
 
     def has_block(self, name: bytes) -> bool:
-        """Return whether host memory has the block with this key."""
+        """Return whether host memory has the KV block with this key."""
         return self.blocks is not None and name in self.blocks.host
 
     def has_page(self, key: bytes) -> bool:
@@ -49,10 +49,7 @@ class HostTier:
         return self.pages is not None and key in self.pages.host
 
     def load(self, blocks: list[bytes], page: bytes | None, num_tokens: int) -> None:
-        """Copy these from host memory to the device, as far as it has room.
-
-        num_tokens: number of additional prefix tokens that the request then finds.
-        """
+        """Copy these blocks and this state from host memory to the device, as far as it has room."""
         loaded = self.blocks is None or self.blocks.load(blocks)
         if loaded and self.pages is not None and page is not None:
             loaded = self.pages.load([page])
@@ -73,7 +70,7 @@ class HostTier:
         return self.disk is not None and self.disk.fetch(request, keys, ids, most)
 
     def arrived(self) -> list[Request]:
-        """Return requests whose files were read, or could not be read, since the last call."""
+        """Return the requests whose files were read, or could not be read, since the last call."""
         return [] if self.disk is None else self.disk.arrived()
 
     def save(self, keys: PrefixKeys, ids: NDArray[np.int32], num_tokens: int, prompt_len: int) -> None:

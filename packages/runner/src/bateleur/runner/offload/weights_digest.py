@@ -23,7 +23,7 @@ Stat = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files of a checkpoint folder as they were when the model was loaded."""
+    """The files of a checkpoint folder, with their status at the time when the model was loaded."""
 
     folder: Path
     stats: tuple[tuple[str, Stat], ...]
@@ -31,11 +31,11 @@ class WeightFiles:
 
     @classmethod
     def of(cls, folder: Path) -> WeightFiles:
-        """Record the status of the files; called right after they were read."""
+        """Record the status of the files. Call it right after they were read."""
         return cls(folder, _stats(folder))
 
     def digest(self, known: Path | None = None) -> str:
-        """Return the digest, 32 hexadecimal digits. Reads all files, at about 1 GB/s for each of up to 8 at once.
+        """Return the digest, 32 hexadecimal digits. Reads all files, up to 8 at once, each at about 1 GB/s.
 
         known: a file that caches the digest for files with unchanged status.
         Raises ValueError if the files have changed since they were loaded.

@@ -20,8 +20,8 @@ _numbers = count()
 def write_whole(path: Path, data: bytes) -> int:
     """Write a file for its owner only and return its size. Other processes see all of it, or its predecessor.
 
-    Nothing is flushed to disk: after a power failure the file may be empty or incomplete. Raises OSError; a failed
-    write leaves no file.
+    Other processes see the whole file or the one before. Nothing is flushed to disk: after a power failure the file may
+    be empty or incomplete. Raises OSError; a failed write leaves no file.
     """
     written = path.parent / TEMPORARY.format(process=os.getpid(), number=next(_numbers))
     number = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -53,9 +53,9 @@ class Opened:
 
 @contextmanager
 def opened_file(path: Path, *, follow: bool) -> Iterator[Opened]:
-    """Open a regular file for reading. follow: accept a symbolic link.
+    """Open a regular file for reading. follow: whether to accept a symbolic link.
 
-    Raises PrefixRefused for anything else, and for every error while the file is open.
+    Raises PrefixRefused for any other file, and for every error while the file is open.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a pipe does not wait
     try:

@@ -1,4 +1,4 @@
-"""`quant_method: awq`, version gemm (AutoAWQ)."""
+"""Reader for `quant_method: awq`, version gemm (AutoAWQ)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bateleur.runner.quantization.module import Module, Reader, check_scales, gr
 
 
 class AwqReader(Reader):
-    """`qweight` (K, N / 8) and `qzeros` (G, N / 8) packed along N, `scales` (G, N)."""
+    """Reads AWQ: `qweight` (K, N / 8) and `qzeros` (G, N / 8) packed along N, `scales` (G, N), G groups of columns."""
 
     parts = (frozenset(("qweight", "qzeros", "scales")),)
 
@@ -28,7 +28,7 @@ class AwqReader(Reader):
         self._ignored = strings(fields, "modules_to_not_convert")
 
     def excludes(self, names: tuple[str, ...]) -> bool:
-        """See `Reader.excludes`."""
+        """Return whether the configuration leaves a module with one of these names unquantised."""
         return any(entry in name for entry in self._ignored for name in names)
 
     def shape(self, module: Module) -> tuple[int, ...]:
@@ -40,12 +40,12 @@ class AwqReader(Reader):
         return rows, columns
 
     def scheme(self, module: Module) -> Scheme:
-        """See `Reader.scheme`."""
+        """Return the quantisation scheme of the weight. Raises ValueError if it is not supported."""
         group = group_size(self.shape(module)[1], module["scales"].shape[0], self._group, module)
         return Scheme(Layout.I4, group, scale_dtype(module, "scales"), zeros=True)
 
     def load(self, module: Module) -> QuantizedMatrix:
-        """See `Reader.load`."""
+        """Return codes, scales and zeros of the weight on the CPU."""
         codes = pack_nibbles(unpack_columns(module["qweight"].mapped(), 4, AWQ).T)
         zeros = unpack_columns(words(module, "qzeros"), 4, AWQ).T.contiguous()
         scales = check_scales(module, "scales", module["scales"].mapped().T.contiguous())

@@ -1,4 +1,4 @@
-"""Codes of 4 and 8 bits in words of 32, as integer formats store them."""
+"""Packing and unpacking of 4-bit and 8-bit codes in 32-bit words."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_columns(words: Tensor, bits: int, order: Sequence[int] = PLAIN) -> Tensor:
-    """(R, C * 32 / bits) uint8 of words (R, C) int32, each of which holds codes of neighbours in a row.
+    """Unpack words (R, C) int32 with codes of adjacent columns to codes (R, C * 32 / bits) uint8.
 
-    order: for codes of 4 bits, where in a word each of 8 neighbours lies, low bits first.
+    order: for 4-bit codes, the nibble in which a word holds each of 8 adjacent columns; 0 is the lowest.
     """
     codes = words.contiguous().view(torch.uint8)
     if bits == 8:
@@ -25,14 +25,14 @@ def unpack_columns(words: Tensor, bits: int, order: Sequence[int] = PLAIN) -> Te
 
 
 def unpack_rows(words: Tensor, bits: int, rows: int) -> Tensor:
-    """(..., rows, C) uint8 of words (..., R, C) int32, each of which holds codes of neighbours in a column."""
+    """Unpack words (..., R, C) int32 with codes of adjacent rows to codes (..., rows, C) uint8."""
     *lead, count, columns = words.shape
     codes = unpack_columns(words.transpose(-1, -2).reshape(-1, count), bits)
     return codes.view(*lead, columns, -1).transpose(-1, -2)[..., :rows, :].contiguous()
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """(N, K / 2) uint8 of codes (N, K): the even column in the low bits. An odd last column is paired with 0."""
+    """Pack codes (N, K) to bytes (N, K / 2) with even columns in the low bits. A last odd column is paired with 0."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., 0::2] | codes[..., 1::2] << 4

@@ -1,4 +1,4 @@
-"""`quant_method: compressed-tensors`: float, integer, packed integer and NVFP4 weights (llm-compressor writes them)."""
+"""Reader for `quant_method: compressed-tensors` (llm-compressor): float, integer, packed integer and NVFP4 weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ _GLOBAL = "weight_global_scale"
 
 
 class CompressedTensorsReader(Reader):
-    """The tensors of a module tell its format, its group of the configuration the sizes of groups and blocks."""
+    """Reads compressed-tensors.
+
+    A module's tensors tell its format; the configuration has the sizes of groups and blocks.
+    """
 
     parts = (
         frozenset(("weight", "weight_scale", "weight_zero_point")),
@@ -72,11 +75,11 @@ class CompressedTensorsReader(Reader):
                 refuse("quantization_config: strategy", weights["strategy"], f"one of {', '.join(_STRATEGIES)}")
 
     def excludes(self, names: tuple[str, ...]) -> bool:
-        """See `Reader.excludes`."""
+        """Return whether the configuration leaves a module with one of these names unquantised."""
         return any(listed(entry, names) for entry in self._ignored)
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        """See `Reader.shape`."""
+        """Return the shape (N, K) or (E, N, K) of the weight. Raises ValueError if sizes do not match."""
         if _GLOBAL in module.parts:
             return nvfp4_shape(module, "weight_packed")
         if "weight_packed" not in module.parts:
@@ -97,7 +100,7 @@ class CompressedTensorsReader(Reader):
         return (*lead, columns)
 
     def scheme(self, module: Module) -> Scheme:
-        """See `Reader.scheme`."""
+        """Return the quantisation scheme of the weight. Raises ValueError if it is not supported."""
         zeros = "weight_zero_point" in module.parts and not self._is_fp8(module)
         weights = self._weights(module)
         if weights.get("symmetric") is False and weights.get("type") != "float" and not zeros:
@@ -115,7 +118,7 @@ class CompressedTensorsReader(Reader):
         return Scheme(layout, group, scale_dtype(module, "weight_scale"), zeros, indexed=indexed)
 
     def load(self, module: Module) -> QuantizedMatrix:
-        """See `Reader.load`."""
+        """Return codes and scales of the weight on the CPU, as views of the file if possible."""
         if _GLOBAL in module.parts:
             return nvfp4_matrix(module, "weight_packed", _GLOBAL, divides=True)
         shape, scheme = self.shape(module), self.scheme(module)
@@ -152,7 +155,7 @@ class CompressedTensorsReader(Reader):
         return QuantizedMatrix(scheme, columns, codes, scales, zeros, index=index)
 
     def _weights(self, module: Module) -> dict[str, Any]:
-        """The arguments of the group that names the module: exactly, by a pattern, or by its class."""
+        """Return the arguments of the config group for the module: named exactly, by a pattern, or by its class."""
         found: list[tuple[int, dict[str, Any]]] = []
         for targets, weights in self._groups:
             for target in targets:
@@ -180,7 +183,7 @@ class CompressedTensorsReader(Reader):
 
 
 def _index(module: Module, group: int) -> Tensor | None:
-    """(K,) int32, the group of each column; None if groups lie one after the other."""
+    """Return the scale group of each column, (K,) int32; None if groups are consecutive columns."""
     if "weight_g_idx" not in module.parts:
         return None
     index = module["weight_g_idx"].mapped()

@@ -46,10 +46,9 @@ _FALLBACKS = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gp
 
 
 def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Mapping[str, Any]]:
-    """Return the file that describes the quantisation of the checkpoint folder `path`, and its fields; none if nothing
-    does. config: fields of config.json.
+    """Return the file that describes the quantisation of the checkpoint folder `path`, and its fields.
 
-    Raises ValueError if they are no object.
+    The fields are empty without quantisation. config: fields of config.json. Raises ValueError if they are no object.
     """
     file = path / "config.json"
     try:
@@ -68,7 +67,7 @@ def quantization_fields(path: Path, config: Mapping[str, Any]) -> tuple[Path, Ma
 def read_quantization(path: Path, config: Mapping[str, Any]) -> Reader | None:
     """Return the reader for the checkpoint folder `path`; None if it is not quantised. config: fields of config.json.
 
-    Raises ValueError for a method or an option of it that is not supported.
+    Raises ValueError for an unsupported quantisation method, or an unsupported option of the method.
     """
     file, fields = quantization_fields(path, config)
     try:
@@ -108,7 +107,7 @@ def _method(fields: Mapping[str, Any]) -> str:
 
 
 def _fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `quantization_config` of the whole model, else of its text model; empty if neither has one."""
+    """Return `quantization_config` of the whole model, or else of its text model; empty if neither has one."""
     inner = config.get("text_config")
     for where in (config, inner if isinstance(inner, dict) else {}):
         for name in ("quantization_config", "compression_config"):

@@ -1,4 +1,4 @@
-"""`quant_method: fp8`: e4m3 with a scale for each block of 128 x 128, or one for each tensor (DeepSeek, Qwen)."""
+"""Reader for `quant_method: fp8`: e4m3 with one scale per block of 128 x 128 or per tensor (DeepSeek, Qwen)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bateleur.runner.quantization.module import Module, Reader, check_codes, che
 
 
 class Fp8Reader(Reader):
-    """`weight` e4m3 with `weight_scale_inv`, which multiplies despite its name, or `weight_scale`."""
+    """Reads `weight` (e4m3) with `weight_scale`, or with `weight_scale_inv`, which also multiplies despite its name."""
 
     parts = frozenset(("weight", "weight_scale_inv")), frozenset(("weight", "weight_scale"))
 
@@ -23,28 +23,28 @@ class Fp8Reader(Reader):
         self._ignored = strings(fields, "ignored_layers") + strings(fields, "modules_to_not_convert")
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        """See `Reader.shape`."""
+        """Return the shape of the weight. Raises ValueError if its dtype is not e4m3."""
         if module["weight"].dtype != "F8_E4M3":
             raise module.refuse("weight", "with a scale its dtype must be F8_E4M3")
         return module["weight"].shape
 
     def scheme(self, module: Module) -> Scheme:
-        """See `Reader.scheme`."""
+        """Return the quantisation scheme of the weight: e4m3 with one scale per block, row or tensor."""
         return float_scheme(module, _scale(module), self.block_of(module))
 
     def block_of(self, module: Module) -> tuple[int, int] | None:
-        """Rows and columns with a common scale; None for one scale of the tensor or of each row."""
+        """Return the rows and columns with a common scale; None for one scale of the tensor or of each row."""
         return self.block if "weight_scale_inv" in module.parts or self.block else None
 
     def load(self, module: Module) -> QuantizedMatrix:
-        """See `Reader.load`."""
+        """Return codes and scales of the weight on the CPU, as views of the file if possible."""
         scale, shape = _scale(module), self.shape(module)
         scales = check_scales(module, scale, row_scales(module, scale, self.block_of(module), shape))
         codes = check_codes(module, "weight", module["weight"].mapped())
         return QuantizedMatrix(self.scheme(module), shape[-1], codes, scales)
 
     def excludes(self, names: tuple[str, ...]) -> bool:
-        """See `Reader.excludes`."""
+        """Return whether the configuration leaves a module with one of these names unquantised."""
         return any(ends_with(entry, names) for entry in self._ignored)
 
 

@@ -1,4 +1,4 @@
-"""`quant_method: gptq` (GPTQModel, AutoGPTQ, optimum) and the same tensors in `auto-round` files."""
+"""Reader for `quant_method: gptq` (GPTQModel, AutoGPTQ, optimum), and the same tensors in `auto-round` files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNUSED_ZEROS = "quantization_config: sym is true, but qzeros in the files hold 
 
 
 class GptqReader(Reader):
-    """`qweight` (K * bits / 32, N) packed along K, `qzeros` (G, N * bits / 32) along N, `scales` (G, N)."""
+    """Reads GPTQ: `qweight` (K * bits / 32, N) packed along K, `qzeros` (G, N * bits / 32) along N, `scales` (G, N)."""
 
     parts = (frozenset(("qweight", "qzeros", "scales", "g_idx")),)
     less_one: bool
@@ -44,7 +44,7 @@ class GptqReader(Reader):
                 refuse("quantization_config: sym", each["sym"], "true or false")
 
     def excludes(self, names: tuple[str, ...]) -> bool:
-        """See `Reader.excludes`."""
+        """Return whether the configuration leaves a module with one of these names unquantised."""
         for pattern, _ in self._dynamic:
             if starts_with(pattern.removeprefix("-:").removeprefix("+:"), names):
                 return pattern.startswith("-:")
@@ -56,7 +56,7 @@ class GptqReader(Reader):
         return rows, height * 32 // self._bits(module)
 
     def scheme(self, module: Module) -> Scheme:
-        """See `Reader.scheme`."""
+        """Return the quantisation scheme of the weight. Raises ValueError if it is not supported."""
         columns, groups = self.shape(module)[1], module["scales"].shape[0]
         group = group_size(columns, groups, self._said(module, "group_size") or -1, module)
         layout = Layout.I4 if self._bits(module) == 4 else Layout.I8
@@ -64,7 +64,7 @@ class GptqReader(Reader):
         return Scheme(layout, group, scale_dtype(module, "scales"), zeros, indexed=indexed)
 
     def load(self, module: Module) -> QuantizedMatrix:
-        """See `Reader.load`."""
+        """Return codes, scales and zeros of the weight on the CPU."""
         bits, scheme, (rows, columns) = self._bits(module), self.scheme(module), self.shape(module)
         codes = unpack_columns(module["qweight"].mapped().T, bits)
         found = self._zeros(module, bits, rows).T.contiguous()
@@ -82,23 +82,23 @@ class GptqReader(Reader):
         return QuantizedMatrix(scheme, columns, codes, scales, zeros, index=self._index(module, scheme.group))
 
     def _zeros(self, module: Module, bits: int, rows: int) -> Tensor:
-        """(G, N) uint8. One is added after unpacking, modulo 2^bits: 15 in a file is 0 less one."""
+        """Return the zero points (G, N) uint8. Version 1 stores them less one, so 1 is added modulo 2^bits."""
         zeros = unpack_columns(words(module, "qzeros"), bits)[:, :rows]
         return (zeros + int(self.less_one)) & ((1 << bits) - 1)
 
     def _symmetric(self, module: Module) -> bool:
-        """Whether 2^(bits - 1) stands for 0 whatever `qzeros` holds, which is that or one less."""
+        """Return whether the zero point is 2^(bits - 1) in any case. `qzeros` then hold that number or one less."""
         return self._said(module, "sym") is not False
 
     def _said(self, module: Module, name: str) -> Any:
-        """A field of the configuration, or of the first entry of `dynamic` that names the module."""
+        """Return a field of the configuration, or of the first entry of `dynamic` that matches the module."""
         for pattern, own in self._dynamic:
             if starts_with(pattern.removeprefix("-:").removeprefix("+:"), module.names):
                 return own.get(name, self.fields.get(name))
         return self.fields.get(name)
 
     def _bits(self, module: Module) -> int:
-        """Return the bits per code, from the widths of `qzeros` and `scales`; modules may differ in it."""
+        """Return the bits per code of a module, computed from the widths of `qzeros` and `scales`."""
         rows = math.prod(module["scales"].shape[1:])
         bits = 32 * module["qzeros"].shape[1] // rows if rows else 0
         if module["qweight"].dtype != "I32" or bits not in (4, 8):
@@ -108,7 +108,7 @@ class GptqReader(Reader):
         return bits
 
     def _index(self, module: Module, group: int) -> Tensor | None:
-        """(K,) int32, the group of each column, if groups do not lie one after the other."""
+        """Return the scale group of each column, (K,) int32 (act order); None if groups are consecutive columns."""
         if "g_idx" not in module.parts:
             if self._said(module, "desc_act"):
                 raise ValueError(f"{module.names[0]}: has no g_idx, which desc_act of quantization_config needs")
@@ -125,7 +125,7 @@ _LESS_ONE, _AS_THEY_ARE = "auto_round:auto_gptq", ("auto_round", "auto_round:gpt
 
 
 class AutoRoundReader(GptqReader):
-    """`packing_format` says whose zeros these are: auto_gptq, the default, stores one less, the others z itself."""
+    """Reads auto-round. `packing_format` says how zeros are stored: one less with auto_gptq (default), else as is."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__({**fields, "checkpoint_format": "gptq_v2"})
@@ -137,5 +137,5 @@ class AutoRoundReader(GptqReader):
         self._plain = [name for name, each in extra.items() if integer(each, "bits", 0) >= 16]
 
     def excludes(self, names: tuple[str, ...]) -> bool:
-        """See `Reader.excludes`."""
+        """Return whether the configuration leaves a module with one of these names unquantised."""
         return any(entry in names or starts_with(entry, names) for entry in self._plain)

@@ -1,4 +1,4 @@
-"""Checks of `quantization_config` fields, and matching of module names as each tool does it."""
+"""Checks of `quantization_config` fields, and matching of module names by the rules of each tool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bateleur.runner.utils.arguments import Integer, refuse
 
 
 def strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """The strings of a field that holds a list, or a list of lists; () if it is absent."""
+    """Return the strings of a field with a list, or with a list of lists; () if it is absent."""
     value = fields.get(name)
     if value is None:
         return ()
@@ -23,7 +23,7 @@ def strings(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def objects(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A field that holds an object; empty if it is absent."""
+    """Return a field with an object; empty if it is absent."""
     value = fields.get(name)
     if value is not None and not isinstance(value, dict):
         refuse(f"quantization_config: {name}", value, "an object")
@@ -31,19 +31,19 @@ def objects(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def each_object(fields: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """A field that holds an object of objects; null stands for an empty one."""
+    """Return a field with an object of objects. A null stands for an empty object."""
     found = objects(fields, name)
     return {key: objects({f"{name}[{key!r}]": value}, f"{name}[{key!r}]") for key, value in found.items()}
 
 
 def integer(fields: Mapping[str, Any], name: str, default: int) -> int:
-    """A field that holds an integer; `default` if it is absent."""
+    """Return a field with an integer; `default` if it is absent."""
     value = fields.get(name)
     return default if value is None else Integer()(f"quantization_config: {name}", value)
 
 
 def pair(fields: Mapping[str, Any], name: str) -> tuple[int, int] | None:
-    """A field that holds rows and columns of a block, as a list or as `128x128`; None if it is absent."""
+    """Return a field with the rows and columns of a block, given as a list or as `128x128`; None if it is absent."""
     value = fields.get(name)
     if value is None:
         return None
@@ -54,7 +54,7 @@ def pair(fields: Mapping[str, Any], name: str) -> tuple[int, int] | None:
 
 
 def starts_with(pattern: str, names: Iterable[str]) -> bool:
-    """Whether a regular expression matches a name from its start, as `re.match`."""
+    """Return whether a regular expression matches one of the names from its start, as `re.match`."""
     try:
         return any(re.match(pattern, name) for name in names)
     except re.error as error:
@@ -62,15 +62,15 @@ def starts_with(pattern: str, names: Iterable[str]) -> bool:
 
 
 def listed(entry: str, names: tuple[str, ...]) -> bool:
-    """Match an entry as compressed-tensors does: `re:` and a regular expression, or the whole name."""
+    """Return whether an entry matches, as in compressed-tensors: `re:` and a regular expression, or the whole name."""
     return starts_with(entry[3:], names) if entry.startswith("re:") else entry in names
 
 
 def wildcard(entry: str, names: tuple[str, ...]) -> bool:
-    """Match an entry as modelopt does: a shell pattern for the whole name."""
+    """Return whether an entry matches a name, as in modelopt: a shell pattern for the whole name."""
     return any(fnmatchcase(name, entry) for name in names)
 
 
 def ends_with(entry: str, names: tuple[str, ...]) -> bool:
-    """Match an entry as transformers does for FP8 files: the whole name, its first parts, or its last characters."""
+    """Return whether an entry matches, as in transformers for FP8: the whole name, its first parts, or its end."""
     return any(name == entry or name.startswith(f"{entry}.") or name.endswith(entry) for name in names)

@@ -1,4 +1,4 @@
-"""`quant_method: modelopt` (NVIDIA): FP8, NVFP4, and MIXED_PRECISION with an algorithm for each module."""
+"""Reader for `quant_method: modelopt` (NVIDIA): FP8, NVFP4, and MIXED_PRECISION with an algorithm for each module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECOND = "weight_scale_2"
 
 
 class ModeloptReader(Reader):
-    """The tensors of a module tell its algorithm: `quantized_layers` only has to agree."""
+    """Reads modelopt. A module's tensors tell its algorithm; `quantized_layers` must agree with them."""
 
     parts = (frozenset(("weight", "weight_scale", _SECOND)),)
 
@@ -32,11 +32,11 @@ class ModeloptReader(Reader):
         self._ignored = strings(fields, "ignore") + strings(fields, "exclude_modules")
 
     def excludes(self, names: tuple[str, ...]) -> bool:
-        """See `Reader.excludes`."""
+        """Return whether the configuration leaves a module with one of these names unquantised."""
         return any(wildcard(entry, names) for entry in self._ignored)
 
     def shape(self, module: Module) -> tuple[int, ...]:
-        """See `Reader.shape`."""
+        """Return the shape (N, K) or (E, N, K) of the weight. Raises ValueError if sizes do not match."""
         if _SECOND in module.parts:
             return nvfp4_shape(module, "weight")
         if module["weight"].dtype != "F8_E4M3":
@@ -44,13 +44,13 @@ class ModeloptReader(Reader):
         return module["weight"].shape
 
     def scheme(self, module: Module) -> Scheme:
-        """See `Reader.scheme`."""
+        """Return the quantisation scheme of the weight: NVFP4 or FP8."""
         if _SECOND in module.parts:
             return nvfp4_scheme(divides=False)
         return float_scheme(module, "weight_scale", _block(module))
 
     def load(self, module: Module) -> QuantizedMatrix:
-        """See `Reader.load`."""
+        """Return codes and scales of the weight on the CPU, as views of the file if possible."""
         if _SECOND in module.parts:
             return nvfp4_matrix(module, "weight", _SECOND, divides=False)
         shape = self.shape(module)
@@ -61,5 +61,5 @@ class ModeloptReader(Reader):
 
 
 def _block(module: Module) -> tuple[int, int] | None:
-    """Scales of blocks are stored as (N / 128, 1, K / 128, 1)."""
+    """Return the block size (128, 128) if it has block scales, stored as (N / 128, 1, K / 128, 1); else None."""
     return _BLOCK if len(module["weight_scale"].shape) == 4 else None

@@ -1,4 +1,4 @@
-"""Tensors of one quantised module of a checkpoint, and the interface of readers, one per format."""
+"""The tensors of one quantised module of a checkpoint, and the interface of the readers (one per format)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Stored(Protocol):
-    """A tensor of a file."""
+    """A tensor of a safetensors file."""
 
     @property
     def name(self) -> str:
@@ -32,15 +32,15 @@ class Stored(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Dtype as safetensors names it: "F8_E4M3", "BF16", ..."""
+        """Dtype by its safetensors name: "F8_E4M3", "BF16", ..."""
 
     def mapped(self) -> Tensor:
-        """Return the contents, mapped from the file; float8 as uint8 bits."""
+        """Return the contents as a memory-mapped tensor; float8 as uint8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Tensors of one module, by the last part of their names: `weight`, `weight_scale`, ..."""
+    """Tensors of one quantised module, by the last part of their names: `weight`, `weight_scale`, ..."""
 
     names: tuple[str, ...]
     """Names of the module: first the one in the file, then other spellings."""
@@ -58,7 +58,7 @@ class Module:
 
 
 class Reader(ABC):
-    """Reads modules of one format. fields: `quantization_config` of the checkpoint."""
+    """Reads the quantised modules of one format. fields: `quantization_config` of the checkpoint."""
 
     parts: ClassVar[tuple[frozenset[str], ...]]
     """Tensors that a module may have together, apart from scales of activations."""
@@ -72,15 +72,15 @@ class Reader(ABC):
 
     @abstractmethod
     def scheme(self, module: Module) -> Scheme:
-        """Return the scheme of the weight. Raises ValueError for what is not supported."""
+        """Return the quantisation scheme of the weight. Raises ValueError if it is not supported."""
 
     @abstractmethod
     def load(self, module: Module) -> QuantizedMatrix:
-        """Return the matrix on the CPU, as views of the file if possible."""
+        """Return the quantised matrix on the CPU, as views of the file if possible."""
 
     @abstractmethod
     def excludes(self, names: tuple[str, ...]) -> bool:
-        """Return whether the configuration excludes the module with these names from quantisation."""
+        """Return whether the configuration leaves a module with one of these names unquantised."""
 
 
 def check_parts(reader: Reader, module: Module) -> None:
@@ -96,7 +96,7 @@ def check_parts(reader: Reader, module: Module) -> None:
 
 
 def check_matrix(module: Module, matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Return the matrix. Raises ValueError if sizes or group numbers do not match."""
+    """Return the matrix after checking it. Raises ValueError if sizes or group numbers do not match."""
     scheme, found = matrix.scheme, matrix.tensors()
     groups = matrix.scales.shape[-1] if scheme.indexed else None
     wanted = QuantizedMatrix.empty(scheme, matrix.shape, groups, torch.device("meta")).tensors()
@@ -162,21 +162,24 @@ def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_scales(module: Module, part: str, scales: Tensor) -> Tensor:
-    """Return the scales. Raises ValueError if one is NaN or infinite."""
+    """Return the scales after checking them. Raises ValueError if one is NaN or infinite."""
     if not scales.isfinite().all():
         raise ValueError(f"{module[part].name}: holds NaN or infinity; the checkpoint is damaged")
     return scales
 
 
 def check_codes(module: Module, part: str, codes: Tensor) -> Tensor:
-    """Return the bits of e4m3 codes. Raises ValueError if one is NaN."""
+    """Return the bits of e4m3 codes after checking them. Raises ValueError if one is NaN."""
     if ((codes & 0x7F) == 0x7F).any():
         raise ValueError(f"{module[part].name}: holds NaN; the checkpoint is damaged")
     return codes
 
 
 def group_size(columns: int, groups: int, said: int, module: Module) -> int:
-    """Return the columns per scale. said: `group_size` of the configuration; below 1 means all columns."""
+    """Return the number of columns per scale. said: `group_size` of the configuration; below 1 means all columns.
+
+    groups: number of scales of a row. Raises ValueError if they do not fit.
+    """
     group = columns if said < 1 else said
     if -(-columns // group) == groups:
         return group

@@ -1,4 +1,4 @@
-"""NVFP4: e2m1 in groups of 16, with scales e4m3 and a factor for the whole tensor."""
+"""NVFP4 weights: e2m1 in groups of 16, with e4m3 scales and one factor for the whole tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GROUP = 16
 
 
 def nvfp4_shape(module: Module, weight: str) -> tuple[int, ...]:
-    """Return the shape of the weight in tensor `weight`."""
+    """Return the shape of the plain weight. weight: name of the tensor with the codes."""
     *lead, width = module[weight].shape
     if module[weight].dtype != "U8":
         raise module.refuse(weight, "two numbers of NVFP4 are a byte: its dtype must be U8")
@@ -24,12 +24,12 @@ def nvfp4_shape(module: Module, weight: str) -> tuple[int, ...]:
 
 
 def nvfp4_scheme(divides: bool) -> Scheme:
-    """divides: whether the factor of the tensor is a divisor."""
+    """Return the quantisation scheme of NVFP4. divides: whether the factor of the tensor is a divisor."""
     return Scheme(Layout.F4, _GROUP, torch.uint8, divides=divides)
 
 
 def nvfp4_matrix(module: Module, weight: str, factor: str, *, divides: bool) -> QuantizedMatrix:
-    """The matrix. A divisor may be infinite: that of a tensor of zeros."""
+    """Return the quantised matrix. A divisor may be infinite, if all weights of its tensor are 0."""
     *lead, rows, columns = nvfp4_shape(module, weight)
     scale_dtype(module, factor)
     factors, count = module[factor].mapped().float(), math.prod(lead)

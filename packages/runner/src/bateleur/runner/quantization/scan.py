@@ -1,4 +1,4 @@
-"""Groups the tensors of a file by quantised module."""
+"""Groups the tensors of a file by the quantised module that they belong to."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ _MXFP4 = re.compile(r"(?P<base>.+)_(?P<part>blocks|scales)")
 def find_modules(
     tensors: Mapping[str, Stored], spellings: Sequence[tuple[str, str]] = ()
 ) -> tuple[dict[str, Module], set[str]]:
-    """Return quantised modules, by the name of their plain weight, and the names of all their tensors.
+    """Return quantised modules by the name of their plain weight, and the names of all their tensors.
 
-    spellings: (other, ours) prefixes of names, both of which ignore lists may use.
-
-    Raises ValueError for a tensor that shows an unsupported format.
+    spellings: pairs of prefixes (in other files, ours); lists of ignored modules may use either.
     """
     grouped: dict[str, dict[str, Stored]] = {}
     claimed: dict[str, set[str]] = {}

@@ -37,7 +37,7 @@ _SHUTDOWN_MARGIN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentPlan:
-    """All options of an application."""
+    """All options of an application: of the engines, the server and the replicas."""
 
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Options of `LLM`."""
@@ -48,11 +48,14 @@ class DeploymentPlan:
 
     @property
     def max_num_seqs(self) -> int:
-        """Concurrent requests of a replica, 64 if the engine chooses it at start."""
+        """Number of concurrent requests of a replica; 64 if the engine chooses it when it starts."""
         return int(self.engine.get("max_num_seqs") or _DEFAULT_MAX_NUM_SEQS)
 
     def resources(self, num_gpus: float) -> dict[str, float]:
-        """Ray resources of one replica with all its ranks, which run on one node. num_gpus: GPUs of the cluster."""
+        """Return the Ray resources of one replica with all its ranks, which run on one node.
+
+        num_gpus: GPUs of the cluster.
+        """
         device = str(self.engine.get("device", "auto"))
         on_gpu = device.startswith("cuda") or (device == "auto" and num_gpus > 0)
         sizes = (self.engine.get(name) for name in ("tensor_parallel_size", "data_parallel_size"))
@@ -63,7 +66,7 @@ class DeploymentPlan:
 
     @property
     def num_cpus(self) -> int:
-        """CPUs to declare to a new local Ray: enough for all replicas and a reader, even if they share cores."""
+        """Number of CPUs to declare to a new local Ray: for all replicas and a reader, even if they share cores."""
         replica = self.resources(0)["CPU"]
         return max(os.cpu_count() or 1, int(self.replicas.upper_limit * replica) + 1)
 
@@ -87,7 +90,7 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 
 def build_application(plan: DeploymentPlan) -> serve.Application:
-    """Build the two deployments: frontends, and engine replicas."""
+    """Build the Ray Serve application with its two deployments: frontends, and engine replicas."""
     replicas, server = plan.replicas, plan.server
     resources = plan.resources(ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0)
     shutdown = {
@@ -181,7 +184,7 @@ class _FrontendDeployment(ReplicaFrontend):
 
 
 def _placement(resources: Mapping[str, float]) -> dict[str, Any]:
-    """One resource bundle for all ranks of a replica: they are its child processes, on its node."""
+    """Return the placement of a replica: one resource bundle for all ranks, which are child processes on its node."""
     if resources.get("GPU", 0.0) <= 1:
         return {}
     return {"placement_group_bundles": [dict(resources)], "placement_group_strategy": "STRICT_PACK"}

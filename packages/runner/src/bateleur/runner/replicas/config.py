@@ -44,7 +44,7 @@ class ReplicaConfig(Checked):
 
     @property
     def upper_limit(self) -> int:
-        """Most replicas that can exist."""
+        """Maximum number of replicas that can exist."""
         return self.max_replicas or self.replicas
 
     @property

@@ -1,4 +1,4 @@
-"""An engine with the API server's application, which gets requests from the frontend instead of a socket."""
+"""An engine with the API server's application. It gets requests from the frontend instead of a socket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 class EngineReplica:
     """Answers forwarded requests as `bateleur serve` does.
 
-    name: the replica's name on Ray. config: of the server, without authentication, which the frontend has done.
+    name: the replica's name on Ray. config: options of the server, without authentication, which the frontend does.
     """
 
     def __init__(self, name: str, llm: AsyncLLM, config: ServeConfig) -> None:
@@ -35,8 +35,9 @@ class EngineReplica:
         self.app = build_app(llm, config)
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
-        """Yield the application's messages, all that are available at a time. Closing the generator aborts the request.
+        """Yield the application's ASGI messages, all that are available at a time.
 
+        Closing the generator aborts the request.
         Raises ReplicaLost, before any message, if the engine is dead.
         """
         sent: asyncio.Queue[Message | None] = asyncio.Queue(_MAX_QUEUED_MESSAGES)
@@ -73,12 +74,12 @@ class EngineReplica:
         await sent.put(None)
 
     async def metrics(self) -> tuple[str, str]:
-        """The replica's name and its metrics in Prometheus format."""
+        """Return the replica's name and its metrics in Prometheus format."""
         text: bytes = await self.app.state.service.metrics()
         return self.name, text.decode()
 
     async def check_health(self) -> None:
-        """Raises EngineDead if the engine has failed. Does not return while a step hangs."""
+        """Raise EngineDead if the engine has failed. Does not return while a step hangs."""
         await self.llm.inspect(lambda llm: None)
         if self.llm.error is not None:
             raise EngineDead(f"the engine died of {type(self.llm.error).__name__}: {self.llm.error}")

@@ -17,7 +17,7 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A complete HTTP request."""
+    """A complete HTTP request that is forwarded to a replica."""
 
     scope: dict[str, Any]
     """The ASGI scope, without values that cannot be pickled."""
@@ -29,7 +29,7 @@ class ForwardedRequest:
 
     @classmethod
     def of(cls, scope: Scope, body: bytes) -> ForwardedRequest:
-        """Make one from an ASGI request. An unreadable body has no prefix keys; the replica reports the error."""
+        """Convert an ASGI request. An unreadable body has no prefix keys; the replica reports the error."""
         fields = {name: scope[name] for name in _SCOPE_FIELDS if name in scope}
         fields["headers"] = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
         fields["client"], fields["server"] = _address(scope.get("client")), _address(scope.get("server"))
@@ -44,7 +44,7 @@ class ForwardedRequest:
         return cls(fields | {"asgi": _ASGI}, body, prefixes)
 
     def excluding(self, replica: str) -> ForwardedRequest:
-        """The same request, not to be sent to this replica again."""
+        """Return the same request, which must not be sent to this replica again."""
         return replace(self, excluded=self.excluded | {replica})
 
 

@@ -31,9 +31,10 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ReplicaFrontend:
-    """Forwards requests to replicas and their responses to clients. A response starts with the first byte of its body.
+    """Forwards requests to replicas, and their responses to clients.
 
-    send_request: sends a request to a replica. metrics: returns the metrics of all replicas by name.
+    A response starts with the first byte of its body. send_request: sends a request to a replica. metrics: returns the
+    metrics of all replicas by name.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class ReplicaFrontend:
         self._closing = False
 
     def app(self) -> FastAPI:
-        """The application."""
+        """The ASGI application."""
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
 
         @app.get("/metrics")
@@ -59,7 +60,7 @@ class ReplicaFrontend:
         return app
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests and wait for running ones; after `timeout` seconds they end with an error."""
+        """Refuse new requests and wait for running ones. After `timeout` seconds they end with an error."""
         self.stopping = True
         if self._running:
             await asyncio.wait(self._running, timeout=timeout)
@@ -70,7 +71,7 @@ class ReplicaFrontend:
             await asyncio.wait(self._running)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer one request. ASGI interface."""
         body = await read_bytes(Request(scope, receive), self.config)
         response = _Response(send)
         task = asyncio.ensure_future(self._forward(ForwardedRequest.of(scope, body), response))
@@ -116,7 +117,7 @@ class ReplicaFrontend:
 
 
 class _Endpoint:
-    """The frontend as an ASGI application; a route takes an object, not a method."""
+    """The frontend as an ASGI application. A route needs an object, not a method."""
 
     def __init__(self, frontend: ReplicaFrontend) -> None:
         self._frontend = frontend
@@ -134,7 +135,7 @@ class _Response:
         self.started = self.ended = False
 
     async def send(self, message: Message) -> None:
-        """Send a message of the replica's application."""
+        """Send an ASGI message of the replica's application to the client."""
         if message["type"] == "http.response.start":
             self._head = message
             return
@@ -179,7 +180,7 @@ class _MetricsCollector:
         self._texts = texts
 
     def collect(self) -> Iterator[Metric]:
-        """All families, in the order in which replicas first list them."""
+        """Yield all metric families, in the order in which replicas first list them."""
         from prometheus_client.parser import text_string_to_metric_families
 
         families: dict[str, Metric] = {}

@@ -1,9 +1,9 @@
 """Routes requests to the replica that has most of their prompt in its prefix cache, within a load limit.
 
 A request has no token ids yet, so its prefixes are hashes of its text at lengths that grow by an eighth. A text of a
-million characters has about 75 of them, and of what two requests share, at least eight ninths are found. A chat also
-has keys at the ends of its messages, so that its next turn finds the replica of this chat and not one with the same
-beginning.
+million characters has about 75 of them. Of the text that two requests share, at least eight ninths are found. A chat
+also has keys at the ends of its messages, so that its next request finds the replica of this chat and not one with the
+same beginning.
 
 Routing is deterministic: no clock, no random numbers, no I/O. `benchmarks/fleet.py` simulates it with 1,000 replicas.
 """
@@ -36,9 +36,9 @@ PATHS = (*_MESSAGE_FIELDS, "/completions")
 
 
 def prefix_keys(path: str, body: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """Keys of the prefixes of a request's prompt, from short to long; empty for a short, missing or invalid prompt.
+    """Return the keys of the prefixes of a request's prompt, from short to long.
 
-    Of several prompts only the first is used.
+    Empty for a short, missing or invalid prompt. Of several prompts only the first is used.
     """
     try:
         field = next((name for end, name in _MESSAGE_FIELDS.items() if path.endswith(end)), None)
@@ -70,7 +70,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _keys(head: bytes, parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield keys of the concatenated parts. `head` has no key of its own, but is part of every key."""
+    """Yield keys of the concatenated parts. `head` has no key of its own, but every key covers it."""
     state, last_key = hashlib.blake2b(head, digest_size=16, person=b"prefix"), 0
     length, end = 0, SHORTEST
     for number, part in enumerate(parts):
@@ -103,10 +103,11 @@ class PrefixRouting:
 
     A replica is below the limit if its load with the request is at most `(1 + imbalance) * mean + slack`, with the mean
     load of all replicas (consistent hashing with bounded loads, Mirrokni et al. 2018, plus a slack because a small
-    batch is no burden). The least loaded replica always is.
+    batch takes little time). The least loaded replica is always below the limit.
 
     1. Choose the least loaded of the replicas below the limit that have the longest prefix.
-    2. If none has any, choose the less loaded of two replicas by rendezvous hashing of the shortest prefix. So
+    2. If no replica has a prefix, choose the less loaded of two replicas by rendezvous hashing of the shortest prefix.
+    So
        independent routers send requests with equal beginnings to the same two.
     3. If both are above the limit, or the request has no prefixes, choose the least loaded replica, and of several the
        one that has waited longest for a request.
@@ -166,7 +167,7 @@ class PrefixRouting:
         return None
 
     def _hash_choices(self, prefix: bytes, loads: Mapping[str, float]) -> list[str]:
-        """Two replicas by rendezvous hashing: they do not change when other replicas come or go."""
+        """Return two replicas by rendezvous hashing. They do not change when other replicas are added or removed."""
         number = int.from_bytes(hashlib.blake2b(prefix, digest_size=7).digest(), "little")
 
         def rank(replica: str) -> int:

@@ -12,10 +12,10 @@ from bateleur.runner.replicas.prefix_routing import PrefixRouting
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Chooses a replica by cached prefixes and load."""
+    """Ray Serve router that chooses a replica by cached prefixes and load."""
 
     def initialize_state(self, **options: Any) -> None:
-        """Called by Ray. options: arguments of `PrefixRouting`."""
+        """Create the routing; called by Ray. options: arguments of `PrefixRouting`."""
         self._routing = PrefixRouting(**options)
         self._ongoing: Counter[ReplicaID] = Counter()
 
@@ -29,14 +29,14 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._ongoing[replica_id] = max(0, self._ongoing[replica_id] - 1)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Keep the counts of the replicas that still exist."""
+        """Set the available replicas, and keep the counts of those that still exist."""
         super().update_replicas(replicas)
         self._ongoing = Counter({each: self._ongoing[each] for each in self._replicas})
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank the chosen replica first and all others second, in case it is full."""
+        """Return the chosen replica first and all others second, in case it is full."""
         argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
         request = argument if isinstance(argument, ForwardedRequest) else None
         excluded = request.excluded if request is not None else frozenset()
@@ -49,5 +49,5 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         return [[allowed.pop(chosen)], list(allowed.values())]
 
     def _load(self, replica_id: ReplicaID) -> int:
-        """Requests of a replica. Its own reported queue length includes what other routers have sent."""
+        """Return the number of requests of a replica. Its reported queue length includes requests of other routers."""
         return max(self._ongoing[replica_id], self.replica_queue_len_cache.get(replica_id) or 0)

@@ -28,7 +28,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def ray_cluster(address: str | None, num_cpus: int) -> Iterator[None]:
-    """Connect to the Ray cluster at an address, or start a local one that ends with the block.
+    """Connect to the Ray cluster at an address, or start a local one that ends with the `with` block.
 
     num_cpus: CPUs that a local Ray declares; may exceed the number of cores.
     """
@@ -71,9 +71,9 @@ def _check_reachable(address: str) -> None:
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[None]:
-    """Defer an interrupt to the end of the block: Ray can only be shut down once it has started.
+    """Delay an interrupt to the end of the `with` block, because Ray can only be shut down once it has started.
 
-    A second interrupt ends this process at once; Ray's agents then end by themselves within a minute.
+    A second interrupt ends this process at once. Ray's agents then end by themselves within a minute.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -108,7 +108,7 @@ def _start_local_ray(options: dict[str, Any]) -> None:
 
 
 def run(plan: DeploymentPlan, port: int, ready: Callable[[], None]) -> None:
-    """Serve at this port until a signal, then finish running requests.
+    """Serve at this port until a signal arrives, then finish running requests.
 
     ready: called when the server answers. Raises ValueError if the replicas cannot be started, and KeyboardInterrupt
     for a signal before they have started.

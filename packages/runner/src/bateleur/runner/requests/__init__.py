@@ -1,1 +1,1 @@
-"""A request, and the table of those that run."""
+"""A request, and the table of running requests."""

@@ -13,8 +13,8 @@ KEY_BYTES = 16
 class PrefixKeys:
     """Keys of the prefixes of one request that end at multiples of `block_size` tokens.
 
-    A key covers every token before it, not only those of its block: equal keys mean equal prefixes (128 bits; a
-    collision by chance is out of reach, and keys never leave the process).
+    A key covers every token before it, not only those of its block, so equal keys mean equal prefixes. It has 128 bits;
+    a collision by chance is practically impossible, and keys never leave the process.
     """
 
     __slots__ = ("_keys", "block_size", "root")
@@ -25,9 +25,9 @@ class PrefixKeys:
         self._keys: list[bytes] = []
 
     def of(self, token_ids: NDArray[np.int32], num_tokens: int) -> bytes:
-        """The key of the first `num_tokens` of `token_ids`, a positive multiple of the block size.
+        """Return the key of the first `num_tokens` of `token_ids`, a positive multiple of the block size.
 
-        Tokens of earlier calls must not have changed.
+        Tokens that were passed to earlier calls must not have changed.
         """
         index, rest = divmod(num_tokens, self.block_size)
         assert index > 0
@@ -35,11 +35,11 @@ class PrefixKeys:
         return self.upto(token_ids, index)[index - 1]
 
     def blocks(self, token_ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
-        """Keys of the prefixes that end with the blocks `first` to `end - 1`."""
+        """Return the keys of the prefixes that end with the blocks `first` to `end - 1`."""
         return self.upto(token_ids, end)[first:end]
 
     def blocks_ahead(self, token_ids: NDArray[np.int32], first: int, end: int) -> list[bytes]:
-        """As `blocks`, for contents that also depend on the next token, which must be known.
+        """Return keys as `blocks`, for block contents that also depend on the next token, which must be known.
 
         A drafter's keys and values at a position depend on the token after it (vLLM RFC #50438). That matters only in
         the last block of a prefix, so a hit is lost only if another token follows.
@@ -51,7 +51,7 @@ class PrefixKeys:
         return [key + following[4 * i : 4 * i + 4] for i, key in enumerate(keys)]
 
     def upto(self, token_ids: NDArray[np.int32], end: int) -> list[bytes]:
-        """Keys of at least the first `end` blocks."""
+        """Return the keys of at least the first `end` blocks."""
         keys = self._keys
         if (first := len(keys)) < end:
             ids = np.ascontiguousarray(token_ids[: end * self.block_size], np.int32)
@@ -61,9 +61,10 @@ class PrefixKeys:
 
 
 def block_keys(ids: NDArray[np.int32], first: int, end: int, size: int, before: bytes) -> list[bytes]:
-    """Keys of the blocks `first` to `end` - 1 of tokens (T,): digests of the key before and the tokens of the block.
+    """Return the keys of blocks `first` to `end` - 1 of tokens (T,).
 
-    before: key of the block before them, or the root of the chain.
+    A key is the digest of the key before it and the tokens of its block. size: tokens per block. before: key of the
+    block before `first`, or the root of the chain.
     """
     keys = []
     for block in range(first, end):

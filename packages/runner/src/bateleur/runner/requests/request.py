@@ -150,7 +150,7 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """Every token known so far: prompt, then output."""
+        """All tokens known so far: prompt, then output."""
         return self.prompt_token_ids + self.output_token_ids
 
     @property

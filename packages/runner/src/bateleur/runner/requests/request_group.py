@@ -1,4 +1,4 @@
-"""A prompt with its continuations, and their output."""
+"""A prompt with its `n` continuations, and their output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bateleur.runner.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedRequest:
-    """A validated request as plain values. Every rank makes the same `RequestGroup` from it."""
+    """A validated request as plain values, sent to other ranks. Every rank makes the same `RequestGroup` from it."""
 
     request_id: str
     prompt: str | None
@@ -31,7 +31,7 @@ class AdmittedRequest:
 
 
 class ReportedState(NamedTuple):
-    """How much of a continuation was reported to the caller."""
+    """Numbers of tokens and characters of a continuation that the caller has received."""
 
     num_tokens: int = 0
     num_characters: int = 0
@@ -43,7 +43,7 @@ class ReportedState(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """One prompt and its continuations, each of which is a request of the engine."""
+    """One prompt and its `n` continuations. Each continuation is a request of the engine."""
 
     request_id: str
     prompt: str | None
@@ -60,7 +60,7 @@ class RequestGroup:
         return all(each.output.text is not None for each in self.members)
 
     def admitted(self) -> AdmittedRequest:
-        """The values from which other ranks make this group. It must not have run yet."""
+        """Return the values from which other ranks make this group. It must not have run yet."""
         first = self.members[0]
         return AdmittedRequest(
             request_id=self.request_id,
@@ -77,10 +77,11 @@ class RequestGroup:
         )
 
     def output(self, reported: Sequence[ReportedState] = ()) -> tuple[RequestOutput, tuple[ReportedState, ...]]:
-        """The output for a caller to whom `reported` of each continuation was reported; and the new reported state.
+        """Return the output for the caller, and the new reported state.
 
-        With DELTA the output holds only what is new, without continuations that have nothing new; outputs share the
-        prompt's lists. Otherwise it holds everything, and both states are ().
+        reported: the part of each continuation that the caller already has. With DELTA the output holds only new tokens
+        and text, without continuations that have nothing new; outputs share the prompt's lists. Otherwise it holds
+        everything, and both states are ().
         """
         now: tuple[ReportedState, ...] = ()
         first = self.members[0]
@@ -111,7 +112,7 @@ class RequestGroup:
 
 
 def _completion(request: Request, reported: ReportedState) -> CompletionOutput:
-    """What a request has beyond what was reported."""
+    """Return the output of one continuation that the caller has not received yet."""
     first, wanted = reported.num_tokens, request.params.logprobs is not None
     return CompletionOutput(
         index=request.output.index,

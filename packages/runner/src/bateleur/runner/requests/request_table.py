@@ -1,4 +1,4 @@
-"""Running requests as arrays, one row each, so that scheduling uses vector operations."""
+"""Running requests as arrays with one row per request, so that scheduling uses vector operations."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class RequestTable:
     A row belongs to a request from admission to finish, abort or preemption, and never moves in between. Arrays, all
     indexed by row, (rows,) int32 unless noted:
 
-    * `token_ids` (rows, max_model_len): every known token, `num_known` of them. `Request` lists catch up when read;
+    * `token_ids` (rows, max_model_len): every known token, `num_known` of them. `Request` copies them when it is read;
     * `drafted` (rows, max_model_len) bool: whether a known token was a draft;
-    * `last_token_time` (rows,) float64: when the last token came, 0 if none did;
+    * `last_token_time` (rows,) float64: time of the last token, 0 before the first;
     * `check_from`: length from which each token must be checked for the end of the request: `limit`, or 0 if each
       token must be checked because the request streams, or its text or grammar needs it;
     * `num_tokens`, `num_computed`: known tokens, and tokens whose state is in the caches. Both count the step in
       flight with all its drafts as accepted, so they are too high by at most `num_uncertain`;
-    * `num_committed`: computed tokens of steps whose outcome is known;
-    * `must_wait` (rows,) bool: the next step of the row can't be planned from bounds;
+    * `num_committed`: computed tokens of steps whose results are known;
+    * `must_wait` (rows,) bool: whether the next step of the request can't be planned from upper bounds;
     * `prompt_len`, `prefill_len`, `limit`: tokens of the prompt, tokens computed before the row decodes (more than the
       prompt after a preemption), and the length at which the request ends;
     * `num_proposed`: drafts after the last known token, which are on the device;
@@ -77,17 +77,17 @@ class RequestTable:
 
     @property
     def block_table(self) -> Int32s:
-        """(rows, max_blocks) KV blocks of each row, 0 for none."""
+        """KV blocks of each row, (rows, max_blocks), 0 for none."""
         return self.blocks.ids
 
     def clear(self) -> None:
-        """Take all rows from their requests."""
+        """Remove all requests from the table."""
         self.blocks.clear_all()
         self._reset(slice(None))
         self.free_rows = list(range(len(self.token_ids) - 1, -1, -1))
 
     def admit(self, request: Request) -> int:
-        """Give the request a row that knows its tokens and has computed none of them."""
+        """Give the request a table row with its known tokens, none of them computed; returns the row."""
         row = self.free_rows.pop()
         count = request.num_tokens
         self.token_ids[row, :count] = request.token_ids
@@ -105,7 +105,7 @@ class RequestTable:
         return row
 
     def release(self, request: Request) -> list[int]:
-        """Take the row from the request; returns its KV blocks."""
+        """Take the table row from the request; returns its KV blocks."""
         row = request.row
         request.leave()
         request.num_drafts, request.row = int(self.num_proposed[row]), -1
@@ -121,7 +121,7 @@ class RequestTable:
         self.must_wait[rows] = False
 
     def give_blocks(self, row: int, blocks: list[int]) -> None:
-        """Append KV blocks to a row."""
+        """Append KV blocks to the block table of a row."""
         if not blocks:
             return
         start = int(self.num_blocks[row])
@@ -135,8 +135,7 @@ class RequestTable:
         self.num_blocks[rows] += counts
 
     def num_useful_drafts(self, rows: NDArray[np.int64], longest: int, most: int, *, at_least_one: bool) -> Int32s:
-        """(R,) drafts, at most `most`, that the next step can use: rows end at their limit or at `longest` tokens, and
-        a step emits one token more than it accepts.
+        """Return the drafts (R,), at most `most`, that the next step can use.
 
         at_least_one: assume that steps in flight emit one token per row each; else all that they may emit.
         """

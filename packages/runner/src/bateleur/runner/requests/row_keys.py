@@ -1,4 +1,4 @@
-"""Keys of the blocks that running requests fill, by row of the request table."""
+"""Prefix-cache keys of the blocks that running requests fill, by row of the request table."""
 
 # Shape letters: R rows of a step, M rows of the table, N blocks that get a key.
 
@@ -11,7 +11,7 @@ from bateleur.runner.requests.prefix_keys import KEY_BYTES, PrefixKeys, block_ke
 
 
 class RowKeys:
-    """Prefix keys of running requests. Each row continues the chain of its `PrefixKeys`, and keeps its last key."""
+    """Prefix-cache keys of running requests. A row continues the chain of its `PrefixKeys` and stores its last key."""
 
     def __init__(
         self,
@@ -25,8 +25,8 @@ class RowKeys:
         Args:
             token_ids: (M, length) tokens of each row.
             block_table: (M, columns) KV blocks of each row; None if there are none.
-            block_size: tokens a block.
-            ahead: keys cover the next token as well, as those of `PrefixKeys.blocks_ahead`.
+            block_size: tokens of a block.
+            ahead: whether keys also cover the next token, as those of `PrefixKeys.blocks_ahead`.
         """
         self._ids, self._table, self._size, self._ahead = token_ids, block_table, block_size, int(ahead)
         self._latest = np.zeros((len(token_ids), KEY_BYTES), np.uint8)
@@ -36,14 +36,17 @@ class RowKeys:
         self._found: list[bytes] = []
 
     def begin(self, row: int, keys: PrefixKeys, num_tokens: int) -> None:
-        """Start a row for a request with these keys, whose first `num_tokens` tokens are cached."""
+        """Set a table row for a request with these keys, whose first `num_tokens` tokens are cached."""
         self._num_keys[row] = count = num_tokens // self._size
         self._roots[row] = keys.root
         if count:
             self._latest[row] = np.frombuffer(keys.upto(self._ids[row], count)[count - 1], np.uint8)
 
     def advance(self, rows: NDArray[np.int64], after_R: NDArray[np.int32]) -> tuple[list[int], list[bytes]]:
-        """The N blocks that became full, and their keys, after distinct `rows` got `after` computed tokens."""
+        """Return the N blocks that became full, and their keys, when `rows` reached `after` computed tokens.
+
+        rows: (R,) distinct table rows. after_R: (R,).
+        """
         size, ahead, end_R = self._size, self._ahead, after_R // self._size
         names: list[bytes] = []
         blocks: list[int] = []
@@ -64,7 +67,8 @@ class RowKeys:
         return blocks, names
 
     def of(self, index: int, num_tokens: int) -> bytes:
-        """The key of the first `num_tokens` tokens of the row with this index in the last `advance`, which filled the
-        block that ends there.
+        """Return the key of the first `num_tokens` tokens of a request, whose last block the latest `advance` filled.
+
+        index: index of the request in the `rows` of that call.
         """
         return self._found[self._behind[index] + num_tokens // self._size - 1][:KEY_BYTES]

@@ -1,1 +1,1 @@
-"""From logits to token ids."""
+"""Sampling: from logits to token ids, with draft verification and log probabilities."""

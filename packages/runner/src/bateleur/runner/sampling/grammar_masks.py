@@ -1,4 +1,4 @@
-"""Grammars of the requests of a step: which of their drafts are tested, and which tokens are allowed."""
+"""Grammars of structured outputs in a step: which drafts are tested, and which tokens are allowed."""
 
 # Shape letters: R rows of a step, L rows of logits, K drafts at most, V vocabulary, W words of 32 bits, a bit a token.
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class GrammarMasks:
-    """Computes token masks on the host while the device runs the forward pass.
+    """Computes bit masks of allowed tokens on the host while the device runs the forward pass.
 
-    Drafts of requests with a grammar are copied to the host, and waited for when the next step is planned.
+    Drafts of requests with a grammar are copied to the host. Planning the next step waits for them.
     """
 
     def __init__(self, sampler: RejectionSampler, *, graphed: bool) -> None:
-        """graphed: rows are padded to one length, so empty draft slots cost nothing."""
+        """graphed: requests are padded to one query length, so empty draft slots take no extra time."""
         self._sampler, self._table, self._graphed = sampler, sampler.table, graphed
         # COUPLED compares drafts with the target's sample, so a forbidden draft is useless. The other rules sample from
         # the residual distribution after a rejection, so the first forbidden draft is tested, and rejected.
@@ -45,14 +45,14 @@ class GrammarMasks:
         self._executor: LLExecutor | None = None
 
     def fetch(self, batch: StepBatch) -> None:
-        """Send the drafts that were just proposed to the host."""
+        """Start copying the drafts that were just proposed to the host."""
         requests = batch.with_grammar
         rows = np.fromiter((request.row for request in requests), np.int64, len(requests))
         self._proposed.append((requests, Fetch([self._sampler.drafts_of(rows)])))
         self.has_drafts = True
 
     def cut_drafts(self) -> None:
-        """Keep only the drafts of the next step that grammars allow."""
+        """Keep only those drafts for the next step that the grammars allow."""
         self._receive()
         table = self._table
         for request, known in self._look(list(self._received)):
@@ -62,21 +62,22 @@ class GrammarMasks:
                 table.num_draft_slots[row] = table.num_drafts[row]
 
     def check_drafts(self, batch: StepBatch) -> None:
-        """Check the drafts of a step that was launched before the tokens before its drafts were known. Forbidden drafts
-        are tested, and rejected.
+        """Check the drafts of a step that was launched before its last sampled tokens were known.
+
+        Forbidden drafts are tested and rejected.
         """
         self._receive()
         self._look(batch.with_grammar)
 
     def _receive(self) -> None:
-        """Wait for all proposed drafts. Drafts of a row that skips a step are kept."""
+        """Wait for all proposed drafts. A request that skips a step keeps its drafts."""
         proposed, self._proposed = self._proposed, []
         for requests, fetched in proposed:
             (drafts_RK,) = fetched.wait()
             self._received |= zip(requests, drafts_RK.tolist(), strict=True)
 
     def _look(self, requests: list[Request]) -> list[tuple[Request, list[int]]]:
-        """Find the allowed drafts of these requests; returns each request with all its drafts."""
+        """Find the drafts of these requests that their grammars allow; returns each request with all its drafts."""
         table, self._drafts = self._table, {}
         looked: list[tuple[Request, list[int]]] = []
         # A request that has ended, is recomputed or is in its prompt will get new drafts.
@@ -93,9 +94,9 @@ class GrammarMasks:
         return looked
 
     def allowed(self, batch: StepBatch) -> Tensor | None:
-        """(L, W) int32 on the device, bits of the allowed tokens; None if no row needs them.
+        """Return the allowed tokens as bits, (L, W) int32 on the device; None if no request needs them.
 
-        All tokens are allowed in rows of logits that are never reached.
+        Rows of logits after a rejected draft, which are not sampled from, allow all tokens.
         """
         index = batch.index
         wanted = []

@@ -15,21 +15,21 @@ _BITS_OF_A_BYTE = 8
 
 
 def mask_words(vocab_size: int) -> int:
-    """Words of 32 bits in a mask of `vocab_size` tokens."""
+    """Return the number of 32-bit words in a mask of `vocab_size` tokens."""
     return -(-vocab_size // 32)
 
 
 def words_of(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """(W,) bits of these tokens, each in [0, vocab_size), as `forbid_` reads them."""
+    """Return the bit mask (W,) of these tokens, each in [0, vocab_size), in the form that `forbid_` takes."""
     bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
     bits[np.asarray(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def forbid_(logits_SV: Tensor, allowed_SW: Tensor, first: int = 0) -> None:
-    """Set the logits of tokens whose bit is not set to -inf, in place, even if they are NaN.
+    """Set the logits of tokens whose bit is not set to -inf, in place, even logits that are NaN.
 
-    logits_SV: (S, V) floating, of tokens from `first` on. allowed_SW: (S, W) int32 on the same device, bits of the
+    logits_SV: (S, V) floating, for the tokens from `first` on. allowed_SW: (S, W) int32 on the same device, bits of the
     whole vocabulary: token t is bit t % 32, counted from the lowest, of word t // 32.
     """
     num_tokens = logits_SV.shape[1]

@@ -26,9 +26,10 @@ _LOGITS_AT_ONCE = 1 << 24
 
 
 class Scored(NamedTuple):
-    """Prompt log probabilities of a step, on their way to the host.
+    """Prompt log probabilities of a step, while they are copied to the host.
 
-    requests: with the number of new tokens of each. token_ids: (N,) these tokens, request by request.
+    requests: each request with its number of prompt tokens that this step scored. token_ids: (N,) these tokens, request
+    by request.
     """
 
     requests: list[tuple[Request, int]]
@@ -36,22 +37,22 @@ class Scored(NamedTuple):
     fetch: Fetch
 
     def wait(self) -> list[NDArray[Any]]:
-        """Wait for the fields of `Logprobs`, N rows each."""
+        """Wait for the copy, and return the fields of `Logprobs` with one row per scored token."""
         fields, width = self.fetch.wait(), len(Logprobs._fields)
         return [np.concatenate(fields[i::width]) for i in range(width)]
 
 
 class PromptLogprobs:
-    """Computes prompt log probabilities for the requests that need them."""
+    """Computes log probabilities of prompt tokens for the requests that ask for them."""
 
     def __init__(self, model: HybridDecoder, table: RequestTable) -> None:
         self._model, self._table = model, table
         self._tokens_at_once = max(1, _LOGITS_AT_ONCE // model.spec.vocab_size)
 
     def score(self, batch: StepBatch, hidden_TM: Tensor) -> Scored | None:
-        """Log probabilities of the prompt tokens after those of the step; None if no request needs any.
+        """Score the prompt token after each token of this step; None if no request asks for prompt log probabilities.
 
-        A recomputed request gets only what it has not got yet.
+        A recomputed request gets only those that it has not got before.
         """
         asked = [i for i in range(batch.num_decodes, len(batch.rows)) if batch.requests[i].lacks_prompt_logprobs]
         if not asked:

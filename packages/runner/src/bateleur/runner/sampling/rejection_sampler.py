@@ -1,11 +1,11 @@
 """The rejection sampler: verifies drafts and samples one token more, from the hidden states of a step.
 
-A decoding row with d draft slots has 1 + d rows of logits. Each is processed as it would be after the drafts before
-it; then `bateleur.eagle.verify` emits the accepted drafts and one more token. Under the rule COUPLED the target samples
-at each position with the noise of that position, so the tokens are those of plain decoding.
+A decoding request with d draft slots has 1 + d rows of logits. Each row is processed as it would be after the drafts
+before it. Then `bateleur.eagle.verify` emits the accepted drafts and one more token. Under the rule COUPLED the target
+samples at each position with the noise of that position, so the tokens are those of plain decoding.
 
-The sampler has two forms over one row layout (`SamplerRows`): `verify` runs eagerly, for any batch; `record` can be
-captured in a CUDA graph, for rows that only sample, with equally many draft slots.
+The sampler has two forms over one layout of buffers (`SamplerRows`). `verify` runs eagerly, for any batch. `record` can
+be captured in a CUDA graph, for batches whose requests all sample and have equally many draft slots.
 """
 
 # Shape letters: R rows of a step, S rows that sample, L rows of logits, K drafts at most, J = 1 + K, V vocabulary,
@@ -57,7 +57,7 @@ _POISON = torch.iinfo(torch.int32).max - 6
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What a step emits, for the S rows that sample."""
+    """Tokens that a step emits for its S sampling requests, and their log probabilities."""
 
     sampled: NDArray[np.int64]
     """(S,) rows of the batch that sample."""
@@ -73,7 +73,7 @@ class SamplerOutput:
 
     @property
     def token_ids(self) -> Tensor:
-        """(S, J) int64 emitted tokens, -1 after the last."""
+        """Emitted tokens (S, J) int64, -1 after the last."""
         return self.packed[:, 2 : 2 + self.width]
 
 
@@ -170,10 +170,12 @@ class SamplerRows:
 
 
 class RejectionSampler:
-    """Verifies steps, and keeps the token ids that every row of the request table computes next.
+    """Verifies the drafts of steps, and keeps the token ids that every request computes next.
 
-    rows: buffers that both forms read. distribution: what the drafts of rows (R,) of the request table were sampled
-    from. can_capture: whether a graph may hold this distribution; foreign drafters may return a new tensor each time.
+    rows: buffers that `verify` (eager) and `record` (captured) read. distribution: distribution from which the drafts
+    of requests were sampled.
+    can_capture: whether a graph can contain this distribution; other drafters than EAGLE may return a new tensor each
+    time.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class RejectionSampler:
         rule: Rule,
         drafter: Drafter | None,
     ) -> None:
-        """rule: how drafts are tested. Raises ValueError for a drafter whose drafts the rule can't test."""
+        """rule: how drafts are tested. Raises ValueError if the rule can't test the drafter's drafts."""
         self.model, self.sampler, self.table, self.rule = model, sampler, table, rule
         self.device, self.num_drafts = model.device, num_speculative_tokens
         self.distribution = distribution_of(drafter, rule)
@@ -269,7 +271,8 @@ class RejectionSampler:
     ) -> EndedStep:
         """Verify the drafts of the rows that compute their last known token, and sample. `stage` must have been called.
 
-        allowed: (L, ceil(V / 32)) int32 on the device, bits of the tokens that may be sampled, see `forbid_`.
+        Returns None without such requests. `stage` must have been called. allowed: (L, ceil(V / 32)) int32 on the
+        device, bits of the tokens that may be sampled, see `forbid_`.
         """
         index, inputs = batch.index, batch.sampling
         assert inputs is not None
@@ -317,7 +320,7 @@ class RejectionSampler:
     def _test(
         self, processed: Processed, drafts_SK: Tensor, starts: Tensor, positions_S: Tensor, temperature_S: Tensor
     ) -> RejectionOutput:
-        """Test the drafts of the first S staged rows, whose logits begin at `starts` (S + 1,). Can be captured."""
+        """Test the drafts of the first S requests, whose logits begin at row `starts` (S + 1,). Can be captured."""
         count, metadata = len(positions_S), processed.metadata
         distribution: DraftDistribution = OneHot()  # greedy rows are the same under each distribution
         if metadata is not None:
@@ -336,9 +339,9 @@ class RejectionSampler:
     # --- captured ---------------------------------------------------------------------------------------------
 
     def record(self, metadata: CommonAttentionMetadata, hidden_TD: Tensor, kind: str) -> Tensor:
-        """Verify the staged rows of a padded batch, and sample. kind: one of `KINDS`.
+        """Verify the staged requests of a padded batch, and sample. Can be captured. kind: one of `KINDS`.
 
-        Returns (N, 2 + J + K) int64, see `SamplerOutput.packed`. Everything else goes to `rows`.
+        Returns (N, 2 + J + K) int64, see `SamplerOutput.packed`. Other results go to the buffers `rows`.
         """
         rows, num_reqs = self.rows, metadata.num_reqs
         drafts_NK, values_N4, sampling = rows.drafts(num_reqs), rows.values[:num_reqs], None
@@ -374,5 +377,5 @@ def draw(sampler: Sampler, processed: Processed, seeds_S: Tensor, positions_S: T
 
 
 def _pack(emitted: RejectionOutput, bad: Tensor, drafts: Tensor) -> Tensor:
-    """(R, 2 + J + K) int64, see `SamplerOutput.packed`."""
+    """Return the tensor (R, 2 + J + K) int64 of `SamplerOutput.packed`."""
     return torch.cat((emitted.num_emitted.unsqueeze(1), bad.unsqueeze(1), emitted.tokens, drafts), 1)

@@ -1,9 +1,9 @@
 """The sampler: sampling parameters of all requests, and the processing of logits by them, vectorised over rows.
 
-Host arrays decide which processing a step needs, so a step never waits for the device, and a greedy batch costs one
-argmax. A row is processed by its own parameters only: its token does not depend on the other rows of the batch.
+Arrays on the host decide which processing a step needs. So a step never waits for the device, and a greedy batch runs
+only one argmax. The token of a request does not depend on the other requests of the batch.
 
-Legend for shapes: R rows of this step, M rows of the request table, S rows of the step that need a treatment,
+Legend for shapes: R rows of logits of this step, M rows of the request table, S rows of the step that need a treatment,
 V vocabulary.
 """
 
@@ -31,10 +31,10 @@ _NEUTRAL = np.array([0.0, -np.inf, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=np.float32)
 
 
 class Processed(NamedTuple):
-    """Processed logits.
+    """Logits after token rules and penalties.
 
     logits: (R, V) float32, before temperature and truncation, and on CUDA before penalties.
-    metadata: of every row; None if all rows are greedy and penalties are applied.
+    metadata: sampling parameters of every row; None if all rows are greedy and penalties are applied.
     empty: (R,) bool, rows in which no token is allowed; None if no token is forbidden.
     """
 
@@ -49,7 +49,7 @@ class Sampler:
 
     max_rows: rows of the table (M). vocab_size: V of the model. device: of the logits. shard: the vocabulary shard of
         the logits, None for the whole vocabulary; V below is its size, except for `allowed`.
-    Token counts for penalties, M x V of 5 bytes, are allocated when the first request needs them.
+    Token counts for penalties (5 * M * V bytes) are allocated when the first request needs them.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Sampler:
         stop_token_ids: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Give `row` to a request, new or resumed.
+        """Set the sampling parameters of table row `row` for a new or resumed request.
 
         seed: int64, chosen by the engine if `params.seed` is None.
         output_token_ids: tokens that a resumed request has generated.
@@ -114,14 +114,14 @@ class Sampler:
             self._count(row, prompt_token_ids, output_token_ids)
 
     def release(self, row: int) -> None:
-        """Clear `row`, which may be free."""
+        """Clear table row `row`, which may be free."""
         self._values[row] = _NEUTRAL
         self._num_logprobs[row] = self._named[row] = -1
         self._rules.release(row)
         self._penalised[row] = self._truncated[row] = False
 
     def forget_counts(self) -> None:
-        """Free the memory of penalties. No row may have any."""
+        """Free the memory of penalties. No running request may have penalties."""
         assert not self._penalised.any()
         self._output_counts = self._prompt_mask = None
 
@@ -137,9 +137,10 @@ class Sampler:
         result names temperature, min_p, top_k and top_p, which are applied when a token is sampled.
 
         logits: (R, V) float32 on the device; not written to.
-        rows: (R,) rows of the request table. A request with drafts has one row of logits for each token, as neighbours.
+        rows: (R,) row of the request table for each row of logits. A request with drafts has adjacent rows, one per
+        token.
         num_output_tokens: (R,) generated tokens of the request, including drafts before the row.
-        before: (R, K) int64 on the device, drafts before the row, -1 where there is none; for bad words and penalties.
+        before: (R, K) int64 on the device, drafts before the row, -1 for no draft; for bad words and penalties.
         allowed: (R, ceil(V / 32)) int32 on the device, bits of the allowed tokens, see `forbid_`.
         """
         processed, empty = self._rules.apply(logits, rows, num_output_tokens, before, allowed)
@@ -158,11 +159,11 @@ class Sampler:
         return Processed(processed, SamplingMetadata(values, self._copies("values", values), penalties), empty)
 
     def looks_back(self, rows: NDArray[np.int64]) -> bool:
-        """Whether `process` depends on the drafts `before` these rows."""
+        """Return whether `process` reads the drafts `before` for these requests."""
         return bool(self._penalised[rows].any()) or self._rules.looks_back(rows)
 
     def scores(self, rows: NDArray[np.int64]) -> bool:
-        """Whether a request in these rows needs log probabilities."""
+        """Return whether one of these requests needs log probabilities."""
         return bool((self._num_logprobs[rows] >= 0).any())
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, rows: NDArray[np.int64]) -> Logprobs | None:
@@ -185,7 +186,7 @@ class Sampler:
         return Penalties(values, owners, self._output_counts, self._prompt_mask, before)
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
-        """Count emitted tokens, (R, J) int64 on the device, -1 where there is none, for penalties and bad words."""
+        """Count emitted tokens for penalties and bad words. token_ids: (R, J) int64 on the device, -1 for no token."""
         self._rules.count(rows, token_ids)
         chosen = np.flatnonzero(self._penalised[rows])
         if not chosen.size:
@@ -202,28 +203,31 @@ class Sampler:
     def depends_on_length(
         self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """(R,) whether sampling may differ between `least` and `most` (R,) generated tokens."""
+        """Return (R,) bool: whether sampling may differ between `least` and `most` (R,) generated tokens."""
         return self._rules.depends_on_length(rows, least, most)
 
     def is_plain(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
-        """Whether these rows have no token rules, penalties or log probabilities, with so many tokens generated."""
+        """Return whether these requests have no token rules, penalties or log probabilities.
+
+        num_output_tokens: numbers of generated tokens, on which `min_tokens` depends.
+        """
         others = self._penalised[rows].any() or self.scores(rows)
         return not (others or self._rules.concern(rows, num_output_tokens))
 
     def values_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Seeds (R,) of these rows, and the values of their `SamplingMetadata` (R, 4)."""
+        """Return seeds (R,) of these requests, and the values (R, 4) of their `SamplingMetadata`."""
         return self._seeds[rows], self._values[rows, :_REPETITION]
 
     def all_greedy(self, rows: NDArray[np.int64]) -> bool:
-        """Whether all requests in these rows are greedy."""
+        """Return whether all these requests are greedy."""
         return not self._values[rows, _TEMPERATURE].any()
 
     def truncates(self, rows: NDArray[np.int64]) -> bool:
-        """Whether a request in these rows uses min_p, top_k or top_p."""
+        """Return whether one of these requests uses min_p, top_k or top_p."""
         return bool(self._truncated[rows].any())
 
     def noise_keys(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Seeds (R,) int64 and temperatures (R,) float32 of requests on the device, read-only."""
+        """Return seeds (R,) int64 and temperatures (R,) float32 of requests on the device; do not write to them."""
         seeds = self._copies("seeds", self._seeds[rows])
         return seeds, self._copies("temperatures", self._values[rows, _TEMPERATURE])
 

@@ -1,4 +1,4 @@
-"""Everything after the forward pass of a step, on a CUDA graph or eagerly: sampling, commit of states, row lengths."""
+"""The end of a step (sampling, commit of states, lengths) after the forward pass, in a CUDA graph or eagerly."""
 
 # Shape letters: R rows of a step, N with padding, T tokens, L rows of logits, W words of 32 bits, J = 1 + K tokens of a
 # row at most, D hidden size.
@@ -187,7 +187,7 @@ class EndGraphs:
 
 
 class EndReason(StrEnum):
-    """What the end of a step ran on: a graph, or the first reason for none."""
+    """How the end of a step ran: in a graph, or eagerly with the first reason."""
 
     GRAPH = "graph"
     NO_GRAPHS = "eager: there are no graphs"
@@ -199,20 +199,20 @@ class EndReason(StrEnum):
 
 
 class StepEnd:
-    """Samples, commits the states of the rows, and advances their lengths.
+    """Runs the end of a step: samples tokens, commits recurrent states, and advances sequence lengths.
 
-    by_reason: how many steps ended on a graph, and how many eagerly for which reason.
+    by_reason: number of steps by how their end ran.
     """
 
     def __init__(self, sampler: RejectionSampler, model_state: ModelState, lengths: RowLengths | None) -> None:
-        """lengths: for an engine that stages steps from lengths on the device."""
+        """lengths: sequence lengths on the device, if the engine stages steps from them."""
         self.sampler, self._model_state, self._lengths = sampler, model_state, lengths
         self.graphs: EndGraphs | None = None
         self._poison = False
         self.by_reason: Counter[EndReason] = Counter()
 
     def capture(self, forward: Forward, options: GraphOptions) -> None:
-        """Capture the ends of the steps that `forward` has graphs of."""
+        """Capture graphs for the end of the steps that `forward` has graphs of."""
         self._poison = options.checks >= ReplayChecks.PARANOID
         self.graphs = EndGraphs(forward, options, self.sampler, self._model_state, self._lengths)
         self.graphs.capture()

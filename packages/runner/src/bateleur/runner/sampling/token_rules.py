@@ -1,4 +1,4 @@
-"""Token rules: grammar masks, `allowed_token_ids`, `bad_words`, `min_tokens` and `logit_bias`, vectorised over rows.
+"""Token rules: grammar masks, `allowed_token_ids`, `bad_words`, `min_tokens` and `logit_bias`, for whole batches.
 
 A forbidden token gets the logit -inf whatever the other rules are, so their order does not matter.
 
@@ -31,7 +31,7 @@ from bateleur.runner.utils.device import DeviceCopies, upload
 class TokenRules:
     """Token rules of running requests, by row of the request table.
 
-    max_rows: rows of the table (M). vocab_size: V. device: of the logits. shard: vocabulary shard of the logits.
+    max_rows: rows of the table (M). vocab_size: V. device: device of the logits. shard: vocabulary shard of the logits.
     The bits of allowed tokens, M x V / 8 bytes, are allocated when the first request needs them.
     """
 
@@ -58,7 +58,7 @@ class TokenRules:
         stop_token_ids: Sequence[int],
         bad_words: Sequence[Sequence[int]],
     ) -> None:
-        """Give `row` to a request; see `Sampler.admit`."""
+        """Set the token rules of table row `row` for a request; see `Sampler.admit` for the arguments."""
         self.release(row)
         if params.min_tokens and stop_token_ids:
             self._min_tokens[row] = params.min_tokens
@@ -71,7 +71,7 @@ class TokenRules:
         self._biased[row] = self._biases.admit(row, params.logit_bias or {}, bad_words, output_token_ids)
 
     def release(self, row: int) -> None:
-        """Clear `row`, which may be free."""
+        """Clear table row `row`, which may be free."""
         self._min_tokens[row] = 0
         if self._limited[row]:
             assert self._allowed is not None
@@ -89,9 +89,9 @@ class TokenRules:
         before: Tensor | None = None,
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the logits under the rules, and in which rows (R,) no token is allowed.
+        """Return the logits after token rules, and in which rows (R,) no token is allowed.
 
-        Arguments as of `Sampler.process`. Without rules it returns the same logits and None.
+        Arguments as in `Sampler.process`. Without rules it returns the given logits and None.
         """
         early = np.flatnonzero(num_output_tokens < self._min_tokens[rows])
         if self._limited[rows].any():
@@ -118,24 +118,24 @@ class TokenRules:
         return ruled, best == -torch.inf
 
     def concern(self, rows: NDArray[np.int64], num_output_tokens: NDArray[np.int64]) -> bool:
-        """Whether any of these rows has a rule, with at least so many generated tokens."""
+        """Return whether one of these requests has a rule that acts after so many generated tokens."""
         return bool(
             (num_output_tokens < self._min_tokens[rows]).any() or self._limited[rows].any() or self._biased[rows].any()
         )
 
     def looks_back(self, rows: NDArray[np.int64]) -> bool:
-        """Whether `apply` depends on the drafts `before` any of these rows."""
+        """Return whether `apply` reads the drafts `before` for one of these requests."""
         return bool(self._biased[rows].any())
 
     def depends_on_length(
         self, rows: NDArray[np.int64], least: NDArray[np.int32], most: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """(R,) whether the rules may differ between `least` and `most` (R,) generated tokens."""
+        """Return (R,) bool: whether the rules may differ between `least` and `most` (R,) generated tokens."""
         needed = self._min_tokens[rows]
         return (least < needed) & (needed <= most)
 
     def count(self, rows: NDArray[np.int64], token_ids: Tensor) -> None:
-        """Count emitted tokens, (R, J) int64 on the device, -1 where there is none."""
+        """Append emitted tokens for bad words. token_ids: (R, J) int64 on the device, -1 for no token."""
         self._biases.count(rows, token_ids)
 
     def _limit(self, row: int, token_ids: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The queue of requests that wait for a row."""
+"""The queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from bateleur.runner.requests.request import Request
 
 
 def service_order(request: Request) -> tuple[int, int]:
-    """Sort key: lower priority numbers first, then first come, first served."""
+    """Return the sort key of a request: lower priority numbers first, then first come, first served."""
     return request.priority, request.arrival
 
 
 class RequestQueue:
     """Waiting requests in service order. Each operation takes O(log N) amortised time for N requests.
 
-    requests: all of them, unordered.
+    requests: all waiting requests, unordered.
     """
 
     def __init__(self, requests: Iterable[Request] = ()) -> None:
-        """The `priority` and `arrival` of requests must not change while they wait."""
+        """requests: initial requests. Their `priority` and `arrival` must not change while they wait."""
         self.requests = set(requests)
         self._heap = [(*service_order(request), request) for request in self.requests]
         heapify(self._heap)
@@ -29,11 +29,11 @@ class RequestQueue:
         return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """In service order."""
+        """Iterate over the requests in service order."""
         return iter(sorted(self.requests, key=service_order))
 
     def add(self, request: Request) -> None:
-        """Insert a request at its place."""
+        """Insert a request in service order."""
         self.requests.add(request)
         heappush(self._heap, (*service_order(request), request))
 

@@ -1,11 +1,12 @@
 """Continuous batching with chunked prefill and preemption by recomputation.
 
-Requests are served by priority, then first come, first served. Decoding rows always run; prompts share the rest of the
-token budget in that order. If KV blocks run out, the last running request in that order is preempted and waits at its
-old place. Every admitted request fits the cache alone, so the first one always makes progress. A waiting request never
-preempts a running one.
+Requests are served by priority, then first come, first served. Decodes always run; prompts share the rest of the token
+budget in that order. If KV blocks run out, the last running request in that order is preempted and returns to its
+position in the queue. Every admitted request fits the cache alone, so the first one always makes progress. A waiting
+request never preempts a running one.
 
-With prefix sharing, the continuations of one prompt wait until the first of them has published its prompt.
+With prefix caching, the continuations of one prompt (`n` > 1) wait until the first of them has its prompt in the prefix
+cache.
 """
 
 # Shape letters: R rows of a step, T tokens of a step.
@@ -31,7 +32,7 @@ _NO_PROMPTS = np.empty(0, np.int32)
 
 
 class Scheduler:
-    """Owns the queues, the request table and the block pool."""
+    """Plans steps. Owns the request queues, the request table and the block pool."""
 
     def __init__(
         self,
@@ -44,8 +45,10 @@ class Scheduler:
         states: MambaStateManager | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        """pool: KV blocks; None for a model without attention. lookahead_tokens: tokens after a step's own whose
-        keys a drafter stores. states: Mamba states in blocks. prefixes: None without prefix sharing.
+        """pool: KV blocks; None for a model without attention. states: Mamba states in blocks.
+
+        lookahead_tokens: number of tokens after a step's own whose keys a drafter stores. prefixes: None without prefix
+        caching.
         """
         self.table, self.pool, self.states, self.prefixes = table, pool, states, prefixes
         self.admitted: list[Request] = []
@@ -77,7 +80,7 @@ class Scheduler:
     # --- queues -------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request, which fits the cache alone."""
+        """Queue a request. It must fit the cache if it runs alone."""
         self._num_arrived += 1
         request.arrival = self._num_arrived
         if request.adapter_slot < 0:
@@ -106,7 +109,7 @@ class Scheduler:
         return len(self.waiting) + len(self.fetching) + others
 
     def remove(self, request: Request) -> None:
-        """Drop a request, waiting or running, and free its row and blocks."""
+        """Drop a request, waiting or running, and free its table row and blocks."""
         self._queue_followers(request)
         if request.row >= 0:
             if self.prefixes is not None:
@@ -123,7 +126,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _has_prompt(self, leader: Request) -> bool:
-        """Whether the prompt of a request is computed, or will never be."""
+        """Return whether the prompt of a request is computed, or never will be because the request has ended."""
         if leader.finish_reason is not None or leader.output_token_ids:
             return True
         t, row = self.table, leader.row
@@ -134,7 +137,7 @@ class Scheduler:
             self.waiting.add(request)
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """KV blocks that hold `num_tokens` tokens; 0 for a model without attention."""
+        """Return the number of KV blocks that hold `num_tokens` tokens; 0 for a model without attention."""
         return 0 if self.pool is None else -(-num_tokens // self.block_size)
 
     def _release(self, request: Request) -> None:
@@ -168,7 +171,7 @@ class Scheduler:
             self.states.clear()
 
     def preempt(self, request: Request) -> None:
-        """Return a running request to its place in the queue. Its tokens will be recomputed."""
+        """Return a running request to its position in the queue. Its tokens will be recomputed."""
         if self.table.num_computed[request.row] != self.table.num_committed[request.row]:
             self._preempted.add(request)
         self.running.remove(request)
@@ -183,7 +186,7 @@ class Scheduler:
         """Return the batch of the next step, with its KV blocks allocated; None if nothing can run. The bounds in the
         table include this step then.
 
-        ahead: a step is in flight, so that the table has bounds of its outcome.
+        ahead: whether a step is in flight. The table then has upper bounds of its results.
         """
         if self.fetching and self.prefixes is not None and self.prefixes.below is not None:
             for request in self.fetching.intersection(self.prefixes.below.arrived()):
@@ -213,10 +216,10 @@ class Scheduler:
     def commit(
         self, batch: StepBatch, num_valid: NDArray[np.int64] | None = None, present: NDArray[np.bool_] | None = None
     ) -> None:
-        """Apply the outcome of the oldest step in flight.
+        """Apply the results of the oldest step in flight to the table.
 
-        num_valid: (R,) leading tokens of each row that stay; None for all. present: (R,) rows that their requests still
-            have; None for all. Other rows are skipped.
+        num_valid: (R,) number of leading tokens of each request that stay; None for all. present: (R,) whether each
+        request still has its table row; None for all. Other requests are skipped.
         """
         self._preempted.clear()
         requests, rows, lens, n = batch.requests, batch.rows, batch.query_lens, batch.num_decodes
@@ -242,8 +245,10 @@ class Scheduler:
         return bool(self.table.num_computed[request.row] >= self.table.prefill_len[request.row])
 
     def _rows_that_wait(self) -> set[int]:
-        """Rows after their prompt that must wait for the step in flight: they may have ended by then, or bounds do not
-        suffice to plan them. Bounds count empty draft slots too, so they can leave no room where there is some.
+        """Return the table rows of decoding requests that must wait for the step in flight.
+
+        They may have ended by then, or upper bounds of their lengths do not suffice to plan them. These bounds count
+        empty draft slots, too, so they can leave no room where there is some.
         """
         t = self.table
         rows = self.batch.rows if self.batch is not None else self._decoding_rows()
@@ -255,8 +260,9 @@ class Scheduler:
         return set(rows[waits].tolist())
 
     def _allocate_decodes(self) -> int:
-        """Allocate blocks for the next tokens of decoding rows, preempting requests if needed; returns the number of
-        tokens.
+        """Allocate blocks for the next tokens of decoding requests, preempting requests if needed.
+
+        Returns the number of tokens.
         """
         t = self.table
         while True:
@@ -282,7 +288,10 @@ class Scheduler:
         return rows[self.table.num_computed[rows] >= self.table.prefill_len[rows]]
 
     def _schedule_prefills(self, budget: int) -> list[tuple[Request, int]]:
-        """Chunks of prompts for the next step, by request, with their numbers of tokens."""
+        """Choose prompt chunks for the next step; returns requests with their numbers of tokens.
+
+        budget: maximum tokens.
+        """
         chunks: list[tuple[Request, int]] = []
         for request in list(self.running):
             if budget <= 0 or request.row < 0 or self._decodes(request):
@@ -304,7 +313,7 @@ class Scheduler:
         return chunks
 
     def _admit(self, request: Request) -> None:
-        """Give a request a row and its cached prefix."""
+        """Give a request a table row, and the blocks of its cached prefix."""
         row = self.table.admit(request)
         insort(self.running, request, key=service_order)
         self.admitted.append(request)
@@ -335,7 +344,7 @@ class Scheduler:
         return self.blocks_needed(first.num_tokens) + len(self.running) <= self.pool.num_free
 
     def _allocate_prefill(self, request: Request, budget: int) -> int:
-        """Allocate blocks for the next chunk of a prompt; returns the number of tokens that may run, 0 if none."""
+        """Allocate blocks for the next chunk of a prompt. Returns the number of tokens that may run, 0 if none."""
         t, row = self.table, request.row
         computed = int(t.num_computed[row])
         want = min(int(t.prefill_len[row]) - computed, budget)
@@ -354,7 +363,10 @@ class Scheduler:
         return count
 
     def _make_batch(self, chunks: list[tuple[Request, int]]) -> StepBatch | None:
-        """The decoding rows, and these chunks of prompts, whose allocation may have preempted some rows."""
+        """Build the batch of decoding requests and these prompt chunks.
+
+        Requests that the allocation has preempted are left out.
+        """
         # Rows that are neighbours in the table are neighbours in the batch.
         decoding = (r for r in self.running if r.row not in self._must_wait and self._decodes(r))
         requests = sorted(decoding, key=lambda request: request.row)

@@ -1,4 +1,4 @@
-"""The batch of a step, and everything derived from it."""
+"""The batch of a step, and all values derived from it."""
 
 # Shape letters: R rows of a step, T tokens, D decoding rows, S rows that sample a token, L rows of logits.
 
@@ -22,13 +22,13 @@ from bateleur.runner.utils.device import upload
 
 
 class SamplingInputs(NamedTuple):
-    """Sampling parameters of the S rows of a batch that sample a token.
+    """Sampling parameters of the S requests of a batch that sample a token.
 
-    num_drafts: (S,) drafts that each row tests, on the host.
-    plain: the rows have no token rules, penalties or log probabilities.
-    kind: what a captured sampler must support, see `rejection_sampler.KINDS`.
+    num_drafts: (S,) number of drafts that each request tests, on the host.
+    plain: whether the requests have no token rules, penalties or log probabilities.
+    kind: kind of captured sampler that they need, see `rejection_sampler.KINDS`.
     seeds, temperature: (S,) int64 and float32 on the device.
-    metadata: of the L rows of logits; None if all rows are greedy, or not plain.
+    metadata: sampling metadata of the L rows of logits; None if all requests are greedy, or not plain.
     """
 
     num_drafts: NDArray[np.int32]
@@ -41,10 +41,10 @@ class SamplingInputs(NamedTuple):
 
 @dataclass(eq=False)
 class StepBatch:
-    """The rows of one step, decodes first, then prefills.
+    """The requests of one step, decodes first, then prefills.
 
-    The scheduler returns the same object while membership and draft lengths stay the same. What the parts of a step
-    derive from it is stored here and lasts as long as the batch. Its arrays are never written to.
+    The scheduler returns the same object while its requests and draft lengths stay the same. Values that parts of a
+    step derive from it are stored here and last as long as the batch. Its arrays are never written to.
     """
 
     requests: list[Request]
@@ -71,22 +71,22 @@ class StepBatch:
 
     @cached_property
     def num_tokens(self) -> int:
-        """T, all tokens of the step."""
+        """Number of all tokens of the step (T)."""
         return int(self.query_lens.sum())
 
     @cached_property
     def num_decode_tokens(self) -> int:
-        """Tokens of the decoding rows."""
+        """Number of tokens of the decoding requests."""
         return int(self.query_lens[: self.num_decodes].sum())
 
     @cached_property
     def all_decode(self) -> bool:
-        """Whether no row is in its prompt."""
+        """Whether all requests decode, so that none is in its prompt."""
         return self.num_decodes == len(self.rows)
 
     @cached_property
     def all_sample(self) -> bool:
-        """Whether all rows sample a token."""
+        """Whether all requests sample a token."""
         return bool(self.samples.all())
 
     @cached_property
@@ -98,7 +98,7 @@ class StepBatch:
 
     @cached_property
     def with_grammar(self) -> list[Request]:
-        """Requests that follow a grammar."""
+        """Requests of the batch that follow a grammar."""
         return [request for request in self.requests if request.matcher is not None]
 
     @cached_property
@@ -109,11 +109,11 @@ class StepBatch:
 
     @cached_property
     def index(self) -> LogitsIndex:
-        """Where the logits of the batch come from."""
+        """Maps the rows of logits of the batch to its requests."""
         return LogitsIndex(self)
 
     def graph_request(self) -> UnpaddedBatch:
-        """The sizes by which the dispatcher chooses a graph."""
+        """The sizes by which the dispatcher chooses a CUDA graph."""
         num_reqs, num_tokens, longest = len(self.rows), self.num_tokens, int(self.query_lens.max())
         if self.all_decode:
             common = longest if num_reqs * longest == num_tokens else None
@@ -126,8 +126,9 @@ class StepBatch:
     ) -> StepRows:
         """The rows as `InputBuffers` stage them.
 
-        sampled_ids: ids of the decoding rows on the device. num_computed_device: (R,) exact lengths, if `is_exact` is
-            not None.
+        If the batch repeats, only lengths and ids are new.
+        sampled_ids: ids of the decoding requests on the device. num_computed_device: (R,) exact lengths, if `is_exact`
+        is not None.
         """
         return StepRows(
             query_lens=self.query_lens,
@@ -141,7 +142,7 @@ class StepBatch:
         )
 
     def _prompt_tokens(self, table: RequestTable) -> NDArray[np.int32]:
-        """(T,) ids of the step; those of decoding rows are filled in on the device and are 0 here."""
+        """Return the token ids (T,) of the step. Those of decoding requests are 0 here and filled in on the device."""
         tokens_T = np.zeros(self.num_tokens, dtype=np.int32)
         if not self.all_decode:
             lens, first = self.query_lens[self.num_decodes :], self.num_decode_tokens
@@ -153,13 +154,13 @@ class StepBatch:
 
 
 class LogitsIndex:
-    """Where the logits of a batch come from and which rows they belong to.
+    """Maps rows of logits of a batch to the requests that they belong to.
 
-    A row that samples has one row of logits for its last token and one for each draft slot. Tensors are uploaded when
-    they are first read.
+    A request that samples has one row of logits for its last token and one for each draft slot. Tensors are uploaded
+    when they are first read.
 
-    sampled: (S,) rows of the batch that sample. first_S: (S,) first row of logits of each. num_slots_S: (S,)
-    draft slots of each. num_logits: L.
+    sampled: (S,) indices in the batch of requests that sample. first_S: (S,) first row of logits of each. num_slots_S:
+    (S,) draft slots of each. num_logits: L, number of rows of logits.
     """
 
     def __init__(self, batch: StepBatch) -> None:
@@ -177,12 +178,12 @@ class LogitsIndex:
 
     @cached_property
     def owner_L(self) -> NDArray[np.int64]:
-        """(L,) index into the S rows."""
+        """Index (L,) of the sampling request that each row of logits belongs to."""
         return np.arange(len(self.sampled)).repeat(self._lens_S)
 
     @cached_property
     def num_before_L(self) -> NDArray[np.int64]:
-        """(L,) drafts of the same row before it."""
+        """Number (L,) of drafts of the same request before each row of logits."""
         found: NDArray[np.int64] = np.arange(self.num_logits) - self.first_S[self.owner_L]
         return found
 
@@ -198,17 +199,17 @@ class LogitsIndex:
 
     @cached_property
     def rows(self) -> Tensor:
-        """(R,) int64 rows of the request table, on the device."""
+        """Row of the request table of each request, (R,) int64 on the device."""
         return self._upload(self._batch.rows.copy())
 
     @cached_property
     def query_lens(self) -> Tensor:
-        """(R,) int64 on the device."""
+        """Tokens of each request in this step, (R,) int64 on the device."""
         return self._upload(self._batch.query_lens.astype(np.int64))
 
     @cached_property
     def first_token(self) -> Tensor:
-        """(S,) int64 token of the step that the first logits of each row come from, on the device."""
+        """Token of the step that each sampling request's first row of logits comes from, (S,) int64 on the device."""
         return self._upload(self._first_token_S)
 
     @cached_property
@@ -218,12 +219,12 @@ class LogitsIndex:
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """(L,) int64 rows of the hidden states, on the device; None for the first L rows."""
+        """Row of the hidden states for each of L rows of logits, (L,) int64 on the device; None for the first L."""
         if self._batch.all_decode:
             return None
         return self._upload(self._first_token_S[self.owner_L] + self.num_before_L)
 
     @cached_property
     def starts(self) -> Tensor:
-        """(S + 1,) int32 `first_S`, then L, on the device."""
+        """First row of logits of each of S sampling requests, then the number of rows: (S + 1,) int32 on the device."""
         return self._upload(np.append(self.first_S, self.num_logits).astype(np.int32))

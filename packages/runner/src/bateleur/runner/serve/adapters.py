@@ -14,7 +14,7 @@ from bateleur.runner.serve.service import Service
 
 
 class LoadBody(BaseModel):
-    """Which adapter to load."""
+    """Body of a request to load a LoRA adapter."""
 
     lora_name: str
     lora_path: str
@@ -22,7 +22,7 @@ class LoadBody(BaseModel):
 
 
 class UnloadBody(BaseModel):
-    """Which adapter to unload."""
+    """Body of a request to unload a LoRA adapter."""
 
     lora_name: str
 

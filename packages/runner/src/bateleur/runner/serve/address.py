@@ -13,7 +13,7 @@ from bateleur.runner.serve.config import ServeConfig
 
 @contextmanager
 def bound_socket(config: ServeConfig) -> Iterator[socket.socket]:
-    """Bind the socket to listen on. Raises OSError with the address if that fails."""
+    """Bind the listening socket. Raises OSError with the address if that fails."""
     if config.uds is not None:
         _clear(config.uds)
         listener, where = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), str(config.uds)

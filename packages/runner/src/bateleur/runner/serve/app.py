@@ -15,7 +15,7 @@ from bateleur.runner.utils.version import package_version
 
 
 def build_app(llm: AsyncLLM, config: ServeConfig | None = None) -> FastAPI:
-    """Create the application. The caller closes `llm`. `app.state.service` is the `Service` of the endpoints."""
+    """Create the ASGI application. The caller closes `llm`. `app.state.service` is the `Service` of the endpoints."""
     service = Service(llm, config or ServeConfig())
     documents = not service.config.disable_fastapi_docs
     app = FastAPI(

@@ -66,7 +66,7 @@ async def read_bytes(request: Request, config: ServeConfig) -> bytes:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """Read and count the bytes: Content-Length may be missing or too small."""
+    """Read the body, counting its bytes, because Content-Length may be missing or too small."""
     length = request.headers.get("content-length", "")
     body, count = bytearray(), int(length[:20]) if length.isdigit() else 0
     if count <= _DRAIN_FACTOR * max_bytes:
@@ -92,7 +92,7 @@ _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string
 
 
 def openapi_body(fields: Mapping[str, Field], *required: str, sampled: bool = True) -> dict[str, Any]:
-    """Build the OpenAPI entry of a body with these fields, and with the sampling parameters if `sampled`."""
+    """Build the OpenAPI entry of a body with these fields. sampled: whether it also has the sampling parameters."""
     properties = {name: _property(field.about, field.kind) for name, field in fields.items()}
     for option in options_of(SamplingParams) if sampled else ():
         if option.name in sampling_names() and option.name not in fields:

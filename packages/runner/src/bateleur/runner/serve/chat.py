@@ -23,7 +23,7 @@ from bateleur.runner.serve.sse import EventStream, chunks
 
 
 def router(service: Service) -> APIRouter:
-    """Create the routes."""
+    """Create the routes for chat completions."""
     routes = APIRouter()
 
     @routes.post("/v1/chat/completions", openapi_extra=openapi_body(CHAT_FIELDS, "messages"))
@@ -69,7 +69,7 @@ async def chat_completion(service: Service, request: Request, body: dict[str, An
 
 
 async def _parts(service: Service, answered: Answer) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the fields of each chunk. The first chunk of each choice has the role, the first of all the prompt."""
+    """Yield the fields of each chunk. The first chunk of each choice has the role, the very first has the prompt."""
     begun: set[int] = set()
     parsed = answered.parsed
     async with aclosing(answered.reports()) as reports:

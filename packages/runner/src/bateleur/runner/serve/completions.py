@@ -21,7 +21,7 @@ from bateleur.runner.serve.sse import EventStream, chunks
 
 
 def router(service: Service) -> APIRouter:
-    """Create the routes."""
+    """Create the routes for completions."""
     routes = APIRouter()
 
     @routes.post("/v1/completions", openapi_extra=openapi_body(COMPLETION_FIELDS, "prompt"))
@@ -33,7 +33,7 @@ def router(service: Service) -> APIRouter:
 
 
 async def completion(service: Service, request: Request, body: dict[str, Any]) -> Response:
-    """The reply to a body of `/v1/completions`."""
+    """Answer a body of `/v1/completions`."""
     with http_errors():
         parsed = completion_request(body, service.defaults, strict=service.config.strict_fields)
         parsed = service.with_server_options(parsed)

@@ -28,7 +28,7 @@ def _keys(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _module(name: str, value: Any) -> tuple[str, str]:
-    """The name and the folder of a LoRA adapter."""
+    """Return the name and the folder of a LoRA adapter, given as NAME=FOLDER or as a JSON object."""
     rule = 'NAME=FOLDER, or {"name": NAME, "path": FOLDER}'
     if isinstance(value, str) and value.startswith("{"):
         try:
@@ -139,14 +139,14 @@ SHIPPED = "bateleur"
 
 
 def served_names(model: Path | None, given: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names of a model: `given`, or else the names of its folder. Replies have the first."""
+    """Return the names of a model in requests: `given`, or else the names of its folder. Replies have the first one."""
     if given:
         return tuple(given)
     return (SHIPPED,) if model is None else (model.resolve().name, str(model))
 
 
 def require_served(name: str | None, names: Sequence[str]) -> None:
-    """Raise ValueError if a body names a model that is not served. None is the served model."""
+    """Raise ValueError if a request names a model that is not served. None is the served model."""
     if name is not None and name not in names:
         known = ", ".join(map(shown, names))
         refuse("model", name, f"absent or one of {known}; --served-model-name adds names")

@@ -1,4 +1,4 @@
-"""A conversation in, events out: what chat completions, responses and messages share."""
+"""Answers to conversations as events, for chat completions, responses and messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bateleur.runner.text.chat import ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """New output of one continuation."""
+    """New output of one continuation (one of a request's `n` answers)."""
 
     output: RequestOutput
     completion: CompletionOutput
@@ -59,7 +59,7 @@ class Answer:
         return sum(self._num_reasoning.values()) if self._has_reasoning else 0
 
     async def reports(self) -> AsyncGenerator[Report, None]:
-        """Yield the reports of all continuations. Closing the generator aborts the request."""
+        """Yield a report for each output of each continuation. Closing the generator aborts the request."""
         async with aclosing(self._outputs) as outputs:
             async for output in outputs:
                 self.usage.count(output)

@@ -53,7 +53,7 @@ _ANTHROPIC_KINDS = {
 
 @contextmanager
 def http_errors(names: Mapping[str, str] = _NO_NAMES) -> Iterator[None]:
-    """Turn known errors of this block into HTTPException with the right status.
+    """Turn known errors in the `with` block into HTTPException with the right status.
 
     names: the client's names of fields, by their names in chat completions.
     """
@@ -94,7 +94,7 @@ def _renamed(message: str, names: Mapping[str, str]) -> str:
 
 
 def _field_of(message: str) -> str | None:
-    """Return the field that begins the message; None if there is none."""
+    """Return the name of the body's field with which the message begins; None if there is none."""
     found = re.match(r"(?:(?:a key|keys) of )?(\w+)[\w.\[\]'\"]* (?:is|are|has|holds|must)\b", message)
     return found[1] if found else None
 

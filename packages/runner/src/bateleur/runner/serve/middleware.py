@@ -16,7 +16,7 @@ from bateleur.runner.serve.errors import add_handlers, http_error, response_of
 
 
 class ProtectedService(Protocol):
-    """State that the middleware reads."""
+    """The state of `Service` that the middleware reads."""
 
     config: ServeConfig
     stopping: bool
@@ -39,7 +39,7 @@ class AccessMiddleware:
         self._keys = [key.encode() for key in service.config.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reject the request, or pass it to the app."""
+        """Reject the request, or pass it to the app. ASGI interface."""
         answer = None
         if scope["type"] == "http":
             scope["path"] = _path(scope["path"])
@@ -64,7 +64,7 @@ class AccessMiddleware:
         return None
 
     def _has_valid_key(self, scope: Scope) -> bool:
-        """Whether the request has a valid key. Every key is compared in constant time."""
+        """Return whether the request has a valid API key. Every key is compared in constant time."""
         headers = Headers(scope=scope)
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer":

@@ -78,7 +78,7 @@ class Service:
         return None
 
     def reply_model(self, name: str | None) -> str:
-        """Return `model` of the reply to a request with this `model`."""
+        """Return the field `model` of the reply to a request with this `model`."""
         return self.names[0] if name is None or name in self.names else name
 
     def _check_name(self, name: str) -> None:
@@ -165,7 +165,7 @@ class Service:
             raise ContextLengthExceeded(length, longest)
 
     def exceeds_context(self, characters: int) -> bool:
-        """Whether a text exceeds the model's context even if every token has the maximum length."""
+        """Return whether a text exceeds the model's context even if every token had the maximum length."""
         most = self._longest_token
         return 0 < most * self.llm.llm.limits.max_model_len < characters
 
@@ -225,7 +225,7 @@ async def merge_outputs(outputs: AsyncGenerator[RequestOutput, None]) -> Request
 def raise_failure(output: RequestOutput) -> None:
     """Raise HTTPException for a request that the engine could not finish.
 
-    The status is 400 if its parameters exclude every token, because many clients retry after a 500.
+    The status is 400 if the request's parameters exclude every token, because many clients retry after a 500.
     """
     for each in output.outputs:
         if each.finish_reason == "error":
@@ -234,12 +234,12 @@ def raise_failure(output: RequestOutput) -> None:
 
 
 def new_id(kind: str, parsed: APIRequest) -> str:
-    """Create the id of a reply, with the body's `request_id` if given."""
+    """Create the id of a reply, from the body's `request_id` if given."""
     return f"{kind}-{parsed.request_id or uuid4().hex}"
 
 
 def prompt_index(request_id: str) -> int:
-    """Return the index of the prompt in its reply."""
+    """Return the index of the prompt in its request, which ends the request id."""
     return int(request_id.rpartition("-")[2])
 
 

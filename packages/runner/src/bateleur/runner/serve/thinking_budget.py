@@ -156,7 +156,7 @@ class ThinkingBudget:
         return await self.service.submit([prompt], replace(self.parsed, params=params, stream=True), reply_id)
 
     def _answer_follows(self, completion: CompletionOutput, written: list[int]) -> bool:
-        """Whether only the reasoning ended, by its end tag or the budget, and max_tokens leaves room for an answer."""
+        """Return whether only the reasoning ended (end tag or budget), and max_tokens leaves room for an answer."""
         room = self.params.max_tokens is None or len(written) + 1 < self.params.max_tokens
         ended = completion.finish_reason == "stop" and written[-1:] == [self.end]
         return room and (ended or completion.finish_reason == "length")
@@ -216,7 +216,7 @@ def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
 
 
 def _as_one_request(output: RequestOutput, first: RequestOutput) -> RequestOutput:
-    """Copy prompt fields and start times from the first output."""
+    """Set the prompt fields and start times of `output` to those of the first output."""
     for name in ("prompt", "prompt_token_ids", "num_cached_tokens", "prompt_logprobs"):
         setattr(output, name, getattr(first, name))
     output.metrics = replace(first.metrics, last_token_time=output.metrics.last_token_time)

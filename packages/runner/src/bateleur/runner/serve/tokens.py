@@ -21,7 +21,7 @@ _TOKENIZER_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_t
 
 
 def router(service: Service) -> APIRouter:
-    """Create the routes."""
+    """Create the routes for tokenization."""
     routes = APIRouter()
 
     @routes.post("/tokenize", openapi_extra=openapi_body(_TOKENIZE, sampled=False))

@@ -1,4 +1,4 @@
-"""A draft head next to its target: loading, caches, and the proposer that runs it."""
+"""A draft head for a target model: loading, KV caches, and the proposer that runs it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from bateleur.runner.spec_decode.mtp_head import DraftSync, MtpHead
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """A loaded head, and the report of its loader."""
+    """A loaded draft head, and the report of its loader."""
 
     head: Head
     report: LoadReport
@@ -52,12 +52,12 @@ class DraftHead:
         shipped: bool = False,
         recorded: bool | None = None,
     ) -> DraftHead:
-        """Load a head for `target`, on its device and in its dtype, from a folder, from the target's own `checkpoint`
-        for "mtp", or "auto" with the shipped model.
+        """Load a draft head for `target`, on its device and in its dtype.
 
-        recorded: see `Projection.pack`; None packs nothing. Raises ValueError for "auto" unless the target is
-        `shipped`, a folder or a checkpoint that holds no head, one that does not fit, or a target without attention
-        layers, whose blocks the head's keys and values would share.
+        path: a folder, "mtp" for the head in the target's `checkpoint`, or "auto" for the head that is shipped with the
+        shipped model. shipped: whether the target is the shipped model. recorded: see `Projection.pack`; None packs
+        nothing. Raises ValueError for "auto" with another target, a folder or a checkpoint without a head, a head that
+        does not fit, or a target without attention layers, whose blocks the head's keys and values would share.
         """
         if path == MTP:
             assert checkpoint is not None
@@ -90,7 +90,7 @@ class DraftHead:
 
     @classmethod
     def _of_target(cls, checkpoint: Checkpoint, target: HybridDecoder, recorded: bool | None) -> DraftHead:
-        """The MTP head in the target's files. On the device `meta` its weights are not loaded."""
+        """Load the MTP head in the target's files. On the device `meta` its weights are not loaded."""
         module = read_mtp(checkpoint)
         spec, share, exchange = module.spec, None, target.exchange
         if exchange is not None and _ends_with_experts(spec):
@@ -124,14 +124,14 @@ class DraftHead:
 
     @property
     def sync(self) -> DraftSync | None:
-        """How other data-parallel ranks take part in its passes, which then run eagerly; None without them."""
+        """Coordination with other data-parallel ranks, whose passes then run eagerly; None if there are none."""
         head = self.head
         if not isinstance(head, MtpHead) or head.exchange is None:
             return None
         return DraftSync(head, head.exchange)
 
     def costs(self, dtype: torch.dtype, rule: Rule) -> DraftCosts:
-        """Memory of the head per running request, with caches in `dtype`."""
+        """Return the memory of the head per running request, with caches in `dtype`."""
         spec = self.head.spec
         shard = self.head.shard if isinstance(self.head, SharedHead) else None
         lanes = spec.draft_vocab_size if shard is None else shard.widest  # equal on all ranks
@@ -150,8 +150,9 @@ class DraftHead:
         target: HybridDecoder,
         rule: Rule,
     ) -> EagleSpeculator:
-        """Create the EAGLE proposer, with its own caches in the blocks of the target's first group, and graphs in its
-        own pool.
+        """Create the EAGLE proposer, with CUDA graphs in their own memory pool.
+
+        Its KV caches use the block tables of the target's first KV cache group.
         """
         spec = self.head.spec
         heads = [(spec.num_kv_heads, spec.head_dim)] * spec.num_layers
@@ -169,7 +170,10 @@ class DraftHead:
 
 
 def _ends_with_experts(spec: ModelSpec) -> bool:
-    """Whether a head has experts, all after its attention: experts before it would process every token of a step."""
+    """Return whether a head has experts, and all of them after its attention layers.
+
+    Experts before attention would process every token of a step.
+    """
     kinds = [{type(shard) for shard in parts_of(layer)} for layer in spec.layers]
     last = max(index for index, each in enumerate(kinds) if AttentionLayer in each)
     found = [index for index, each in enumerate(kinds) if ExpertsLayer in each]
@@ -177,7 +181,10 @@ def _ends_with_experts(spec: ModelSpec) -> bool:
 
 
 def _chain_sizes(capture_sizes: Sequence[int] | None, limits: EngineLimits) -> tuple[int, ...]:
-    """Rows of the chain's graphs: those of the target's decode graphs of so many tokens, with drafts or without."""
+    """Return the batch sizes of graphs for draft passes with one token per request.
+
+    They cover the requests of the target's decode graphs, with drafts and without.
+    """
     most = limits.max_num_seqs
     if capture_sizes is None:
         return tuple(sorted({*default_capture_sizes(most), most}))

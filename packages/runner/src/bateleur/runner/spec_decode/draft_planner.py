@@ -1,4 +1,4 @@
-"""How many of the proposed drafts the next step of each row tests."""
+"""Plans how many of the proposed drafts the next step tests for each request."""
 
 # Shape letters: R rows.
 
@@ -16,9 +16,9 @@ from bateleur.runner.sampling.sampler import Sampler
 class DraftPlanner:
     """Plans the drafts of the next step from `RequestTable.num_proposed`, before the step is scheduled.
 
-    max_drafts: K. max_drafted_len: tokens of a sequence that the drafter can propose for, drafts included.
-    graphed: numbers of drafts, equal in all rows, that steps have CUDA graphs for; empty without graphs.
-    waits_for_length: tokens depend on the number of drafts (rules RATIO and BLOCK).
+    max_drafts: K. max_drafted_len: maximum sequence length, drafts included, up to which the drafter can propose.
+    graphed: numbers of drafts, equal for all requests, for which steps have CUDA graphs; empty without graphs.
+    waits_for_length: whether tokens depend on the number of drafts (rules RATIO and BLOCK).
     """
 
     def __init__(
@@ -37,10 +37,11 @@ class DraftPlanner:
         self._graphed, self._waits_for_length = sorted(graphed), waits_for_length
 
     def plan(self) -> None:
-        """Write `num_drafts`, `num_draft_slots` and `must_wait` of all rows that decode.
+        """Write `num_drafts`, `num_draft_slots` and `must_wait` for all decoding requests.
 
-        A row tests the proposed drafts that are useful after the tokens it may have by then. With a step in flight
-        only bounds of that number are known. If the tokens of a row depend on it, the row waits until it is known.
+        A request tests those proposed drafts that its remaining length allows. While a step is in flight, only bounds
+        of the length are known. If the request's tokens depend on the number of drafts, it waits until the length is
+        known.
         """
         table = self._table
         rows = np.flatnonzero(table.num_computed >= np.maximum(table.prefill_len, 1))
@@ -59,8 +60,10 @@ class DraftPlanner:
             table.must_wait[open_rows[depends]] = True
 
     def _padded(self, lengths: NDArray[np.int32], room: NDArray[np.int32]) -> NDArray[np.int32]:
-        """(R,) slots for `lengths` drafts. With graphs all rows get as many as the graph for the longest row, because
-        rows of different lengths would run eagerly (vLLM #35387).
+        """Return the draft slots (R,) for `lengths` drafts.
+
+        With graphs all requests get as many slots as the graph for the longest one, because batches of different
+        lengths would run eagerly (vLLM #35387).
         """
         if not self._graphed:
             return lengths

@@ -1,4 +1,4 @@
-"""Validation of drafters and policies that users pass, and of what they return."""
+"""Validation of drafters and draft policies that users pass, and of the values that they return."""
 
 # Shape letters: R rows of a step, K draft tokens at most.
 
@@ -16,7 +16,7 @@ from bateleur.runner.utils.arguments import refuse, shown
 
 
 def check_drafter(drafter: Drafter, num_drafts: int, num_layers: int) -> None:
-    """Raise ValueError for a drafter with another number of drafts, or with needs that the target does not have."""
+    """Raise ValueError if the drafter has another number of drafts, or needs outputs that the target does not have."""
     k, needs = drafter.num_speculative_tokens, drafter.needs
     if type(k) is not int or k != num_drafts:
         refuse("drafter.num_speculative_tokens", k, f"num_speculative_tokens = {num_drafts}")
@@ -28,7 +28,7 @@ def check_drafter(drafter: Drafter, num_drafts: int, num_layers: int) -> None:
 
 
 def checked_drafts(drafts: Any, rows: Tensor, num_drafts: int, vocab_size: int) -> Tensor:
-    """Return the drafts of a drafter for `rows` (R,), with -1 in place of invalid token ids.
+    """Return the tensor of a drafter for `rows` (R,), with -1 in place of invalid token ids.
 
     Raises ValueError unless it is a tensor (R, K) int64 on the device of `rows`. Ids are replaced instead of refused,
     because a check would be a host-device sync.
@@ -44,9 +44,9 @@ def checked_drafts(drafts: Any, rows: Tensor, num_drafts: int, vocab_size: int) 
 
 
 def checked_lengths(lengths: Any, most: NDArray[np.int32], num_drafts: int) -> NDArray[np.int32]:
-    """Return the lengths of a policy for rows with at most `most` (R,) drafts, limited to these.
+    """Return the draft lengths of a policy, limited to `most` (R,), the drafts that each request can have.
 
-    Raises ValueError for anything but R integers from 0 to K.
+    Raises ValueError for anything but one integer from 0 to `num_drafts` for each of R requests.
     """
     given = np.asarray(lengths)
     wrong = given.shape != most.shape or given.dtype.kind != "i"

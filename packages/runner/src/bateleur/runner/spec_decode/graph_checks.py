@@ -1,4 +1,4 @@
-"""Comparison of draft graphs with eager runs."""
+"""Comparison of the CUDA graphs of draft passes with eager runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from bateleur.runner.model_runner.step_producer import bits_of
 
 
 def written_by(drafter: EagleSpeculator, table: Tensor) -> dict[str, Tensor]:
-    """Return what a proposal writes besides its drafts, for rows with these blocks (R, columns): keys and values, a
-    checksum of all other blocks, which must not change, and the logits of drafts. Waits for the device.
+    """Return the tensors that a proposal may change besides its drafts. Waits for the device.
+
+    table: block tables (R, columns) of the requests. The result has the keys and values in these blocks, a checksum of
+    all other blocks, which must not change, and the logits of drafts.
     """
     found, blocks = {}, table.unique()
     for layer, caches in enumerate(drafter.kv):
@@ -27,7 +29,7 @@ def written_by(drafter: EagleSpeculator, table: Tensor) -> dict[str, Tensor]:
 
 
 def verify_passes(drafter: EagleSpeculator, fuzz: int) -> dict[str, VerifyReport]:
-    """Check that replays of single passes equal eager runs on random steps; reports by name of the pass."""
+    """Check that replays of single draft passes equal eager runs on random steps; reports by name of the pass."""
 
     def also(state: DraftState) -> dict[str, Tensor]:
         return written_by(drafter, state.batch.block_tables[0])

@@ -1,14 +1,14 @@
-"""A head for multi-token prediction (MTP) that was trained with its target, built from layers of the target's kinds.
+"""A head for multi-token prediction (MTP) that was trained with its target, with layers of the target's types.
 
-With E the embedding of a token, and f the target's hidden state after its final norm, or the head's own output of the
-draft before:
+E is the embedding of a token. f is the target's hidden state after its final norm, or the head's own output for the
+previous draft:
 
     h = fc(cat(token_norm(E), hidden_norm(f)))
     h = h + mixer(norm(h))               for each layer
     logits = lm_head(final_norm(h))      and final_norm(h) is the input of the next draft
 
-Embedding and `lm_head` are the target's, sharded over several ranks. The token follows the position of f, which is
-the position of rotary embedding.
+Embedding and `lm_head` are the target's, sharded over several ranks. The token is the one after the position of f;
+rotary embedding uses the position of f.
 
 Shapes: T tokens, R rows that draft, M hidden size.
 """
@@ -41,7 +41,7 @@ _NO_STEP = cast(Execution[StepContext], None)
 
 @dataclass(frozen=True, slots=True)
 class _HeadStep(LayerStep):
-    """A pass of a head: `reach` is its attention over its own caches."""
+    """Arguments of one pass of a head. reach: attention over the head's own caches."""
 
     reach: Attend
 
@@ -56,24 +56,25 @@ class _HeadStep(LayerStep):
         return False
 
     def attend(self, run: Callable[..., Tensor], index: int, *tensors: Tensor) -> Tensor:
-        """(T, Hq, D)"""
+        """Return the attention of layer `index` over the head's caches: (T, query heads, head size)."""
         q, k, v = tensors
         return self.reach(index, q, k, v)
 
 
 class MtpHead:
-    """A `bateleur.eagle.heads.Head`. Its weights are uninitialised until a loader fills them.
+    """An MTP head, a `bateleur.eagle.heads.Head`. Its weights are uninitialised until a loader fills them.
 
-    spec, module: the interface of the head, and its layers. embedding_first: the order of the two inputs of `fc`.
+    spec, module: the interface of the head, and its layers. embedding_first: whether the embedding is the first of the
+    two inputs of `fc`.
     """
 
     target_ids: Tensor | None = None
 
     def __init__(self, module: ModelSpec, target: HybridDecoder, exchange: ExpertParallel | None = None) -> None:
-        """module: the target's spec with the layers of the head: attention of one size, and no recurrent layers.
-            exchange: see `Experts`.
+        """module: the target's spec with the layers of the head; attention of one size, no recurrent layers.
 
-        Raises ValueError for attention layers of different sizes or windows.
+        exchange: exchanges tokens with ranks that have other experts, see `Experts`. Raises ValueError for attention
+        layers of different sizes or windows.
         """
         self.shard = target.shard
         like, size, eps = target.embedding, module.hidden_size, module.norm_eps
@@ -90,7 +91,7 @@ class MtpHead:
                 self._last_tie = index
 
     def weights(self) -> dict[str, Tensor]:
-        """Every tensor that a checkpoint fills, by name."""
+        """Return the tensors to load, by weight name."""
         norms = {name: getattr(self, name).weight for name in ("token_norm", "hidden_norm", "final_norm")}
         named = self.fc_proj.tensors("fc_proj") | norms
         for i, residual in enumerate(self._residuals):
@@ -99,31 +100,31 @@ class MtpHead:
 
     @property
     def matrices(self) -> dict[str, Projection | GroupedProjection]:
-        """All projections, by the names of their weights."""
+        """Projections of the head, by the names of their weights."""
         named: dict[str, Projection | GroupedProjection] = {"fc_proj": self.fc_proj}
         for i, residual in enumerate(self._residuals):
             named |= {f"layers.{i}.{name}": each for name, each in residual.matrices.items()}
         return named
 
     def pack(self, *, recorded: bool = False) -> None:
-        """See `Projection.pack`."""
+        """Store the matrices in faster CPU layouts, see `Projection.pack`. recorded: CUDA graphs will be captured."""
         self.fc_proj.pack(recorded=recorded)
         for residual in self._residuals:
             residual.pack(recorded=recorded)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """See `Head.fuse`."""
+        """Return the target's final hidden states (T, M) as input of the head."""
         return features[0].to(self._target.dtype)
 
     def reserve_positions(self, num_positions: int) -> None:
-        """See `Head.reserve_positions`; must be called before a pass."""
+        """Compute the head's rotary tables up to `num_positions`; must be called before a pass."""
         for table in self._tables:
             table.reserve(num_positions)
 
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See `Head.forward`."""
+        """Run the head on tokens and hidden states; see `Head.forward` for arguments and results."""
         pair = self.token_norm(self._target.embed(ids)), self.hidden_norm(hidden)
         h_TM = self.fc_proj(torch.cat(pair if self.embedding_first else pair[::-1], -1))
         step = _HeadStep(_NO_STEP, tuple(table.at(positions) for table in self._tables), attend)
@@ -138,7 +139,7 @@ class MtpHead:
         return final_TM, final_TM if self.spec.recycle == "post_norm" else stream.sum()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `Head.logits`."""
+        """Return the target's logits of the head's hidden states."""
         return self._target.logits(hidden)
 
 

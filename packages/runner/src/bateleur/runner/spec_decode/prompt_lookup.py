@@ -1,4 +1,4 @@
-"""Prompt lookup (`bateleur.eagle.NGramDrafter`) with the limits of an engine."""
+"""Creates the prompt-lookup drafter (`bateleur.eagle.NGramDrafter`) for the limits of an engine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from bateleur.runner.config.limits import EngineLimits
 
 
 def lookup_costs(max_model_len: int) -> DraftCosts:
-    """Memory of prompt lookup per running request: its tokens."""
+    """Return the memory of prompt lookup per running request: the token ids of the request."""
     return DraftCosts(row_bytes=NGramDrafter.token_bytes(max_model_len))
 
 
 def prompt_lookup(config: SpeculativeConfig, limits: EngineLimits, device: torch.device) -> NGramDrafter:
-    """Create the drafter of the configuration, for requests within `limits`. Raises ValueError as `NGramDrafter`."""
+    """Create the prompt-lookup drafter of the configuration, for requests within `limits`.
+
+    Raises ValueError as `NGramDrafter`.
+    """
     least, most = config.prompt_lookup
     return NGramDrafter(
         limits.num_speculative_tokens,

@@ -1,4 +1,4 @@
-"""CUDA graphs of a head's whole proposal, after those of the forward pass and of the end of the step."""
+"""CUDA graphs of all draft passes of a proposal. They follow the graphs of the forward pass and of the step's end."""
 
 # Shape letters: N rows of a padded step, K drafts at most.
 
@@ -39,7 +39,7 @@ from bateleur.runner.spec_decode.graph_checks import written_by
 
 @dataclass(frozen=True, slots=True)
 class ProposalState:
-    """A step that has ended, and the metadata of the draft passes after it."""
+    """A step after sampling and verification, and the metadata of the draft passes that follow."""
 
     context: StepContext
     features: tuple[Tensor, ...]
@@ -47,12 +47,12 @@ class ProposalState:
     passes: FullProposalState
 
     def staged(self, key: BatchExecutionDescriptor, generation: int) -> StagedBatch[ProposalState]:
-        """Return the staged proposal."""
+        """Return this state as a staged batch for graph `key`."""
         return StagedBatch(key, self, generation, self.passes.signature)
 
 
 class ProposalSteps:
-    """Stages proposals after dummy steps, with the outputs of their forward pass."""
+    """Stages proposals after dummy and random steps, for capture and checks."""
 
     def __init__(
         self, forward: Forward, sampler: RejectionSampler, drafter: EagleSpeculator, whole: FullProposal
@@ -63,18 +63,18 @@ class ProposalSteps:
 
     @property
     def generation(self) -> int:
-        """How often the step's buffers and the metadata of a chain have been staged."""
+        """How often the step's buffers and the metadata of the draft passes have been staged."""
         return self._lender.generation + self._whole.generation
 
     def stage(self, key: BatchExecutionDescriptor, phase: Phase) -> StagedBatch[ProposalState]:
-        """Stage dummy rows after a replay of their forward pass."""
+        """Stage a dummy batch after a replay of its forward pass."""
         lent = self._lender.stage(replace(key, variant=()), phase)
         outputs = self._forward.replay(replace(key, variant=()), lent)
         self._rows.clear()
         return self._behind(key, lent.state, outputs, phase)
 
     def fuzz(self, key: BatchExecutionDescriptor, seed: int) -> StagedBatch[ProposalState]:
-        """Stage random rows after a random step, over random draft caches; for an engine without requests."""
+        """Stage a random batch after a random step, over random draft caches; for an engine without requests."""
         lent, rng = self._lender.fuzz(replace(key, variant=()), seed), np.random.default_rng(seed)
         outputs, batch = self._forward.replay(replace(key, variant=()), lent), lent.state.batch
         fuzz_rows(self._sampler, batch, outputs[0], rng, TRUNCATED)
@@ -96,33 +96,33 @@ class ProposalSteps:
         return ProposalState(context, features, passes).staged(key, self.generation)
 
     def addresses(self) -> Mapping[str, int]:
-        """Addresses of the buffers of the step, of its end, and of the drafter."""
+        """Addresses of the buffers of the step, the sampler and the drafter, by name."""
         books = {"end": self._rows.addresses(), "draft": self._whole.addresses()}
         own = {f"{owner}.{name}": address for owner, book in books.items() for name, address in book.items()}
         return {**self._lender.addresses(), **own}
 
     def poison(self) -> None:
-        """Fill the buffers of the step, of its end, and of the drafter with invalid values."""
+        """Fill the buffers of the step, the sampler and the drafter with invalid values, so that a stale read shows."""
         self._lender.poison()
         self._rows.poison()
         self._whole.poison()
 
 
 def features_of(drafter: Drafter, hidden: Tensor, taps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Select from the outputs of a forward pass what the drafter reads, in its order."""
+    """Return those outputs of a forward pass that the drafter reads, in its order. taps: residual stream at layers."""
     return (*taps, hidden) if drafter.needs.hidden else tuple(taps)
 
 
 def proposal_keys(
     forward: Iterable[BatchExecutionDescriptor], numbers: Sequence[int]
 ) -> tuple[BatchExecutionDescriptor, ...]:
-    """The graph keys after forward passes with rows of equal length: one for each number of drafts."""
+    """Return the graph keys of proposals: one per number of drafts for each forward graph with equal query lengths."""
     uniform = [key for key in forward if key.uniform_query_len]
     return tuple(replace(key, variant=(k,)) for key in uniform for k in sorted(numbers, reverse=True))
 
 
 class ProposalGraphs:
-    """CUDA graphs of proposals for steps whose rows all decode, with equally many places each."""
+    """CUDA graphs of proposals after decode steps whose requests all have the same number of tokens."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class ProposalGraphs:
         sampler: RejectionSampler,
         numbers: Sequence[int],
     ) -> None:
-        """Plan graphs for each graph of `forward` with rows of equal length, with these numbers of drafts."""
+        """Plan a graph for each `forward` graph with equal query lengths and each of these numbers of drafts."""
         self._forward, self._sampler, self._rows = forward, sampler, sampler.rows
         self._drafter, self._whole, self._numbers = drafter, whole, sorted(numbers)
         keys = proposal_keys([key for key in forward.dispatcher.keys if key in forward.ready], self._numbers)
@@ -143,7 +143,7 @@ class ProposalGraphs:
         self.manager: CudaGraphManager[ProposalState, Tensor] = CudaGraphManager(plan, backend, checks=options.checks)
 
     def capture(self) -> None:
-        """Capture all graphs. A key that fails runs eagerly from then on, with a warning."""
+        """Capture all graphs. A key whose capture fails runs eagerly from then on, with a warning."""
         if not self.manager.dispatcher.keys:
             return
         steps = ProposalSteps(self._forward, self._sampler, self._drafter, self._whole)
@@ -153,7 +153,7 @@ class ProposalGraphs:
             warnings.warn(f"no graph of the draft for {failure.key}: {failure.reason}", RuntimeWarning, stacklevel=2)
 
     def key_of(self, step: BatchExecutionDescriptor | None, num_drafts: int) -> BatchExecutionDescriptor | None:
-        """The graph of `num_drafts` drafts after a step on graph `step`; None if there is none."""
+        """Return the key of a graph for at least `num_drafts` drafts after a step in graph `step`; None without one."""
         if step is None or step.uniform_query_len is None:
             return None
         enough = next(k for k in self._numbers if k >= num_drafts)
@@ -163,7 +163,7 @@ class ProposalGraphs:
     def run(
         self, key: BatchExecutionDescriptor, staged: StagedBatch[StepContext], features: tuple[Tensor, ...]
     ) -> None:
-        """Propose for the staged step, and store its drafts. Raises ReplayFailed if the graph failed."""
+        """Propose drafts for the staged step by a graph, and store them. Raises ReplayFailed if the graph failed."""
         batch = staged.state.batch
         passes = self._whole.stage(staged.state, int(key.variant[0]))
         generation = staged.generation + self._whole.generation
@@ -178,10 +178,11 @@ class ProposalGraphs:
         self._drafter.decisions.count(decision)
 
     def verify(self, fuzz: int, written: Callable[[StepContext], Mapping[str, Tensor]]) -> VerifyReport:
-        """Check that replays equal eager runs on random steps. written: what a step may have changed in the caches.
+        """Check that replays equal eager runs on random steps.
 
-        The tolerance is 16 times the usual one. Passes of a chain enlarge the rounding of earlier passes: with the
-        shipped head, a relative difference of 1e-7 in the features becomes one of 1e-5 in keys after 4 passes.
+        written: returns the parts of the caches a step may change.
+        The tolerance is 16 times the usual one, because each draft pass enlarges the rounding of earlier passes. With
+        the shipped head, a relative difference of 1e-7 in the features becomes one of 1e-5 in keys after 4 passes.
         """
 
         def also(state: ProposalState) -> dict[str, Tensor]:

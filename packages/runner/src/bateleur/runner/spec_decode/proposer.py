@@ -38,7 +38,7 @@ from bateleur.runner.utils.device import DeviceCopies, upload
 
 
 class Proposal(NamedTuple):
-    """Draft lengths after a step, and what the policy needs to know about that step."""
+    """Draft lengths after a step, and information about that step for the policy."""
 
     lengths: NDArray[np.int32]
     """(R,) drafts of each row for its next step."""
@@ -49,15 +49,15 @@ class Proposal(NamedTuple):
 
 
 class Proposer:
-    """Runs a drafter after every step of the target, for all rows of the step.
+    """Runs a drafter after every step of the target, for all requests of the step.
 
     An engine calls `propose` after a step, `learn` when the host knows which drafts were accepted, and `observe` when
     it knows how long a step took.
 
-    policy: decides draft lengths.
-    graphed: steps run on CUDA graphs, so that the host does not look at drafts.
-    may_skip: the head may skip steps without drafts. This requires that no blocks are shared between requests and
-        that no step is in flight.
+    policy: chooses draft lengths.
+    graphed: whether steps run in CUDA graphs, so that the host does not look at drafts.
+    may_skip: whether the head may skip steps without drafts. This requires that no blocks are shared between requests
+    and that no step is in flight.
     sync: agrees on the number of drafts with other data-parallel ranks.
     """
 
@@ -109,12 +109,12 @@ class Proposer:
         ended: EndedStep,
         admitted: Sequence[Request],
     ) -> Proposal:
-        """Propose drafts for the next step of every row, after a step has ended.
+        """Propose drafts for the next step of every request, after sampling and verification.
 
-        If the head can start at any position, a step without drafts does not run it: `DraftContext.start_positions`
+        A head that can start at any position does not run in a step without drafts. `DraftContext.start_positions` then
         hides the positions that it has missed.
 
-        admitted: requests whose first step this was since they got their row.
+        admitted: requests whose first step this was since they got their table row.
         """
         for request in admitted:
             self._admit(request)
@@ -151,7 +151,7 @@ class Proposer:
     def _keep(
         self, batch: StepBatch, context: DraftContext, drafts: Tensor, lengths: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """Store drafts (R, K) of which `lengths` (R,) are wanted; returns how many of them the next step verifies."""
+        """Store drafts (R, K), of which `lengths` (R,) are wanted; returns how many of them the next step verifies."""
         if self._foreign:
             k = self.drafter.num_speculative_tokens
             drafts = checked_drafts(drafts, context.rows, k, self._parameters.vocab_size)
@@ -208,8 +208,9 @@ class Proposer:
         )
 
     def learn(self, rows: NDArray[np.int64], num_drafts: NDArray[np.int32], num_accepted: NDArray[np.int64]) -> None:
-        """Update acceptance counts and estimates: of `num_drafts` verified drafts of rows (D,), `num_accepted` were
-        accepted.
+        """Update acceptance counts and estimates after a step.
+
+        rows: (D,) decoding requests. num_drafts: drafts that were verified. num_accepted: drafts that were accepted.
         """
         if not np.count_nonzero(num_drafts):
             self.acceptance.num_plain += len(rows)
@@ -219,8 +220,10 @@ class Proposer:
             self._estimates.update(rows, num_drafts, num_accepted)
 
     def observe(self, batch: StepBatch, proposal: Proposal, num_tokens: int, seconds: float) -> None:
-        """Pass the time of a step to the policy, before the next step is planned. proposal: of the step. num_tokens:
-        emitted by its decoding rows.
+        """Pass the time of a step to the policy, before the next step is planned.
+
+        proposal: the proposal of that step. num_tokens: tokens that its decoding requests emitted. seconds: time of the
+        step.
         """
         if self._observer is not None:
             others = batch.num_tokens - batch.num_decode_tokens
@@ -229,10 +232,10 @@ class Proposer:
             )
 
     def _next_lengths(self, batch: StepBatch, greedy: bool) -> tuple[NDArray[np.int32], bool]:
-        """Return (R,) drafts for the next step of every row, 0 in the middle of a prompt; and whether the policy gave
-        no drafts to rows that could have some.
+        """Return the drafts (R,) for the next step of every request, and whether the policy withheld possible drafts.
 
-        A preempted row gets the same number again: under RATIO and BLOCK tokens depend on it.
+        Requests in the middle of a prompt get 0. A preempted request gets the same number again, because its tokens
+        depend on the number under RATIO and BLOCK.
         """
         table, draws = self._table, batch.samples
         if batch.all_decode:
@@ -243,7 +246,7 @@ class Proposer:
         return lengths, declined
 
     def _given(self, batch: StepBatch, rows: NDArray[np.int64], greedy: bool) -> tuple[NDArray[np.int32], bool]:
-        """The same of rows (S,) that draw in this step."""
+        """Return what `_next_lengths` returns, for requests `rows` (S,) that sample in this step."""
         k = self.drafter.num_speculative_tokens
         most = self._table.num_useful_drafts(rows, self._longest, k, at_least_one=True)
         others = batch.num_tokens - batch.num_decode_tokens

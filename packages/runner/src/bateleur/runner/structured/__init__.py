@@ -1,1 +1,1 @@
-"""Structured outputs: grammars over token ids, and masks of the tokens that may come next."""
+"""Structured outputs: grammars over token ids, and bit masks of the tokens that may come next."""

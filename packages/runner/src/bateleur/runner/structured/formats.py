@@ -1,4 +1,4 @@
-"""Constructors of structural tags. See `structural_tag` for what they mean."""
+"""Constructors for the formats of structural tags. `structural_tag` defines what each format accepts."""
 
 from __future__ import annotations
 
@@ -9,46 +9,49 @@ Format: TypeAlias = Mapping[str, Any]
 
 
 def const(text: str) -> Format:
-    """Exactly this text."""
+    """Build a format that accepts exactly this text."""
     return {"type": "const_string", "value": text}
 
 
 def pattern(regex: str) -> Format:
-    """Text that matches a regular expression."""
+    """Build a format that accepts text that matches a regular expression."""
     return {"type": "regex", "pattern": regex}
 
 
 def json_of(schema: Mapping[str, Any]) -> Format:
-    """JSON that follows this schema."""
+    """Build a format that accepts JSON that follows this schema."""
     return {"type": "json_schema", "json_schema": schema}
 
 
 def sequence(*elements: Format) -> Format:
-    """All of these, in this order."""
+    """Build a format that accepts all of these elements in this order."""
     return {"type": "sequence", "elements": elements}
 
 
 def either(*elements: Format) -> Format:
-    """One of these."""
+    """Build a format that accepts one of these elements."""
     return {"type": "or", "elements": elements}
 
 
 def tagged(begin: str, content: Format, end: str) -> Format:
-    """Content between `begin` and `end`."""
+    """Build a format that accepts content between the texts `begin` and `end`."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def listed(tags: Sequence[Format], separator: str, *, once: bool) -> Format:
-    """At least one of these tags; several with `separator` between them, unless `once`."""
+    """Build a format that accepts one or more of these tags with `separator` between them; only one if `once`."""
     kinds = {"at_least_one": True, "stop_after_first": once}
     return {"type": "tags_with_separator", "tags": tags, "separator": separator, **kinds}
 
 
 def triggered(tags: Sequence[Format], triggers: Sequence[str]) -> Format:
-    """Free text in which each trigger starts one of these tags."""
+    """Build a format that accepts free text in which each trigger starts one of these tags."""
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
 def up_to_tag(tags: Sequence[Format], triggers: Sequence[str], excludes: Sequence[str]) -> Format:
-    """Free text without `excludes` that ends with one of the tags. xgrammar has no such format."""
+    """Build a format that accepts free text that ends with one of the tags and does not contain `excludes`.
+
+    xgrammar has no such format.
+    """
     return {**triggered(tags, triggers), "excludes": excludes, "last": True}

@@ -1,4 +1,4 @@
-"""Grammars over the vocabulary of a model, compiled once and shared by requests."""
+"""Grammars over the vocabulary of a model. They are compiled once and shared by requests."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
 
 
 class Vocabulary:
-    """The tokens of a model in the form of llguidance. Making it takes a second for 250,000 tokens."""
+    """The tokens of a model in the form of llguidance. Building it takes a second for 250,000 tokens."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Raises ValueError as `token_bytes`."""
+        """Build the vocabulary. Raises ValueError as `token_bytes`."""
         from llguidance import LLTokenizer
 
         self.tokens = token_bytes(tokenizer, vocab_size)
@@ -91,7 +91,10 @@ class Vocabulary:
         self.tokens = []
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenise bytes that a grammar forces; never called, because forcing is off."""
+        """Raise NotImplementedError.
+
+        llguidance would call it to tokenise bytes that a grammar forces, but forcing is off.
+        """
         raise NotImplementedError
 
 
@@ -99,7 +102,10 @@ class CompiledGrammar:
     """A compiled grammar over a vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary, eos_token_ids: frozenset[int], source: str) -> None:
-        """Raises ValueError for a grammar over the limits, or that no text of these tokens follows."""
+        """Compile the grammar.
+
+        Raises ValueError if it is over the limits, or if these tokens can't form any matching text.
+        """
         self.eos_token_ids = eos_token_ids
         self.num_words = vocabulary.num_words
         self._vocabulary, self._source = vocabulary, source
@@ -109,7 +115,7 @@ class CompiledGrammar:
         _check(first)
 
     def compile(self) -> LLMatcher:
-        """Compile a parser that shares nothing, at the start of a text. Other Python threads run meanwhile."""
+        """Compile a parser at the start of a text that shares nothing. Other Python threads run meanwhile."""
         from llguidance import LLMatcher
 
         parser = LLMatcher(self._vocabulary.library, self._source, log_level=0, limits=parser_limits())
@@ -117,15 +123,15 @@ class CompiledGrammar:
         return parser
 
     def begin(self) -> LLMatcher:
-        """Return a parser at the start of a text, which shares caches about tokens with others."""
+        """Return a parser at the start of a text, which shares caches about tokens with the grammar's other parsers."""
         return self._parser.deep_copy()
 
 
 class Grammars:
-    """Compiles and caches the grammars of requests. Any thread may call it, several at once."""
+    """Compiles and caches the grammars of requests. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Makes nothing, and imports nothing of the extra `structured`, before the first use."""
+        """Builds nothing, and imports nothing of the extra `structured`, before the first use."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         tags = {text: token for token, text in tag_tokens(tokenizer).items() if token < vocab_size}
@@ -141,7 +147,7 @@ class Grammars:
     ) -> Matcher:
         """Return a matcher for a new request that ends at `stop_token_ids`.
 
-        tried: another process has compiled the grammar.
+        tried: whether another process has already compiled the grammar, so that it is known to be valid.
         Raises ValueError that names the form and the error, and MissingExtra without the extra.
         """
         vocabulary = self.prepare()
@@ -153,7 +159,7 @@ class Grammars:
             raise ValueError(f"{name} is {shown(getattr(params, params.form))}; {error}") from error
 
     def prepare(self) -> Vocabulary:
-        """Make the vocabulary, if it is not made yet. Blocks other Python threads, for a second with 250,000 tokens."""
+        """Build the vocabulary unless it is built. Blocks other Python threads, for a second with 250,000 tokens."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 _require_library()

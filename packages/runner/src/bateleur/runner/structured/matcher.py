@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 
 class Grammar(Protocol):
-    """What a matcher needs of its grammar."""
+    """Interface of a compiled grammar for `Matcher`."""
 
     eos_token_ids: frozenset[int]
     num_words: int
 
     def begin(self) -> LLMatcher:
-        """Return a parser at the start of a text, which shares caches about tokens with others."""
+        """Return a parser at the start of a text, which shares caches about tokens with other parsers."""
         ...
 
     def compile(self) -> LLMatcher:
-        """Return a parser at the start of a text that shares nothing."""
+        """Return a parser at the start of a text that shares nothing with other parsers."""
         ...
 
 
 class Matcher:
     """Follows the tokens of one request through its grammar.
 
-    Only `accept` and `restart` change its state. Other methods are single calls of llguidance, which an interrupt can't
-    break off halfway.
+    Only `accept` and `restart` change its state. Other methods are single calls of llguidance, which signals can't
+    interrupt.
     """
 
     def __init__(self, grammar: Grammar, stop_token_ids: Collection[int]) -> None:
@@ -46,7 +46,7 @@ class Matcher:
         self.restart(())
 
     def restart(self, token_ids: Sequence[int]) -> None:
-        """Start again after these tokens, whatever the current state."""
+        """Set the state to the one after these tokens, whatever the current state."""
         self._parser = self._grammar.begin()
         self._tokens: list[int] = []
         for token in token_ids:
@@ -54,23 +54,23 @@ class Matcher:
 
     @property
     def num_words(self) -> int:
-        """W: words of a mask."""
+        """W, the number of 32-bit words of a mask."""
         return self._grammar.num_words
 
     def accept(self, token: int) -> None:
-        """Accept the next token, which was allowed."""
+        """Advance the grammar by the next token, which must be allowed."""
         self._tokens.append(token)
         self._parser.consume_token(token)
 
     @property
     def error(self) -> str:
-        """Why the grammar can't continue (it exceeds its limits); empty if it can."""
+        """Reason why the grammar can't continue (it exceeds its limits); empty if it can."""
         return error_line(self._parser.get_error())
 
     def ended(self, *, without_end: bool = False) -> bool:
-        """Return whether nothing may follow.
+        """Return whether no further text may follow.
 
-        without_end: ignore end-of-sequence tokens, because they are ignored, missing, or come too soon.
+        without_end: do not count end-of-sequence tokens, because they are ignored, missing, or come too soon.
         """
         if self._parser.is_error() or not (without_end or not self._ends):
             return False
@@ -83,7 +83,7 @@ class Matcher:
         return not mask_1W.any()
 
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
-        """Return how many of these drafts may follow in a row; none after an end, and none from the first -1 on."""
+        """Return how many of these drafts may follow in a row. The count stops at an end, and before the first -1."""
         known = list(drafts)
         for stop, token in enumerate(known):
             if token < 0 or token in self._no_end:
@@ -99,17 +99,14 @@ class Matcher:
         return int(self._parser.validate_tokens(known))
 
     def check(self, masks_NW: NDArray[np.int32], drafts: Sequence[int]) -> None:
-        """Complete the rows that `fill` wrote: one for the next token, and one after each draft."""
+        """Finish the mask rows that `fill` wrote for this request: one for the next token, and one after each draft."""
         if self._parser.is_error():
             self._fill_one_by_one(masks_NW, drafts)
         if self._no_end:
             _clear(masks_NW, self._no_end)
 
     def _fill_one_by_one(self, masks_NW: NDArray[np.int32], drafts: Sequence[int]) -> None:
-        """Fill rows one by one after an error; from the row on at which it occurs, nothing is allowed.
-
-        The error may come from caches shared with other requests, so this uses a parser that shares nothing.
-        """
+        """Fill mask rows one by one after an error. From the row of the error on, no token is allowed."""
         masks_NW[:] = 0
         parser = self._grammar.compile()
         self._parser = _advance(parser.deep_copy(), self._tokens)
@@ -126,9 +123,9 @@ class Matcher:
 def fill(
     executor: LLExecutor, wanted: Sequence[tuple[Matcher, int, Sequence[int]]], masks_NW: NDArray[np.int32]
 ) -> None:
-    """Write the mask of each matcher's next token to row `first`, and the masks after each of its drafts to later rows.
+    """Write the mask of each matcher's next token to row `first`, and masks after each of its drafts to the next rows.
 
-    wanted: matcher, first, and drafts that it allows. Other Python threads run meanwhile.
+    wanted: matcher, `first`, and drafts that the matcher allows. Other Python threads run meanwhile.
     """
     at, size, count = masks_NW.ctypes.data, masks_NW.shape[1] * 4, len(masks_NW)
     alone = [(matcher._parser, first) for matcher, first, drafts in wanted if not drafts]
@@ -142,7 +139,7 @@ def fill(
 
 
 def _mask(parser: LLMatcher, num_words: int) -> NDArray[np.int32]:
-    """Return the mask of the next token without the additional word that llguidance appends."""
+    """Return the mask of the next token, without the additional word that llguidance appends."""
     return np.frombuffer(parser.compute_bitmask(), np.int32)[:num_words]
 
 
@@ -153,6 +150,6 @@ def _advance(parser: LLMatcher, token_ids: Sequence[int]) -> LLMatcher:
 
 
 def _clear(masks_NW: NDArray[np.int32], token_ids: Sequence[int]) -> None:
-    """Exclude these tokens from all masks."""
+    """Clear the bits of these tokens in all masks."""
     for token in token_ids:
         masks_NW.view(np.uint32)[:, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)

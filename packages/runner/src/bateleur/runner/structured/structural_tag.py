@@ -1,6 +1,6 @@
-"""Structural tags: parts of a text that follow grammars, with free text between them, in xgrammar's notation.
+"""Structural tags in xgrammar's notation: parts of a text follow grammars, with free text between them.
 
-Tags that are one token of the model are recognised by token id, so that free text may quote them. Other tags are
+Tags that are one token of the model are recognised by token id, so that free text may quote their text. Other tags are
 recognised in the text.
 """
 
@@ -52,7 +52,7 @@ def compile_structural_tag(tag: Mapping[str, Any], tokens: TagTokens, *, compact
 
 
 def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the schema of one property as a complete schema."""
+    """Return the schema of one property as a complete schema, with the definitions that it refers to."""
     value = schema["properties"][key]
     value = {} if value is True else {"not": {}} if value is False else value
     if not isinstance(value, Mapping):
@@ -62,7 +62,7 @@ def property_schema(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 class _Compiler:
-    """Collects the rules of one structural tag."""
+    """Collects the grammar rules of one structural tag. Methods return expressions or names of rules."""
 
     def __init__(self, tokens: TagTokens, compact: bool) -> None:
         self._tokens, self._compact = tokens, compact
@@ -75,7 +75,7 @@ class _Compiler:
         self._tag = re.compile("|".join(map(re.escape, known)) or "(?!)")
 
     def format(self, place: str, given: object, depth: int) -> str:
-        """Return the expression of a format."""
+        """Return the grammar expression of a format. place: path of the format, for messages. depth: nesting depth."""
         part = _mapping(place, given)
         if depth > _MAX_DEPTH:
             raise ValueError(f"format is nested too deeply: it has more than {_MAX_DEPTH} levels")
@@ -97,7 +97,7 @@ class _Compiler:
         return self._leaf(place, part)
 
     def _leaf(self, place: str, part: Mapping[str, Any]) -> str:
-        """Return the expression of a format without inner formats."""
+        """Return the grammar expression of a format without inner formats."""
 
         def text(name: str) -> str:
             return _text(f"{place}.{name}", part.get(name))
@@ -132,7 +132,7 @@ class _Compiler:
         return f"({between.join(elements)})"
 
     def _after_begin(self, place: str, part: Mapping[str, Any], depth: int) -> str:
-        """Return the expression of content and end of a tag."""
+        """Return the expression of a tag's content and end, after its begin text."""
         given = part.get("end", "")
         ends = (given,) if isinstance(given, str) else _texts(f"{place}.end", given)
         stops = tuple(filter(None, ends))
@@ -144,7 +144,7 @@ class _Compiler:
         return f"{self.format(at, content, depth + 1)} ({' | '.join(map(self._literal, ends))})"
 
     def _triggered(self, place: str, part: Mapping[str, Any], ends: Sequence[str], depth: int) -> str:
-        """Return free text with tags after their triggers, up to one of the ends if there are any."""
+        """Return the expression of free text with tags after their triggers, up to one of the ends if there are any."""
         triggers = _texts(f"{place}.triggers", part.get("triggers"))
         bodies: dict[str, list[str]] = {}
         for i, each in enumerate(_several(f"{place}.tags", part.get("tags"))):
@@ -167,7 +167,7 @@ class _Compiler:
         return f"({call}) {end if once else self._segments(calls, ends, excludes)}"
 
     def _separated(self, place: str, part: Mapping[str, Any], depth: int) -> str:
-        """Return tags with the same text between them."""
+        """Return the expression of tags with the same text between them."""
         given = _several(f"{place}.tags", part.get("tags"))
         tags = [self.format(f"{place}.tags[{i}]", each, depth + 1) for i, each in enumerate(given)]
         one = self._rule(" | ".join(tags))
@@ -176,7 +176,7 @@ class _Compiler:
         return f"({several})" if part.get("at_least_one") else f"({several})?"
 
     def _parameters(self, schema: Mapping[str, Any]) -> str:
-        """Return parameters of a function in the notation of Qwen3-Coder, in the order of the schema."""
+        """Return the expression of a function's parameters in Qwen3-Coder's notation, in the order of the schema."""
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or not properties:
             if schema.get("additionalProperties") is False:
@@ -228,10 +228,11 @@ class _Compiler:
         after: str | None = None,
         last: bool = False,
     ) -> str:
-        """Return free text with calls after their triggers, up to and including one of the ends if there are any.
+        """Return the expression of free text with calls after their triggers.
 
-        calls: rules by trigger. excludes: tags that the text does not have. after: follows a call, instead of more
-        text. last: the text ends with a call.
+        It includes one of the ends, if there are any. calls: rules by trigger. excludes: tags that the text does not
+        have.
+        after: expression that follows a call, instead of more text. last: whether the text ends with a call.
         """
         tags, known = (*calls, *ends, *excludes), self._tokens
         ids = known.ends | {known.tags[tag] for tag in tags if tag in known.tags}
@@ -250,20 +251,23 @@ class _Compiler:
         return text
 
     def _text(self, excludes: Sequence[str], special: Collection[int]) -> str:
-        """Return text without these tags, in which any of these special tokens may occur."""
+        """Return the expression of text without the tags `excludes`, in which the tokens `special` may occur."""
         texts = "|".join(escaped(tag) for tag in excludes if not self._is_special(tag))
         text = self._rule(f"{_TEXT} & ~/(?s:.*)({texts})(?s:.*)/", terminal=True) if texts else _TEXT
         return f"({text} | <[{_listed(special)}]>)*" if special else f"{text}?"
 
     def _text_up_to(self, tag: str) -> str:
-        """Return text that ends with its first occurrence of a tag; only the tag if it is a token."""
+        """Return the expression of text that ends with its first occurrence of a tag.
+
+        If the tag is one token, free text can't contain it, so the expression is only the tag.
+        """
         return self._literal(tag) if tag in self._tokens.tags else self._lazy(f"(?s:.*){escaped(tag)}")
 
     def _is_special(self, tag: str) -> bool:
         return self._tokens.tags.get(tag) in self._tokens.special
 
     def _literal(self, text: str) -> str:
-        """Return exactly this text, with tags that are tokens as token ids."""
+        """Return the expression of exactly this text, with token ids for tags that are tokens."""
         parts, at = [], 0
         for found in self._tag.finditer(text):
             parts += [_quoted(text[at : found.start()]), f"<[{self._tokens.tags[found[0]]}]>"]
@@ -276,7 +280,7 @@ class _Compiler:
         return self._grammar(json_grammar(_mapping(place, schema), compact=self._compact))
 
     def _grammar(self, grammar: Mapping[str, Any]) -> str:
-        """Add a grammar, unless it is there, and return a reference to it."""
+        """Add a grammar if it is new, and return a reference to it."""
         known = json.dumps(grammar)
         if known not in self._names:
             self._names[known] = name = f"g{len(self._names)}"
@@ -291,7 +295,7 @@ class _Compiler:
         return self._rule(f"/{regex}/", options="[lazy]")
 
     def _rule(self, body: str, *, options: str = "", terminal: bool = False) -> str:
-        """Add a rule, unless it is there, and return its name."""
+        """Add a rule if it is new, and return its name."""
         known = f"{options}: {body}"
         if known not in self._names:
             self._names[known] = name = f"{'T' if terminal else 'r'}{len(self._names)}"
@@ -313,7 +317,7 @@ def _listed(tokens: Collection[int]) -> str:
 
 
 def _pattern_of_text(schema: Mapping[str, Any]) -> str | None:
-    """Return the pattern of a string's bare text; None if the value is written as JSON."""
+    """Return the pattern of a string that is written without quotes; None if the value is written as JSON."""
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         found: Any = schema
@@ -344,7 +348,7 @@ _SILENT = {"description", "title", "default", "examples", "deprecated", "$defs",
 
 
 def _format_of(tag: Mapping[str, Any]) -> object:
-    """Return the format of a structural tag. An older notation has structures with triggers instead."""
+    """Return the format of a structural tag. An older notation with structures and triggers is converted."""
     if "structures" not in tag:
         return tag.get("format")
     tags = [

@@ -1,6 +1,6 @@
 """Compiles grammars in a separate process first, which can be killed and may crash.
 
-The cost of a grammar can't be seen from its text: a schema that intersects a dozen patterns takes minutes, and a chain
+The cost of a grammar can't be seen from its text. A schema that intersects a dozen patterns takes minutes, and a chain
 of 20,000 rules overflows the stack.
 """
 
@@ -29,7 +29,7 @@ _STACK_BYTES = 2 << 20
 
 
 class Trials:
-    """Processes that compile grammars, one per concurrent call. They end with this process."""
+    """Child processes that compile grammars, one per concurrent call. They end with this process."""
 
     def __init__(self) -> None:
         self._idle: list[Popen[str]] = []
@@ -37,7 +37,7 @@ class Trials:
     def error(self, source: str, num_tokens: int) -> str:
         """Return the error of a grammar; empty if it compiles. Waits up to `MAX_SECONDS`.
 
-        num_tokens: size of the vocabulary, whose token ids the grammar may have.
+        num_tokens: size of the vocabulary. The grammar may contain ids of these tokens.
         """
         child = self._take()
         pipe, answer = child.stdin, child.stdout
@@ -68,7 +68,7 @@ class Trials:
             return Popen(command, stdin=PIPE, stdout=PIPE, text=True, encoding="utf-8")
 
     def close(self) -> None:
-        """End the processes."""
+        """End the child processes."""
         while self._idle:
             _end(self._idle.pop())
 
@@ -80,7 +80,7 @@ def _end(child: Popen[str]) -> None:
 
 
 class _Bytes:
-    """A vocabulary of the 256 bytes, padded with tokens without text to the size of the model's."""
+    """A vocabulary of the 256 bytes, padded to the model's size by tokens without text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

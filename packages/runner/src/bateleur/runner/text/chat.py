@@ -22,7 +22,7 @@ class ChatPrompt(TypedDict):
 
 
 class ChatOptions(TypedDict, total=False):
-    """Arguments of `render` besides the messages, with vLLM's names."""
+    """Arguments of `render` other than the messages, with vLLM's names."""
 
     tools: Sequence[Mapping[str, Any]] | None
     chat_template: str | None
@@ -50,15 +50,15 @@ def render(
 ) -> ChatPrompt:
     """Return the prompt of one conversation. Any thread may call this.
 
-    chat_template: replaces the checkpoint's. It is a program (Jinja, in a sandbox) that may run forever, so do not take
-    it from untrusted users.
-    add_generation_prompt: end with the start of an answer. continue_final_message: continue the last message.
+    chat_template: replaces the checkpoint's. It is a program (Jinja, in a sandbox) that may run forever, so do not
+    accept it from untrusted users.
+    add_generation_prompt: end with the start of an answer. continue_final_message: end in the last message, unfinished.
     chat_template_kwargs: further variables of the template, such as enable_thinking.
 
-    If the template refuses or omits system messages, they are merged into the first one, if it accepts that. A template
-    that does not know the role "developer" gets "system".
+    If the template refuses or omits system messages, they are merged into one at the start, if the template accepts
+    that. A template that does not know the role "developer" gets "system".
 
-    Token ids have no additional special tokens, because the template writes them. Raises ValueError for malformed
+    The tokenizer adds no special tokens, because the template writes them. Raises ValueError for malformed
     messages, naming the place, without a template, and if the template raises.
     """
     conversation, functions = checked_messages(messages), checked_tools(tools)
@@ -94,7 +94,7 @@ def _with_known_roles(conversation: list[dict[str, Any]], template: str) -> list
 
 
 def _write(template: Callable[[list[dict[str, Any]]], str], conversation: list[dict[str, Any]]) -> str:
-    """Return what the template writes. Raises ValueError if it raises."""
+    """Run the template and return its output. Raises ValueError if the template raises."""
     places = [i for i, each in enumerate(conversation) if each["role"] in _SYSTEM]
     system = [text for i in places if (text := conversation[i]["content"].strip())]
     try:
@@ -117,7 +117,7 @@ def _write(template: Callable[[list[dict[str, Any]]], str], conversation: list[d
 
 
 def _merged(conversation: list[dict[str, Any]], system: list[str]) -> list[dict[str, Any]]:
-    """Return the conversation with one system message, the first, that has these texts."""
+    """Return the conversation with one system message at the start, which has these texts."""
     first = [{"role": "system", "content": "\n\n".join(system)}] if system else []
     return [*first, *(each for each in conversation if each["role"] not in _SYSTEM)]
 
@@ -134,6 +134,6 @@ def _names(given: object) -> dict[str, Any]:
 
 
 def _named(error: Exception) -> str:
-    """Return the message of an error; the type is left out for a template's own `raise_exception`."""
+    """Return the message of an error. The type is left out for a template's own `raise_exception`."""
     kind, message = type(error).__name__, " ".join(str(error).split())
     return message[:500] if kind == "TemplateError" and message else f"{kind}: {message[:500] or shown(error)}"

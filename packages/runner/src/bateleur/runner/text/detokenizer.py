@@ -1,6 +1,6 @@
 """Incremental detokenization of one request.
 
-Two kinds of text are held back: an incomplete character (a token may end inside of a UTF-8 sequence), and the possible
+Two kinds of text are held back: an incomplete character (a token may end inside a UTF-8 sequence), and the possible
 start of a stop string. All other text is returned at once.
 """
 
@@ -25,7 +25,7 @@ class IncrementalDetokenizer:
     """Text of one request's output, extended token by token.
 
     tokenizer: decodes windows of token ids.
-    stop: strings that end the text. The one that is complete first counts, whatever the borders of tokens.
+    stop: strings that end the text. The first complete one counts, even if it ends inside a token.
     prompt_token_ids: context; its text is not part of the output.
     min_tokens: a stop string that is complete before this many tokens is ordinary text.
     include_stop: end the text after the stop string instead of before it.
@@ -35,7 +35,7 @@ class IncrementalDetokenizer:
     The pieces returned by `push` and `finish` join to `text`. Without stop strings that is the text of all tokens
     decoded at once, without an incomplete character at the end (`decode_all`).
 
-    Limit: decoders that judge a run of byte tokens as a whole (SentencePiece byte fallback) replace a complete
+    Limit: some decoders decode a run of byte tokens as a whole (SentencePiece byte fallback). They replace a complete
     character by U+FFFD if an invalid byte follows; here a character that was returned stays.
     """
 
@@ -57,7 +57,7 @@ class IncrementalDetokenizer:
         self.restart(prompt_token_ids)
 
     def restart(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int] = ()) -> None:
-        """Start again with this prompt, and take these tokens."""
+        """Start again with this prompt, and process these output tokens."""
         self.stopped: str | None = None
         """The stop string that ended the text."""
         self._num_tokens = 0
@@ -81,7 +81,7 @@ class IncrementalDetokenizer:
         return self._pieces[0] if self._pieces else ""
 
     def text_from(self, first: int) -> str:
-        """Return the text from this character on, in time proportional to its length."""
+        """Return the text from character `first` on, in time proportional to its length."""
         fresh: list[str] = []
         at = self._num_characters
         for piece in reversed(self._pieces):
@@ -96,7 +96,7 @@ class IncrementalDetokenizer:
         return [tag for tag in self._found[first:] if tag.end <= self._num_characters]
 
     def push(self, token_id: int) -> str:
-        """Take the next token and return the text that is now certain; "" after a stop string or `finish`."""
+        """Process the next token and return the text that is now final; "" after a stop string or `finish`."""
         if self.stopped is not None or self._finished:
             return ""
         self._num_tokens += 1
@@ -118,13 +118,13 @@ class IncrementalDetokenizer:
         return self._release(fresh)
 
     def _note_tag(self, token_id: int, shown: str, fresh: str) -> None:
-        """Record the position of a tag with text `shown`, at the end of `fresh`, which is returned next."""
+        """Record the position of a tag with text `shown`, which ends the new text `fresh`."""
         if token_id in self._tags and fresh.endswith(shown):
             end = self._num_characters + len(self._held) + len(fresh)
             self._found.append(TextTag(end - len(shown), end, token_id))
 
     def finish(self) -> str:
-        """Return the text held back, without an incomplete character at the end."""
+        """Return the text that is held back, without an incomplete character at the end."""
         if self.stopped is not None or self._finished:
             return ""
         self._finished = True
@@ -149,8 +149,9 @@ class IncrementalDetokenizer:
     def _shorten_partial(self) -> str:
         """Split a window that has long ended in invalid bytes, where both halves decode to the text of the whole.
 
-        Every token in the window has at least one byte and a sequence at most four. So one of four neighbouring borders
-        splits no sequence, and the text after it is long enough to tell. Returns the new text.
+        Every token in the window has at least one byte, and a UTF-8 sequence at most four. So at least one of four
+        adjacent token borders splits no sequence, and the text after it is long enough to check that. Returns the new
+        text.
         """
         for cut in range(len(self._window) - 5, len(self._window) - 9, -1):
             left, right = self._decode(self._window[:cut]), self._decode(self._window[cut:])
@@ -162,7 +163,7 @@ class IncrementalDetokenizer:
         return ""
 
     def _release(self, fresh: str) -> str:
-        """Search for stop strings in the text held back plus `fresh`, and return what is certain."""
+        """Search for stop strings in the text held back plus `fresh`, and return the text that is now final."""
         if not fresh or self._stop is None:
             return self._keep(fresh)
         text = self._held + fresh
@@ -192,7 +193,7 @@ def decode_all(
     *,
     skip_special_tokens: bool = True,
 ) -> str:
-    """Return the text of a complete output: what an `IncrementalDetokenizer` without stop strings ends with."""
+    """Return the text of a complete output: the final text of an `IncrementalDetokenizer` without stop strings."""
     context = list(prompt_token_ids[-_CONTEXT:])
     before = len(tokenizer.decode(context, skip_special_tokens=skip_special_tokens))
     text = tokenizer.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)

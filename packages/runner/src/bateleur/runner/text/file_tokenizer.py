@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class FileTokenizer:
-    """The tokenizer of a `tokenizer.json`, with the interface of transformers."""
+    """The tokenizer of a `tokenizer.json`, with the interface of transformers' tokenizers."""
 
     backend_tokenizer: Backend = field(repr=False)
     special_tokens_map: dict[str, str] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class FileTokenizer:
 
     @classmethod
     def read(cls, file: Path) -> FileTokenizer:
-        """Read a `tokenizer.json`. Raises what the tokenizers library raises for a file that it can't read."""
+        """Read a `tokenizer.json`. Raises the error of the tokenizers library for a file that it can't read."""
         from tokenizers import Tokenizer as Backend
 
         return cls(Backend.from_file(str(file)))
@@ -69,8 +69,9 @@ class FileTokenizer:
         tokenize: Literal[False] = False,
         **names: Any,
     ) -> str:
-        """Return a conversation as the template writes it, see `write_chat`. `names` override special tokens.
+        """Return the text that the template writes for a conversation, see `write_chat`.
 
+        `names` override special tokens.
         tokenize: only for compatibility with transformers.
         """
         from bateleur.runner.text.template import write_chat

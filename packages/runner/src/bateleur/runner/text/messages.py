@@ -28,7 +28,7 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
 
     Clients repeat the whole conversation in each request, so malformed past messages are read as well as possible and
     logged once. Raises ValueError, naming the place such as messages[2].content, for a message without a role, and if
-    the user's last turn is not text.
+    the user's last message is not text.
     """
     listed = _sequence("messages", messages, "a list of messages")
     if not listed:
@@ -60,7 +60,7 @@ def checked_tools(tools: object) -> list[dict[str, Any]] | None:
 
 
 def is_conversation(messages: object) -> bool:
-    """Return whether the argument is one conversation, not a list of them."""
+    """Return whether the argument is one conversation, not a list of conversations."""
     return not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping)
 
 
@@ -71,7 +71,7 @@ def _with_role(name: str, given: object) -> dict[str, Any]:
 
 
 def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
-    """Convert the fields of a message for templates. asked: it is part of the turn to be answered."""
+    """Convert the fields of a message for templates. asked: whether it is part of the message to be answered."""
     content = message.get("content")
     if asked and content is None:
         refuse(f"{name}.content", content, "text, or a list of parts")
@@ -93,7 +93,10 @@ def _normalise(name: str, message: dict[str, Any], *, asked: bool) -> None:
 
 
 def _content(name: str, content: object, message: dict[str, Any], *, asked: bool) -> str:
-    """Join parts with newlines, as vLLM does. None becomes "", because some templates do not know None."""
+    """Join the parts of a content with newlines, as vLLM does.
+
+    None becomes "", because some templates do not know None.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -132,7 +135,7 @@ def _part(name: str, given: object, message: dict[str, Any], *, asked: bool) -> 
 
 
 def _unicode(name: str, written: str, *, asked: bool) -> str:
-    """Return text that can be encoded: half a surrogate pair is refused in a new message, replaced in a past one."""
+    """Return text that can be encoded. Half a surrogate pair is refused in a new message, replaced in a past one."""
     if asked or written.isascii():
         require_unicode(name, written)
         return written
@@ -151,7 +154,10 @@ def _call(name: str, given: object) -> dict[str, Any]:
 
 
 def _arguments(given: object) -> dict[str, Any]:
-    """Return arguments as an object: parsed, or the complete part if truncated, or the text under "arguments"."""
+    """Return the arguments of a tool call as an object.
+
+    Text is parsed; of truncated JSON the complete part is used; other text is put under "arguments".
+    """
     if isinstance(given, str) and "\\ud" in given.lower():
         given = _HALF.sub(lambda found: found[1] or "\\ufffd", given)
     value = given
@@ -178,7 +184,7 @@ def _json_value(written: str) -> Any:
 
 
 def _completions(written: str) -> Iterator[str]:
-    """Yield truncated JSON text with everything closed: first complete, then without its last member."""
+    """Yield truncated JSON text with everything closed: first with its last member, then without it."""
     open_ones, quoted, escaped, comma = "", False, False, 0
     for i, char in enumerate(written):
         if quoted:

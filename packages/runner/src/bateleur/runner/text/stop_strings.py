@@ -14,12 +14,12 @@ class StopStrings:
     """Finds the first complete one of several strings (Aho and Corasick, 1975).
 
     The time per character does not depend on number and length of the strings; memory is about 120 bytes per character
-    of them. A state is a number, 0 before any text, for the longest prefix of a string that the text ends with.
-    Immutable.
+    of the strings. A state is a number that stands for the longest prefix of a string that the text ends with; 0 before
+    any text. Immutable.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """stops: strings that are not empty."""
+        """stops: the strings, none of them empty."""
         self._next: dict[int, int] = {}  # (state, character) -> state that extends the prefix
         self._shorter = array("l", [0])  # by state: the longest shorter prefix that its prefix ends with
         self._length = array("l", [0])
@@ -43,7 +43,7 @@ class StopStrings:
         return state
 
     def _link(self) -> None:
-        """Set `_shorter` of all states; by length, because longer prefixes need those of shorter ones."""
+        """Set `_shorter` of all states, shorter prefixes first, because longer ones need them."""
         by_length = sorted(self._next.items(), key=lambda edge: self._length[edge[1]])
         for key, state in by_length:
             before, char = key >> _BITS, chr(key & (1 << _BITS) - 1)
@@ -59,9 +59,10 @@ class StopStrings:
         return found or 0
 
     def read(self, state: int, text: str) -> tuple[int, int, str | None]:
-        """Return the state after a text or its first stop string, the number of characters read, and that string.
+        """Read text from a state on. Returns the new state, the number of characters read, and the first stop string.
 
-        Of several strings that end at the same character, the longest is returned.
+        Reading ends at the stop string; None if there is none. Of several strings that end at the same character, the
+        longest is returned.
         """
         step, found = self._step, self._found
         for count, char in enumerate(text, 1):
@@ -71,13 +72,13 @@ class StopStrings:
         return state, len(text), None
 
     def pass_by(self, state: int, text: str) -> int:
-        """Return the state after a text in which stop strings are ignored."""
+        """Return the state after a text, ignoring stop strings in it."""
         for char in text:
             state = self._step(state, char)
         return state
 
     def num_open(self, state: int) -> int:
-        """Return how many of the last characters may be the start of an incomplete string."""
+        """Return how many of the last characters may be the start of a stop string."""
         while state and not self._extends[state]:
             state = self._shorter[state]
         return self._length[state]
@@ -85,5 +86,5 @@ class StopStrings:
 
 @lru_cache(maxsize=16)
 def stop_strings(stops: tuple[str, ...]) -> StopStrings:
-    """Return the search for these strings, shared by requests with the same ones."""
+    """Return the search for these strings, which requests with the same strings share."""
     return StopStrings(stops)

@@ -1,8 +1,8 @@
 """Runs chat templates (Jinja programs) with the environment that transformers gives them.
 
-That is: blocks that leave no empty lines, a `tojson` without HTML escapes, `raise_exception`, `strftime_now`, `break`
-and `continue`, `{% generation %}`, and special tokens as variables. Templates are untrusted: they run in Jinja's
-sandbox and get plain data only.
+The environment has: blocks that leave no empty lines, a `tojson` without HTML escapes, `raise_exception`,
+`strftime_now`, `break` and `continue`, `{% generation %}`, and special tokens as variables. Templates are untrusted:
+they run in Jinja's sandbox and get plain data only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def write_chat(
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Append the mark to the text of a message and return the text."""
+    """Append the mark to the text of a message and return the text. It shows where the text ends in the output."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + _MARK
@@ -75,7 +75,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with JSON's types only, because templates could call methods of other objects."""
+    """Return the value with only JSON's types, because templates could call methods of other objects."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -103,12 +103,12 @@ def _tojson(
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks answers for training; the text inside is written unchanged."""
+    """The tag `{% generation %}`, which marks answers for training. Its text is written unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return a call of `_inside` with the body."""
+        """Parse the tag to a call of `_inside` with its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(line)
@@ -118,7 +118,7 @@ class _Generation(Extension):
 
 
 class _Names(Namespace):
-    """Jinja's namespace without attributes that lead out of the sandbox."""
+    """Jinja's namespace without the attributes that lead out of the sandbox."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`, so that it can be an attribute
         self, *given = args

@@ -17,17 +17,17 @@ _MAX_PARTIAL = 3
 
 
 class TokenText:
-    """Decodes token ids, and returns text and bytes of single tokens, which may be parts of characters."""
+    """Decodes token ids, and returns text and bytes of single tokens. A token may be a part of a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """The vocabulary is read on first use, which takes a second for 250,000 tokens."""
+        """tokenizer: its vocabulary is read on first use, which takes a second for 250,000 tokens."""
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
 
     @cached_property
     def _described(self) -> tuple[list[_Step] | None, frozenset[int]]:
-        """Decoder steps (None if tokens can't be read one by one), and ids of special tokens."""
+        """Functions that decode one token (None if tokens can't be decoded one by one), and ids of special tokens."""
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None, frozenset()
@@ -49,7 +49,7 @@ class TokenText:
         return self._texts[token]
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of one token; those of its text if the tokenizer does not tell its bytes."""
+        """Return the bytes of one token, or of its text if the tokenizer does not tell its bytes."""
         if token not in self._bytes:
             steps, special = self._described
             backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -66,21 +66,22 @@ class TokenText:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in known)
 
     def added_text(self, previous: Sequence[int], token: int) -> str:
-        """Return what a token adds to the text of earlier tokens, so that these texts join to the text of all.
+        """Return the text that a token adds to earlier tokens, so that the texts of all tokens join to the whole text.
 
-        The last token of a character adds it. previous: the last tokens before it, at least 3 if there are as many.
+        A character of several tokens is added by the last of them. previous: the last tokens before this one, at least
+        3 if there are as many.
         """
         begun = partial_character(b"".join(map(self.bytes_of, previous[-_MAX_PARTIAL:])))
         return _whole(begun + self.bytes_of(token))
 
 
 def _whole(data: bytes) -> str:
-    """Decode the complete characters of UTF-8."""
+    """Decode UTF-8 without an incomplete character at the end."""
     return data[: len(data) - len(partial_character(data))].decode("utf-8", "replace")
 
 
 def partial_character(data: bytes) -> bytes:
-    """Return the incomplete character at the end of UTF-8; empty if there is none."""
+    """Return the incomplete character at the end of UTF-8 bytes; empty if there is none."""
     for size in range(1, min(_MAX_PARTIAL, len(data)) + 1):
         first = data[-size]
         if first >= 0xC0:
@@ -92,7 +93,7 @@ def partial_character(data: bytes) -> bytes:
 
 
 def piece_bytes(piece: str, steps: Sequence[_Step]) -> bytes:
-    """Return the bytes of a token, by the steps of its tokenizer's decoder."""
+    """Return the bytes of a token. steps: steps of its tokenizer's decoder, see `decoder_steps`."""
     data: str | bytes = piece
     for step in steps:
         data = step(data)
@@ -105,7 +106,7 @@ def is_byte_piece(piece: str) -> bool:
 
 
 def decoder_steps(decoder: Any) -> list[_Step]:
-    """Return what a decoder does to each token before it joins them.
+    """Return the functions that a decoder applies to each token before it joins them.
 
     Raises ValueError, with the supported ones, for an unknown decoder.
     """
@@ -129,7 +130,7 @@ def decoder_steps(decoder: Any) -> list[_Step]:
 
 
 def _before_joining(decoders: list[Any]) -> list[Any]:
-    """Return the decoders before Fuse; those after it change a whole text (they strip its first space)."""
+    """Return the decoders before Fuse, which joins tokens. Later ones change a whole text (strip its first space)."""
     kinds = [each["type"] for each in decoders]
     return decoders[: kinds.index("Fuse")] if "Fuse" in kinds else decoders
 
@@ -145,7 +146,7 @@ def _byte_fallback(data: str | bytes) -> str | bytes:
 
 
 def _byte_table() -> dict[str, int]:
-    """Return the bytes of the characters in byte-level vocabularies (GPT-2): printable Latin-1, others from U+0100."""
+    """Return the byte of each character in byte-level vocabularies (GPT-2): printable Latin-1, others from U+0100."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -156,7 +157,7 @@ BYTES = _byte_table()
 
 
 def _byte_level(data: str | bytes) -> str | bytes:
-    """Map characters to bytes; a token with any other character was added later and is plain text."""
+    """Map characters to bytes. A token with any other character was added later and is plain text."""
     if isinstance(data, bytes) or any(each not in BYTES for each in data):
         return data
     return bytes(BYTES[each] for each in data)

@@ -11,7 +11,7 @@ _TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of a tokenizer; Hugging Face's have it."""
+    """Interface of tokenizers for the engine. Hugging Face's tokenizers have it."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of the ids, with U+FFFD for invalid or incomplete UTF-8."""
@@ -23,14 +23,14 @@ class Tokenizer(Protocol):
 
 
 class NoTokenizer:
-    """Tokenizer of a model that is used with token ids only: refuses text, and decodes to empty text."""
+    """Tokenizer for a model that runs on token ids only. It refuses text, and decodes to empty text."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raise ValueError."""
+        """Raise ValueError, because text can't be tokenised."""
         raise ValueError(f"prompt is the text {text[:40]!r}; with skip_tokenizer_init it must be token ids")
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Return ""."""
+        """Return "" for any ids."""
         return ""
 
 

@@ -1,1 +1,1 @@
-"""Helpers that all rooms use."""
+"""Helpers for all parts of the runner."""

@@ -41,7 +41,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def refuse(name: str, value: object, rule: str) -> NoReturn:
-    """Raise ValueError: `name` is `value`; it must be `rule`."""
+    """Raise ValueError with the message "`name` is `value`; it must be `rule`"."""
     raise ValueError(f"{name} is {shown(value)}; it must be {rule}")
 
 
@@ -57,7 +57,7 @@ class Integer:
     """Replaces the rule made from the bounds."""
 
     def __call__(self, name: str, value: object) -> int:
-        """Return an int. Raises ValueError for anything else."""
+        """Return the value as an int. Raises ValueError for anything else."""
         if isinstance(value, Integral) and not isinstance(value, bool):
             number = int(value)
             if self.low <= number <= self.high:
@@ -77,7 +77,7 @@ class Number:
     above: bool = False
 
     def __call__(self, name: str, value: object) -> float:
-        """Return a float. Raises ValueError for anything else."""
+        """Return the value as a float. Raises ValueError for anything else."""
         if isinstance(value, Real) and not isinstance(value, bool):
             number = _as_float(value)
             least = self.low < number if self.above else self.low <= number
@@ -142,7 +142,10 @@ class Several:
     rule: str
 
     def __call__(self, name: str, value: object) -> tuple[Any, ...]:
-        """Return a tuple. Raises ValueError naming the entry, or the argument if it is not a sequence."""
+        """Return the checked entries as a tuple.
+
+        Raises ValueError naming the entry, or the argument if it is no sequence.
+        """
         if not isinstance(value, Sequence) or isinstance(value, TEXTS_AND_BYTES):
             refuse(name, value, self.rule)
         return tuple(self.each(f"{name}[{i}]", entry) for i, entry in enumerate(value))

@@ -20,8 +20,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device with this name; "auto" is CUDA if available. Raises ValueError for an unknown or missing
-    device.
+    """Return the device with this name; "auto" is CUDA if available.
+
+    Raises ValueError for an unknown or missing device.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,14 +59,14 @@ def current_device() -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Make a GPU the current device of a thread or process that works for one engine only."""
+    """Make a GPU the current device of a thread or process that works for only one engine."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 @contextmanager
 def explain_out_of_memory(**arguments: object) -> Iterator[None]:
-    """Turn a failed allocation in the `with` block into a ValueError that names these arguments."""
+    """Turn a failed allocation in the `with` block into a ValueError that names `arguments`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -86,14 +87,14 @@ def free_main_memory() -> int:
 
 
 class DeviceCopies:
-    """Copies of host arrays on a device by name, sent again only if their contents have changed."""
+    """Copies of host arrays on a device, by name. An array is sent again only if its contents have changed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sent: dict[str, tuple[bytes, Tensor]] = {}
 
     def __call__(self, name: str, array: NDArray[Any]) -> Tensor:
-        """Return `array` on the device, read-only. On a CPU the array itself is returned."""
+        """Return `array` on the device; do not write to it. On a CPU the array itself is returned."""
         if self._device.type == "cpu":
             return upload(array, self._device)
         contents = array.tobytes()

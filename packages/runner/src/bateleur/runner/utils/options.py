@@ -13,12 +13,12 @@ from bateleur.runner.utils.arguments import Check
 
 
 def option(default: Any, check: Check, *, hashed: bool = True) -> Any:
-    """Return a field of `Checked`. hashed: whether it is part of the hash, which a mapping can't be."""
+    """Return a field for a `Checked` dataclass. hashed: whether the field is part of the hash; a mapping can't be."""
     return field(default=default, hash=None if hashed else False, metadata={"check": check})
 
 
 class Checked:
-    """Base of frozen dataclasses of `option`s, which checks and converts them when an object is made."""
+    """Base class of frozen dataclasses of `option`s. It checks and converts the values when an object is created."""
 
     __slots__ = ()
 
@@ -30,7 +30,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of a configuration, for signatures and command lines."""
+    """One field of a configuration class, for signatures and command lines."""
 
     name: str
     type: str
@@ -54,7 +54,10 @@ def options_of(config: type) -> tuple[Option, ...]:
 
 
 def _docstrings(config: type) -> dict[str, str]:
-    """Return the docstrings under the fields of a class, by field; Python keeps only the source of them."""
+    """Return the docstrings under the fields of a class, by field.
+
+    They are parsed from the source, as Python drops them.
+    """
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
     assert isinstance(definition, ast.ClassDef)
     found, last = {}, ""

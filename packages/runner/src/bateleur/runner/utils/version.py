@@ -9,9 +9,7 @@ from pathlib import Path
 
 @cache
 def package_version() -> str:
-    """Return the version of `bateleur-runner`: the installed package's, else that of the source tree's
-    `pyproject.toml`.
-    """
+    """Return the version of `bateleur-runner`: of the installed package, else of the source tree's `pyproject.toml`."""
     try:
         return version("bateleur-runner")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""vLLM's arguments that are not options here: accepted with values that change nothing, refused otherwise."""
+"""vLLM's arguments that are not options here. Values that change nothing are accepted, others are refused."""
 
 from __future__ import annotations
 
@@ -163,8 +163,9 @@ _PASSED = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 
 
 def translate_vllm_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace vLLM's enforce_eager and speculative_config by the options here. Raises ValueError for an unsupported
-    value.
+    """Replace vLLM's enforce_eager and speculative_config by the options here.
+
+    Raises ValueError for an unsupported value.
     """
     options = translate_speculative_config(given)
     eager = options.pop("enforce_eager", False)

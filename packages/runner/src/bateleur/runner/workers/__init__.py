@@ -1,1 +1,1 @@
-"""Rank workers: the leader, the followers, and the data-parallel coordinator."""
+"""Processes of an engine with several ranks: leader, followers, and the data-parallel coordinator."""

@@ -31,10 +31,10 @@ class RequestPlacement:
 
 
 class DataParallelCoordinator:
-    """Acts as the `RequestRegistry` and the engine of all data-parallel ranks.
+    """Has the interface of `RequestRegistry` and of the engine, for all data-parallel ranks together.
 
-    A request goes to the rank with the fewest continuations, the lowest of equal ranks, and stays there. Every message
-    is sent to all ranks, each with its own part, and ends when all ranks have replied.
+    A request goes to the rank with the fewest running and waiting continuations (of equal ranks, the lowest), and stays
+    there. Every message is sent to all ranks, each with its own part, and ends when all ranks have replied.
     """
 
     def __init__(self, engine: Engine, leader: Leader) -> None:
@@ -60,7 +60,7 @@ class DataParallelCoordinator:
     # --- messages -----------------------------------------------------------------------------------------
 
     def add(self, *groups: RequestGroup) -> None:
-        """Queue requests, all or none. Raises ValueError for an id that is in use, or twice among them."""
+        """Queue requests, all or none. Raises ValueError for an id that is in use or occurs twice."""
         require_new((group.request_id for group in groups), self)
         loads, parts = list(self.loads), [list[RequestGroup]() for _ in self.loads]
         placements: dict[str, RequestPlacement] = {}
@@ -109,7 +109,7 @@ class DataParallelCoordinator:
         self._update_stats()
 
     def step(self) -> None:
-        """Run one step of all ranks."""
+        """Run one step on all ranks."""
         self.restore()
         with self._leader.send_each([RunStep(0.0)] * len(self.loads)):
             self._engine.step()
@@ -119,7 +119,7 @@ class DataParallelCoordinator:
             self._update_stats()
 
     def _update_stats(self) -> None:
-        """After the last request, get the counters of all ranks."""
+        """Get the counters of all ranks, if no request is left."""
         if not self._placements:
             with self._leader.send_each([ReportStats()] * len(self.loads)):
                 self._receive()
@@ -149,20 +149,20 @@ class DataParallelCoordinator:
             self.loads[placement.rank] -= placement.num_members
 
     def take(self, request_ids: Container[str]) -> RequestOutput | None:
-        """Take the oldest output of these requests; None if there is none."""
+        """Return the oldest output of these requests; None if there is none."""
         name = next((name for name in self._undelivered if name in request_ids), None)
         return None if name is None else self._undelivered.pop(name)
 
     def take_unclaimed(self) -> list[RequestOutput]:
-        """Take all outputs of requests that are not claimed."""
+        """Return all outputs of requests that no caller waits for by id."""
         names = [name for name in self._undelivered if name not in self.claimed]
         return [self._undelivered.pop(name) for name in names]
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there are live requests, or outputs of requests that are not claimed."""
+        """Whether there are live requests, or outputs that no caller waits for by id."""
         return not self._placements.keys() <= self.abandoned or not self._undelivered.keys() <= self.claimed
 
     def metrics(self) -> EngineStats:
-        """Counters of all ranks; those of other ranks are as of their last reply with counters."""
+        """Return the counters of all ranks. Those of other ranks are as of their last reply with counters."""
         return combined([self._engine.metrics(), *self._stats])

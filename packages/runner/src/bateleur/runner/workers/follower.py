@@ -1,4 +1,4 @@
-"""The process of every rank but the first: the same engine, driven by the messages of the first rank."""
+"""The process of every rank but the first: it runs the same engine by the messages of the first rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ GRACE_SECONDS = 5.0
 class WorkerStart:
     """The first message to another rank.
 
-    port: of the store in which ranks find each other. num_threads: of all ranks, on a CPU. step_seconds: time limit of
+    port: port of the store in which ranks find each other. num_threads: of all ranks together, on a CPU. step_seconds:
+    time limit of
         a step.
     """
 
@@ -67,22 +68,18 @@ class WorkerStart:
 
 
 def time_limit(message: Message, step_seconds: float) -> float:
-    """Seconds that a message may take."""
+    """Return the maximum seconds that a message may take."""
     return max(step_seconds, LOAD_SECONDS) if isinstance(message, EngineOperation) else step_seconds
 
 
 def share_threads(device: torch.device, num_threads: int, size: int) -> None:
-    """Divide the threads of one process among the ranks on a CPU."""
+    """Set this rank's number of threads on a CPU: an equal part of `num_threads`."""
     if device.type == "cpu":
         torch.set_num_threads(max(1, num_threads // size))
 
 
 class Follower:
-    """The engine of another rank.
-
-    A tensor-parallel rank runs the requests of the first rank, and its outputs are dropped. A data-parallel rank has
-    its own requests, and replies with their outputs.
-    """
+    """The engine of a rank other than the first."""
 
     def __init__(self, config: EngineConfig, group: ProcessGroup) -> None:
         self._data_parallel = config.parallel.data_parallel_size > 1
@@ -93,7 +90,7 @@ class Follower:
         self._inputs = InputProcessor(setup.tokenizer, setup.model.spec, setup.limits, config)
 
     def follow(self, message: WireMessage) -> Reply | None:
-        """Make the change that a message asks for."""
+        """Apply a message of the first rank; returns the reply of a data-parallel rank."""
         registry, outputs = self.engine.registry, list[RequestOutput]()
         match message:
             case RunStep(seconds):
@@ -119,7 +116,7 @@ class Follower:
         return Reply(outputs, stats)
 
     def _group_of(self, admitted: AdmittedRequest) -> RequestGroup:
-        """The requests, without text if outputs are dropped."""
+        """Return the requests, without text if outputs are dropped."""
         if self._data_parallel:
             return self._inputs.follow(admitted)
         params = admitted.params
@@ -131,7 +128,7 @@ class Follower:
 def follow(
     connection: RankConnection, heartbeat: RankHeartbeat, config: EngineConfig, group: ProcessGroup, step_seconds: float
 ) -> None:
-    """Load the model, and follow messages until the first rank closes the connection."""
+    """Load the model, and process messages until the first rank closes the connection."""
     follower = Follower(config, group)
     heartbeat.ready()
     while True:
@@ -151,7 +148,7 @@ def follow(
 
 
 def run(connection: RankConnection) -> None:
-    """Run another rank in a process of its own, and exit the process."""
+    """Run a rank in a process that the first rank has started, and exit the process."""
     heartbeat = RankHeartbeat(connection, LOAD_SECONDS)
     with _reporting_errors(heartbeat):
         start: WorkerStart = connection.messages.recv()
@@ -167,7 +164,7 @@ def run(connection: RankConnection) -> None:
 
 
 def run_under_torchrun(config: EngineConfig, rendezvous: TorchrunRendezvous) -> NoReturn:
-    """Run another rank in a process of torchrun. Raises SystemExit when the first rank has ended."""
+    """Run a rank in a process that torchrun has started. Raises SystemExit when the first rank has ended."""
     connection = rendezvous.connect()
     heartbeat = RankHeartbeat(connection, LOAD_SECONDS)
     with _reporting_errors(heartbeat):
@@ -182,7 +179,7 @@ def run_under_torchrun(config: EngineConfig, rendezvous: TorchrunRendezvous) -> 
 
 @contextmanager
 def _reporting_errors(heartbeat: RankHeartbeat) -> Iterator[None]:
-    """Report an error to the first rank, and exit the process."""
+    """Report an error in the `with` block to the first rank, and exit the process."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""The first of several ranks: it starts the others, and sends each message of its engine to them."""
+"""The first of several ranks. It starts the others, and sends each message of its engine to them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Leader:
             self.give_up(error)
 
     def _send_start(self, config: EngineConfig, size: int) -> TCPStore:
-        """Send the other ranks their rank and the port of the store."""
+        """Send the other ranks their rank and the port of the store; returns the store."""
         joining = timedelta(seconds=JOIN_SECONDS)
         store = TCPStore(LOCALHOST, 0, size, is_master=True, wait_for_workers=False, timeout=joining)
         for each in self._monitor.ranks:
@@ -83,11 +83,12 @@ class Leader:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Leader | None:
-        """Start the ranks of a configuration; None for one rank. In a process that torchrun has started as another
-        rank, it runs that rank to its end and raises SystemExit.
+        """Start the ranks of a configuration; None for one rank.
 
-        Raises ValueError, before a rank is started, for a model that cannot be split like this, for more ranks than
-        GPUs, and for options that cannot be sent to another process.
+        In a process that torchrun has started as another rank, it runs that rank to its end and raises SystemExit.
+
+        Raises ValueError, before a rank is started, for a model that cannot be divided among the ranks, for more ranks
+        than GPUs, and for options that cannot be sent to another process.
         """
         size, option = config.parallel.num_ranks, config.parallel.size_name
         if size == 1:
@@ -119,20 +120,21 @@ class Leader:
             self._group.abort()
 
     def begin(self) -> None:
-        """After loading: wait until all other ranks are loaded. Raises RankFailed."""
+        """Wait until all other ranks have loaded the model; called when this rank has. Raises RankFailed."""
         self._monitor.wait_ready()
         self._monitor.end()
         if self._group is not None:
             self._group.limit(self._limit + 2 * GRACE_SECONDS)
 
     def on_fault(self, callback: Callable[[RankFailed], None]) -> None:
-        """See `RankMonitor.on_fault`."""
+        """Set the function that the monitor calls when a rank has failed, see `RankMonitor.on_fault`."""
         self._monitor.on_fault = callback
 
     def send(self, message: Message) -> Leader:
-        """Send a message to all ranks, see `SendMessage`. Raises EngineDead, also for an error inside the context.
+        """Send a message to all ranks; returns a context for the same change on this rank, see `SendMessage`.
 
-        Raises ValueError, before anything is sent, for a message that cannot be pickled.
+        Raises EngineDead, also for an error inside the context. Raises ValueError, before anything is sent, for a
+        message that cannot be pickled.
         """
         wire = (
             AddAdmittedRequests(tuple(group.admitted() for group in message.groups))
@@ -142,7 +144,7 @@ class Leader:
         return self._send(time_limit(message, self._limit), [_pickle(wire)] * self.ranks.size)
 
     def send_each(self, messages: Sequence[WireMessage]) -> Leader:
-        """Send each rank its own message, by rank. Inside the context the ranks reply."""
+        """Send each rank its own message, in the order of ranks. Inside the context the ranks reply."""
         return self._send(self._limit, [_pickle(each) for each in messages])
 
     def _send(self, limit: float, messages: Sequence[bytes]) -> Leader:
@@ -160,7 +162,7 @@ class Leader:
         return self
 
     def replies(self) -> list[Reply]:
-        """Wait for the replies of the other ranks to their messages, by rank."""
+        """Wait for the replies of the other ranks to their messages; returns them in the order of ranks."""
         self._monitor.wait_for_others()
         return [pickle.loads(each.connection.messages.recv_bytes()) for each in self._monitor.ranks]
 
@@ -175,12 +177,12 @@ class Leader:
         self._interrupts.release()
 
     def _dead(self) -> EngineDead:
-        """The error for calls after a failure or `close`."""
+        """Return the error for calls after a failure or `close`."""
         fault = self._monitor.fault
         return EngineDead("it was closed") if fault is None else fault.copy()
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """End all ranks, and raise the cause."""
+        """End all ranks, and raise the cause of the error."""
         fault = self._monitor.wait_over()
         if isinstance(error, RankFailed):  # found by all ranks
             fault = error
@@ -191,7 +193,7 @@ class Leader:
         raise fault from error
 
     def give_up(self, error: BaseException) -> NoReturn:
-        """After an error before there is an engine: end all ranks, and raise it, or the failure of another rank."""
+        """End all ranks after an error during the start, and raise the error, or the failure of another rank."""
         fault = self._monitor.wait_over() if isinstance(error, CollectiveBroken | OSError) else None
         self.close()
         if fault is not None and fault is not error:
@@ -199,7 +201,7 @@ class Leader:
         raise error
 
     def close(self) -> None:
-        """End the other ranks. Can be called again."""
+        """End the other ranks. Can be called more than once."""
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True

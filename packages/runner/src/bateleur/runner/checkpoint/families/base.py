@@ -1,4 +1,4 @@
-"""What a model family declares, and how most of them read their layers."""
+"""The declaration of a model family, and functions that read the layers of most families."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bateleur.runner.models.spec import AttentionLayer, Layer, MlpLayer, ModelSp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpNames:
-    """Tensor names of an MTP head, after `mtp.`; its layers have the names of the target's."""
+    """Tensor names of an MTP head, without `mtp.`. The head's layers have the names of the target's layers."""
 
     layers: Callable[[ConfigFields, ModelSpec], tuple[tuple[Layer, ...], int]]
     """Returns the branches of the head of a target, and the number of branches per layer. Raises ValueError if there is
@@ -58,7 +58,7 @@ class Family:
 
     @property
     def architectures(self) -> frozenset[str]:
-        """Values of `architectures` of this text model: with a head, in a larger model, or without a head."""
+        """Values of `architectures` in config.json: with and without its head, and of multimodal models."""
         stem = self.architecture
         for ending in ("ForCausalLM", "ForConditionalGeneration"):
             stem = stem.removesuffix(ending)
@@ -103,7 +103,10 @@ WINDOW_KINDS = ("full_attention", "sliding_attention")
 
 
 def read_windows(fields: ConfigFields, attention: AttentionLayer, **windowed: Any) -> tuple[AttentionLayer, ...]:
-    """One attention layer per entry of `layer_types`. windowed: fields that sliding-window layers replace."""
+    """Return one attention layer for each entry of `layer_types`.
+
+    windowed: fields of sliding-window layers that differ.
+    """
     kinds, made = fields.raw("layer_types") or (), {"full_attention": attention}
     if "sliding_attention" in kinds:
         made["sliding_attention"] = replace(attention, sliding_window=fields["sliding_window"], **windowed)
@@ -114,5 +117,5 @@ def read_windows(fields: ConfigFields, attention: AttentionLayer, **windowed: An
 
 
 def followed(blocks: Sequence[Layer], *following: Layer) -> tuple[Layer, ...]:
-    """Each block, followed by the layers `following`."""
+    """Return every block, each followed by the layers `following`."""
     return tuple(layer for block in blocks for layer in (block, *following))

@@ -23,9 +23,9 @@ def activation_kernel(
     wide_ptr, out_ptr, wide_token,
     SIZE: tl.constexpr, GATED: tl.constexpr, NAME: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of lanes); in float32, rounded once. NAME: one of `Activation`.
+    """Compute `act(wide)` of a token's lanes, or `act(gate) * up` if GATED, in float32, rounded once.
 
-    At least 16 blocks a multiprocessor.
+    Grid (tokens, tiles of lanes). NAME: one of `Activation`. At least 16 blocks a multiprocessor.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -55,9 +55,9 @@ def gate_kernel(
     x_ptr, gate_ptr, out_ptr, x_token, gate_token,
     SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of lanes); in float32, rounded once.
+    """Compute `x * silu(gate)` of a token's lanes, or `x * sigmoid(gate)` unless SILU, in float32, rounded once.
 
-    At least 16 blocks a multiprocessor.
+    Grid (tokens, tiles of lanes). At least 16 blocks a multiprocessor.
     """
     token = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -72,13 +72,13 @@ def gate_kernel(
 
 @cache
 def tile_options(size: int) -> dict[str, Any]:
-    """Return tile sizes and launch options of both kernels for tokens of `size` lanes."""
+    """Return tile sizes and launch options of both activation kernels for tokens of `size` lanes."""
     block = min(_TILE_LANES, triton.next_power_of_2(size))
     return {"BLOCK_F": block, "num_warps": max(1, min(4, block // 256)), "enable_fp_fusion": True}
 
 
 def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
-    """See `bateleur.runner.models.mlp.activation`."""
+    """Return `act(wide)` or `act(gate) * up` (T, size) by a Triton kernel, see `models.mlp.activation`."""
     require_adjacent(wide=wide)
     num_tokens = wide.shape[0]
     out = torch.empty(num_tokens, size, dtype=wide.dtype, device=wide.device)
@@ -91,7 +91,7 @@ def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor:
 
 
 def gate(x: Tensor, by: Tensor, name: str) -> Tensor:
-    """See `bateleur.runner.models.mlp.gate`."""
+    """Return `x * silu(by)` or `x * sigmoid(by)` by a Triton kernel, see `models.mlp.gate`."""
     require_adjacent(x=x, by=by)
     num_tokens, size = x.shape
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)

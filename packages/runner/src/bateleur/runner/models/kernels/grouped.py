@@ -1,8 +1,8 @@
-"""Grouped products in Triton, for dtypes and devices where torch's waits for the host or is not supported.
+"""Grouped matrix products in Triton, for dtypes and devices that torch's product does not support without a host sync.
 
-The number of rows of a group is known on the device only, so the grid has its maximum size: every group starts a new
-tile of rows, and programs without a tile end at once.
-Legend: S rows of a tile, N columns of a product, K columns of a factor, E groups.
+Only the device knows the number of rows of a group. So the grid has the maximum number of tiles, in which every group
+starts a new tile of rows. Programs without a tile end at once.
+Legend: S rows of a tile, N columns of the output, K columns of the input, E groups.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -22,7 +22,10 @@ _FEW_ROWS = 32  # mean rows per group; below, tiles have the minimum height of t
 
 @triton.jit
 def rows_of_tile(ends_ptr, tile, GROUPS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Return the group of a tile of rows, its first row, and the end of the group. Without a group it is GROUPS."""
+    """Return the group of a tile of rows, the first row of the tile, and the end of the group's rows.
+
+    The group is GROUPS for a tile after the last one.
+    """
     e = tl.arange(0, BLOCK_E)
     end_E = tl.load(ends_ptr + e, mask=e < GROUPS, other=0)
     begin_E = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < GROUPS), other=0)
@@ -41,9 +44,9 @@ def grouped_kernel(
     BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of columns, tiles of rows).
+    """Multiply a tile of rows by the transpose of their group's matrix: a tile (rows, columns) of the result.
 
-    At least 4 blocks a multiprocessor.
+    Grid (tiles of columns, tiles of rows). At least 4 blocks a multiprocessor.
     """
     group, first_row, end = rows_of_tile(ends_ptr, tl.program_id(1), GROUPS, BLOCK_S, BLOCK_E)
     if group >= GROUPS:
@@ -65,7 +68,10 @@ def grouped_kernel(
 
 
 def tile_options(num_rows: int, num_groups: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return tile sizes and launch options of `grouped_kernel`: two per layer, shared by prompts of all lengths."""
+    """Return tile sizes and launch options of `grouped_kernel`.
+
+    There are two sets per layer, for few and many rows per group, whatever the prompt lengths.
+    """
     full, many = dtype == torch.float32, num_rows >= _FEW_ROWS * num_groups
     return {
         "BLOCK_S": 64 if many else 16,
@@ -80,7 +86,7 @@ def tile_options(num_rows: int, num_groups: int, dtype: torch.dtype) -> dict[str
 
 
 def grouped_products(x, weight, ends):
-    """See `bateleur.runner.models.grouped.grouped_product`."""
+    """Return each row of x times the transpose of its group's matrix, see `models.grouped.grouped_product`."""
     (num_rows, depth), (groups, columns) = x.shape, weight.shape[:2]
     y = x.new_empty(num_rows, columns)
     if num_rows == 0:

@@ -1,6 +1,6 @@
-"""Keys and values of all heads from a latent's projection and shared key lanes; one program for some heads of a token.
+"""Joins keys and values of all heads from a latent's projection and shared key lanes (MLA).
 
-Legend: H heads of a tile, D lanes of a head in the cache.
+Each program computes some heads of a token. Legend: H heads of a tile, D lanes of a head in the cache.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -27,9 +27,9 @@ def join_kernel(
     HEADS: tl.constexpr, KEY: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of heads). Unused lanes are zeros.
+    """Write keys and values of some heads: k = own lanes | shared lanes | zeros, v = value lanes | zeros.
 
-    At least 16 blocks a multiprocessor.
+    Grid (tokens, tiles of heads). At least 16 blocks a multiprocessor.
     """
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)[None, :]
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -45,14 +45,14 @@ def join_kernel(
 
 @cache
 def tile_options(heads: int, head_dim: int) -> dict[str, Any]:
-    """Return tile sizes and launch options of the kernel."""
+    """Return tile sizes and launch options of `join_kernel`."""
     block_d = triton.next_power_of_2(head_dim)
     block_h = max(1, min(triton.next_power_of_2(heads), _TILE_LANES // block_d))
     return {"BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": 4, "enable_fp_fusion": True}
 
 
 def join_heads(made: Tensor, shared: Tensor, heads: int, key_dim: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """See `bateleur.runner.models.latent_attention.join_heads`."""
+    """Return keys and values (T, H, D) by a Triton kernel, see `bateleur.runner.models.latent_attention.join_heads`."""
     require_adjacent(made=made, shared=shared)
     num_tokens = made.shape[0]
     k, v = (torch.empty(num_tokens, heads, head_dim, dtype=made.dtype, device=made.device) for _ in range(2))

@@ -1,6 +1,6 @@
-"""Low-rank adapters in two launches for each projection: into the low rank, and out of it.
+"""LoRA adapters in two launches for each projection: from the token's lanes to the rank (A), and back (B).
 
-Legend: K lanes of a token, R lanes of the low rank, N lanes of the result.
+Legend: K lanes of a token, R low-rank lanes, N lanes of the result.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -24,9 +24,9 @@ def shrink_kernel(
     x_ptr, a_ptr, slot_ptr, lanes_ptr, x_token, num_columns,
     RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of low-rank lanes): `lanes[t] = a[slot] @ x[t]`, in float32.
+    """Compute `lanes[t] = a[slot] @ x[t]` in float32, for the adapter slot of each token t; nothing for slot 0.
 
-    At least 8 blocks a multiprocessor.
+    Grid (tokens, tiles of low-rank lanes). At least 8 blocks a multiprocessor.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
@@ -51,9 +51,9 @@ def expand_kernel(
     y_ptr, lanes_ptr, b_ptr, slot_ptr, y_token, num_rows,
     RANK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of rows): `y[t] += b[slot] @ lanes[t]`, in float32, rounded once.
+    """Compute `y[t] += b[slot] @ lanes[t]` in float32, rounded once, for the adapter slot of each token t.
 
-    At least 8 blocks a multiprocessor.
+    Grid (tokens, tiles of rows). At least 8 blocks a multiprocessor.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token).to(tl.int64)
@@ -76,7 +76,7 @@ def expand_kernel(
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
-    """See `bateleur.runner.models.lora.add_lora`."""
+    """Add each token's adapter output to y in place, by two Triton kernels, see `models.lora.add_lora`."""
     require_adjacent(y=y, x=x, a=a, b=b)
     num_tokens, (_, rank, num_columns), num_rows = len(x), a.shape, b.shape[1]
     if not num_tokens:

@@ -1,4 +1,4 @@
-"""Root mean square norms, fused with the sum before or after them; one program for each token.
+"""RMS norms, fused with the sum before or after them. One program normalises one token.
 
 Legend: M lanes of a token, in one tile.
 """
@@ -26,8 +26,9 @@ def norm_kernel(
     x_ptr, y_ptr, z_ptr, weight_ptr, out_ptr, x_token, y_token, z_token, factor, z_factor, eps,
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). Adds factor * y, then z_factor * z to x (as many as TERMS), stores x, and normalises it.
+    """Add terms to the residual x of a token, store x, and write its RMS norm.
 
+    TERMS: number of terms; 1 adds factor * y, 2 also adds z_factor * z. Grid (tokens,).
     At least 3 blocks a multiprocessor.
     """
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
@@ -52,9 +53,9 @@ def add_normed_kernel(
     h_ptr, y_ptr, weight_ptr, h_token, y_token, factor, eps,
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,).
+    """Compute `h += factor * rms_norm(y) * weight` for one token, in float32, rounded once.
 
-    At least 2 blocks a multiprocessor.
+    Grid (tokens,). At least 2 blocks a multiprocessor.
     """
     token, m = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_M)
     real = m < SIZE
@@ -68,20 +69,20 @@ def add_normed_kernel(
 
 @cache
 def tile_options(size: int) -> dict[str, Any]:
-    """Return tile sizes and launch options of both kernels for tokens of `size` lanes."""
+    """Return tile sizes and launch options of both norm kernels for tokens of `size` lanes."""
     block = triton.next_power_of_2(size)
     return {"BLOCK_M": block, "num_warps": max(1, min(16, block // _LANES_A_WARP)), "enable_fp_fusion": True}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `bateleur.runner.models.norm.rms_norm`."""
+    """Return the RMS norm of x (T, size) by a Triton kernel, see `bateleur.runner.models.norm.rms_norm`."""
     return add_rms_norm(x, (), (), weight, eps, x.dtype)
 
 
 def add_rms_norm(
     h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """See `bateleur.runner.models.norm.add_rms_norm`; without terms, the norm of h."""
+    """Add up to two terms to h in place and return its RMS norm, see `bateleur.runner.models.norm.add_rms_norm`."""
     y, z = (*terms, h, h)[:2]
     factor, z_factor = (*factors, 1.0, 1.0)[:2]
     require_adjacent(x=h, y=y, z=z, weight=weight)
@@ -96,7 +97,7 @@ def add_rms_norm(
 
 
 def add_normed(h: Tensor, y: Tensor, factor: float, weight: Tensor, eps: float) -> None:
-    """See `bateleur.runner.models.norm.add_normed`."""
+    """Add `factor` times the RMS norm of y to h in place, see `bateleur.runner.models.norm.add_normed`."""
     require_adjacent(h=h, y=y, weight=weight)
     num_tokens, size = h.shape
     if num_tokens:

@@ -1,9 +1,9 @@
-"""Products with quantised matrices as Triton kernels, which dequantise codes in registers.
+"""Triton kernels of products with quantised matrices. They dequantise codes in registers.
 
-A product is W x^T: the 64 rows of a tensor core instruction are rows of W for any number of tokens. Columns are cut
-into parts by the sizes of W alone, and the sums of parts are added in order: by `sum_kernel` for few tokens, in one
-program for many. So the bits of a token do not depend on other tokens.
-Legend: T tokens of a tile, N rows of W, K columns, G groups of columns with a scale each, E groups of rows of x.
+A product is computed as W x^T: the 64 rows of a tensor core instruction are rows of W for any number of tokens. The
+columns of W are cut into parts, whose sizes depend on W alone. The sums of parts are added in order: by `sum_kernel`
+for few tokens, in one program for many. So the bits of a token do not depend on other tokens.
+Legend: T tokens of a tile, N rows of W, K columns, G groups of columns with one scale each, E groups of rows of x.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -40,8 +40,10 @@ def e4m3(bits):
 def of_columns(row_N, k, first, group_K,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Load the entries (N, 1), (N, G) or (N, K) of a table (N, G) for the columns `k`, which begin at `first`.
+    """Load scales or zeros for a tile of columns `k` from the rows of a table (rows of W, groups of columns).
 
+    The result has one entry per row, per group or per column; `by_column` broadcasts it to columns. first: first
+    column.
     GROUP: columns of a group; 0 reads the group of each column from group_K.
     """
     if GROUP == 0:
@@ -70,7 +72,10 @@ def weight_tile(
     WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights (N, K) of columns from `first` on, float32. Columns after the last have any finite values."""
+    """Return dequantised weights (N, K) float32 of a tile of columns that begins at `first`.
+
+    Columns after the last have any finite values.
+    """
     k = first + tl.arange(0, BLOCK_K)
     if LAYOUT == "I4" or LAYOUT == "F4" or LAYOUT == "MX4":
         at = first // 2 + tl.arange(0, BLOCK_K // 2)
@@ -118,7 +123,7 @@ def product_tile(
     WIDTH: tl.constexpr, START: tl.constexpr, INDEXED: tl.constexpr, DIVIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums (N, T) over the columns [begin, end) in float32."""
+    """Return the product of a tile of W and a tile of tokens, (N, T) float32 sums over the columns [begin, end)."""
     sum_NT = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for first in range(begin, end, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
@@ -139,9 +144,10 @@ def linear_kernel(
     PARTS: tl.constexpr, PART: tl.constexpr, APART: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, tiles of tokens, parts of columns). If APART, y (parts, T, N) float32 gets sums of parts.
+    """Compute a tile of `x W^T + b` with dequantised W.
 
-    At least 1 blocks a multiprocessor.
+    Grid (tiles of rows of W, tiles of tokens, parts of columns). If APART, y (parts, T, N) float32 gets the sums of
+    each part, which `sum_kernel` adds. At least 1 blocks a multiprocessor.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -178,7 +184,7 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["part_size"])
 def sum_kernel(parts_ptr, bias_ptr, y_ptr, part_size, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Grid (tokens, tiles of rows): sums of parts of columns, in their order.
+    """Add the sums of parts of columns in their order, add the bias, and write y.
 
     At least 12 blocks a multiprocessor.
     """
@@ -199,9 +205,9 @@ def grouped_kernel(
     WIDTH: tl.constexpr, START: tl.constexpr, DIVIDES: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows of W, tiles of rows of x); see `kernels.grouped`.
+    """Compute a tile of the product of rows of x and the dequantised matrix of their expert.
 
-    At least 1 blocks a multiprocessor.
+    Grid (tiles of rows of W, tiles of rows of x); see `kernels.grouped`. At least 1 blocks a multiprocessor.
     """
     expert, first_row, end = rows_of_tile(ends_ptr, tl.program_id(1), EXPERTS, BLOCK_T, BLOCK_E)
     if expert >= EXPERTS:
@@ -249,7 +255,10 @@ def cut(rows: int, columns: int) -> tuple[int, int]:
 
 
 def _constants(scheme: Scheme, columns: int, groups: int) -> dict[str, Any]:
-    """Return the constants of the kernels. GROUP is 0 if groups neither fill nor divide blocks of columns."""
+    """Return the compile-time constants of the kernels.
+
+    GROUP is 0 if scale groups neither fill nor divide blocks of columns.
+    """
     width, start = (columns, 0) if groups == 1 else (scheme.group, scheme.start)
     one = groups == 1 and not scheme.indexed
     whole = not scheme.indexed and start == 0 and (width % _BLOCK == 0 or _BLOCK % width == 0)
@@ -270,7 +279,7 @@ def _tensors(matrix: QuantizedMatrix) -> tuple[torch.Tensor | None, ...]:
 
 
 def quantized_linear(x, parts, scheme, bias):
-    """See `bateleur.runner.models.quantized_product.quantized_linear`."""
+    """Return `x W^T + b` (T, N) for a quantised W in Triton, see `models.quantized_product.quantized_linear`."""
     (tokens, columns), (rows, groups) = x.shape, parts[1].shape
     matrix = QuantizedMatrix.of(scheme, columns, parts)
     kind = matrix.scheme
@@ -297,7 +306,7 @@ def quantized_linear(x, parts, scheme, bias):
 
 
 def quantized_grouped(x, ends, parts, scheme):
-    """See `bateleur.runner.models.quantized_product.quantized_grouped`."""
+    """Return each row of x times its group's quantised matrix, see `models.quantized_product.quantized_grouped`."""
     (tokens, columns), (experts, rows, groups) = x.shape, parts[1].shape
     matrix = QuantizedMatrix.of(scheme, columns, parts)
     kind = matrix.scheme

@@ -1,6 +1,6 @@
 """Kernels of a mixture of experts: choice of experts, sorting by expert, and the weighted sum.
 
-Legend: G groups, P experts of a group, K experts of a token, S places (pairs of token and expert), L lanes.
+Legend: G groups, P experts of a group, K experts of a token, S pairs of token and expert, L lanes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -27,7 +27,7 @@ _NONE = tl.constexpr(-(2**63))  # below every key
 
 @triton.jit
 def _keys(x, number, COUNT: tl.constexpr):
-    """Return distinct int64 sort keys: larger for larger x, NaN above all, and of equal ones for the lower number."""
+    """Return distinct int64 sort keys ordered as x, NaN largest. Of equal x, the lower number has the larger one."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(x == x, bits, 0x7FFFFFFF)
@@ -41,7 +41,10 @@ def _sigmoid(x):
 
 @triton.jit
 def _of_best_groups(key_GP, choice_GP, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Return the keys of the groups with the largest sums of their two best scores; the others are _NONE."""
+    """Return the keys of experts in the chosen groups, and _NONE for all others.
+
+    Chosen are the TOP_GROUPS groups with the largest sums of their two best scores.
+    """
     best_G1 = tl.max(key_GP, 1)[:, None]
     rest_GP = tl.where(key_GP == best_G1, _NONE, key_GP)
     two_GP = (key_GP == best_G1) | (rest_GP == tl.max(rest_GP, 1)[:, None])
@@ -61,9 +64,9 @@ def route_kernel(
     SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, CORRECTED: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). Takes the best key K times, then reads the logits of these experts.
+    """Choose a token's TOP_K experts one after the other, and compute their weights from their logits.
 
-    At least 28 blocks a multiprocessor.
+    Grid (tokens,). At least 28 blocks a multiprocessor.
     """
     token, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
     SIZE: tl.constexpr = EXPERTS // GROUPS
@@ -105,8 +108,9 @@ def sort_kernel(
     experts_ptr, token_ptr, place_ptr, ends_ptr, num_places,
     TOP_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (experts,). A program counts places of lower experts, then writes its own in order.
+    """Sort (token, expert) pairs by expert: write tokens and positions of one expert's pairs, and their end.
 
+    A program counts the pairs of lower experts, then writes those of its own expert in order. Grid (experts,).
     At least 5 blocks a multiprocessor.
     """
     own, s = tl.program_id(0), tl.arange(0, BLOCK_S)
@@ -133,8 +137,9 @@ def combine_kernel(
     y_ptr, place_ptr, weights_ptr, shared_ptr, gate_ptr, out_ptr, y_place, shared_token, gate_token,
     TOP_K: tl.constexpr, SIZE: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, tiles of lanes). Sums in float32, the best expert first, rounded once.
+    """Compute a tile of a token's weighted sum over its experts, plus the shared expert (times sigmoid of a gate).
 
+    Sums are float32, the best expert first, and rounded once. Grid (tokens, tiles of lanes).
     At least 11 blocks a multiprocessor.
     """
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -173,7 +178,7 @@ def route_tokens(
     scale: float,
     groups: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """See `bateleur.runner.models.router.route_tokens`."""
+    """Return weights and ids of each token's experts by a Triton kernel, see `models.router.route_tokens`."""
     other = logits if correction is None else correction
     require_adjacent(logits=logits, correction=other)
     num_tokens, experts = logits.shape
@@ -190,7 +195,7 @@ def route_tokens(
 
 
 def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `bateleur.runner.models.router.sort_places`."""
+    """Sort (token, expert) pairs by expert in one Triton launch, see `models.router.sort_places`."""
     experts = experts.contiguous()
     tokens, places = torch.empty(2, experts.numel(), dtype=torch.int64, device=experts.device).unbind()
     ends = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
@@ -199,7 +204,7 @@ def sort_places(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 
 
 def combine(y: Tensor, places: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None) -> Tensor:
-    """See `bateleur.runner.models.router.combine`."""
+    """Return the weighted sum of each token's experts by a Triton kernel, see `models.router.combine`."""
     added, factor = y if shared is None else shared, y if gate is None else gate
     require_adjacent(y=y, shared=added, places=places, weights=weights)
     (num_tokens, top_k), size = weights.shape, y.shape[1]

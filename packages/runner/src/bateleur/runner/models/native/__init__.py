@@ -33,7 +33,10 @@ def packs(weight: Tensor) -> bool:
 
 
 def narrowed(weight: Tensor) -> Tensor:
-    """Return W (N, K) in bfloat16 if that represents all its float32 numbers, as in bfloat16 checkpoints; else W."""
+    """Return W (N, K) in bfloat16 if that represents all its float32 numbers, as in bfloat16 checkpoints.
+
+    Else return W.
+    """
     if weight.dtype != torch.float32 or weight.shape[1] % 2:
         return weight
     parts = weight.view(torch.int32).split(1024)  # the first part decides for most
@@ -41,7 +44,10 @@ def narrowed(weight: Tensor) -> Tensor:
 
 
 def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtype) -> int | None:
-    """Return the size of packed W (rows, columns) in `dtype`, with numbers of dtype `stored`; None if not packed."""
+    """Return the bytes of W (rows, columns) of `dtype` after packing, or None if it would not be packed.
+
+    stored: dtype that represents all numbers of W.
+    """
     if (dtype, dtype) not in _NAMES or not rows * columns or unavailable_reason() is not None:
         return None
     if dtype == torch.bfloat16 and columns % 2:
@@ -53,14 +59,17 @@ def packed_bytes(rows: int, columns: int, dtype: torch.dtype, stored: torch.dtyp
 
 
 def describe_kernels(device: torch.device) -> str | None:
-    """Return which kernels compute on a CPU, and why, for `bateleur info`; None for other devices."""
+    """Return which kernels a CPU uses, and why, for `bateleur info`; None for other devices."""
     if device.type != "cpu":
         return None
     return "compiled for this processor" if unavailable_reason() is None else f"torch's own: {unavailable_reason()}"
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return W (N, K) in the kernels' layout: (P, K, WIDTH), bfloat16 (P, K / 2, WIDTH, 2); padded rows are 0."""
+    """Return W (N, K) in the layout of the C kernels, with padded rows of 0.
+
+    float32: (P, K, WIDTH); bfloat16: (P, K / 2, WIDTH, 2).
+    """
     (rows, columns), width, together = weight.shape, _panel_width(), _columns(weight)
     panels = -(-rows // width)
     packed = torch.empty(panels, columns // together, width, together, dtype=weight.dtype)
@@ -73,16 +82,16 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, rows: int) -> Tensor:
-    """Return W (N, K) of a packed matrix."""
+    """Return the plain matrix (N, K) of a packed one. rows: N."""
     panels, pairs, width, together = packed.shape
     return packed.transpose(1, 2).reshape(panels * width, pairs * together)[:rows].contiguous()
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """``(x (T, K), packed, bias (N,) or None, N) -> (T, N)``: x W^T + b, summed in float32, rounded once.
+    """Return `x W^T + b` (T, N) of x (T, K), a packed W (N, K) and b (N,) or None, summed in float32, rounded once.
 
-    x and b float32, or all bfloat16. Float32 x gets the same bits from a bfloat16 matrix as from its float32 copy. A
-    token's bits do not depend on other tokens.
+    rows: N. x and b are float32, or all are bfloat16. Float32 x gets the same bits from a bfloat16 matrix as from its
+    float32 copy. A token's bits do not depend on other tokens.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -120,7 +129,7 @@ product = skip_dispatcher(
 
 
 def _columns(weight: Tensor) -> int:
-    """Return how many columns are interleaved."""
+    """Return how many columns of W are interleaved in the packed layout."""
     return 2 if weight.dtype == torch.bfloat16 else 1
 
 

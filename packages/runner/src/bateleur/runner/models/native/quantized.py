@@ -1,4 +1,4 @@
-"""Products of float32 tokens with matrices of int8 or int4 codes in C: `quantized.c`.
+"""C kernels (`quantized.c`) for products of float32 tokens with matrices of int8 or int4 codes.
 
 Shapes: T tokens, N rows of a matrix, K columns, G groups of columns; P panels of WIDTH rows.
 """
@@ -25,7 +25,7 @@ _MIDDLE = {Layout.I8: 0, Layout.I4: 8}
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix (N, K) as the kernels read it; rows after the last are zero."""
+    """A quantised matrix (N, K) in the panel layout of the C kernels. Rows after the last are zero."""
 
     scheme: Scheme
     shape: tuple[int, int]
@@ -38,7 +38,7 @@ class PackedMatrix:
 
     @classmethod
     def of(cls, matrix: QuantizedMatrix, dtype: torch.dtype) -> PackedMatrix | None:
-        """The matrix packed for tokens of a dtype; None if there is no kernel for it."""
+        """Return the matrix packed for tokens of `dtype`; None if there is no kernel for it."""
         scheme, (rows, columns) = matrix.scheme, matrix.shape
         group, cpu = min(scheme.group, columns), matrix.codes.device.type in ("cpu", "meta")
         if not cpu or dtype != torch.float32 or scheme.layout not in _NAMES or unavailable_reason() is not None:
@@ -54,16 +54,16 @@ class PackedMatrix:
 
     @property
     def group(self) -> int:
-        """Columns of a group; all if there is one."""
+        """Number of columns with a common scale; all columns if there is one group."""
         return self.scheme.group if self.scales.shape[1] > 1 else self.shape[1]
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the tensors in memory. Their names begin with `prefix`."""
+        """Return the tensors in memory, by names that begin with `prefix`."""
         named = {prefix + each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def dequantize(self) -> Tensor:
-        """(N, K) float32."""
+        """Return the weights (N, K) in float32."""
         codes, scales = (_rows(each, self.shape[0]) for each in (self.codes, self.scales))
         layout = self.scheme.layout
         values = unpack(codes if layout is Layout.I8 else codes.view(torch.uint8), layout)
@@ -72,7 +72,7 @@ class PackedMatrix:
         return (values - (_MIDDLE[layout] if zeros is None else zeros)) * scales[:, group]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """See `packed_quantized`."""
+        """Return `x W^T + b` (T, N) for float32 x (T, K)."""
         rows, layout = self.shape[0], self.scheme.layout
         found: Tensor = product(x, self.codes, self.scales, self.zeros, bias, [rows, self.group, layout is Layout.I4])
         return found
@@ -81,10 +81,10 @@ class PackedMatrix:
 def packed_quantized(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, sizes: list[int]
 ) -> Tensor:
-    """``x (T, K) -> (T, N)``, float32: x W^T + b of the tensors of a `PackedMatrix`.
+    """Return `x W^T + b` (T, N) float32 of x (T, K) and the tensors of a `PackedMatrix` W.
 
-    sizes: N, columns of a group, and whether codes have 4 bits. Bits of a token do not depend on the others, and are
-    those of a product with the dequantised matrix.
+    sizes: N, columns with a common scale, and whether codes have 4 bits. The bits of a token do not depend on other
+    tokens, and equal those of a product with the dequantised matrix.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -114,7 +114,7 @@ product = skip_dispatcher(
 
 
 def _panels(rows: Tensor) -> Tensor:
-    """(P, C, WIDTH) of (N, C), with zeros for the rows after the last."""
+    """Return the panels (P, C, WIDTH) of a matrix (N, C), with zeros for the rows after the last."""
     width = _width()
     padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % width))
     return padded.view(-1, width, rows.shape[1]).transpose(1, 2).contiguous()

@@ -18,14 +18,20 @@ _KINDS = {"relu2": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | Unsupported:
-    """`models.norm.rms_norm` in C, for x (T, size) with dense rows, float32 or bfloat16."""
+    """Return the RMS norm of x (T, size) by a C kernel, as `models.norm.rms_norm`.
+
+    `Unsupported` unless x is float32 or bfloat16 with dense rows.
+    """
     return add_rms_norm(x, (), (), weight, eps, x.dtype)
 
 
 def add_rms_norm(
     h: Tensor, terms: Sequence[Tensor], factors: Sequence[float], weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor | Unsupported:
-    """`models.norm.add_rms_norm` in C, for up to two terms of one dtype with dense rows, float32 or bfloat16."""
+    """Add up to two terms to h in place and return its RMS norm by a C kernel, as `models.norm.add_rms_norm`.
+
+    `Unsupported` unless terms have one dtype, and all tensors are float32 or bfloat16 with dense rows.
+    """
     if dtype not in _FLOATS or not all(_takes(each) and each.dtype == terms[0].dtype for each in terms):
         return UNSUPPORTED
     if not (_takes(h) and _takes(weight) and h.dim() == 2 and len(terms) <= 2):
@@ -43,7 +49,10 @@ def add_rms_norm(
 
 
 def activation(wide: Tensor, size: int, name: str, gated: bool) -> Tensor | Unsupported:
-    """`models.mlp.activation` in C, for float32 or bfloat16 with dense rows."""
+    """Return `act(wide)` or `act(gate) * up` by a C kernel, as `models.mlp.activation`.
+
+    `Unsupported` unless wide is float32 or bfloat16 with dense rows.
+    """
     if not _takes(wide):
         return UNSUPPORTED
     tokens = wide.shape[0]

@@ -51,7 +51,7 @@ class MessagesBody(CountTokensBody):
 
 
 def chat_body(body: CountTokensBody) -> dict[str, Any]:
-    """Convert to a body of chat completions. Raises ValueError for unsupported values."""
+    """Convert a body of the Messages API to one of chat completions. Raises ValueError for unsupported values."""
     chat = {name: value for name, value in (body.model_extra or {}).items() if name not in _IGNORED}
     messages = [*_system(body.system), *(each for message in body.messages for each in _messages(message))]
     form = (body.output_config or {}).get("format") or body.output_format
@@ -79,7 +79,7 @@ def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
 
 
 def _messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield one message as chat messages: tool results become separate messages before the user's text."""
+    """Yield one message as chat messages. Tool results become separate messages before the user's text."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(content, list):
         yield {"role": role, "content": content}
@@ -115,7 +115,7 @@ def _call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Block) -> dict[str, Any]:
-    """Convert a tool. Tools of other types run on Anthropic's servers and stay as they are."""
+    """Convert a tool to chat completions' form. Tools that run on Anthropic's servers stay as they are."""
     if tool.get("type") not in (None, "custom", "function"):
         return tool
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}

@@ -22,7 +22,7 @@ from bateleur.runner.serve.sse import EventStream
 
 
 def router(service: Service) -> APIRouter:
-    """Create the routes."""
+    """Create the routes of the Messages API."""
     routes = APIRouter()
 
     @routes.post("/v1/messages", openapi_extra=openapi_model(MessagesBody))
@@ -50,7 +50,7 @@ def router(service: Service) -> APIRouter:
 
 
 async def _read(service: Service, request: Request, model: type[CountTokensBody]) -> ChatRequest:
-    """Parse the body of a request."""
+    """Read and parse the body of a request."""
     value = await read_json_object(request, service.config)
     with http_errors():
         body = validate(model, value)

@@ -38,7 +38,7 @@ class MessageWriter:
         yield {"type": "ping"}
 
     def write(self, events: Sequence[Event]) -> Iterator[StreamEvent]:
-        """Add events of the answer."""
+        """Add events of the answer to the message; yields stream events."""
         for event in events:
             match event:
                 case Reasoning(text):

@@ -65,7 +65,7 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
 
 
 def _name(name: str, value: Any) -> str:
-    """Check a request id. It is short because every chunk contains it."""
+    """Check a request id. It must be short, because every chunk contains it."""
     if not isinstance(value, str) or not 0 < len(value) <= 200 or not value.isprintable():
         refuse(name, value, "1 to 200 printable characters")
     return value
@@ -111,7 +111,7 @@ def split(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a body into the checked fields of `known` and the fields of `SamplingParams`.
 
-    null counts as absent. Unknown fields are logged once and ignored, or rejected if `strict`. Raises ValueError that
+    A null counts as absent. Unknown fields are logged once and ignored, or rejected if `strict`. Raises ValueError that
     names the field for an invalid value.
     """
     given = {name: value for name, value in mapping("the body", body).items() if value is not None}

@@ -23,7 +23,8 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Return `logprobs` of `/v1/completions`: the most likely tokens, and the token itself.
 
-    known: None for the first token of a prompt, whose text is `beginning`. offset: characters before the first token.
+    known: log probabilities at each position; None for the first token of a prompt, whose text is `beginning`. offset:
+    characters before the first token.
     as_ids: write tokens as token_id:ID.
     """
     tokens: list[str] = []
@@ -41,7 +42,10 @@ def completion_logprobs(
 
 
 def _top_logprobs(position: Mapping[int, Logprob], token: int, most: int, as_ids: bool) -> dict[str, float]:
-    """Return log probabilities by text, or by bytes for partial characters. The likeliest of equal texts counts."""
+    """Return log probabilities by the text of the token, or by its bytes if it is a part of a character.
+
+    Of tokens with equal text, the most likely one counts.
+    """
     entry: dict[str, float] = {}
     for i, each in enumerate(sorted(position, key=lambda each: position[each].rank)):
         if i < most or most < 0 or each == token:

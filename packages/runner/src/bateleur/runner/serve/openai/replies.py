@@ -11,7 +11,7 @@ from bateleur.runner.serve.openai.requests import APIRequest, ChatRequest, Compl
 
 
 class Decode(Protocol):
-    """Decoder of token ids, including special tokens."""
+    """Interface of the decoder of token ids, which also decodes special tokens."""
 
     def __call__(self, token_ids: list[int]) -> str:
         """Decode tokens to text."""
@@ -74,8 +74,8 @@ def completion_choice(
 ) -> dict[str, Any]:
     """Return one choice of a reply or chunk.
 
-    first: this is the reply or the first chunk, which has the fields of the prompt. offset: characters of the tokens in
-    earlier chunks.
+    first: whether this is the reply or the first chunk, which has the fields of the prompt. offset: characters of the
+    tokens in earlier chunks.
     """
     drawn = [] if parsed.only_prompt else list(completion.token_ids)
     text = "" if parsed.only_prompt else completion.text
@@ -118,8 +118,8 @@ def chat_reply(
 ) -> dict[str, Any]:
     """Return the reply to a body of `/v1/chat/completions`.
 
-    output: the final output. created: seconds since 1970. message: parses the text of a continuation into message
-    fields; default: all text is `content`.
+    output: the final output. created: seconds since 1970. message: parses the text of a continuation (one of `n`) into
+    message fields; default: all text is `content`.
     """
     message_fields = message or (lambda each: {"content": each.text})
     return {
@@ -175,7 +175,7 @@ _NO_FIELDS = {"role": "assistant", "refusal": None, "reasoning": None, "reasonin
 
 
 def request_metrics(output: RequestOutput) -> dict[str, float | None] | None:
-    """Return times of a finished request in milliseconds, with vLLM's names; None for several continuations."""
+    """Return times of a finished request in milliseconds, with vLLM's names; None for more than one continuation."""
     times, count = output.metrics, sum(len(each.token_ids) for each in output.outputs)
     if len(output.outputs) > 1 or not times.first_token_time:
         return None

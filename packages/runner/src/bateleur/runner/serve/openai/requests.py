@@ -21,7 +21,7 @@ from bateleur.runner.utils.arguments import TEXTS_AND_BYTES, Check, Integer, fla
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class APIRequest:
-    """Parsed fields of all bodies."""
+    """Fields that all parsed request bodies have."""
 
     params: SamplingParams
     model: str | None = None
@@ -58,7 +58,7 @@ class CompletionRequest(APIRequest):
     """Whether max_tokens is 0. The engine generates at least one token, which the reply leaves out."""
 
     def prompts_for(self, tokenizer: Tokenizer) -> tuple[dict[str, Any], ...]:
-        """Return the prompts for `LLM.add_request`."""
+        """Return the prompts of the body, as `LLM.add_request` takes them."""
         return self.prompts
 
 
@@ -85,7 +85,10 @@ class ChatRequest(APIRequest):
     """Whether the reply contains the reasoning."""
 
     def prompts_for(self, tokenizer: Tokenizer) -> tuple[ChatPrompt]:
-        """Render the prompt, without tools if tool_choice is none. Raises ValueError as `render`."""
+        """Render the conversation as the only prompt, without tools if tool_choice is none.
+
+        Raises ValueError as `render`.
+        """
         prompt = render(
             tokenizer,
             self.messages,
@@ -183,7 +186,7 @@ def chat_request(
 
 
 def _names_for_template(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return template arguments. Templates use one of two names to enable thinking, so both are set."""
+    """Return more arguments of the template. Templates use one of two names to enable thinking, so both are set."""
     names = {"documents": own["documents"]} if "documents" in own else {}
     effort, thinking = own.get("reasoning_effort"), own.get("enable_thinking")
     if effort is not None:
@@ -213,7 +216,7 @@ def _common(own: Mapping[str, Any], sampling: dict[str, Any], grammar: str = "st
 
 
 def _prompts(name: str, value: Any) -> tuple[dict[str, Any], ...]:
-    """Parse text, token ids, or a list of either. The engine checks the ids themselves."""
+    """Parse prompts: text, token ids, or a list of either. The engine checks the ids themselves."""
     if isinstance(value, str):
         return ({"prompt": value},)
     if not isinstance(value, Sequence) or isinstance(value, TEXTS_AND_BYTES) or not value:
@@ -230,7 +233,7 @@ def _messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _as_it_is(name: str, value: Any) -> Any:
-    """Accept a value that is checked later, together with other fields."""
+    """Return a value unchanged. It is checked later, together with other fields."""
     return value
 
 

@@ -1,4 +1,4 @@
-"""Standard names of JSON Schema types: tools often use Python's names."""
+"""Standard names of JSON Schema types. Tools often use Python's names instead."""
 
 from __future__ import annotations
 

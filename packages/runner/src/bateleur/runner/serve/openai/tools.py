@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
-    """A tool choice that forces a call of one tool."""
+    """A tool choice that forces a call of the tool with this name."""
 
     name: str
 
@@ -34,7 +34,7 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 def tools(value: Any, *, strict: bool = False) -> tuple[dict[str, Any], ...]:
     """Return the function tools, with unique names. Raises ValueError with the position of an invalid tool.
 
-    Other tools, which only run on their vendor's servers, and duplicates are ignored and logged once, or rejected if
+    Duplicates, and tools that only run on their vendor's servers, are ignored and logged once, or rejected if
     `strict`.
     """
     functions: dict[str, dict[str, Any]] = {}
@@ -77,7 +77,7 @@ def tool_choice(value: Any, known: Tools) -> ToolChoice:
 
 
 def allowed_tools(choice: Any, known: tuple[dict[str, Any], ...]) -> tuple[Any, tuple[dict[str, Any], ...]]:
-    """Return mode and tools of {type: allowed_tools, allowed_tools: {mode, tools}}; other choices unchanged."""
+    """Return mode and tools of a choice of type allowed_tools; return other choices and all tools unchanged."""
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return choice, known
     name = "tool_choice.allowed_tools"
@@ -109,12 +109,12 @@ def forced_schema(choice: ToolChoice, known: Tools, *, parallel: bool) -> dict[s
 
 
 def is_strict(tool: Mapping[str, Any]) -> bool:
-    """Whether calls of a tool must follow its schema."""
+    """Return whether calls of a tool must follow its schema."""
     return tool["function"].get("strict") is True
 
 
 def arguments_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of arguments with tool_choice auto: any object unless the tool is strict."""
+    """Return the schema of a tool's arguments with tool_choice auto: any object unless the tool is strict."""
     return _arguments(tool["function"]) if is_strict(tool) else {"type": "object"}
 
 
@@ -129,7 +129,7 @@ def _call_schema(function: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments; without `parameters` there are none."""
+    """Return the schema of a function's arguments; without `parameters` it has no arguments."""
     parameters = function.get("parameters")
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -137,7 +137,7 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Move a schema to another JSON pointer: adjust its local references."""
+    """Return a schema that is moved to another JSON pointer: its local references are adjusted."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict):

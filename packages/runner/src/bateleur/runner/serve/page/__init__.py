@@ -17,7 +17,7 @@ def html() -> bytes:
 
 @cache
 def content_security_policy() -> str:
-    """Return a header that allows only the page's own script, style and server."""
+    """Return the Content-Security-Policy header, which allows only the page's own script, style and server."""
     script, style = (
         " ".join(f"'sha256-{b64encode(sha256(text).digest()).decode()}'" for text in _texts(tag))
         for tag in ("script", "style")

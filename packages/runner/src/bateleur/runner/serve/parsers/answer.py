@@ -16,7 +16,7 @@ _LONGEST_PIECE = 512
 
 
 class AnswerParser:
-    """Incremental parser of one answer. The division of the text changes only the division of text events.
+    """Incremental parser of one answer. How the text is divided into pieces affects only how text events are divided.
 
     Reasoning ends at its end tag, or at a tool call without a later end tag. White space around tags is dropped.
     """
@@ -29,7 +29,10 @@ class AnswerParser:
         table: TagTable | None = None,
         make_id: Callable[[], str] = new_call_id,
     ) -> None:
-        """`reasoning`, `calls`: formats to parse; None leaves the text in content. `table`: tags that are tokens."""
+        """reasoning, calls: formats to parse; None leaves their text in the content.
+
+        table: tags that are single tokens.
+        """
         self._think, self._format = reasoning, calls
         self._table = TagTable() if table is None else table
         self._source = Source()
@@ -48,7 +51,10 @@ class AnswerParser:
         self._read = self._answer()
 
     def feed(self, text: str, tags: Sequence[TextTag] = ()) -> list[Event]:
-        """Parse the next piece of text, with the positions of its tags. Returns the events that are certain."""
+        """Parse the next piece of text, with the positions of its tags.
+
+        Returns the events that later text can't change.
+        """
         marked = self._table.mark(text, tags)
         for at in range(0, len(marked), _LONGEST_PIECE):
             self._source.text += marked[at : at + _LONGEST_PIECE]
@@ -56,7 +62,7 @@ class AnswerParser:
         return self._taken()
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """End the text. Returns the remaining events. `cut`: the text ended at a limit."""
+        """End the text and return the remaining events. cut: whether the text was truncated by a limit."""
         self._source.final, self._source.cut = True, cut
         for _ in self._read:
             raise AssertionError("a parser waits for text after the end")
@@ -135,7 +141,7 @@ class AnswerParser:
         return found
 
     def _begins_call(self, source: Source) -> bool:
-        """Whether the complete text starts with a call."""
+        """Return whether a call starts at the start of the text, which is complete."""
         assert self._format is not None
         form = self._format
         calls = Calls(form.tools, form.max_calls, self._table, lambda event: None, end_tags=form.end_tags)
@@ -147,7 +153,7 @@ class AnswerParser:
         raise AssertionError("a parser waits for text after the end")
 
     def _content(self) -> Reader[None]:
-        """Parse content and calls. Another end tag of the reasoning is dropped, another begin tag starts reasoning."""
+        """Parse content and calls. A further end tag of reasoning is dropped; a further begin tag starts it."""
         source = self._source
         while True:
             start, tag = self._in_content.first(source)
@@ -172,13 +178,16 @@ class AnswerParser:
     # --- texts ----------------------------------------------------------------------------------------------
 
     def _say(self, text: str, *, whole: bool = False) -> None:
-        """Report content. Trailing white space waits for the next text, unless `whole` ends the content."""
+        """Report content.
+
+        White space at its end waits for the next text, unless `whole` says that the content ends here.
+        """
         if text := self._without_space(text, whole=whole):
             self._after_call, self._has_content = False, True
             self._events.append(Content(self._table.unmark(text)))
 
     def _reason(self, text: str, *, whole: bool = False) -> None:
-        """Report reasoning, with white space as in `_say`."""
+        """Report reasoning. White space at its end is treated as in `_say`."""
         if text := self._without_space(text, whole=whole):
             self._events.append(Reasoning(self._table.unmark(text)))
 

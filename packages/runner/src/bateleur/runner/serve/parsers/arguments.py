@@ -1,4 +1,4 @@
-"""Tool calls that a parser found: their arguments are written as valid JSON with the schema's types."""
+"""Tool calls found by a parser. Their arguments are written as valid JSON with the types of the tool's schema."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ArgumentsWriter:
     """Incremental writer of the arguments of one call, as a JSON object."""
 
     def __init__(self, write: Callable[[str], None], schema: Mapping[str, Any], end_tags: Search) -> None:
-        """`write`: receives pieces of JSON text. `schema`: parameters of the tool."""
+        """write: receives pieces of JSON text. schema: parameters of the tool. end_tags: tags that end the call."""
         self.write, self._schema = write, schema
         self.end_tags = end_tags
         """Tags that end a call."""
@@ -45,7 +45,7 @@ class ArgumentsWriter:
         return types_of(self._schema, key)
 
     def key(self, key: str, *, before: str = "", colon: str = ": ") -> None:
-        """Write a key. `before`: text that replaces the ", " or "{" before the key."""
+        """Write a key. before: text that replaces the ", " or "{" before the key."""
         self.write(before or (", " if self.keys else "{"))
         self.write(as_string(key) + colon)
         self.keys.append(key)
@@ -71,7 +71,7 @@ class ArgumentsWriter:
         self.write(literal_as_json(text, self.types(key)))
 
     def close(self, before: str = "") -> None:
-        """End the object. `before`: white space before its brace."""
+        """End the object. before: white space before its closing brace."""
         self.write((before if self.keys else "{") + "}")
 
 
@@ -87,7 +87,7 @@ class Calls:
         make_id: Callable[[], str] = new_call_id,
         end_tags: Sequence[str] = (),
     ) -> None:
-        """`max_calls`: None for no limit. `emit`: receives the events. `end_tags`: tags that end a call."""
+        """max_calls: None for no limit. emit: receives the events. end_tags: tags that end a call."""
         self._end_tags = Search(end_tags)
         functions = [tool["function"] for tool in tools]
         self._schemas: dict[str, Mapping[str, Any]] = {each["name"]: each.get("parameters") or {} for each in functions}
@@ -100,11 +100,11 @@ class Calls:
         return list(self._schemas)
 
     def may_call(self, name: str) -> bool:
-        """Whether the tool exists and the limit of calls is not reached."""
+        """Return whether the tool exists and the limit of calls is not reached."""
         return name in self._schemas and (self._max_calls is None or self.num_calls < self._max_calls)
 
     def begin(self, name: str, call_id: str = "") -> ArgumentsWriter:
-        """Begin a call. Returns the writer of its arguments."""
+        """Begin a call of a tool. Returns the writer of its arguments."""
         index = self.num_calls
         self.num_calls += 1
         self._emit(ToolCall(index, call_id or self._make_id(), name))

@@ -1,4 +1,4 @@
-"""Output format of a model: request parameters and parsing of its reasoning and tool calls."""
+"""Output format of a model: request parameters, and parsing of its reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ from bateleur.runner.utils.arguments import refuse
 
 
 class AnswerReader:
-    """Converts the outputs of one continuation, deltas or whole, to events."""
+    """Converts the engine's outputs for one continuation (one of `n`) to events: text, reasoning and tool calls.
+
+    Outputs may be deltas, or one complete output.
+    """
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
@@ -41,10 +44,10 @@ class AnswerReader:
         """Arguments of the last call so far; None without calls."""
 
     def read(self, completion: CompletionOutput) -> list[Event]:
-        """Return the events of the next output. The last event is `End`.
+        """Return the events of the next output. The last event of all is `End`.
 
-        A stop string that is not a tag truncates a call as a limit does. The finish reason of a truncated call is not
-        "tool_calls".
+        A stop string that is not a tag truncates a call, as a token limit does. The finish reason of a truncated call
+        is not "tool_calls".
         """
         events = self._parser.feed(completion.text, completion.tags)
         reason, stop = completion.finish_reason, completion.stop_reason
@@ -65,7 +68,7 @@ class AnswerReader:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A prepared request: its parameters and the parsing of its answer."""
+    """A chat request for the engine: its sampling parameters, and the parser for its answer."""
 
     params: SamplingParams
     """Parameters to submit."""
@@ -78,7 +81,7 @@ class PreparedChat:
     _max_calls: int | None
 
     def reader(self) -> AnswerReader:
-        """Create the reader of one continuation."""
+        """Create the reader of one continuation (one of `n`)."""
         calls = None if self._format is None else self._format(self._tools, self._max_calls, self._table)
         return AnswerReader(AnswerParser(reasoning=self._reasoning, calls=calls, table=self._table))
 
@@ -87,7 +90,7 @@ class ChatFormat:
     """Format of a model's reasoning and tool calls. Immutable and thread-safe."""
 
     def __init__(self, options: ParserOptions, tokenizer: Tokenizer) -> None:
-        """Select parsers by the options; `auto` selects by the chat template."""
+        """Select parsers by the options. `auto` selects by the chat template."""
         template = options.chat_template or template_text(getattr(tokenizer, "chat_template", None))
         tags = tag_tokens(tokenizer)
         named = options.tool_call_parser, options.reasoning_parser
@@ -149,7 +152,7 @@ class ChatFormat:
         return PreparedChat(params, phase, self._table, reasoning, kind, tools, max_calls)
 
     def _reasoning_phase(self, prompt: ChatPrompt) -> ReasoningPhase:
-        """Return whether the answer contains reasoning, judged by the last tags of the prompt."""
+        """Return whether the answer contains reasoning, according to the last tags of the prompt."""
         begin, end = self._think_ids.get(Think.BEGIN), self._think_ids.get(Think.END)
         if begin is None or end is None:
             text = prompt["prompt"].rstrip()
@@ -181,6 +184,6 @@ def prepare_chat(chat_format: ChatFormat, parsed: ChatRequest, prompt: ChatPromp
 
 
 def reasoning_enabled(template: Mapping[str, Any]) -> bool:
-    """Whether the template arguments leave reasoning enabled."""
+    """Return whether the template arguments leave reasoning enabled."""
     off = any(template.get(name) is False for name in ("enable_thinking", "thinking"))
     return not off and template.get("reasoning_effort") != "none"

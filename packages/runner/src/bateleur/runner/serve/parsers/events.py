@@ -1,6 +1,7 @@
 """Events: the parts of a model's answer, in order, and their conversion to OpenAI's message form.
 
-Adjacent text events of one kind can be joined. The events of a stream join to those of the whole answer.
+Adjacent text events of one kind can be joined. Joined like this, the events of a stream equal those of the whole
+answer.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def merged(events: Sequence[Event]) -> list[Event]:
 
 
 def chat_delta(events: Sequence[Event]) -> dict[str, Any]:
-    """Convert events to the `delta` of a chunk; empty if they add nothing."""
+    """Convert events to the `delta` of a chunk; empty if the events add nothing."""
     content = "".join(each.text for each in events if isinstance(each, Content))
     reasoning = "".join(each.text for each in events if isinstance(each, Reasoning))
     calls: list[dict[str, Any]] = []

@@ -32,13 +32,13 @@ _REPEATED_END = re.compile(rf"(\s*{_END_PARAMETER})+\s*$")
 def read_functions(source: Source, at: int, calls: Calls, table: TagTable, *, bare: bool) -> Reader[bool]:
     """Parse and consume the call at a position. Returns False, and consumes nothing, if there is none.
 
-    bare: there is no <tool_call> before it.
+    bare: whether the call has no <tool_call> before it.
     """
     return (yield from _Function(source, calls, table, bare=bare).read(at))
 
 
 class _Function:
-    """Parser of one call."""
+    """Parser of one XML-like function call."""
 
     def __init__(self, source: Source, calls: Calls, table: TagTable, *, bare: bool) -> None:
         self._source, self._calls, self._bare = source, calls, bare
@@ -53,7 +53,7 @@ class _Function:
         )
 
     def read(self, at: int) -> Reader[bool]:
-        """See `read_functions`."""
+        """Parse and consume the call at position `at`; see `read_functions`."""
         source = self._source
         found = yield from self._tag_at(at)
         name = _name(found[0]) if found is not None and found[0].lstrip("< ").startswith("function") else ""
@@ -103,7 +103,7 @@ class _Function:
             yield
 
     def _num_certain(self) -> int:
-        """Return the length of the text without a possible start of a tag at its end."""
+        """Return the length of the text without a possible start of a tag at its end, which may still change."""
         text = self._source.text
         return len(text) if self._source.final else self._num_outside(text)
 
@@ -204,7 +204,7 @@ class _Function:
         return "possible end" if function and (parameter or call) else "text"
 
     def _is_call(self, at: int) -> Reader[bool]:
-        """Whether a call of an available tool starts at a position."""
+        """Return whether a call of an available tool starts at a position."""
         found = yield from self._tag_at(at)
         if found is not None and found["call"] and "function" not in found[0]:
             after = yield from skip_space(self._source, found.end())
@@ -242,12 +242,12 @@ class _Value:
             writer.begin_text()
 
     def may_precede(self, key: str) -> bool:
-        """Whether a parameter with this name may follow without an end tag before it."""
+        """Return whether a parameter with this name may follow although the value has no end tag."""
         known = self._writer.properties
         return not self.holds_call and key not in self._writer.keys and (key in known or not known)
 
     def is_complete(self, text: str) -> bool:
-        """Whether the value is not a string, and complete with this text at its end."""
+        """Return whether the value is not a string, and is complete if it ends with this text."""
         return not self._is_text and is_complete("".join(self._parts) + text)
 
     def add(self, text: str) -> None:
@@ -260,13 +260,13 @@ class _Value:
             self._parts.append(text)
 
     def cut(self, text: str) -> None:
-        """End a truncated value. Its last newlines may belong to the end tag."""
+        """End a truncated value. Newlines at its end are dropped, because they may belong to an incomplete end tag."""
         self.add(text.removesuffix("\n").removesuffix("\n"))
 
     def end(self, text: str, *, lacks_tag: bool = False) -> None:
         """End the value with its last text, and drop the newline of the end tag.
 
-        lacks_tag: the end tag is missing, so two newlines are dropped.
+        lacks_tag: whether the end tag is missing, so that two newlines are dropped.
         """
         self.add(text.removesuffix("\n").removesuffix("\n" if lacks_tag else ""))
         if self._is_text:

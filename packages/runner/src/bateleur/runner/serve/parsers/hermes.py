@@ -1,4 +1,4 @@
-"""Calls between <tool_call> and </tool_call>: JSON objects, or functions in Qwen3-Coder's notation.
+"""Parsers for calls between <tool_call> and </tool_call>: JSON objects, or functions in Qwen3-Coder's notation.
 
 <tool_call>
 {"name": "weather", "arguments": {"city": "Oslo"}}
@@ -22,13 +22,13 @@ from bateleur.runner.structured.formats import Format, json_of, listed, tagged
 
 
 class Hermes(ToolFormat):
-    """Hermes: JSON objects or functions between <tool_call> tags."""
+    """Tool calls of Hermes: JSON objects or functions between <tool_call> tags."""
 
     START_TAGS: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     END_TAGS = ("</tool_call>",)
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
-        """See `ToolFormat`."""
+        """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         start_tag = self.start_tag_of(source)
         bare = start_tag == FUNCTION
         at = 0 if bare else (yield from skip_space(source, len(start_tag)))
@@ -42,7 +42,7 @@ class Hermes(ToolFormat):
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """See `ToolFormat`."""
+        """Build the grammars of calls of these functions; see `ToolFormat.call_tags`."""
         return [
             tagged(
                 f'<tool_call>\n{{"name": {json.dumps(each.name)}, "arguments": ',
@@ -54,13 +54,13 @@ class Hermes(ToolFormat):
 
 
 class Qwen3Coder(Hermes):
-    """Qwen3-Coder, Qwen3.5 and Nemotron 3: as `Hermes`, and functions without <tool_call> tags."""
+    """Tool calls of Qwen3-Coder, Qwen3.5 and Nemotron 3: as `Hermes`, and functions without <tool_call> tags."""
 
     START_TAGS = ("<tool_call>", FUNCTION)
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """See `ToolFormat`."""
+        """Build the grammars of calls of these functions; see `ToolFormat.call_tags`."""
         bare = [
             tagged(
                 f"{FUNCTION}{each.name}>\n", {"type": "qwen_xml_parameter", "json_schema": each.schema}, "</function>"
@@ -72,18 +72,21 @@ class Qwen3Coder(Hermes):
 
     @classmethod
     def triggers(cls, functions: Sequence[Function]) -> list[str]:
-        """See `ToolFormat`. Free text may contain other function tags."""
+        """Return texts that start a call in free text.
+
+        They have the function's name; other such tags may occur in text.
+        """
         return ["<tool_call>", *(f"{FUNCTION}{each.name}>" for each in functions)]
 
 
 class Granite(Hermes):
-    """Granite: as `Hermes`, or a list of JSON objects after <|tool_call|> (Granite 3)."""
+    """Tool calls of Granite: as `Hermes`, or a list of JSON objects after <|tool_call|> (Granite 3)."""
 
     START_TAGS = ("<|tool_call|>", "<tool_call>")
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """See `ToolFormat`."""
+        """Build the grammars of calls of these functions; see `ToolFormat.call_tags`."""
         calls = [
             tagged(f'{{"name": {json.dumps(each.name)}, "arguments": ', json_of(each.schema), "}") for each in functions
         ]

@@ -1,4 +1,4 @@
-"""Tool calls that are JSON objects, {"name": ..., "arguments": {...}}, or a list of them.
+"""Parsers for tool calls that are JSON objects, {"name": ..., "arguments": {...}}, or a list of them.
 
 Llama 3 writes them without tags. `NamedCall` and `ListedCalls` parse answers to a forced tool_choice.
 """
@@ -104,7 +104,7 @@ def _read_call(source: Source, at: int, calls: Calls) -> Reader[bool]:
 
 
 class _Member(NamedTuple):
-    """A member of an object. key=None marks the end of the members."""
+    """Key and positions of one member of a JSON object. key=None marks the end of the members."""
 
     key: str | None
     start: int
@@ -138,7 +138,7 @@ def _as_text(value: str) -> str:
 
 
 def _as_object(value: str) -> str:
-    """Return arguments as the text of an object, also from a string or null; empty for other values."""
+    """Return arguments as the text of a JSON object, given as object, string or null; empty for other values."""
     value = value.strip()
     if value[:1] and value[0] in _QUOTES:
         value = _as_text(value).strip()
@@ -166,7 +166,7 @@ def _skip_members(source: Source) -> Reader[None]:
 def read_object(source: Source, writer: ArgumentsWriter) -> Reader[None]:
     """Consume the object at the start of the text, and write it as the arguments of a call.
 
-    An object that the model left open is closed, a truncated one is not.
+    An object that the model did not close is closed. A truncated one stays open.
     """
     before = source.take(1)
     while True:
@@ -192,7 +192,7 @@ def read_object(source: Source, writer: ArgumentsWriter) -> Reader[None]:
 
 
 def _read_key(source: Source, at: int) -> Reader[tuple[str | None, int]]:
-    """Parse a key with or without quotes. Returns the key, or None, and its end."""
+    """Parse a key with or without quotes. Returns the key, or None, and the position after it."""
     first = source.text[at : at + 1]
     if first and first in _QUOTES:
         end = yield from _string_end(source, at + 1, first, _ENDS_KEY)
@@ -340,19 +340,19 @@ def value_end(source: Source, at: int, next_key: re.Pattern[str] = NO_KEY) -> Re
 
 
 class Llama3Json(ToolFormat):
-    """Llama 3: JSON objects separated by semicolons, bare or after <|python_tag|>."""
+    """Tool calls of Llama 3: JSON objects separated by semicolons, bare or after <|python_tag|>."""
 
     START_TAGS = ("<|python_tag|>",)
     BARE_STARTS = "{["
     SEPARATOR = "; "
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
-        """See `ToolFormat`."""
+        """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         return (yield from read_calls(source, len(self.start_tag_of(source)), calls))
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """See `ToolFormat`. The calls have no start tag."""
+        """Build the grammars of calls, which have no start tag; see `ToolFormat.call_tags`."""
         return [
             tagged(f'{{"name": {json.dumps(each.name)}, "parameters": ', json_of(each.schema), "}")
             for each in functions
@@ -363,12 +363,12 @@ _BEGUN = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)$')
 
 
 class NamedCall(ToolFormat):
-    """The whole answer is the arguments of one tool."""
+    """An answer to a tool_choice that names a tool: the whole answer is the arguments of this tool."""
 
     BARE_STARTS = "{"
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
-        """See `ToolFormat`."""
+        """Parse and consume the arguments of the tool; see `ToolFormat.read`."""
         (name,) = calls.names
         writer = calls.begin(name)
         while True:
@@ -379,12 +379,15 @@ class NamedCall(ToolFormat):
 
 
 class ListedCalls(ToolFormat):
-    """The whole answer is a JSON list of calls."""
+    """An answer to tool_choice required: the whole answer is a JSON list of calls."""
 
     BARE_STARTS = "["
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
-        """See `ToolFormat`. An answer truncated in a tool name is a call if the prefix is unique."""
+        """Parse and consume the list of calls; see `ToolFormat.read`.
+
+        An answer that is truncated in a tool name is a call if only one tool begins with this text.
+        """
         yield from read_calls(source, 0, calls)
         while not source.final:
             yield

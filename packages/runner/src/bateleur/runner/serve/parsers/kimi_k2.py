@@ -1,4 +1,4 @@
-"""Calls as Kimi K2 and Kimi Linear write them:
+"""Parser for calls as Kimi K2 and Kimi Linear write them:
 
 <|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Oslo"}
 <|tool_call_end|><|tool_calls_section_end|>
@@ -23,14 +23,14 @@ _ID = re.compile(r"\s*((?:functions\.)?([\w.-]+?)(?::\d+)?)\s*")
 
 
 class KimiK2(ToolFormat):
-    """Kimi K2: calls with ids from the model, such as functions.weather:0."""
+    """Tool calls of Kimi K2, with ids from the model such as functions.weather:0."""
 
     START_TAGS = (_SECTION, _CALL)
     END_TAGS = (_END, _END_SECTION)
     INNER_TAGS = (_ARGUMENTS,)
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
-        """See `ToolFormat`."""
+        """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         section, call, begin = (self.table.marker(tag) for tag in (_SECTION, _CALL, _ARGUMENTS))
         at, found = 0, False
         while True:
@@ -61,7 +61,7 @@ class KimiK2(ToolFormat):
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """See `ToolFormat`."""
+        """Build the grammars of calls of these functions; see `ToolFormat.call_tags`."""
         calls = []
         for each in functions:
             arguments = sequence(pattern("[0-9]{1,3}"), const(_ARGUMENTS), json_of(each.schema))

@@ -66,7 +66,7 @@ _CALLS_IN_TEMPLATE = (
 def tool_parser_of(template: str, tags: Collection[str]) -> str | None:
     """Return the tool parser for a chat template; None without tools or with an unknown format.
 
-    tags: special tokens of the tokenizer, because LFM2's templates lack them.
+    tags: tag tokens of the tokenizer. LFM2 is recognised by them, because its templates lack the tags.
     """
     if "tools" not in template:
         return None
@@ -82,14 +82,14 @@ def reasoning_parser_of(template: str, tags: Collection[str]) -> str | None:
 
 
 def template_text(template: Any) -> str:
-    """Return a chat template, or several named ones, as one text."""
+    """Return a chat template as text. Several named templates are joined."""
     if isinstance(template, Mapping):
         return "\n".join(map(str, template.values()))
     return template if isinstance(template, str) else ""
 
 
 def _template(name: str, value: Any) -> str:
-    """Return a template given as text or as a file."""
+    """Return a template, given as text or as a file."""
     if "{{" in text(name, value) or "{%" in value:
         return str(value)
     try:
@@ -105,7 +105,7 @@ def _names(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parser(parsers: Collection[str], aliases: Mapping[str, str]) -> Callable[[str, Any], str]:
-    """Create the check of a parser name, which resolves aliases. None means `none`."""
+    """Return a check of a parser name, which resolves aliases. A value of None means `none`."""
     check = OneOf((AUTO, NONE, *parsers, *aliases))
 
     def checked(name: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Calls in Python's notation, as LFM2 and OLMo 3 write them: [weather(city="Oslo", days=3), time()]."""
+"""Parsers for calls in Python's notation, as LFM2 and OLMo 3 write them: [weather(city="Oslo", days=3), time()]."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEYWORD = re.compile(r"([A-Za-z_]\w{0,200})\s*=(?!=)\s*")
 
 
 class Pythonic(ToolFormat):
-    """Python calls with keyword arguments, or JSON objects, between tags."""
+    """Tool calls as Python calls with keyword arguments, or as JSON objects, between tags."""
 
     DELIMITERS: ClassVar[tuple[str, str, str]]
     """Text before, between and after calls, inside of the tags."""
@@ -33,7 +33,7 @@ class Pythonic(ToolFormat):
         return [tagged(cls.START_TAGS[0] + before, listed(calls, between, once=once), after + cls.END_TAGS[0])]
 
     def read(self, source: Source, calls: Calls) -> Reader[bool]:
-        """See `ToolFormat`."""
+        """Parse and consume the calls at the start of the text; see `ToolFormat.read`."""
         start = yield from skip_space(source, len(self.start_tag_of(source)))
         in_list = source.text.startswith("[", start)
         at = (yield from skip_space(source, start + 1)) if in_list else start
@@ -49,7 +49,7 @@ class Pythonic(ToolFormat):
 
 
 class Lfm2(Pythonic):
-    """<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>, as LFM2 writes it."""
+    """Tool calls of LFM2: <|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>."""
 
     START_TAGS = ("<|tool_call_start|>",)
     END_TAGS = ("<|tool_call_end|>",)
@@ -57,7 +57,7 @@ class Lfm2(Pythonic):
 
 
 class Olmo3(Pythonic):
-    """<function_calls>, a call on each line, and </function_calls>, as OLMo 3 writes it."""
+    """Tool calls of OLMo 3: <function_calls>, a call on each line, and </function_calls>."""
 
     START_TAGS = ("<function_calls>",)
     END_TAGS = ("</function_calls>",)

@@ -20,7 +20,7 @@ _FIRST_STAND_IN = 0xD800
 
 
 class Source:
-    """Received text that is not consumed yet."""
+    """The text that the parser has received and not consumed yet."""
 
     def __init__(self, text: str = "", *, final: bool = False) -> None:
         self.text = text
@@ -86,11 +86,11 @@ class TagTable:
     """Tags that are single tokens of a model, with a marker character for each.
 
     A marker is a lone surrogate, which decoded text never contains. It distinguishes the token of a tag from the same
-    text in other tokens, and parsers search for both in the same way.
+    text in other tokens. Parsers search for markers and for plain tags in the same way.
     """
 
     def __init__(self, tokens: Mapping[int, str] | None = None) -> None:
-        """`tokens`: tags by token id."""
+        """tokens: tags by token id."""
         known = tokens or {}
         self._stand_ins = {token: chr(_FIRST_STAND_IN + i) for i, token in enumerate(known)}
         self._by_text = {known[token]: char for token, char in self._stand_ins.items()}
@@ -101,7 +101,7 @@ class TagTable:
         return self._by_text.get(tag, tag)
 
     def is_token(self, tag: str) -> bool:
-        """Whether the tag is a single token."""
+        """Return whether the tag is a single token."""
         return tag in self._by_text
 
     def mark(self, text: str, tags: Sequence[TextTag]) -> str:

@@ -12,7 +12,7 @@ from bateleur.runner.structured.formats import Format
 
 
 class Function(NamedTuple):
-    """A callable function and the JSON schema of its arguments."""
+    """A function that the model may call, and the JSON schema of its arguments."""
 
     name: str
     schema: Mapping[str, Any]
@@ -34,7 +34,7 @@ class ToolFormat:
     """Text between two calls."""
 
     def __init__(self, tools: Tools, max_calls: int | None = None, table: TagTable | None = None) -> None:
-        """`max_calls`: None for no limit. `table`: tags that are single tokens."""
+        """max_calls: None for no limit. table: tags that are single tokens."""
         self.tools, self.max_calls = tools, max_calls
         self.table = TagTable() if table is None else table
         self.start_tags = tuple(map(self.table.marker, self.START_TAGS))
@@ -51,9 +51,9 @@ class ToolFormat:
 
     @classmethod
     def call_tags(cls, functions: Sequence[Function], *, once: bool) -> list[Format]:
-        """Calls of these functions as tags of a grammar, each of which begins with a trigger if there are any.
+        """Return the grammar of a call of each function, as tags that begin with a trigger if the format has triggers.
 
-        once: one call at max_calls.
+        once: whether the answer may have only one call.
         """
         raise NotImplementedError
 

@@ -34,7 +34,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Return the JSON types of a key in an object schema; empty if undefined."""
+    """Return the JSON types of a key in an object schema; empty if the schema does not define the key."""
     properties = schema.get("properties")
     found: set[str] = set()
     if isinstance(properties, Mapping):
@@ -70,7 +70,7 @@ def _at(root: Any, pointer: str) -> Any:
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Convert bare text to JSON of one of these types, or else to a string."""
+    """Convert unquoted text to JSON of one of these types if possible, or else to a string."""
     bare = text.strip()
     small = bare.lower()
     if small in ("null", "none") and ("null" in types or "string" not in types):
@@ -113,7 +113,7 @@ def as_string(text: str) -> str:
 
 
 def literal(text: str, *, whole: bool = False) -> str:
-    """Convert a JSON or Python literal to JSON. Open strings and brackets are closed, or rejected if `whole`.
+    """Convert a JSON or Python literal to JSON. Unclosed strings and brackets are closed, or rejected if `whole`.
 
     Raises ValueError for invalid values and for values that JSON does not have, such as NaN.
     """
@@ -141,7 +141,7 @@ def _finite(text: str) -> float:
 
 
 def is_complete(text: str) -> bool:
-    """Whether the text is a complete JSON or Python literal."""
+    """Return whether the text is a complete JSON or Python literal."""
     try:
         literal(text.strip(), whole=True)
     except ValueError:
@@ -150,7 +150,7 @@ def is_complete(text: str) -> bool:
 
 
 def _repaired(text: str, *, whole: bool) -> str:
-    """Convert quotes, words, brackets and commas to JSON."""
+    """Return a Python literal as JSON: quotes, words (True, None), brackets and commas are converted."""
     parts: list[str] = []
     opened: list[str] = []
     for found in _PARTS.finditer(text):

@@ -90,10 +90,7 @@ class ResponsesBody(_Conversation):
 
 
 def chat_body(body: ResponsesBody, earlier: Sequence[Item]) -> dict[str, Any]:
-    """Convert to a body of chat completions. earlier: items of the previous responses.
-
-    Raises ValueError for unsupported values.
-    """
+    """Convert a body of the Responses API to one of chat completions. earlier: items of the previous responses."""
     for name in ("conversation", "prompt"):
         if getattr(body, name) is not None:
             refuse(name, getattr(body, name), "absent: use previous_response_id, or send all items as input")
@@ -149,7 +146,7 @@ def _add_message(messages: list[dict[str, Any]], item: Item) -> None:
 
 
 def _assistant(messages: list[dict[str, Any]], new: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the last message if its role is assistant and it has none of the fields `new`; else append one."""
+    """Return the last message if it is an assistant's without any of the fields `new`; else append a new one."""
     if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(name) for name in new):
         messages.append({"role": "assistant", "content": None})
     return messages[-1]

@@ -32,7 +32,7 @@ _RUNNING = ("queued", "in_progress")
 
 
 def router(service: Service) -> APIRouter:
-    """Create the routes."""
+    """Create the routes of the Responses API."""
     routes, responses = APIRouter(), _ResponseHandler(service)
 
     @routes.post("/v1/responses", openapi_extra=openapi_model(ResponsesBody))
@@ -159,7 +159,7 @@ class _ResponseHandler:
         return body, parsed, previous
 
     async def create(self, request: Request) -> Response:
-        """Answer a request."""
+        """Create a response: generate it, stream it, or start it in the background."""
         body, parsed, previous = await self.read(request)
         response = _response(self._service, body, parsed)
         answered = await answer(self._service, parsed, response["id"])
@@ -227,7 +227,7 @@ async def _last_event_of(events: AsyncGenerator[dict[str, Any], None]) -> Item:
 
 
 def _response(service: Service, body: ResponsesBody, parsed: ChatRequest) -> Item:
-    """Create a response without output."""
+    """Create a response object without output."""
     params = parsed.params
     return {
         "id": f"resp_{uuid4().hex}",

@@ -11,7 +11,7 @@ from bateleur.runner.serve.responses.body import Item
 
 @dataclass(slots=True)
 class StoredResponse:
-    """A response and its conversation."""
+    """A stored response and its conversation."""
 
     response: Item
     inputs: list[Item]

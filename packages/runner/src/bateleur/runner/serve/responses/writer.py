@@ -35,7 +35,10 @@ class ResponseWriter:
         yield self._event("response.in_progress", response=self._snapshot())
 
     def write(self, events: Sequence[Event], logprobs: list[Any] | None = None) -> Iterator[StreamEvent]:
-        """Add events of the answer. logprobs: log probabilities of the tokens of these events."""
+        """Add events of the answer to the response; yields stream events.
+
+        logprobs: log probabilities of the tokens of these events.
+        """
         for event in events:
             match event:
                 case Reasoning(text):
