@@ -64,6 +64,10 @@ RULES: dict[str, tuple[str, list[tuple[Any, str]]]] = {
         "a list of one token id or more, or None",
         [([], "[]"), ((), "()"), (3, "3"), ("12", "'12'"), ({1}, "{1}"), (True, "True"), ({1: 1}, "{1: 1}")],
     ),
+    "logprob_token_ids": (
+        "a list of token ids, or None",
+        [(3, "3"), ("12", "'12'"), ({1}, "{1}"), (True, "True"), ({1: 1}, "{1: 1}")],
+    ),
     "bad_words": (
         "a list of strings, or None",
         [("word", "'word'"), (3, "3"), (b"x", "b'x'"), ({"a"}, "{'a'}"), (True, "True"), ({"a": 1}, "{'a': 1}")],
@@ -108,6 +112,7 @@ INSIDE: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": [-1]}, "allowed_token_ids[0] is -1; it must be an integer >= 0"),
     ({"allowed_token_ids": [1, "2"]}, "allowed_token_ids[1] is '2'; it must be an integer >= 0"),
     ({"allowed_token_ids": [1, None]}, "allowed_token_ids[1] is None; it must be an integer >= 0"),
+    ({"logprob_token_ids": [-1]}, "logprob_token_ids[0] is -1; it must be an integer >= 0"),
     ({"bad_words": [""]}, "bad_words[0] is ''; it must be text that is not empty"),
     ({"bad_words": ["a", 1]}, "bad_words[1] is 1; it must be text that is not empty"),
     ({"bad_words": [None]}, "bad_words[0] is None; it must be text that is not empty"),

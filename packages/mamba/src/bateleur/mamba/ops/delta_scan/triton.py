@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bateleur.mamba.ops.delta_scan.triton_tiles import scan_tiles, takes_tiles
+from bateleur.mamba.ops.delta_scan.triton_tiles import scan_tiles, takes_tiles, token_distances
 from bateleur.mamba.ops.shared.triton import (
     INDICES,
     LAUNCH,
@@ -232,9 +232,10 @@ def delta_scan_varlen(
         num_tokens, beta_scale, *q.stride()[:2], *k.stride()[:2], *by_head(a), b.stride(0),
         **keys, TILES=tiles, **options["pairs"],
     )  # fmt: skip
-    if takes_tiles(q, k, v, decays, chunk_size):
+    distances = token_distances(q, k, v)
+    if takes_tiles(q, k, distances, decays, chunk_size):
         scan_tiles(
-            state, q, k, v, total, rest, inverse, query, scale, shape,
+            state, q, k, v, total, rest, inverse, query, scale, shape, distances,
             query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
         )  # fmt: skip
         return o

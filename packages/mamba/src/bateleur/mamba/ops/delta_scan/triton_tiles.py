@@ -43,22 +43,21 @@ def token_distances(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     A view of one token may have any stride. It gets the stride that a layer's convolution output has, so that no
     additional kernel is compiled.
     """
-    lanes = 2 * q.shape[1] * q.shape[2] + v.shape[1] * v.shape[2]
-    named = (("Q_TOKEN", q), ("K_TOKEN", k), ("V_TOKEN", v))
-    return {name: each.stride(0) if v.shape[0] > 1 else lanes for name, each in named}
+    if v.shape[0] > 1:
+        return {"Q_TOKEN": q.stride(0), "K_TOKEN": k.stride(0), "V_TOKEN": v.stride(0)}
+    return dict.fromkeys(("Q_TOKEN", "K_TOKEN", "V_TOKEN"), 2 * q.shape[1] * q.shape[2] + v.shape[1] * v.shape[2])
 
 
-def takes_tiles(q: Tensor, k: Tensor, v: Tensor, decays: int, chunk_size: int) -> bool:
+def takes_tiles(q: Tensor, k: Tensor, distances: dict[str, int], decays: int, chunk_size: int) -> bool:
     """Return whether tiles of 64 tokens can be used: bfloat16, one decay per head, chunks longer than 16 tokens, and
     keys and queries that begin at multiples of 16 elements.
 
     Others are not copied to shared memory ahead, and other matrices take their place there within a tile. Of two matrix
     layouts at one address ptxas 12.8 (Triton 3.6) makes wrong descriptors, with the number of the thread as address.
     """
-    distances = token_distances(q, k, v)
-    begins = (distances["Q_TOKEN"], distances["K_TOKEN"], q.stride(1), k.stride(1))
-    is_aligned = all(begin % 16 == 0 for begin in (*begins, q.storage_offset(), k.storage_offset()))
-    exact = v.dtype == torch.bfloat16 and decays == 1 and q.shape[2] <= _MOST_KEY_CHANNELS
+    begins = distances["Q_TOKEN"] | distances["K_TOKEN"] | q.stride(1) | k.stride(1)
+    is_aligned = (begins | q.storage_offset() | k.storage_offset()) % 16 == 0
+    exact = q.dtype == torch.bfloat16 and decays == 1 and q.shape[2] <= _MOST_KEY_CHANNELS
     return exact and chunk_size > _BLOCK and is_aligned
 
 
@@ -271,7 +270,7 @@ def tile_options(value_dim: int, key_dim: int) -> dict[str, dict[str, Any]]:
 
 
 def scan_tiles(
-    state, q, k, v, total, rest, inverse, query, scale, shape,
+    state, q, k, v, total, rest, inverse, query, scale, shape, distances,
     query_start_loc, chunk_start_loc, row_chunk_loc, chunk_size, read, chunk_write, o,
 ):  # fmt: skip
     """Launch the kernels after `pairs_kernel`. Its results are ``total`` to ``scale``."""
@@ -293,5 +292,5 @@ def scan_tiles(
         state, q, k, v, scale, *parts,
         query_start_loc, chunk_start_loc, row_chunk_loc, read, chunk_write, o,
         read.shape[0], num_tokens, state.stride(0), q.stride(1), k.stride(1), v.stride(1),
-        **token_distances(q, k, v), **sizes, **options["walk"],
+        **distances, **sizes, **options["walk"],
     )  # fmt: skip
