@@ -37,8 +37,8 @@ MOST = {
 launcher. They were 618, 430, 924 and 350 launches, and 6766, 5718, 10194 and 4460 calls, when every launch computed its
 tile sizes by Triton's functions. Each attention layer has a launch that joins KV splits, and a step one launch that
 builds the work list: 7, 9, 11 and 33 launches. The scan of a delta rule has a second launch that joins tiles.
-It asks how its keys are aligned: 2 calls. The end of an eager step stores tokens in the rows that captured steps use: 12
-launches.
+It asks how its keys are aligned: 2 calls. The end of an eager step stores tokens in the rows that captured steps use:
+12 launches.
 """
 COUNTED = tuple(map(str, (ROOT / "packages", Path(triton.__file__).parent)))
 
