@@ -137,7 +137,7 @@ def _join(batches: Sequence[UnpaddedBatch]) -> UnpaddedBatch:
 def _ready_on_all_ranks(
     steps: Sequence[RankStep], dispatcher: CudagraphDispatcher
 ) -> Container[BatchExecutionDescriptor] | None:
-    """Return the keys that every rank has captured. None means all."""
+    """Return the keys that every rank has captured. None means all keys of the dispatcher."""
     limits = [step.ready for step in steps if step.ready is not None]
     if not limits:
         return None

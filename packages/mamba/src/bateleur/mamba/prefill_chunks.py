@@ -127,7 +127,7 @@ class PrefillChunker:
         return PrefillChunks(loc, chunk_loc, rows, chunk_write, row_loc, int(np.maximum.reduce(counts_R)), tiles)
 
     def _num_ends(self, tokens: Ints) -> Ints:
-        """Return the number of chunk ends in the first `tokens` tokens of a request."""
+        """Return the number of chunks that end within the first `tokens` tokens of a request."""
         if self._aligned:
             return tokens // self.chunk_size
         blocks, rest = np.divmod(tokens, self.block_size)

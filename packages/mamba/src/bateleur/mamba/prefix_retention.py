@@ -38,7 +38,7 @@ class PrefixRetention:
 
     @classmethod
     def of(cls, layout: CacheLayout) -> PrefixRetention:
-        """Return the default. NONE keeps no state, ALL every boundary, ALIGN the last boundary and the prompt's end."""
+        """Return the default of a cache mode: NONE keeps no state, ALL all, ALIGN the newest and the prompt's last."""
         align = layout.mode is MambaCacheMode.ALIGN
         every = layout.block_size if layout.mode is MambaCacheMode.ALL else 0
         return cls(layout.block_size, every, align, align)

@@ -22,7 +22,7 @@ class StatePolicy(Enum):
     SLOTS = "slots"
     """Keep the state after every token of the step, in 1 + K slots."""
     FOLD = "fold"
-    """Keep one state (the checkpoint) and a ring of later inputs. Only accepted inputs are folded into the state."""
+    """Keep one saved state and a ring of later inputs. Only accepted inputs are folded into the state."""
 
 
 class PromptScan(Enum):

@@ -75,7 +75,7 @@ class BlockTable:
         return not self._written
 
     def take_writes(self, batch_row: IntArray, moved: bool) -> tuple[IntArray, IntArray, I32Array] | None:
-        """Take the logged writes of requests in the batch: batch rows, columns and current ids, (n,) each, or None.
+        """Take the logged writes of requests in the batch: batch rows, columns and current ids, (n,) each; or None.
 
         batch_row: (M,) batch row of each row of this table, -1 if it is not in the batch; its writes stay in the
             log.

@@ -120,7 +120,7 @@ class OperatorRecorder(CaptureTracker):
             self._undo()
 
     def result_buffer(self, result: Tensor) -> Tensor:
-        """Allocate memory for the result of an eager part, and copy the result, because the capture goes on with it."""
+        """Allocate memory for the result of an eager part, and copy the result: operators of the next piece read it."""
         made = super().result_buffer(result)
         with self.paused():
             made.copy_(result)

@@ -53,16 +53,16 @@ def check_drafter(
 
     Args:
         make_drafter: creates a new drafter for an engine, whose `groups`, `limits`, `target` and `backend` it may
-            read; K
-            is at most 8.
+            read.
+            K is at most 8.
         reads_device: whether the drafter may wait for the device; for drafters in tests.
         target, engine: target model and engine that the drafter drafts for.
 
     Raises:
         ConformanceError: with every violation found; each starts with the letter of its class. P: shape, dtype or ids
-            of a proposal. N: more drafts than requested. W: inputs are written to. S: it waits for the device. B:
-            drafts
-            depend on the other requests, on their order, or on an earlier request. D: drafts depend on padding.
+            of a proposal. N: more drafts than requested. W: inputs are written to. S: it waits for the device.
+            B: drafts depend on the other requests, on their order, or on an earlier request.
+            D: drafts depend on padding.
             K: drafts depend on the earlier number of drafts. T: emitted tokens differ from those of plain decoding.
     """
     run = _Check(make_drafter, reads_device, target, engine)
@@ -112,7 +112,7 @@ class _Check:
         self._noted: set[tuple[str, str]] = set()
 
     def note(self, letter: str, text: str) -> None:
-        """Record a violation once."""
+        """Record the violation `text` of class `letter`, once."""
         if (letter, text.split(":")[0]) not in self._noted:
             self._noted.add((letter, text.split(":")[0]))
             self.violations.append(Violation(letter, text))
@@ -164,7 +164,7 @@ class _Check:
         return sound
 
     def compare(self, base: _Seen, other: _Seen, letter: str, when: str) -> None:
-        """Check that both runs have equal drafts after the same tokens, if both requested them, and equal tokens."""
+        """Check that two runs have equal tokens, and equal drafts after equal tokens wherever both requested drafts."""
         for place in sorted(base.drafts.keys() & other.drafts.keys()):
             first, second = base.drafts[place], other.drafts[place]
             known = min(len(first), len(second))

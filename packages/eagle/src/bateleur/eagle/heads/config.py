@@ -42,7 +42,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One configuration in terms of all layouts: `layer` has the sizes of the decoder layer, `head` the options."""
+    """A configuration of any layout: fields `layer` with the sizes of the decoder layer, `head` with the options."""
 
     layout: Layout
     eagle3: bool

@@ -30,7 +30,7 @@ _CLOSE = tl.constexpr(4)  # samples between two keys that are close enough
 def bisect(
     key_S, mass_S, tail, errors, num_above, low, high, MASS: tl.constexpr, SAMPLES: tl.constexpr
 ):  # fmt: skip
-    """Bisect [low, high] to two close keys; returns low, samples not below low, high, samples not below high.
+    """Bisect [low, high] to two close keys; return each with the number of samples not below it.
 
     The number or mass of the samples below `low`, plus `errors` standard errors, is at most `tail`, and at least
     `num_above` samples are not below it. At `high` this does not hold.
@@ -54,7 +54,7 @@ def bisect(
 
 @triton.jit
 def bracket_of(key_S, mass_S, tail, floor, ceiling, room, MASS: tl.constexpr, SAMPLES: tl.constexpr):
-    """Return low and high end of a bracket of the key below which the number or mass of the samples is `tail`.
+    """Return both ends of a bracket (interval) of the key below which the number or mass of the samples is `tail`.
 
     The high end is the ceiling if at most `room` samples are above the low end.
     """

@@ -29,7 +29,7 @@ _PROGRAMS = 2560  # about 20 warps for each multiprocessor of an H200; longer sp
 
 @triton.jit
 def fmix64(x):
-    """The finaliser of MurmurHash3 for a uint64; see `bateleur.eagle.noise`."""
+    """Return the finaliser of MurmurHash3 of a uint64; see `bateleur.eagle.noise`."""
     x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
     x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
     return x ^ (x >> 33)
@@ -37,7 +37,7 @@ def fmix64(x):
 
 @triton.jit
 def row_words(seed, position):
-    """Low and high word of the key (seed, position); position may contain place and role, see `noise.names`."""
+    """Return low and high word of the noise key (seed, position); position may be packed with more by `noise.names`."""
     row = fmix64(fmix64(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ position.to(tl.uint64, bitcast=True))
     return row.to(tl.uint32), (row >> 32).to(tl.uint32)
 
@@ -212,12 +212,12 @@ def coupled(
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
-    """See `bateleur.eagle.sample`: verification of rows that have no draft."""
+    """Sample one token per row, as `bateleur.eagle.sample`: verification of rows that have no draft."""
     return _of_singles(logits, _Singles(keys.seed, names(keys, role), metadata.temperature), lanes, metadata)
 
 
 def draw(logits: Tensor, temperature: Tensor, keys: Keys, role: Role, lanes: Lanes) -> Drawn:
-    """See `bateleur.eagle.draw`; two launches."""
+    """Sample one token per row in two launches, as `bateleur.eagle.draw`."""
     return _of_singles(logits, _Singles(keys.seed, names(keys, role), temperature), lanes, None)
 
 
@@ -227,8 +227,8 @@ def _of_singles(logits: Tensor, rows: _Singles, lanes: Lanes, metadata: Sampling
 
 
 class _Singles(NamedTuple):
-    """`Rows` of one logit row each. first_position: what `bateleur.eagle.noise.names` returns: position, place and role
-    in one number.
+    """Requests with one logit row each, in place of `Rows`. first_position: the result of `bateleur.eagle.noise.names`,
+    which packs position, place and role into one number.
     """
 
     seeds: Tensor

@@ -74,7 +74,7 @@ class _Run:
             ]
 
     def step(self, todo: set[str]) -> set[str]:
-        """Run a step of random requests and a padded row; return the items of `todo` that occurred."""
+        """Run a step of random requests and a padded row; return the cases of `todo` (to be tested) that occurred."""
         rng = self.rng
         who = rng.sample(self.requests, rng.randint(2, _REQUESTS))
         counts = [self._counts(request, todo) for request in who]
@@ -140,7 +140,7 @@ class _Run:
         return (request.base + torch.arange(first, end, device=self.problem.device)) % self.capacity
 
     def _spoil(self, request: _Request, first: int, end: int) -> None:
-        """Set ring entries that are no longer valid to NaN."""
+        """Set the ring entries of tokens `first` to `end` - 1 of a request, no longer valid, to NaN."""
         for each in self.ring:
             each[:, request.row, self._places(request, first, end)] = torch.nan
 

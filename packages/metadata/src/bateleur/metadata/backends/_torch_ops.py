@@ -97,7 +97,7 @@ def rms_norm(x_THD: Tensor, weight: Tensor, eps: float, whole: bool) -> Tensor:
 
 
 def apply_rotary(x_THD: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotate the leading R lanes of every head: lane i is paired with lane i + R/2."""
+    """Rotate the leading R dimensions of every head: dimension i is paired with i + R/2."""
     rotary_dim = cos_T1R.shape[-1]
     part_THR = x_THD[..., :rotary_dim]
     return torch.addcmul(part_THR * cos_T1R, part_THR.roll(rotary_dim // 2, -1), sin_T1R)
@@ -119,7 +119,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`bateleur.metadata.ops.paged_attention`. Computed in tiles of rows and queries."""
+    """Return attention (T, Hq, D) over the paged caches, as :data:`bateleur.metadata.ops.paged_attention`, in tiles."""
     check_sizes(q, k_cache, block_table, seq_lens, num_decodes, max_seq_len, sinks)
     out_THD = q.new_zeros(q.shape[0] + 1, *q.shape[1:])  # the last row receives results of padded queries
     if not max_seq_len:

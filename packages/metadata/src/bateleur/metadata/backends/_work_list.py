@@ -106,6 +106,6 @@ def _list_of(
 
 
 def _split_size(work: Tensor, least: int, splits: int) -> Tensor:
-    """Return the smallest ``least * 2**n`` (n = 0, 1, ...) of which ``splits`` splits hold ``work`` keys."""
+    """Return the smallest split size ``least * 2**n``, n = 0, 1, ..., at which ``splits`` splits hold ``work`` keys."""
     sizes = least << torch.arange(40, device=work.device)
     return sizes[torch.searchsorted(sizes * splits, work.view(1))]

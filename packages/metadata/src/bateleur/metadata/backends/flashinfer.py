@@ -1,6 +1,6 @@
 """Paged attention by FlashInfer (extra ``flashinfer``): planned on the host for each step, run for each layer.
 
-FlashInfer needs the pages of all rows as one list, the number of pages of each row, and the tokens in its last page.
+FlashInfer needs the pages (KV blocks) of all rows in one list, their number in each row, and the tokens of the last.
 Both counts come from exact lengths on the host. The list is gathered from the block table on the device, without
 waiting. Batches with equal query lengths are planned into fixed buffers and may be captured.
 

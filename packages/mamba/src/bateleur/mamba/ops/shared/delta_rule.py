@@ -29,7 +29,7 @@ def units(q: Tensor, k: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def of_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat the G key heads in dimension 1 for the value heads."""
+    """Repeat the G key heads in dimension 1 of `x`, so that there are `heads` value heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -149,7 +149,7 @@ def _own_scores(kq: Tensor, total: Tensor) -> Tensor:
 
 
 def is_in_place(state: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether views of `state` can be computed on in `dtype`."""
+    """Return whether `state` is contiguous and of `dtype`, so that views of it are updated without copies."""
     return state.dtype == dtype and state.is_contiguous()
 
 
