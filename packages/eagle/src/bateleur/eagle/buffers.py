@@ -159,7 +159,7 @@ class DraftLogits:
     def __init__(
         self, max_num_reqs: int, num_speculative_tokens: int, vocab_size: int, device: torch.device | str
     ) -> None:
-        """Allocate for `max_num_reqs` rows of the request table, and as many requests of a batch."""
+        """Allocate buffers for `max_num_reqs` rows of the request table, and as many requests of a batch."""
         self._shape = (max_num_reqs, num_speculative_tokens, vocab_size)
         num_lines = max_num_reqs * num_speculative_tokens
         self.lines = torch.zeros(num_lines + 1, vocab_size, dtype=torch.float32, device=device)

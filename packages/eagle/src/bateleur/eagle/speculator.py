@@ -159,7 +159,7 @@ class EagleSpeculator:
         return tokens_RK.clone() if room_R is None else tokens_RK.where(self._columns < room_R.unsqueeze(1), -1)
 
     def distribution(self, rows: Tensor) -> DraftDistribution:
-        """Return the distribution of the last drafts of rows of the request table: (R, K, Vd) logits if they sample."""
+        """Return the distribution of the last drafts of rows of the request table: logits under RATIO and BLOCK."""
         kept = self.inputs.logits
         if kept is None:
             return Coupled()

@@ -239,7 +239,7 @@ class Recurrence(ABC):
 
     @property
     def request_conv_bytes(self) -> int:
-        """Bytes of the request conv window of one running request; 0 under SLOTS, where they are in state slots."""
+        """Bytes of the request conv window of one running request; 0 under SLOTS (part of the state slots)."""
         if self.policy is StatePolicy.SLOTS:
             return 0
         return math.prod(self.request_conv_shape) * self.conv_dtype.itemsize

@@ -117,7 +117,7 @@ class CacheLayout:
         return (num_tokens - 1) // self.block_size
 
     def max_hit_tokens(self, prompt_len: int) -> int:
-        """Return the maximum prefix-cache hit in tokens: whole blocks, with at least one token left to compute."""
+        """Return the maximum prefix-cache hit in tokens: whole blocks, and less than the whole prompt."""
         if self.mode is MambaCacheMode.NONE:
             return 0
         return max(prompt_len - 1, 0) // self.block_size * self.block_size

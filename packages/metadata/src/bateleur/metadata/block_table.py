@@ -95,7 +95,7 @@ class BlockTable:
         return (batch_rows, columns, self._flat[cells]) if len(batch_rows) else None
 
     def _pending_cells(self, moved: bool) -> IntArray | None:
-        """Take from the log the cells (flat indices) that :meth:`take_writes` searches."""
+        """Remove the written cells (flat indices) from the log and return them, for :meth:`take_writes`; or None."""
         if moved:
             self._written += self._skipped
             self._skipped = []

@@ -78,8 +78,8 @@ def define_op(
 ) -> F:
     """Define the operator ``torch.ops.<library>.<name>`` with the signature of ``like`` and return it.
 
-    mutates: names of the arguments that it writes to. fake: implementation for fake tensors. name: default is the name
-    of ``like``.
+    forms: its implementations. mutates: names of the arguments that it writes to. fake: implementation for fake
+    tensors. name: name of the operator; default is that of ``like``.
 
     On CUDA, float64 uses the torch implementation, because Triton kernels compute in float32.
     """

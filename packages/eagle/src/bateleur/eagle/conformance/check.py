@@ -127,7 +127,7 @@ class _Check:
         self.compare(base, self.run(_JOBS, asked=(None, 0, 1, None, 0)), "K", "after steps with fewer drafts")
 
     def watched(self, drafter: Drafter, vocab_size: int, *, reads: bool) -> Any:
-        """Wrap a drafter: its proposals are checked, and invalid entries removed, before the engine reads them."""
+        """Wrap a drafter: proposals are checked, and invalid entries removed. reads: it may wait for the device."""
 
         def propose(context: DraftContext) -> Tensor:
             shown = dict(_tensors(context))

@@ -186,8 +186,10 @@ def _block(size: int) -> int:
 
 
 def emit_options(places: int, size: int) -> dict[str, Any]:
-    """Return launch options of `emit_kernel` for rows of `size` tokens. They fit the shares of a single row, which are
-    the most, so that one kernel serves any number of rows.
+    """Return launch options of `emit_kernel` for rows of `size` tokens. A batch of one row
+    has the most shares a row; the options fit that, so that one kernel serves any number of rows.
+
+    places: most logit rows of a request.
     """
     shares = min(triton.cdiv(size, _block(size)), _PROGRAMS)
     block_c, block_s = triton.next_power_of_2(places), triton.next_power_of_2(shares)

@@ -72,7 +72,7 @@ def stats_kernel(
     values_ptr, owners_ptr, counts_ptr, prompts_ptr, before_ptr, num_before,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the largest logit of each tile (NaN if it has one), and the sum of exp((logit - largest) / temperature).
+    """Compute for each tile the largest logit (NaN if any is NaN), and the sum of exp((logit - largest) / temperature).
 
     Grid (rows, tiles). At least 5 blocks a multiprocessor.
     """

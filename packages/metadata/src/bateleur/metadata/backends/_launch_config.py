@@ -154,7 +154,10 @@ def join_options(block_m: int, head_dim: int) -> dict[str, Any]:
 
 
 def launches_of(max_query_len: int, group: int) -> list[tuple[int, int, int]]:
-    """Return (shortest query, longest or 0 for no limit, lines of a tile) of each launch that a batch takes."""
+    """Return (shortest query, longest or 0 for no limit, lines of a tile) of each attention launch of a batch.
+
+    group: query heads of a key head.
+    """
     if max_query_len <= MAX_SHORT_QUERY_LEN:
         return [(1, 0, max_query_len * group)]
     return [(1, MAX_SHORT_QUERY_LEN, min(MAX_SHORT_QUERY_LEN * group, 64)), (MAX_SHORT_QUERY_LEN + 1, 0, 128)]

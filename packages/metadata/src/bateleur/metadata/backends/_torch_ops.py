@@ -27,7 +27,7 @@ _MAX_TILE_KEYS = 1 << 20  # gathered entries of a tile of several rows: keys and
 def write_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
 ) -> None:
-    """Store keys and values of T tokens in their slots of the KV cache. Slot -1: zeros to slot 0 of the null block."""
+    """Store keys and values of T tokens in the KV cache by slot. For slot -1, zeros go to slot 0 of the null block."""
     check_slots(k, v, slot_mapping)
     skipped = (slot_mapping < 0)[:, None, None]
     slots = slot_mapping.clamp(min=0)

@@ -172,7 +172,7 @@ def write_kernel(
 
 @cache
 def tile_options(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, norm: int = 0) -> dict[str, Any]:
-    """Return tile counts, tile sizes and launch options of :func:`write_kernel`."""
+    """Return tile counts, tile sizes and launch options of :func:`write_kernel`; norm: its constant NORM."""
     block_d = triton.next_power_of_2(head_dim)
     block_h = max(1, min(triton.next_power_of_2(num_kv_heads), _TILE_LANES // block_d))
     q_tiles, k_tiles = (-(-heads // block_h) if norm < 2 else 1 for heads in (num_heads, num_kv_heads))

@@ -89,7 +89,7 @@ def take(ring: Tensor, at: Tensor, missing: Tensor | None, dtype: torch.dtype) -
 
 
 def decayed_keys(ring_k: Tensor, ring_g: Tensor, at: RingEntries, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the keys of all ring entries after the decays of later entries, and the decay of the saved state.
+    """Return the keys of all ring entries, times the decays of later entries, and the decay of the saved state.
 
     The keys are the product of (R, G or H, L, Dk) and (R, H, L, 1). The decay is (R, H, 1, 1 or Dk).
     """
