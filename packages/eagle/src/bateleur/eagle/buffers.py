@@ -1,7 +1,7 @@
 """Input buffers of draft passes, at constant addresses; their padding is always defined.
 
 Legend for shapes: N rows (requests) and M tokens of the largest batch, K drafts, Vd draft vocabulary, Hd hidden size of
-the head, n rows of a pass, R rows.
+the head, n requests of a pass, R rows of the request table.
 """
 
 import torch

@@ -202,7 +202,7 @@ class BySurvival:
         self._idle = np.zeros(0, np.int64)  # steps since the last probe, by row of the request table
 
     def lengths(self, rows: PolicyRows) -> I32Array:
-        """Return the number of drafts of each request, (R,) int32, that gives the most tokens per cost."""
+        """Return the number of drafts a request, (R,) int32, with the most expected tokens per cost of a step."""
         if not len(rows) or not rows.acceptance.shape[1]:
             return _capped(0, rows)
         survival_RK = rows.acceptance.cumprod(1)

@@ -112,10 +112,11 @@ def _nucleus(scaled_NL: Tensor, best_N: Tensor, edge: _Edge, top_p_N: Tensor, sh
 def _search(
     scaled_NL: Tensor, mass_NL: Tensor | None, start_N: Tensor, goal: Callable[[Tensor], Tensor], shard: VocabShard
 ) -> _Found:
-    """Find the largest value, not below `start_N`, such that the tokens not below it reach the goal, in number or in
-    mass (their weight).
+    """Find the largest value at or above `start_N` such that the tokens at or above it have at least the weight `goal`.
 
-    goal: maps the total weight not below the start, (N,) int64, to the weight to reach.
+    The weight of a token is its mass, or 1 if `mass_NL` is None.
+
+    goal: maps the total weight of the tokens at or above the start, (N,) int64, to the weight to reach.
     """
     above_N, goal_N1 = torch.zeros_like(start_N), None
     for shift in range(32 - DIGIT, -1, -DIGIT):

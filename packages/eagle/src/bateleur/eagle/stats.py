@@ -99,7 +99,7 @@ class AcceptanceEstimates:
         self.seen[row] = 0
 
     def update(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
-        """Add one step of R different rows of the table; the counts are those of `AcceptStats.update`."""
+        """Add one step of R different rows of the table; counts as for `AcceptStats.update`."""
         tried, kept = _reached(self._k, num_drafts, num_accepted)
         new = np.concatenate((tried, kept), 1)
         self.seen[rows] = self.seen[rows] * np.where(np.tile(tried, 2) > 0, self.fade, 1.0) + new

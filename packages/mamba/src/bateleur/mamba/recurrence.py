@@ -134,7 +134,7 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def parameters(self) -> tuple[TensorSpec, ...]:
-        """Parameters of one layer, in float32 for any model dtype: rounding would accumulate over a sequence."""
+        """Parameters of one layer, float32 for any model dtype, because rounding would accumulate over a sequence."""
 
     @property
     @abstractmethod

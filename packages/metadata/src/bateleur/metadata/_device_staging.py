@@ -92,7 +92,7 @@ class DeviceStaging:
         self._queue.launch(fill)
 
     def write(self, rows: StepRows, shape: BatchShape, lengths: StepLengths, starts: I32Array | None) -> None:
-        """Upload the step and launch the kernels. ``starts``: None if they equal those of the last step."""
+        """Upload the step and launch the kernels. ``starts``: first token of each row; None if as in the last step."""
         packet, work = PackedUpload(), self._pad_once()
         truth = packet.add(rows.num_computed_tokens) if rows.num_computed_tokens_device is None else 0
         begins = None if starts is None else packet.add(starts)
@@ -179,14 +179,14 @@ class BlockTableMirror:
         self.forget_batch()
 
     def forget_batch(self) -> None:
-        """Forget which request rows are in the batch, because other tables were staged."""
+        """Treat the batch as empty, because a step staged whole tables that name no request rows."""
         self.batch_row_of: IntArray = np.full(self.num_rows, -1, np.int64)
         self._rows: IntArray = self.batch_row_of[:0]
         self._rows_bytes = b""
         self._num_clears = -1
 
     def forget_all(self) -> None:
-        """Forget the staged tables, on the device as well: the next step stages all rows again."""
+        """Treat all block tables on the device as unknown, so that the next step stages all rows again."""
         self.forget_batch()
         for table in self.tables:
             table.mark_all_unstaged()

@@ -187,7 +187,8 @@ class _Check:
     ) -> _Seen:
         """Run the requests `jobs` with a new drafter.
 
-        plain: also decode without drafts, to compare. asked: numbers of drafts that steps request, in turn.
+        plain: also decode without drafts, to compare. reverse: reverse the order of requests. padded: pad steps, with
+        NaN in the padding. asked: numbers of drafts that steps request, in turn.
         """
         engine = self._engine(
             self._target(), get_backend("torch", device="cpu", dtype=DTYPE, head_dim=HEAD_DIM), _LIMITS, _MOST_DRAFTS

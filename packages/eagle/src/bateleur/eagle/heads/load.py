@@ -41,7 +41,7 @@ class LoadReport:
     num_parameters: int = 0
     """Number of parameters in `own`, without those that equal the target's."""
     num_bytes: int = 0
-    """Their size in the dtype of the head."""
+    """Bytes of these parameters in the dtype of the head."""
 
     def __str__(self) -> str:
         """Return a summary of a few lines."""

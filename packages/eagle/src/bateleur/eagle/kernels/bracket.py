@@ -76,8 +76,8 @@ def sample_brackets(
 ):  # fmt: skip
     """Estimate the brackets of a row's top_k and top_p thresholds; returns low_k, high_k, low_p, high_p.
 
-    total: mass of the row, in units of the mass of its best token. Without top_k its bracket is empty and at the floor,
-        so that all tokens not below the floor are above it.
+    total: mass of the row, in units of the mass of its best token. Without top_k its bracket is empty and ends at the
+        floor, so that all tokens not below the floor count as above the bracket.
     """
     sample_S = tl.arange(0, SAMPLES)
     lane_S = sample_S * (size // SAMPLES) + sample_S * (size % SAMPLES) // SAMPLES

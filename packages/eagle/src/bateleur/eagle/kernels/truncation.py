@@ -132,7 +132,7 @@ def collect_kernel(
 
 @triton.jit
 def read_keys(source, start, BLOCK: tl.constexpr, KIND: tl.constexpr):
-    """Load BLOCK sort keys from index `start` on, of the candidates or of the row; keys of -inf beyond the end."""
+    """Load BLOCK sort keys from index `start` of the candidates, or of the row; beyond the end the key of -inf."""
     listed, num, candidates_ptr, row_of = source
     at_L = start + tl.arange(0, BLOCK)
     if listed:

@@ -30,7 +30,7 @@ Commit = Callable[[Sequence[int]], Tensor]
 
 
 def check_schedule(problem: Problem, ring_capacity: int, prompt_scan: PromptScan = PromptScan.OWN) -> None:
-    """Run random requests in mixed batches to their ends, with chunked prefills and rejected drafts."""
+    """Run random requests in mixed batches, with chunked prefills and rejected drafts, and compare with `_alone`."""
     spec, device = problem.spec, problem.device
     act = {"least": spec.compute_dtype}
     sizes = (spec.conv_dim, spec.conv_width)

@@ -171,7 +171,7 @@ def check_sizes(
 def _sink_attention(
     q_RHMD: Tensor, k_RHSD: Tensor, v_RHSD: Tensor, hidden_RMS: Tensor, scale: float, sinks: Tensor
 ) -> Tensor:
-    """Attention (R, H, M, D) with one more key, without a value, of score ``sinks[h]``; at least float32."""
+    """Return attention (R, H, M, D), at least float32, with one more key of score ``sinks[h]`` and without a value."""
     exact = torch.promote_types(q_RHMD.dtype, torch.float32)
     group = q_RHMD.shape[1] // k_RHSD.shape[1]
     k, v = (x.to(exact).repeat_interleave(group, 1) for x in (k_RHSD, v_RHSD))

@@ -34,7 +34,7 @@ class Step:
 
     @property
     def shape(self) -> BatchShape:
-        """Sizes of the step, padded to those of the key."""
+        """Sizes of the step, padded to the sizes of its graph key."""
         lens, key = self.rows.query_lens, self.key
         num_reqs, num_tokens = len(lens), int(lens.sum())
         if key is None:
