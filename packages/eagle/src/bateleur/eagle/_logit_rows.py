@@ -34,7 +34,7 @@ class LogitRows:
 
     @classmethod
     def of(cls, num_logits: int, drafts: Drafts, rows: Rows) -> LogitRows:
-        """Assign each draft to the logit row that verifies it; there are `num_logits` rows."""
+        """Assign each draft to the logit row that verifies it. num_logits: N, number of logit rows."""
         tokens_RK, first_R = drafts.tokens, rows.query_start_loc[:-1].long()
         num_R = rows.query_start_loc[1:] - first_R
         place_C = torch.arange(tokens_RK.shape[1] + 1, device=tokens_RK.device)

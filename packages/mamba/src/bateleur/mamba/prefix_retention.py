@@ -72,7 +72,7 @@ class PrefixRetention:
         )
 
     def always_keeps(self, column: int) -> bool:
-        """Return whether the state in `column` of any request is cached at its boundary, and never dropped."""
+        """Return whether the state in `column` is kept for every request, from its boundary on, and never dropped."""
         boundary = (column + 1) * self.block_size
         return bool((self.every and boundary % self.every == 0) or (self.doubling and not column & (column + 1)))
 

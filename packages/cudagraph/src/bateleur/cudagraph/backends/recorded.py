@@ -91,7 +91,7 @@ def _copy_results(func: OpOverload, result: Any, targets: tuple[tuple[int, Tenso
 
 
 class OperatorRecorder(CaptureTracker):
-    """Records the operators of a capture. At the end of each piece it undoes what the operators did."""
+    """Records the operators of a capture. At the end of each piece it undoes the effects of the operators."""
 
     def __init__(self, key: BatchExecutionDescriptor, pool: CpuGraphPool, pool_views: WeakSet[UntypedStorage]) -> None:
         super().__init__(key, torch.device("cpu"), pool_views)

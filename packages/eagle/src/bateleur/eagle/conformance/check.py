@@ -26,7 +26,7 @@ _CHUNK = 3
 
 @dataclass(frozen=True, slots=True)
 class DrafterReport:
-    """Result of a check. `num_steps` counts request steps with drafts, `num_accepted` accepted drafts."""
+    """Result of a check. num_steps: verifications of a request with drafts. num_accepted: accepted drafts."""
 
     drafter: str
     num_proposals: int

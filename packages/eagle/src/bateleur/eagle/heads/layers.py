@@ -97,7 +97,7 @@ class Attention:
             self.k_norm = RMSNorm(weights, f"{name}.k_norm", spec.head_dim, spec.norm_eps)
 
     def __call__(self, x_TX: Tensor, rotary: Rotation | None, attend: Attend) -> Tensor:
-        """Return attention (T, H) for input (T, X). rotary: cosines and sines of the positions; None for no rotation."""
+        """Return attention (T, H) for input (T, X). rotary: cosines and sines of the positions; None: no rotation."""
         heads, kv_heads = self._num_heads, self._num_kv_heads
         qkv_TAD = self.qkv_proj(x_TX).view(-1, heads + 2 * kv_heads, self._head_dim)
         qk, v = qkv_TAD.split((heads + kv_heads, kv_heads), 1)

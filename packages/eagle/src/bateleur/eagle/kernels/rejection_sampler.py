@@ -64,7 +64,7 @@ def gumbel(u_L):
 
 @triton.jit
 def gumbel_bound(u_L):
-    """Return an upper bound of `gumbel`, at most -log(u). The bits of a float are a lower bound of its logarithm."""
+    """Return an upper bound of `gumbel` without computing a logarithm: the bits of the float u bound log2(u)."""
     octaves_L = (0x3F800000 - u_L.to(tl.int32, bitcast=True)).to(tl.float32)
     return tl.fma(octaves_L, 8.262958e-08, 1e-3)  # log(2) / 2^23, and a margin for the rounding of logarithms
 

@@ -41,7 +41,7 @@ def _count_splits(num_keys, size):
 
 @triton.jit
 def _store(entry_ptr, mask, a, b, c, d, e, f, g, h):
-    """Store an entry of eight numbers at each pointer of a tensor."""
+    """Store an entry of eight numbers, a to h, at each pointer of ``entry_ptr`` where ``mask`` is True."""
     tl.store(entry_ptr, a, mask=mask)
     tl.store(entry_ptr + 1, b, mask=mask)
     tl.store(entry_ptr + 2, c, mask=mask)

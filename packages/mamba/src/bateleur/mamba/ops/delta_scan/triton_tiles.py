@@ -52,8 +52,8 @@ def takes_tiles(q: Tensor, k: Tensor, v: Tensor, decays: int, chunk_size: int) -
     """Return whether tiles of 64 tokens can be used: bfloat16, one decay per head, chunks longer than 16 tokens, and
     keys and queries that begin at multiples of 16 elements.
 
-    Other keys and queries are not copied to shared memory ahead, and other matrices take their place there. If two
-    matrix layouts share an address, ptxas 12.8 (Triton 3.6) makes descriptors with the thread's number as address.
+    Unaligned keys and queries are not copied to shared memory ahead, so other matrices get the same addresses there.
+    For two matrix layouts at one address, ptxas 12.8 (Triton 3.6) makes wrong descriptors.
     """
     distances = token_distances(q, k, v)
     begins = (distances["Q_TOKEN"], distances["K_TOKEN"], q.stride(1), k.stride(1))
