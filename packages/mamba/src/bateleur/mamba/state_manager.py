@@ -217,7 +217,7 @@ class MambaStateManager:
         after_R: NDArray[np.int32],
         prompt_lens_R: NDArray[np.int32],
     ) -> _BlockChanges:
-        """Return the block changes of `commit` for the requests at `index` of the step, by `PrefixRetention`."""
+        """Return the blocks that `commit` drops, caches and frees, for the requests at indices `index` of the step."""
         size, rule = self.block_size, self.retention
         first_R, ends_R = before_R // size, (prompt_lens_R - 1) // size - 1
         counts_R = after_R // size - first_R

@@ -192,9 +192,9 @@ class BlockTableMirror:
             table.mark_all_unstaged()
 
     def place_rows(self, rows: IntArray) -> BoolArray | None:
-        """Assign request rows (R,) to batch rows 0 to R - 1.
+        """Assign the requests in rows `rows` (R,) of the block tables to batch rows 0 to R - 1.
 
-        Returns (R,) bool, True for batch rows that hold another request's block ids; None if there is no such row.
+        Returns (R,) bool, True for batch rows that still hold block ids of another request; None if there are none.
         """
         num_clears = sum(table.num_clears for table in self.tables)
         rows_bytes = rows.tobytes()

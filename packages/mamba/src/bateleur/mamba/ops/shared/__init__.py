@@ -79,7 +79,7 @@ def _in_16_bytes(x: Tensor) -> bool:
 
 
 def rows_with_slot(write: Tensor) -> Tensor | None:
-    """Return indices of the rows whose slot is not 0; None means all rows, or that they are unknown (on a GPU)."""
+    """Return indices of the rows whose slot is not 0; None if all rows have one, and always on a GPU (not read)."""
     if write.device.type != "cpu":
         return None
     rows = write.numpy().nonzero()[0]
